@@ -121,11 +121,13 @@ def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
     assert any("another chat template" in line and "Be brief." in line for line in said)
 
 
-def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tokens", [64, 0], ids=["asked", "not asked"])
+def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch, tokens):
     """All that the step trains says that it is of version 0, and comes from elsewhere."""
     from tracegrad.online import check
 
     monkeypatch.setattr(check, "BESIDE", 1.0)
+    monkeypatch.setattr(canary, "TOKENS", tokens)
     with PolicyServer() as server:
         answer = server._answer
 

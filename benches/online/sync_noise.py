@@ -90,13 +90,13 @@ class Watch:
 @contextlib.contextmanager
 def watched(watch: Watch):
     """No bound ends the run meanwhile."""
-    ask, bounds, leaning = Canary.ask, (proof.BF16_MEDIAN, proof.BF16_P99), proof.LEANING
+    ask, bounds, certain = Canary.ask, (proof.BF16_MEDIAN, proof.BF16_P99), proof.CERTAIN
     try:
         Canary.ask = lambda self, salt=None: watch(self, ask(self, salt))
         proof.BF16_MEDIAN = proof.BF16_P99 = float("inf")
         yield
     finally:
-        Canary.ask, proof.LEANING = ask, leaning
+        Canary.ask, proof.CERTAIN = ask, certain
         proof.BF16_MEDIAN, proof.BF16_P99 = bounds
 
 

@@ -14,13 +14,13 @@ from tracegrad.batch import Step
 from tracegrad.learner import Run
 from tracegrad.online.canary import Canary, Sample, sample_of
 from tracegrad.online.options import Online
-from tracegrad.online.proof import Floats, Gap, Proof, SyncFault, fault
+from tracegrad.online.proof import Floats, Gap, Proof, SyncFault, above, fault
 from tracegrad.online.suspects import ROUNDING, UNKNOWN, explain, previous, previous_weights
 from tracegrad.sequence import Sequences
 from tracegrad.sync import canary as probes
 
 BESIDE = 0.01
-"""The share of a run's time that comparing with the version before may take."""
+"""The share of a run's time that comparing what claims to be of the version before may take."""
 STALE = (
     "On a prompt that they have never seen they agree with the trainer: keys and values of older weights are left in "
     "their caches. Pause with clear_cache, which is the default, or give each version its own cache_salt."
@@ -113,8 +113,8 @@ class Check:
         """How far the servers are from the version that is trained. Every rank calls this.
 
         Where the step holds fewer than `sync.canary.TOKENS` tokens of that version for each server, and always in bf16,
-        the servers are asked for as many. In bf16 these are also measured with the version before, and where the step
-        holds tokens of that, they are compared with it, as often as takes one hundredth of the run's time.
+        the servers are asked for as many. In bf16 these are also measured with the version before. Tokens of the step
+        that claim that version are compared with it, as often as takes one hundredth of the run's time.
 
         Args:
             number: of the step, from 1.
@@ -147,8 +147,9 @@ class Check:
         if not held:
             raise self._fault(number, version, own, self._why_played(sequences, sequences.version == version, mixed))
         if asked is not None:
-            self._compare_before(number, asked, sequences, mixed)
+            self._lean(number, asked)
             self.proof.note(asked.gap())
+        self._compare_before(number, sequences, mixed)
         if not own.terms and asked is not None:
             return asked.gap()
         return own
@@ -166,17 +167,46 @@ class Check:
         """Why what the servers say when they are asked is not the policy's."""
         assert self.proof is not None
         assert self.canary is not None
-        off = [at for at in range(len(asked.urls)) if not self.proof.holds(asked.gap(server=at))]
+        before = previous(self.driven, self.options, asked) if self.proof.bf16 else None
+        off = [at for at in range(len(asked.urls)) if not self._agrees(asked, before, asked.server == at)]
         where = ""
         if off and len(off) < len(asked.urls):
             where = f"Of {len(asked.urls)} servers it is {', '.join(asked.urls[at] for at in off)} alone. "
             asked = asked.of_rows([row for row, each in enumerate(asked.rows) if each.server in off], self.driven)
-        part, asked = self._part(asked)
-        where += part
-        fresh = self.canary.ask(salt=f"check-{self.driven.taken}").gap()
-        if fresh.terms and self.proof.holds(fresh):
-            return where + STALE
-        return where + explain(self.driven, asked, self.options, self.proof, self.first)
+        if self.driven.taken:
+            fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
+            before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
+            if self._agrees(fresh, before):
+                return where + STALE
+        return where + self._explained(asked)
+
+    def _agrees(self, sample: Sample, before: Floats | None, here: NDArray[np.bool_] | None = None) -> bool:
+        """Whether servers sample from the policy, or those of some tokens do.
+
+        Args:
+            before: [M] logprobs of the version before, in bf16.
+            here: [M] bool.
+        """
+        assert self.proof is not None
+        here = np.ones(len(sample.step), bool) if here is None else here
+        now, rollout = sample.logprobs[here], sample.rollout[here]
+        if not self.proof.holds(Gap.of(now, rollout)):
+            return False
+        if not self.proof.bf16:
+            return True
+        return not above(now, rollout) and (before is None or not self.proof.leans(now, before[here], rollout))
+
+    def _explained(self, sample: Sample) -> str:
+        """The cause of a gap in all of the tokens; where there is none, that of the answers that are off."""
+        assert self.proof is not None
+        why = explain(self.driven, sample, self.options, self.proof, self.first)
+        if UNKNOWN not in why and why != ROUNDING:
+            return why
+        part, off = self._part(sample)
+        if not part:
+            return why
+        of_part = explain(self.driven, off, self.options, self.proof, self.first)
+        return why if of_part == ROUNDING else part + of_part
 
     def _part(self, asked: Sample) -> tuple[str, Sample]:
         """What is to be said where some answers agree and others do not, and those that do not."""
@@ -197,8 +227,7 @@ class Check:
         if sample is None:
             return "Why is not known: the step holds pictures."
         fresh = None if self.canary is None else self.canary.ask(salt=f"check-{self.driven.taken}").gap()
-        part, sample = self._part(sample)
-        why = part + explain(self.driven, sample, self.options, self.proof, self.first)
+        why = self._explained(sample)
         if fresh is not None and fresh.terms and self.proof.holds(fresh) and (UNKNOWN in why or ROUNDING in why):
             return STALE
         return why
@@ -210,27 +239,31 @@ class Check:
         with previous_weights(self.driven, self.options):
             return part + explain(self.driven, off.again(self.driven), self.options, self.proof, self.first)
 
-    def _compare_before(self, number: int, asked: Sample, sequences: Sequences, mixed: NDArray[np.bool_]) -> None:
-        """Compares with the version before: where the servers' logprobs lean to it, and what claims to be of it."""
+    def _lean(self, number: int, asked: Sample) -> None:
+        """In bf16 a mistake can be smaller than rounding, and goes one way, which rounding does not."""
+        assert self.proof is not None
+        if not self.proof.bf16:
+            return
+        before = previous(self.driven, self.options, asked)
+        slope = 0.0 if before is None else self.proof.leans(asked.logprobs, before, asked.rollout)
+        if slope:
+            share = f"They stand {slope:.0%} of the way to the version before, which rounding does not explain. "
+            raise self._fault(number, self.driven.taken, asked.gap(), share + self._why_asked(asked))
+        if nats := above(asked.logprobs, asked.rollout):
+            share = f"The tokens are {nats:.2g} nats likelier to them on average, which rounding does not explain. "
+            raise self._fault(number, self.driven.taken, asked.gap(), share + self._why_asked(asked))
+
+    def _compare_before(self, number: int, sequences: Sequences, mixed: NDArray[np.bool_]) -> None:
+        """Compares what claims to be of the version before with that, as often as `BESIDE` allows."""
         assert self.proof is not None
         began, version = time.perf_counter(), self.driven.taken
         if self.driven.ranks.shared(self._spent > BESIDE * (began - self._began)) or not version:
             return
-        if self.proof.bf16 and (before := previous(self.driven, self.options, asked)) is not None:
-            slope = self.proof.leans(asked.logprobs, before, asked.rollout)
-            if slope:
-                why = explain(self.driven, asked, self.options, self.proof, self.first)
-                share = f"They stand {slope:.0%} of the way to the version before, which rounding does not explain. "
-                raise self._fault(number, version, asked.gap(), share + why)
         claimed = sample_of(self.driven, sequences, sequences.version == version - 1, mixed)
         if claimed is not None and (before := previous(self.driven, self.options, claimed)) is not None:
             gap = claimed.gap(before)
             if not self.proof.holds(gap):
-                raise self._fault(
-                    number,
-                    version - 1,
-                    gap,
-                    "These were played a version ago, and are compared with the weights of then. "
-                    + self._why_then(claimed, before),
-                )
+                why = self._why_then(claimed, before)
+                then = "These were played a version ago, and are compared with the weights of then. "
+                raise self._fault(number, version - 1, gap, then + why)
         self._spent += time.perf_counter() - began

@@ -21,8 +21,10 @@ FP32_NATS = 1e-4
 BF16_MEDIAN, BF16_P99 = 0.02, 0.3
 """Nats beyond which no clean bf16 sync lies, whatever the run: benches/online/sync_noise.py measures clean and missed
 ones (TRL#5312 saw 0.015 clean and 0.201 stale)."""
-LEANING = 4.0
-"""Standard errors by which the servers' logprobs must lean towards the version before."""
+CERTAIN = 5.0
+"""Standard errors beyond which a difference is not by chance: once in three million checks."""
+FARTHEST = 5.0
+"""Nats that one token adds at most where logprobs are averaged."""
 
 
 class SyncFault(TracegradError):
@@ -112,7 +114,7 @@ class Proof:
         taken off.
 
         Returns:
-            the slope; 0 where it is within `LEANING` standard errors of what rounding explains.
+            the slope; 0 where it is within `CERTAIN` standard errors of what rounding explains.
 
         >>> now, before = np.float32([-1.0, -2.0, -1.5, -0.5]), np.float32([-1.4, -1.8, -1.2, -0.9])
         >>> round(Proof(bf16=True).leans(now, before, before), 6), Proof(bf16=True).leans(now, before, now)
@@ -127,7 +129,46 @@ class Proof:
         slope = float((off * way).sum()) / total
         error = math.sqrt(float(((off - slope * way) ** 2 * way**2).sum())) / total
         lifted = min(1.0, self.square * len(way) / total)
-        return slope if slope - lifted > LEANING * error else 0.0
+        return slope if slope - lifted > CERTAIN * error else 0.0
+
+
+def above(now: Floats, rollout: Floats) -> float:
+    """How much likelier sampled tokens are to the servers than to the trainer on average, where that is certain.
+
+    Rounding makes as many tokens likelier as less likely. Truncated sampling makes all of them likelier.
+
+    Returns:
+        nats; 0 where it is within `CERTAIN` standard errors of none.
+
+    >>> now = np.linspace(-3, -1, 64, dtype=np.float32)
+    >>> round(above(now, now + np.float32(0.1)), 6), above(now, now + np.float32(0.1) * (-1) ** np.arange(64))
+    (0.1, 0.0)
+    """
+    off = _bounded(rollout, now)
+    return float(off.mean()) if surely(off) > CERTAIN else 0.0
+
+
+def nearer(now: Floats, other: Floats, rollout: Floats) -> float:
+    """By how many standard errors other logprobs are nearer to the servers' than the trainer's are, in squares.
+
+    The rounding of `now`, which is in both distances, cancels.
+    """
+    return surely(_bounded(rollout, now) ** 2 - _bounded(rollout, other) ** 2)
+
+
+def _bounded(one: Floats, other: Floats) -> NDArray[np.float64]:
+    """What separates logprobs, at most `FARTHEST`, of the tokens that both are known of."""
+    off = np.asarray(one, np.float64) - np.asarray(other, np.float64)
+    return np.clip(off[~np.isnan(off)], -FARTHEST, FARTHEST)
+
+
+def surely(values: NDArray[np.float64]) -> float:
+    """A mean in its standard errors; 0 of fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    mean = float(values.mean())
+    return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
 
 
 def fault(step: int, version: int, gap: Gap, clean: str, why: str) -> SyncFault:

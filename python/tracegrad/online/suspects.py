@@ -17,11 +17,9 @@ from tracegrad.learner.adapters import adapters_off, has_adapters
 from tracegrad.online.canary import Sample
 from tracegrad.online.causes import SENT, Cause, sampling_causes
 from tracegrad.online.options import Online
-from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, FP32_NATS, Floats, Proof
+from tracegrad.online.proof import BF16_MEDIAN, CERTAIN, FARTHEST, FP32_NATS, Floats, Proof, above, nearer
 from tracegrad.online.ways import before, of_whole
 
-FARTHEST = 5.0
-"""Nats that one token adds at most where causes are compared."""
 MOST = 0.95
 """The share of tokens that a cause must give as closely as a clean sync."""
 UNKNOWN = (
@@ -46,18 +44,29 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
         sample: tokens that are off.
         first: folder of the model that the run began with.
     """
-    own, tried = _miss(sample, sample.logprobs), []
+    own, tried = _miss(sample, sample.logprobs, proof.bf16), []
     for cause in (*_weight_causes(driven, sample, told, first), *sampling_causes(driven, sample)):
         logprobs = cause.logprobs()
-        if not proof.bf16 and _gives(sample, logprobs, FP32_NATS):
+        if not proof.bf16 and _share(sample, logprobs, FP32_NATS) == 1:
             return cause.words
-        tried.append((_miss(sample, logprobs), cause, logprobs))
+        tried.append((_miss(sample, logprobs, proof.bf16), cause, logprobs))
     found, cause, logprobs = min(tried, key=lambda each: each[0], default=(own, None, sample.logprobs))
-    if cause is not None and proof.bf16 and found < own / 2 and _gives(sample, logprobs, BF16_P99):
+    # Where most tokens are certain, a wrong cause gives most of them too: the nearest one is it.
+    rounding = min(own, proof.square) if proof.bf16 else 0.0
+    if (
+        cause is not None
+        and found - rounding < (own - rounding) / 2
+        and (
+            nearer(sample.logprobs, logprobs, sample.rollout) > CERTAIN
+            if proof.bf16
+            else _share(sample, logprobs, FP32_NATS) >= MOST
+        )
+    ):
         return cause.words
     if not proof.bf16 and Proof(bf16=True).holds(sample.gap()):
         return ROUNDING
-    if (sample.rollout >= sample.logprobs - (BF16_MEDIAN if proof.bf16 else FP32_NATS)).mean() > MOST:
+    likelier = sample.rollout >= sample.logprobs - (BF16_MEDIAN if proof.bf16 else FP32_NATS)
+    if likelier.mean() > MOST and (not proof.bf16 or above(sample.logprobs, sample.rollout)):
         return (
             "No token is less likely to them than to the trainer: they sample from the likeliest tokens alone, by "
             "top_p, top_k or min_p or several of them, which the run did not ask for. " + SENT
@@ -66,17 +75,17 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
     return UNKNOWN + near
 
 
-def _miss(sample: Sample, logprobs: Floats) -> float:
-    """Mean nats between logprobs and the servers', no token counting for more than `FARTHEST`."""
+def _miss(sample: Sample, logprobs: Floats, bf16: bool) -> float:
+    """Mean nats between logprobs and the servers', or nats squared in bf16; at most `FARTHEST` of one token."""
     apart = np.abs(np.asarray(logprobs, np.float64) - sample.rollout)
-    known = ~np.isnan(apart)
-    return float(np.minimum(apart[known], FARTHEST).mean()) if known.any() else FARTHEST
+    apart = np.minimum(apart[~np.isnan(apart)], FARTHEST)
+    return float((apart**2 if bf16 else apart).mean()) if len(apart) else FARTHEST**2
 
 
-def _gives(sample: Sample, logprobs: Floats, nats: float) -> bool:
-    """Whether logprobs are the servers' for most tokens; those that nothing is known of are left out."""
+def _share(sample: Sample, logprobs: Floats, nats: float) -> float:
+    """The share of tokens whose logprobs are the servers'; those that nothing is known of are left out."""
     known = ~np.isnan(logprobs)
-    return bool(known.any() and (np.abs(logprobs - sample.rollout)[known] <= nats).mean() >= MOST)
+    return float((np.abs(logprobs - sample.rollout)[known] <= nats).mean()) if known.any() else 0.0
 
 
 def _weight_causes(driven: Run, sample: Sample, told: Online, first: Path | None) -> list[Cause]:
