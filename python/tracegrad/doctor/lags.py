@@ -22,15 +22,18 @@ class LagTest:
 
     Args:
         correlation: lag to Spearman's rho in [-1, 1]; NaN where a side is constant or there are no tokens.
-        lead: lag to how far it stands above lag 0, in standard errors over turns; 0 for lag 0, NaN where unknown.
+        lead: lag to how far it stands above lag 0, in standard errors; 0 for lag 0, NaN where unknown. Turns that say the
+            same count as one draw, as do tokens that stand between the same neighbours: the larger error counts.
         tokens: tokens compared, the same ones at every lag.
         turns: turns they stand in.
+        draws: turns that differ, or places between neighbours, whichever are fewer.
     """
 
     correlation: Mapping[int, float]
     lead: Mapping[int, float]
     tokens: int
     turns: int
+    draws: int
 
     @property
     def best(self) -> int:
@@ -75,9 +78,12 @@ def lag_test(recorded: ArrayLike, reference: ArrayLike, cu_turns: ArrayLike, lag
     at = at[usable]
     scores = {lag: _standardised(ours[at + lag]) for lag in lags}
     mine = _standardised(theirs[at])
-    lead = {lag: _lead(mine * (scores[lag] - scores[0]), turn[at]) if lag else 0.0 for lag in lags}
+    near = np.unique(np.stack([ours[at + lag] for lag in lags], 1).round(6), axis=0, return_inverse=True)[1].ravel()
+    same = _alike(near, turn[at])
+    lead = {lag: _lead(mine * (scores[lag] - scores[0]), (same, near)) if lag else 0.0 for lag in lags}
     correlation = {lag: float(np.mean(mine * scores[lag])) if len(at) else float("nan") for lag in lags}
-    return LagTest(correlation, lead, len(at), len(np.unique(turn[at])))
+    draws = min(len(np.unique(each)) for each in (same, near))
+    return LagTest(correlation, lead, len(at), len(np.unique(turn[at])), draws)
 
 
 def bigram_logprobs(previous: ArrayLike, ids: ArrayLike, backoff: float = 4.0) -> Floats:
@@ -115,12 +121,23 @@ def _standardised(values: Floats) -> Floats:
     return (rank - rank.mean()) / rank.std()
 
 
-def _lead(products: Any, turn: NDArray[np.int64]) -> float:
-    """Mean of `products` in standard errors, turns taken as the independent draws; NaN with fewer than two."""
+def _alike(near: NDArray[np.int64], turn: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n] a number for the turn of each token, the same for turns that have the same tokens in the same order."""
+    starts = np.flatnonzero(np.diff(turn, prepend=-1))
+    parts = np.split(near, starts[1:]) if len(starts) else []
+    numbers: dict[bytes, int] = {}
+    return np.repeat([numbers.setdefault(part.tobytes(), len(numbers)) for part in parts], list(map(len, parts)))
+
+
+def _lead(products: Any, clusters: tuple[NDArray[np.int64], ...]) -> float:
+    """Mean of `products` in standard errors, those of the clusters that give the larger ones; NaN with fewer than two."""
     if not len(products):
         return float("nan")
-    index = np.unique(turn, return_inverse=True)[1]
-    sums, counts = np.bincount(index, products), np.bincount(index)
-    mean = products.mean()
-    spread = np.sqrt(np.sum((sums - mean * counts) ** 2)) / len(products)
-    return float(mean / spread) if len(sums) > 1 and spread > 0 else float("nan")
+    mean, spread = products.mean(), 0.0
+    for cluster in clusters:
+        index = np.unique(cluster, return_inverse=True)[1]
+        sums, counts = np.bincount(index, products), np.bincount(index)
+        if len(sums) < 2:
+            return float("nan")
+        spread = max(spread, np.sqrt(np.sum((sums - mean * counts) ** 2)) / len(products))
+    return float(mean / spread) if spread > 0 else float("nan")

@@ -121,7 +121,7 @@ def _side(lag: int) -> str:
 def shifted_to(test: LagTest) -> int:
     """The lag that leads clearly; 0 where none does."""
     lag = test.best
-    if lag == 0 or test.tokens < TOKENS or test.turns < TURNS:
+    if lag == 0 or test.tokens < TOKENS or test.draws < TURNS:
         return 0
     clear = test.lead[lag] >= LEAD and test.correlation[lag] - test.correlation[0] >= GAIN
     return lag if clear else 0

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import _core
 from tracegrad.codes import GUESSED, TIERS
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
@@ -11,7 +12,7 @@ from tracegrad.drift import said
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
 FEW = 8  # tokens, at most, of an answer without a word: its end, and an empty thought that a template writes
 WORDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
-SLACK = 2  # tokens that servers count in usage and do not list
+SLACK, SHARE = _core.USAGE_SLACK  # tokens that servers count in usage and do not list
 
 
 @check(
@@ -125,7 +126,8 @@ def lost_chunks(look: Look) -> Hits:
     used, thought = look.usage
     fewer = _fewer(look, used) & (thought <= 0) & ~look.unlisted
     explained = np.zeros(look.generations, bool)
-    explained[list(look.drift(25, 26, 28))] = True
+    explained[list(look.drift(25, 26))] = True
+    short[list(look.drift(28))] = False
 
     def say(g: int) -> str:
         if short[g]:
@@ -144,8 +146,8 @@ def lost_chunks(look: Look) -> Hits:
     cure="Record the whole response; of a stream every chunk, with an empty delta too, up to its finish reason.",
 )
 def broken_turns(look: Look) -> Hits:
-    """Sees streams that end without their end, or within a chunk, and token lists that spell a part of the message
-    (R28).
+    """Sees streams that end without their end, or within a chunk, and token lists that spell a part of the message or
+    of its tool calls, or of a stream fewer ids than its usage counts (R28).
 
     Threshold: any turn; wrong from half of them, as the others are left as they are.
     """
@@ -271,4 +273,4 @@ def _spelled(look: Look) -> NDArray[np.int64]:
 
 def _fewer(look: Look, used: NDArray[np.int64]) -> NDArray[np.bool_]:
     gap = used - look["tokens"]
-    return (look["tokens"] > 0) & (gap > SLACK) & (gap > 0.02 * used)
+    return (look["tokens"] > 0) & (gap > SLACK) & (gap > SHARE * used)

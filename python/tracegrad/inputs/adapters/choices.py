@@ -1,4 +1,5 @@
-"""A response of several choices: a record for each of them, which is a trace, all of one group.
+"""A response of several choices, or a list of whole responses: a record for each of them, which is a trace, all of one
+group.
 
 Of a list beside them that is as long as they are, each takes its own value, wherever it stands. Where a reward stands
 beside them as one value, whose it is cannot be known: the record stays as it is, and the choices that the core leaves
@@ -12,7 +13,7 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.errors import FormatError
 from tracegrad.inputs import chat, paths
-from tracegrad.inputs.adapters import pairs, samples
+from tracegrad.inputs.adapters import chunks, pairs, samples
 from tracegrad.tables import to_json
 
 _SAID = ("request", "response", "messages", "choices", "tools", "usage")
@@ -28,8 +29,13 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
 def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """As `of_response`, of a record that an adapter made: only a response of choices, or of chunks, may be several."""
     response = record.get("response")
-    several = len(_choices(response)) > 1 or (isinstance(response, list) and any(map(_is_further, response)))
+    several = len(_choices(response)) > 1 or (isinstance(response, list) and len(response) > 1)
     return of_response(record) if several else None
+
+
+def _is_part(each: Any) -> bool:
+    """Whether an element of a list is a chunk, or holds several choices, so that it is no answer of its own."""
+    return not isinstance(each, Mapping) or chunks.is_chunk(each) or len(_choices(each)) > 1
 
 
 def _is_further(chunk: Any) -> bool:
@@ -60,6 +66,13 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
         return [
             {"group": group, **row, **of_answer, "choices": [choice]}
             for (row, of_answer), choice in zip(told, record["choices"], strict=True)
+        ]
+    if isinstance(response, list) and len(response) == count and not any(map(_is_part, response)):
+        kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
+        told = samples.rows(record, count, _SAID, kept)
+        return [
+            {"group": group, **row, **of_answer, **kept, "response": each}
+            for (row, of_answer), each in zip(told, response, strict=True)
         ]
     # Of a stream, or of another API, which says itself which choice is which.
     told = samples.rows(record, count, ("response", "usage"), response)
