@@ -70,8 +70,8 @@ def in_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def lines(text: str) -> list[str]:
-    r"""The lines of a text, which end in a line feed, alone or behind a carriage return: what JSON may hold unescaped, such
-    as U+2028, ends none.
+    r"""The lines of a text, which end in a line feed, alone or behind a carriage return: what JSON may hold unescaped,
+    such as U+2028, ends none.
 
     >>> lines("a\u2028b\r\nc\x85\n")
     ['a\u2028b', 'c\x85']

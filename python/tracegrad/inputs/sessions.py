@@ -133,8 +133,8 @@ class Sessions:
             yield from self._joined(key, self._in_order(calls), beside)
 
     def _in_order(self, entries: list[_Entry], before: bool = False) -> list[_Entry]:
-        """Records in the order that they say, else in that of the numbers in the names of their files, else as they stand;
-        with `before`, shorter conversations first, as these may be gone on with.
+        """Records in the order that they say, else in that of the numbers in the names of their files, else as they
+        stand; with `before`, shorter conversations first, as these may be gone on with.
         """
         keys = {place: paths.in_numbers(self.files[place]) for place in {each.place for each in entries} if self.files}
         alike = len({words for words, _ in keys.values()}) == 1

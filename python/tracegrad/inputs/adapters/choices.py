@@ -20,10 +20,11 @@ _SAID = ("request", "response", "messages", "choices", "tools", "usage")
 
 
 def of_call(record: Any) -> list[dict[str, Any]] | None:
-    """As `of_response`, of a request beside a response that has several choices; None of others."""
+    """As `of_response`, of a request beside a response of several choices, or several responses; None of others."""
     told = chat.table(record)
-    asks = isinstance(told.get("request"), Mapping)
-    return of_response(record) if asks and len(_choices(told.get("response"))) > 1 else None
+    response, asks = told.get("response"), isinstance(told.get("request"), Mapping)
+    several = len(_choices(response)) > 1 or _are_whole(response)
+    return of_response(record) if asks and several else None
 
 
 def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -33,9 +34,13 @@ def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return of_response(record) if several else None
 
 
-def _is_part(each: Any) -> bool:
-    """Whether an element of a list is a chunk, or holds several choices, so that it is no answer of its own."""
-    return not isinstance(each, Mapping) or chunks.is_chunk(each) or len(_choices(each)) > 1
+def _are_whole(response: Any) -> bool:
+    """Whether a response is a list of several objects of which none is a chunk, or holds several choices."""
+
+    def is_part(each: Any) -> bool:
+        return not isinstance(each, Mapping) or chunks.is_chunk(each) or len(_choices(each)) > 1
+
+    return isinstance(response, list) and len(response) > 1 and not any(map(is_part, response))
 
 
 def _is_further(chunk: Any) -> bool:
@@ -67,7 +72,7 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
             {"group": group, **row, **of_answer, "choices": [choice]}
             for (row, of_answer), choice in zip(told, record["choices"], strict=True)
         ]
-    if isinstance(response, list) and len(response) == count and not any(map(_is_part, response)):
+    if _are_whole(response) and len(response) == count:
         kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
         told = samples.rows(record, count, _SAID, kept)
         return [

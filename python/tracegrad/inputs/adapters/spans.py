@@ -76,7 +76,9 @@ def _part(record: Mapping[str, Any], name: Any) -> dict[str, Any]:
     def only(spans: Any) -> list[Any]:
         return [span for span in spans or () if _trace(span) == name]
 
-    out = {**record, **({"spans": only(record["spans"])} if record.get("spans") else {})}
+    out = {**record, **({"id": name} if isinstance(name, str) else {})}
+    if record.get("spans"):
+        out["spans"] = only(record["spans"])
     if "resourceSpans" in record:
         scopes = [
             [{**scope, "spans": own} for scope in resource.get("scopeSpans") or () if (own := only(scope.get("spans")))]
