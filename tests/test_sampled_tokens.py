@@ -1,6 +1,8 @@
 """Every sampled token that was recorded is used, or counted: streams, lists of responses, ends of turns, stops."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,21 @@ from tracegrad.doctor.shift import shifted_to
 from tracegrad.errors import FormatError
 from tracegrad.inputs.adapters.loggers import opened
 from tracegrad.inputs.paths import lines
-from vocabulary import EXAMPLE, align, ids_of, load, model, reasons, record, said, text, trained, user
+from vocabulary import (
+    EXAMPLE,
+    align,
+    branch,
+    ids_of,
+    load,
+    model,
+    reasons,
+    record,
+    said,
+    text,
+    trained,
+    trl_template,
+    user,
+)
 
 EOS = 2
 CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -497,3 +513,97 @@ def test_files_of_a_session_are_in_the_order_of_their_numbers(tmp_path):
     (tmp_path / "all" / "log.jsonl").write_text("\n".join(json.dumps(call(n, [])) for n in (2, 0, 1)))
     (trace,) = tg.read(tmp_path / "all", map=tg.Map(session="prefix"))
     assert len(trace.generations) == 3
+
+
+def test_a_placeholder_of_pictures_that_was_sampled_is_text(tmp_path, chatml):
+    # verl#7038: a text policy drew `<|image_pad|>`, and the trainer looked for the picture of it.
+    folder = model(tmp_path, (EXAMPLE / "chat_template.jinja").read_text(), ["<|image_pad|>", "<|vision_start|>"])
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": 642, "image_token_id": 640, "model_type": "qwen2_vl"})
+    )
+    tokenizer = load(folder)
+    first, second = [*ids_of(tokenizer, "yo"), 641, 640, 640, EOS], [*ids_of(tokenizer, "no"), EOS]
+    got = align(tokenizer, record(user("q"), said("yo", first), user("r"), said("no", second)))
+    assert trained(got) == first + second
+    assert got.images is None or not len(got.images)
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_what_a_template_hides_of_a_demonstration_may_be_sampled_again(tmp_path):
+    # ART#910: the search for the hidden text ran past the reply that says it again, and its tokens were dropped.
+    tokenizer = load(model(tmp_path, THINKS))
+    shown = {"role": "assistant", "content": "<think>count them</think>4", "sampled": False}
+    ids = [*ids_of(tokenizer, "<think>count them</think>4"), EOS]
+    got = align(tokenizer, record(user("2+2?"), shown, user("again"), said("<think>count them</think>4", ids)))
+    assert trained(got) == ids
+    assert "assistant\n4<|im_end|>\n<|im_start|>user\nagain" in text(tokenizer, got.ids)
+    assert got.branches == 1
+
+
+@pytest.mark.parametrize("end", ["\n", "<", "yo\n<|im_", "\nuser\n", " "])
+def test_text_that_was_cut_where_it_looks_like_what_the_template_writes_next_ends_there(chatml, end):
+    # ART#868: a cut text whose end is the beginning of the template's next part lost its boundary.
+    content = f"so{end}"
+    ids = ids_of(chatml, content)
+    talk_ = [user("q"), said(content, ids, finish_reason="length"), user("r"), said("no", [*ids_of(chatml, "no"), EOS])]
+    got = align(chatml, record(*talk_))
+    prompt = chatml.render_ids([user("q")], add_generation_prompt=True).tolist()
+    behind = ids_of(chatml, "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n")
+    assert got.ids.tolist() == [*prompt, *ids, *behind, *ids_of(chatml, "no"), EOS]
+    assert trained(got) == [*ids, *ids_of(chatml, "no"), EOS]
+
+
+@pytest.mark.parametrize("sampled", [CALL, f"{CALL}\n", f"{CALL}\n\n", CALL.removesuffix("\n</tool_call>")])
+def test_closing_markup_and_white_space_of_a_call_stand_once(chatml, sampled):
+    # ART#924: the template writes the call again, with markup and without white space that the policy did not sample.
+    ids = ids_of(chatml, sampled)
+    turn = said(None, ids, tool_calls=called(), finish_reason="length")
+    tool = {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
+    got = align(chatml, record(user("q"), turn, tool, said("no", [*ids_of(chatml, "no"), EOS])))
+    whole = text(chatml, got.ids)
+    assert got.branches == 1
+    assert whole.count("</tool_call>") == sampled.count("</tool_call>")
+    assert f"assistant\n{sampled}<|im_end|>\n<|im_start|>" in whole
+    assert trained(got) == [*ids, *ids_of(chatml, "no"), EOS]
+
+
+def tool_templates():
+    """Names of the templates that TRL ships."""
+    spec = importlib.util.find_spec("trl")
+    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else Path("/nonexistent")
+    return sorted(path.stem for path in folder.glob("*.jinja"))
+
+
+def test_tool_messages_that_follow_one_another_stand_as_the_whole_conversation_has_them(tmp_path):
+    # slime#2264: rendered one by one, two tool messages became two turns of a user.
+    two = [{**called()[0], "id": f"call{n}abcd", "function": {"name": "get", "arguments": {"n": n}}} for n in (1, 2)]
+    answers = [
+        {"role": "tool", "name": "get", "tool_call_id": each["id"], "content": f"seen {n}"}
+        for n, each in enumerate(two)
+    ]
+    talk_ = [
+        user("q"),
+        {"role": "assistant", "content": "", "tool_calls": two},
+        *answers,
+        {"role": "assistant", "content": "no"},
+    ]
+    checked = []
+    for name in tool_templates():
+        specials = ["<|user|>", "<|assistant|>", "<|observation|>"] if name.startswith("glm") else []
+        tokenizer = load(model(tmp_path / name, trl_template(name), specials))
+        try:
+            prompt = tokenizer.render_ids(talk_[:-1], add_generation_prompt=True).tolist()
+            got = align(tokenizer, {"messages": talk_}, text_only=True)
+        except tg.TracegradError:
+            continue  # a template without tools
+        if "seen 0" not in text(tokenizer, prompt):
+            continue
+        assert branch(got, got.branches - 1)[: len(prompt)] == prompt, name
+        checked.append(name)
+    assert len(checked) > 30 or not tool_templates()
