@@ -177,6 +177,7 @@ class Conversation:
 
 # align
 DRIFT_REASONS: list[str]
+USAGE_SLACK: tuple[int, float]
 
 def align_traces(
     traces: Traces,

@@ -29,6 +29,7 @@ SHOWN = 10
 
 OF_BATCHES: tuple[Check, ...] = (
     tokens.wrong_tokenizer,
+    tokens.placeholder_ids,
     pictures.media,
     pictures.picture_unplaced,
     pictures.doubled_pictures,
@@ -63,6 +64,7 @@ OF_BATCHES: tuple[Check, ...] = (
 )
 OF_FILES: tuple[Check, ...] = (
     shift.shifted_logprobs,
+    file.made_up_zeros,
     file.nothing_to_train,
     file.unaligned,
     file.bad_records,
@@ -73,7 +75,12 @@ OF_FILES: tuple[Check, ...] = (
     file.stale_versions,
     file.drift,
 )
-OF_MODELS: tuple[Check, ...] = (rescore.other_model, rescore.other_pictures, rescore.broken_pictures)
+OF_MODELS: tuple[Check, ...] = (
+    rescore.other_model,
+    rescore.own_logprobs,
+    rescore.other_pictures,
+    rescore.broken_pictures,
+)
 CHECKS: tuple[Check, ...] = (OF_BATCHES[0], OF_FILES[0], *OF_BATCHES[1:], *OF_FILES[1:], *OF_MODELS)
 
 

@@ -17,6 +17,28 @@ LOCATED = re.compile(
 
 
 @check(
+    "logprobs of exactly 0 that no model gave",
+    "tokens",
+    wrong=0.0,
+    hurts="A logprob of 0 says that no other token could be drawn: the ratio of such a token is the policy's own "
+    "probability, and falls with every update.",
+    cure="Record the logprobs that the server gave: null where it gave none, and none for a token that it did not "
+    "sample. Servers that decode speculatively or by a grammar may write 0: switch it off, or record text.",
+)
+def made_up_zeros(whole: Whole) -> Hits:
+    """Sees exact zeros where another answer to the same prompt went on with another token; at half of the stop tokens,
+    and hardly elsewhere; scattered, without the probabilities near 1 that a model gives more often.
+
+    Threshold: 10 % of the places where two answers to one prompt part, and 3 of them: both tokens were drawn, so
+    neither had probability 1. Else more than ten zeros for each logprob between -0.01 and 0, at a temperature from
+    0.7, or of stop tokens where none is recorded and under 2 % of other tokens have 0: on recorded answers of four
+    servers there were at most 2. At least 8 stop tokens, or 20 zeros and 3 % of 64 other tokens. Greedy turns are not
+    looked at; nor, but where answers part, zeros of tokens that a grammar forces, or that are rounded to four decimals.
+    """
+    return whole.zeros.hits(whole.turns)
+
+
+@check(
     "records that cannot be read",
     "records",
     costs=0.0,

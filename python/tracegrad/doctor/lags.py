@@ -22,15 +22,23 @@ class LagTest:
 
     Args:
         correlation: lag to Spearman's rho in [-1, 1]; NaN where a side is constant or there are no tokens.
-        lead: lag to how far it stands above lag 0, in standard errors over turns; 0 for lag 0, NaN where unknown.
+        lead: lag to how far it stands above lag 0, in standard errors over turns; 0 for lag 0, NaN where unknown. Turns
+            that say the same are one draw.
+        place_lead: the same in standard errors over tokens, those between the same neighbours taken as one draw: words
+            that many answers share.
         tokens: tokens compared, the same ones at every lag.
         turns: turns they stand in.
+        draws: turns of these that differ.
+        places: how many places between neighbours of equal weight say as much as those that there are.
     """
 
     correlation: Mapping[int, float]
     lead: Mapping[int, float]
+    place_lead: Mapping[int, float]
     tokens: int
     turns: int
+    draws: int
+    places: float
 
     @property
     def best(self) -> int:
@@ -75,9 +83,15 @@ def lag_test(recorded: ArrayLike, reference: ArrayLike, cu_turns: ArrayLike, lag
     at = at[usable]
     scores = {lag: _standardised(ours[at + lag]) for lag in lags}
     mine = _standardised(theirs[at])
-    lead = {lag: _lead(mine * (scores[lag] - scores[0]), turn[at]) if lag else 0.0 for lag in lags}
+    near = np.unique(np.stack([ours[at + lag] for lag in lags], 1).round(6), axis=0, return_inverse=True)[1].ravel()
+    same = _alike(near, turn[at])
+    ahead = {lag: mine * (scores[lag] - scores[0]) for lag in lags}
+    leads, place_leads = ({lag: _lead(ahead[lag], of) if lag else 0.0 for lag in lags} for of in (same, near))
     correlation = {lag: float(np.mean(mine * scores[lag])) if len(at) else float("nan") for lag in lags}
-    return LagTest(correlation, lead, len(at), len(np.unique(turn[at])))
+    turns, draws = (len(np.unique(each)) for each in (turn[at], same))
+    counts = np.bincount(near)
+    places = float(len(at) ** 2 / max(int(np.sum(counts.astype(np.int64) ** 2)), 1))
+    return LagTest(correlation, leads, place_leads, len(at), turns, draws, places)
 
 
 def bigram_logprobs(previous: ArrayLike, ids: ArrayLike, backoff: float = 4.0) -> Floats:
@@ -115,11 +129,19 @@ def _standardised(values: Floats) -> Floats:
     return (rank - rank.mean()) / rank.std()
 
 
-def _lead(products: Any, turn: NDArray[np.int64]) -> float:
-    """Mean of `products` in standard errors, turns taken as the independent draws; NaN with fewer than two."""
+def _alike(near: NDArray[np.int64], turn: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n] a number for the turn of each token, the same for turns that have the same tokens in the same order."""
+    starts = np.flatnonzero(np.diff(turn, prepend=-1))
+    parts = np.split(near, starts[1:]) if len(starts) else []
+    numbers: dict[bytes, int] = {}
+    return np.repeat([numbers.setdefault(part.tobytes(), len(numbers)) for part in parts], list(map(len, parts)))
+
+
+def _lead(products: Any, cluster: NDArray[np.int64]) -> float:
+    """Mean of `products` in standard errors, clusters taken as the independent draws; NaN with fewer than two."""
     if not len(products):
         return float("nan")
-    index = np.unique(turn, return_inverse=True)[1]
+    index = np.unique(cluster, return_inverse=True)[1]
     sums, counts = np.bincount(index, products), np.bincount(index)
     mean = products.mean()
     spread = np.sqrt(np.sum((sums - mean * counts) ** 2)) / len(products)

@@ -3,8 +3,9 @@
 G generations of R traces; no Python object per token. Made for each batch of a file by `examine`.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,8 +23,12 @@ from tracegrad.sequence import Sequences
 from tracegrad.trace import Traces
 
 Array = NDArray[Any]
-USED = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"completion_tokens", b"output_tokens"))
-THOUGHT = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"reasoning_tokens", b"thoughtsTokenCount"))
+USED = tuple(re.compile(rb'"%s\\*"\s*:\s*(\d{1,18})' % name) for name in (b"completion_tokens", b"output_tokens"))
+THOUGHT = tuple(
+    re.compile(rb'"%s\\*"\s*:\s*(\d{1,18})' % name) for name in (b"reasoning_tokens", b"thoughtsTokenCount")
+)
+ENDED = re.compile(rb'"finish_reason\\*"\s*:(?!\s*null)')
+"""The end of a choice: chunks before the last say null. In the text of a stream quotes are escaped."""
 SEVERAL = re.compile(rb'"n"\s*:\s*(?:[2-9]|[1-9]\d+)\s*[,}]')
 OF_REQUEST = {"messages", "prompt", "model", "temperature", "top_p", "max_tokens", "logprobs", "stream", "seed"}
 """Keys of which one stands beside the `n` of a request."""
@@ -43,6 +48,20 @@ RESHAPING = re.compile(
 )
 """What a record holds if `sampling.mismatch` may find something in it."""
 TEXT_TIERS = 4  # from this tier on ids are canonical, not recorded
+
+
+def _counts(record: bytes, patterns: Sequence[re.Pattern[bytes]]) -> list[int]:
+    """The numbers under the first of some names that is there."""
+    told = next(filter(None, (pattern.findall(record) for pattern in patterns)), [])
+    return [min(int(each), 1 << 40) for each in told]
+
+
+def _calls(record: bytes) -> Iterator[bytes]:
+    """The responses of a record, each as JSON."""
+    whole = loads(record)
+    calls = whole.get("calls") if isinstance(whole, dict) else None
+    for call in calls if isinstance(calls, list) else [whole]:
+        yield json.dumps(call.get("response", call) if isinstance(call, dict) else call).encode()
 
 
 def _asked_for_several(record: bytes) -> bool:
@@ -186,12 +205,15 @@ class Look:
         for index in range(len(self.traces)):
             start, end = self.first_generation[index : index + 2]
             record = self.traces.core.record(index)
-            if record.count(b'"finish_reason"') > end - start or _asked_for_several(record):
+            if len(ENDED.findall(record)) > end - start or _asked_for_several(record):
                 continue
             for patterns, column in ((USED, used), (THOUGHT, thought)):
-                told = next(filter(None, (pattern.findall(record) for pattern in patterns)), [])
+                told = _counts(record, patterns)
+                if len(told) > end - start:
+                    # Servers that count in every chunk count up: the largest is that of the call.
+                    told = [max(of_call) for call in _calls(record) if (of_call := _counts(call, patterns))]
                 if len(told) == end - start:
-                    column[start:end] = [min(int(each), 1 << 40) for each in told]
+                    column[start:end] = told
         return used, thought
 
     @cached_property

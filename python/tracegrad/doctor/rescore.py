@@ -21,6 +21,7 @@ from tracegrad.trace import Traces
 
 APART = 0.5  # nats between recorded and recomputed
 FURTHER, ALONE = 0.02, 0.1  # nats behind pictures: above what text shows, and where there is none
+OWN_TOKENS, OWN_SHARE = 64, 0.99  # tokens equal to the last bit, and their share
 ROW = 8192  # tokens of a packed row, or the longest trace
 
 
@@ -116,6 +117,29 @@ def other_model(found: Rescored) -> Hits:
     place = _place(found, at)
     said = f"recorded {found.recorded[at]:.3f}, the model gives {found.recomputed[at]:.3f}"
     return Hits(len(apart), len(found.recorded), place, said + _of_pictures(found))
+
+
+@check(
+    "recorded logprobs that are the trainer's own",
+    "tokens",
+    costs=0.0,
+    hurts="The ratio is exactly 1 at every token, whatever the server sampled from: a difference between server and "
+    "trainer, or an older policy, is not corrected, and no metric shows it.",
+    cure="Record the logprobs that the server returned with the tokens. Recomputed ones are `old_logprobs`, never "
+    "those of the policy that sampled.",
+)
+def own_logprobs(found: Rescored) -> Hits:
+    """Sees recorded logprobs that are equal to the recomputed ones to the last bit of float32; only with --rescore.
+
+    Threshold: 99 % of at least 64 tokens below probability 0.999: other code for the same weights, or another batch,
+    sums in another order, which moves most logprobs by some bits.
+    """
+    recorded, recomputed = (each.astype(np.float32) for each in (found.recorded, found.recomputed))
+    open_ = np.flatnonzero(recorded < -1e-3)
+    same = recorded[open_] == recomputed[open_]
+    if len(open_) < OWN_TOKENS or same.mean() < OWN_SHARE:
+        return Hits(0, len(open_))
+    return Hits(int(same.sum()), len(open_), _place(found, int(open_[same.argmax()])), "equal to the last bit")
 
 
 @check(

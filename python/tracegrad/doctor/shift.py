@@ -13,8 +13,8 @@ from tracegrad.doctor.lags import LagTest, bigram_logprobs, lag_test
 from tracegrad.doctor.rescore import Rescored
 from tracegrad.doctor.whole import Sample, Turn, Whole
 
-TOKENS, TURNS = 200, 8  # fewer say nothing
-LEAD = 4.0  # standard errors
+TOKENS, TURNS = 200, 10  # fewer tell nothing, nor do fewer that differ
+LEAD, PLACE_LEAD = 4.0, 2.2  # standard errors
 GAIN = 0.05  # of correlation
 PARTS = 8  # of the file, tested one by one
 
@@ -121,7 +121,7 @@ def _side(lag: int) -> str:
 def shifted_to(test: LagTest) -> int:
     """The lag that leads clearly; 0 where none does."""
     lag = test.best
-    if lag == 0 or test.tokens < TOKENS or test.turns < TURNS:
+    if lag == 0 or test.tokens < TOKENS or min(test.draws, test.places) < TURNS:
         return 0
-    clear = test.lead[lag] >= LEAD and test.correlation[lag] - test.correlation[0] >= GAIN
-    return lag if clear else 0
+    clear = test.lead[lag] >= LEAD and test.place_lead[lag] >= PLACE_LEAD
+    return lag if clear and test.correlation[lag] - test.correlation[0] >= GAIN else 0

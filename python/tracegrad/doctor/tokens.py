@@ -3,15 +3,17 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import _core
 from tracegrad.codes import GUESSED, TIERS
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
 from tracegrad.drift import said
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
+PLACEHOLDERS = 4  # ids from which one id, or a count, is no text
 FEW = 8  # tokens, at most, of an answer without a word: its end, and an empty thought that a template writes
 WORDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
-SLACK = 2  # tokens that servers count in usage and do not list
+SLACK, SHARE = _core.USAGE_SLACK  # tokens that servers count in usage and do not list
 
 
 @check(
@@ -30,6 +32,28 @@ def wrong_tokenizer(look: Look) -> Hits:
     Threshold: any turn; wrong from 1 % of turns, as one tokenizer makes a few odd turns and another makes most.
     """
     return look.drift_hits(25, 26)
+
+
+@check(
+    "ids that stand for no text",
+    costs=0.0,
+    wrong=0.01,
+    hurts="They are placeholders: one id again and again, or a count. Nobody sampled them. These turns are masked "
+    "where the record says what was sampled.",
+    cure="Record the ids that the server returned; leave the field out where there are none.",
+)
+def placeholder_ids(look: Look) -> Hits:
+    """Sees turns of at least 4 listed ids that are all one id, or count up by one, and do not spell what was said.
+
+    Threshold: any turn; wrong from 1 % of turns, where it is the recorder's habit.
+    """
+    hit = np.zeros(look.generations, bool)
+    unlike = look.drift(25, 26, 28)
+    for g in (g for g in unlike if look["tokens"][g] >= PLACEHOLDERS):
+        ids = look.traces[int(look.trace[g])].generations[int(look.turn[g])].token_ids
+        steps = np.diff(np.asarray([] if ids is None else ids, np.int64))
+        hit[g] = len(steps) > 0 and (not steps.any() or bool(np.all(steps == 1)))
+    return look.hits(hit, None, lambda g: f"{int(look['tokens'][g])} ids; {unlike[g][1]}")
 
 
 @check(
@@ -125,7 +149,8 @@ def lost_chunks(look: Look) -> Hits:
     used, thought = look.usage
     fewer = _fewer(look, used) & (thought <= 0) & ~look.unlisted
     explained = np.zeros(look.generations, bool)
-    explained[list(look.drift(25, 26, 28))] = True
+    explained[list(look.drift(25, 26))] = True
+    short[list(look.drift(28))] = False
 
     def say(g: int) -> str:
         if short[g]:
@@ -144,8 +169,8 @@ def lost_chunks(look: Look) -> Hits:
     cure="Record the whole response; of a stream every chunk, with an empty delta too, up to its finish reason.",
 )
 def broken_turns(look: Look) -> Hits:
-    """Sees streams that end without their end, or within a chunk, and token lists that spell a part of the message
-    (R28).
+    """Sees streams that end without their end, or within a chunk, and token lists that spell a part of the message or
+    of its tool calls, or of a stream fewer ids than its usage counts (R28).
 
     Threshold: any turn; wrong from half of them, as the others are left as they are.
     """
@@ -271,4 +296,4 @@ def _spelled(look: Look) -> NDArray[np.int64]:
 
 def _fewer(look: Look, used: NDArray[np.int64]) -> NDArray[np.bool_]:
     gap = used - look["tokens"]
-    return (look["tokens"] > 0) & (gap > SLACK) & (gap > 0.02 * used)
+    return (look["tokens"] > 0) & (gap > SLACK) & (gap > SHARE * used)

@@ -15,6 +15,7 @@ from tracegrad.codes import LOGPROB_KINDS
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.look import Array, Look
 from tracegrad.doctor.tops import lag_of_tops
+from tracegrad.doctor.zeros import Zeros
 from tracegrad.read_report import ReadReport
 from tracegrad.trace import Line, Traces, located
 
@@ -313,6 +314,7 @@ class Whole:
     alike: Alike = field(default_factory=Alike)
     versions: Versions = field(default_factory=Versions)
     sample: Sample = field(default_factory=Sample)
+    zeros: Zeros = field(default_factory=Zeros)
     headless: Hits = field(default_factory=Hits)
     promptless: int = 0
     silent: int = 0
@@ -341,7 +343,7 @@ class Whole:
         unknown = (look["logprob_kind"] == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
         self.unsaid += int(np.sum(unknown & (look["logprobs"] > 0)))
         self.few.add(look.traces)
-        for part in (self.copies, self.rewards, self.alike, self.versions, self.sample):
+        for part in (self.copies, self.rewards, self.alike, self.versions, self.sample, self.zeros):
             part.add(look)
 
     @property

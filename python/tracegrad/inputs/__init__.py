@@ -2,8 +2,8 @@
 
 In come names of files, folders, patterns and addresses, tables, or rows; out go `Traces`, read at once or as a
 stream. Here are `read`, `stream`, and `Map`, which says where records hold what a trace needs. `candidates` finds
-that out. Its files, each using those before it alone: `options`, `suffixes`, `remote`, `places` (names to files);
-`paths`, `chat`, `calls`, `evals`, `sources`; `mapping`, `sessions`, `adapters` (records that are changed first);
+that out. Its files, each using those before it alone: `options`, `suffixes`, `paths`, `remote`, `places` (names to
+files); `chat`, `calls`, `evals`, `sources`; `mapping`, `sessions`, `adapters` (records that are changed first);
 `again`, `progress`, `tally`, `reading`; `first_calls`, `candidates`.
 """
 

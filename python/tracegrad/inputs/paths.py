@@ -59,6 +59,27 @@ def at(record: Any, path: str) -> Any:
     raise Missing
 
 
+def in_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """A name as a key to sort by: its parts without digits, then the numbers between them.
+
+    >>> sorted(["s10.json", "s9.json", "s2.json"], key=in_numbers)
+    ['s2.json', 's9.json', 's10.json']
+    """
+    parts = re.split(r"(\d+)", name)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
+
+
+def lines(text: str) -> list[str]:
+    r"""The lines of a text, which end in a line feed, alone or behind a carriage return: what JSON may hold unescaped,
+    such as U+2028, ends none.
+
+    >>> lines("a\u2028b\r\nc\x85\n")
+    ['a\u2028b', 'c\x85']
+    """
+    found = text.split("\n")
+    return [line.removesuffix("\r") for line in (found if found[-1] else found[:-1])]
+
+
 def opened(value: Any) -> Any:
     """What an object or a list kept as JSON text says; else the value.
 

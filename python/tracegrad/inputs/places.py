@@ -13,6 +13,7 @@ from typing import Any
 
 from tracegrad.addresses import ADDRESS
 from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.inputs.paths import in_numbers
 from tracegrad.inputs.remote import listed
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
@@ -43,7 +44,8 @@ class Place:
 
 
 def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
-    """The places that names stand for, in the order of the names; what a folder or glob holds, by name.
+    """The places that names stand for, in the order of the names; what a folder or glob holds, by name, in the order of
+    the numbers in them.
 
     Raises:
         ReadError: if there is nothing of that name, or nothing in it that could hold traces.
@@ -100,7 +102,7 @@ def _of(name: str) -> list[Place]:
     if os.path.lexists(name):
         return [_file(name)]
     if glob.has_magic(name):
-        found = sorted(path for path in glob.glob(name, recursive=True) if not _is_aside(path))
+        found = sorted((path for path in glob.glob(name, recursive=True) if not _is_aside(path)), key=in_numbers)
         places = [place for path in found for place in (_folder(Path(path)) if os.path.isdir(path) else [_file(path)])]
         if places:
             return places
@@ -118,8 +120,8 @@ def _folder(folder: Path) -> list[Place]:
         )
     found, others = [], set()
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        for file in sorted(files):
+        folders[:] = sorted((each for each in folders if not each.startswith(".")), key=in_numbers)
+        for file in sorted(files, key=in_numbers):
             path = os.path.join(root, file)
             if file.startswith(".") or _is_aside(file):
                 continue

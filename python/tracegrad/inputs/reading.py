@@ -270,7 +270,7 @@ class InputStream(Iterator[Traces]):
             if not self._told.session:
                 return [(line, origin, add(raw, header))]
             if self._sessions is None:
-                self._sessions = Sessions(self._told)
+                self._sessions = Sessions(self._told, [place.path for place in self._places])
             self._sessions.take(number, line, raw, whole, header, silent=silent)
         except Unfit as unfit:
             return [(line, origin, unfit.args[0])]

@@ -10,6 +10,7 @@ from typing import Any
 
 from tracegrad.addresses import system, unreadable
 from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.inputs.paths import in_numbers
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
 BLOCK = 1 << 20
@@ -39,7 +40,7 @@ def listed(address: str) -> list[tuple[str, int]]:
         raise ReadError(f"{address}: nothing there has such a name. There are no traces to read. Check the address.")
     for name in found:
         refuse_other(name)
-    return [(files.unstrip_protocol(name), int(found[name].get("size") or 0)) for name in sorted(found)]
+    return [(files.unstrip_protocol(name), int(found[name].get("size") or 0)) for name in sorted(found, key=in_numbers)]
 
 
 def local_copy(address: str, folder: str) -> str:

@@ -6,7 +6,7 @@ with what they say. Called by `reading`.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -63,9 +63,15 @@ class Sessions:
     """Takes records, then gives sessions, in the order of their first records.
 
     `records` and `sessions` count them.
+
+    Args:
+        told: by what they are joined, and in which order.
+        files: the name of each place. Calls of one conversation in files whose names differ by numbers alone are in the
+            order of these numbers, where nothing else says their order.
     """
 
     told: Map
+    files: Sequence[str] = ()
     records: int = 0
     sessions: int = 0
     unlike: int = 0
@@ -124,7 +130,20 @@ class Sessions:
                 continue
             self.sessions += 1
             beside = [entry.header for entry in entries if entry.silent]
-            yield from self._joined(key, sorted(calls, key=lambda entry: (entry.order, entry.offset)), beside)
+            yield from self._joined(key, self._in_order(calls), beside)
+
+    def _in_order(self, entries: list[_Entry], before: bool = False) -> list[_Entry]:
+        """Records in the order that they say, else in that of the numbers in the names of their files, else as they
+        stand; with `before`, shorter conversations first, as these may be gone on with.
+        """
+        keys = {place: paths.in_numbers(self.files[place]) for place in {each.place for each in entries} if self.files}
+        alike = len({words for words, _ in keys.values()}) == 1
+        number = {place: numbers if alike else () for place, (_, numbers) in keys.items()}
+
+        def key(entry: _Entry) -> tuple[Any, ...]:
+            return entry.order, len(entry.before) if before else 0, number.get(entry.place, ()), entry.offset
+
+        return sorted(entries, key=key)
 
     def close(self) -> None:
         """Lets go of the file."""
@@ -134,7 +153,7 @@ class Sessions:
         """Sessions of calls that go on one another, each by the longest beginning that was said before."""
         sessions: list[list[_Entry]] = []
         ends: dict[bytes, list[int]] = {}
-        for entry in sorted(self._free, key=lambda entry: (entry.order, entry.offset)):
+        for entry in self._in_order(self._free, before=True):
             said = next((each for each in reversed(entry.before) if each in ends), None)
             if said is None:
                 number = len(sessions)
@@ -145,7 +164,7 @@ class Sessions:
             sessions[number].append(entry)
             if entry.end is not None:
                 ends.setdefault(entry.end, []).append(number)
-        return sessions
+        return sorted(sessions, key=lambda session: min(entry.offset for entry in session))
 
     def _joined(self, key: str | None, entries: list[_Entry], beside: list[Mapping[str, Any]]) -> Iterator[Joined]:
         """The calls of one session; one of several that is no call, or that the core refuses, is refused where it

@@ -44,6 +44,15 @@ pub enum Reason {
     PictureExpanded,
 }
 
+/// Tokens, and share of them, that servers were seen to count in usage and not to list.
+pub const USAGE_SLACK: (u64, f64) = (2, 0.02);
+
+/// Whether a list of tokens lacks more of those that usage counts than servers leave out.
+pub fn lists_fewer(listed: u64, counted: u64) -> bool {
+    let gap = counted.saturating_sub(listed);
+    gap > USAGE_SLACK.0 && gap as f64 > USAGE_SLACK.1 * counted as f64
+}
+
 /// Names of the reasons; index 0 is unused so that `NAMES[code]` is the name of `R<code>`.
 pub const NAMES: [&str; 36] = [
     "R00 none",

@@ -126,5 +126,6 @@ fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer)
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(align_traces, module)?)?;
     module.add_function(wrap_pyfunction!(recover_ids, module)?)?;
+    module.add("USAGE_SLACK", align::USAGE_SLACK)?;
     module.add("DRIFT_REASONS", align::NAMES)
 }

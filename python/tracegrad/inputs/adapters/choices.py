@@ -1,4 +1,5 @@
-"""A response of several choices: a record for each of them, which is a trace, all of one group.
+"""A response of several choices, or a list of whole responses: a record for each of them, which is a trace, all of one
+group.
 
 Of a list beside them that is as long as they are, each takes its own value, wherever it stands. Where a reward stands
 beside them as one value, whose it is cannot be known: the record stays as it is, and the choices that the core leaves
@@ -12,24 +13,34 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.errors import FormatError
 from tracegrad.inputs import chat, paths
-from tracegrad.inputs.adapters import pairs, samples
+from tracegrad.inputs.adapters import chunks, pairs, samples
 from tracegrad.tables import to_json
 
 _SAID = ("request", "response", "messages", "choices", "tools", "usage")
 
 
 def of_call(record: Any) -> list[dict[str, Any]] | None:
-    """As `of_response`, of a request beside a response that has several choices; None of others."""
+    """As `of_response`, of a request beside a response of several choices, or several responses; None of others."""
     told = chat.table(record)
-    asks = isinstance(told.get("request"), Mapping)
-    return of_response(record) if asks and len(_choices(told.get("response"))) > 1 else None
+    response, asks = told.get("response"), isinstance(told.get("request"), Mapping)
+    several = len(_choices(response)) > 1 or _are_whole(response)
+    return of_response(record) if asks and several else None
 
 
 def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """As `of_response`, of a record that an adapter made: only a response of choices, or of chunks, may be several."""
     response = record.get("response")
-    several = len(_choices(response)) > 1 or (isinstance(response, list) and any(map(_is_further, response)))
+    several = len(_choices(response)) > 1 or (isinstance(response, list) and len(response) > 1)
     return of_response(record) if several else None
+
+
+def _are_whole(response: Any) -> bool:
+    """Whether a response is a list of several objects of which none is a chunk, or holds several choices."""
+
+    def is_part(each: Any) -> bool:
+        return not isinstance(each, Mapping) or chunks.is_chunk(each) or len(_choices(each)) > 1
+
+    return isinstance(response, list) and len(response) > 1 and not any(map(is_part, response))
 
 
 def _is_further(chunk: Any) -> bool:
@@ -60,6 +71,13 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
         return [
             {"group": group, **row, **of_answer, "choices": [choice]}
             for (row, of_answer), choice in zip(told, record["choices"], strict=True)
+        ]
+    if _are_whole(response) and len(response) == count:
+        kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
+        told = samples.rows(record, count, _SAID, kept)
+        return [
+            {"group": group, **row, **of_answer, **kept, "response": each}
+            for (row, of_answer), each in zip(told, response, strict=True)
         ]
     # Of a stream, or of another API, which says itself which choice is which.
     told = samples.rows(record, count, ("response", "usage"), response)

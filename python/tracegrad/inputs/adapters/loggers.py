@@ -93,14 +93,18 @@ def opened(value: Any) -> Any:
     >>> opened('data: {"choices": []}\\n\\ndata: [DONE]\\n')
     [{'choices': []}]
     """
-    if isinstance(value, str) and value.startswith(("data:", "event:", ": ")):
-        return _events(value)
-    return dict(value) if isinstance(value, Mapping) else paths.opened(value)
+    found = dict(value) if isinstance(value, Mapping) else paths.opened(value)
+    return _events(found) if isinstance(found, str) and found.lstrip("\ufeff\r\n").startswith(_EVENTS) else found
+
+
+_EVENTS = ("data:", "event:", "id:", "retry:", ":", "{")
+"""How the lines of a stream begin: fields of server-sent events, or a chunk."""
 
 
 def _events(text: str) -> Any:
-    """The data of server-sent events, each of one line of JSON; the text where one is none."""
-    data = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+    """The chunks of a stream, each a line of JSON, behind `data:` or alone; the text where one is none."""
+    said = [line for line in paths.lines(text.lstrip("\ufeff")) if line.startswith(("data:", "{"))]
+    data = [line.removeprefix("data:").strip() for line in said]
     try:
         return [json.loads(each) for each in data if each and each != "[DONE]"]
     except (ValueError, RecursionError):

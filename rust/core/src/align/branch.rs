@@ -28,8 +28,11 @@ pub struct Branch<'a> {
     pub body: usize,
     /// The last generation ended in a special token that it sampled.
     pub stopped: bool,
-    /// The last generation was cut by length.
+    /// The last generation was cut: by length, a filter, an abort.
     pub cut: bool,
+    /// The last generation is text behind which the template writes no stop token of its own: the marker of the next role
+    /// may be one.
+    pub unmarked: bool,
     /// Tokens of the last generation from here on go past the stop string: the text after it does not hold them.
     pub overrun: bool,
     /// An id could not be known: nothing can follow.
@@ -94,6 +97,14 @@ impl Rows {
 impl<'a> Branch<'a> {
     pub fn len(&self) -> usize {
         self.ids.len()
+    }
+
+    /// Appends the stop token of text that was sampled last, as one more token of its generation.
+    pub fn stop(&mut self, id: u32) {
+        let Some(last) = self.drawn.last().filter(|last| last.end == self.ids.len()) else { return };
+        let stretch = Stretch { logprobs: None, ..last.stretch };
+        self.sample(&[id], stretch);
+        (self.stopped, self.unmarked) = (true, false);
     }
 
     /// Appends unsampled text.

@@ -173,13 +173,14 @@ impl Conversation {
             sampled: &self.ids[last.start..],
             stopped: last.stopped,
             cut: !last.stopped,
+            unmarked: false,
             overrun: false,
             message: last.message as u32,
             produced: &self.messages[last.message],
         };
-        let (from, findings) = splice(&ending, rendered, scaffold)?;
+        let (spliced, findings) = splice(&ending, rendered, scaffold)?;
         let turn = self.turns as i32;
-        Ok(from.ok_or_else(|| match findings.into_iter().next_back() {
+        Ok(spliced.from.ok_or_else(|| match findings.into_iter().next_back() {
             Some(found) => Finding { turn, ..found },
             None => Finding {
                 reason: Reason::PrefixNotExtended,

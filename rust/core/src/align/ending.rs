@@ -28,11 +28,17 @@ impl Ending {
     fn of_generation(generation: &Generation, shows_stop: bool) -> Self {
         match generation.finish_reason.as_deref() {
             Some("length" | "abort" | "content_filter" | "incomplete") => Self::Cut,
-            Some("stop" | "tool_calls" | "function_call") => Self::Whole,
+            Some(_) if !is_cut(generation) => Self::Whole,
             _ if shows_stop || generation.stop != Stop::Unsaid => Self::Whole,
             _ => Self::Unknown,
         }
     }
+}
+
+/// Whether the record says that something else than a stop or a tool call ended a generation, known or not: no stop token
+/// was sampled.
+pub fn is_cut(generation: &Generation) -> bool {
+    generation.finish_reason.as_deref().is_some_and(|reason| !["stop", "tool_calls", "function_call"].contains(&reason))
 }
 
 #[cfg(test)]

@@ -6,13 +6,14 @@
 //! In come traces, a tokenizer and options; out go flat arrays and findings. Its files, each using those before it
 //! alone: `source`, `tier`, `options`; `spelling`, `lookup`, `recorder`, `segment`, `resolved`, `pieces`, `resolve`,
 //! `recover` (recorded tokens to ids); `prompt`, `branch`, `bridge`, `prompts`, `compare`, `body`, `dates`, `diff`,
-//! `duplicates`, `stop`, `extras`, `ending`, `pictures`, `images`; `weave`, and on its loom `media`, `place`, `sampled`, `splice`,
+//! `duplicates`, `called`, `stop`, `extras`, `ending`, `pictures`, `images`; `weave`, and on its loom `media`, `place`, `sampled`, `splice`,
 //! `rerender`; `conversation`; `aligned`, `columns`.
 
 mod aligned;
 mod body;
 mod branch;
 mod bridge;
+mod called;
 mod columns;
 mod compare;
 mod conversation;
@@ -46,7 +47,7 @@ mod tests;
 mod tier;
 mod weave;
 
-pub use crate::drift::{Finding, NAMES, Reason};
+pub use crate::drift::{Finding, NAMES, Reason, USAGE_SLACK};
 pub use aligned::Aligned;
 pub use conversation::Conversation;
 pub use extras::{Column, NO_VALUE};

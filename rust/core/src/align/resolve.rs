@@ -50,8 +50,11 @@ fn from_ids<'a>(listing: Listing<'a, '_>, ids: &'a [u32], level: u8, resolved: &
         return outside(at, resolved, tokenizer);
     }
     let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
-    let said = bare.is_some_and(|content| begin_with(ids.iter(), content.as_bytes(), tokenizer));
-    if !said && let Some(detail) = contradiction(ids, tokens, content, tokenizer) {
+    let said = bare.and_then(|content| begin_with(ids.iter(), content.as_bytes(), tokenizer));
+    resolved.said = said.and_then(|(count, ends)| ends.then_some(count));
+    if said.is_none()
+        && let Some(detail) = contradiction(ids, tokens, content, tokenizer)
+    {
         resolved.find(Reason::TokenizerMismatch, 0, ids.len(), detail);
         resolved.foreign = true;
         return;
@@ -92,7 +95,7 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
     }
     let content = content.filter(|_| !shown)?;
     let plain = ids.iter().filter(|&&id| !is_special(id, tokenizer));
-    if begin_with(plain, content.as_bytes(), tokenizer) {
+    if begin_with(plain, content.as_bytes(), tokenizer).is_some() {
         return None;
     }
     unsaid(ids, content, tokenizer)
@@ -116,17 +119,22 @@ fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
     Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
 }
 
-/// Whether the bytes of `ids` begin with `text`.
-fn begin_with<'i>(ids: impl Iterator<Item = &'i u32>, text: &[u8], tokenizer: &Tokenizer) -> bool {
-    let mut rest = text;
+/// How many of `ids` spell `text` where they begin with it, and whether it ends where the last of these does; `None` where
+/// they do not begin with it.
+fn begin_with<'i>(ids: impl Iterator<Item = &'i u32>, text: &[u8], tokenizer: &Tokenizer) -> Option<(usize, bool)> {
+    let (mut rest, mut count) = (text, 0);
     for &id in ids {
+        if rest.is_empty() {
+            break;
+        }
+        count += 1;
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         match rest.strip_prefix(bytes) {
             Some(behind) => rest = behind,
-            None => return bytes.starts_with(rest),
+            None => return bytes.starts_with(rest).then_some((count, false)),
         }
     }
-    rest.is_empty()
+    rest.is_empty().then_some((count, true))
 }
 
 fn contains(text: &[u8], part: &[u8]) -> bool {

@@ -18,6 +18,8 @@ pub struct Resolved<'a> {
     pub logprobs: Option<&'a [f32]>,
     /// What was found on the way.
     pub findings: Vec<Finding>,
+    /// How many of the ids spell the text, where they begin and end with it, and that was looked at.
+    pub said: Option<usize>,
     /// The record is of another vocabulary: nothing of it can be used.
     pub foreign: bool,
     /// Runs of unknown ids whose text is known, in order.

@@ -4,6 +4,8 @@
 
 use super::body;
 use super::branch::{Sampling, Stretch};
+use super::called;
+use super::ending;
 use super::resolved::{Resolved, Run};
 use super::spelling::spell_all;
 use super::stop::{self, Overrun};
@@ -27,13 +29,14 @@ impl<'a> Loom<'a, '_> {
         self.woven.recorded += generation.tokens.len() as u64;
         let sampling = self.sampling(turn, generation);
         let branch = &mut self.woven.branches[at];
-        branch.cut = generation.finish_reason.as_deref() == Some("length");
-        branch.overrun = false;
+        branch.cut = ending::is_cut(generation);
+        (branch.overrun, branch.unmarked) = (false, false);
         if resolved.ids.is_empty() || resolved.foreign {
             return self.add_text(turn, generation, at, resolved.foreign, sampling);
         }
         self.check_sum(turn, generation, &resolved);
-        let overrun = stop::overrun(generation, content, &resolved, self.tokenizer);
+        self.check_calls(turn, generation, message, &resolved);
+        let overrun = stop::overrun(generation, message, &resolved, self.tokenizer);
         let end = self.note_overrun(turn, &resolved, overrun);
         self.woven.branches[at].overrun = overrun.is_some();
         self.add_tokens(turn, generation, (&resolved, end), at, sampling)?;
@@ -47,6 +50,15 @@ impl<'a> Loom<'a, '_> {
         Ok(())
     }
 
+    /// Compares recorded ids with the tool calls of the message.
+    fn check_calls(&mut self, turn: usize, generation: &Generation, message: Option<&Value>, resolved: &Resolved<'_>) {
+        let Some((ids, message)) = generation.tokens.ids.as_deref().zip(message) else { return };
+        if let Some(unsaid) = called::unsaid(message, ids, self.tokenizer) {
+            let detail = format!("the listed tokens spell {unsaid}");
+            self.find(Reason::StreamIncomplete, turn, -1, resolved.ids.len(), detail);
+        }
+    }
+
     /// Compares the sum of the logprobs with the server's own. Recorders round to six digits or to f16 on the way.
     fn check_sum(&mut self, turn: usize, generation: &Generation, resolved: &Resolved<'_>) {
         let Some((said, logprobs)) = generation.cumulative_logprob.zip(resolved.logprobs) else { return };
@@ -58,16 +70,16 @@ impl<'a> Loom<'a, '_> {
         }
     }
 
-    /// Names what goes past a stop string; one past the last token that belongs to the turn.
+    /// Names what goes past the end of the text; one past the last token that belongs to the turn.
     fn note_overrun(&mut self, turn: usize, resolved: &Resolved<'_>, overrun: Option<Overrun>) -> usize {
         let count = resolved.ids.len();
         let Some(Overrun { end, partial }) = overrun else { return count };
         if partial {
-            let detail = "the stop string begins inside this token; it is kept whole".to_owned();
+            let detail = "the recorded text ends inside this token; it is kept whole".to_owned();
             self.find(Reason::StopStringTruncated, turn, end as i32 - 1, 1, detail);
         }
         if end < count {
-            let detail = format!("{} tokens stand behind the stop string; they are left out", count - end);
+            let detail = format!("{} tokens stand behind the end of the recorded text; they are left out", count - end);
             self.find(Reason::StopStringTruncated, turn, end as i32, count - end, detail);
         }
         end
@@ -115,7 +127,7 @@ impl<'a> Loom<'a, '_> {
             index = *behind;
         }
         let last = branch.ids.last().copied();
-        branch.stopped = index == resolved.ids.len() && last.is_some_and(|id| self.tokenizer.is_special(id));
+        branch.stopped = index == end && last.is_some_and(|id| self.tokenizer.is_special(id));
         if index < end {
             branch.ended = true;
             let detail = format!("the id of token {index} cannot be known; {} tokens are left out", end - index);
@@ -174,8 +186,15 @@ impl<'a> Loom<'a, '_> {
             let detail = format!("{} logprobs without tokens, the text has {} tokens", logprobs.len(), ids.len());
             self.find(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
         }
+        let last = turn + 1 == self.trace.generations.len();
         let branch = &mut self.woven.branches[at];
         branch.stopped = ids.last().copied() == closing && closing.is_some();
+        branch.unmarked = level == tier::TEXT_ONLY && closing.is_none() && !branch.cut;
+        if branch.unmarked && last && trained {
+            let detail = "the template writes no stop token behind the last turn; none is trained".to_owned();
+            self.find(Reason::EosMissingInRecord, turn, -1, 1, detail);
+        }
+        let branch = &mut self.woven.branches[at];
         let (mut index, logprobs) = (0, Some(logprobs).filter(|_| level != tier::TEXT_ONLY));
         while index < ids.len() {
             let behind = alike_version(generation, index, if index < given { given } else { ids.len() });

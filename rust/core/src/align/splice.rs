@@ -11,6 +11,7 @@ use super::weave::{Loom, Place};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
 use crate::template::Rendered;
+use crate::tokenizer::Tokenizer;
 use crate::trace::Generation;
 use serde_json::Value;
 
@@ -24,8 +25,10 @@ pub struct Ending<'b> {
     pub sampled: &'b [u32],
     /// The last of these is a special token.
     pub stopped: bool,
-    /// It was cut by length.
+    /// It was cut: by length, a filter, an abort.
     pub cut: bool,
+    /// It is text whose stop token may be the marker of the next role.
+    pub unmarked: bool,
     /// Its tokens go past a stop string that the message does not hold.
     pub overrun: bool,
     /// Index of its message among those that are rendered.
@@ -36,27 +39,53 @@ pub struct Ending<'b> {
 
 /// Where in `rendered` the text behind the ending begins, if the template keeps what was sampled; and what was found.
 /// The findings name no turn.
-pub fn splice(
-    ending: &Ending<'_>,
-    rendered: &Rendered,
-    scaffold: &Scaffold<'_>,
-) -> Result<(Option<usize>, Vec<Finding>)> {
+pub fn splice(ending: &Ending<'_>, rendered: &Rendered, scaffold: &Scaffold<'_>) -> Result<(Spliced, Vec<Finding>)> {
     let start = ending.prompt.len();
     let closer = &scaffold.closer;
     let after_body = rendered.spans.iter().filter(|span| span.message == ending.message && span.start >= start);
     let body_end = after_body.map(|span| span.end).max().unwrap_or(start);
-    let closing = rendered.text.get(body_end..).and_then(|rest| rest.find(closer.as_str()));
-    let fits = !ending.prompt.is_empty() && rendered.text.starts_with(ending.prompt) && !closer.is_empty();
+    let behind = rendered.text.get(body_end..).unwrap_or_default();
+    let (closing, marker) = if closer.is_empty() {
+        next_marker(behind, scaffold.tokenizer).map_or((None, None), |(at, id)| (Some(at), Some(id)))
+    } else {
+        (behind.find(closer.as_str()), None)
+    };
+    let fits = !ending.prompt.is_empty() && rendered.text.starts_with(ending.prompt);
     let Some(closing) = closing.filter(|_| fits).map(|offset| body_end + offset) else {
-        return Ok((None, Vec::new()));
+        return Ok((Spliced::default(), Vec::new()));
     };
     let stop = ending.sampled.last().copied().filter(|_| ending.stopped);
     let body = &ending.sampled[..ending.sampled.len() - usize::from(stop.is_some())];
     let mut findings = Vec::new();
     if !survives(ending, body, &rendered.text[start..closing], scaffold, &mut findings)? {
-        return Ok((None, findings));
+        return Ok((Spliced::default(), findings));
     }
-    Ok((Some(after_stop(stop, ending.cut, closing, scaffold, &mut findings)), findings))
+    if let (Some(id), true) = (marker, stop == marker || ending.unmarked) {
+        let marker = scaffold.tokenizer.token_bytes(id).map_or(0, <[u8]>::len);
+        let stop = Some(id).filter(|_| ending.unmarked);
+        return Ok((Spliced { from: Some(closing + marker), stop }, findings));
+    }
+    let from = after_stop(stop, ending.cut, closing, scaffold, &mut findings);
+    Ok((Spliced { from: Some(from), stop: None }, findings))
+}
+
+/// Where a rendered prompt goes on behind an ending.
+#[derive(Debug, Default)]
+pub struct Spliced {
+    /// The byte; `None` if the template does not keep what was sampled.
+    pub from: Option<usize>,
+    /// The marker of the next role, where it is the stop token of text that has none.
+    pub stop: Option<u32>,
+}
+
+/// The first stop token of the model that a text holds, and where: the marker of the next role, for a template that writes
+/// nothing behind a turn.
+fn next_marker(text: &str, tokenizer: &Tokenizer) -> Option<(usize, u32)> {
+    let place = |&id: &u32| {
+        let marker = tokenizer.token_bytes(id).filter(|bytes| tokenizer.is_special(id) && !bytes.is_empty())?;
+        Some((memchr::memmem::find(text.as_bytes(), marker)?, id))
+    };
+    tokenizer.eos_ids().iter().filter_map(place).min()
 }
 
 /// Whether the template shows the sampled body again; a changed form is a finding, a dropped part a fork.
@@ -98,7 +127,7 @@ fn after_stop(
 ) -> usize {
     let Some(stop) = stop else {
         if cut {
-            let detail = "cut by length; the template's closer was added".to_owned();
+            let detail = "the turn was cut; the template's closer was added".to_owned();
             findings.push(found(Reason::LengthTruncated, -1, 1, detail));
         }
         return closing;
@@ -153,12 +182,17 @@ impl Loom<'_, '_> {
             sampled: &branch.ids[branch.body..],
             stopped: branch.stopped,
             cut: branch.cut,
+            unmarked: branch.unmarked,
             overrun: branch.overrun,
             message: (branch.path.len() - 1) as u32,
             produced: &self.trace.messages[branch.path[branch.path.len() - 1] as usize].value,
         };
-        let (from, findings) = splice(&ending, rendered, self.scaffold)?;
+        let (spliced, findings) = splice(&ending, rendered, self.scaffold)?;
         self.woven.findings.extend(findings.into_iter().map(|finding| Finding { turn, ..finding }));
-        Ok(from)
+        if let Some(stop) = spliced.stop {
+            self.woven.recorded += 1;
+            self.woven.branches[at].stop(stop);
+        }
+        Ok(spliced.from)
     }
 }

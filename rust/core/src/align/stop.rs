@@ -1,43 +1,52 @@
-//! What of a generation stands behind the stop string that ended it.
+//! Where the text of a generation ends before its tokens do.
 //!
 //! Servers cut the stop string off the text, and keep its tokens in the lists: the text is then shorter than what the
-//! tokens spell, and may end inside a token.
+//! tokens spell, and may end inside a token. Tokens behind a stop token, such as those of a second message, are cut too.
 
 use super::resolved::Resolved;
-use super::spelling::spell;
+use super::spelling::{is_special, spell};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Stop};
+use memchr::memmem;
+use serde_json::Value;
 
 /// Where the turn ends before its tokens do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overrun {
-    /// One past the last token that holds a byte of the text.
+    /// One past the last token that belongs to the turn.
     pub end: usize,
-    /// Whether that token also holds bytes of the stop string.
+    /// Whether the last token that holds a byte of the text also holds some of what stands behind it.
     pub partial: bool,
 }
 
-/// Tokens past the text, where the record says or shows that a stop string cut it.
+const THOUGHT_END: &str = "</think>";
+
+/// Tokens past the text: of the generation where that is recorded, else of `message`.
 pub fn overrun(
     generation: &Generation,
-    content: Option<&str>,
+    message: Option<&Value>,
     resolved: &Resolved<'_>,
     tokenizer: &Tokenizer,
 ) -> Option<Overrun> {
-    let by_string = match &generation.stop {
-        Stop::Text(string) => Some(string.as_str()),
-        Stop::Unsaid => None,
-        Stop::Id(_) => return None,
-    };
-    // Without the string's own word only text that is known to be all of the text can be short of the tokens.
-    let text = generation.text.as_deref().or(content.filter(|_| by_string.is_some()))?;
-    if generation.finish_reason.as_deref() != Some("stop") || !resolved.all_known() {
+    let content = message.filter(|message| !calls(message)).and_then(|message| message.get("content")?.as_str());
+    let text = generation.text.as_deref().or(content).filter(|text| !text.is_empty())?;
+    let ids = &resolved.ids;
+    let stopped = ids.last().is_some_and(|&id| is_special(id, tokenizer));
+    let whole = resolved.said.is_some_and(|said| said + usize::from(stopped) >= ids.len());
+    if whole || !resolved.all_known() || ends_with(ids, text.as_bytes(), tokenizer) {
         return None;
     }
     let spelled = spell(&resolved.ids, tokenizer);
-    let length = spelled_length(&spelled, text)?;
+    let thinks = message.is_some_and(thinks);
+    let length = match &generation.text {
+        Some(text) => spelled_length(&spelled, text)?,
+        None => end_of_content(&spelled, text, thinks)?,
+    };
     let rest = String::from_utf8_lossy(&spelled[length..]);
-    if rest.is_empty() || by_string.is_some_and(|string| !rest.contains(string)) {
+    let by_string = matches!(&generation.stop, Stop::Text(string) if rest.contains(string));
+    // A server may trim white space, and holds back what may become a character.
+    let trimmed = |part: char| part == '\u{FFFD}' || (part.is_whitespace() && generation.text.is_none());
+    if rest.is_empty() || !by_string && rest.chars().all(trimmed) {
         return None;
     }
     let (mut at, mut end) = (0, 0);
@@ -45,10 +54,76 @@ pub fn overrun(
         if at >= length {
             break;
         }
-        at += if tokenizer.is_special(id) { 0 } else { tokenizer.token_bytes(id).map_or(0, <[u8]>::len) };
+        at += if is_special(id, tokenizer) { 0 } else { tokenizer.token_bytes(id).map_or(0, <[u8]>::len) };
         end = index + 1;
     }
-    Some(Overrun { end, partial: at > length })
+    let partial = at > length;
+    let stops = !partial && resolved.ids.get(end).is_some_and(|&id| is_special(id, tokenizer));
+    Some(Overrun { end: end + usize::from(stops), partial })
+}
+
+/// Whether a message calls a tool: its text is then no whole of what was sampled.
+fn calls(message: &Value) -> bool {
+    let listed = message.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
+    listed || message.get("function_call").is_some_and(Value::is_object)
+}
+
+/// Whether a message has its reasoning apart from its text.
+fn thinks(message: &Value) -> bool {
+    let thought = |key: &&str| message.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
+    ["reasoning_content", "reasoning", "thinking"].iter().any(|key| thought(key))
+}
+
+/// Whether the ids end in these bytes, or in these and one special token, and no special token stands before that where the
+/// bytes end for the first time. Walks back over the bytes alone.
+fn ends_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let ids = match ids.split_last() {
+        Some((last, before)) if is_special(*last, tokenizer) => before,
+        _ => ids,
+    };
+    let mut rest = text;
+    for (index, id) in ids.iter().enumerate().rev() {
+        let bytes = tokenizer.token_bytes(*id).unwrap_or_default();
+        match rest.strip_suffix(bytes) {
+            Some(before) => rest = before,
+            None => return bytes.ends_with(rest),
+        }
+        if rest.is_empty() {
+            return index == 0
+                || !ids[..index].iter().any(|&id| is_special(id, tokenizer))
+                || !begins(ids, text, tokenizer);
+        }
+    }
+    rest.is_empty()
+}
+
+/// Whether the ids begin with these bytes, with a special token behind them.
+fn begins(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let mut rest = text;
+    for (index, id) in ids.iter().enumerate() {
+        match rest.strip_prefix(tokenizer.token_bytes(*id).unwrap_or_default()) {
+            Some(behind) => rest = behind,
+            None => return false,
+        }
+        if rest.is_empty() {
+            return ids.get(index + 1).is_some_and(|&id| is_special(id, tokenizer));
+        }
+    }
+    false
+}
+
+/// How many bytes of `spelled` there are up to the end of the message's text: at the beginning, where no reasoning stands
+/// before it, else behind the reasoning, else where it stands last.
+fn end_of_content(spelled: &[u8], content: &str, thinks: bool) -> Option<usize> {
+    let thought = Some(THOUGHT_END).filter(|end| !content.contains(end));
+    let behind = thought.and_then(|end| Some(memmem::find(spelled, end.as_bytes())? + end.len()));
+    if let Some(behind) = behind {
+        let space = spelled[behind..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+        let content = content.trim_start();
+        return spelled_length(&spelled[behind + space..], content).map(|length| behind + space + length);
+    }
+    let first = if thinks { None } else { spelled_length(spelled, content) };
+    first.or_else(|| memmem::rfind(spelled, content.as_bytes()).map(|at| at + content.len()))
 }
 
 /// How many bytes of `spelled` decode to `text`, if it begins with that.

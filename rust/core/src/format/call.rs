@@ -56,6 +56,7 @@ pub(super) fn add_call(
     let is_whole = Shape::of(raw) == Shape::Object;
     let streamed = (!is_whole).then(|| stream::assemble(raw, choice)).transpose().map_err(inside)?;
     let text = streamed.as_ref().map_or(raw.get(), |whole| &whole.text);
+    let choice = streamed.as_ref().map_or(choice, |whole| whole.choice);
     let response = Outline::parse(text).map_err(inside)?;
     let server = server_of(&response, wanted.filter(|_| is_whole))?;
     let mut found = if let Some(server) = server {
@@ -74,8 +75,9 @@ pub(super) fn add_call(
         let failed = response.has("error") || response.keys().next().is_none();
         return Err(if failed { no_response("the response has no `choices`") } else { unknown_response(&response) });
     };
-    if let (Some(generation), Some(whole)) = (&mut found.entry.generation, &streamed) {
-        generation.notes.extend_from_slice(&whole.notes);
+    if let Some(whole) = &streamed {
+        found.entry.unused_choices += whole.unused;
+        found.entry.generation.iter_mut().for_each(|generation| generation.notes.extend_from_slice(&whole.notes));
     }
     log.add(found)?;
     Ok(if is_whole { server.map(|server| server.form) } else { Some(stream::FORM) })

@@ -36,6 +36,9 @@ pub(super) fn assemble(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded
     if choices.values().any(|choice| !choice.finished) {
         notes.push(incomplete("the stream ends without a finish reason"));
     }
+    if choices.len() == 1 {
+        notes.extend(choices.values().find_map(|choice| response.uncounted(&choice.lists)));
+    }
     let choices: Vec<String> = choices.into_iter().map(|(index, choice)| choice.render(index)).collect();
     response.put_all("choices", &choices);
     Ok(response.render())

@@ -30,7 +30,7 @@ pub(super) fn read(raw: &RawValue) -> Decoded<(Vec<String>, Vec<Note>)> {
     if events.is_empty() {
         return Err(not_a_stream("it has no chunk"));
     }
-    Ok((without_repeats(events, &mut notes), notes))
+    Ok((events, notes))
 }
 
 fn text_of(raw: &RawValue) -> Decoded<String> {
@@ -100,7 +100,7 @@ fn whole(data: &str) -> Option<String> {
 }
 
 /// Drops what a recorder or a retry repeated: every chunk twice, the whole stream twice, or an attempt before the last.
-fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec<String> {
+pub(super) fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec<String> {
     let half = events.len() / 2;
     let even = events.len() >= 4 && events.len().is_multiple_of(2);
     let dropped = |count: usize, what: &str| {
@@ -144,7 +144,7 @@ fn identity(event: &str) -> Option<(String, bool)> {
     (!id.is_empty()).then_some((id, begins))
 }
 
-fn not_a_stream(what: &str) -> Rejection {
+pub(super) fn not_a_stream(what: &str) -> Rejection {
     reject(Reason::WrongType, format!("not a stream: {what}"))
         .why("What the policy sampled cannot be put together")
         .cure("Record the chunks as they came, or the assembled response")
@@ -156,7 +156,8 @@ mod tests {
 
     fn events(text: &str) -> (Vec<String>, Vec<Note>) {
         let raw = RawValue::from_string(serde_json::Value::from(text).to_string()).expect("JSON");
-        read(&raw).expect("a stream")
+        let (events, mut notes) = read(&raw).expect("a stream");
+        (without_repeats(events, &mut notes), notes)
     }
 
     #[test]

@@ -1,19 +1,24 @@
 //! Streamed responses put together again: a list of chunks, or the text of server-sent events.
 //!
 //! A stream becomes the whole response that the server would have given without streaming, as JSON; that is then read by
-//! the server's own reader. So a stream and its whole response give the same generation. The files, each using those
-//! before it alone: `pieces`, `events`, `chat`, `typed`.
+//! the server's own reader. So a stream and its whole response give the same generation. A list of whole responses, as
+//! servers give it that answer `n` times, is no stream: one of them is read, the others are counted as unused choices.
+//! The files, each using those before it alone: `pieces`, `events`, `chat`, `typed`.
 
 mod chat;
 mod events;
 mod pieces;
 mod typed;
 
+use super::SERVERS;
 use super::contract::{Decoded, Form, Outline, Reason, Rejection, Shape, reject};
 use crate::format::normal::calls::no_response;
+use crate::format::normal::message::no_choice;
 use crate::trace::Note;
 pub(in super::super) use events::is_events;
+use serde_json::Value;
 use serde_json::value::RawValue;
+use std::collections::HashSet;
 
 pub(in super::super) const FORM: Form =
     Form { name: "stream", sign: "its response is a list of chunks or the text of events" };
@@ -21,22 +26,99 @@ pub(in super::super) const FORM: Form =
 /// The response that a stream stands for.
 pub(in super::super) struct Whole {
     pub text: String,
+    /// Which choice of `text` is used, where the record says.
+    pub choice: Option<i32>,
+    /// Whole responses beside it that are not used, because the record names none and the first was taken.
+    pub unused: u32,
     /// What was found about how it was recorded.
     pub notes: Vec<Note>,
 }
 
-/// Puts a list of chunks or a text of events together. `choice` is the one that is used, where the record says.
+/// Puts a list of chunks or a text of events together, or takes one of a list of whole responses. `choice` is the one
+/// that is used, where the record says.
 pub(in super::super) fn assemble(raw: &RawValue, choice: Option<i32>) -> Decoded<Whole> {
     let (events, mut notes) = events::read(raw)?;
-    let chunks: Vec<Outline<'_>> =
-        events.iter().enumerate().map(|(at, event)| chunk(event, at)).collect::<Decoded<_>>()?;
+    if events.len() > 1 {
+        let answers = parsed(&events)?.into_iter().enumerate().filter(|(_, chunk)| !failed(chunk)).collect::<Vec<_>>();
+        if are_whole(&answers) {
+            let (at, choice, unused) = pick(&answers, choice)?;
+            return Ok(Whole { text: events[at].clone(), choice, unused, notes });
+        }
+    }
+    let events = events::without_repeats(events, &mut notes);
+    let chunks = parsed(&events)?;
     let kind = chunks.iter().find_map(kind_of).ok_or_else(|| no_chunk(&chunks))?;
     let text = match kind {
         Kind::Parts(assemble) => assemble(&chunks, &mut notes)?,
         Kind::Sglang => pieces::sglang(&chunks, &events, choice)?,
+        Kind::Whole if events.len() > 1 => {
+            return Err(events::not_a_stream("some of its elements are whole responses"));
+        }
         Kind::Whole => events.first().cloned().unwrap_or_default(),
     };
-    Ok(Whole { text, notes })
+    Ok(Whole { text, choice, unused: 0, notes })
+}
+
+fn parsed(events: &[String]) -> Decoded<Vec<Outline<'_>>> {
+    events.iter().enumerate().map(|(at, event)| chunk(event, at)).collect()
+}
+
+/// Whether these are whole responses, and no parts of one: each says that it has ended, and none belongs to another choice
+/// of the same stream.
+fn are_whole(answers: &[(usize, Outline<'_>)]) -> bool {
+    let mut known = HashSet::new();
+    let mut again = |answer: &Outline<'_>| !known.insert(key_of(answer));
+    answers.len() > 1
+        && answers.iter().all(|(_, answer)| is_whole(answer))
+        && (!is_piecewise(&answers[0].1) || answers.iter().any(|(_, answer)| again(answer)))
+}
+
+/// Whether the choices of a stream of this kind may come whole, each in a chunk of its own.
+fn is_piecewise(answer: &Outline<'_>) -> bool {
+    answer.first_of("choices").is_some_and(|choice| !choice.has("message"))
+}
+
+/// The stream that a chunk is of, and the choice.
+fn key_of(answer: &Outline<'_>) -> (Option<String>, i32) {
+    let index = answer.first_of("choices").and_then(|choice| choice.count("index").ok().flatten());
+    (answer.text("id").ok().flatten(), index.unwrap_or(0))
+}
+
+/// Whether a response of any server is whole: it says how it ended.
+fn is_whole(answer: &Outline<'_>) -> bool {
+    if let Some(choice) = answer.first_of("choices") {
+        return choice.has("message") || !choice.names("delta") && choice.has("finish_reason");
+    }
+    let says = |key: &str| answer.value(key).ok().flatten() == Some(Value::Bool(true));
+    match kind_of(answer) {
+        Some(Kind::Sglang) => answer.object("meta_info").ok().flatten().is_some_and(|meta| meta.has("finish_reason")),
+        Some(Kind::Whole) => true,
+        Some(Kind::Parts(_)) => says("done") || says("stop") && !answer.has("token"),
+        None => SERVERS.iter().any(|server| (server.knows)(answer)),
+    }
+}
+
+/// Whether an element of a list says that the call failed, and nothing else.
+fn failed(answer: &Outline<'_>) -> bool {
+    answer.has("error") && answer.first_of("choices").is_none()
+}
+
+/// The response that choice `wanted` of all of them stands in, its name there, and how many are left unused.
+fn pick(answers: &[(usize, Outline<'_>)], wanted: Option<i32>) -> Decoded<(usize, Option<i32>, u32)> {
+    let (mut before, first) = (0, wanted.unwrap_or(0));
+    let mut found = None;
+    for (at, answer) in answers {
+        let choices = answer.objects("choices")?;
+        let count = choices.len().max(1) as i32;
+        if found.is_none() && first < before + count {
+            let inside = (first - before) as usize;
+            let index = choices.get(inside).map_or(Ok(None), |choice| choice.count("index"))?;
+            found = Some((*at, (!choices.is_empty()).then(|| index.unwrap_or(inside as i32))));
+        }
+        before = before.saturating_add(count);
+    }
+    let (at, choice) = found.ok_or_else(|| no_choice(first, before as usize, "choices"))?;
+    Ok((at, choice, if wanted.is_some() { 0 } else { (before - 1) as u32 }))
 }
 
 fn chunk(event: &str, at: usize) -> Decoded<Outline<'_>> {

@@ -61,6 +61,18 @@ impl Draft {
         draft
     }
 
+    /// A note that lists of ids hold fewer tokens than the usage of this response counts, without any of reasoning.
+    pub fn uncounted(&self, lists: &Lists) -> Option<Note> {
+        let listed = lists.ids()?;
+        let (_, usage) = self.0.iter().find(|(key, _)| key == "usage")?;
+        let usage: Value = serde_json::from_str(usage).ok()?;
+        let thought = usage.pointer("/completion_tokens_details/reasoning_tokens").and_then(Value::as_u64).unwrap_or(0);
+        let counted = usage.get("completion_tokens")?.as_u64()?;
+        let detail = format!("the listed tokens spell {listed} of the {counted} tokens that usage counts");
+        let short = thought == 0 && drift::lists_fewer(listed as u64, counted);
+        short.then(|| note(drift::Reason::StreamIncomplete, listed, detail))
+    }
+
     pub fn render(&self) -> String {
         let fields = self.0.iter().map(|(key, json)| format!("{}:{json}", Value::from(key.as_str())));
         format!("{{{}}}", fields.collect::<Vec<_>>().join(","))
@@ -107,6 +119,15 @@ impl Lists {
         Ok(())
     }
 
+    /// How many ids are listed, beside the logprobs or in the place of their texts; `None` where none is.
+    fn ids(&self) -> Option<usize> {
+        let is_id = |entry: &&String| entry.contains("\"token_id:") || entry.contains("\"token_id\"");
+        let beside = self.beside.iter().find(|(key, _)| key == "token_ids").map_or(0, |(_, ids)| ids.len());
+        let listed = self.logprobs.iter().find(|(key, _)| key == "content" || key == "tokens");
+        let listed = listed.filter(|(_, items)| items.first().is_some_and(|entry| is_id(&entry)));
+        Some(beside.max(listed.map_or(0, |(_, items)| items.len()))).filter(|&ids| ids > 0)
+    }
+
     pub fn write(&self, draft: &mut Draft) {
         if !self.logprobs.is_empty() {
             let mut logprobs = Draft::default();
@@ -147,7 +168,7 @@ fn by_index<'a>(chunks: &[Outline<'a>], key: &str) -> Decoded<(BTreeMap<i32, Vec
 /// Legacy completions, and vLLM's `/inference/v1/generate`.
 pub(super) fn completions(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (parts, mut response) = by_index(chunks, "choices")?;
-    let mut choices = Vec::new();
+    let (alone, mut choices) = (parts.len() == 1, Vec::new());
     for (index, parts) in parts {
         let mut draft = Draft::of(&parts, &["text", "logprobs", "token_ids", "prompt_token_ids", "sampling_mask"]);
         let mut lists = Lists::default();
@@ -157,6 +178,7 @@ pub(super) fn completions(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Deco
         draft.put("index", &index.to_string());
         draft.put_text(&parts, "text")?;
         lists.write(&mut draft);
+        notes.extend(response.uncounted(&lists).filter(|_| alone));
         if !parts.iter().any(|part| part.has("finish_reason")) {
             notes.push(incomplete("the stream ends without a finish reason"));
         }
