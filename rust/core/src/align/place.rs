@@ -166,7 +166,7 @@ impl Loom<'_, '_> {
             let short = self.keyed(turn).map(|keyed| keyed.collapse(rest));
             if behind.ids == short.as_ref().map_or(rest, |short| &short.ids) {
                 let behind = short.map_or(behind.clone(), |short| short.restore(rest, &behind.sources));
-                let mut text = Text { ids: ids.to_vec(), sources: self.woven.branches[at].source.clone() };
+                let mut text = Text::new(ids.to_vec(), self.woven.branches[at].source.clone());
                 text.sources.extend(behind.sources);
                 return Ok(Some(text));
             }

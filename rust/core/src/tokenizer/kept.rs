@@ -34,6 +34,10 @@ pub(super) struct Facts {
     pub fast: bool,
     pub reason: String,
     pub probes: usize,
+    /// Whether texts may be cut at added tokens.
+    pub cuts: bool,
+    /// Whether pieces of a text have the ids alone that they have in their place.
+    pub apart: bool,
 }
 
 /// Where the facts about one tokenizer are kept.

@@ -114,10 +114,13 @@ impl Tokenizer {
             fast: fast.is_ok(),
             reason: fast.as_ref().err().cloned().unwrap_or_default(),
             probes: 0,
+            cuts: true,
+            apart: false,
         };
         let backends = Backends::new(Arc::clone(&json), Arc::clone(&config), facts.document.clone(), false);
         let mut encoder = Encoder::of(backends.with(inner, fast.ok()), &facts, named(&config));
         let is_known = encoder.verify(&mut facts);
+        encoder.probe_pieces(&mut facts);
         if let Some(place) = place.filter(|_| is_known) {
             place.write(&facts, &pieces);
         }
