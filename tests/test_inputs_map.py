@@ -58,7 +58,12 @@ def test_paths_go_through_keys_with_dots_lists_and_json_as_text():
     assert mapped(record, {**record, "a.b": [{"v": 1}] * 10}, reward="a.b.9.v")[0][0].reward is None
 
 
-RIGHT = {"rewards": {"correct": 1.0, "tone": 0.5}, "group": "g", "run": {"id": "a", "at": 1, "temp": 0.5}, "empty": None}
+RIGHT = {
+    "rewards": {"correct": 1.0, "tone": 0.5},
+    "group": "g",
+    "run": {"id": "a", "at": 1, "temp": 0.5},
+    "empty": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +81,9 @@ RIGHT = {"rewards": {"correct": 1.0, "tone": 0.5}, "group": "g", "run": {"id": "
 )
 def test_a_path_that_matches_nothing_is_refused_with_the_nearest(tmp_path, told, near):
     [[name, path]] = told.items()
-    with pytest.raises(ArgumentError, match=rf"--map\.{name} {path} matches nothing in any of 2 records\. Did you mean {near}\?"):
+    with pytest.raises(
+        ArgumentError, match=rf"--map\.{name} {path} matches nothing in any of 2 records\. Did you mean {near}\?"
+    ):
         mapped(one(**RIGHT), one(**RIGHT), **told)
     (tmp_path / "t.jsonl").write_text(2 * (json.dumps(one(**RIGHT)) + "\n"))
     with pytest.raises(ArgumentError, match=f"Did you mean {near}"):

@@ -42,10 +42,11 @@ pub enum Reason {
     SharedBytes,
     PictureUnplaced,
     PictureExpanded,
+    MessageNotInPrompt,
 }
 
 /// Names of the reasons; index 0 is unused so that `NAMES[code]` is the name of `R<code>`.
-pub const NAMES: [&str; 36] = [
+pub const NAMES: [&str; 37] = [
     "R00 none",
     "R01 noncanonical_bpe",
     "R02 partial_utf8",
@@ -82,6 +83,7 @@ pub const NAMES: [&str; 36] = [
     "R33 shared_bytes",
     "R34 picture_unplaced",
     "R35 picture_expanded",
+    "R36 message_not_in_prompt",
 ];
 
 /// One finding: where, how many tokens, what was found.
@@ -105,7 +107,7 @@ mod tests {
 
     #[test]
     fn the_number_in_the_name_is_the_code() {
-        assert_eq!(Reason::PictureExpanded as usize, NAMES.len() - 1);
+        assert_eq!(Reason::MessageNotInPrompt as usize, NAMES.len() - 1);
         for (code, name) in NAMES.iter().enumerate() {
             assert!(name.starts_with(&format!("R{code:02} ")), "{name}");
         }

@@ -10,7 +10,7 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Ids of unsampled text with the source of each.
 #[derive(Debug, Clone, Default)]
@@ -78,6 +78,8 @@ pub struct Scaffold<'a> {
     pub closing_bytes: usize,
     /// Whether the template prints the date of the day it is rendered on.
     pub prints_date: bool,
+    /// Whether the template leaves out the text beside tool calls, once that was asked.
+    pub drops: OnceLock<bool>,
 }
 
 /// The variable that says that the last message is the beginning of the answer (a prefill).
@@ -93,7 +95,15 @@ impl<'a> Scaffold<'a> {
         let separator = if token.is_some() { ids[1..].to_vec() } else { Vec::new() };
         let prints_date = tokenizer.template().is_some_and(prints_date);
         let cuts = tokenizer.report().no_memo.is_none();
-        Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
+        Ok(Self {
+            tokenizer,
+            cuts,
+            closer,
+            closing: Closing { token, separator },
+            closing_bytes,
+            prints_date,
+            drops: OnceLock::new(),
+        })
     }
 
     /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text, on the day `date` (ISO) where
