@@ -37,7 +37,8 @@ NUMBERS = [
     "0.1",
 ]
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}|{{ m.note }}|{{ m.note|tojson }}|{{ 'n' ~ m.note }}|{{ m.note|string }}|"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}|{{ m.note }}|{{ m.note|tojson }}|{{ 'n' ~ m.note }}|"
+    "{{ m.note|string }}|"
     "{{ m.note == m.same }}{{ m.note != m.same }}{{ m.note is number }}{{ m.note is string }}{{ m.note is mapping }}"
     "{{ m.note > 5 }}{{ m.note <= m.other }}{{ m.note < m.other }}{{ 5 < m.note }}{{ m.note > 2.5 }}{{ [m.note] }}"
     "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments|tojson }}{% endfor %}{% endfor %}"
@@ -80,12 +81,12 @@ def test_templates_see_what_pythons_json_reads(ours, theirs, text, other):
 
 @pytest.mark.parametrize("text", NUMBERS)
 def test_a_record_keeps_the_digits_of_messages_tools_and_variables(tmp_path, theirs, text):
-    """As an object and as a string of arguments, read from a file by the scanner and by the parser that reads what it gives up."""
+    """As an object and as a string of arguments, read by the scanner and by the parser of what the scanner gives up."""
     for odd in ("", '"ids": [1.5e0, NaN], '):
         for arguments in (f'{{"id": {text}}}', json.dumps(f'{{"id": {text}}}')):
             messages = (
-                '[{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": '
-                f'"function", "function": {{"name": "f", "arguments": {arguments}}}}}]}}]'
+                '[{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "c", '
+                f'"type": "function", "function": {{"name": "f", "arguments": {arguments}}}}}]}}]'
             )
             tools = f'[{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {text}}}}}}}]'
             (tmp_path / "t.jsonl").write_text(f'{{{odd}"reward": 1, "messages": {messages}, "tools": {tools}}}\n')
@@ -102,7 +103,8 @@ def test_a_record_keeps_the_digits_of_messages_tools_and_variables(tmp_path, the
 
 
 def test_what_python_gets_of_a_record_is_what_json_reads():
-    record = b'{"reward": 1, "messages": [{"role": "user", "content": "go", "n": [%s]}, {"role": "assistant", "content": "x"}]}'
+    said = b'{"role": "assistant", "content": "x"}'
+    record = b'{"reward": 1, "messages": [{"role": "user", "content": "go", "n": [%s]}, ' + said + b"]}"
     text = ", ".join(each for each in NUMBERS)
     [trace] = tg.Traces.from_records([record % text.encode()])
     assert repr(trace.pool[0]["n"]) == repr(json.loads(f"[{text}]"))

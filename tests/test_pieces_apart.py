@@ -1,12 +1,14 @@
-"""Pieces of a text that have other ids alone than in their place: transformers tokenizes the whole text, and so must what
-`align`, text-only training and `Conversation` put together of pieces."""
+"""Pieces of a text that have other ids alone than in their place.
 
-import json
+transformers tokenizes the whole text. What `align`, text-only training and `Conversation` put together is the same.
+"""
+
 from itertools import pairwise
 
 import pytest
 
 import tracegrad as tg
+from made_tokenizers import KINDS, built
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -14,74 +16,17 @@ transformers = pytest.importorskip("transformers")
 USER = ["What is 2+2?", "What?", "And ten, then?"]
 ANSWER = ["It is 4", "4", "ten is ten"]
 SHAPES = {
-    "llama2": "{{ bos_token }}{% for m in messages %}{% if m.role=='user' %}{% if not loop.first %} {% endif %}[INST] {{ m.content }} "
+    "llama2": "{{ bos_token }}{% for m in messages %}{% if m.role=='user' %}{% if not loop.first %} {% endif %}[INST] "
+    "{{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    "llama2 without a space": "{{ bos_token }}{% for m in messages %}{% if m.role=='user' %}[INST] {{ m.content }} "
     "[/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
-    "llama2 without a space": "{{ bos_token }}{% for m in messages %}{% if m.role=='user' %}[INST] {{ m.content }} [/INST]{% else %} "
-    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
     "zephyr": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
 }
-# What is before a text: transformers 5's Llama, the newer conversion of transformers 4, the one of Llama 2's own files, T5's kind.
-KINDS = ["first", "always", "prepend", "never", "unigram", "gpt2 prefix space"]
+CASES = [(kind, shape, False) for kind in KINDS for shape in SHAPES] + [("first", "zephyr", True)]
 
 
-def alphabet():
-    return ["▁", *"abcdefghijklmnopqrstuvwxyzWTISNA0123456789+?[]/.,<>|\n", "▁It", "▁is", "It", "▁4", "te", "▁te"]
-
-
-def built(kind, folder, rstrip=False):
-    """A tokenizer of `kind` beside whatever template, as a model folder."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    head = ["<unk>", "<s>", "</s>"]
-    if kind == "unigram":
-        entries = [(token, -1.0 - len(token) / 100) for token in head + alphabet()]
-        tokenizer = Tokenizer(models.Unigram(entries, unk_id=0, byte_fallback=False))
-    elif kind == "gpt2 prefix space":
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(head + letters)}, merges=[]))
-    else:
-        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-        vocab = {token: n for n, token in enumerate(head + bytes_ + alphabet())}
-        merges = [("I", "t"), ("▁", "It"), ("t", "e"), ("▁", "te"), ("▁", "4")]
-        tokenizer = Tokenizer(
-            models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-        )
-    if kind == "prepend":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    elif kind == "gpt2 prefix space":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        scheme = "first" if kind == "unigram" else kind
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-            replacement="▁", prepend_scheme=scheme, split=kind == "unigram"
-        )
-    if kind != "gpt2 prefix space":
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
-    special = [
-        AddedToken(each, special=True, normalized=False, rstrip=rstrip and each == "</s>") for each in ("<s>", "</s>")
-    ]
-    tokenizer.add_special_tokens(special)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(
-        json.dumps({"vocab_size": tokenizer.get_vocab_size(), "model_type": "llama", "eos_token_id": 2})
-    )
-    return tokenizer
-
-
-@pytest.fixture(
-    params=[(kind, shape, False) for kind in KINDS for shape in SHAPES] + [("first", "zephyr", True)], ids=str
-)
+@pytest.fixture(params=CASES, ids=str)
 def case(request, tmp_path):
     kind, shape, rstrip = request.param
     built(kind, tmp_path, rstrip)
@@ -170,7 +115,7 @@ def test_recorded_ids_in_between_go_on_in_their_branch(case):
 
 
 def test_sampled_ids_that_no_tokenizer_would_give_stay_and_the_rest_is_as_in_its_place(case):
-    ours, theirs, kind, _ = case
+    ours, theirs, _, _ = case
     whole, spans = turns_of(theirs)
     (start, end), (second, _) = spans[:2]
     canonical = whole[start:end]
@@ -200,7 +145,7 @@ def test_a_text_that_is_joined_with_what_was_sampled_is_a_finding(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("<s>{% for m in messages %}{{ m.content }}x{% endfor %}")
     ours = tg.Tokenizer.from_pretrained(tmp_path)
-    id_of = {token: n for token, n in vocab.items()}
+    id_of = vocab
     # b and the x behind it are one token of the whole text; so are each of the texts that could stand in for b.
     assert [int(i) for i in ours.encode("<s>axbx")] == [id_of["<s>"], id_of["ax"], id_of["bx"]]
     turn = {

@@ -14,6 +14,7 @@ use crate::trace::{Generation, Message};
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::cell::OnceCell;
+use std::sync::Arc;
 
 /// Findings of one trace.
 const MOST: usize = 8;
@@ -213,10 +214,15 @@ impl Scaffold<'_> {
                 json!({"role": "assistant", "content": BODY, "tool_calls": calls}),
                 json!({"role": "tool", "content": "1", "name": "probe", "tool_call_id": "abcdefghi"}),
             ];
-            let template = self.tokenizer.template();
-            let rendered =
-                template.and_then(|template| template.render_text(&messages.each_ref(), None, true, &Map::new()).ok());
-            rendered.is_some_and(|text| !text.contains(BODY))
+            let parameters = json!({"type": "object", "properties": {"word": {"type": "string"}}});
+            let tool = json!({"name": "probe", "description": "Probes", "parameters": parameters});
+            let tools = Arc::new(json!([{"type": "function", "function": tool}]));
+            let drops = |tools: Option<&Arc<Value>>| {
+                let template = self.tokenizer.template_for(tools).ok()?;
+                let text = template.render_text(&messages.each_ref(), tools, true, &Map::new()).ok()?;
+                Some(!text.contains(BODY))
+            };
+            drops(Some(&tools)).or_else(|| drops(None)).unwrap_or(false)
         })
     }
 }

@@ -5,7 +5,7 @@
 //! ours. Chat templates are `template`'s. Called by `align` and the Python border.
 //!
 //! Its files, each using those before it alone: `allowance`, `outline`, `model`, `config`, `check` (what a
-//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `fast`, `backends` (two
+//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `rebuilt` (what transformers makes of a file), `fast`, `backends` (two
 //! encoders); `kept` (what an earlier load found out); `cut`,
 //! `context` (pieces apart), `memo`, `probe`, `encoder`; `loaded`, and on it `load` and `encode`.
 
@@ -29,6 +29,7 @@ mod partial;
 mod pattern;
 mod pieces;
 mod probe;
+mod rebuilt;
 mod reference;
 mod tiktoken;
 
@@ -38,6 +39,7 @@ pub use loaded::Tokenizer;
 pub use model::Model;
 pub use partial::Partial;
 pub use pieces::Spelling;
+pub use rebuilt::{Class, Rebuilt};
 
 use crate::error::Result;
 

@@ -33,11 +33,17 @@ impl Body {
         // Turns are named by their numbers there.
         let named = self.generations.iter().any(|turn| matches!(turn.prompt, Prompt::Follows { .. }));
         let goes_on: Vec<u32> = self.generations.iter().filter_map(|turn| turn.context.first().copied()).collect();
-        let greets = |turn: &Generation| begins(turn) && goes_on.contains(&turn.message);
-        self.generations.retain(|turn| named || !greets(turn) || !turn.tokens.is_empty() || turn.text.is_some());
-        for turn in self.generations.iter_mut().filter(|turn| greets(turn)) {
+        let mut greetings: Vec<u32> = Vec::new();
+        self.generations.retain_mut(|turn| {
+            let first = turn.context.first().unwrap_or(&turn.message);
+            let greets = turn.prompt == Prompt::Rendered && turn.context.iter().all(|index| greetings.contains(index));
+            if named || !greets || !goes_on.contains(first) {
+                return true;
+            }
+            greetings.push(turn.message);
             turn.prompt = Prompt::Unknown;
-        }
+            !turn.tokens.is_empty() || turn.text.is_some()
+        });
     }
 }
 
