@@ -55,7 +55,60 @@ def test_paths_go_through_keys_with_dots_lists_and_json_as_text():
     record = one(**{"a.b": [{"v": 1}, {"v": 2}], "extra": json.dumps({"score": 3})})
     assert mapped(record, reward="a.b.1.v")[0][0].reward == 2
     assert mapped(record, reward="extra.score")[0][0].reward == 3
-    assert mapped(record, reward="a.b.9.v")[0][0].reward is None
+    assert mapped(record, {**record, "a.b": [{"v": 1}] * 10}, reward="a.b.9.v")[0][0].reward is None
+
+
+RIGHT = {
+    "rewards": {"correct": 1.0, "tone": 0.5},
+    "group": "g",
+    "run": {"id": "a", "at": 1, "temp": 0.5},
+    "empty": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("told", "near"),
+    [
+        ({"reward": "rewards.corect"}, "rewards.correct"),
+        ({"reward": "reward"}, "rewards"),
+        ({"group": "grup"}, "group"),
+        ({"session": "run.idd"}, "run.id"),
+        ({"id": "run.ID"}, "run.id"),
+        ({"logprob_kind": "runs"}, "run"),
+        ({"temperature": "run.tmp"}, "run.temp"),
+        ({"version": "run.aat"}, "run.at"),
+    ],
+)
+def test_a_path_that_matches_nothing_is_refused_with_the_nearest(tmp_path, told, near):
+    [[name, path]] = told.items()
+    with pytest.raises(
+        ArgumentError, match=rf"--map\.{name} {path} matches nothing in any of 2 records\. Did you mean {near}\?"
+    ):
+        mapped(one(**RIGHT), one(**RIGHT), **told)
+    (tmp_path / "t.jsonl").write_text(2 * (json.dumps(one(**RIGHT)) + "\n"))
+    with pytest.raises(ArgumentError, match=f"Did you mean {near}"):
+        tg.read(tmp_path / "t.jsonl", map=told)
+    with pytest.raises(ArgumentError, match=f"Did you mean {near}"):
+        tg.read(tmp_path / "t.jsonl", map=told, limit=1)
+
+
+def test_a_path_that_one_record_has_or_has_null_is_taken():
+    assert [trace.reward for trace in mapped(one(), one(x=1), reward="x")[0]] == [None, 1.0]
+    assert mapped(one(**RIGHT), reward="empty")[0][0].reward is None
+    with pytest.raises(ArgumentError, match=r"nothing in the record\. Did you mean messages"):
+        mapped(one(), reward="massages")
+
+
+@pytest.mark.parametrize("verb", ["train", "prepare", "doctor"])
+def test_a_command_with_a_path_that_matches_nothing_ends_before_it_writes_anything(tmp_path, verb, capsys):
+    from tracegrad.cli import main
+
+    (tmp_path / "t.jsonl").write_text(4 * (json.dumps(one(**RIGHT)) + "\n"))
+    out = [] if verb == "doctor" else ["--out", str(tmp_path / "out")]
+    command = [verb, str(tmp_path / "t.jsonl"), "--model", "examples/quickstart/model", *out]
+    assert main([*command, "--map.reward", "rewards.corect"]) == 1
+    assert not list(tmp_path.glob("out/shard-*"))
+    assert "Did you mean rewards.correct?" in capsys.readouterr().err
 
 
 def test_the_other_fields_are_taken_from_their_paths():

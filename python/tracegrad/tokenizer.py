@@ -5,6 +5,7 @@ Here are `Tokenizer` (a model directory's tokenizer.json with its chat template)
 """
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,10 @@ class Tokenizer:
             TokenizerError: if it is not a tokenizer, its added tokens would be renumbered, or its ranks are of no known
                 family.
             TemplateError: if the chat template does not compile.
+
+        Warns:
+            UserWarning: if transformers 5 would build the tokenizer anew from `tokenizer_class` and give other ids. It says
+                both of a text.
         """
         directory = Path(path)
         if not directory.exists():
@@ -163,7 +168,10 @@ class Tokenizer:
                 f"vocab_size is {vocab_size!r}. It is the number of rows of the model's embedding, an integer from 1. "
                 "Leave it out where config.json says it."
             )
-        return cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None), directory)
+        loaded = cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None), directory)
+        if rebuilt := loaded._core.rebuilt:
+            warnings.warn(_rebuilt(directory, *rebuilt), stacklevel=2)
+        return loaded
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, bytes, Path | None]]:
         return _from_source, (*self._core.source(), self.folder)
@@ -308,4 +316,12 @@ def _cached(name: str) -> Path | None:
     raise TokenizerError(
         f"'{name}' is no directory, and no model of that name with a tokenizer.json is in the local Hugging Face "
         f"cache. Nothing is downloaded here. Run `hf download {name}` first, or name a directory."
+    )
+
+
+def _rebuilt(folder: Path, name: str, text: str, ids: list[int], other: list[int]) -> str:
+    return (
+        f"{folder}: transformers 5 builds this tokenizer anew as {name} and gives {text!r} the ids {other}; "
+        f"tokenizer.json gives {ids}, which are used here. A server with transformers 5 reads other prompts. Set "
+        '"tokenizer_class": "TokenizersBackend" in tokenizer_config.json, or save the tokenizer with transformers 5.'
     )

@@ -59,6 +59,7 @@ OF_BATCHES: tuple[Check, ...] = (
     history.unrecorded_tools,
     history.overlong,
     numbers.missing_logprobs,
+    tokens.missing_messages,
     tokens.other_prompt,
     pictures.pictures_as_sent,
 )

@@ -246,6 +246,25 @@ def injected_system(look: Look) -> Hits:
 
 
 @check(
+    "messages that are not in their prompt",
+    wrong=0.02,
+    costs=0.0,
+    hurts="The prompt lacks what a message says: the ratio is formed behind another prompt than the server's, or the "
+    "policy learns to answer what it never saw.",
+    cure="Give the model folder the template of the server. Send the content as that template takes it, "
+    "and roles that it writes; else record prompt_token_ids.",
+)
+def missing_messages(look: Look) -> Hits:
+    """Sees turns with a message of which the text, a tool call or a tool result is nowhere in the prompt (R36): the
+    rendered one, or the recorded ids decoded where they differ from it.
+
+    Texts are compared without white space, arguments by their values. Reasoning and media may be missing, and what an
+    assistant says beside its tool calls where the template drops it. Threshold: any turn; wrong from 2 %.
+    """
+    return look.drift_hits(36)
+
+
+@check(
     "recorded prompts that the template does not give",
     note=0.0,
     hurts="The recorded ids are what is trained, so these turns are right. Turns without prompt ids are rendered by a "

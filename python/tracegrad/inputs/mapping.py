@@ -4,6 +4,7 @@ What each path gave is counted, so that the user is told. Called by `reading`.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import shlex
@@ -12,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad.config import Map, split_names
+from tracegrad.config import Map, nearest, split_names
+from tracegrad.errors import ArgumentError
 from tracegrad.inputs import chat, paths
 from tracegrad.inputs.sources import Made
 from tracegrad.sequence import LOGPROB_KINDS
 from tracegrad.trace import Trace
 
+MOST_LOOKED, MOST_PATHS = 64, 2000
+"""Records, and paths in them, among which the nearest to a path that matches nothing is looked for."""
 MOST_BYTES = 64 << 20
 """Bytes that may be made of one record, or of one conversation, beside what it has itself."""
 
@@ -40,6 +44,8 @@ class Mapper:
     high: float = -math.inf
     names: set[str] = field(default_factory=set)
     words: dict[str, float] = field(default_factory=dict)
+    paths: dict[str, None] = field(default_factory=dict)
+    """Those of the first records, in their order."""
 
     def _paths(self) -> dict[str, str]:
         """What is told of single records."""
@@ -53,6 +59,7 @@ class Mapper:
             Unfit: for a value that is none.
         """
         self.records += 1
+        self._look(record)
         found: dict[str, Any] = {}
         for name, path in self._paths().items():
             if (value := chat.within(record, path)) is None:
@@ -60,6 +67,33 @@ class Mapper:
             self.seen.setdefault(name, Counter())[paths.kind(value)] += 1
             found |= self._reward(value, path) if name == "reward" else _field(name, value, path)
         return found
+
+    def _look(self, record: Any) -> None:
+        """Notes which paths there are, and whether a session has its key."""
+        session = self.told.session
+        if session not in ("", "prefix") and "session" not in self.seen:
+            value = chat.within(record, session)
+            self.seen |= {} if value is None else {"session": Counter({paths.kind(value): 1})}
+        if self.records > MOST_LOOKED or len(self.paths) >= MOST_PATHS:
+            return
+        self.paths |= dict.fromkeys(map(str, record)) if isinstance(record, Mapping) else {}
+        for path, _ in itertools.islice(paths.leaves(record), MOST_PATHS):
+            keys = path.split(".")
+            self.paths |= dict.fromkeys(".".join(keys[:count]) for count in range(1, len(keys) + 1))
+
+    def check(self) -> None:
+        """Refuses paths that match nothing in any record: another reward or group would count, and nobody would see it.
+
+        Raises:
+            ArgumentError: with the nearest path that there is.
+        """
+        told = {**self._paths(), **({"session": self.told.session} if self.told.session != "prefix" else {})}
+        for name, path in told.items():
+            if self.records and path and name not in self.seen and path not in self.paths:
+                count = f"any of {self.records:,} records" if self.records > 1 else "the record"
+                raise ArgumentError(
+                    f"--map.{name} {path} matches nothing in {count}. {nearest(path, list(self.paths)[:MOST_PATHS])}"
+                )
 
     def _reward(self, value: Any, path: str) -> dict[str, Any]:
         if isinstance(value, Mapping):

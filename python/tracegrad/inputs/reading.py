@@ -185,6 +185,8 @@ class InputStream(Iterator[Traces]):
                 break
         if self._bare and len(self._bare) == len(self._places) and not self._is_part:
             raise self._bare[0]
+        if not self._is_part:
+            self._mapper.check()
         if self._sessions is not None:
             yield from self._joined(self._sessions)
         if self._folder is not None:

@@ -40,6 +40,14 @@ class Tally:
         """The same as JSON has it."""
         return asdict(self)
 
+    def check(self, told: Map) -> None:
+        """Refuses a mapping of which a path matches nothing.
+
+        Raises:
+            ArgumentError: with the nearest path that there is.
+        """
+        _mapper(told, [self.mapper]).check()
+
     def lines(self, told: Map, report: ReadReport, blank: str) -> list[str]:
         """The same for a terminal; `blank` is what the reader says of a file without records."""
         count = report.reasons.get("failed_call", 0)
@@ -71,6 +79,7 @@ def state(mapper: Mapper) -> dict[str, Any]:
         "bounds": [mapper.low, mapper.high] if mapper.low <= mapper.high else [],
         "names": sorted(mapper.names),
         "words": mapper.words,
+        "paths": list(mapper.paths),
     }
 
 
@@ -85,6 +94,7 @@ def _mapper(told: Map, states: Sequence[dict[str, Any]]) -> Mapper:
             out.low, out.high = min(out.low, bound), max(out.high, bound)
         out.names.update(each.get("names", ()))
         out.words = {**out.words, **each.get("words", {})}
+        out.paths |= dict.fromkeys(each.get("paths", ()))
     return out
 
 

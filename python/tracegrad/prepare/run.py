@@ -131,6 +131,7 @@ def _sum(account: Account, records: list[Record], told: Map, named: list[str]) -
     account.parts = len(records)
     if not account.read.records and tally.bare:
         raise ReadError(tally.first_bare)
+    tally.check(told)
     account.mapped = tally.lines(told, account.read, BLANK)
     account.look(named, told)
 

@@ -42,6 +42,7 @@ pub enum Reason {
     SharedBytes,
     PictureUnplaced,
     PictureExpanded,
+    MessageNotInPrompt,
 }
 
 /// Tokens, and share of them, that servers were seen to count in usage and not to list.
@@ -54,7 +55,7 @@ pub fn lists_fewer(listed: u64, counted: u64) -> bool {
 }
 
 /// Names of the reasons; index 0 is unused so that `NAMES[code]` is the name of `R<code>`.
-pub const NAMES: [&str; 36] = [
+pub const NAMES: [&str; 37] = [
     "R00 none",
     "R01 noncanonical_bpe",
     "R02 partial_utf8",
@@ -91,6 +92,7 @@ pub const NAMES: [&str; 36] = [
     "R33 shared_bytes",
     "R34 picture_unplaced",
     "R35 picture_expanded",
+    "R36 message_not_in_prompt",
 ];
 
 /// One finding: where, how many tokens, what was found.
@@ -114,7 +116,7 @@ mod tests {
 
     #[test]
     fn the_number_in_the_name_is_the_code() {
-        assert_eq!(Reason::PictureExpanded as usize, NAMES.len() - 1);
+        assert_eq!(Reason::MessageNotInPrompt as usize, NAMES.len() - 1);
         for (code, name) in NAMES.iter().enumerate() {
             assert!(name.starts_with(&format!("R{code:02} ")), "{name}");
         }

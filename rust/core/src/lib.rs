@@ -9,6 +9,7 @@ pub mod align;
 mod caught;
 pub mod drift;
 pub mod error;
+pub mod exact;
 pub mod format;
 mod generations;
 mod media;

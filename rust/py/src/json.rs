@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
-use tracegrad_core::{Error, Kind, Result};
+use tracegrad_core::{Error, Kind, Result, exact};
 
 /// Depth of nesting that is read here, as `serde_json` has it.
 const DEPTH: usize = 126;
@@ -54,7 +54,8 @@ fn scalar(object: &Bound<'_, PyAny>) -> Option<Value> {
         Some(Value::Bool(flag.is_true()))
     } else if let Ok(integer) = object.cast_exact::<PyInt>() {
         let signed = integer.extract::<i64>().map(Number::from);
-        signed.or_else(|_| integer.extract::<u64>().map(Number::from)).ok().map(Value::Number)
+        let held = signed.or_else(|_| integer.extract::<u64>().map(Number::from)).ok().map(Value::Number);
+        held.or_else(|| exact::number(integer.str().ok()?.to_str().ok()?))
     } else {
         Number::from_f64(object.cast_exact::<PyFloat>().ok()?.value()).map(Value::Number)
     }
@@ -107,7 +108,7 @@ fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
 
 /// What JSON text says.
 pub fn parsed<T: DeserializeOwned>(name: &str, json: &str) -> Result<T> {
-    serde_json::from_str(json).map_err(|error| refused(name, &error))
+    serde_json::from_str(&exact::kept(json)).map_err(|error| refused(name, &error))
 }
 
 /// The error for what is no JSON, or not of the form that it must have.

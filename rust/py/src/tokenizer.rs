@@ -168,6 +168,13 @@ impl PyTokenizer {
         (report.backend, &report.reason, report.probes, report.no_memo)
     }
 
+    /// `(class, text, ids, other)` where transformers 5 would give `other` for `text`.
+    #[getter]
+    fn rebuilt(&self) -> Option<(&str, &str, Vec<u32>, Vec<u32>)> {
+        let found = self.inner.rebuilt()?;
+        Some((&found.class, &found.text, found.ids.clone(), found.other.clone()))
+    }
+
     #[getter]
     fn has_generation(&self) -> bool {
         self.inner.template().is_some_and(tracegrad_core::template::Template::has_generation)

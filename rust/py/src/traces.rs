@@ -8,14 +8,14 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList};
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracegrad_core::drift::NAMES;
 use tracegrad_core::format::forms;
 use tracegrad_core::read::{Report, decode_all, open, plain};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
-use tracegrad_core::{Error, Kind, stop};
+use tracegrad_core::{Error, Kind, exact, stop};
 
 /// Traces in memory, shared and never changed.
 #[pyclass(frozen, module = "tracegrad._core", name = "Traces")]
@@ -339,6 +339,11 @@ pub fn to_object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyA
             list.into_any()
         }
         Value::Object(fields) => {
+            if let Some(text) = exact::text_in(fields) {
+                let is_integer = text.ends_with(|last: char| last.is_ascii_digit());
+                let kind = if is_integer { py.get_type::<PyInt>() } else { py.get_type::<PyFloat>() };
+                return kind.call1((text,));
+            }
             let dict = PyDict::new(py);
             for (key, item) in fields {
                 dict.set_item(key, to_object(py, item)?)?;

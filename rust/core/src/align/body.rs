@@ -1,6 +1,7 @@
 //! What the difference between a sampled body and the template's form of it is called.
 
 use crate::drift::Reason;
+use crate::exact;
 use serde_json::Value;
 
 /// Names of a difference, and whether the turn may still stand in one history with what follows.
@@ -84,7 +85,7 @@ fn header_changed(text: &str, body: &str, calls: &[Value]) -> Option<bool> {
         let arguments = call.get("function").unwrap_or(call).get("arguments")?;
         let arguments: Value = match arguments {
             Value::String(text) => serde_json::from_str(text).ok()?,
-            other => other.clone(),
+            other => exact::rounded(other),
         };
         let (before, after) = around(left, &arguments)?;
         let (other, rest) = around(right, &arguments)?;

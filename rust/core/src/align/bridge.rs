@@ -98,7 +98,7 @@ mod tests {
     /// `[1, 2]` given, `[5, 6, stop]` sampled, then `after` given.
     fn branch(stop: u32, after: &[u32]) -> Branch<'static> {
         let mut branch = Branch::default();
-        let give = |ids: &[u32]| Text { ids: ids.to_vec(), sources: vec![source::TEMPLATE; ids.len()] };
+        let give = |ids: &[u32]| Text::new(ids.to_vec(), vec![source::TEMPLATE; ids.len()]);
         branch.give(give(&[1, 2]));
         let sampling = Sampling { turn: 0, version: -1, inv_temperature: 1.0 };
         branch.sample(&[5, 6, stop], Stretch { sampling, tier: 0, trained: true, logprobs: None });

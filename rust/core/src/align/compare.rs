@@ -45,7 +45,7 @@ pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokeni
             format!("the record has {recorded} prompt ids, the template gives {template}; they part at {first}");
         (Reason::PromptMismatch, theirs.max(ours), detail)
     };
-    Compared { text: Text { ids: ids.to_vec(), sources }, difference: Some(difference) }
+    Compared { text: Text::new(ids.to_vec(), sources), difference: Some(difference) }
 }
 
 /// A special token more or less at the beginning, all else equal: BOS twice, or missing.
@@ -56,7 +56,7 @@ fn beginning(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Comp
         sources.extend_from_slice(&rendered.sources);
         let twice = if ids.get(1) == ids.first() { "twice" } else { "that the template does not write" };
         let detail = format!("the record's prompt begins with the special token {} {twice}", ids[0]);
-        let text = Text { ids: ids.to_vec(), sources };
+        let text = Text::new(ids.to_vec(), sources);
         return Some(Compared { text, difference: Some((Reason::BosDuplicate, 1, detail)) });
     }
     if rendered.ids.get(1..) == Some(ids) && special(rendered.ids.first()) {
@@ -81,7 +81,7 @@ fn expanded(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compa
         }
     }
     let pads = ids.len() - rendered.ids.len().min(ids.len());
-    let text = Text { ids: ids.to_vec(), sources };
+    let text = Text::new(ids.to_vec(), sources);
     let detail = format!("{pads} placeholder tokens more than the template writes: an image was expanded");
     (at == rendered.ids.len())
         .then_some(Compared { text, difference: Some((Reason::MultimodalExpansion, pads, detail)) })

@@ -4,7 +4,7 @@
 //! keep what was sampled (it drops earlier thoughts), the prompt is tokenised anew and the fork is told: as in `align`,
 //! a fork is a branch. Each prompt is rendered whole.
 
-use super::prompt::Scaffold;
+use super::prompt::{JOINED, Scaffold};
 use super::splice::{Ending, splice};
 use crate::drift::{Finding, Reason};
 use crate::error::{Error, Kind, Result};
@@ -153,9 +153,12 @@ impl Conversation {
         };
         match self.behind(last, &rendered, &scaffold)? {
             Ok(from) => {
-                let mut ids = self.ids.clone();
-                ids.extend(scaffold.encode(&rendered, from)?.ids);
-                Ok(Next { text, ids, fork: None })
+                let behind = scaffold.encode(&rendered, from)?;
+                if behind.joined {
+                    let fork = self.fork(Reason::NormalizerChanged, JOINED);
+                    return Ok(Next { text, ids: scaffold.encode(&rendered, 0)?.ids, fork: Some(fork) });
+                }
+                Ok(Next { text, ids: [&self.ids[..], &behind.ids].concat(), fork: None })
             }
             Err(fork) => Ok(Next { text, ids: scaffold.encode(&rendered, 0)?.ids, fork: Some(fork) }),
         }
@@ -182,14 +185,16 @@ impl Conversation {
         let turn = self.turns as i32;
         Ok(spliced.from.ok_or_else(|| match findings.into_iter().next_back() {
             Some(found) => Finding { turn, ..found },
-            None => Finding {
-                reason: Reason::PrefixNotExtended,
-                turn,
-                token: -1,
-                count: 0,
-                detail: "the template does not show the last turn as it was sampled and go on behind it".to_owned(),
-            },
+            None => self.fork(
+                Reason::PrefixNotExtended,
+                "the template does not show the last turn as it was sampled and go on behind it",
+            ),
         }))
+    }
+
+    /// Why the prompt of the next turn is written anew.
+    fn fork(&self, reason: Reason, detail: &str) -> Finding {
+        Finding { reason, turn: self.turns as i32, token: -1, count: 0, detail: detail.to_owned() }
     }
 }
 

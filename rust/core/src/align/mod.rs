@@ -6,7 +6,7 @@
 //! In come traces, a tokenizer and options; out go flat arrays and findings. Its files, each using those before it
 //! alone: `source`, `tier`, `options`; `spelling`, `lookup`, `recorder`, `segment`, `resolved`, `pieces`, `resolve`,
 //! `recover` (recorded tokens to ids); `prompt`, `branch`, `bridge`, `prompts`, `compare`, `body`, `dates`, `diff`,
-//! `duplicates`, `called`, `stop`, `extras`, `ending`, `pictures`, `images`; `weave`, and on its loom `media`, `place`, `sampled`, `splice`,
+//! `duplicates`, `called`, `stop`, `extras`, `ending`, `pictures`, `images`; `weave`, and on its loom `media`, `shown`, `place`, `sampled`, `splice`,
 //! `rerender`; `conversation`; `aligned`, `columns`.
 
 mod aligned;
@@ -38,6 +38,7 @@ mod resolve;
 mod resolved;
 mod sampled;
 mod segment;
+mod shown;
 mod source;
 mod spelling;
 mod splice;

@@ -348,7 +348,7 @@ impl Collapsed {
     /// The ids that it was made from, with the source of each.
     pub fn restore(&self, ids: &[u32], sources: &[u8]) -> Text {
         let wide = sources.iter().zip(&self.widths).flat_map(|(&source, &width)| std::iter::repeat_n(source, width));
-        Text { ids: ids.to_vec(), sources: wide.collect() }
+        Text::new(ids.to_vec(), wide.collect())
     }
 }
 

@@ -29,10 +29,14 @@ impl Loom<'_, '_> {
                 // The parts beside a prompt of ids are its pictures alone, and no template wrote it.
                 let written = !generation.context.is_empty() && generation.placeholders.is_none();
                 let Some(rendered) = rendered.filter(|_| written) else {
+                    if written {
+                        self.check_shown(turn, generation, None, Some(ids));
+                    }
                     return Ok((self.place_ids(turn, Text::given(ids).view()), None));
                 };
                 let encoded = self.memory.prompts.encode(self.scaffold, &rendered)?;
                 if encoded.ids == ids {
+                    self.check_shown(turn, generation, Some(&rendered), None);
                     // Of a prompt that is as the template has it, only what is behind the branch is copied.
                     let prompts = mem::take(&mut self.memory.prompts);
                     let place = self.place_ids(turn, prompts.view());
@@ -40,6 +44,7 @@ impl Loom<'_, '_> {
                     return Ok((place, Some(rendered.text)));
                 }
                 let encoded = encoded.tail(0);
+                self.check_shown(turn, generation, Some(&rendered), Some(ids));
                 let (text, rendered) = self.classify(turn, generation, ids, (encoded, rendered))?;
                 Ok((self.place_ids(turn, text.view()), Some(rendered.text)))
             }
@@ -52,6 +57,7 @@ impl Loom<'_, '_> {
             Prompt::Rendered => {
                 let rendered = self.render(&generation.context, true)?;
                 self.note_date(turn);
+                self.check_shown(turn, generation, Some(&rendered), None);
                 let place = self.place_text(turn, generation, &rendered)?;
                 Ok((place, Some(rendered.text)))
             }
@@ -166,7 +172,7 @@ impl Loom<'_, '_> {
             let short = self.keyed(turn).map(|keyed| keyed.collapse(rest));
             if behind.ids == short.as_ref().map_or(rest, |short| &short.ids) {
                 let behind = short.map_or(behind.clone(), |short| short.restore(rest, &behind.sources));
-                let mut text = Text { ids: ids.to_vec(), sources: self.woven.branches[at].source.clone() };
+                let mut text = Text::new(ids.to_vec(), self.woven.branches[at].source.clone());
                 text.sources.extend(behind.sources);
                 return Ok(Some(text));
             }

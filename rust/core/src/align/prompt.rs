@@ -10,7 +10,7 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Ids of unsampled text with the source of each.
 #[derive(Debug, Clone, Default)]
@@ -18,11 +18,17 @@ pub struct Text {
     pub ids: Vec<u32>,
     /// GIVEN or TEMPLATE.
     pub sources: Vec<u8>,
+    /// Whether the tokenizer would join its beginning with the text before it in one token.
+    pub joined: bool,
 }
 
 impl Text {
+    pub fn new(ids: Vec<u32>, sources: Vec<u8>) -> Self {
+        Self { ids, sources, joined: false }
+    }
+
     pub fn given(ids: &[u32]) -> Self {
-        Self { ids: ids.to_vec(), sources: vec![source::GIVEN; ids.len()] }
+        Self::new(ids.to_vec(), vec![source::GIVEN; ids.len()])
     }
 
     pub fn tail(&self, start: usize) -> Self {
@@ -34,6 +40,9 @@ impl Text {
     }
 }
 
+/// What is said of a text that the tokenizer would join with the sampled text before it.
+pub const JOINED: &str = "the tokenizer joins the end of the sampled text and the text behind it in one token";
+
 /// A text that somebody else holds, so that only what is needed of it is copied.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'t> {
@@ -44,7 +53,7 @@ pub struct View<'t> {
 impl View<'_> {
     /// What stands from token `start` on.
     pub fn tail(self, start: usize) -> Text {
-        Text { ids: self.ids[start..].to_vec(), sources: self.sources[start..].to_vec() }
+        Text::new(self.ids[start..].to_vec(), self.sources[start..].to_vec())
     }
 }
 
@@ -69,6 +78,8 @@ pub struct Scaffold<'a> {
     pub closing_bytes: usize,
     /// Whether the template prints the date of the day it is rendered on.
     pub prints_date: bool,
+    /// Whether the template leaves out the text beside tool calls, once that was asked.
+    pub drops: OnceLock<bool>,
 }
 
 /// The variable that says that the last message is the beginning of the answer (a prefill).
@@ -84,7 +95,15 @@ impl<'a> Scaffold<'a> {
         let separator = if token.is_some() { ids[1..].to_vec() } else { Vec::new() };
         let prints_date = tokenizer.template().is_some_and(prints_date);
         let cuts = tokenizer.report().no_memo.is_none();
-        Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
+        Ok(Self {
+            tokenizer,
+            cuts,
+            closer,
+            closing: Closing { token, separator },
+            closing_bytes,
+            prints_date,
+            drops: OnceLock::new(),
+        })
     }
 
     /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text, on the day `date` (ISO) where
@@ -110,11 +129,17 @@ impl<'a> Scaffold<'a> {
         Ok(rendered)
     }
 
-    /// Ids of `rendered.text[from..]` with their sources.
+    /// Ids of `rendered.text[from..]` in its place, with their sources.
     pub fn encode(&self, rendered: &Rendered, from: usize) -> Result<Text> {
-        let (ids, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), from)?;
-        let sources = sources(&ends, from, &rendered.spans);
-        Ok(Text { ids, sources })
+        let before = &rendered.text[..from];
+        if self.tokenizer.is_apart(before) {
+            let (ids, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), from)?;
+            let sources = sources(&ends, from, &rendered.spans);
+            return Ok(Text::new(ids, sources));
+        }
+        let behind = self.tokenizer.encode_behind(before, &rendered.text[from..])?;
+        let sources = sources(&behind.ends, from, &rendered.spans);
+        Ok(Text { ids: behind.ids, sources, joined: !behind.exact })
     }
 
     /// The body the template gives the message `index` after `context`: without prompt and closer.

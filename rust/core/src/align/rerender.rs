@@ -64,6 +64,8 @@ impl<'a> Loom<'a, '_> {
             }
             let rendered = self.render(&whole, false);
             let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
+            let whole_turn = Generation { context: whole.clone(), ..Generation::default() };
+            self.check_shown(turn, &whole_turn, Some(&rendered), None);
             let text = self.scaffold.encode(&rendered, 0)?;
             let outside = self.tokenizer.first_outside(&text.ids).map(|at| text.ids[at]);
             let (_, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), 0)?;

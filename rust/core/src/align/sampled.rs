@@ -3,16 +3,17 @@
 //! Tokens behind a stop string are left out, an id that cannot be known ends the branch, and both are counted.
 
 use super::body;
-use super::branch::{Sampling, Stretch};
+use super::branch::{Branch, Sampling, Stretch};
 use super::called;
 use super::ending;
 use super::resolved::{Resolved, Run};
-use super::spelling::spell_all;
+use super::spelling::{is_special, spell_all};
 use super::stop::{self, Overrun};
 use super::tier;
 use super::weave::Loom;
 use crate::drift::Reason;
 use crate::error::Result;
+use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Prompt, Stop, VersionSpan};
 use serde_json::Value;
 use std::borrow::Cow;
@@ -112,7 +113,10 @@ impl<'a> Loom<'a, '_> {
             let Some(Run { end: behind, bytes, entry, .. }) = run else { break };
             let canonical = match entry {
                 Some(entry) => vec![*entry],
-                None => self.tokenizer.encode(&String::from_utf8_lossy(bytes))?,
+                None => {
+                    let before = before(branch, self.tokenizer);
+                    self.tokenizer.encode_behind(&before, &String::from_utf8_lossy(bytes))?.ids
+                }
             };
             if self.tokenizer.first_outside(&canonical).is_some() {
                 break;
@@ -153,7 +157,8 @@ impl<'a> Loom<'a, '_> {
             }
             return Ok(());
         };
-        let mut ids = self.tokenizer.encode(&body)?;
+        let before = before(&self.woven.branches[at], self.tokenizer);
+        let mut ids = self.tokenizer.encode_behind(&before, &body)?.ids;
         if spell_all(&ids, self.tokenizer) != body.as_bytes() {
             let detail = "the tokenizer changes the text before it cuts it".to_owned();
             self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
@@ -173,7 +178,7 @@ impl<'a> Loom<'a, '_> {
             true => tier::COUNT,
             false => tier::TEXT_ONLY,
         };
-        let given = if level == tier::TEXT_ONLY { self.inserted(generation, &body, &ids)? } else { 0 };
+        let given = if level == tier::TEXT_ONLY { self.inserted(generation, (&before, &body), &ids)? } else { 0 };
         if level == tier::TEXT_ONLY || logprobs.len() > ids.len() {
             ids.extend(closing);
         }
@@ -209,10 +214,11 @@ impl<'a> Loom<'a, '_> {
 
     /// How many of the first ids of a text are an empty thought that the template inserts: they are not trained, as
     /// nothing says that they were sampled.
-    fn inserted(&self, generation: &Generation, body: &str, ids: &[u32]) -> Result<usize> {
+    fn inserted(&self, generation: &Generation, (before, body): (&str, &str), ids: &[u32]) -> Result<usize> {
         let message = self.trace.messages.get(generation.message as usize);
         let Some(message) = message.filter(|_| generation.text.is_none()) else { return Ok(0) };
-        let thought = self.tokenizer.encode(&body[..body::inserted_thought(body, &message.value)])?;
+        let thought = &body[..body::inserted_thought(body, &message.value)];
+        let thought = self.tokenizer.encode_behind(before, thought)?.ids;
         Ok(thought.iter().zip(ids).take_while(|(left, right)| left == right).count())
     }
 
@@ -232,6 +238,15 @@ impl<'a> Loom<'a, '_> {
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         Ok(message.and_then(|message| message.get("content")?.as_str()).map(str::to_owned))
     }
+}
+
+/// The text at the end of a branch, if what follows has other ids behind it.
+fn before(branch: &Branch<'_>, tokenizer: &Tokenizer) -> String {
+    if tokenizer.is_apart("any") {
+        return String::new();
+    }
+    let from = branch.ids.iter().rposition(|&id| is_special(id, tokenizer)).unwrap_or(0);
+    String::from_utf8_lossy(&spell_all(&branch.ids[from..], tokenizer)).into_owned()
 }
 
 /// The policy version of sampled token `index`.

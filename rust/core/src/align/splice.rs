@@ -5,7 +5,7 @@
 
 use super::body::difference;
 use super::branch::{Branch, common_prefix};
-use super::prompt::Scaffold;
+use super::prompt::{JOINED, Scaffold};
 use super::spelling::{excerpt, spell, spell_all, spells};
 use super::weave::{Loom, Place};
 use crate::drift::{Finding, Reason};
@@ -57,7 +57,7 @@ pub fn splice(ending: &Ending<'_>, rendered: &Rendered, scaffold: &Scaffold<'_>)
     let stop = ending.sampled.last().copied().filter(|_| ending.stopped);
     let body = &ending.sampled[..ending.sampled.len() - usize::from(stop.is_some())];
     let mut findings = Vec::new();
-    if !survives(ending, body, &rendered.text[start..closing], scaffold, &mut findings)? {
+    if !survives(ending, body, (&rendered.text[..start], &rendered.text[start..closing]), scaffold, &mut findings)? {
         return Ok((Spliced::default(), findings));
     }
     if let (Some(id), true) = (marker, stop == marker || ending.unmarked) {
@@ -92,14 +92,14 @@ fn next_marker(text: &str, tokenizer: &Tokenizer) -> Option<(usize, u32)> {
 fn survives(
     ending: &Ending<'_>,
     sampled: &[u32],
-    body: &str,
+    (before, body): (&str, &str),
     scaffold: &Scaffold<'_>,
     findings: &mut Vec<Finding>,
 ) -> Result<bool> {
     let tokenizer = scaffold.tokenizer;
     let count = sampled.len();
     if spells(sampled, body.as_bytes(), tokenizer) {
-        let canonical = tokenizer.encode(body)?;
+        let canonical = tokenizer.encode_behind(before, body)?.ids;
         let first = common_prefix(&canonical, sampled);
         if first < count.max(canonical.len()) {
             let detail = format!("the same text tokenizes differently from token {first} on");
@@ -151,7 +151,12 @@ impl Loom<'_, '_> {
         if let Some(at) = longest
             && let Some(from) = self.splice(at, rendered)?
         {
-            return Ok(Place::Extend(at, self.scaffold.encode(rendered, from)?));
+            let text = self.scaffold.encode(rendered, from)?;
+            if text.joined {
+                let behind = self.woven.branches[at].last_turn().unwrap_or(turn as i32).max(0) as usize;
+                self.find(Reason::NormalizerChanged, behind, -1, 1, JOINED.to_owned());
+            }
+            return Ok(Place::Extend(at, text));
         }
         let known = self.woven.branches.iter().any(|branch| generation.context.starts_with(&branch.path));
         // An earlier call on the same messages was a parallel sample, no rewritten history.

@@ -73,6 +73,8 @@ pub fn weave<'a>(
         options,
         ends: vec![None; trace.generations.len()],
         dated: false,
+        shown: vec![false; trace.messages.len()],
+        unshown: 0,
         recorder: Recorder::new(trace, tokenizer),
         media: OnceCell::new(),
         memory,
@@ -108,6 +110,9 @@ pub(super) struct Loom<'a, 'm> {
     pub ends: Vec<Option<(usize, usize)>>,
     /// Whether it was said that the template prints a date.
     pub dated: bool,
+    /// Of each message whether it was looked for in a prompt, and how many were not found.
+    pub shown: Vec<bool>,
+    pub unshown: usize,
     pub recorder: Recorder<'a>,
     /// The messages that hold more than text.
     pub media: OnceCell<Vec<Part<'a>>>,

@@ -203,7 +203,8 @@ fn unknown_form(record: &[u8]) -> Rejection {
         .cure("See docs/trace-format.md for the accepted forms")
 }
 
-fn assemble(header: Header, body: Body, raw: Raw, place: Location) -> Trace {
+fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace {
+    body.take_greetings();
     let mut template_kwargs = body.template_kwargs;
     template_kwargs.extend(header.template_kwargs);
     let id = header.id.unwrap_or_else(|| place.to_string());

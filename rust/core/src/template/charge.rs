@@ -5,6 +5,7 @@
 //! `operators` and `methods`.
 
 use super::generator::Generator;
+use super::integers::big;
 use super::limits::{NESTING, NODES, Range, largest, work};
 use super::watch;
 use minijinja::functions::Function;
@@ -267,6 +268,10 @@ impl Walk {
         if let Some(generator) = value.downcast_object_ref::<Generator>() {
             return deeper(depth)
                 .and_then(|depth| generator.items().iter().try_for_each(|item| self.visit(item, depth)));
+        }
+        if let Some(integer) = big(value) {
+            self.bytes = self.bytes.saturating_add(integer.len());
+            return Ok(());
         }
         if value.kind() == ValueKind::Plain || value.downcast_object_ref::<Range>().is_some() {
             return Ok(());

@@ -4,6 +4,7 @@
 //! own; called through `environment` as filters.
 
 use super::charge::{compared, hashed};
+use super::integers;
 use super::limits::work;
 use super::operators::{floats, operands, refused, whole};
 use super::watch::{self, Tells};
@@ -99,6 +100,9 @@ fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>
             }
         }
         return Ok(left.len().partial_cmp(&right.len()));
+    }
+    if let Some(order) = integers::order(left, right) {
+        return Ok(order);
     }
     match (whole(left), whole(right)) {
         (Some(a), Some(b)) => Ok(Some(a.cmp(&b))),

@@ -9,6 +9,7 @@ use super::renders::same;
 use super::rewrite::UNMARKED;
 use super::value::{contained, note, plain, size};
 use crate::error::{Error, Kind, Result};
+use crate::exact;
 use crate::trace::value_of;
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
@@ -159,7 +160,7 @@ fn parsed_arguments(map: &Map<String, Json>) -> Vec<Option<Json>> {
         .iter()
         .map(|call| {
             let text = call.get("function").unwrap_or(call).get("arguments")?.as_str()?;
-            serde_json::from_str(text).ok().filter(Json::is_object)
+            exact::parse(text).ok().filter(Json::is_object)
         })
         .collect()
 }
@@ -252,6 +253,7 @@ fn call_value(call: &Json, arguments: Option<&Json>, message: u32, marker: &mut 
 fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(present) = marker else { return plain(json) };
     match json {
+        kept if exact::text(kept).is_some() => plain(kept),
         Json::String(text) => Value::from(present.leaf(text, message, Field::ToolCall)),
         Json::Array(items) => {
             let items: Vec<Value> = items.iter().map(|item| argument_value(item, message, marker)).collect();

@@ -4,6 +4,7 @@
 
 use super::charge::text_bytes;
 use super::containers::{Tagged, fields};
+use super::integers::big;
 use super::limits;
 use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
@@ -104,6 +105,7 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
                 write_value(out, item, style, depth + 1)
             })?;
         }
+        _ if big(value).is_some() => out.push_str(&value.to_string()),
         other => return Err(not_serializable(other)),
     }
     Ok(())

@@ -19,6 +19,7 @@ mod conversation;
 mod environment;
 mod filters;
 mod generator;
+mod integers;
 mod json;
 mod limits;
 mod marking;

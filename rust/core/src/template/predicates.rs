@@ -4,6 +4,7 @@
 
 use super::charge::{Paid, Reads, items};
 use super::generator::Generator;
+use super::integers::big;
 use super::limits::work;
 use super::{comparisons, operators};
 use minijinja::value::{Value, ValueKind};
@@ -28,8 +29,8 @@ fn add_kinds(paid: &mut Paid<'_>) {
     paid.kind("none", tests::is_none);
     paid.kind("escaped", tests::is_safe);
     paid.kind("boolean", tests::is_boolean);
-    paid.kind("number", tests::is_number);
-    paid.kind("integer", tests::is_integer);
+    paid.kind("number", |value: &Value| tests::is_number(value) || big(value).is_some());
+    paid.kind("integer", |value: &Value| tests::is_integer(value) || big(value).is_some());
     paid.kind("float", tests::is_float);
     paid.kind("string", tests::is_string);
     paid.kind("mapping", tests::is_mapping);

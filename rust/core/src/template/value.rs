@@ -3,10 +3,11 @@
 //! What a message means is not known here. Called by `conversation` and, for tool schemas, by `marking`.
 
 use super::containers::{Tagged, record};
+use super::integers;
 use super::marks::{Marker, Used};
 use super::rendered::{Field, NO_MESSAGE};
 use super::rewrite::UNMARKED;
-use crate::stop;
+use crate::{exact, stop};
 use minijinja::value::Value;
 use serde_json::Value as Json;
 
@@ -25,7 +26,10 @@ pub(super) fn plain(json: &Json) -> Value {
             Value::from(text.as_str())
         }
         Json::Array(items) => Value::from(items.iter().map(plain).collect::<Vec<_>>()),
-        Json::Object(map) => record(map.iter().map(|(key, value)| (key.as_str(), plain(value)))),
+        Json::Object(map) => match exact::text_in(map) {
+            Some(text) => integers::value(text),
+            None => record(map.iter().map(|(key, value)| (key.as_str(), plain(value)))),
+        },
     }
 }
 
@@ -34,6 +38,7 @@ pub(super) fn plain(json: &Json) -> Value {
 /// Strings that templates compare with others stay as they are: types, names of required parameters, and `literals`.
 pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals: &[String]) -> Value {
     let inner = match json {
+        kept if exact::text(kept).is_some() => return plain(kept),
         Json::Array(items) => Value::from(items.iter().map(|item| tools(item, marker, literals)).collect::<Vec<_>>()),
         Json::Object(map) => {
             let mut pairs = Vec::with_capacity(map.len());

@@ -4,6 +4,7 @@
 //! `config.json` of a model directory as transformers does. Called by `Tokenizer::from_dir`.
 
 use super::model::Model;
+use super::rebuilt::Class;
 use crate::error::{Error, Kind, Location, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -65,6 +66,9 @@ pub struct TokenizerConfig {
     pub extra_tokens: Vec<ExtraToken>,
     /// What config.json says of ids.
     pub model: Model,
+    /// What decides which class transformers loads.
+    #[serde(default)]
+    pub class: Class,
 }
 
 impl TokenizerConfig {
@@ -83,7 +87,9 @@ impl TokenizerConfig {
             read.special_tokens.extend(text.map(|text| (token.to_owned(), text)));
         }
         read.extra_tokens = extra_tokens(&config);
-        read.model = object(dir, "config.json")?.map(|config| Model::of(&config)).unwrap_or_default();
+        let model = object(dir, "config.json")?;
+        read.model = model.as_ref().map(Model::of).unwrap_or_default();
+        read.class = Class::of(&config, model.as_ref());
         read.eos = eos(dir, &read.special_tokens)?;
         (read.chat_template, read.tool_template) = templates(dir, &config)?;
         Ok(read)

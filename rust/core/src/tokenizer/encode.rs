@@ -2,6 +2,7 @@
 //!
 //! How ids are made is `encoder`'s.
 
+use super::encoder::Behind;
 use super::loaded::Tokenizer;
 use crate::error::{Error, Kind, Result};
 use crate::threads;
@@ -67,6 +68,31 @@ impl Tokenizer {
             return threads::apart(move || encoder.encode_with_ends(&text[from..], &pieces));
         }
         self.encoder.encode_with_ends(&text[from..], &self.pieces)
+    }
+}
+
+impl Tokenizer {
+    /// Whether a piece of text behind `before` has the ids that it has alone.
+    pub fn is_apart(&self, before: &str) -> bool {
+        self.encoder.is_apart(before)
+    }
+
+    /// Ids of `piece` as they are in a text in which it is behind `before`.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_with_ends`].
+    pub fn encode_behind(&self, before: &str, piece: &str) -> Result<Behind> {
+        if self.is_apart(before) || piece.is_empty() {
+            let (ids, ends) = self.encode_with_ends(piece)?;
+            return Ok(Behind { ids, ends, exact: true });
+        }
+        let (text, at) = self.encoder.joined(before, piece);
+        check_ends(&text)?;
+        if self.encoder.is_long(&text) {
+            let (encoder, pieces) = (Arc::clone(&self.encoder), Arc::clone(&self.pieces));
+            return threads::apart(move || encoder.behind(&text, at, &pieces));
+        }
+        self.encoder.behind(&text, at, &self.pieces)
     }
 }
 

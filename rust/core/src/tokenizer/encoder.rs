@@ -5,21 +5,25 @@
 
 use super::allowance::bounded;
 use super::backends::Backends;
+use super::context::{Anchors, PAIRS, STAND_INS, TRIED};
 use super::cut::{Cutter, Part};
 use super::kept::Facts;
 use super::memo::Memo;
 use super::pieces::Pieces;
 use super::probe;
 use crate::error::{Error, Result};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use tokenizers::Encoding;
+use tokenizers::{AddedToken, Encoding};
 
 /// How long the probe may take; it takes a hundredth of that.
 const PROBE: Duration = Duration::from_secs(20);
 /// Bytes of a text that the reference, and the fast backend, takes some tenths of a second for: none looks meanwhile
 /// whether it must stop.
 const LONG: (usize, usize) = (256 << 10, 8 << 20);
+/// Why a text is not cut at added tokens though nothing in its file speaks against it.
+const CUT: &str = "a text has other ids if it is cut at an added token";
 /// Characters of a text that an error quotes.
 const QUOTED: usize = 40;
 
@@ -36,6 +40,17 @@ pub struct Report {
     pub no_memo: Option<&'static str>,
 }
 
+/// Ids of a piece of text behind another one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Behind {
+    /// Its ids.
+    pub ids: Vec<u32>,
+    /// The byte of the piece behind each.
+    pub ends: Vec<u32>,
+    /// Whether they are the ids that it has in its place; if not, the tokenizer joins the two texts in one token.
+    pub exact: bool,
+}
+
 /// The backends of one tokenizer and what they share.
 #[derive(Debug)]
 pub(super) struct Encoder {
@@ -43,6 +58,10 @@ pub(super) struct Encoder {
     cutter: Option<Cutter>,
     memo: Memo,
     report: Report,
+    /// Whether pieces of a text have the ids alone that they have in their place.
+    apart: bool,
+    added: Vec<(u32, AddedToken)>,
+    anchors: OnceLock<Anchors>,
     /// The file that ids are made from, for errors.
     file: String,
 }
@@ -51,11 +70,14 @@ impl Encoder {
     /// Backends with what was found out about them.
     pub fn of(backends: Backends, facts: &Facts, file: String) -> Self {
         let (cutter, no_memo) = match Cutter::new(&facts.document, &facts.listed) {
-            Ok(cutter) => (Some(cutter), None),
+            Ok(cutter) if facts.cuts => (Some(cutter), None),
+            Ok(_) => (None, Some(CUT)),
             Err(reason) => (None, Some(reason)),
         };
         let report = Report { backend: "", reason: String::new(), probes: 0, no_memo };
-        let mut encoder = Self { backends, cutter, memo: Memo::new(), report, file };
+        let (added, anchors) = (facts.listed.clone(), OnceLock::new());
+        let mut encoder =
+            Self { backends, cutter, memo: Memo::new(), report, apart: facts.apart, added, anchors, file };
         encoder.tell(facts);
         encoder
     }
@@ -100,6 +122,72 @@ impl Encoder {
         }
         self.tell(facts);
         !late.into_inner()
+    }
+
+    /// Tries whether texts may be cut at added tokens, and whether pieces of a text may be encoded apart; the answers stand
+    /// in `facts`.
+    pub fn probe_pieces(&mut self, facts: &mut Facts) {
+        let same = |before: &str, behind: &str| {
+            let joined = [before, behind].concat();
+            // A text that cannot be encoded at all says nothing.
+            let Ok(whole) = self.referred(&joined) else { return true };
+            let alone = self.encode(before).and_then(|ids| Ok([ids, self.encode(behind)?].concat()));
+            alone.is_ok_and(|alone| alone == whole)
+        };
+        let added = facts.listed.iter().map(|(_, token)| token.content.as_str()).take(TRIED);
+        facts.cuts = added.zip(PAIRS.iter().cycle()).all(|(token, (_, behind))| same(token, behind));
+        facts.apart = self.cutter.is_some() && facts.cuts && PAIRS.iter().all(|(before, behind)| same(before, behind));
+        self.apart = facts.apart;
+        if self.cutter.is_some() && !facts.cuts {
+            (self.cutter, self.report.no_memo) = (None, Some(CUT));
+        }
+    }
+
+    /// Whether a piece behind `before` has the ids that it has alone.
+    pub fn is_apart(&self, before: &str) -> bool {
+        self.apart || before.is_empty()
+    }
+
+    /// The text before a piece from its last added token on, and the piece.
+    pub fn joined(&self, before: &str, piece: &str) -> (String, usize) {
+        let anchors = self.anchors.get_or_init(|| Anchors::new(&self.added));
+        let context = &before[anchors.last(before)..];
+        ([context, piece].concat(), context.len())
+    }
+
+    /// Ids of `text[at..]` as they are behind `text[..at]`.
+    pub fn behind(&self, text: &str, at: usize, pieces: &Pieces) -> Result<Behind> {
+        if let Some(found) = self.cut_off(text, at, pieces)? {
+            return Ok(found);
+        }
+        for stand_in in STAND_INS {
+            let text = [stand_in, &text[at..]].concat();
+            if let Ok(Some(found)) = self.cut_off(&text, stand_in.len(), pieces) {
+                return Ok(found);
+            }
+        }
+        let (ids, ends) = self.encode_with_ends(&text[at..], pieces)?;
+        Ok(Behind { ids, ends, exact: false })
+    }
+
+    /// The ids of a text behind its first `at` bytes, `None` if a token reaches over that byte.
+    fn cut_off(&self, text: &str, at: usize, pieces: &Pieces) -> Result<Option<Behind>> {
+        let (ids, ends) = self.encode_with_ends(text, pieces)?;
+        let head = self.encode(&text[..at])?;
+        let count = if ids.starts_with(&head) {
+            head.len()
+        } else {
+            // The tokens before it may depend on what is behind them.
+            let count = ends.partition_point(|&end| end as usize <= at);
+            let mut rest = &text.as_bytes()[at..];
+            let spells = |id: &u32| pieces.get(*id).and_then(|piece| rest.strip_prefix(piece)).map(|left| rest = left);
+            if ids[count..].iter().map(spells).any(|left| left.is_none()) || !rest.is_empty() {
+                return Ok(None);
+            }
+            count
+        };
+        let ends = ends[count..].iter().map(|end| end.saturating_sub(at as u32)).collect();
+        Ok(Some(Behind { ids: ids[count..].to_vec(), ends, exact: true }))
     }
 
     /// Ids by the fast road alone, nothing remembered.

@@ -6,6 +6,7 @@
 
 use super::config::TokenizerConfig;
 use super::pieces::Pieces;
+use super::rebuilt::Rebuilt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fs;
@@ -34,6 +35,12 @@ pub(super) struct Facts {
     pub fast: bool,
     pub reason: String,
     pub probes: usize,
+    /// Of what text transformers 5 would make other ids.
+    pub rebuilt: Option<Rebuilt>,
+    /// Whether texts may be cut at added tokens.
+    pub cuts: bool,
+    /// Whether pieces of a text have the ids alone that they have in their place.
+    pub apart: bool,
 }
 
 /// Where the facts about one tokenizer are kept.

@@ -12,6 +12,7 @@ use super::kept::{Facts, Place};
 use super::loaded::{Source, Tokenizer};
 use super::outline::{refused, values_under};
 use super::pieces::{Pieces, Spelling};
+use super::rebuilt::compared;
 use super::reference::{Reference, prefix};
 use super::tiktoken;
 use crate::error::{Error, Kind, Result};
@@ -105,6 +106,7 @@ impl Tokenizer {
         let eos_ids = eos_ids(&config, &*inner, pieces.size())?;
         let stop_id = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
         let stop_id = stop_id.and_then(|(_, text)| inner.id(text)).filter(|id| eos_ids.contains(id));
+        let rebuilt = compared(&json, &document, &config.class, &*inner);
         let mut facts = Facts {
             prefix: prefix(&*inner)?,
             stop_id: stop_id.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
@@ -114,10 +116,14 @@ impl Tokenizer {
             fast: fast.is_ok(),
             reason: fast.as_ref().err().cloned().unwrap_or_default(),
             probes: 0,
+            rebuilt,
+            cuts: true,
+            apart: false,
         };
         let backends = Backends::new(Arc::clone(&json), Arc::clone(&config), facts.document.clone(), false);
         let mut encoder = Encoder::of(backends.with(inner, fast.ok()), &facts, named(&config));
         let is_known = encoder.verify(&mut facts);
+        encoder.probe_pieces(&mut facts);
         if let Some(place) = place.filter(|_| is_known) {
             place.write(&facts, &pieces);
         }
@@ -150,6 +156,7 @@ impl Tokenizer {
             prefix: facts.prefix,
             eos_ids: facts.eos_ids,
             stop_id: facts.stop_id,
+            rebuilt: facts.rebuilt,
             source,
         })
     }

@@ -6,6 +6,7 @@ use super::model::Model;
 use super::outline::refused;
 use super::partial::Partial;
 use super::pieces::{Pieces, Spelling, glyphs_to_bytes};
+use super::rebuilt::Rebuilt;
 use crate::error::{Error, Kind, Result};
 use crate::template::Template;
 use serde_json::Value;
@@ -44,6 +45,7 @@ pub struct Tokenizer {
     pub(super) prefix: Vec<u32>,
     pub(super) template: Option<Template>,
     pub(super) tool_template: Option<Template>,
+    pub(super) rebuilt: Option<Rebuilt>,
     pub(super) source: Source,
 }
 
@@ -69,6 +71,11 @@ impl Tokenizer {
     pub fn prefix_ids(&self, text: &str) -> &[u32] {
         let written = self.decode_bytes(&self.prefix).unwrap_or_default();
         if !written.is_empty() && text.as_bytes().starts_with(&written) { &[] } else { &self.prefix }
+    }
+
+    /// A text of which transformers 5 would make other ids, as it builds the tokenizer anew.
+    pub fn rebuilt(&self) -> Option<&Rebuilt> {
+        self.rebuilt.as_ref()
     }
 
     /// Which code makes the ids, and why.

@@ -5,13 +5,15 @@
 //! ours. Chat templates are `template`'s. Called by `align` and the Python border.
 //!
 //! Its files, each using those before it alone: `allowance`, `outline`, `model`, `config`, `check` (what a
-//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `fast`, `backends` (two
-//! encoders); `kept` (what an earlier load found out); `cut`, `memo`, `probe`, `encoder`; `loaded`, and on it `load` and `encode`.
+//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `rebuilt` (what transformers makes of a file), `fast`, `backends` (two
+//! encoders); `kept` (what an earlier load found out); `cut`,
+//! `context` (pieces apart), `memo`, `probe`, `encoder`; `loaded`, and on it `load` and `encode`.
 
 mod allowance;
 mod backends;
 mod check;
 mod config;
+mod context;
 mod cut;
 mod encode;
 mod encoder;
@@ -27,15 +29,17 @@ mod partial;
 mod pattern;
 mod pieces;
 mod probe;
+mod rebuilt;
 mod reference;
 mod tiktoken;
 
 pub use config::{Eos, ExtraToken, TokenizerConfig};
-pub use encoder::Report;
+pub use encoder::{Behind, Report};
 pub use loaded::Tokenizer;
 pub use model::Model;
 pub use partial::Partial;
 pub use pieces::Spelling;
+pub use rebuilt::{Class, Rebuilt};
 
 use crate::error::Result;
 

@@ -4,6 +4,7 @@ use super::numbers::BARE;
 use super::object::{Kind, Node, Object, describe};
 use super::raw::{Fault, Members, Read, members, members_into};
 use super::{generic, scan};
+use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use serde::de::IgnoredAny;
 use serde_json::Value;
@@ -197,10 +198,10 @@ fn id_before_failure(text: &str) -> Option<String> {
     let mut before = Members::new();
     let _ = members_into(text, &mut before);
     let (_, id) = before.iter().rev().find(|(key, _)| key == "id")?;
-    match serde_json::from_str(id.get()).ok()? {
+    match exact::parse(id.get()).ok()? {
         Value::String(id) => Some(id),
         Value::Number(id) => Some(id.to_string()),
-        _ => None,
+        other => exact::text(&other).map(str::to_owned),
     }
 }
 

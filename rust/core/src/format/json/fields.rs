@@ -4,6 +4,7 @@
 
 use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
+use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 pub(in crate::format) use crate::trace::value_of as get;
 use crate::trace::{Generation, LogprobKind, Schemas, Stop};
@@ -45,7 +46,10 @@ pub fn name_of(key: &str, value: &Value) -> Decoded<Option<String>> {
         Value::Null => Ok(None),
         Value::String(text) => Ok(Some(text.clone())),
         Value::Number(number) => Ok(Some(number.to_string())),
-        other => Err(wrong(key, other, "a string or a number")),
+        other => match exact::text(other) {
+            Some(digits) => Ok(Some(digits.to_owned())),
+            None => Err(wrong(key, other, "a string or a number")),
+        },
     }
 }
 
@@ -61,7 +65,10 @@ pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
         Value::Bool(flag) => f64::from(u8::from(*flag)),
         Value::Number(number) => number.as_f64().unwrap_or(f64::NAN),
         Value::String(word) => spelled(word).ok_or_else(|| wrong(key, value, "a number"))?,
-        other => return Err(wrong(key, other, "a number")),
+        other => match exact::text(other) {
+            Some(digits) => digits.parse().unwrap_or(f64::NAN),
+            None => return Err(wrong(key, other, "a number")),
+        },
     };
     if number.is_infinite() || (number as f32).is_infinite() {
         return Err(not_finite(key, number));

@@ -3,7 +3,7 @@
 use super::logprobs;
 use super::numbers::TokenText;
 use super::object::{Kind, Node, Object, Slot};
-use super::raw::{Read, Shape, bytes, each, ids, members, parse};
+use super::raw::{Read, Shape, bytes, each, ids, members, parse, value};
 use crate::trace::{Pieces, Schemas};
 use serde_json::value::RawValue;
 
@@ -21,7 +21,7 @@ pub fn node(raw: &RawValue, kind: Kind) -> Read<'_, Node> {
             each(raw, "a list", |item| node(item, kind).map(|node| nodes.push(node)))?;
             Ok(Node::List(nodes))
         }
-        _ => parse(raw.get()).map(Node::Other),
+        _ => value(raw).map(Node::Other),
     }
 }
 
@@ -42,9 +42,9 @@ fn member<'a>(object: &mut Object, kind: Kind, key: &str, raw: &'a RawValue) -> 
         Slot::Texts => numbers.texts = unless_null(raw, texts)?.map(Box::new),
         Slot::Bytes => numbers.bytes = unless_null(raw, byte_lists)?.map(Box::new),
         Slot::Nested(name, kind) => object.put(name, node(raw, kind)?),
-        Slot::Tools => object.tools = Some(Schemas::new(parse(raw.get())?)),
+        Slot::Tools => object.tools = Some(Schemas::new(value(raw)?)),
         Slot::Keep => {
-            object.fields.insert(key.to_owned(), parse(raw.get())?);
+            object.fields.insert(key.to_owned(), value(raw)?);
         }
         Slot::Sign => object.signed = true,
         Slot::Skip => {}

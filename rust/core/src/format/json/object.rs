@@ -4,6 +4,7 @@
 //! objects, and which are of no use here. `scan` and `generic` read it; meaning is given to it by the format files.
 
 use super::listed::take_placeholders;
+use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use crate::media;
 use crate::trace::{Pieces, Schemas, Tokens};
@@ -258,6 +259,7 @@ pub fn describe(value: &Value) -> &'static str {
         Value::Number(_) => "a number",
         Value::String(_) => "a string",
         Value::Array(_) => "a list",
+        other if exact::text(other).is_some() => "a number",
         Value::Object(_) => "an object",
     }
 }

@@ -4,6 +4,7 @@
 //! reader asks for costs one scan and nothing else. Complaints name the key.
 
 use super::fields::{Fields, count_of, name_of, number_of};
+use super::raw;
 pub use super::raw::Shape;
 use super::raw::{Fault, Members, Read, ids, members, parse};
 use super::{logprobs, scan};
@@ -89,7 +90,7 @@ impl<'a> Outline<'a> {
 
     /// The value of a key as it is; null is nothing.
     pub fn value(&self, key: &str) -> Decoded<Option<Value>> {
-        self.typed(key)
+        self.read(key, raw::value).map(|found| found.filter(|value| !value.is_null()))
     }
 
     pub fn text(&self, key: &str) -> Decoded<Option<String>> {
@@ -129,7 +130,7 @@ impl<'a> Outline<'a> {
         let mut fields = Fields::new();
         for (name, raw) in &self.members {
             if !dropped.contains(&name.as_ref()) {
-                let value = parse(raw.get()).map_err(|fault| complaint(&fault).inside(name))?;
+                let value = raw::value(raw).map_err(|fault| complaint(&fault).inside(name))?;
                 fields.insert(name.clone().into_owned(), value);
             }
         }

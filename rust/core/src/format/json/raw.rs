@@ -1,8 +1,10 @@
 //! Values of a record that are still JSON text, and where below one a reader found something else than it expected.
 
 use super::numbers::{ID_COMPLAINT, Id, Scalar};
+use crate::exact;
 use crate::format::rejection::Reason;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
+use serde_json::Value;
 use serde_json::value::RawValue;
 use std::borrow::Cow;
 use std::fmt;
@@ -93,6 +95,12 @@ impl<'a> Fault<'a> {
 /// The value that is written as `text`.
 pub fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Read<'a, T> {
     serde_json::from_str(text).map_err(|error| Fault { path: String::new(), text, error })
+}
+
+/// A value that is kept as it is.
+pub fn value(raw: &RawValue) -> Read<'_, Value> {
+    let text = raw.get();
+    exact::parse(text).map_err(|error| Fault { path: String::new(), text, error })
 }
 
 /// Reads the items of a list one by one; `wanted` is the name of such a list.

@@ -3,7 +3,7 @@
 use crate::drift;
 use crate::format::json::fields::Fields;
 use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{Generation, Message, Note, Schemas};
+use crate::trace::{Generation, Message, Note, Prompt, Schemas};
 
 /// Messages and generations of a record.
 #[derive(Debug, Default)]
@@ -19,6 +19,32 @@ pub struct Body {
     pub budget: Budget,
     /// Choices beside the one that was used.
     pub unused_choices: u32,
+}
+
+impl Body {
+    /// Makes text of a prompt of what an assistant says before anybody else does, if the conversation goes on behind it and
+    /// nothing is recorded of its tokens: a greeting that was not sampled. One that was has no prompt that could be
+    /// rendered.
+    pub fn take_greetings(&mut self) {
+        let begins = |turn: &Generation| turn.context.is_empty() && turn.prompt == Prompt::Rendered;
+        if !self.generations.iter().any(begins) {
+            return;
+        }
+        // Turns are named by their numbers there.
+        let named = self.generations.iter().any(|turn| matches!(turn.prompt, Prompt::Follows { .. }));
+        let goes_on: Vec<u32> = self.generations.iter().filter_map(|turn| turn.context.first().copied()).collect();
+        let mut greetings: Vec<u32> = Vec::new();
+        self.generations.retain_mut(|turn| {
+            let first = turn.context.first().unwrap_or(&turn.message);
+            let greets = turn.prompt == Prompt::Rendered && turn.context.iter().all(|index| greetings.contains(index));
+            if named || !greets || !goes_on.contains(first) {
+                return true;
+            }
+            greetings.push(turn.message);
+            turn.prompt = Prompt::Unknown;
+            !turn.tokens.is_empty() || turn.text.is_some()
+        });
+    }
 }
 
 /// What a reader noticed about `count` tokens of a generation.

@@ -3,6 +3,7 @@
 //! A message at a place where an earlier request or response had an equal one is that one. An assistant message that
 //! equals a produced one elsewhere is the produced one: its history was rewritten before it. Everything else is new.
 
+use crate::exact;
 use crate::trace::Message;
 use crate::written::{write, write_text};
 use foldhash::HashMap;
@@ -137,7 +138,7 @@ fn write_said(identity: &mut Vec<u8>, value: Option<&Value>) {
 fn write_arguments(identity: &mut Vec<u8>, value: Option<&Value>) {
     match value {
         Some(Value::String(text)) => {
-            if let Ok(parsed) = serde_json::from_str::<Value>(text) {
+            if let Ok(parsed) = exact::parse(text) {
                 write(identity, &parsed);
             } else {
                 // No value of JSON has this kind.

@@ -2,6 +2,7 @@
 
 use super::cursor::Cursor;
 use super::text::word_at;
+use crate::exact;
 use crate::format::json::numbers::MAX_ID;
 
 /// Powers of ten that float64 holds exactly.
@@ -127,11 +128,11 @@ impl Cursor<'_> {
     }
 
     /// A number as the generic parser has it: an integer where there is neither point nor exponent.
-    pub fn number_value(&mut self) -> Option<serde_json::Number> {
+    pub fn number_value(&mut self) -> Option<serde_json::Value> {
         let start = self.place();
         let Decimal { negative, digits, fits, real, .. } = self.decimal()?;
         if real || !fits || digits >= TENS_18 || negative && digits == 0 {
-            return serde_json::from_str(self.since(start)?).ok();
+            return exact::number(self.since(start)?);
         }
         Some(if negative { (-(digits as i64)).into() } else { digits.into() })
     }

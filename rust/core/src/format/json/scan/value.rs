@@ -20,7 +20,7 @@ impl Cursor<'_> {
             b'f' => self.word(b"false").map(|()| Value::Bool(false))?,
             b'n' => self.word(b"null").map(|()| Value::Null)?,
             _ => match self.number_value() {
-                Some(number) => Value::Number(number),
+                Some(number) => number,
                 None => self.bare()?.into(),
             },
         })

@@ -2,6 +2,7 @@
 //!
 //! Nothing is evaluated: names, calls and operators are no literals.
 
+use crate::exact;
 use serde_json::{Map, Number, Value};
 
 /// Nesting beyond this is no attribute.
@@ -9,7 +10,7 @@ const DEEPEST: usize = 64;
 
 /// The value that a text is the literal of, JSON's or Python's.
 pub fn parse(text: &str) -> Option<Value> {
-    serde_json::from_str(text).ok().or_else(|| python(text))
+    exact::parse(text).ok().or_else(|| python(text))
 }
 
 fn python(text: &str) -> Option<Value> {
@@ -147,8 +148,8 @@ impl Reader<'_> {
         if !word.starts_with(|letter: char| letter.is_ascii_digit() || letter == '-') {
             return None;
         }
-        if let Ok(number) = word.parse::<i64>() {
-            return Some(number.into());
+        if let Some(number) = exact::number(word) {
+            return Some(number);
         }
         word.parse().ok().and_then(Number::from_f64).map(Value::Number)
     }

@@ -3,6 +3,7 @@
 //! For recorders that keep messages and at most a few numbers beside them.
 
 use super::super::contract::{Body, Decoded, Outline, Sampling, Shape};
+use crate::exact;
 use crate::format::normal::message::{message_of, plain};
 use crate::format::rejection::not_a_trace;
 use crate::trace::{Generation, Message, Prompt};
@@ -90,7 +91,7 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
 /// A list of chat messages; `None` where something else stands there.
 pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>> {
     let Some(raw) = record.get(key).filter(|raw| is_chat(raw)) else { return Ok(None) };
-    let values: Vec<Value> = serde_json::from_str(raw.get()).map_err(|error| {
+    let values: Vec<Value> = serde_json::from_str(&exact::kept(raw.get())).map_err(|error| {
         let complaint = error.to_string();
         not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
     })?;

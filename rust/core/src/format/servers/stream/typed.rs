@@ -5,6 +5,7 @@
 
 use super::super::contract::{Decoded, Outline};
 use super::pieces::incomplete;
+use crate::exact;
 use crate::trace::Note;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -148,7 +149,7 @@ pub(super) fn anthropic(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decode
     }
     for (index, input) in inputs.into_iter().filter(|(_, input)| !input.is_empty()) {
         if let Some(Value::Object(block)) = blocks.get_mut(&index) {
-            block.insert("input".into(), serde_json::from_str(&input).unwrap_or(Value::String(input)));
+            block.insert("input".into(), exact::parse(&input).unwrap_or(Value::String(input)));
         }
     }
     message["content"] = Value::Array(blocks.into_values().collect());
