@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.rollout.http import RefusedFields
 from tracegrad.rollout.session import Message, Session
 
 
@@ -122,11 +123,15 @@ class Policy:
         if left is not None:
             self.bound(call.request, left)
         self.turns += 1
-        try:
-            response = await self._chat(dict(call.request), session=self.sticky, salt=self.salt())
-        except BaseException as error:
-            call.lose(f"{type(error).__name__}: {error}")
-            raise
+        response = None
+        while response is None:
+            try:
+                response = await self._chat(dict(call.request), session=self.sticky, salt=self.salt())
+            except BaseException as error:
+                if isinstance(error, RefusedFields) and call.drop(error.names):
+                    continue
+                call.lose(f"{type(error).__name__}: {error}")
+                raise
         try:
             message = said(response)
         except NoAnswer as error:
