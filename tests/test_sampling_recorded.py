@@ -1,4 +1,4 @@
-"""Sampling options that a record says: read from each format, kept by traces, and refused where a ratio would be wrong."""
+"""Sampling options that records say: read from each format, kept, and refused where a ratio would be wrong."""
 
 import json
 import math
@@ -36,13 +36,15 @@ def call(request, response):
 
 
 FORMATS = {
-    "chat": ({"messages": [*USER, SAID], "top_k": 5, "logit_bias": {"5": -100}}, {"top_k": 5, "logit_bias": {"5": -100}}),
+    "chat": ({"messages": [*USER, SAID], "top_k": 5, "logit_bias": {"5": -9}}, {"top_k": 5, "logit_bias": {"5": -9}}),
     "native": (
-        {"format": "tracegrad/1", "messages": [*USER, {**SAID, "generation": {"token_ids": [19], "top_k": 5}}], "top_k": 9},
+        {"format": "tracegrad/1", "top_k": 9,
+         "messages": [*USER, {**SAID, "generation": {"token_ids": [19], "top_k": 5}}]},
         {"top_k": 5},
     ),
     "call": (
-        call({"messages": USER, "min_p": 0.1, "extra_body": {"top_k": 7, "min_p": 0.2, "repetition_penalty": 1.1}}, CHAT),
+        call({"messages": USER, "min_p": 0.1,
+              "extra_body": {"top_k": 7, "min_p": 0.2, "repetition_penalty": 1.1}}, CHAT),
         {"min_p": 0.1, "top_k": 7, "repetition_penalty": 1.1},
     ),
     "calls": ({"calls": [call({"messages": USER, "use_beam_search": True, "best_of": 4}, CHAT)]},
@@ -55,7 +57,8 @@ FORMATS = {
     ),
     "vllm_generate": (
         call({"token_ids": [1, 5], "sampling_params": {"top_k": 5, "bad_words": ["no"]}},
-             {"request_id": "r", "choices": [{"index": 0, "token_ids": [19], "finish_reason": "stop", "logprobs": LISTED}]}),
+             {"request_id": "r", "choices": [
+                 {"index": 0, "token_ids": [19], "finish_reason": "stop", "logprobs": LISTED}]}),
         {"top_k": 5, "bad_words": ["no"]},
     ),
     "sglang": (
@@ -65,7 +68,8 @@ FORMATS = {
         {"top_k": 5, "frequency_penalty": 0.2},
     ),
     "tgi": (
-        call({"inputs": "2+2=", "parameters": {"top_k": 5, "typical_p": 0.9, "repetition_penalty": 1.2, "watermark": True}},
+        call({"inputs": "2+2=",
+              "parameters": {"top_k": 5, "typical_p": 0.9, "repetition_penalty": 1.2, "watermark": True}},
              {"generated_text": "4", "details": {"finish_reason": "eos_token", "prefill": [],
               "tokens": [{"id": 19, "text": "4", "logprob": -0.1, "special": False}]}}),
         {"top_k": 5, "typical_p": 0.9, "repetition_penalty": 1.2, "watermark": True},

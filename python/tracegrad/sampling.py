@@ -19,7 +19,8 @@ COLDEST = 0.01
 """The lowest temperature that is sampled at: vLLM raises those below to it, and takes 0 as greedy decoding."""
 _TABLE = _core.sampling_options()
 OPTIONS = tuple(name for name, _, _ in _TABLE)
-"""Names of sampling options but temperature, as vLLM or OpenAI write them; bit b of `Sequences.reshaped` is OPTIONS[b]."""
+"""Names of sampling options but temperature, as vLLM or OpenAI write them: bit b of `Sequences.reshaped` is
+OPTIONS[b]."""
 _NAMED: Mapping[str, str] = {each: name for name, spelled, _ in _TABLE for each in (name, *spelled)}
 OFF: Mapping[str, tuple[float, ...]] = {
     each: tuple(off) for name, spelled, off in _TABLE if off is not None for each in (name, *spelled)
@@ -96,7 +97,7 @@ def kept_mass(
         processed: [M] whether `rollout` is of the distribution that was sampled from.
 
     Returns:
-        None if no such token is there, or if the numbers are of the uncut distribution (SGLang's are), which S is not in.
+        None if there is no such token, or if the numbers are of the uncut distribution, as SGLang's are.
 
     >>> one = np.ones(2)
     >>> kept_mass(np.log(0.4 * one), np.log(np.array([0.5, 0.4])), np.array([1, 0]), one > 0)
@@ -122,7 +123,9 @@ def model_defaults(folder: Path) -> dict[str, Any]:
         return {}
     told = told if isinstance(told, dict) else {}
     found = {name: told[name] for name in ("temperature", *NEUTRAL) if told.get(name) is not None}
-    return {name: value for name, value in found.items() if (name == "temperature" and value != 1) or _is_on(name, value)}
+    return {
+        name: value for name, value in found.items() if (name == "temperature" and value != 1) or _is_on(name, value)
+    }
 
 
 def refused_fields(words: str, names: Iterable[str]) -> tuple[str, ...]:

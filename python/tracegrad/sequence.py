@@ -44,8 +44,8 @@ class Sequences:
             turn_rewards[cu_turns[r]:cu_turns[r+1]].
         cu_turns: [R+1] int64.
         logprob_kind: [R] uint8: 0 unknown, 1 raw, 2 processed.
-        temperature: [R] float32: of sampling, NaN if it is unknown for any turn; of turns that differ one that is not 1.
-        reshaped: [R] uint32: bit b is set if option b of `sampling.OPTIONS` was on (top_p below 1, a top_k, a penalty, ...)
+        temperature: [R] float32: of sampling, NaN if that of any turn is unknown; one that is not 1 if turns differ.
+        reshaped: [R] uint32: bit b is set if option b of `sampling.OPTIONS` was on (top_p below 1, a top_k, a penalty)
             in a turn with logprobs, so that its tokens follow another distribution than that of their temperature.
         ending: [R] uint8: how the last generation ended: 0 unknown, 1 by itself, 2 cut off by a limit of length, an
             abort or a filter. By its finish reason; where none is said, it ended if it shows what stopped it.

@@ -130,8 +130,8 @@ def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[
     "corrects for a policy that did not sample them. Greedy decoding draws from no distribution.",
     cure="If the numbers are processed already and top_p, top_k, min_p and penalties were off, say --logprob-kind "
     "processed. Else serve with --logprobs-mode processed_logprobs, sample with these off, and record logprob_kind "
-    "'processed'; or sample at temperature 1. Processed logprobs cure the temperature alone: under top_p or top_k their "
-    "ratio is the kept mass. What is recorded trains without a ratio: --objective TOPR_POSITIVE --text-only.",
+    "'processed'; or sample at temperature 1. Processed logprobs cure the temperature alone: under top_p or top_k "
+    "their ratio is the kept mass. What is recorded trains without a ratio: --objective TOPR_POSITIVE --text-only.",
 )
 def raw_at_temperature(look: Look) -> Hits:
     """Sees turns at a temperature other than 1 whose logprobs are raw or of no known kind, or at one below 0.01.

@@ -35,9 +35,9 @@ def lag_of_tops(record: bytes) -> int:
 
 
 def kept_mass(record: bytes, told: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the mean and the least kept mass S of a record's tokens under min_p, top_k and top_p, by their alternatives.
+    """Return the mean and the least kept mass S of a record's tokens under min_p, top_k and top_p.
 
-    A token counts if its alternatives reach as far as the cut; None if no token does.
+    A token counts if its alternatives (top_logprobs) reach as far as the cut; None if no token does.
 
     Args:
         record: JSON whose logprobs are raw, of temperature 1.

@@ -92,7 +92,7 @@ def train(
     longest = min(int(feed.catalog.longest.max()), config.pack.token_budget)
     if why := settle_rows(driven.target, longest, trees=feed.shares):
         feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {why}."))
-    loop = _Loop(feed, driven)
+    loop = _Loop(feed, driven, say)
     driven.steps = loop.plan.total
     rows = loop.start(resume)
     if ranks.first:
@@ -150,6 +150,7 @@ class _Loop:
 
     feed: Feed
     driven: Run
+    say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
         self.epochs = Epochs(self.feed, self.driven)
@@ -270,11 +271,12 @@ class _Loop:
         processed = catalog.logprob_kind[step.trace] == LOGPROB_KINDS.index("processed")
         found = kept_mass(outcome.logprobs, step.rollout_logprobs, catalog.reshaped[step.trace], processed)
         if found is None:
-            say("note     the kept mass S is not measured: raw logprobs, or options that do more than cut off tokens.")
-        else:
-            say(
-                f"note     kept mass S of the cut distributions, by the first step: {found[0]:.3f}, {found[1]:.3f} at least."
+            self.say(
+                "note     the kept mass S is not measured: no processed logprobs of tokens that were only cut off."
             )
+        else:
+            mean, least = found
+            self.say(f"note     kept mass S at the first step: {mean:.3f} on average, {least:.3f} at least.")
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         taken = self.driven.taken

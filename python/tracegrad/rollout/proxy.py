@@ -357,7 +357,7 @@ class Proxy:
         events: Events | None = None
         why = "the client closed before the answer"
         try:
-            response, data = await self._answer(seat, call, road, sent)
+            response, data = await self._sent(seat, call, road, sent)
             with contextlib.closing(response):
                 if response.status == 200 and response.content_type == "text/event-stream":
                     events = Events(added)
@@ -392,7 +392,7 @@ class Proxy:
             with contextlib.suppress(Refusal):  # the next call tries again
                 self._keep(seat)
 
-    async def _answer(
+    async def _sent(
         self, seat: Seat, call: Call, road: Road, sent: dict[str, Any]
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """The server's response, with its body if that was read: a request that it refuses for fields which the session
