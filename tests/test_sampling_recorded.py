@@ -12,7 +12,7 @@ import pytest
 import tracegrad as tg
 from spoil import diagnosed, names
 from tracegrad import presets, sampling
-from tracegrad.config import Config, Data
+from tracegrad.config import Config, Data, load
 from tracegrad.doctor.tops import kept_mass as by_tops
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.inputs.candidates import find
@@ -354,3 +354,100 @@ def test_a_temperature_that_is_not_read_is_unknown_and_offered_as_a_flag(record,
     told = tg.read(path, map={name: where})[0].generations[0]
     assert told.temperature == pytest.approx(0.3)
     assert told.sampling == ({"top_k": 5} if where == "kwargs" else {})
+
+
+def test_an_accepted_run_prints_the_kept_mass_and_keeps_the_option_in_its_files(tokenizer, tmp_path):
+    from tracegrad.doctor.rescore import _recomputed
+    from tracegrad.learner import train
+    from tracegrad.learner.adapted import load_model
+
+    sequences = aligned(tokenizer, rows(tokenizer, 8, "processed", temperature=1.0, top_p=0.8))
+    # As if 0.9 of each distribution had been kept: the recorded probability is p / 0.9.
+    recorded = np.where(sequences.trainable, _recomputed(sequences, MODEL) - math.log(0.9), np.nan)
+    sequences = replace(sequences, rollout_logprobs=recorded.astype(np.float32))
+    assert (sequences.rollout_logprobs[sequences.trainable] < 0).all()
+    options = {"optimizer.lr": 1e-6, "data.holdout": 0.0, "pack.step_groups": 1, "train.device": "cpu"}
+    said: list[str] = []
+    config = load(overrides=[*options.items(), ("data.accept_truncated_sampling", True)])
+    train(sequences, load_model(MODEL), objective=presets.DAPO, out=tmp_path / "run", config=config, say=said.append)
+    assert "note     kept mass S at the first step: 0.900 on average, 0.900 at least." in said
+    assert sum(line.startswith("note     kept mass S") for line in said) == 1
+    assert "accept_truncated_sampling = true" in (tmp_path / "run" / "config.toml").read_text()
+    config = load(overrides=[*options.items()])
+    with pytest.raises(ArgumentError, match="--accept-truncated-sampling"):
+        train(sequences, load_model(MODEL), objective=presets.DAPO, out=tmp_path / "other", config=config, sinks=[])
+
+
+def test_rescoring_measures_the_kept_mass_of_processed_logprobs(tokenizer, tmp_path):
+    from tracegrad.doctor.rescore import _recomputed
+
+    records = rows(tokenizer, 8, "processed", temperature=1.0, top_k=5)
+    sequences = aligned(tokenizer, records)
+    [terms] = np.nonzero(sequences.trainable)
+    kept = iter((_recomputed(sequences, MODEL)[terms] - math.log(0.9)).tolist())
+    for record in records:
+        for entry in record["response"]["choices"][0]["logprobs"]["content"]:
+            entry["logprob"] = next(kept)
+    found = diagnosed(records, tmp_path, rescored=8)
+    assert found.findings[0].hits.found == (
+        "top_k=5, logprobs processed; kept mass S 0.900 on average, 0.900 at least, by --rescore"
+    )
+    assert found.advice.name == "TOPR_POSITIVE"
+    assert "kept mass S: 0.900 on average, 0.900 at least" in found.advice.decided
+
+
+def logged(tokenizer, number, **record):
+    """A call as a logger keeps it: messages and response side by side, what was asked of the sampling elsewhere."""
+    [row] = rows(tokenizer, 1)
+    asked = [{"role": "user", "content": f"what is {number // 2}?"}]
+    response = {**row["response"], "prompt_token_ids": tokenizer.render_ids(asked, add_generation_prompt=True).tolist()}
+    return {"messages": asked, "response": response, "score": number % 2, "task": f"t{number // 2}", **record}
+
+
+@pytest.mark.parametrize(
+    ("more", "holder"),
+    [
+        ({"prompt": None, "kwargs": {"temperature": 0.3, "max_tokens": 9}, "outputs": ["x"], "cost": 0.1}, "kwargs"),
+        ({"type": "LLMCall", "create_args": {"temperature": 0.5}, "prompt_tokens": 3}, "create_args"),
+        ({"optional_params": {"temperature": 0.4, "top_p": 0.9}}, "optional_params"),
+    ],
+    ids=["dspy", "autogen", "litellm"],
+)
+def test_the_doctor_looks_again_with_the_temperature_that_it_found(tokenizer, tmp_path, more, holder):
+    records = [logged(tokenizer, number, **more) for number in range(8)]
+    found = diagnosed(records, tmp_path)
+    assert found.following.startswith("tracegrad doctor ")
+    assert f"--map.sampling {holder}" in found.following
+    assert "--logprob-kind" not in found.following
+    again = diagnosed(records, tmp_path, map=tg.inputs.Map(sampling=holder, reward="score", group="task"))
+    assert names(again)["raw_at_temperature"] == "WRONG"
+    assert ("reshaped_sampling" in names(again)) == ("top_p" in more[holder])
+
+
+def test_score_names_no_kind_of_logprobs_that_nobody_gave(tokenizer, tmp_path):
+    from tracegrad.cli.score import _following
+
+    path = tmp_path / "scored.jsonl"
+    records = [{**logged(tokenizer, number), "reward": number % 2, "group": f"g{number // 4}"} for number in range(8)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    assert _following(path, MODEL) == f"tracegrad doctor {path} --model {MODEL}"
+    for each in records:
+        each["logprob_kind"], each["temperature"] = "raw", 1.0
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    assert _following(path, MODEL).startswith("tracegrad train ")
+
+
+@pytest.mark.parametrize("value", [5, "hot", {"temperature": -1}, {"top_p": "x"}])
+def test_what_is_no_object_of_options_is_a_bad_record(tmp_path, value):
+    path = tmp_path / "logs.jsonl"
+    path.write_text(json.dumps({**OWN, "kwargs": value}) + "\n")
+    with pytest.raises(FormatError, match=r"--map\.sampling takes"):
+        tg.read(path, map={"sampling": "kwargs"})
+
+
+def test_a_view_shows_the_options(tokenizer):
+    from tracegrad.view.detail import of_trace
+
+    cut, plain = tg.Traces.from_records(rows(tokenizer, 1, top_k=5) + rows(tokenizer, 1, top_p=None))
+    assert dict(of_trace(cut))["sampling"] == "top_p=1.0, top_k=5"
+    assert dict(of_trace(plain))["sampling"] == "top_p=1.0"

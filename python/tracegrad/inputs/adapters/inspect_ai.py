@@ -78,7 +78,7 @@ def _call(event: Mapping[str, Any], attachments: Mapping[str, Any], pool: list[A
     ranges = event.get("input_refs")
     asked = asked + [each for start, end in (ranges if isinstance(ranges, list) else []) for each in pool[start:end]]
     told = chat.told(event.get("config"), chat.SAMPLING)
-    partial = {} if told else chat.PARTIAL
+    partial = {} if isinstance(event.get("config"), Mapping) else chat.PARTIAL
     tools = chat.tools(fitting.listed(event.get("tools"), "tools"))
     request = {"messages": [_message(each, attachments) for each in asked], **told, **tools}
     choices = []
