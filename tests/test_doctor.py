@@ -206,7 +206,7 @@ def test_what_reshapes_the_distribution_is_found_of_either_kind_and_what_is_off_
 
     found = diagnosed(spoiled(with_option(value)), tmp_path)
     assert names(found) == {"reshaped_sampling": "WRONG"}
-    assert found.findings[0].hits.found == f"{name}={value!r}"
+    assert found.findings[0].hits.found.startswith(f"{name}={value!r}, logprobs {kind}")
     # The last call of 180 records, and each of the 100 turns of 60 conversations, whose request is that of all turns.
     assert found.findings[0].hits.count == 280
     assert found.following.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"

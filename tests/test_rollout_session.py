@@ -24,7 +24,8 @@ def asked(*texts):
 
 def test_a_request_asks_for_ids_and_logprobs_and_says_how_it_samples():
     sent = Session("a", sampling={"max_tokens": 9}).open({**asked("2+2?"), "temperature": 0.5, "top_p": None}).request
-    expected = {"temperature": 0.5, "top_p": 1.0, "max_tokens": 9, "logprobs": True, "top_logprobs": 0}
+    neutral = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    expected = {"temperature": 0.5, "top_p": 1.0, **neutral, "max_tokens": 9, "logprobs": True, "top_logprobs": 0}
     assert sent == {**asked("2+2?"), **expected, "return_token_ids": True}
 
 

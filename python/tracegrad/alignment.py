@@ -3,6 +3,8 @@
 Here is `align`, which has the core weave traces, and makes `Sequences` of what comes out.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ def align(
     text_only: bool = False,
     assume_canonical: bool = False,
     logprob_kind: str | None = None,
+    sampling_defaults: Mapping[str, Any] | None = None,
     on_error: str = "raise",
     pictures: Rule | None = None,
 ) -> Sequences:
@@ -49,6 +52,9 @@ def align(
         assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, where their
             number is that of the logprobs (tiers T4 and T5): often the sampled ones, not known to be.
         logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
+        sampling_defaults: what the servers took if a request leaves a sampling option out, such as
+            {"temperature": 0.6, "top_k": 20}; None: temperature 1 and nothing else. `sampling.model_defaults` reads it
+            from a model's generation_config.json.
         on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
         pictures: how the model writes pictures in ids; None takes what the folder of the tokenizer says. What was
             sampled behind a picture that has no place in the ids is held.
@@ -84,6 +90,7 @@ def align(
         logprob_kind=logprob_kind,
         skip_errors=on_error == "skip",
         rule=rule and _told(rule, table),
+        sampling_defaults=json.dumps(dict(sampling_defaults), default=str) if sampling_defaults else None,
     )
     placed = found.pop("images")
     columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}

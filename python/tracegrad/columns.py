@@ -34,6 +34,7 @@ _TRACES = {
     "rewards": np.float32,
     "logprob_kind": np.uint8,
     "temperature": np.float32,
+    "reshaped": np.uint32,
     "ending": np.uint8,
 }
 OFFSETS = {"cu_seqlens": np.int64, "cu_turns": np.int64}

@@ -44,7 +44,9 @@ class Sequences:
             turn_rewards[cu_turns[r]:cu_turns[r+1]].
         cu_turns: [R+1] int64.
         logprob_kind: [R] uint8: 0 unknown, 1 raw, 2 processed.
-        temperature: [R] float32: of sampling, NaN unknown.
+        temperature: [R] float32: of sampling, NaN if that of any turn is unknown; one that is not 1 if turns differ.
+        reshaped: [R] uint32: bit b is set if option b of `sampling.OPTIONS` was on (top_p below 1, a top_k, a penalty)
+            in a turn with logprobs, so that its tokens follow another distribution than that of their temperature.
         ending: [R] uint8: how the last generation ended: 0 unknown, 1 by itself, 2 cut off by a limit of length, an
             abort or a filter. By its finish reason; where none is said, it ended if it shows what stopped it.
         trace_ids: R names, `group_names`: what the integers of `group` stand for.
@@ -71,6 +73,7 @@ class Sequences:
     cu_turns: NDArray[np.int64]
     logprob_kind: NDArray[np.uint8]
     temperature: NDArray[np.float32]
+    reshaped: NDArray[np.uint32]
     ending: NDArray[np.uint8]
     trace_ids: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
@@ -268,6 +271,7 @@ class Sequences:
             cu_turns=cu_turns,
             logprob_kind=np.full(total, LOGPROB_KINDS.index(logprob_kind), np.uint8),
             temperature=np.full(total, np.nan, np.float32),
+            reshaped=np.zeros(total, np.uint32),
             ending=ended.astype(np.uint8),
             trace_ids=tuple(str(i) for i in range(total)),
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),

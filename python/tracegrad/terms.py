@@ -168,7 +168,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
     per_token = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
     columns: dict[str, Any] = {name: getattr(sequences, name)[places] for name in per_token}
     names = sequences.group_names
-    per_trace = ("rewards", "logprob_kind", "temperature", "ending")
+    per_trace = ("rewards", "logprob_kind", "temperature", "reshaped", "ending")
     columns |= {name: getattr(sequences, name)[rows] for name in per_trace}
     return replace(
         sequences,

@@ -52,6 +52,8 @@ class Generation:
         finish_reason, stop_reason: as recorded.
         logprob_kind: "raw", "processed" or "unknown".
         temperature, top_p: as recorded, or None.
+        sampling: the other sampling options that the record says (top_k, min_p, repetition_penalty, logit_bias, ...),
+            by the names of vLLM and OpenAI, whoever wrote them.
         policy_version: -1 unknown.
         cumulative_logprob: nats, or None.
         text: what the tokens spell, where the record has it apart from the message.
@@ -74,6 +76,7 @@ class Generation:
     logprob_kind: str
     temperature: float | None
     top_p: float | None
+    sampling: dict[str, Any]
     policy_version: int
     cumulative_logprob: float | None
     text: str | None

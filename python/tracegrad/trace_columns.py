@@ -38,6 +38,7 @@ COLUMNS: dict[str, Any] = {
     "rewards": np.float32,
     "logprob_kind": np.uint8,
     "temperature": np.float32,
+    "reshaped": np.uint32,
     "ending": np.uint8,
     "max_id": np.int32,
     "media": np.bool_,
@@ -67,7 +68,7 @@ def columns_of(sequences: Storable) -> dict[str, Array]:
         tier: [R] uint8: the worst of its terms, 255 without one. foreign: [R] bool: whether any of its tokens is text
             alone (T6).
         version_min, version_max: [R] int32: of its terms; -1 where that of one, or of all of them, is not known.
-        rewards: [R, K] float32. logprob_kind, temperature, ending: [R], as in `Sequences`.
+        rewards: [R, K] float32. logprob_kind, temperature, reshaped, ending: [R], as in `Sequences`.
         max_id: [R] int32: its highest token id, -1 without a token.
         media: [R] bool: whether a picture, sound or video stands before a turn.
 
@@ -111,7 +112,7 @@ def counted(stored: Stored) -> dict[str, Array]:
         "foreign": _reduced(np.logical_or, of["tier"] == TEXT_ONLY, cut, False),
         "version_min": _reduced(np.minimum, version, term_cut, -1),
         "version_max": _reduced(np.maximum, version, term_cut, -1),
-        **{name: of[name] for name in ("rewards", "logprob_kind", "temperature", "ending")},
+        **{name: of[name] for name in ("rewards", "logprob_kind", "temperature", "reshaped", "ending")},
         "max_id": _reduced(np.maximum, of["ids"], cut, -1),
         "media": media,
     }

@@ -13,7 +13,7 @@ from tracegrad.sequence import Sequences
 Array = NDArray[Any]
 
 PER_TOKEN = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
-PER_TRACE = ("group", "rewards", "logprob_kind", "temperature", "ending")
+PER_TRACE = ("group", "rewards", "logprob_kind", "temperature", "reshaped", "ending")
 
 
 def selected(sequences: Sequences, rows: NDArray[np.integer]) -> Sequences:

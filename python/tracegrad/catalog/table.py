@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 HASHED = (
     *("group", "branches", "tokens", "longest", "terms", "known", "turns", "tier", "foreign", "version_min"),
-    *("version_max", "rewards", "logprob_kind", "temperature", "ending", "max_id", "media", "source"),
+    *("version_max", "rewards", "logprob_kind", "temperature", "reshaped", "ending", "max_id", "media", "source"),
 )
 """The columns that a plan is made from."""
 
@@ -31,6 +31,7 @@ class Catalog:
         branches, tokens, longest, terms, known, turns, version_min, version_max, max_id: [R] int32.
         tier, logprob_kind, ending: [R] uint8.
         temperature: [R] float32.
+        reshaped: [R] uint32.
         foreign, media: [R] bool.
         source: [R] int32: the number of the input that it is of.
     """
@@ -50,6 +51,7 @@ class Catalog:
     version_max: NDArray[np.int32]
     logprob_kind: NDArray[np.uint8]
     temperature: NDArray[np.float32]
+    reshaped: NDArray[np.uint32]
     ending: NDArray[np.uint8]
     max_id: NDArray[np.int32]
     media: NDArray[np.bool_]

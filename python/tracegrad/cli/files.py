@@ -42,6 +42,12 @@ def _doctor_command(commands: Any) -> None:
         "--logprob-kind", dest="kind", choices=LOGPROB_KINDS, help="what the logprobs are of, over what the records say"
     )
     parser.add_argument(
+        "--sampling-defaults",
+        dest="defaults",
+        choices=("neutral", "model"),
+        help="options that requests leave out: off, or as the model's generation_config.json says",
+    )
+    parser.add_argument(
         "--rescore", type=int, nargs="?", const=64, default=0, metavar="N", help="compare N traces with the model (64)"
     )
 
@@ -49,7 +55,7 @@ def _doctor_command(commands: Any) -> None:
 def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     told.model = folder_of(told.model)
     of_reading = ("data.", "map.")
-    unread = ("data.reward", "data.holdout")
+    unread = ("data.reward", "data.holdout", "data.accept_truncated_sampling")
     if idle := [name for name, _ in overrides if not name.startswith(of_reading) or name in unread]:
         raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
     for flag in ("shard_traces", "workers", "part_bytes"):
@@ -93,6 +99,7 @@ def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         max_tokens=told.max_tokens,
         held_out=told.held_out,
         logprob_kind=told.kind,
+        sampling_defaults=told.defaults,
         rescored=told.rescore,
     )
     if told.json:

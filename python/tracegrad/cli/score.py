@@ -94,7 +94,9 @@ def _following(out: Path, model: Path | None) -> str:
     if model is None:
         return shlex.join(["tracegrad", "train", str(out), "--model", "MODEL", "--out", "runs/first"])
     found = doctor.examine(out, model).following
-    return found or shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
+    # What logprobs are of is for the user to say: the doctor tells both ways.
+    look = shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
+    return found if found and "--logprob-kind" not in found else look
 
 
 async def _judge(told: argparse.Namespace, traces: Any, common: dict[str, Any]) -> Any:

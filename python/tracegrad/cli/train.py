@@ -26,6 +26,12 @@ def add_to(commands: Any) -> None:
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
     recipe.add_to(run)
+    run.add_argument(
+        "--accept-truncated-sampling",
+        action="store_const",
+        const=True,
+        help="take a ratio on traces sampled with top_p, top_k, penalties or the like, which is off by the kept mass",
+    )
     run.add_argument("--epochs", metavar="N", help="passes over the groups (default 1)")
     run.add_argument("--seed", metavar="N", help="of the order of groups and the held-out choice (default 0)")
     run.add_argument(

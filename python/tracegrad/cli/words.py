@@ -27,6 +27,8 @@ SHORT = {
     "objective": "objective",
     "on_error": "data.on_error",
     "logprob_kind": "data.logprob_kind",
+    "sampling_defaults": "data.sampling_defaults",
+    "accept_truncated_sampling": "data.accept_truncated_sampling",
     "text_only": "data.text_only",
     "lenient": "data.lenient",
 }
@@ -97,6 +99,8 @@ def command(commands: Any, name: str, text: str, run: Any, out: Callable[[str], 
     choices = ("raise", "skip", "quarantine")
     data.add_argument("--on-error", choices=choices, help="a bad record: stop, leave it out, write it aside")
     data.add_argument("--logprob-kind", choices=("raw", "processed", "unknown"), help="what the logprobs are of")
+    defaults = "options that requests leave out: off, or as generation_config.json says"
+    data.add_argument("--sampling-defaults", choices=("neutral", "model"), help=defaults)
     data.add_argument("--text-only", action="store_const", const=True, help="train text that has no logprobs")
     data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an unknown id")
     return parser

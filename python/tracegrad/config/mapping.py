@@ -29,6 +29,8 @@ class Map:
     """Path of raw, processed or unknown: what the logprobs of a record are of."""
     temperature: str = ""
     """Path of the sampling temperature."""
+    sampling: str = ""
+    """Path of an object with the sampling options: temperature, top_p, top_k, min_p, penalties, logit_bias."""
     version: str = ""
     """Path of the policy version: a whole number, also as text such as v7."""
 

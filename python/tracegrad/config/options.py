@@ -20,6 +20,10 @@ class Data:
     """A record that cannot be read or aligned: stop, leave it out and count it, or write it aside with the reason."""
     logprob_kind: Literal["recorded", "raw", "processed", "unknown"] = "recorded"
     """What the logprobs are of: as each record says, or this. vLLM's default is raw, before temperature and top-p."""
+    sampling_defaults: Literal["neutral", "model"] = "neutral"
+    """What a server took if a request leaves a sampling option out: nothing, or the model's generation_config.json."""
+    accept_truncated_sampling: bool = False
+    """Train with a ratio on traces sampled with top_p, top_k, penalties or the like: it is off by the kept mass S."""
     text_only: bool = False
     """Take the traces as text of another model: only objectives without a ratio can train on them."""
     lenient: bool = False

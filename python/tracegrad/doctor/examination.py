@@ -3,9 +3,9 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from tracegrad.doctor.whole import Spread, Whole
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs import Progress, candidates, stream
 from tracegrad.recipes import Advice
+from tracegrad.sampling import model_defaults
 from tracegrad.tokenizer import Tokenizer
 
 BATCH = 128
@@ -41,6 +42,7 @@ OF_BATCHES: tuple[Check, ...] = (
     numbers.filled_logprobs,
     numbers.raw_at_temperature,
     numbers.reshaped_sampling,
+    numbers.server_defaults,
     numbers.wrong_sum,
     numbers.impossible_logprobs,
     history.contaminated,
@@ -171,6 +173,7 @@ def examine(
     max_tokens: int | None = None,
     held_out: Sequence[str] = (),
     logprob_kind: str | None = None,
+    sampling_defaults: Literal["neutral", "model"] | None = None,
     rescored: int = 0,
     map: Map | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -183,6 +186,8 @@ def examine(
         max_tokens: longest trace that can be trained; default max_position_embeddings of config.json, where there.
         held_out: files of traces whose prompts must not be trained on.
         logprob_kind: "raw", "processed" or "unknown", over what the records say.
+        sampling_defaults: how options that requests leave out are read: as off ("neutral"), or as the model's
+            generation_config.json sets them ("model"); None: as off, and a finding says what the file sets.
         rescored: how many traces to compare with the model's own logprobs as well; needs torch and transformers.
         map: where the records hold what a trace needs.
         progress: called with how far reading is.
@@ -201,21 +206,25 @@ def examine(
     tokenizer = Tokenizer.from_pretrained(model)
     options = Options(max_tokens or positions(model), _held_out(held_out))
     vocabulary = Vocabulary.of(tokenizer)
+    defaults = model_defaults(model)
+    taken = defaults if sampling_defaults == "model" else None
     whole, hits = Whole(source), {check.name: Hits() for check in OF_BATCHES}
     traces = stream(named, map=map, batch=BATCH, on_error="skip", progress=progress)
     sample = Spread(rescored)
     for part in traces:
-        sequences = align(part, tokenizer, logprob_kind=logprob_kind, on_error="skip")
-        look = Look(part, sequences, vocabulary, options, logprob_kind)
+        sequences = align(part, tokenizer, logprob_kind=logprob_kind, sampling_defaults=taken, on_error="skip")
+        look = Look(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
         whole.add(look)
         for check in OF_BATCHES:
             hits[check.name] += check.run(look)
         sample.add(part)
     whole.read = traces.read_report
     hits |= {check.name: check.run(whole) for check in OF_FILES}
-    again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind) if sample.kept else None
+    again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind, taken) if sample.kept else None
     if again is not None:
         hits |= {check.name: check.run(again) for check in OF_MODELS}
+        if (mass := again.advice.measured.kept) is not None:
+            hits["reshaped_sampling"] = _measured(hits["reshaped_sampling"], mass)
         told = shift.against_model(again)
         hits["shifted_logprobs"] = hits["shifted_logprobs"] if told is None else told
     found = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]
@@ -229,15 +238,23 @@ def examine(
     map, names = map or Map(), {finding.name for finding in found if finding is not None}
     missing = _missing(map, names, whole)
     seems = candidates.find(named, map, missing) if missing else candidates.Candidates(0, ())
-    following = follow.command(named, model, map, logprob_kind, findings, whole, (seems, missing), bool(again))
+    told = (map, logprob_kind, findings, whole, (seems, missing), bool(again), sampling_defaults)
+    following = follow.command(named, model, *told)
     counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *follow.untold(whole))
     return Diagnosis(source, *counts, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
+
+
+def _measured(hits: Hits, mass: tuple[float, float]) -> Hits:
+    """Hits of cut distributions with the kept mass that rescoring measured."""
+    said = hits.found.partition(";")[0]
+    return replace(hits, found=f"{said}; kept mass S {mass[0]:.3f} on average, {mass[1]:.3f} at least, by --rescore")
 
 
 def _missing(told: Map, names: set[str], whole: Whole) -> list[str]:
     """What neither the records nor the user say."""
     missing = ["reward"] * (not whole.traces or not whole.rewards.spans)
     missing += ["group"] * ("lone_traces" in names or not whole.grouped)
+    missing += ["sampling"] * bool(whole.heatless and not told.temperature)
     return [name for name in [*missing, "session"] if not getattr(told, name)]
 
 

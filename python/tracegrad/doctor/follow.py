@@ -40,6 +40,7 @@ def command(
     whole: Whole,
     seems: tuple[Candidates, Sequence[str]],
     rescored: bool = False,
+    defaults: str | None = None,
 ) -> str:
     """`tracegrad train`, or `score` where nothing looks like a reward; `doctor --rescore` where only counts speak
     against it; "" where none could work.
@@ -52,9 +53,13 @@ def command(
     candidates, missing = seems
     mapped = [part for name, path in told.told().items() for part in (f"--map.{name}", path)]
     if "shifted_logprobs" in wrong:
-        said = ["--logprob-kind", kind] if kind else []
+        said = [*(["--logprob-kind", kind] if kind else []), *(["--sampling-defaults", defaults] if defaults else [])]
         return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said, "--rescore"])
     mapped += candidates.flags(missing)
+    if "sampling" in missing and {"--map.sampling", "--map.temperature"} & {*mapped}:
+        # What the numbers are of depends on the temperature: the doctor looks again, with it.
+        said = ["--logprob-kind", kind] if kind else []
+        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said])
     bare = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
     foreign = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
     text = bare is not None and bare.count == bare.of
@@ -82,6 +87,7 @@ def command(
         flags += ["--data.holdout", "0"]
     if not text and (kind is not None or whole.unsaid):
         flags += ["--logprob-kind", kind or "raw"]
+    flags += ["--sampling-defaults", defaults] if defaults == "model" else []
     return shlex.join(["tracegrad", "train", *named, "--model", str(model), "--out", "runs/first", *flags])
 
 

@@ -5,7 +5,7 @@ G generations of R traces; no Python object per token. Made for each batch of a 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,19 +34,23 @@ OF_REQUEST = {"messages", "prompt", "model", "temperature", "top_p", "max_tokens
 """Keys of which one stands beside the `n` of a request."""
 SAMPLED_WITH = {"model", "temperature", "top_p", "max_tokens", "max_completion_tokens"}
 """Keys of which one stands beside the sampling options of a request."""
+_NAMES = [name for name in OFF if name != "top_p"]  # top_p and temperature are columns
 RESHAPING = re.compile(
-    rb'"(?:%s)"\s*:(?!\s*(?:null|1|1\.0)\s*[,}])|"(?:%s)"\s*:(?!\s*(?:null|0|0\.0)\s*[,}])|"top_k"\s*:(?!\s*(?:null|0|-1)\s*[,}])|'
+    rb'"(?:%s)"\s*:(?!\s*(?:null|false|-?[01](?:\.0)?)\s*[,}])|"(?:%s)"\s*:\s*0(?:\.0)?\s*[,}]|'
+    rb'"(?:%s)"\s*:\s*-?1(?:\.0)?\s*[,}]|'
     rb'"(?:%s)"\s*:(?!\s*(?:null|false|""|\[\]|\{\}|"auto"|"none")\s*[,}])|"strict"\s*:\s*true'
     % tuple(
         "|".join(names).encode()
         for names in (
-            [name for name, off in OFF.items() if off == (1,) and name != "top_p"],  # top_p and temperature are columns
-            [name for name, off in OFF.items() if off == (0,)],
+            _NAMES,
+            [name for name in _NAMES if 0 not in OFF[name]],
+            [name for name in _NAMES if 0 in OFF[name]],
             [*MASKS, "response_format", "tool_choice"],
         )
     )
 )
 """What a record holds if `sampling.mismatch` may find something in it."""
+TEMPERATURE_LEFT_OUT, TOP_P_LEFT_OUT, REQUEST = 1, 2, 4  # bits of the column left_out
 TEXT_TIERS = 4  # from this tier on ids are canonical, not recorded
 
 
@@ -101,6 +105,8 @@ class Look:
         vocabulary: of the model's tokenizer.
         options: what the user asked: max_tokens, held-out prompts.
         logprob_kind: what the logprobs are of, over what the records say.
+        defaults: what the model's generation_config.json sets, by `sampling.model_defaults`.
+        sampling_defaults: how options that requests leave out are read: "neutral", "model", or None, as nobody said.
     """
 
     def __init__(
@@ -110,8 +116,11 @@ class Look:
         vocabulary: Vocabulary,
         options: Any = None,
         logprob_kind: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        sampling_defaults: str | None = None,
     ) -> None:
         self.traces, self.sequences, self.vocabulary, self.options = traces, sequences, vocabulary, options
+        self.defaults, self.sampling_defaults = defaults or {}, sampling_defaults
         self.columns: dict[str, Any] = traces.core.columns()
         if logprob_kind is not None:
             self.columns["logprob_kind"] = np.full(len(self.columns["trace"]), LOGPROB_KINDS.index(logprob_kind))
@@ -224,6 +233,12 @@ class Look:
         for g in np.flatnonzero((~np.isnan(heat) & (heat != 1)) | (cut < 1)):
             told = {"temperature": heat[g], "top_p": cut[g]}
             asked[int(g)] = {name: round(float(value), 6) for name, value in told.items() if not np.isnan(value)}
+        for g, told in enumerate(self["sampling"]):
+            if told is not None:
+                asked[g] = {**told, **asked.get(g, {})}
+        if self.sampling_defaults == "model":
+            for g, names in self.left_out.items():
+                asked[g] = {**asked.get(g, {}), **{name: self.defaults[name] for name in names}}
         for index in range(len(self.traces)):
             if RESHAPING.search(raw := self.traces.core.record(index)) and isinstance(record := loads(raw), dict):
                 start, end = self.first_generation[index : index + 2]
@@ -236,6 +251,20 @@ class Look:
                     asked[g] = {**common, **(_sampling(calls[g - start]) if apart else {}), **asked.get(g, {})}
         found = {g: mismatch(told, LOGPROB_KINDS[kinds[g]]) for g, told in asked.items() if self["logprobs"][g] > 0}
         return {g: wrong for g, wrong in sorted(found.items()) if wrong}
+
+    @cached_property
+    def left_out(self) -> dict[int, list[str]]:
+        """Generations with logprobs whose request leaves out what the model's generation_config.json sets: which."""
+        if not self.defaults:
+            return {}
+        found = dict[int, list[str]]()
+        bits = {"temperature": TEMPERATURE_LEFT_OUT, "top_p": TOP_P_LEFT_OUT}
+        for g in np.flatnonzero((self["left_out"] & REQUEST != 0) & (self["logprobs"] > 0)):
+            told, left = self["sampling"][g] or {}, int(self["left_out"][g])
+            names = [name for name in self.defaults if left & bits.get(name, REQUEST) and name not in told]
+            if names:
+                found[int(g)] = names
+        return found
 
     @cached_property
     def cu_logprobs(self) -> Array:

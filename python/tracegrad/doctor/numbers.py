@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.codes import TEXT_TRAINS
+from tracegrad.codes import LOGPROB_KINDS, TEXT_TRAINS
+from tracegrad.doctor import tops
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
-from tracegrad.sampling import options
+from tracegrad.sampling import TRUNCATING, options
 
 FILLED_TURN = 8  # tokens of one value from which a whole turn counts as filled
 FILLED_TAIL = 4  # zeros at the end of a turn that has other values before
@@ -127,9 +128,10 @@ def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[
     wrong=0.01,
     hurts="The tokens were drawn from the tempered distribution, raw logprobs are of the untempered one: the ratio "
     "corrects for a policy that did not sample them. Greedy decoding draws from no distribution.",
-    cure="If the numbers are processed already, say --logprob-kind processed. Else serve with --logprobs-mode "
-    "processed_logprobs and record logprob_kind 'processed', or sample at temperature 1; what is recorded trains "
-    "without a ratio: --objective TOPR_POSITIVE --text-only.",
+    cure="If the numbers are processed already and top_p, top_k, min_p and penalties were off, say --logprob-kind "
+    "processed. Else serve with --logprobs-mode processed_logprobs, sample with these off, and record logprob_kind "
+    "'processed'; or sample at temperature 1. Processed logprobs cure the temperature alone: under top_p or top_k "
+    "their ratio is the kept mass. What is recorded trains without a ratio: --objective TOPR_POSITIVE --text-only.",
 )
 def raw_at_temperature(look: Look) -> Hits:
     """Sees turns at a temperature other than 1 whose logprobs are raw or of no known kind, or at one below 0.01.
@@ -139,7 +141,9 @@ def raw_at_temperature(look: Look) -> Hits:
     kinds = ("of an unknown kind", "raw", "processed")
     hit = np.array(["temperature" in look.mismatch.get(g, ()) for g in range(look.generations)], bool)
     return look.hits(
-        hit, None, lambda g: f"temperature {look['temperature'][g]:g}, logprobs {kinds[look['logprob_kind'][g]]}"
+        hit,
+        None,
+        lambda g: f"temperature {look.mismatch[g]['temperature']}, logprobs {kinds[look['logprob_kind'][g]]}",
     )
 
 
@@ -147,11 +151,12 @@ def raw_at_temperature(look: Look) -> Hits:
     "tokens cut off, penalised or forced when they were sampled",
     costs=0.0,
     wrong=0.01,
-    hurts="top_p, top_k, min_p, penalties, logit_bias, grammars and the like change the distribution that the tokens "
-    "were drawn from. The trainer computes the whole one, so its ratio to any recorded logprob is of two supports.",
+    hurts="top_p, top_k, min_p, penalties, logit_bias, beam search, grammars and the like change the distribution that "
+    "the tokens were drawn from; the trainer computes the whole one. Where a cut keeps the mass S of it, the ratio to "
+    "processed logprobs is S at each token although nothing changed, and that to raw ones is 1 instead of S.",
     cure="Sample without them: they are off by default, but for those in the model's generation_config.json, which "
     "vLLM leaves out with --generation-config vllm. What is recorded trains without a ratio: --objective TOPR_POSITIVE "
-    "--text-only.",
+    "--text-only. --rescore measures S; --accept-truncated-sampling of train takes the ratio as it is.",
 )
 def reshaped_sampling(look: Look) -> Hits:
     """Sees turns whose request names an option that cuts off, penalises, favours or forces tokens.
@@ -162,7 +167,42 @@ def reshaped_sampling(look: Look) -> Hits:
         g: {name: value for name, value in told.items() if name != "temperature"} for g, told in look.mismatch.items()
     }
     hit = np.array([bool(found.get(g)) for g in range(look.generations)], bool)
-    return look.hits(hit, None, lambda g: options(found[g]))
+    kinds = ("of an unknown kind", "raw", "processed")
+    return look.hits(
+        hit, None, lambda g: f"{options(found[g])}, logprobs {kinds[look['logprob_kind'][g]]}{_kept(look, g, found[g])}"
+    )
+
+
+def _kept(look: Look, generation: int, told: dict[str, Any]) -> str:
+    """The kept mass S of a turn whose tokens were cut off, by its alternatives where these say it; else ""."""
+    if told.keys().isdisjoint(TRUNCATING):
+        return ""
+    raw = look["logprob_kind"][generation] != LOGPROB_KINDS.index("processed") and look["temperature"][generation] == 1
+    record = look.traces.core.record(int(look.trace[generation]))
+    mass = tops.kept_mass(record, told) if raw and told.keys() <= {"top_p", "top_k", "min_p"} else None
+    if mass is None:
+        return "; the kept mass S is not measured"
+    return f"; kept mass S {mass[0]:.3f} on average, {mass[1]:.3f} at least, by the top_logprobs of its record"
+
+
+@check(
+    "requests that leave out what the model's generation_config.json sets",
+    costs=0.0,
+    hurts="A vLLM that was started in the ordinary way (--generation-config auto) takes what a request leaves out from "
+    "this file, so that the tokens may be drawn at another temperature or with a cut than the record says. Nothing in "
+    "the record shows it.",
+    cure="Look how the server was started, then say it: --sampling-defaults model if it took the file, neutral if it "
+    "did not (--generation-config vllm, or another server). Next time send every sampling option with each request.",
+)
+def server_defaults(look: Look) -> Hits:
+    """Sees requests with logprobs that leave out a temperature, top_p, top_k, min_p or penalty which the
+    generation_config.json beside the tokenizer sets to something that is not neutral; nothing with --sampling-defaults.
+
+    Threshold: any turn costs; never wrong, as the file does not say how the server was started.
+    """
+    left = {} if look.sampling_defaults else look.left_out
+    hit = np.array([g in left for g in range(look.generations)], bool)
+    return look.hits(hit, None, lambda g: options({name: look.defaults[name] for name in left[g]}))
 
 
 @check(

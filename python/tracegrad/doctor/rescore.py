@@ -1,8 +1,9 @@
 """Recorded logprobs beside the model's own, on a sample of traces. The one room of the doctor that needs torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -198,12 +199,19 @@ def _place(found: Rescored, at: int) -> Place:
     return replace(found.first[turn], token=at - int(found.cu_turns[turn]))
 
 
-def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str | None = None) -> Rescored | None:
+def rescore(
+    traces: Traces,
+    model: Path,
+    tokenizer: Tokenizer,
+    logprob_kind: str | None = None,
+    sampling_defaults: Mapping[str, Any] | None = None,
+) -> Rescored | None:
     """The model's logprobs of the sampled tokens of these traces; None where none is trained.
 
     Where none has a recorded logprob there is nothing to compare, and the advice alone is given.
     """
-    every = align(traces, tokenizer, logprob_kind=logprob_kind, on_error="skip")
+    told: dict[str, Any] = {"logprob_kind": logprob_kind, "sampling_defaults": sampling_defaults}
+    every = align(traces, tokenizer, **told, on_error="skip")
     located = {trace.id: at for at, trace in enumerate(traces)}
     sequences, broken = _decodable(every, lambda row: Place.of(traces, located[every.trace_ids[row]]))
     if not len(sequences.terms) and not broken.count:

@@ -34,6 +34,53 @@ def lag_of_tops(record: bytes) -> int:
     return 0
 
 
+def kept_mass(record: bytes, told: dict[str, Any]) -> tuple[float, float] | None:
+    """Return the mean and the least kept mass S of a record's tokens under min_p, top_k and top_p.
+
+    A token counts if its alternatives (top_logprobs) reach as far as the cut; None if no token does.
+
+    Args:
+        record: JSON whose logprobs are raw, of temperature 1.
+        told: min_p, top_k and top_p, as far as they are on.
+    """
+    if len(record) > LARGEST or b'"top_logprobs"' not in record:
+        return None
+    try:
+        found = [mass for listed in _listed(json.loads(record)) if (mass := _mass(listed, told)) is not None]
+        return (float(np.mean(found)), float(np.min(found))) if found else None
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _listed(value: Any) -> Iterator[Any]:
+    """The probabilities of each token's alternatives, the likeliest first."""
+    if isinstance(value, dict):
+        if isinstance(tops := value.get("top_logprobs"), list) and "logprob" in value:
+            numbers = np.array([_number(each) for each in tops if isinstance(each, dict)], np.float64)
+            yield -np.sort(-np.exp(numbers[numbers <= 0]))
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from _listed(each)
+
+
+def _mass(listed: Any, told: dict[str, Any]) -> float | None:
+    """What min_p, then top_k, then top_p of the rest leave of a distribution whose likeliest tokens are listed."""
+    if not len(listed):
+        return None
+    kept, whole = listed, False  # whole: every token that is left is listed
+    if least := float(told.get("min_p", 0)):
+        kept = listed[listed >= least * listed[0]]
+        whole = len(kept) < len(listed)
+    if (most := int(told.get("top_k", 0))) > 0 and len(kept) >= most:
+        kept, whole = kept[:most], True
+    if (share := float(told.get("top_p", 1))) < 1:
+        total = np.cumsum(kept)
+        enough = np.flatnonzero(total >= share * (total[-1] if whole else 1.0))
+        if len(enough):
+            return float(total[enough[0]])
+    return float(kept.sum()) if whole else None
+
+
 def _agree(logprobs: Any, own: Any, lag: int) -> float:
     """Share of tokens whose logprob is that of the token `lag` places on, as its alternatives give it."""
     inner = np.arange(1, len(own) - 1)

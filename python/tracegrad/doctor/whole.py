@@ -297,6 +297,7 @@ class Whole:
         traces, turns, recorded, exact, terms: sums over batches; of traces, those that were read.
         unaligned: traces that could not be aligned, and the first reason.
         promptless, silent: turns without a prompt, without logprobs.
+        heatless: turns with logprobs that say no temperature.
         unsaid: turns that do not say what their logprobs are of, at a temperature that is not 1.
     """
 
@@ -319,6 +320,7 @@ class Whole:
     promptless: int = 0
     silent: int = 0
     unsaid: int = 0
+    heatless: int = 0
     few: Spread = field(default_factory=lambda: Spread(SAMPLE_TRACES))
 
     @cached_property
@@ -341,6 +343,7 @@ class Whole:
         self.promptless += sum(bool(unprompted[generation]) for generation in look.drift(PROMPT_MISMATCH))
         self.silent += int(np.sum(look["logprobs"] <= 0))
         unknown = (look["logprob_kind"] == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
+        self.heatless += int(np.sum(np.isnan(look["temperature"]) & (look["logprobs"] > 0)))
         self.unsaid += int(np.sum(unknown & (look["logprobs"] > 0)))
         self.few.add(look.traces)
         for part in (self.copies, self.rewards, self.alike, self.versions, self.sample, self.zeros):

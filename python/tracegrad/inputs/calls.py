@@ -13,7 +13,7 @@ from tracegrad.errors import TracegradError
 from tracegrad.inputs import chat, paths
 from tracegrad.trace import Trace
 
-_SAMPLING = (*chat.SAMPLING, "policy_version", "logprob_kind", "choice")
+_SAMPLING = (*chat.SAMPLING, "policy_version", "logprob_kind", "choice", "sampling_defaults")
 _PREVIOUS = "previous_response_id"
 _OF_CALL = ("token_ids", "finish_reason", "stop_reason", "logprobs")
 
@@ -38,13 +38,15 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
     if isinstance(response, (Mapping, list)) and isinstance(request, Mapping):
         return [{**sampling, "request": request, "response": response}]
     if isinstance(response, Mapping) and isinstance(messages, list):
-        body = {**chat.table(record.get("model_parameters")), "messages": messages}
-        return [{**sampling, "request": body, "response": response}]
+        asked = chat.table(record.get("model_parameters"))
+        partial = {} if asked else chat.PARTIAL
+        return [{**partial, **sampling, "request": {**asked, "messages": messages}, "response": response}]
     if isinstance(record.get("choices"), list) and "prompt_token_ids" in record:
         return [{**sampling, "response": record}]
     if isinstance(messages, list) and messages and chat.role(messages[-1]) == "assistant":
         tools = {"tools": record["tools"]} if record.get("tools") else {}
-        return [{**sampling, "request": {"messages": messages[:-1], **tools}, "response": _answer(messages[-1])}]
+        request = {"messages": messages[:-1], **tools}
+        return [{**chat.PARTIAL, **sampling, "request": request, "response": _answer(messages[-1])}]
     return None
 
 

@@ -23,6 +23,7 @@ from tracegrad.inputs.sessions import moment
 
 RECORDS, BYTES = 2000, 1 << 26
 FIELDS = ("reward", "group", "session")
+_HELD = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
 SHOWN, MOST_WORDS = 3, 8
 MOST_CALLS = 64  # of a conversation, on the average: from there a key is rather that of a run
 _GROUP = re.compile(
@@ -122,11 +123,13 @@ class Candidates:
 
     def taken(self, names: Sequence[str]) -> list[Candidate]:
         """The best of each; a session only where calls go on others, a group only where half the records have mates."""
+        names = [*names, *(["temperature"] if "sampling" in names and not self.of("sampling") else [])]
         best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
         return [each for each in best if not each.few]
 
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
         """The best few of each field."""
+        names = [*names, *(["temperature"] if "sampling" in names else [])]
         shown = [each.line() for name in names for each in self.of(name)[:SHOWN]]
         if "reward" in names and not self.of("reward"):
             shown += self.labels[:SHOWN]
@@ -176,7 +179,9 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     keys = sorted((each for each in (*sessions, *told_beside) if each.field == "session"), key=lambda each: -each.rank)
     by = told.session or (keys[0].path if keys and joined else "")
     found = [*_rewards(columns, count), *_groups(columns, count, calls, by), *sessions, *told_beside]
-    kept = sorted((each for each in found if each.field in wanted), key=lambda each: -each.rank)
+    found += _heats(columns, count) if "sampling" in wanted else []
+    asked = {*wanted, *(["temperature"] if "sampling" in wanted else [])}
+    kept = sorted((each for each in found if each.field in asked), key=lambda each: -each.rank)
     return Candidates(count, tuple(kept), joined, tuple(_labels(columns, count)) if "reward" in wanted else ())
 
 
@@ -246,7 +251,8 @@ def _may_be(path: str, wanted: Sequence[str]) -> bool:
     """Whether the name of a path may be that of a group, or of a session or the order in it."""
     last = path.rpartition(".")[2]
     session = "session" in wanted and (SESSION.search(last) or _ORDER.search(last))
-    return bool(session or ("group" in wanted and _GROUP.search(last)))
+    heat = "sampling" in wanted and _HELD.search(last)
+    return bool(session or heat or ("group" in wanted and _GROUP.search(last)))
 
 
 def _made(record: Any, roots: bool) -> list[dict[str, Any]] | None:
@@ -369,6 +375,17 @@ def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str)
         why = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
         many = sum(times for times in column.values.values() if times > 1)
         yield Candidate("group", path, why, 2 * column.count / count, partial=many < count, few=2 * many < count)
+
+
+def _heats(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
+    """Numbers named temperature: the object that one stands in holds the other sampling options too."""
+    for path, column in columns.items():
+        holder, _, last = path.rpartition(".")
+        if path.endswith("\0") or not _HELD.search(last) or column.numbers < column.count or column.low < 0:
+            continue
+        why = f'{column.count:,} of {count:,} records have a temperature "{path}" ({column.low:g} to {column.high:g})'
+        named = ("sampling", holder) if last == "temperature" and holder else ("temperature", path)
+        yield Candidate(*named, why, column.count / count - 0.1 * path.count("."))
 
 
 def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tracegrad.inputs import paths
+from tracegrad.sampling import SPELLED
 
-SAMPLING = ("temperature", "top_p")
+SAMPLING = ("temperature", "top_p", *SPELLED)
+PARTIAL = {"sampling_defaults": "unknown"}
+"""Said of a call whose request was put together here: what it leaves out is unknown, and no default of an API."""
 OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
 """What is said of the tokens of an answer, beside it."""
 _SCHEMA = ("name", "description", "parameters")
@@ -34,8 +37,9 @@ def told(record: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def sampling(record: Any) -> dict[str, Any]:
-    """What a record says of sampling as numbers."""
-    return {name: value for name, value in told(record, SAMPLING).items() if isinstance(value, (int, float))}
+    """What a record says of sampling: temperature and top_p as numbers, and what stands beside one of them."""
+    found = {name: value for name, value in told(record, SAMPLING[:2]).items() if isinstance(value, (int, float))}
+    return {**told(record, SPELLED), **found} if found else {}
 
 
 def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:

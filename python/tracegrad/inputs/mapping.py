@@ -65,7 +65,10 @@ class Mapper:
             if (value := chat.within(record, path)) is None:
                 continue
             self.seen.setdefault(name, Counter())[paths.kind(value)] += 1
-            found |= self._reward(value, path) if name == "reward" else _field(name, value, path)
+            if name == "sampling":
+                found = {**_sampling(value, path), **found}
+            else:
+                found |= self._reward(value, path) if name == "reward" else _field(name, value, path)
         return found
 
     def _look(self, record: Any) -> None:
@@ -212,6 +215,19 @@ def _name(value: Any) -> str | None:
 def _temperature(value: Any) -> float | None:
     found = None if isinstance(value, bool) else paths.number(value)
     return found if found is not None and 0 <= found < math.inf else None
+
+
+def _sampling(value: Any, path: str) -> dict[str, Any]:
+    """The sampling options of an object, also of one as JSON text."""
+    if not isinstance(options := paths.opened(value), Mapping):
+        raise _unfit("sampling", path, value, "an object with temperature, top_p, top_k, ...")
+    found = chat.told(options, chat.SAMPLING)
+    for name in ("temperature", "top_p"):
+        if name in found and (number := _temperature(found[name])) is None:
+            raise _unfit("sampling", f"{path}.{name}", found[name], "numbers from 0 as temperature and top_p")
+        elif name in found:
+            found[name] = number
+    return found
 
 
 _FIELDS = {

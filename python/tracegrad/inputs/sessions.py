@@ -22,7 +22,7 @@ from tracegrad.trace import Line
 
 _OF_ALL = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
 _LAST = ("reward", "rewards")
-_OF_CALL = (*chat.SAMPLING, "logprob_kind", "policy_version")
+_OF_CALL = (*chat.SAMPLING, "logprob_kind", "policy_version", "sampling_defaults")
 _NO_CALL = (
     "Only single calls can be joined: request with response, or messages that end with the answer",
     "Leave --map.session out, or write each call as {request, response}",

@@ -13,6 +13,7 @@ from tracegrad.codes import LOGPROB_KINDS, TEXT_TRAINS
 from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.reward_kl import needs_of
+from tracegrad.sampling import ACCEPT, options_on
 from tracegrad.sequence import Sequences
 
 
@@ -67,7 +68,8 @@ def check_ratios(data: Sequences | Source, objective: Objective, config: Config)
 
     Raises:
         ArgumentError: for an objective with a ratio to rollout, if traces are text of another model, if logprobs are
-            of an unknown kind at a temperature that is not known to be 1, or if no trained token has a logprob.
+            of an unknown kind at a temperature that is not known to be 1, if they are of another distribution than
+            the tokens (top_p, top_k, penalties, ...) and that is not accepted, or if no trained token has a logprob.
     """
     if not objective.needs.rollout:
         return []
@@ -88,7 +90,28 @@ def check_ratios(data: Sequences | Source, objective: Objective, config: Config)
             "sampled them is known. Train with --objective TOPR_POSITIVE, which takes no ratio."
         )
     _check_kinds(source, measured, explicit=config.data.logprob_kind == "unknown")
-    return _notes(catalog, measured, foreign)
+    accepted = _check_sampling(source, measured, config.data.accept_truncated_sampling)
+    return [*accepted, *_notes(catalog, measured, foreign)]
+
+
+def _check_sampling(source: Source, measured: NDArray[np.int64], accepted: bool) -> list[str]:
+    """Refuse traces whose ratio would compare two supports; return a note if that is accepted."""
+    catalog = source.catalog
+    reshaped = measured[catalog.reshaped[measured] != 0]
+    if not len(reshaped):
+        return []
+    bits = int(np.bitwise_or.reduce(catalog.reshaped[reshaped]))
+    names, flag = ", ".join(options_on(bits)), f"--{ACCEPT.replace('_', '-')}"
+    first = source.trace_name(int(reshaped[0]))
+    what = f"{len(reshaped)} of {len(measured)} traces, '{first}' first, were sampled with {names}"
+    if accepted:
+        return [f"{what}: their ratio is off by the kept mass S at each token, as {flag} says. S is in no record."]
+    raise ArgumentError(
+        f"{what}: their tokens were drawn from another distribution than the one that the trainer computes. With "
+        "processed logprobs the ratio is the kept mass S at each token although nothing changed; with raw ones it is 1 "
+        "instead of S. S is not measured here: tracegrad doctor --rescore measures it. Sample without them; train what "
+        f"is recorded with {TEXT_TRAINS}; or take the ratio as it is with {flag}."
+    )
 
 
 def _check_kinds(source: Source, measured: NDArray[np.int64], *, explicit: bool) -> None:

@@ -14,6 +14,7 @@ from tracegrad import metrics
 from tracegrad.algebra import Objective
 from tracegrad.batch import ModelShape, Step
 from tracegrad.catalog import Source
+from tracegrad.codes import LOGPROB_KINDS
 from tracegrad.config import Config, as_dict
 from tracegrad.errors import ArgumentError
 from tracegrad.interrupt import Interrupt
@@ -33,6 +34,7 @@ from tracegrad.learner.shown import Records
 from tracegrad.learner.step import Outcome
 from tracegrad.metrics import dashboards
 from tracegrad.mirror import Mirror
+from tracegrad.sampling import kept_mass
 from tracegrad.sequence import Sequences
 
 
@@ -90,7 +92,7 @@ def train(
     longest = min(int(feed.catalog.longest.max()), config.pack.token_budget)
     if why := settle_rows(driven.target, longest, trees=feed.shares):
         feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {why}."))
-    loop = _Loop(feed, driven)
+    loop = _Loop(feed, driven, say)
     driven.steps = loop.plan.total
     rows = loop.start(resume)
     if ranks.first:
@@ -148,6 +150,7 @@ class _Loop:
 
     feed: Feed
     driven: Run
+    say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
         self.epochs = Epochs(self.feed, self.driven)
@@ -256,8 +259,24 @@ class _Loop:
         with driven.watch("prepare"):
             step, corrected = self.epochs.take(index)
         told = {"newest": self.feed.newest, "rewards": self.feed.rewards}
-        self._record(step, driven.update(step, corrected, **told, began=began))
+        outcome = driven.update(step, corrected, **told, began=began)
+        if index == 0 and driven.ranks.first and driven.config.data.accept_truncated_sampling:
+            self._say_kept_mass(step, outcome)
+        self._record(step, outcome)
         return {"step": driven.taken, "epoch": self.plan.epoch_of(index), **self.epochs.row(), **driven.row()}
+
+    def _say_kept_mass(self, step: Step, outcome: Outcome) -> None:
+        """What a cut distribution kept, by the first step: the policy is still the one that it was given."""
+        catalog = self.feed.catalog
+        processed = catalog.logprob_kind[step.trace] == LOGPROB_KINDS.index("processed")
+        found = kept_mass(outcome.logprobs, step.rollout_logprobs, catalog.reshaped[step.trace], processed)
+        if found is None:
+            self.say(
+                "note     the kept mass S is not measured: no processed logprobs of tokens that were only cut off."
+            )
+        else:
+            mean, least = found
+            self.say(f"note     kept mass S at the first step: {mean:.3f} on average, {least:.3f} at least.")
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         taken = self.driven.taken

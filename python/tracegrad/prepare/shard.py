@@ -14,6 +14,7 @@ from tracegrad.inputs.options import Options
 from tracegrad.inputs.reading import of_part, together
 from tracegrad.prepare.parts import Part
 from tracegrad.prepare.place import place_of
+from tracegrad.sampling import model_defaults
 from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
@@ -108,12 +109,14 @@ def _tokenizer(model: str) -> Tokenizer:
 
 def aligned(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
     """What `align` makes of traces under these options."""
+    of_model = data.sampling_defaults == "model" and tokenizer.folder is not None
     return align(
         traces,
         tokenizer,
         lenient=data.lenient,
         text_only=data.text_only,
         logprob_kind=None if data.logprob_kind == "recorded" else data.logprob_kind,
+        sampling_defaults=model_defaults(tokenizer.folder) if of_model else None,
         on_error="raise" if data.on_error == "raise" else "skip",
     )
 

@@ -16,6 +16,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.metrics import OffPolicy
 from tracegrad.recipes.papers import DAPO, OAPL
 from tracegrad.recipes.recipe import Options, Recipe
+from tracegrad.sampling import kept_mass, options_on
 from tracegrad.sequence import Sequences
 
 NONE_KNOWN = 0.99
@@ -36,6 +37,7 @@ LOGPROBS = (
     "the logprob and id of each sampled token: logprobs=true and return_token_ids=true in each request, or let "
     "tracegrad proxy ask for them. A ratio then corrects what is stale, and DAPO clips it."
 )
+WHOLE = "answers sampled from the whole distribution: top_p 1, top_k -1, min_p 0, no penalty and no logit_bias."
 PROCESSED = "processed logprobs: start the server with --logprobs-mode processed_logprobs."
 
 
@@ -52,6 +54,8 @@ class Measured:
         outside: share of known terms whose old/rollout lies outside [0.5, 2].
         ess: effective sample size of old/rollout, over terms.
         lag: policy versions of the middle term behind the newest.
+        reshaped: sampling options beside temperature that were on, so that the tokens follow another distribution.
+        kept: mean and least kept mass S of tokens that these cut off, of processed logprobs.
     """
 
     terms: int
@@ -62,12 +66,16 @@ class Measured:
     outside: float | None = None
     ess: float | None = None
     lag: float | None = None
+    reshaped: tuple[str, ...] = ()
+    kept: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         told = {"missing": f"{self.missing:.1%}", "kind": ", ".join(self.kinds)}
         if self.kl is not None:
             told |= {"KL(rollout||old)": f"{self.kl:.2g} nats", "old/rollout outside [0.5, 2]": f"{self.outside:.1%}"}
             told |= {"ESS": f"{self.ess:.2f}"}
+        told |= {"sampled with": ", ".join(self.reshaped)} if self.reshaped else {}
+        told |= {"kept mass S": f"{self.kept[0]:.3f}, {self.kept[1]:.3f} at least"} if self.kept else {}
         told |= {} if self.lag is None else {"versions behind": f"{self.lag:g}"}
         return ", ".join(f"{name} {value}" for name, value in told.items())
 
@@ -152,6 +160,7 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
         "kinds": tuple(LOGPROB_KINDS[each] for each in np.unique(kind[known])),
         "hot": _hot(sequences, np.unique(owner[known])),
         "lag": float(np.median(recorded.max() - recorded)) if len(recorded) else None,
+        "reshaped": options_on(int(np.bitwise_or.reduce(sequences.reshaped[owner[known]], initial=0))),
     }
     if old is not None and known.any():
         now = arrays.floats(old, "old", np.float64)
@@ -162,6 +171,8 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
             )
         now = (now if len(now) == len(terms) else now[terms])[known]
         ratio = np.exp(np.clip(now - rollout[known], -20.0, 20.0))
+        processed = kind[known] == LOGPROB_KINDS.index("processed")
+        found["kept"] = kept_mass(now, rollout[known], sequences.reshaped[owner[known]], processed)
         outside = float(np.mean((ratio < LOW) | (ratio > HIGH)))
         plain = OffPolicy.of(now, rollout[known], trace=owner[known]).named()
         found |= {"kl": plain["kl_rollout_old_k1"], "outside": outside, "ess": plain["mismatch_ess"]}
@@ -181,6 +192,15 @@ def _beyond_weights(m: Measured) -> Advice | None:
             "No ratio can be formed without recorded logprobs. The good half of TOPR needs none, and was the best of "
             "those that do without.",
             f"missing: {m.missing:.1%} of terms, from {NONE_KNOWN:.0%}",
+            m,
+        )
+    if m.reshaped:
+        mass = "not measured" if m.kept is None else f"{m.kept[0]:.3f} on average, {m.kept[1]:.3f} at least"
+        return _advice(
+            "TOPR_POSITIVE",
+            "The tokens were drawn from another distribution than the one that the trainer computes. With processed "
+            "logprobs a ratio is the kept mass S although nothing changed, with raw ones it is 1 instead of S.",
+            f"sampled with {', '.join(m.reshaped)}; kept mass S: {mass}",
             m,
         )
     if m.outside is not None and m.outside >= ANOTHER:
@@ -289,5 +309,6 @@ def _apart(m: Measured) -> str:
 
 
 def _advice(name: str, reason: str, decided: str, measured: Measured, recipe: Recipe | None = None) -> Advice:
-    record = PROCESSED if measured.hot else LOGPROBS if measured.missing >= SOME_MISSING else ""
+    record = WHOLE if measured.reshaped else PROCESSED if measured.hot else ""
+    record = record or (LOGPROBS if measured.missing >= SOME_MISSING else "")
     return Advice(name, recipe or Recipe(getattr(presets, name)), reason, decided, measured, record)

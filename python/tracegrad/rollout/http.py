@@ -6,7 +6,7 @@ Nothing here retries or chooses a server; `server` does, and is the one that cal
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +26,14 @@ SHOWN = 500
 
 class ServerError(TracegradError):
     """A server that gave no answer, or one that cannot be used: which, what it said, and what to do."""
+
+
+class RefusedFields(ServerError):
+    """A server that refuses a request for sampling fields that do nothing; `names` says which."""
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.rollout.session import Message, Session
+from tracegrad.rollout.http import RefusedFields
+from tracegrad.rollout.session import Call, Message, Session
 
 
 class Chat(Protocol):
@@ -123,7 +124,7 @@ class Policy:
             self.bound(call.request, left)
         self.turns += 1
         try:
-            response = await self._chat(dict(call.request), session=self.sticky, salt=self.salt())
+            response = await self._answer(call)
         except BaseException as error:
             call.lose(f"{type(error).__name__}: {error}")
             raise
@@ -137,6 +138,15 @@ class Policy:
         if cut and self.limits.tokens is not None and self.session.tokens >= self.limits.tokens:
             self.ended = "tokens"
         return message
+
+    async def _answer(self, call: Call) -> dict[str, Any]:
+        """The server's answer; a request that it refuses for fields which the session filled in goes without them."""
+        while True:
+            try:
+                return await self._chat(dict(call.request), session=self.sticky, salt=self.salt())
+            except RefusedFields as refused:  # noqa: PERF203
+                if not call.drop(refused.names):
+                    raise
 
     def left(self) -> int | None:
         """How many tokens may still be sampled; None where there is no limit.

@@ -38,6 +38,7 @@ from tracegrad.rollout.passing import ROADS, Added, Events, Road, dumped, respon
 from tracegrad.rollout.play import checked
 from tracegrad.rollout.policy import LimitReached, Limits, Policy
 from tracegrad.rollout.session import Call, Session, UnfitRequest
+from tracegrad.sampling import refused_fields
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 ENDED_NAMES = 65536
@@ -106,6 +107,7 @@ class Proxy:
         self._upstream, self._model = Upstream(upstream, upstream_key, timeout_s), model
         self._finished, self._journal = finished, journal
         self._new = {"version": version, "sampling": sampling, "logprob_kind": logprob_kind}
+        self._refused: set[str] = set()
         self._salt, self._limits = salt, limits or Limits(turns=1 << 20, seconds=idle_s)
         self._address = (host, port)
         self._request_bytes, self._response_bytes = request_bytes, response_bytes
@@ -320,6 +322,7 @@ class Proxy:
         try:
             left = policy.left()
             call = policy.session.open(body, road.asked)
+            call.drop(self._refused)
         except LimitReached as limit:
             raise Refusal(400, str(limit), "limit_reached") from None
         except UnfitRequest as unfit:
@@ -354,7 +357,7 @@ class Proxy:
         events: Events | None = None
         why = "the client closed before the answer"
         try:
-            response = await self._upstream.ask("POST", seat.policy.sticky, road.path, dumped(sent))
+            response, data = await self._sent(seat, call, road, sent)
             with contextlib.closing(response):
                 if response.status == 200 and response.content_type == "text/event-stream":
                     events = Events(added)
@@ -364,7 +367,7 @@ class Proxy:
                         call.close(events.text, tokens=events.tokens)
                         self._keep(seat)
                     return await send({"type": "http.response.body", "body": rest, "more_body": False})
-                data = await whole(response, self._response_bytes)
+                data = await whole(response, self._response_bytes) if data is None else data
             told = response_of(data) if response.status == 200 else None
             if told is None:
                 why = f"the server answered {response.status}: {data[:500].decode(errors='replace')}"
@@ -388,6 +391,24 @@ class Proxy:
                 call.lose(why)
             with contextlib.suppress(Refusal):  # the next call tries again
                 self._keep(seat)
+
+    async def _sent(
+        self, seat: Seat, call: Call, road: Road, sent: dict[str, Any]
+    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """The server's response, with its body if that was read: a request that it refuses for fields which the session
+        filled in is sent again without them.
+        """
+        while True:
+            response = await self._upstream.ask("POST", seat.policy.sticky, road.path, dumped(sent))
+            if response.status not in (400, 422) or not call.filled:
+                return response, None
+            with contextlib.closing(response):
+                data = await whole(response, self._response_bytes)
+            named = refused_fields(data.decode(errors="replace"), call.filled)
+            if not call.drop(named):
+                return response, data
+            self._refused.update(named)
+            sent = {key: value for key, value in sent.items() if key not in named}
 
     async def _stream(self, response: aiohttp.ClientResponse, events: Events, send: Any) -> None:
         await send(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.http import Answer, ServerError, Wire, checked_url, encoded
+from tracegrad.rollout.http import Answer, RefusedFields, ServerError, Wire, checked_url, encoded
+from tracegrad.sampling import NEUTRAL, refused_fields
 
 __all__ = ["Answer", "ServerError", "Servers"]
 
@@ -119,6 +120,7 @@ class Servers:
         self._sessions: OrderedDict[str, _Server] = OrderedDict()
         self._connect_s, self._probe_s = connect_s, probe_s
         self._retries, self._failures = retries, failures
+        self._refused: set[str] = set()
         self._wire_options: dict[str, Any] = {
             "key": key,
             "connect_s": connect_s,
@@ -202,7 +204,16 @@ class Servers:
             sent = {**body, "model": model}
             if salt is not None:
                 sent["cache_salt"] = salt
-            return await self._answered(path, encoded(sent, path), session)
+            neutral = [name for name, value in NEUTRAL.items() if name in body and body[name] == value]
+            if known := [name for name in neutral if name in self._refused]:
+                raise RefusedFields(f"the servers refuse {', '.join(known)}", known)
+            try:
+                return await self._answered(path, encoded(sent, path), session)
+            except ServerError as error:
+                if not (named := refused_fields(str(error), neutral) if isinstance(error, _Refused) else ()):
+                    raise
+                self._refused.update(named)
+                raise RefusedFields(str(error), named) from error
 
     async def _answered(self, path: str, data: bytes, session: str) -> dict[str, Any]:
         """The first answer of the session's server that is one, by as many tries as a call has."""
@@ -366,6 +377,10 @@ class Servers:
             return
 
 
+class _Refused(ServerError):
+    """A request that a server finds fault with."""
+
+
 def _refusal(url: str, path: str, answer: Answer) -> ServerError:
     cures = {
         401: "Pass the `key` that this server was started with.",
@@ -376,7 +391,8 @@ def _refusal(url: str, path: str, answer: Answer) -> ServerError:
     cure = cures.get(answer.status, "Change the request; it is never sent again as it is.")
     if answer.error is not None:
         cure = ""
-    return ServerError(f"{url}{path} answered {answer.status}, not what was asked for: {answer.words}. {cure}".rstrip())
+    kind = _Refused if answer.status in (400, 422) else ServerError
+    return kind(f"{url}{path} answered {answer.status}, not what was asked for: {answer.words}. {cure}".rstrip())
 
 
 async def measured_kind(servers: Servers) -> str | None:

@@ -5,20 +5,21 @@ here speaks to a server; `policy` and `proxy` do.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 from tracegrad.errors import ArgumentError, TracegradError, shown
-from tracegrad.sampling import refusal
+from tracegrad.sampling import NEUTRAL, refusal
 from tracegrad.trace import Traces
 
 Message = dict[str, Any]
 # What a request must ask for, so that its tokens and their logprobs are known exactly.
 CHAT = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
 COMPLETIONS = {"logprobs": 0, "return_token_ids": True}
-# Sent where neither the agent nor the run says otherwise: a server's own defaults are not recorded anywhere.
-SAMPLING = {"temperature": 1.0, "top_p": 1.0}
+SAMPLING = {"temperature": 1.0, **NEUTRAL}
+"""Sent where neither the agent nor the run says otherwise: a server takes what is left out from the model's
+generation_config.json, and records it nowhere."""
 LOST_CALLS = 16
 
 
@@ -115,7 +116,8 @@ class Session:
         defaults = self.sampling if asked else {}
         if "max_completion_tokens" in body:
             defaults = {key: value for key, value in defaults.items() if key != "max_tokens"}
-        request = {**{key: value for key, value in defaults.items() if body.get(key) is None}, **_said(body)}
+        filled = {key: value for key, value in defaults.items() if body.get(key) is None}
+        request = {**filled, **_said(body)}
         if (why := refusal(request, self._kind if self._for_training else None)) is not None:
             self.refused = why
             raise UnfitRequest(why)
@@ -129,7 +131,7 @@ class Session:
         if "tools" in request:
             self._tools = self._tools if request["tools"] == self._tools else _copied(request["tools"])
             request["tools"] = self._tools
-        return Call(self, request, self.version)
+        return Call(self, request, self.version, [key for key in filled if key in NEUTRAL])
 
     def record(
         self,
@@ -191,13 +193,29 @@ class Session:
 
 
 class Call:
-    """One request under way; `request` is the body to send."""
+    """One request under way; `request` is the body to send, `filled` what the session filled in that does nothing."""
 
-    def __init__(self, session: Session, request: dict[str, Any], version: int | None) -> None:
+    def __init__(
+        self, session: Session, request: dict[str, Any], version: int | None, filled: Sequence[str] = ()
+    ) -> None:
         self.request = request
+        self.filled = list(filled)
+        self.dropped: list[str] = []
         self.version = version
         self.closed = False
         self._session = session
+
+    def drop(self, names: Iterable[str]) -> bool:
+        """Take out fields that the server refuses and the session filled in; return whether there was one.
+
+        What the server takes in their place is unknown, and recorded so.
+        """
+        here = [name for name in self.filled if name in set(names)]
+        self.filled = [name for name in self.filled if name not in here]
+        self.dropped += here
+        for name in here:
+            self.request.pop(name, None)
+        return bool(here)
 
     def close(self, response: Any, *, tokens: int | None = None) -> None:
         """Its answer: a response, or the text of a stream of events.
@@ -207,6 +225,8 @@ class Call:
         """
         self.closed = True
         call = {"request": self.request, "response": response}
+        if self.dropped:
+            call |= {"sampling_defaults": "unknown", "refused_sampling": self.dropped}
         now = self._session.newest
         if self.version is not None:
             call["policy_version"] = self.version

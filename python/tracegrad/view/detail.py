@@ -18,6 +18,7 @@ from tracegrad.pictures import Pictures
 from tracegrad.report.text import escape, number, percent
 from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.report.tokens import PerToken, Writer
+from tracegrad.sampling import options
 from tracegrad.sequence import Sequences
 from tracegrad.terms import CLIPPED, StepTerms
 from tracegrad.tokenizer import Tokenizer
@@ -59,8 +60,18 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
         ("sampled tokens", f"{sum(generation.tokens for generation in trace.generations):,}"),
         ("logprobs", ", ".join(sorted(kinds)) or "none"),
         ("temperature", ", ".join("?" if heat is None else number(heat) for heat in heats) or "?"),
+        *([("sampling", told)] if (told := _sampling(trace)) else []),
         ("model", (trace.model or "?")[:120]),
     ]
+
+
+def _sampling(trace: Trace) -> str:
+    """The sampling options of its turns beside temperature, each distinct set once."""
+    said = [
+        options({**({} if turn.top_p is None else {"top_p": round(turn.top_p, 6)}), **turn.sampling})
+        for turn in trace.generations
+    ]
+    return "; ".join(dict.fromkeys(filter(None, said)))[:400]
 
 
 def messages(trace: Trace, whole: int = FOLD, drawn: Thumbnails | None = None) -> str:

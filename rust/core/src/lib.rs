@@ -18,6 +18,7 @@ pub mod pictures;
 pub mod ratio;
 pub mod raw;
 pub mod read;
+pub mod sampling;
 pub mod stop;
 pub mod template;
 pub mod threads;

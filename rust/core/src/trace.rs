@@ -7,6 +7,7 @@ use crate::drift::Reason;
 use crate::error::{Location, Result};
 use crate::pictures::{self, Picture};
 use crate::raw::Raw;
+use crate::sampling::Options;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -145,6 +146,10 @@ pub struct Generation {
     pub temperature: Option<f32>,
     /// Nucleus mass; `None` where the record does not say.
     pub top_p: Option<f32>,
+    /// The other sampling options that the record says.
+    pub options: Options,
+    /// Bits of `sampling::left_out`.
+    pub left_out: u8,
     /// Version of the policy that sampled it; -1 unknown.
     pub policy_version: i32,
     /// Versions of parts of it, where the policy changed while it was being sampled.
@@ -171,6 +176,8 @@ impl Default for Generation {
             logprob_kind: LogprobKind::Unknown,
             temperature: None,
             top_p: None,
+            options: Options::NONE,
+            left_out: 0,
             policy_version: -1,
             versions: Vec::new(),
             cumulative_logprob: None,

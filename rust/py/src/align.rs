@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::HashMap;
 use tracegrad_core::align::{self, Aligned, Images, Merge, Mode, Options, PictureRule};
+use tracegrad_core::sampling::Defaults;
 use tracegrad_core::trace::LogprobKind;
 use tracegrad_core::{Error, Kind};
 
@@ -18,7 +19,7 @@ type Rule = (u32, Vec<u32>, HashMap<(u32, u32), Vec<u32>>);
 /// Aligns traces; returns the arrays of `Sequences` by name, `drift_*` columns, and `errors`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
-#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, rule=None))]
+#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, rule=None, sampling_defaults=None))]
 fn align_traces<'py>(
     py: Python<'py>,
     traces: &PyTraces,
@@ -32,6 +33,7 @@ fn align_traces<'py>(
     logprob_kind: Option<&str>,
     skip_errors: bool,
     rule: Option<Rule>,
+    sampling_defaults: Option<&str>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let parse = |name: &str| {
         LogprobKind::parse(name).ok_or_else(|| {
@@ -42,7 +44,19 @@ fn align_traces<'py>(
     let logprob_kind = logprob_kind.map(parse).transpose()?;
     let mode = if mode == "align" { Mode::Align } else { Mode::Splice };
     let merge = if merge == "sum" { Merge::Sum } else { Merge::Mask };
-    let options = Options { lenient, text_only, mode, merge, strict, assume_canonical, logprob_kind, skip_errors };
+    let sampling_defaults =
+        sampling_defaults.map(|text| Defaults::read(&serde_json::from_str(text).unwrap_or_default()));
+    let options = Options {
+        lenient,
+        text_only,
+        mode,
+        merge,
+        strict,
+        assume_canonical,
+        logprob_kind,
+        skip_errors,
+        sampling_defaults,
+    };
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
     let rule = rule.map(|(pad, frames, expansions)| PictureRule { pad, frames, expansions });
     let aligned = detached(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, rule.as_ref(), options))?;
@@ -67,6 +81,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("cu_turns", aligned.cu_turns.into_pyarray(py))?;
     arrays.set_item("logprob_kind", aligned.logprob_kind.into_pyarray(py))?;
     arrays.set_item("temperature", aligned.temperature.into_pyarray(py))?;
+    arrays.set_item("reshaped", aligned.reshaped.into_pyarray(py))?;
     arrays.set_item("ending", aligned.ending.into_pyarray(py))?;
     let extras = PyDict::new(py);
     for column in aligned.extras {

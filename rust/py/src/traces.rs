@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracegrad_core::drift::NAMES;
 use tracegrad_core::format::forms;
 use tracegrad_core::read::{Report, decode_all, open, plain};
+use tracegrad_core::sampling::{OPTIONS, Off, SPELLINGS};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
 use tracegrad_core::{Error, Kind, exact, stop};
 
@@ -217,6 +218,12 @@ impl PyTraces {
         columns.set_item("stop_text", ints(&|row| i64::from(matches!(row.3.stop, Stop::Text(_)))))?;
         columns.set_item("temperature", floats(&|row| row.temperature.map_or(f64::NAN, Into::into)))?;
         columns.set_item("top_p", floats(&|row| row.top_p.map_or(f64::NAN, Into::into)))?;
+        columns.set_item("left_out", ints(&|row| row.3.left_out.into()))?;
+        let options = rows.iter().map(|row| match row.3.options.is_empty() {
+            true => Ok(None),
+            false => options_of(py, row.3).map(Some),
+        });
+        columns.set_item("sampling", options.collect::<PyResult<Vec<_>>>()?)?;
         columns.set_item("cumulative_logprob", floats(&|row| row.cumulative_logprob.unwrap_or(f64::NAN)))?;
         let finish: Vec<&str> = rows.iter().map(|row| row.3.finish_reason.as_deref().unwrap_or("")).collect();
         columns.set_item("finish_reason", finish)?;
@@ -310,6 +317,7 @@ fn generation_dict<'py>(py: Python<'py>, trace: &Trace, turn: usize) -> PyResult
     fields.set_item("logprob_kind", kind)?;
     fields.set_item("temperature", generation.temperature)?;
     fields.set_item("top_p", generation.top_p)?;
+    fields.set_item("sampling", options_of(py, generation)?)?;
     fields.set_item("policy_version", generation.policy_version)?;
     fields.set_item("cumulative_logprob", generation.cumulative_logprob)?;
     fields.set_item("text", generation.text.as_deref())?;
@@ -318,6 +326,35 @@ fn generation_dict<'py>(py: Python<'py>, trace: &Trace, turn: usize) -> PyResult
     let notes = generation.notes.iter().map(|note| (NAMES[note.reason as usize], note.count, note.detail.as_str()));
     fields.set_item("notes", notes.collect::<Vec<_>>())?;
     Ok(fields)
+}
+
+/// The sampling options that a record says beside temperature and top-p.
+fn options_of<'py>(py: Python<'py>, generation: &Generation) -> PyResult<Bound<'py, PyDict>> {
+    let options = PyDict::new(py);
+    for (name, value) in generation.options.iter() {
+        options.set_item(name, to_object(py, value)?)?;
+    }
+    Ok(options)
+}
+
+/// The sampling options by name, in the order of their bits, each with other spellings of it and the numbers at which it
+/// does nothing; None where it does nothing if it is false, empty or 0 throughout.
+#[pyfunction]
+fn sampling_options() -> Vec<(&'static str, Vec<&'static str>, Option<Vec<f64>>)> {
+    let row = |(name, off): &(&'static str, Off)| {
+        let spelled = SPELLINGS.iter().filter(|(_, option)| option == name).map(|(spelled, _)| *spelled);
+        let at = if let Off::At(values) = off { Some(values.to_vec()) } else { None };
+        (*name, spelled.collect(), at)
+    };
+    OPTIONS.iter().map(row).collect()
+}
+
+/// Whether a sampling option does nothing at a value, given as JSON.
+#[pyfunction]
+fn sampling_option_is_off(name: &str, value: &str) -> bool {
+    let option = OPTIONS.iter().find(|(option, _)| *option == name);
+    let value = serde_json::from_str(value).unwrap_or(Value::Null);
+    option.is_none_or(|(name, off)| off.holds(name, &value))
 }
 
 /// A JSON value as Python objects.
@@ -397,5 +434,7 @@ pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTraces>()?;
+    module.add_function(wrap_pyfunction!(sampling_options, module)?)?;
+    module.add_function(wrap_pyfunction!(sampling_option_is_off, module)?)?;
     module.add_function(wrap_pyfunction!(restore_traces, module)?)
 }

@@ -78,6 +78,7 @@ def _call(event: Mapping[str, Any], attachments: Mapping[str, Any], pool: list[A
     ranges = event.get("input_refs")
     asked = asked + [each for start, end in (ranges if isinstance(ranges, list) else []) for each in pool[start:end]]
     told = chat.told(event.get("config"), chat.SAMPLING)
+    partial = {} if isinstance(event.get("config"), Mapping) else chat.PARTIAL
     tools = chat.tools(fitting.listed(event.get("tools"), "tools"))
     request = {"messages": [_message(each, attachments) for each in asked], **told, **tools}
     choices = []
@@ -86,7 +87,7 @@ def _call(event: Mapping[str, Any], attachments: Mapping[str, Any], pool: list[A
         reason = each.get("stop_reason")
         finish = {"stop_reason": None, "finish_reason": _FINISH.get(reason, reason)}
         choices.append({"index": index, "message": _message(each["message"], attachments), **finish, **logprobs})
-    return {"request": request, "response": {"model": output.get("model"), "choices": choices}}
+    return {**partial, "request": request, "response": {"model": output.get("model"), "choices": choices}}
 
 
 def _message(told: Mapping[str, Any], attachments: Mapping[str, Any]) -> dict[str, Any]:

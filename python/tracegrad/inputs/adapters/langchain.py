@@ -68,7 +68,7 @@ def of_run(record: Any) -> list[dict[str, Any]] | None:
         return []
     invoked = chat.table(record.get("extra")).get("invocation_params")
     told = {**chat.told(invoked, _PARAMETERS), **chat.told(inputs, _PARAMETERS)}
-    kept = chat.without(record, *_OF_RUN)
+    kept = {**({} if told.keys() - {"tools"} else chat.PARTIAL), **chat.without(record, *_OF_RUN)}
     return [{**kept, "request": {**told, "messages": [message(each) for each in asked]}, "response": response}]
 
 

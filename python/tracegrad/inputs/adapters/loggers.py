@@ -45,7 +45,8 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
         said = _said(response)
         if request["messages"] and said is not None and _same(request["messages"][-1], said):
             request["messages"] = request["messages"][:-1]
-    return [{**chat.without(record, asked, answered, "messages"), "request": request, "response": response}]
+    kept = chat.without(record, asked, answered, "messages")
+    return [{**({} if asked else chat.PARTIAL), **kept, "request": request, "response": response}]
 
 
 def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -131,7 +132,7 @@ def _of_other(record: Mapping[str, Any], answered: str) -> dict[str, Any]:
     request = {**chat.told(record, chat.SAMPLING), "messages": talk}
     trace = _read(request, response)
     if trace is not None and len(trace.messages) == len(talk) + 1:
-        return {**kept, "request": request, "response": response}
+        return {**chat.PARTIAL, **kept, "request": request, "response": response}
     return {**kept, "messages": [*chat.given(talk), *(trace.messages[-1:] if trace else [])]}
 
 

@@ -58,7 +58,8 @@ def has_call(record: Mapping[str, Any]) -> bool:
 def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
     """One trace of a call, or of the calls of one conversation as a list, with what else the record says."""
     if (one := _call(found)) is not None:
-        return [{**_beside(record, one[0]), "request": one[1], "response": one[2]}]
+        known = _partial(found.talks[0][1], record)
+        return [{**known, **_beside(record, one[0]), "request": one[1], "response": one[2]}]
     if (steps := _steps(found)) is None:
         return None
     key, rows, calls = steps
@@ -113,6 +114,11 @@ def _call(found: _Found) -> tuple[set[str], dict[str, Any], Any] | None:
     return {*used, under}, {**_parameters(parent), "messages": [message(each) for each in talk]}, response
 
 
+def _partial(parent: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of a call whose messages stand in no request: one is an object of its own that names a model."""
+    return {} if parent is not record and "model" in parent and "messages" in parent else dict(chat.PARTIAL)
+
+
 def _sampled(beside: Mapping[str, Any]) -> dict[str, Any]:
     """What stands beside an answer and says how it was sampled, as in a choice that was taken out of its response."""
     kinds = {"logprobs": Mapping, "finish_reason": str, "token_ids": list}
@@ -137,8 +143,13 @@ def _steps(found: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
         return None
     held = []
     for key, rows in found.lists:
-        within = [(each, _call(_look(each))) for each in rows if isinstance(each, Mapping)]
-        called = [(_parent_of(row), {"request": call[1], "response": call[2]}) for row, call in within if call]
+        looked = [(each, _look(each)) for each in rows if isinstance(each, Mapping)]
+        within = [(row, inner, _call(inner)) for row, inner in looked]
+        called = [
+            (_parent_of(row), {**_partial(inner.talks[0][1], row), "request": call[1], "response": call[2]})
+            for row, inner, call in within
+            if call
+        ]
         if called:
             held.append((key, rows, called))
     if len(held) != 1:

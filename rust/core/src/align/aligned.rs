@@ -34,6 +34,7 @@ pub struct Aligned {
     pub cu_turns: Vec<i64>,
     pub logprob_kind: Vec<u8>,
     pub temperature: Vec<f32>,
+    pub reshaped: Vec<u32>,
     pub ending: Vec<u8>,
     pub extras: Vec<Column>,
     pub images: Images,
@@ -98,8 +99,23 @@ impl Aligned {
         let first = trace.generations.first();
         let kind = options.logprob_kind.or(first.map(|generation| generation.logprob_kind)).unwrap_or_default();
         self.logprob_kind.push(kind as u8);
-        self.temperature.push(first.and_then(|generation| generation.temperature).unwrap_or(f32::NAN));
+        self.temperature.push(temperature_of(trace, options));
+        let measured = trace.generations.iter().filter(|generation| generation.tokens.logprobs.is_some());
+        self.reshaped.push(measured.fold(0, |bits, generation| bits | options.reshaped(generation)));
     }
+}
+
+/// The temperature of its turns; of turns that differ one that is unknown, or else one that is not 1.
+fn temperature_of(trace: &Trace, options: Options) -> f32 {
+    let mut found = None;
+    for generation in &trace.generations {
+        match options.temperature(generation) {
+            None => return f32::NAN,
+            Some(heat) if found.is_none_or(|before| before == 1.0) => found = Some(heat),
+            Some(_) => {}
+        }
+    }
+    found.unwrap_or(f32::NAN)
 }
 
 /// The name of the group that a trace without one is: its place, beside its id, as ids may be repeated.

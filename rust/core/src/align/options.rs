@@ -1,6 +1,7 @@
 //! What the caller decides.
 
-use crate::trace::LogprobKind;
+use crate::sampling::{Defaults, TOP_P, left_out};
+use crate::trace::{Generation, LogprobKind};
 
 /// Which ids the sequences have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -42,4 +43,27 @@ pub struct Options {
     pub logprob_kind: Option<LogprobKind>,
     /// A trace that cannot be aligned: leave it out, counted, instead of raising.
     pub skip_errors: bool,
+    /// What a server took where a request leaves something out; `None` takes what does nothing.
+    pub sampling_defaults: Option<Defaults>,
+}
+
+impl Options {
+    /// The temperature that a generation was sampled at, as far as it is known.
+    pub fn temperature(&self, generation: &Generation) -> Option<f32> {
+        let left_out = generation.left_out & left_out::TEMPERATURE != 0;
+        let default = self.sampling_defaults.and_then(|defaults| defaults.temperature).filter(|_| left_out);
+        default.or(generation.temperature)
+    }
+
+    /// Bits of the sampling options, in `sampling::OPTIONS`, under which it followed another distribution than that of its
+    /// temperature.
+    pub fn reshaped(&self, generation: &Generation) -> u32 {
+        let says_top_p = generation.top_p.is_some() && generation.left_out & left_out::TOP_P == 0;
+        let cut = generation.top_p.is_some_and(|top_p| top_p < 1.0);
+        let own = generation.options.reshaped() | if cut { TOP_P } else { 0 };
+        let named = generation.options.named() | if says_top_p { TOP_P } else { 0 };
+        let asked = generation.left_out & left_out::REQUEST != 0;
+        let defaults = self.sampling_defaults.filter(|_| asked).map_or(0, |defaults| defaults.reshaped);
+        own | defaults & !named
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::form::Form;
 use super::json::diagnose;
-use super::json::fields::{Header, Sampling};
+use super::json::fields::{Header, Sampling, is_partial};
 use super::json::object::Kind;
 use super::json::outline::{Outline, Shape};
 use super::normal::body::Body;
@@ -48,7 +48,9 @@ pub(super) fn add_call(
     wanted: Option<&str>,
 ) -> Decoded<Option<Form>> {
     let Some(raw) = call.get("response") else { return Err(no_response("the call has no `response`")) };
-    let own = Sampling::read(&call.fields_without(&["request", "response", "calls"])?)?;
+    let fields = call.fields_without(&["request", "response", "calls"])?;
+    let (own, partial) = (Sampling::read(&fields)?, is_partial(&fields)?);
+    let defaults = |defaults: &'static Sampling| if partial { &Sampling::UNKNOWN } else { defaults };
     let choice = call.count("choice")?.or(choice);
     let reward = call.number("reward")?.map(|reward| reward as f32);
     let request = call.object("request")?;
@@ -61,12 +63,12 @@ pub(super) fn add_call(
     let server = server_of(&response, wanted.filter(|_| is_whole))?;
     let mut found = if let Some(server) = server {
         let asked_for = request.as_ref().map(server.request).transpose().map_err(|r| r.inside("request"))?;
-        let sampling = own.or(&log.sampling(asked_for.as_ref(), &server.defaults));
+        let sampling = own.or(&log.sampling(asked_for.as_ref(), defaults(&server.defaults)));
         let asked = Asked { choice, sampling: &sampling, request: request.as_ref() };
         answered(server, asked_for, &response, &asked, reward).map_err(inside)?
     } else if response.has("choices") {
         let request = request.as_ref().map(chat_request).transpose()?;
-        let sampling = own.or(&log.sampling(request.as_ref(), &API_DEFAULTS));
+        let sampling = own.or(&log.sampling(request.as_ref(), defaults(&API_DEFAULTS)));
         let object = diagnose::object(text, Kind::Response)?;
         let model = response.text("model")?;
         let entry = Entry::of_response(object, choice, &sampling).map_err(inside)?;

@@ -6,6 +6,7 @@ use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
 use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::sampling::{Options, left_out};
 pub(in crate::format) use crate::trace::value_of as get;
 use crate::trace::{Generation, LogprobKind, Schemas, Stop};
 use serde_json::{Map, Value};
@@ -147,17 +148,29 @@ pub fn schemas(list: Vec<Value>) -> Option<Schemas> {
 pub struct Sampling {
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
+    pub options: Options,
+    /// What of this is the default of an API that a request leaves out: bits of `sampling::left_out`.
+    pub left_out: u8,
     pub policy_version: Option<i32>,
     pub logprob_kind: Option<LogprobKind>,
 }
 
 impl Sampling {
-    pub const UNKNOWN: Self = Self { temperature: None, top_p: None, policy_version: None, logprob_kind: None };
+    pub const UNKNOWN: Self = Self {
+        temperature: None,
+        top_p: None,
+        options: Options::NONE,
+        left_out: 0,
+        policy_version: None,
+        logprob_kind: None,
+    };
 
     pub fn read(fields: &Fields) -> Decoded<Self> {
         Ok(Self {
             temperature: magnitude(fields, "temperature")?,
             top_p: magnitude(fields, "top_p")?,
+            options: Options::read(fields),
+            left_out: 0,
             policy_version: policy_version(fields)?,
             logprob_kind: logprob_kind(fields)?,
         })
@@ -165,9 +178,14 @@ impl Sampling {
 
     /// Fills what is not said from `outer`.
     pub fn or(self, outer: &Self) -> Self {
+        let fill = |known: bool, bit: u8| if known { 0 } else { outer.left_out & bit };
+        let temperature = fill(self.temperature.is_some(), left_out::TEMPERATURE);
+        let top_p = fill(self.top_p.is_some(), left_out::TOP_P);
         Self {
+            left_out: self.left_out | outer.left_out & left_out::REQUEST | temperature | top_p,
             temperature: self.temperature.or(outer.temperature),
             top_p: self.top_p.or(outer.top_p),
+            options: self.options.or(&outer.options),
             policy_version: self.policy_version.or(outer.policy_version),
             logprob_kind: self.logprob_kind.or(outer.logprob_kind),
         }
@@ -179,6 +197,8 @@ impl Sampling {
             logprob_kind: self.logprob_kind.unwrap_or(LogprobKind::Unknown),
             temperature: self.temperature,
             top_p: self.top_p,
+            options: self.options.clone(),
+            left_out: self.left_out,
             policy_version: self.policy_version.unwrap_or(-1),
             ..Generation::default()
         }
@@ -200,6 +220,17 @@ fn logprob_kind(fields: &Fields) -> Decoded<Option<LogprobKind>> {
         None => Err(reject(Reason::WrongType, format!("`logprob_kind` is \"{name}\""))
             .why("It decides by which temperature the trainer's logits are divided")
             .cure("Write raw, processed or unknown")),
+    }
+}
+
+/// Whether `sampling_defaults` says that a request is not known whole: what it leaves out is then unknown.
+pub fn is_partial(fields: &Fields) -> Decoded<bool> {
+    match text(fields, "sampling_defaults")?.as_deref() {
+        None | Some("api") => Ok(false),
+        Some("unknown") => Ok(true),
+        Some(other) => Err(reject(Reason::WrongType, format!("`sampling_defaults` is \"{other}\""))
+            .why("It says how what a request leaves out is read")
+            .cure("Write api for a request as it was sent, unknown for one of which parts are missing")),
     }
 }
 
@@ -229,11 +260,22 @@ pub struct Header {
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     pub sampling: Sampling,
+    /// Whether its requests are not known whole, so that what they leave out is unknown and no default.
+    pub partial_requests: bool,
 }
 
 /// Keys of a header that no server's response has for something else.
-pub const HEADER_KEYS: [&str; 8] =
-    ["id", "group", "reward", "rewards", "policy_version", "logprob_kind", "template_kwargs", "chat_template_kwargs"];
+pub const HEADER_KEYS: [&str; 9] = [
+    "id",
+    "group",
+    "reward",
+    "rewards",
+    "policy_version",
+    "logprob_kind",
+    "sampling_defaults",
+    "template_kwargs",
+    "chat_template_kwargs",
+];
 
 impl Header {
     /// The header of a record: its fields, and the tool schemas beside them.
@@ -249,6 +291,7 @@ impl Header {
             tools: tools(schemas)?,
             template_kwargs,
             sampling: Sampling::read(fields)?,
+            partial_requests: is_partial(fields)?,
         })
     }
 }

@@ -7,6 +7,7 @@ use super::listed::take_placeholders;
 use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use crate::media;
+use crate::sampling::place_of;
 use crate::trace::{Pieces, Schemas, Tokens};
 use serde_json::{Map, Value};
 
@@ -59,9 +60,9 @@ impl Kind {
             (Record(_) | Request, "tools") => Slot::Tools,
             (Item, "message") => Slot::Nested("message", Item),
             (Item, "generation") => Slot::Nested("generation", Generation),
-            (Record(_), _) if RECORD_KEYS.contains(&key) || media::is_key(key) => Slot::Keep,
+            (Record(_), _) if RECORD_KEYS.contains(&key) || media::is_key(key) || place_of(key).is_some() => Slot::Keep,
             (Record(is_sign), _) if is_sign(key) => Slot::Sign,
-            (Request, _) if REQUEST_KEYS.contains(&key) => Slot::Keep,
+            (Request, _) if REQUEST_KEYS.contains(&key) || place_of(key).is_some() => Slot::Keep,
             (Response, "model" | "object" | "error" | "metadata") => Slot::Keep,
             (Record(_) | Response, _) if STRAY_KEYS.contains(&key) => Slot::Keep,
             (Record(_) | Request | Response, _) | (_, "prompt_logprobs") => Slot::Skip,
@@ -87,9 +88,11 @@ const RECORD_KEYS: &[&str] = &[
     "object",
     "choice",
     "error",
+    "sampling_defaults",
 ];
 
-const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body"];
+const REQUEST_KEYS: &[&str] =
+    &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body", "sampling_params"];
 
 /// Keys of a record or a response that hold token lists which a client library moved.
 const STRAY_KEYS: [&str; 3] = ["sglext", "provider_specific_fields", "model_extra"];

@@ -127,9 +127,14 @@ impl<'a> Outline<'a> {
     }
 
     pub fn fields_without(&self, dropped: &[&str]) -> Decoded<Fields> {
+        self.fields_of(|key| !dropped.contains(&key))
+    }
+
+    /// The fields whose keys are wanted.
+    pub fn fields_of(&self, wanted: impl Fn(&str) -> bool) -> Decoded<Fields> {
         let mut fields = Fields::new();
         for (name, raw) in &self.members {
-            if !dropped.contains(&name.as_ref()) {
+            if wanted(name) {
                 let value = raw::value(raw).map_err(|fault| complaint(&fault).inside(name))?;
                 fields.insert(name.clone().into_owned(), value);
             }

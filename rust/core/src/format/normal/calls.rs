@@ -8,14 +8,20 @@ use super::coverage;
 use super::history::{History, Path};
 use super::message::{Entry, streamed};
 use crate::format::json::diagnose;
-use crate::format::json::fields::{Fields, Header, Sampling, count, mapping, number, text, tools};
+use crate::format::json::fields::{Fields, Header, Sampling, count, is_partial, mapping, number, text, tools};
 use crate::format::json::object::{Kind, Node, Object};
 use crate::format::json::outline::Outline;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::sampling::left_out;
 use crate::trace::{Message, Prompt, Schemas};
 
 /// Temperature and top-p of a request that names none: the defaults of the chat completions API.
-pub const API_DEFAULTS: Sampling = Sampling { temperature: Some(1.0), top_p: Some(1.0), ..Sampling::UNKNOWN };
+pub const API_DEFAULTS: Sampling = Sampling {
+    temperature: Some(1.0),
+    top_p: Some(1.0),
+    left_out: left_out::TEMPERATURE | left_out::TOP_P | left_out::REQUEST,
+    ..Sampling::UNKNOWN
+};
 
 pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
     let nodes = record.take_list("calls")?.unwrap_or_default();
@@ -106,7 +112,8 @@ impl<'a> Log<'a> {
         let own = Sampling::read(&call.fields)?;
         let request = call.take_object("request")?;
         let request = request.map(read_request).transpose().map_err(|rejection| rejection.inside("request"))?;
-        let sampling = own.or(&self.sampling(request.as_ref(), &API_DEFAULTS));
+        let defaults = if is_partial(&call.fields)? { &Sampling::UNKNOWN } else { &API_DEFAULTS };
+        let sampling = own.or(&self.sampling(request.as_ref(), defaults));
         let choice = count(&call.fields, "choice")?.or(self.choice);
         let reward = number(&call.fields, "reward")?.map(|reward| reward as f32);
         let response = match call.take("response") {
@@ -121,7 +128,10 @@ impl<'a> Log<'a> {
     pub fn sampling(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
         match request {
             None => self.header.sampling.clone(),
-            Some(request) => request.sampling.clone().or(&self.header.sampling).or(defaults),
+            Some(request) => {
+                let known = request.sampling.clone().or(&self.header.sampling);
+                if self.header.partial_requests { known } else { known.or(defaults) }
+            }
         }
     }
 
@@ -205,6 +215,8 @@ impl<'a> Log<'a> {
 /// The parts of a chat completions request that count.
 fn read_request(mut request: Object) -> Decoded<Request> {
     let extra = mapping(&request.fields, "extra_body")?;
+    // Of vLLM's and SGLang's own clients.
+    let inner = mapping(&request.fields, "sampling_params")?;
     let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
     template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
     let nodes = request.take_list("messages")?.ok_or_else(|| {
@@ -223,7 +235,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
         template_kwargs,
         model: text(&request.fields, "model")?,
         prompt: Prompt::Rendered,
-        sampling: Sampling::read(&request.fields)?,
+        sampling: Sampling::read(&request.fields)?.or(&Sampling::read(&extra)?).or(&Sampling::read(&inner)?),
     })
 }
 

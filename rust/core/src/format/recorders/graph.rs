@@ -9,6 +9,7 @@ use super::kits::masked::{all_zero, lengths};
 use super::kits::openai::{openai, tools};
 use super::kits::talk::message;
 use crate::format::json::fields::Fields;
+use crate::sampling::Options;
 use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 
@@ -148,6 +149,7 @@ impl Graph<'_> {
         let number = |key: &str| sampling?.get(key)?.as_f64().map(|value| value as f32);
         generation.temperature = generation.temperature.or(number("temperature"));
         generation.top_p = generation.top_p.or(number("top_p"));
+        generation.options = std::mem::take(&mut generation.options).or(&sampling.map_or(Options::NONE, Options::read));
         generation.finish_reason = fields.get("finish_reason").and_then(Value::as_str).map(str::to_owned);
     }
 }

@@ -11,6 +11,7 @@ use crate::format::normal::finish;
 pub(in crate::format) use crate::format::normal::message::Entry;
 use crate::format::normal::message::{no_choice, plain};
 pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
+use crate::sampling::{Options, place_of};
 use crate::trace::{Generation, LogprobKind, Message, Prompt, Stop};
 use serde_json::Value;
 
@@ -91,13 +92,14 @@ pub fn finish_under(outline: &Outline<'_>, key: &str) -> Decoded<Option<String>>
     Ok(outline.text(key)?.map(|raw| finish::common(&raw).to_owned()))
 }
 
-/// Temperature, and top-p under its key.
+/// Temperature, top-p under its key, and the other options.
 pub fn sampling_of(parameters: &Outline<'_>, top_p: &str) -> Decoded<Sampling> {
     let parameter = |key: &str| parameters.value(key)?.map_or(Ok(None), |value| magnitude_of(key, &value));
-    Ok(Sampling { temperature: parameter("temperature")?, top_p: parameter(top_p)?, ..Sampling::default() })
+    let options = Options::read(&parameters.fields_of(|key| place_of(key).is_some())?);
+    Ok(Sampling { temperature: parameter("temperature")?, top_p: parameter(top_p)?, options, ..Sampling::default() })
 }
 
-/// Temperature and top-p of the object under a key.
+/// The sampling options of the object under a key.
 pub fn sampling_under(outline: &Outline<'_>, key: &str) -> Decoded<Sampling> {
     sampling_of(&outline.object(key)?.unwrap_or_default(), "top_p")
 }

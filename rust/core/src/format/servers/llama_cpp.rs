@@ -95,6 +95,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let settings = sampling_under(response, "generation_settings")?;
     generation.temperature = generation.temperature.or(settings.temperature);
     generation.top_p = generation.top_p.or(settings.top_p);
+    generation.options = std::mem::take(&mut generation.options).or(&settings.options);
     finish_of(response, &mut generation)?;
     generation.prompt = response.get("prompt").map_or(Ok(Prompt::Rendered), |_| prompt(response))?;
     generation.text = Some(text.clone());

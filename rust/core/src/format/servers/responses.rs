@@ -50,8 +50,10 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     generation.finish_reason = finished(response, &turn)?;
     note_silence(response, &mut generation, silent)?;
     let own = sampling_of(response, "top_p")?;
-    generation.temperature = own.temperature.or(generation.temperature);
-    generation.top_p = own.top_p.or(generation.top_p);
+    // The response repeats how it sampled.
+    let told = own.or(asked.sampling);
+    (generation.temperature, generation.top_p) = (told.temperature, told.top_p);
+    (generation.options, generation.left_out) = (told.options, told.left_out);
     Ok(Entry::sampled(Message::new(turn.message(), None), generation, 0))
 }
 

@@ -13,6 +13,7 @@ use crate::format::json::numbers::MAX_ID;
 use crate::format::json::outline::logprobs_in;
 use crate::format::normal::calls::{Call, Request};
 use crate::format::normal::message::Entry;
+use crate::sampling::place_of;
 use crate::trace::{Message, Tokens};
 use serde_json::{Value, json};
 
@@ -117,10 +118,12 @@ impl Attributes {
 
     pub fn call(&self, header: &Header) -> Decoded<Call> {
         let mut fields = Fields::new();
-        for name in ["temperature", "top_p"] {
-            let keys = [format!("gen_ai.request.{name}"), format!("agentlightning.operation.input.{name}")];
-            if let Some(value) = keys.iter().find_map(|key| self.0.get(key)) {
-                fields.insert(name.to_owned(), value.clone());
+        for prefix in ["gen_ai.request.", "agentlightning.operation.input."] {
+            for (key, value) in &self.0 {
+                let sampled = |name: &&str| matches!(*name, "temperature" | "top_p") || place_of(name).is_some();
+                if let Some(name) = key.strip_prefix(prefix).filter(sampled) {
+                    fields.entry(name.to_owned()).or_insert_with(|| value.clone());
+                }
             }
         }
         let mut generation = header.sampling.clone().or(&Sampling::read(&fields)?).generation();

@@ -6,6 +6,7 @@
 use super::super::contract::{Decoded, Header, Outline, Reason, Rejection, Shape, reject};
 use crate::format::json::fields::{Fields, HEADER_KEYS, number_of};
 use crate::format::json::numbers::{Id, Reading, Scalar};
+use crate::sampling::OPTIONS;
 use crate::trace::{Schemas, Tokens};
 use serde::de::{self, Deserialize, Deserializer};
 use serde_json::Value;
@@ -70,7 +71,8 @@ impl<'a> Columns<'_, 'a> {
         let names = names.iter().flat_map(|(ours, theirs)| theirs.iter().map(|theirs| (*ours, *theirs)));
         let named =
             |own: &str| taken.contains(&own) || names.clone().any(|(ours, theirs)| ours == own || theirs == own);
-        let own = HEADER_KEYS.into_iter().chain(["temperature", "top_p", "model", "tools"]);
+        let sampled = OPTIONS.iter().map(|(name, _)| *name);
+        let own = HEADER_KEYS.into_iter().chain(["temperature", "model", "tools"]).chain(sampled);
         let own = own.filter(|own| !named(own)).map(|own| (own, own));
         for (ours, theirs) in names.clone().chain(own) {
             if fields.contains_key(ours) {

@@ -1,0 +1,284 @@
+//! Sampling options beside temperature and top-p: their names in other servers' spelling, and where they do nothing.
+//!
+//! The one table of them. `format` reads options by it, `align` says of each trace which are on, and Python takes the
+//! table for what a request may ask for.
+
+use serde_json::{Map, Value};
+use std::sync::Arc;
+
+/// When an option does nothing.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Off {
+    /// At any of these numbers.
+    At(&'static [f64]),
+    /// If it is false, empty or 0 throughout.
+    Empty,
+}
+
+/// Every option by the name that vLLM or OpenAI gives it, the others by that of the server that has them; its place is
+/// its bit. `top_p` is a field of its own and stands first.
+pub const OPTIONS: [(&str, Off); 26] = [
+    ("top_p", Off::At(&[1.0])),
+    ("top_k", Off::At(&[0.0, -1.0])),
+    ("min_p", Off::At(&[0.0])),
+    ("typical_p", Off::At(&[1.0])),
+    ("tfs_z", Off::At(&[1.0])),
+    ("top_a", Off::At(&[0.0])),
+    ("top_n_sigma", Off::At(&[0.0, -1.0])),
+    ("epsilon_cutoff", Off::At(&[0.0])),
+    ("eta_cutoff", Off::At(&[0.0])),
+    ("xtc_probability", Off::At(&[0.0])),
+    ("mirostat", Off::At(&[0.0])),
+    ("dynatemp_range", Off::At(&[0.0])),
+    ("repetition_penalty", Off::At(&[1.0])),
+    ("presence_penalty", Off::At(&[0.0])),
+    ("frequency_penalty", Off::At(&[0.0])),
+    ("dry_multiplier", Off::At(&[0.0])),
+    ("no_repeat_ngram_size", Off::At(&[0.0])),
+    ("min_tokens", Off::At(&[0.0])),
+    ("min_new_tokens", Off::At(&[0.0])),
+    ("logit_bias", Off::Empty),
+    ("allowed_token_ids", Off::Empty),
+    ("bad_words", Off::Empty),
+    ("watermark", Off::Empty),
+    ("use_beam_search", Off::Empty),
+    ("num_beams", Off::At(&[1.0])),
+    ("best_of", Off::At(&[1.0])),
+];
+
+/// Other spellings: of llama.cpp and Ollama, of Gemini, of transformers.
+pub const SPELLINGS: [(&str, &str); 12] = [
+    ("repeat_penalty", "repetition_penalty"),
+    ("repetitionPenalty", "repetition_penalty"),
+    ("presencePenalty", "presence_penalty"),
+    ("frequencyPenalty", "frequency_penalty"),
+    ("topK", "top_k"),
+    ("top-k", "top_k"),
+    ("minP", "min_p"),
+    ("typicalP", "typical_p"),
+    ("typ_p", "typical_p"),
+    ("logitBias", "logit_bias"),
+    ("beam_search", "use_beam_search"),
+    ("bestOf", "best_of"),
+];
+
+/// The bit of `top_p`.
+pub const TOP_P: u32 = 1;
+/// SGLang writes 2^30 for no top-k; no vocabulary has so many tokens.
+const EVERY_TOKEN: f64 = 1_048_576.0;
+
+/// The place of an option in `OPTIONS`, whoever spells it; `top_p` is none here.
+pub fn place_of(key: &str) -> Option<usize> {
+    // Keys are looked at in every request: most are told by their first letters.
+    if !matches!(
+        key.as_bytes().first_chunk::<2>(),
+        Some(
+            b"to"
+                | b"mi"
+                | b"ty"
+                | b"tf"
+                | b"ep"
+                | b"et"
+                | b"xt"
+                | b"dy"
+                | b"re"
+                | b"pr"
+                | b"fr"
+                | b"dr"
+                | b"no"
+                | b"lo"
+                | b"al"
+                | b"ba"
+                | b"wa"
+                | b"us"
+                | b"nu"
+                | b"be"
+        )
+    ) {
+        return None;
+    }
+    let name = SPELLINGS.iter().find(|(spelled, _)| *spelled == key).map_or(key, |(_, name)| name);
+    OPTIONS.iter().skip(1).position(|(option, _)| *option == name).map(|place| place + 1)
+}
+
+impl Off {
+    /// Whether the option does nothing at this value.
+    pub fn holds(self, name: &str, value: &Value) -> bool {
+        match (self, value) {
+            (_, Value::Null | Value::Bool(false)) => true,
+            (Self::At(off), value) => number(value).is_some_and(|number| {
+                off.contains(&number) || name == "top_k" && number >= EVERY_TOKEN || name == "min_p" && number < 0.0
+            }),
+            (Self::Empty, Value::Array(list)) => list.iter().all(|each| pair_is_idle(each)),
+            (Self::Empty, Value::Object(map)) => map.values().all(|each| number(each) == Some(0.0)),
+            (Self::Empty, Value::String(text)) => text.is_empty(),
+            (Self::Empty, value) => number(value) == Some(0.0),
+        }
+    }
+}
+
+/// Whether an entry of a list is llama.cpp's `[token, 0]`.
+fn pair_is_idle(entry: &Value) -> bool {
+    entry.as_array().is_some_and(|pair| pair.len() == 2 && number(&pair[1]) == Some(0.0))
+}
+
+fn number(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(number) => number.as_f64(),
+        Value::String(text) => text.trim().parse().ok(),
+        _ => None,
+    }
+}
+
+/// What a record says of the options but `top_p`: places in `OPTIONS` with values; nothing is held where it says nothing.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Options(Option<Arc<[(u8, Value)]>>);
+
+impl Options {
+    /// Nothing said.
+    pub const NONE: Self = Self(None);
+
+    /// What an object says; of two spellings the first counts, and null is not said.
+    pub fn read(fields: &Map<String, Value>) -> Self {
+        let mut found: Vec<(u8, Value)> = Vec::new();
+        for (key, value) in fields {
+            if let Some(place) = place_of(key).filter(|_| !value.is_null()) {
+                if found.iter().all(|(known, _)| usize::from(*known) != place) {
+                    found.push((place as u8, value.clone()));
+                }
+            }
+        }
+        Self((!found.is_empty()).then(|| found.into()))
+    }
+
+    /// What `outer` says in addition.
+    pub fn or(self, outer: &Self) -> Self {
+        match (&self.0, &outer.0) {
+            (_, None) => self,
+            (None, Some(_)) => outer.clone(),
+            (Some(own), Some(outer)) => {
+                let more = outer.iter().filter(|(place, _)| own.iter().all(|(known, _)| known != place));
+                Self(Some(own.iter().chain(more).cloned().collect()))
+            }
+        }
+    }
+
+    /// Names and values.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, &Value)> {
+        self.0.iter().flat_map(|all| all.iter()).map(|(place, value)| (OPTIONS[usize::from(*place)].0, value))
+    }
+
+    /// Whether nothing is said.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Bits of those that are said.
+    pub fn named(&self) -> u32 {
+        self.0.iter().flat_map(|all| all.iter()).fold(0, |bits, (place, _)| bits | 1 << place)
+    }
+
+    /// Bits of those that are on: cut off, scale, favour or forbid tokens.
+    pub fn reshaped(&self) -> u32 {
+        let on = |place: u8, value: &Value| {
+            let (name, off) = OPTIONS[usize::from(place)];
+            !off.holds(name, value)
+        };
+        let all = self.0.iter().flat_map(|all| all.iter());
+        all.filter(|(place, value)| on(*place, value)).fold(0, |bits, (place, _)| bits | 1 << place)
+    }
+}
+
+/// What a server takes where a request leaves something out: the model's generation_config.json.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Defaults {
+    /// Temperature, where it says one.
+    pub temperature: Option<f32>,
+    /// Bits of the options that it turns on, `top_p` among them.
+    pub reshaped: u32,
+}
+
+impl Defaults {
+    /// Reads the fields of a generation_config.json.
+    pub fn read(fields: &Map<String, Value>) -> Self {
+        let number = |key: &str| fields.get(key).and_then(number).filter(|number| number.is_finite());
+        let top_p = number("top_p").is_some_and(|top_p| top_p < 1.0);
+        let temperature = number("temperature").filter(|heat| *heat >= 0.0).map(|heat| heat as f32);
+        Self { temperature, reshaped: Options::read(fields).reshaped() | if top_p { TOP_P } else { 0 } }
+    }
+}
+
+/// What a request leaves out, so that a server took its own default for it; 0 for what is no request.
+pub mod left_out {
+    /// The temperature: 1 is the default of the API.
+    pub const TEMPERATURE: u8 = 1;
+    /// Top-p.
+    pub const TOP_P: u8 = 2;
+    /// It is a request to a server that takes the rest from the model's generation_config.json.
+    pub const REQUEST: u8 = 4;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read(value: &Value) -> Options {
+        Options::read(value.as_object().unwrap())
+    }
+
+    fn on(value: &Value) -> Vec<&'static str> {
+        let bits = read(value).reshaped();
+        OPTIONS.iter().enumerate().filter(|(place, _)| bits & (1 << place) != 0).map(|(_, (name, _))| *name).collect()
+    }
+
+    #[test]
+    fn every_name_and_spelling_is_found_and_no_other() {
+        for (place, (name, _)) in OPTIONS.iter().enumerate().skip(1) {
+            assert_eq!(place_of(name), Some(place), "{name}");
+        }
+        for (spelled, name) in SPELLINGS {
+            assert_eq!(place_of(spelled), place_of(name), "{spelled}");
+            assert!(place_of(name).is_some(), "{name}");
+        }
+        for other in ["top_p", "temperature", "model", "t", "", "top_logprobs", "tools"] {
+            assert_eq!(place_of(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn an_option_is_off_where_it_does_nothing() {
+        let off = json!({"top_k": -1, "min_p": 0.0, "typical_p": 1, "repeat_penalty": 1.0, "presence_penalty": 0,
+            "frequency_penalty": "0", "logit_bias": {}, "use_beam_search": false, "best_of": 1, "mirostat": 0});
+        assert_eq!((read(&off).reshaped(), read(&off).named().count_ones()), (0, 10));
+        assert!(read(&json!({"top_k": null, "seed": 1})).is_empty());
+        for idle in [
+            json!({"top_k": 0}),
+            json!({"top_k": 1 << 30}),
+            json!({"logit_bias": {"5": 0}}),
+            json!({"min_p": -1}),
+            json!({"logit_bias": [[5, 0.0]]}),
+            json!({"bad_words": []}),
+            json!({"top_n_sigma": -1.0}),
+        ] {
+            assert_eq!(on(&idle), Vec::<&str>::new(), "{idle}");
+        }
+        assert_eq!(
+            on(&json!({"topK": 5, "repeat_penalty": 1.3, "logit_bias": {"5": -100}})),
+            ["top_k", "repetition_penalty", "logit_bias"]
+        );
+        assert_eq!(
+            on(&json!({"top_k": "auto", "use_beam_search": true, "best_of": 4, "logit_bias": [[5, -1]]})),
+            ["top_k", "logit_bias", "use_beam_search", "best_of"]
+        );
+    }
+
+    #[test]
+    fn the_inner_values_count_before_the_outer() {
+        let both = read(&json!({"top_k": 5})).or(&read(&json!({"top_k": 7, "min_p": 0.1})));
+        assert_eq!(
+            both.iter().map(|(name, value)| (name, value.clone())).collect::<Vec<_>>(),
+            [("top_k", json!(5)), ("min_p", json!(0.1))]
+        );
+    }
+}
