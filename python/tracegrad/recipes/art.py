@@ -32,7 +32,8 @@ def _build(o: Asked) -> Recipe:
     ppo = o["ppo"] or o.among("loss_fn", {"cispo": False, "ppo": True})
     low = (0.2 if ppo else 1.0) if o["epsilon"] is None else o["epsilon"]
     high = (low if ppo else 4.0) if o["epsilon_high"] is None else o["epsilon_high"]
-    ratio, cap, bound = _OLD if o["precalculate_logprobs"] else _DIRECT, o[_CAP], o["truncated_importance_sampling"]
+    ratio, cap = _OLD if o["precalculate_logprobs"] else _DIRECT, o[_CAP] or None
+    bound, most = o["truncated_importance_sampling"] or None, high if cap is None else min(high, cap - 1)
     levels: dict[str, Level] = {"token": Level(), "sequence": _MEAN}
     levels["average"] = Level("trace", "mean", blend="arithmetic")
     levels["geometric_average"] = Level("trace", "mean", blend="geometric")
@@ -49,10 +50,11 @@ def _build(o: Asked) -> Recipe:
         why = "masked terms keep the weight 1 - epsilon there, and a constant loss under ppo; here they have none"
         o.no("mask_prob_ratio", why, "epsilon 1, or a Gate")
     if ppo:
-        objective = Objective(Clip(low, high, delta=cap, level=level), ratio, weights, (), (), _TRACES, shifts)
-    else:
-        shape = Clamp(1 - low, 1 + high if cap is None else min(1 + high, cap))
-        shape = Window(1 - low, 1 + high, strict=True) if o["mask_prob_ratio"] else shape
+        objective = Objective(Clip(low, most, delta=cap, level=level), ratio, weights, (), (), _TRACES, shifts)
+    else:  # a ratio that the cap holds below 1 + epsilon_high is within the window
+        masked = o["mask_prob_ratio"] and most == high
+        least = max(0.0, 1 - low)
+        shape = Window(least, 1 + high, strict=True) if masked else Clamp(least, 1 + most)
         objective = Objective(PolicyGradient(), None, (*weights, Weight(ratio, level, shape)), (), (), _TRACES, shifts)
     scaled = o["scale_rewards"] and o["normalize_advantages"]
     advantage = Advantage(scale="std" if scaled else "none", ddof=0 if scaled else 1, singleton="zero")

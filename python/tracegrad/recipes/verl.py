@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tracegrad.algebra import (
     Clamp,
@@ -35,6 +35,8 @@ _PRODUCT = Level("trace", "sum")
 _LEVELS = {"token": Level(), "seq_sum": _PRODUCT, "seq_mean": Level("trace", "mean"), "seq_max": Level("trace", "max")}
 _KINDS: dict[str, Any] = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _KINDS |= {f"{name}+": kind for name, kind in _KINDS.items()}
+Terms = Literal["kept", "all"]
+_GATED: dict[Terms, Any] = {"kept": "detached", "all": False}
 
 
 def from_verl(config: Any) -> Recipe:
@@ -72,11 +74,10 @@ def _build(o: Asked) -> Recipe:
 def _bypassed(o: Asked) -> Objective:
     """theta/rollout at once: rejection by it and, for reinforce, its weight; the clip bounds the ratio by itself."""
     gates, reduce = _gates(o, _DIRECT), _reduce(o, "all")
+    added = {"penalties": _penalties(o, reduce, "all"), "reduce": reduce, "entropy": _bonus(o, reduce, "all")}
     if o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False}):
-        clip = Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"])
-        return Objective(clip, _DIRECT, (), gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
-    weights = _weights(o, _DIRECT)
-    return Objective(PolicyGradient(), None, weights, gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
+        return Objective(Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"]), _DIRECT, (), gates, **added)
+    return Objective(PolicyGradient(), None, _weights(o, _DIRECT), gates, **added)
 
 
 def _decoupled(o: Asked, loss: str) -> Objective:
@@ -120,8 +121,8 @@ def _decoupled(o: Asked, loss: str) -> Objective:
         weights = (*weights, Weight(_OLD, shape=Clamp(1 - low, 1 + high)))
     else:
         o.among(f"{A}policy_loss.loss_mode", dict.fromkeys(LOSSES))
-    penalties = (*added, *_penalties(o, reduce))
-    return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce))
+    penalties = (*added, *_penalties(o, reduce, "kept"))
+    return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce, "kept"))
 
 
 def _bounds(o: Asked) -> tuple[float, float]:
@@ -191,21 +192,26 @@ def _reduce(o: Asked, denominator: Any) -> Reduce:
     )
 
 
-def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
-    """The KL loss, on the terms that rejection left."""
+def _penalties(o: Asked, reduce: Reduce, terms: Terms) -> tuple[Penalty, ...]:
+    """The KL loss, on the mask that the actor is handed, whatever the loss's own gates drop of it.
+
+    Rejection by old/rollout has left it ("kept"); that of bypass mode is within the loss, and leaves "all".
+    """
     if not o[f"{A}use_kl_loss"]:
         return ()
     name = f"{A}kl_loss_type"
     kind = o.among(name, _KINDS)
-    straight, own = o[name].endswith("+") and kind != "k2", _reduce(o, reduce.denominator)
+    straight, own = o[name].endswith("+") and kind != "k2", _reduce(o, terms)
     cap = 10.0 if kind == "k3" else None
     options: dict[str, Any] = {"straight_through": straight, "cap": cap, "reduce": None if own == reduce else own}
-    return (Penalty(Ratio("theta", "ref"), kind, o[f"{A}kl_loss_coef"], gated=True, weighted=False, **options),)
+    ratio, coef = Ratio("theta", "ref"), o[f"{A}kl_loss_coef"]
+    return (Penalty(ratio, kind, coef, gated=_GATED[terms], weighted=False, **options),)
 
 
-def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
-    coef, own = o[f"{A}entropy_coeff"], _reduce(o, reduce.denominator)
-    return Entropy(coef, gated=True, reduce=None if own == reduce else own) if coef else None
+def _bonus(o: Asked, reduce: Reduce, terms: Terms) -> Entropy | None:
+    """The entropy bonus, on the same terms."""
+    coef, own = o[f"{A}entropy_coeff"], _reduce(o, terms)
+    return Entropy(coef, gated=_GATED[terms], reduce=None if own == reduce else own) if coef else None
 
 
 def _options(o: Asked, objective: Objective) -> Options:
