@@ -1,4 +1,4 @@
-"""Configs of other trainers as numbers: loss and gradient of a few tokens, worked out by hand from the peer's formula."""
+"""Configs of other trainers as numbers: loss and gradient of a few tokens, worked out by hand."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def row(objective: Objective, advantage: float, **logprobs: Any) -> Outcome:
     return run(objective, data | {"advantages": advantages, "entropy": torch.ones_like(data["logprobs"])})
 
 
-class TestVerl:
-    KL = {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_coef": 0.3, f"{ACTOR}kl_loss_type": "mse"}
+KL = {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_coef": 0.3, f"{ACTOR}kl_loss_type": "mse"}
 
+
+class TestVerl:
     def test_its_kl_loss_and_bonus_run_over_what_the_gates_of_its_loss_drop(self):
         # e^-0.3 - e^-1 = 0.37 > 0.2 drops the first token of dppo_tv: (1 + 1) / 3 is left of the loss. The KL loss is
         # 0.3 (1.2^2 + 0.5^2 + 0.5^2) / 6 over all three, 0.097, and the bonus, of entropies of 1, its coefficient.
-        told = self.KL | {f"{ACTOR}policy_loss.loss_mode": "dppo_tv", f"{ACTOR}entropy_coeff": 0.06}
+        told = KL | {f"{ACTOR}policy_loss.loss_mode": "dppo_tv", f"{ACTOR}entropy_coeff": 0.06}
         still = [-1.0, -1.0, -1.0]
         objective = recipes.from_verl(told).objective
         found = row(objective, 1.0, logprobs=[-0.3, -1.0, -1.0], old=still, rollout=still, ref=[-1.5] * 3)
@@ -41,7 +42,7 @@ class TestVerl:
 
     def test_rejection_before_the_loss_takes_its_tokens_from_all_three(self):
         # old/rollout of e^2 is rejected: two tokens are left, and a third of nothing.
-        told = self.KL | {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": 2.0}
+        told = KL | {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": 2.0}
         told |= {f"{CORRECTION}rollout_is": None, f"{ACTOR}entropy_coeff": 0.06}
         objective = recipes.from_verl(told).objective
         still = [-1.0, -1.0, -1.0]
@@ -51,7 +52,7 @@ class TestVerl:
 
     def test_rejection_of_bypass_mode_is_within_the_loss_and_leaves_the_two_others_whole(self):
         # theta/rollout of e^2 is rejected: the loss has tokens two and three, the KL loss and the bonus all three.
-        told = self.KL | {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": 2.0}
+        told = KL | {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": 2.0}
         told |= {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}rollout_is": None, f"{ACTOR}entropy_coeff": 0.06}
         for loss_type in ("ppo_clip", "reinforce"):
             objective = recipes.from_verl(told | {f"{CORRECTION}loss_type": loss_type}).objective
@@ -61,7 +62,7 @@ class TestVerl:
             assert found.entropy_gradient[0].tolist() == pytest.approx([-0.02] * 3)
 
     def test_geo_means_kl_loss_is_divided_by_what_rejection_left(self):
-        told = self.KL | {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": 2.0}
+        told = KL | {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": 2.0}
         told |= {f"{CORRECTION}rollout_is": None, f"{ACTOR}policy_loss.loss_mode": "geo_mean"}
         still = [-1.0, -1.0, -1.0]
         objective = recipes.from_verl(told).objective

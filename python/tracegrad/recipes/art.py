@@ -119,8 +119,8 @@ ART = Peer(
             "advantage.by_mean_size in a trainer of your own. A step of AdamW is nearly the same without it"
         ),
         "AdamW": (
-            "ART's is of 8 bits, with weight decay 0.1 and gradients cut at a norm of 0.1, whatever its call says; here "
-            "optimizer.weight_decay is 0 and optimizer.grad_clip 1 unless they are told"
+            "ART's is of 8 bits, with weight decay 0.1 and gradients cut at a norm of 0.1, whatever its call says; "
+            "here optimizer.weight_decay is 0 and optimizer.grad_clip 1 unless they are told"
         ),
         "missing logprobs": "a missing logprob is a ratio of 1 in ART; here its term is dropped and counted",
         "epsilon of the deviation": "ART adds 1e-6 to the standard deviation of a group, this 1e-4",

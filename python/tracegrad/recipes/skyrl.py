@@ -321,6 +321,11 @@ SKYRL = Peer(
             "train.epochs, updates_per_old 0",
             of_run=True,
         ),
+        "generator.step_wise_trajectories": Without(
+            (False,),
+            "a row is a turn there, so that a sequence's ratio, mask or mean is a turn's; here a trace is whole",
+            "leave it out, and Level('turn', ...) where a turn is meant",
+        ),
         "trainer.update_ref_every_epoch": Without((False,), "it is in steps here", "train.ref_every", of_run=True),
         "trainer.mtp.enabled": Without((False,), "draft heads are not trained", "leave it out"),
     },
@@ -338,8 +343,7 @@ SKYRL = Peer(
         "epsilon of the deviation": "SkyRL adds 1e-6 to the standard deviation of a group, this 1e-4",
         "means below 0": "maxrl turns the sign in SkyRL where the mean of a group is below 0; here the advantage is 0",
         "norms and biases": (
-            "SkyRL decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they are left as they "
-            "are"
+            "SkyRL decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they stay as they are"
         ),
     },
 )

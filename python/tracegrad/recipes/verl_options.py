@@ -173,7 +173,7 @@ DIFFERS: Mapping[str, str] = {
         "verl's learning rate stands still for the {steps} optimizer steps of a training batch, here it moves at each"
     ),
     "norms and biases": (
-        "verl decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they are left as they are"
+        "verl decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they stay as they are"
     ),
     "epsilon of the deviation": "verl adds 1e-6 to the standard deviation of a group, this 1e-4",
 }
