@@ -8,11 +8,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from time import process_time
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import whole_configs
 from padded import hard
@@ -23,7 +22,7 @@ from tracegrad.recipes.peer import Peer
 from tracegrad.recipes.skyrl import SKYRL
 from tracegrad.recipes.trl import TRL
 from tracegrad.recipes.verl import VERL
-from whole_configs import Numbers, drawn, ours
+from whole_configs import Numbers, drawn, ours, without_empty, without_last
 
 CONFIGS = 220
 # Options that say nothing of the loss, and the adaptive coefficient, whose state is in test_entropy.py.
@@ -44,18 +43,6 @@ EXCUSED = {
     "rejected rows": ("loss", "gradient", "of_entropy"),
 }
 """What each named difference may change on one micro-batch without a missing logprob; the others change nothing."""
-
-
-def without_empty(data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without its empty row, which a trainer has none of."""
-    return {name: value[data["mask"].any(1)] for name, value in data.items()}
-
-
-def without_last(data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the last column, which ART's shift loses."""
-    mask = data["mask"].clone()
-    mask[:, -1] = False
-    return data | {"mask": mask}
 
 
 PEERS: dict[str, tuple[Peer, Callable[..., Numbers], Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
@@ -80,7 +67,7 @@ def apart(found: Numbers, wanted: Numbers) -> dict[str, float]:
 def test_a_random_config_gives_the_peers_numbers_or_names_the_difference(name):
     peer, theirs, from_peer, shaped, counted = PEERS[name]
     draw, seen, data = random.Random(f"{name} 1"), Counter(), [shaped(hard(seed)) for seed in range(7)]
-    seen_values: set[str] = set()
+    seen_values, began = set(), process_time()
     while seen["equal"] + seen["named"] < CONFIGS:
         case = drawn(peer, draw, ALONE[name])
         try:
@@ -103,4 +90,4 @@ def test_a_random_config_gives_the_peers_numbers_or_names_the_difference(name):
         seen["named" if wrong else "equal"] += 1
         seen_values |= {f"{option} = {value}" for option, value in case.items()}
     assert seen["equal"] > 0.7 * CONFIGS, seen
-    print(f"{name}: {dict(seen)}, {len(seen_values)} values of options")
+    print(f"{name}: {dict(seen)}, {len(seen_values)} values of options, {process_time() - began:.0f} CPU seconds")

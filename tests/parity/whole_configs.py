@@ -192,6 +192,18 @@ def _numbers(data: Mapping[str, Tensor], total: Callable[[Tensor, Tensor], Tenso
     return Numbers(loss.detach(), *gradients)
 
 
+def without_empty(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without its empty row, which a trainer has none of."""
+    return {name: value[data["mask"].any(1)] for name, value in data.items()}
+
+
+def without_last(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the last column, which ART's shift loses."""
+    mask = data["mask"].clone()
+    mask[:, -1] = False
+    return data | {"mask": mask}
+
+
 def under(case: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Options below a prefix, without it and without those of a run."""
     of_run = ("optim.*", "grad_*", "ppo_m*")
