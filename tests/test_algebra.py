@@ -4,6 +4,7 @@ import pytest
 
 from tracegrad import presets
 from tracegrad.algebra import (
+    Adapt,
     Budget,
     Clamp,
     Clip,
@@ -116,6 +117,9 @@ def test_weights_on_opposite_signs_do_not_multiply():
         (lambda: Reduce("constant"), "without norm"),
         (lambda: Shift(MISMATCH, 0.1), "must have theta above"),
         (lambda: Entropy(-0.1, gated=False), "must not be negative"),
+        (lambda: Entropy(0.1, gated="kept"), "Entropy.gated is 'kept'"),
+        (lambda: Entropy(0.1, gated="detached", adapt=Adapt()), "adapts to the entropy of what all gates left"),
+        (lambda: Penalty(Ratio("theta", "ref"), "k3", 0.1, gated="all", weighted=False), "Penalty.gated is 'all'"),
         (lambda: Objective(CrossEntropy(), shifts=(Shift(OLD, 0.1),)), "A is not read"),
         (lambda: Objective(Regress(), DIRECT, weights=(TIS,)), "fits a residual"),
         (lambda: Objective(Clip(level=Level("batch", "mean")), OLD), "mix traces with different"),

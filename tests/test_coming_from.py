@@ -65,23 +65,17 @@ def test_each_option_is_spelled_as_what_is_due_to_it():
 @pytest.mark.parametrize(
     ("peer", "told", "named"),
     [
-        ("trl", {"reward_weights": [1, 2]}, "reward_weights = '[1, 2]' (a run trains on one column of rewards"),
-        ("trl", {"num_iterations": 4}, "num_iterations = '4'"),
         ("trl", {"loss_typ": "grpo"}, "Did you mean loss_type?"),
         ("trl", {"loss_type": "ppo"}, "known: dapo, grpo"),
         ("trl", {"beta": "high"}, "beta = 'high' (it must be int or float"),
         ("trl", {"use_vllm": "yes"}, "it must be bool"),
         ("trl", {"loss_type": "cispo"}, "write 0.8 and 1.28"),
-        ("trl", {"sync_ref_model": True}, "ref_model_mixup_alpha = '0.6'"),
         ("trl", {"loss_type": "vespo", "importance_sampling_level": "sequence"}, "take token levels"),
         ("trl", {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "off_policy_mask_threshold": 0.1}, "of the three"),
-        ("verl", {"algorithm": {"adv_estimator": "gae"}}, "known: grpo, rloo, opo"),
         ("verl", {"rollout_is": "token", "rollout_is_threshold": "1_2_3"}, "0.5_2.0"),
         ("verl", {"rollout_is": None, "rollout_rs": "seq_k9", "rollout_rs_threshold": 1}, "no rejection"),
         ("verl", {"rollout_is": None, "rollout_rs": "token_k1"}, "need one threshold"),
         ("verl", {"actor_rollout_ref": {"actor": {"clip_ratio": "${x}"}}}, "it is an interpolation"),
-        ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.rollout_correction.bypass_mode": True}, "that pays"),
-        ("skyrl", {"trainer.algorithm.use_kl_in_reward": True}, "use_kl_loss False"),
         (
             "skyrl",
             {"policy_loss_type": "clip_cov", "off_policy_correction": {"tis_ratio_type": "token"}},
@@ -89,14 +83,7 @@ def test_each_option_is_spelled_as_what_is_due_to_it():
         ),
         ("skyrl", {"trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": 0.5}, "one bound"),
         ("skyrl", {"policy_loss_type": "rollout_is", "off_policy_correction.tis_ratio_type": "token"}, "telescope"),
-        ("skyrl", {"trainer.algorithm.dynamic_sampling.type": "replace"}, "copies of other groups, drawn at random"),
-        ("skyrl", {"trainer.algorithm.zero_variance_filter": True, "trainer.algorithm.dynamic_sampling.type": "filter"},
-         "has left such groups out"),
-        ("skyrl", {"trainer.fully_async.sample_full_batch": True}, "SkyRL has it with zero_variance_filter"),
-        ("verl", {"algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "metric": "acc"}}},
-         "compared by the reward that is trained on"),
         ("art", {"truncated_importance_sampling": 2.0}, "squares the ratio"),
-        ("art", {"advantage_balance": 0.5}, "advantage_balance = '0.5'"),
         ("art", {"mask_prob_ratio": True, "ppo": True}, "epsilon 1, or a Gate"),
     ],
 )  # fmt: skip
@@ -107,8 +94,153 @@ def test_what_has_no_counterpart_is_refused_by_its_name_with_a_cure(peer, told, 
     assert str(refused.value).startswith(f"{peer}: ")
 
 
+@pytest.mark.parametrize(
+    ("peer", "told", "named"),
+    [
+        ("trl", {"reward_weights": [1, 2]}, "reward_weights = '[1, 2]' (a run trains on one column of rewards"),
+        ("trl", {"num_iterations": 4}, "num_iterations = '4'"),
+        ("trl", {"sync_ref_model": True}, "ref_model_mixup_alpha = '0.6'"),
+        ("verl", {"algorithm": {"adv_estimator": "gae"}}, "known: grpo, rloo, opo"),
+        ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.rollout_correction.bypass_mode": True}, "that pays"),
+        ("skyrl", {"trainer.algorithm.use_kl_in_reward": True}, "use_kl_loss False"),
+        ("skyrl", {"trainer.algorithm.dynamic_sampling.type": "replace"}, "copies of other groups, drawn at random"),
+        ("skyrl", {"trainer.algorithm.zero_variance_filter": True, "trainer.algorithm.dynamic_sampling.type": "filter"},
+         "has left such groups out"),
+        ("skyrl", {"trainer.fully_async.sample_full_batch": True}, "SkyRL has it with zero_variance_filter"),
+        ("verl", {"algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "metric": "acc"}}},
+         "compared by the reward that is trained on"),
+        ("art", {"advantage_balance": 0.5}, "advantage_balance = '0.5'"),
+        ("trl", {"max_steps": 100}, "max_steps = '100' (a run ends after its passes"),
+        ("trl", {"warmup_ratio": 0.1}, "warmup_ratio = '0.1'"),
+        ("trl", {"warmup_steps": 0.1}, "warmup_steps = '0.1'"),
+        ("trl", {"optim": "adafactor"}, "optim = 'adafactor' (the optimizer is AdamW"),
+        ("trl", {"num_train_epochs": 0.5}, "num_train_epochs = '0.5'"),
+        ("trl", {"lr_scheduler_type": "polynomial"}, "known: linear, constant"),
+        ("trl", {"scale_rewards": "token"}, "known: group, batch, none"),
+        ("verl", {"actor_rollout_ref.actor.ppo_epochs": 2}, "ppo_epochs = '2'"),
+        ("verl", {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10}, "tell data.train_batch_size"),
+    ],
+)  # fmt: skip
+def test_what_says_how_a_run_goes_is_refused_by_a_run_alone_and_the_objective_is_there_without_it(peer, told, named):
+    recipe = FROM[peer](told)
+    assert recipe.objective == FROM[peer]({}).objective or "bypass_mode" in str(told)
+    assert any(named in each for each in recipe.unmet)
+    assert named in str(recipe)
+    with pytest.raises(ArgumentError) as refused:
+        recipe.settle()
+    assert named in str(refused.value)
+    assert "The objective alone is recipe.objective." in str(refused.value)
+
+
+def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made_up():
+    spelled = dict(recipes.from_trl({"num_iterations": 4, "epsilon_high": 0.28}).told)
+    assert spelled == {
+        "num_iterations = 4": "refused by a run",
+        "epsilon_high = 0.28": "objective.surrogate.high = 0.28",
+    }
+    assert recipes.from_trl({"scale_rewards": "token"}).advantage is None
+    assert recipes.from_verl({"algorithm": {"adv_estimator": "gae"}}).advantage is None
+    assert recipes.from_skyrl({"trainer.algorithm.advantage_estimator": "gae"}).advantage is None
+    synced = dict(recipes.from_trl({"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04}).told)
+    assert synced["ref_model_mixup_alpha = 1.0"] == "what the others need"
+
+
+def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
+    grpo = pytest.importorskip("trl").GRPOConfig
+    config = grpo(output_dir="unused", bf16=False, report_to=[], max_steps=50, warmup_steps=0.1, optim="adafactor",
+                  reward_weights=[1.0, 2.0], epsilon_high=0.28, loss_type="grpo")  # fmt: skip
+    recipe = recipes.from_trl(config)
+    assert recipe.objective == recipes.from_trl({"epsilon_high": 0.28, "loss_type": "grpo"}).objective
+    with pytest.raises(ArgumentError, match=r"4 of the options .*reward_weights.*"):
+        recipe.settle()
+
+
+@pytest.mark.parametrize(
+    ("peer", "told", "said"),
+    [
+        ("trl", {}, {}),
+        ("trl", {"entropy_coef": 0.1}, {}),
+        ("trl", {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
+         {"bonus of a quantile": "it is about 0.4 times TRL's"}),
+        ("trl", {"loss_type": "bnpo"}, {"mean of a micro-batch": "over each micro-batch"}),
+        ("trl", {"scale_rewards": "batch"}, {"scale of a batch": "one generation batch, this by that of all traces"}),
+        ("trl", {"steps_per_generation": 4}, {"terms of a step": "of the 4 steps of a generation batch"}),
+        ("trl", {"steps_per_generation": 4, "loss_type": "grpo"}, {}),
+        ("trl", {"use_vllm": True}, {"missing logprobs": "weighs 1 here"}),
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}, {}),
+        ("verl", {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 2}, {}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-mean"}, {}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-sum", "rs": "seq_mean_k1"}, {"rejected rows": "by all rows"}),
+        ("verl", {"loss_mode": "sapo", "rs": "seq_mean_k1"}, {"rejected rows": "by all rows"}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-mean", "rs": "token_k1", "bypass_mode": True},
+         {"terms of a rejected row": "the share that is left times verl's"}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-mean", "rs": "seq_mean_k1", "bypass_mode": True}, {}),
+        ("verl", {"loss_mode": "geo_mean", "rs": "token_k1"}, {"rejection within geo_mean": "over all terms"}),
+        ("verl", {"loss_mode": "geo_mean", "rs": "seq_mean_k1"}, {}),
+        ("verl", {"loss_mode": "geo_mean", "is": "token"}, {"weights of geo_mean": "each term carries its own"}),
+        ("verl", {"loss_mode": "geo_mean", "is": "sequence"}, {}),
+        ("verl", {"loss_mode": "geo_mean", "is": "token", "bypass_mode": True}, {}),
+        ("verl", {"warmup": 10}, {"rate within a batch": "for the 4 optimizer steps of a training batch"}),
+        ("verl", {"decay": 0.01}, {"norms and biases": "1 - lr * 0.01"}),
+        ("verl", {"adv": "grpo"}, {"epsilon of the deviation": "1e-6 to the standard deviation of a group, this 1e-4"}),
+        ("skyrl", {}, {"epsilon of the deviation": "1e-6", "norms and biases": "1 - lr * 0.01"}),
+        ("skyrl", {"trainer.algorithm.advantage_estimator": "maxrl"},
+         {"means below 0": "here the advantage is 0", "norms and biases": "1 - lr * 0.01"}),
+        ("skyrl", {"trainer.algorithm.grpo_norm_by_std": False}, {"norms and biases": "1 - lr * 0.01"}),
+        ("art", {"scale_rewards": False},
+         {"mean size of advantages": "by_mean_size", "AdamW": "weight decay 0.1", "missing logprobs": "a ratio of 1"}),
+    ],
+)  # fmt: skip
+def test_a_recipe_says_each_difference_of_its_config_and_no_other(peer, told, said):
+    if peer == "verl":
+        actor, correction = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+        places = {
+            "loss_mode": f"{actor}policy_loss.loss_mode",
+            "loss_agg_mode": f"{actor}loss_agg_mode",
+            "bypass_mode": f"{correction}bypass_mode",
+            "rs": f"{correction}rollout_rs",
+            "is": f"{correction}rollout_is",
+            "rollout_is": f"{correction}rollout_is",
+            "rollout_rs": f"{correction}rollout_rs",
+            "rollout_rs_threshold": f"{correction}rollout_rs_threshold",
+            "warmup": f"{actor}optim.lr_warmup_steps",
+            "decay": f"{actor}optim.weight_decay",
+            "adv": "algorithm.adv_estimator",
+        }
+        told = {f"{actor}optim.weight_decay": 0.0} | {places[name]: value for name, value in told.items()}
+        told |= {f"{correction}rollout_rs_threshold": 1.5} if f"{correction}rollout_rs" in told else {}
+        told |= {"data.train_batch_size": 1024} if f"{actor}optim.lr_warmup_steps" in told else {}
+    recipe = FROM[peer](told)
+    found = dict(recipe.differs)
+    assert set(found) == set(said)
+    assert all(words in found[name] and "{" not in found[name] for name, words in said.items())
+    assert all(f"# differs on purpose, {name}: {words}" in str(recipe) for name, words in found.items())
+
+
+def test_verls_warm_up_counts_training_batches():
+    # 1024 prompts in mini-batches of 256 are 4 optimizer steps: 10 batches are 40.
+    actor = "actor_rollout_ref.actor."
+    told = {"data.train_batch_size": 1024, f"{actor}ppo_mini_batch_size": 256, f"{actor}optim.lr_warmup_steps": 10}
+    assert dict(recipes.from_verl(told).options)["schedule.warmup_steps"] == 40
+    whole = told | {f"{actor}ppo_mini_batch_size": 1024}
+    assert dict(recipes.from_verl(whole).options)["schedule.warmup_steps"] == 10
+    assert "rate within a batch" not in dict(recipes.from_verl(whole).differs)
+
+
+def test_the_command_line_says_where_a_config_differs_and_what_a_run_refuses(example, group, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"entropy_coef": 0.1, "top_entropy_quantile": 0.4}))
+    told = ["--like", f"trl:{file}", "--print-config"]
+    assert main(arguments(example, group, tmp_path / "out", *told)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("# differs  on purpose, bonus of a quantile: TRL divides") for line in said)
+    file.write_text(json.dumps({"max_steps": 100}))
+    assert main(arguments(example, group, tmp_path / "out", *told)) == 1
+    assert "max_steps = '100'" in capsys.readouterr().err
+
+
 def test_all_that_is_refused_is_said_at_once():
-    with pytest.raises(ArgumentError, match=r"4 of the options .*reward_weights.*max_steps.*mask.*num_iterations"):
+    with pytest.raises(ArgumentError, match=r"4 of the options .*mask.*reward_weights.*max_steps.*num_iterations"):
         recipes.from_trl({"reward_weights": [2.0], "max_steps": 5, "beta": 0.1} | {"num_iterations": 2, "mask": 0})
 
 

@@ -12,6 +12,7 @@ from tracegrad import presets
 from tracegrad.algebra import (
     Clamp,
     Clip,
+    Entropy,
     Function,
     Gate,
     Level,
@@ -159,6 +160,34 @@ def test_a_penalty_says_whether_gates_and_weights_touch_it():
         return evaluate(objective, torch.zeros(2), None, terms).loss.item()
 
     assert [loss(False, False), loss(True, False), loss(False, True), loss(True, True)] == [2.0, 1.0, 6.0, 3.0]
+
+
+def test_a_penalty_and_a_bonus_run_over_what_all_gates_left_or_the_detached_ones_or_over_all():
+    # Three terms of l = 1 and entropy 1; before the step the first was dropped, now the second, its probability up by
+    # e^-0.3 - e^-1 = 0.37 > 0.2. Coefficients 1 and 10, scale 1: the sums are 1 or 10 for each term that is left.
+    moved = Gate(Ratio("theta", "old"), "dprob", high=0.2)
+    terms = Terms(
+        old=torch.tensor([-1.0, -1.0, -0.3]),
+        ref=torch.full((3,), -1.3),
+        advantages=torch.zeros(3),
+        scale=torch.ones(3),
+        keep=torch.tensor([False, True, True]),
+    )
+
+    def loss(gated):
+        penalty = Penalty(Ratio("theta", "ref"), "k1", 1.0, gated=gated, weighted=False)
+        parts = {"penalties": (penalty,), "entropy": Entropy(10.0, gated=gated)}
+        return evaluate(
+            Objective(Clip(), THETA_OLD, (), (moved,), **parts), torch.full((3,), -0.3), torch.ones(3), terms
+        )
+
+    found = {gated: loss(gated) for gated in (False, "detached", True)}
+    assert {gated: each.per_term.penalty.sum().item() for gated, each in found.items()} == pytest.approx(
+        {False: 3.0, "detached": 2.0, True: 1.0}
+    )
+    assert {gated: each.loss.item() for gated, each in found.items()} == pytest.approx(
+        {False: -27.0, "detached": -18.0, True: -9.0}
+    )
 
 
 def test_terms_of_padded_data_are_shaped_as_correct_takes_them():

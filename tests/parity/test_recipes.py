@@ -6,7 +6,6 @@ import inspect
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ import torch
 import yaml
 from trl import GRPOConfig
 
-from padded import hard, per_position, run
-from peer_code import trl_importance_ratio, trl_loss
+import whole_configs
+from padded import hard, run
+from peer_code import trl_loss
 from tracegrad import recipes
 from tracegrad.errors import ArgumentError
 from tracegrad.recipes.art import ART
@@ -26,6 +26,7 @@ from tracegrad.recipes.verl import VERL
 from tracegrad.recipes.verl_options import A as ACTOR
 from tracegrad.recipes.verl_options import C as CORRECTION
 from tracegrad.recipes.verl_options import G as ALGORITHM
+from whole_configs import ours, without_empty, without_last
 
 ALGO, POLICY = "trainer.algorithm.", "trainer.policy.optimizer_config."
 
@@ -66,31 +67,12 @@ class TestTrl:
 
     @pytest.mark.parametrize("case", told(TRL), ids=ids)
     def test_each_value_is_its_loss(self, close, case):
-        config, data = grpo_config(**case), hard(1)
-        mask = data["mask"].long()
-        inputs = {
-            "completion_mask": (mask.flip(1).cumsum(1).flip(1) > 0).long(),
-            "tool_mask": mask,
-            "advantages": data["advantages"],
-            "old_per_token_logps": data["old"],
-            "ref_per_token_logps": data["ref"],
-        }
-        if config.use_vllm:
-            inputs["sampling_per_token_logps"] = data["rollout"]
-        if config.use_vllm and config.vllm_importance_sampling_correction:
-            bounds = {side: getattr(config, f"vllm_importance_sampling_{side}") for side in ("clip_min", "clip_max")}
-            given = (data["old"], data["rollout"], mask, config.vllm_importance_sampling_mode)
-            inputs["importance_sampling_ratio"] = trl_importance_ratio(*given, **bounds)
         elsewhere = ("use_adaptive_entropy", "steps_per_generation")  # test_entropy.py; how a batch is cut
-        still = {name: value for name, value in case.items() if name not in elsewhere}
-        logprobs, entropy = data["logprobs"].clone().requires_grad_(), data["entropy"].clone().requires_grad_()
-        loss = trl_loss(logprobs, inputs, entropy, **still)
-        loss.backward()
-        found = run(recipes.from_trl(still).objective, data, rows=True)
-        close("TRL's config, loss", found.loss, loss.detach(), 1e-6)  # its temperatures are float32
-        close("TRL's config, gradient", found.gradient, logprobs.grad, 1e-6)
-        if config.entropy_coef:
-            close("TRL's config, gradient of the bonus", found.entropy_gradient, entropy.grad)
+        still, data = {name: value for name, value in case.items() if name not in elsewhere}, hard(1)
+        theirs, found = whole_configs.trl(still, data), ours(recipes.from_trl(still).objective, data, rows=True)
+        close("TRL's config, loss", found.loss, theirs.loss, 1e-6)  # its temperatures are float32
+        close("TRL's config, gradient", found.gradient, theirs.gradient, 1e-6)
+        close("TRL's config, gradient of the bonus", found.of_entropy, theirs.of_entropy)
 
     def test_the_bonus_on_the_quantiles_terms_alone_is_trls_but_for_its_denominator(self):
         data = hard(1)
@@ -122,7 +104,7 @@ class TestVerl:
                 same = list(default) if isinstance(default, tuple) else default
                 assert found[name] == same, name
         with pytest.raises(ArgumentError, match=r"algorithm.adv_estimator = 'gae'"):
-            recipes.from_verl(whole)
+            recipes.from_verl(whole).settle()
         whole["algorithm"]["adv_estimator"] = "grpo"
         recipe = recipes.from_verl(whole)
         assert recipe.objective == recipes.find("VERL_DEFAULT").objective
@@ -144,57 +126,39 @@ class TestVerl:
 
     @pytest.mark.parametrize("case", told(VERL), ids=ids)
     def test_each_value_is_its_loss(self, close, case):
-        core = pytest.importorskip("verl.trainer.ppo.core_algos")
-        helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
-        from verl.trainer.config.algorithm import RolloutCorrectionConfig
+        data = without_empty(hard(1))
+        recipe, theirs = recipes.from_verl(case), whole_configs.verl(case, data)
+        found = ours(recipe.objective, data)
+        rtol = 1e-6 if "geo_mean" in case.values() else 1e-7
+        close("verl's config, loss", found.loss, theirs.loss, rtol, floor=0.1)
+        close("verl's config, gradient", found.gradient, theirs.gradient, rtol, floor=1e-5)
+        close("verl's config, gradient of the bonus", found.of_entropy, theirs.of_entropy)
 
-        from test_verl_presets import bypass, counts_of
-        from verl_plan import actor_config
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
+    def test_its_mean_over_sequences_divides_by_rejected_rows_too(self, mode, seed):
+        data = without_empty(hard(seed))
+        case = {f"{ACTOR}loss_agg_mode": mode, f"{ACTOR}use_kl_loss": True, f"{ACTOR}entropy_coeff": 0.1}
+        case |= {f"{CORRECTION}rollout_rs": "seq_mean_k1", f"{CORRECTION}rollout_rs_threshold": "0.95_1.02"}
+        recipe, theirs = recipes.from_verl(case), whole_configs.verl(case, data)
+        assert "rejected rows" in dict(recipe.differs)
+        found, kept = ours(recipe.objective, data), run(recipe.objective, data).corrected.keep
+        share = kept.reshape(data["mask"].shape).any(1).sum() / len(kept.reshape(data["mask"].shape))
+        assert 0 < share < 1
+        for name, mine, wanted in zip(found._fields, found, theirs, strict=True):
+            torch.testing.assert_close(mine * share, wanted, rtol=1e-6, atol=1e-9, msg=name)
 
-        data = hard(1)
-        recipe = recipes.from_verl(case)
-        options = {"clip_ratio_high": 0.2, **_under(case, ACTOR)}
-        of_run = ("optim.", "grad_", "ppo_m")
-        options = {k.rpartition(".")[2]: v for k, v in options.items() if not k.startswith(of_run)}
-        correction = {"rollout_is": None, **_under(case, CORRECTION)}
-        mode = options.get("loss_agg_mode", "token-mean")
-        torch.manual_seed(0)
-        if correction.get("bypass_mode"):
-            loss, gradient, _ = bypass(data, RolloutCorrectionConfig(**correction), mode, counts_of(data))
-        else:
-            loss, gradient = _decoupled(core, helper, data, correction, actor_config(**options), mode)
-        torch.manual_seed(0)
-        geometric = options.get("loss_mode") == "geo_mean"
-        found = run(recipe.objective, data, rows=geometric)
-        rtol = 1e-6 if geometric else 1e-7
-        close("verl's config, loss", found.loss, loss, rtol, floor=0.1)
-        close("verl's config, gradient", found.gradient, gradient, rtol, floor=1e-5)
-
-
-def _decoupled(core: Any, helper: Any, data: Any, correction: dict[str, Any], config: Any, mode: str):
-    """verl's weights, its loss, and the bonus and KL loss that its actor adds."""
-    weights, mask, _ = helper.compute_rollout_correction_and_rejection_mask(
-        data["old"], data["rollout"], data["mask"], **{k: v for k, v in correction.items() if k.startswith("rollout_")}
-    )
-    weights = None if weights is None else weights.batch["rollout_is_weights"]
-    logprobs, entropy = data["logprobs"].clone().requires_grad_(), data["entropy"]
-    loss, _ = core.get_policy_loss_fn(config.policy_loss.loss_mode)(
-        old_log_prob=data["old"],
-        log_prob=logprobs,
-        advantages=per_position(data["advantages"], logprobs),
-        response_mask=mask,
-        loss_agg_mode=mode,
-        config=config,
-        rollout_is_weights=weights,
-    )
-    norm = {"loss_scale_factor": config.loss_scale_factor}
-    if config.entropy_coeff:
-        loss = loss - config.entropy_coeff * core.agg_loss(entropy, mask, mode, **norm)
-    if config.use_kl_loss:
-        kl = core.kl_penalty(logprobs, data["ref"], config.kl_loss_type)
-        loss = loss + config.kl_loss_coef * core.agg_loss(kl, mask, mode, **norm)
-    loss.backward()
-    return loss.detach(), logprobs.grad
+    @pytest.mark.parametrize("seed", range(3))
+    def test_its_bypass_mode_divides_a_row_by_what_rejection_left_of_it_and_ours_by_all(self, seed):
+        data = without_empty(hard(seed))
+        case = {f"{ACTOR}loss_agg_mode": "seq-mean-token-mean", f"{CORRECTION}bypass_mode": True}
+        case |= {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": "0.6_1.2"}
+        recipe, theirs = recipes.from_verl(case), whole_configs.verl(case, data)
+        assert "terms of a rejected row" in dict(recipe.differs)
+        found = run(recipe.objective, data)
+        share = (found.per_term.keep.sum(1) / data["mask"].sum(1))[:, None]
+        assert (share < 1).any()
+        torch.testing.assert_close(found.gradient, theirs.gradient * share, rtol=1e-6, atol=1e-9)
 
 
 class TestSkyrl:
@@ -212,36 +176,12 @@ class TestSkyrl:
 
     @pytest.mark.parametrize("case", told(SKYRL), ids=ids)
     def test_each_value_is_its_loss(self, close, case):
-        config = pytest.importorskip("skyrl.train.config.config")
-        ppo = pytest.importorskip("skyrl.backends.skyrl_train.utils.ppo_utils")
-        from skyrl.backends.skyrl_train.utils.torch_utils import masked_mean
-
-        data, algorithm = hard(1), config.AlgorithmConfig()
-        for name, value in _under(case, ALGO).items():
-            *path, last = name.split(".")
-            place: Any = algorithm
-            for each in path:
-                place = getattr(place, each)
-            setattr(place, last, value)
-        mask = data["mask"].double()
-        how = (algorithm.loss_reduction, 8, algorithm.max_seq_len, [(0, 2), (2, 4), (4, 6), (6, 8)])
-        advantages = per_position(data["advantages"], mask)
-        advantages = ppo.apply_loss_reduction_to_advantages_minibatch(advantages, mask, *how)
-        logprobs = data["logprobs"].clone().requires_grad_()
-        torch.manual_seed(0)
-        function = ppo.PolicyLossRegistry.get(algorithm.policy_loss_type)
-        loss, _ = function(logprobs, data["old"], advantages, algorithm, mask, data["rollout"])
-        if algorithm.use_kl_loss:
-            kl = ppo.compute_approx_kl(logprobs, data["ref"], mask, algorithm.kl_estimator_type)
-            loss = loss + algorithm.kl_loss_coef * masked_mean(kl, mask, dim=-1).mean()
-        if algorithm.use_entropy_loss:
-            loss = loss - algorithm.entropy_loss_coef * masked_mean(data["entropy"], mask)
-        loss.backward()
-        counts = SimpleNamespace(terms=int(data["mask"].sum()), traces=8, groups=4)  # empty rows are sequences there
-        torch.manual_seed(0)
-        found = run(recipes.from_skyrl(case).objective, data, group=torch.arange(8) // 2, totals=counts)
-        close("SkyRL's config, loss", found.loss, loss.detach(), 1e-6, floor=0.1)  # its ratios are float32
-        close("SkyRL's config, gradient", found.gradient, logprobs.grad, 1e-6, floor=1e-2)
+        data = hard(1)
+        theirs = whole_configs.skyrl(case, data)
+        found = ours(recipes.from_skyrl(case).objective, data, **whole_configs.skyrl_totals(data))
+        close("SkyRL's config, loss", found.loss, theirs.loss, 1e-6, floor=0.1)  # its ratios are float32
+        close("SkyRL's config, gradient", found.gradient, theirs.gradient, 1e-6, floor=1e-2)
+        close("SkyRL's config, gradient of the bonus", found.of_entropy, theirs.of_entropy)
 
 
 class TestArt:
@@ -260,36 +200,10 @@ class TestArt:
     @pytest.mark.parametrize("case", told(ART), ids=ids)
     def test_each_value_is_its_loss(self, close, case):
         """On its weights, 1 / length over their mean, which make a mean over each trace of the mean over tokens."""
-        art = pytest.importorskip("art.loss")
-        from test_art_loss import shifted, without_last
-
         data = without_last(hard(1))
-        mask, logprobs = data["mask"], data["logprobs"].clone().requires_grad_()
-        first = case.get("precalculate_logprobs", False)
-        weights = (1 / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(logprobs) * mask
-        inputs = {
-            "logprobs": shifted(data["old"] if first else data["rollout"], float("nan")),
-            "advantages": shifted(per_position(data["advantages"], logprobs).contiguous(), 0.0),
-            "assistant_mask": shifted(mask, False),
-            "weights": shifted(weights / weights[mask].mean(), 0.0),
-            "group_ids": shifted(torch.arange(1, len(mask) + 1)[:, None].expand_as(mask).contiguous(), 0),
-        }
-        if case.get("truncated_importance_sampling"):
-            inputs["original_logprobs"] = shifted(data["rollout"], 0.0)
-        options = {name: value for name, value in case.items() if name != "loss_fn"} | {"ppo": _ppo(case)}
-        found = art.loss_fn(inputs, logprobs, data["ref"], None, options)
-        found.policy_loss.backward()
-        ours = run(recipes.from_art(case).objective, data)
-        close("ART's config, loss", ours.loss, found.policy_loss.detach(), 1e-6, floor=0.1)
-        close("ART's config, gradient", ours.gradient, logprobs.grad, 1e-6, floor=1e-4)
-
-
-def _ppo(case: dict[str, Any]) -> bool:
-    return case.get("ppo", False) or case.get("loss_fn") == "ppo"
-
-
-def _under(case: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in case.items() if name.startswith(prefix)}
+        theirs, found = whole_configs.art(case, data), ours(recipes.from_art(case).objective, data)
+        close("ART's config, loss", found.loss, theirs.loss, 1e-6, floor=0.1)
+        close("ART's config, gradient", found.gradient, theirs.gradient, 1e-6, floor=1e-4)
 
 
 def test_a_dataclass_without_its_peer_is_flat_too():

@@ -141,3 +141,24 @@ def test_the_example_trains_the_bundled_example_on_skyrls_batches(example):
     assert log[0]["is_ratio_max"] == pytest.approx(1.0, abs=1e-3)
     assert log[1]["is_ratio_max"] > 1.02  # the policy has moved
     assert log[0]["frac_missing"] == 0
+
+
+class TestRowsThatAreTurns:
+    WIDE = (presets.SKYRL_849, presets.GSPO, replace(presets.TIS, reduce=Reduce("trace", "mean")))
+
+    @pytest.mark.parametrize("objective", WIDE, ids=["a gate of traces", "a ratio of traces", "a mean over traces"])
+    def test_what_looks_at_whole_traces_is_refused(self, objective):
+        told = {"generator": {"step_wise_trajectories": True}}
+        with pytest.raises(ArgumentError, match="makes a row of each turn"):
+            skyrl.register(objective, "stepwise", config=told)
+        skyrl.register(objective, "stepwise", config={"generator": {"step_wise_trajectories": False}})
+        ppo_utils.PolicyLossRegistry.unregister("stepwise")
+
+    def test_its_own_class_is_read_and_what_looks_at_tokens_is_taken(self):
+        config = pytest.importorskip("skyrl.train.config.config").SkyRLTrainConfig()
+        skyrl.register(presets.GSPO, "stepwise", config=config)
+        config.generator.step_wise_trajectories = True
+        skyrl.register(presets.TIS, "stepwise", config=config)
+        with pytest.raises(ArgumentError, match="a turn would be taken for a trace"):
+            skyrl.register(presets.GSPO, "stepwise", config=config)
+        ppo_utils.PolicyLossRegistry.unregister("stepwise")

@@ -19,9 +19,13 @@ def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) 
     """What each turn still gets: its own reward and gamma times what the next turn gets.
 
     gamma=0 credits a turn with its own reward alone; gamma=1 credits it with its own and all later ones; between, a
-    later turn counts less, by turns and not by tokens. `turns_to_terms` brings it to the terms. A baseline may stand
-    after it, `group_mean(found, np.repeat(group, np.diff(cu_turns)), ...)`, or before it, as in DeepSeekMath's process
-    supervision (Shao et al. 2024, arXiv 2402.03300, section 4.1.3): `turn_returns(group_mean(turn_rewards, ...), ...)`.
+    later turn counts less, by turns and not by tokens. `turns_to_terms` brings it to the terms.
+
+    A baseline stands after it, one number for all turns of a trace, from the other traces of its group: then it does
+    not depend on what the trace does. A mean that is taken out of each turn before they are summed, as in the process
+    supervision of DeepSeekMath (Shao et al. 2024, arXiv 2402.03300, section 4.1.3), is paid once for each turn that a
+    trace takes. Where traces choose how many they take, the gradient is biased towards fewer, or more where the mean is
+    below 0 (verl#7244); so it is with a mean over the turns of the group, in which a longer trace counts more often.
 
     Args:
         turn_rewards: [K], NaN where a turn has none: it adds nothing.
@@ -36,6 +40,21 @@ def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) 
 
     >>> turn_returns([1.0, 2.0, 4.0], [0, 2, 3], gamma=0.5).tolist()
     [2.0, 2.0, 4.0]
+
+    Two traces of a group: one ends after a turn that got 1, the other's two turns got 1 and 0. Both got 1 in all, so
+    that nothing speaks for either at the first turn, where they part: 0 and 0. The mean of all three turns, 2/3, taken
+    out before, would have said 1/3 for the one that ended and 1/3 - 2/3 for the one that went on.
+
+    >>> from tracegrad.advantage import group_mean, rloo
+    >>> rewards, cu_turns, group = np.array([1.0, 1.0, 0.0]), np.array([0, 1, 3]), np.array([7, 7])
+    >>> found = turn_returns(rewards, cu_turns, gamma=1.0)
+    >>> whole = found[cu_turns[:-1]]  # of each trace, from its first turn on
+    >>> others = whole - rloo(whole, group)  # the mean of the others: what rloo takes out
+    >>> (found - np.repeat(others, np.diff(cu_turns))).tolist()
+    [0.0, 0.0, -1.0]
+    >>> before = group_mean(rewards, np.repeat(group, np.diff(cu_turns)))
+    >>> turn_returns(before, cu_turns, gamma=1.0).round(3).tolist()
+    [0.333, -0.333, -0.667]
     """
     reward = arrays.real(turn_rewards, "turn_rewards")
     offsets = _offsets(cu_turns, reward)

@@ -98,7 +98,7 @@ class Objective:
             if (part.reduce or self.reduce).denominator == "kept" and not part.gated:
                 raise ArgumentError(
                     "a penalty with gated=False runs over terms that denominator='kept' does not count. "
-                    "Use gated=True or denominator='all'."
+                    "Use gated=True, gated='detached' or denominator='all'."
                 )
 
     def _check_kinds(self) -> None:

@@ -13,6 +13,9 @@ from tracegrad.algebra.view import View
 from tracegrad.algebra.whole import Whole
 from tracegrad.errors import ArgumentError
 
+Gated = bool | Literal["detached"]
+_GATED: dict[Gated, list[str]] = {True: ["kept terms only"], "detached": ["terms that detached gates keep"], False: []}
+
 
 @dataclass(frozen=True)
 class Penalty(Part):
@@ -25,7 +28,8 @@ class Penalty(Part):
         ratio: theta/ref or another with theta above.
         kind: one of the above.
         coef: its factor in the loss.
-        gated: whether terms that the gates dropped are left out.
+        gated: which dropped terms are left out: those of all gates (True), of none (False), or of the "detached" gates
+            alone, and with those what `missing="mask"` dropped, as `Reduce.denominator` counts (verl's KL loss).
         weighted: whether the weights multiply it.
         straight_through: the value of `kind` with the gradient of k2 (verl's "k3+").
         importance: this ratio multiplies it, with gradient, for tokens that another policy drew (TRL's
@@ -42,7 +46,7 @@ class Penalty(Part):
     ratio: Ratio
     kind: Literal["k1", "k2", "k3", "abs", "square"]
     coef: float
-    gated: bool
+    gated: Gated
     weighted: bool
     straight_through: bool = False
     importance: Ratio | None = None
@@ -53,6 +57,7 @@ class Penalty(Part):
 
     def __post_init__(self) -> None:
         one_of("Penalty.kind", self.kind, tuple(KINDS))
+        one_of("Penalty.gated", self.gated, tuple(_GATED))
         if self.ratio.num != "theta":
             raise ArgumentError(f"the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
         positive("Penalty.coef", self.coef, "leave the penalty out for none")
@@ -100,7 +105,7 @@ class Penalty(Part):
         kind = f"{self.kind}+" if self.straight_through else self.kind
         level = "" if self.importance_level == TOKEN else f" ({self.importance_level})"
         factors = f" * {self.importance}{level}" if self.importance else ""
-        touched = [name for name, on in (("kept terms only", self.gated), ("weighted", self.weighted)) if on]
+        touched = [*_GATED[self.gated], *["weighted"] * self.weighted]
         touched += [str(self.where)] if self.where else []
         touched += [f"at most {self.cap:g}"] if self.cap else []
         touched += [f"scale {self.reduce}"] if self.reduce else []
@@ -138,7 +143,7 @@ class Entropy:
 
     Args:
         coef: its factor, not negative; where it adapts, the one it starts from.
-        gated: whether terms that the gates dropped are left out.
+        gated: which dropped terms are left out, as in `Penalty`.
         reduce: its own denominators; None is those of the objective.
         adapt: how the coefficient changes between steps; None keeps it.
 
@@ -146,17 +151,23 @@ class Entropy:
     """
 
     coef: float
-    gated: bool
+    gated: Gated
     reduce: Reduce | None = None
     adapt: Adapt | None = None
 
     def __post_init__(self) -> None:
+        one_of("Entropy.gated", self.gated, tuple(_GATED))
         if not 0 <= self.coef < float("inf"):
             raise ArgumentError(f"Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
         no_effect(self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt")
+        if self.adapt is not None and self.gated == "detached":
+            raise ArgumentError(
+                "Entropy.gated is 'detached', and its coefficient adapts to the entropy of what all gates left, or of "
+                "all terms. Take gated=True or gated=False."
+            )
 
     def __str__(self) -> str:
-        notes = ["kept terms only"] * self.gated + ([f"scale {self.reduce}"] if self.reduce else [])
+        notes = _GATED[self.gated] + ([f"scale {self.reduce}"] if self.reduce else [])
         notes += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
         return f"{self.coef:g} * entropy" + (f" [{', '.join(notes)}]" if notes else "")
 

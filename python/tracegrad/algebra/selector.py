@@ -4,6 +4,7 @@ The gradient depends on how a step was cut, and each says so by its `scope`. The
 which terms a penalty runs.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from tracegrad.errors import ArgumentError
 class TopEntropy(AnyGate):
     """Keeps the share of terms with the highest entropy of the policy being trained, within each micro-batch.
 
-    Those at or above the quantile of the terms, linearly interpolated as torch.quantile does.
+    Those at or above the quantile of the terms, which is torch.quantile's.
 
     Args:
         share: of the terms of a micro-batch, in (0, 1).
@@ -38,12 +39,8 @@ class TopEntropy(AnyGate):
         _check(self)
 
     def keeps(self, view: View, keep: Any) -> Any:
-        ordered = view.entropy.where(view.counted, INFINITY).float().reshape(-1).sort().values
-        if not len(ordered):
-            return keep
-        rank = (1 - self.share) * (view.counted.sum() - 1).clamp(min=0).float()
-        low, high = (ordered.take(end.long()) for end in (rank.floor(), rank.ceil()))
-        return keep & (view.entropy >= low.lerp(high, rank - rank.floor()))
+        counted = view.entropy.where(view.counted, math.nan).float().reshape(-1)
+        return keep & (view.entropy >= counted.nanquantile(1 - self.share)) if len(counted) else keep
 
     def __str__(self) -> str:
         return f"keep the {self.share:g} of the micro-batch's terms with the highest entropy"

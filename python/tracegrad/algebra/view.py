@@ -138,6 +138,10 @@ class View:
         """The terms over which the surrogate's level runs."""
         return self.keep if level.terms == "kept" or level.over == "token" else self.present
 
+    def left(self, gated: bool | str, keep: Any) -> Any:
+        """The terms that a penalty or bonus runs over, as its field `gated` says; `keep` is what all gates left."""
+        return self.keep if gated == "detached" else keep if gated else self.counted
+
     def at(self, ratio: Ratio, level: Level, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
         """(log-ratio at a level, clamped; where it has a value): 0 elsewhere.
 

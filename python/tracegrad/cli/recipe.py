@@ -37,14 +37,16 @@ def told_recipe(told: argparse.Namespace) -> recipes.Recipe | None:
 def lines(
     told: argparse.Namespace, recipe: recipes.Recipe, otherwise: Sequence[str], idle: Sequence[str] = ()
 ) -> list[str]:
-    """What the recipe sets, what each option of a config from elsewhere is here, and what was told otherwise.
+    """What the recipe sets, what each option of a config from elsewhere is here, where it differs, and what
+    was told otherwise.
 
     Args:
         idle: options that have no effect here.
     """
     sets = ", ".join(f"{name} = {value}" for name, value in recipe.options if name not in idle)
     left = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in idle)
-    spelled = (f"         {name}: {here}" for name, here in recipe.told)
+    spelled = [f"         {name}: {here}" for name, here in recipe.told]
+    spelled += [f"differs  on purpose, {name}: {words}" for name, words in recipe.differs]
     without = [f"         left out, as it is of training from a file: {left}"] if left else []
     wins = [f"told     otherwise, which wins: {', '.join(otherwise)}"] if otherwise else []
     return [f"recipe   {told.recipe or told.like}: {sets}", *spelled, *without, *wins]

@@ -1,8 +1,10 @@
 """Our objective as SkyRL's policy loss, in place of its off_policy_correction too. Run against skyrl 0.3.0.
 
-SkyRL keeps its generators, advantages, workers and denominators; a row is a trace. KL and entropy terms are its own.
+SkyRL keeps its generators, advantages, workers and denominators; a row is a trace, or a turn of one where it trains
+step by step (generator.step_wise_trajectories). KL and entropy terms are its own.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +38,7 @@ _GIVES = Gives(
 )
 
 
-def register(objective: Objective, name: str = "tracegrad", *, missing: Missing = "mask") -> Any:
+def register(objective: Objective, name: str = "tracegrad", *, missing: Missing = "mask", config: Any = None) -> Any:
     """Makes the objective SkyRL's policy loss `name`, for trainer.algorithm.policy_loss_type.
 
     The objective corrects old/rollout itself, so off_policy_correction must be off; generators must return logprobs
@@ -47,13 +49,18 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
         objective: on theta, old and rollout.
         name: of the policy loss.
         missing: for terms without a recorded logprob (NaN, or SkyRL's -9999), as in `correct`.
+        config: SkyRL's whole config, a SkyRLTrainConfig or a dict of the same names. SkyRL does not hand it to a policy
+            loss, which cannot see by its rows whether they are turns: pass it where trajectories may be step-wise.
 
     Returns:
         The function that SkyRL calls.
 
     Raises:
-        ArgumentError: for an objective that takes more than SkyRL gives, a name that is SkyRL's own, or another SkyRL.
+        ArgumentError: for an objective that takes more than SkyRL gives, a name that is SkyRL's own, or another SkyRL;
+            for an objective that looks at whole traces, where `config` says that a row is a turn.
     """
+    if config is not None:
+        _check_rows(objective, config)
     registry = peer(f"{_UTILS}.ppo_utils", VERSIONS, "PolicyLossRegistry.unregister").PolicyLossRegistry
     utils = peer(f"{_UTILS}.off_policy_correction_utils", VERSIONS, "off_policy_correction_enabled")
     corrects = utils.off_policy_correction_enabled
@@ -93,6 +100,20 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
         registry.unregister(name)
     registry.register(name, loss)
     return loss
+
+
+def _check_rows(objective: Objective, config: Any) -> None:
+    """Refuses what would take a turn for a trace."""
+    generator = config.get("generator", {}) if isinstance(config, Mapping) else config.generator
+    options = generator if isinstance(generator, Mapping) else vars(generator)
+    wide = [f"{ratio} over the {level.over}" for ratio, level in objective.ratios() if level.over != "token"]
+    wide += [f"a mean over traces, {objective.reduce}"] if objective.reduce.per in ("trace", "group") else []
+    if options.get("step_wise_trajectories") and wide:
+        raise ArgumentError(
+            f"generator.step_wise_trajectories makes a row of each turn, and the objective takes {wide[0]}: a "
+            "turn would be taken for a trace. Take ratios, weights and gates of tokens, and Reduce('token') or "
+            "Reduce('prompt', ...), or train whole trajectories."
+        )
 
 
 def _ratios(old: Any, rollout: Any, mask: Any) -> dict[str, float]:

@@ -156,11 +156,11 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
     loss = (view.scale(None) * (weight * value).where(keep, 0)).sum()
     penalty = torch.zeros_like(weight)
     for part in objective.penalties:
-        each = part.coef * part.at(view, keep if part.gated else view.counted)
+        each = part.coef * part.at(view, view.left(part.gated, keep))
         each = weight * each if part.weighted else each
         loss, penalty = loss + (view.scale(part.reduce) * each).sum(), penalty + each
     if objective.entropy is not None:
-        bonus = view.entropy.where(keep if objective.entropy.gated else view.counted, 0)
+        bonus = view.entropy.where(view.left(objective.entropy.gated, keep), 0)
         loss = loss - objective.entropy.coef * (view.scale(objective.entropy.reduce) * bonus).sum()
     ratio = torch.ones_like(weight) if objective.ratio is None else view.ratio.detach()
     per_term = (value.detach().where(keep, 0), ratio, view.clipped & view.keep, penalty.detach(), weight.where(keep, 1))

@@ -38,18 +38,23 @@ are the inverse of these; at 0.1 % they agree to 1e-6), SkyRL's geometric mask (
 
 SEQ_MASK_TIS = replace(
     TIS,
-    weights=(Weight(_MISMATCH, shape=Identity()),),
+    weights=(Weight(_MISMATCH, shape=Clamp(0.0, 5.0)),),
     gates=(Gate(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.002),),
 )
-"""Traces are rejected by the geometric mean of old/rollout; kept tokens carry their own untruncated ratio.
+"""Traces are rejected by the geometric mean of old/rollout; kept tokens carry their own ratio, at most 5.
 
-Paper: as NeMo-RL and OpenRLHF name it. Peers: NeMo-RL's seq-mask-tis with [0.999, 1.002], OpenRLHF's.
+Paper: as NeMo-RL and OpenRLHF name it. Peers: NeMo-RL's seq-mask-tis with [0.999, 1.002], OpenRLHF's. Both leave the
+kept tokens' ratios as they are; the mean of a trace may be 1 with a ratio of any size in it, and one such token would
+be the whole step (OpenRLHF#1295, whose fix truncates them at the bound of its tis, 5). Theirs is `Identity()` in place
+of the clamp.
 """
 
 M2PO = replace(TIS, weights=(Weight(_MISMATCH, shape=Identity()),), gates=(Budget(_MISMATCH, "square", 0.04),))
 """Drops the terms with the largest (log old/rollout)^2 until its mean over the step is at most 0.04.
 
-Paper: arXiv 2510.01161. Peers: AReaL's m2_threshold. Ties stand or fall together here.
+Paper: arXiv 2510.01161, first version. Peers: AReaL's m2_threshold. Ties stand or fall together here. The final version
+(ICLR 2026) takes the mean over, and drops from, the terms alone that the update pushes further away: A > 0 above a
+ratio of 1, A < 0 below it (Trinity-RFT#615). This one looks at all terms, so that it drops more.
 """
 
 DECOUPLED_PPO = replace(TIS, weights=(Weight(_MISMATCH, shape=Identity()),))

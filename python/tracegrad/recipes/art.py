@@ -16,9 +16,6 @@ _CAP = "max_negative_advantage_importance_sampling_weight"
 def from_art(config: Any) -> Recipe:
     """The recipe of ART's options: what `backend.train` is called with, a TrainConfig, or a dev.TrainConfig.
 
-    ART divides all advantages of a batch by their mean size, which no option says and this leaves out
-    (`advantage.by_mean_size` in a trainer of your own).
-
     Raises:
         ArgumentError: for options without a counterpart here, by name and with the cure.
 
@@ -32,7 +29,8 @@ def _build(o: Asked) -> Recipe:
     ppo = o["ppo"] or o.among("loss_fn", {"cispo": False, "ppo": True})
     low = (0.2 if ppo else 1.0) if o["epsilon"] is None else o["epsilon"]
     high = (low if ppo else 4.0) if o["epsilon_high"] is None else o["epsilon_high"]
-    ratio, cap, bound = _OLD if o["precalculate_logprobs"] else _DIRECT, o[_CAP], o["truncated_importance_sampling"]
+    ratio, cap = _OLD if o["precalculate_logprobs"] else _DIRECT, o[_CAP] or None
+    bound, most = o["truncated_importance_sampling"] or None, high if cap is None else min(high, cap - 1)
     levels: dict[str, Level] = {"token": Level(), "sequence": _MEAN}
     levels["average"] = Level("trace", "mean", blend="arithmetic")
     levels["geometric_average"] = Level("trace", "mean", blend="geometric")
@@ -49,13 +47,18 @@ def _build(o: Asked) -> Recipe:
         why = "masked terms keep the weight 1 - epsilon there, and a constant loss under ppo; here they have none"
         o.no("mask_prob_ratio", why, "epsilon 1, or a Gate")
     if ppo:
-        objective = Objective(Clip(low, high, delta=cap, level=level), ratio, weights, (), (), _TRACES, shifts)
-    else:
-        shape = Clamp(1 - low, 1 + high if cap is None else min(1 + high, cap))
-        shape = Window(1 - low, 1 + high, strict=True) if o["mask_prob_ratio"] else shape
+        objective = Objective(Clip(low, most, delta=cap, level=level), ratio, weights, (), (), _TRACES, shifts)
+    else:  # a ratio that the cap holds below 1 + epsilon_high is within the window
+        masked = o["mask_prob_ratio"] and most == high
+        least = max(0.0, 1 - low)
+        shape = Window(least, 1 + high, strict=True) if masked else Clamp(least, 1 + most)
         objective = Objective(PolicyGradient(), None, (*weights, Weight(ratio, level, shape)), (), (), _TRACES, shifts)
     scaled = o["scale_rewards"] and o["normalize_advantages"]
     advantage = Advantage(scale="std" if scaled else "none", ddof=0 if scaled else 1, singleton="zero")
+    for name in ("mean size of advantages", "AdamW", "missing logprobs"):
+        o.differs(name)
+    if scaled:
+        o.differs("epsilon of the deviation")
     return Recipe(objective, advantage, None, (("optimizer.lr", float(o["learning_rate"])),))
 
 
@@ -85,22 +88,41 @@ ART = Peer(
     beside={"truncated_importance_sampling": {"precalculate_logprobs": True}},
     without={
         "advantage_balance": Without(
-            (0.0, 0), "advantages of both signs count alike", "advantage.by_mean_size in a trainer of your own"
+            (0.0, 0),
+            "advantages of both signs count alike",
+            "advantage.by_mean_size in a trainer of your own",
+            of_run=True,
         ),
-        "adam_params": Without((None,), "it is a class of another backend's", "optimizer.*"),
+        "adam_params": Without((None,), "it is a class of another backend's", "optimizer.*", of_run=True),
         "loss_fn_config": Without((None,), "ART's local backend takes none either", "leave it out"),
-        "scale_learning_rate_by_reward_std_dev": Without((False,), "rates follow a schedule", "schedule.name"),
+        "scale_learning_rate_by_reward_std_dev": Without(
+            (False,), "rates follow a schedule", "schedule.name", of_run=True
+        ),
         "num_trajectories_learning_rate_multiplier_power": Without(
-            (0.0, 0), "rates follow a schedule", "schedule.name"
+            (0.0, 0), "rates follow a schedule", "schedule.name", of_run=True
         ),
         "allow_training_without_logprobs": Without(
             (False,), "a missing logprob would be a ratio of 1 in disguise", "objective TOPR_POSITIVE, --text-only"
         ),
-        "kl_penalty_reference_step": Without((None,), "the reference is a folder", "train.ref_model"),
-        "kl_ref_adapter_path": Without((None,), "the reference is a folder of whole weights", "train.ref_model"),
+        "kl_penalty_reference_step": Without((None,), "the reference is a folder", "train.ref_model", of_run=True),
+        "kl_ref_adapter_path": Without(
+            (None,), "the reference is a folder of whole weights", "train.ref_model", of_run=True
+        ),
     },
     own=(
         "grad_accumulation_sequences plot_tensors logprob_calculation_chunk_size packed_sequence_length "
         "save_checkpoint verbose moe_routing_* batch_size"
     ),
+    differs={
+        "mean size of advantages": (
+            "ART divides the advantages of a batch by their mean size, which no option says; here it is "
+            "advantage.by_mean_size in a trainer of your own. A step of AdamW is nearly the same without it"
+        ),
+        "AdamW": (
+            "ART's is of 8 bits, with weight decay 0.1 and gradients cut at a norm of 0.1, whatever its call says; "
+            "here optimizer.weight_decay is 0 and optimizer.grad_clip 1 unless they are told"
+        ),
+        "missing logprobs": "a missing logprob is a ratio of 1 in ART; here its term is dropped and counted",
+        "epsilon of the deviation": "ART adds 1e-6 to the standard deviation of a group, this 1e-4",
+    },
 )

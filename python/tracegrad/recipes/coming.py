@@ -3,6 +3,7 @@
 python -m tracegrad.recipes.coming docs/coming-from.md
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.recipes.art import ART
-from tracegrad.recipes.peer import Peer, changes
+from tracegrad.recipes.peer import Peer, Without, changes
 from tracegrad.recipes.skyrl import SKYRL
 from tracegrad.recipes.trl import TRL
 from tracegrad.recipes.verl import VERL
@@ -56,6 +57,10 @@ print(recipe)
 objective = recipe.objective  # for a loop of your own: extending.md
 ```
 
+What says how a run goes and has no counterpart (TRL's `max_steps`) is refused by a run; the objective is there without
+it. Where the numbers of a config differ from the peer's on purpose, the recipe and `--like` say so, with the size where
+it is known.
+
 What is told by hand or by `--config` wins over a recipe, and is said in a line. A YAML file needs pyyaml, which these
 trainers install; a JSON file needs nothing. Options are those of a config that has been resolved (verl's and SkyRL's
 command lines print it).
@@ -84,7 +89,9 @@ def _section(peer: Peer) -> str:
         f"`recipes.from_{peer.name}`, against version {peer.version}. With nothing told it is",
         f"```text\n{whole.objective}\n{told}\n```",
         "\n".join(["| option | by default | told | is here |", "|---|---|---|---|", *_rows(peer)]),
-        "Without a counterpart, and refused:",
+        "Where the numbers are not the peer's, on purpose; a recipe prints those of its config:",
+        "\n".join(["| difference | how |", "|---|---|", *_differences(peer)]),
+        "Without a counterpart, and refused; in italics what only a run refuses, as the objective does not ask for it:",
         "\n".join(["| option | taken | why not otherwise | instead |", "|---|---|---|---|", *_refused(peer)]),
         "Not read, as it says how a run runs and not what it minimises: "
         + ", ".join(f"`{name}`" for name in peer.own.split())
@@ -117,9 +124,19 @@ def _here(peer: Peer, name: str, value: Any, beside: Mapping[str, Any]) -> str:
 
 def _refused(peer: Peer) -> list[str]:
     return [
-        f"| `{name}` | {', '.join(map(_shown, each.harmless))} | {each.why} | {each.cure} |"
+        f"| {_of(name, each)} | {', '.join(map(_shown, each.harmless))} | {each.why} | {each.cure} |"
         for name, each in peer.without.items()
     ]
+
+
+def _differences(peer: Peer) -> list[str]:
+    """Each with the names of its sizes, which a recipe gives."""
+    shown = {name: re.sub(r"{([a-z]+)(:g)?}", r"*\1*", how) for name, how in peer.differs.items()}
+    return [f"| {name} | {how} |" for name, how in shown.items()]
+
+
+def _of(name: str, each: Without) -> str:
+    return f"*`{name}`*" if each.of_run else f"`{name}`"
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from tracegrad.algebra import Objective, with_beta, with_entropy, with_kl
 from tracegrad.algebra.spell import spell
 from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
-from tracegrad.recipes.recipe import Recipe
+from tracegrad.recipes.recipe import Recipe, refusal
 
 _MOST, _DEEPEST = 2_000, 12
 
@@ -28,11 +28,13 @@ class Without:
         harmless: its values that change nothing, the peer's default first.
         why: what it would do, and why it cannot here.
         cure: what does the same, or what to do.
+        of_run: it says how a run goes, and the objective is what it is without it: only a run refuses it.
     """
 
     harmless: tuple[Any, ...]
     why: str
     cure: str
+    of_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Peer:
         beside: what is told there with an option, or with one of its values, so that it does something.
         without: options that have no counterpart.
         own: patterns of options that say how it runs, not what it minimises.
+        differs: where the numbers are not the peer's on purpose: names, and how, with {sizes} that `build` fills in.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Peer:
     beside: Mapping[str | tuple[str, Any], Mapping[str, Any]]
     without: Mapping[str, Without]
     own: str
+    differs: Mapping[str, str]
 
     def cases(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         """Each option with each value but its default, and what is told beside it."""
@@ -69,23 +73,20 @@ class Peer:
         Raises:
             ArgumentError: for options without a counterpart, all of them at once, those in `refused` first.
         """
-        asked = Asked({name: values[0] for name, values in self.options.items()} | {**told}, [*refused])
+        values = {name: values[0] for name, values in self.options.items()} | {**told}
+        asked = Asked(values, self.differs, [*refused])
         try:
             recipe = self.build(asked)
         except ArgumentError as error:
-            self.refuse(asked.refused)
+            self.refuse(asked.refused, asked.unmet)
             raise ArgumentError(f"{self.name}: {error}") from error
-        self.refuse(asked.refused)
-        return recipe
+        self.refuse(asked.refused, asked.unmet)
+        return replace(recipe, differs=tuple(asked.differences.items()), unmet=tuple(asked.unmet))
 
-    def refuse(self, refused: list[str]) -> None:
-        """Raises what was refused together."""
+    def refuse(self, refused: list[str], unmet: Sequence[str] = ()) -> None:
+        """Raises what was refused, together with what a run would refuse."""
         if refused:
-            more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
-            raise ArgumentError(
-                f"{self.name}: {len(refused)} of the options cannot be taken, and a run without them would be another "
-                f"method: {'; '.join(refused[:8])}{more}"
-            )
+            raise ArgumentError(f"{self.name}: {refusal([*refused, *unmet])}")
 
 
 @dataclass
@@ -93,27 +94,35 @@ class Asked:
     """What a config says, as `build` reads it."""
 
     values: Mapping[str, Any]
+    known: Mapping[str, str]
     refused: list[str] = field(default_factory=list)
+    unmet: list[str] = field(default_factory=list)
+    differences: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def among(self, name: str, known: Mapping[Any, Any]) -> Any:
-        """What the value of an option stands for; the first of `known` where it is refused."""
+    def among(self, name: str, known: Mapping[Any, Any], *, of_run: bool = False) -> Any:
+        """What the value of an option stands for; where it is refused the first of `known`, or None of a run."""
         if self.values[name] in known:
             return known[self.values[name]]
-        self.no(name, "it is not known here", f"known: {', '.join(map(str, known))}")
-        return next(iter(known.values()))
+        self.no(name, "it is not known here", f"known: {', '.join(map(str, known))}", of_run=of_run)
+        return None if of_run else next(iter(known.values()))
 
-    def no(self, name: str, why: str, cure: str) -> None:
-        """Refuses an option together with the others."""
-        self.refused.append(_refusal(name, self.values[name], why, cure))
+    def no(self, name: str, why: str, cure: str, *, of_run: bool = False) -> None:
+        """Refuses an option together with the others; one that says how a run goes, only where a run is asked for."""
+        (self.unmet if of_run else self.refused).append(_refusal(name, self.values[name], why, cure))
+
+    def differs(self, name: str, **sizes: Any) -> None:
+        """Says one of the peer's differences of the config at hand."""
+        self.differences[name] = self.known[name].format(**sizes)
 
 
 def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
     """The recipe of a flat config."""
     told: dict[str, Any] = {}
     refused: list[str] = []
+    unmet: list[str] = []
     for name, value in given.items():
         plain = value.value if isinstance(value, enum.Enum) else value
         if name in peer.options:
@@ -121,13 +130,13 @@ def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
         elif name in peer.without:
             other = peer.without[name]
             if plain not in other.harmless:
-                refused.append(_refusal(name, plain, other.why, other.cure))
+                (unmet if other.of_run else refused).append(_refusal(name, plain, other.why, other.cure))
         elif not any(fnmatchcase(name, pattern) for pattern in peer.own.split()):
             cure = nearest(str(name)[:80], [*peer.options, *peer.without])
             cure = cure if cure.startswith("Did") else "leave it out if it says how a run runs"
             refused.append(_refusal(str(name), plain, f"{peer.name} {peer.version} has no such option", cure))
-    recipe = peer.recipe(told, refused)
-    return replace(recipe, told=tuple(_spelled(peer, told, recipe)))
+    recipe = peer.recipe(told, [*refused, *unmet] if refused else ())
+    return replace(recipe, told=tuple(_spelled(peer, told, recipe)), unmet=(*unmet, *recipe.unmet))
 
 
 def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, Any]:
@@ -190,6 +199,8 @@ def _spelled(peer: Peer, told: Mapping[str, Any], whole: Recipe) -> list[tuple[s
         try:
             without = peer.recipe({each: told[each] for each in told if each != name})
             effect = changes(without, whole) or "without effect beside the others"
+            if without.unmet != whole.unmet:
+                effect = "what the others need" if {*without.unmet} - {*whole.unmet} else "refused by a run"
         except ArgumentError:
             effect = "what the others need"
         spelled.append((f"{name} = {value}", effect))

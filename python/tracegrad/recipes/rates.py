@@ -6,15 +6,18 @@ from tracegrad.recipes.recipe import Options
 _NAMES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 
 
-def rates(o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False) -> Options:
+def rates(
+    o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False, per_unit: int = 1
+) -> Options:
     """optimizer.lr and schedule.* of the options of these names.
 
     Args:
         constant_warms: whether the peer's "constant" rises first; transformers' does not.
+        per_unit: optimizer steps in one of what the warm-up counts.
     """
-    name, steps = o.among(scheduler, _NAMES), max(o[warmup], 0)
+    name, steps = o.among(scheduler, _NAMES, of_run=True) or "constant", max(o[warmup], 0) * per_unit
     if steps != int(steps):
-        o.no(warmup, "warm-up is in steps here", "schedule.warmup_steps")
+        o.no(warmup, "warm-up is in steps here", "schedule.warmup_steps", of_run=True)
     if o[scheduler] == "constant" and not constant_warms:
         steps = 0
     options: list[tuple[str, str | int | float]] = [("optimizer.lr", float(o[lr])), ("schedule.name", name)]

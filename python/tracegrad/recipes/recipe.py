@@ -4,7 +4,7 @@ No torch. A run takes it as its start (`settle`); what is told by file or by han
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ class Recipe:
         missing: what becomes of a term without a recorded logprob; None where open.
         config: further options of a run, by their dotted names.
         told: of a config from elsewhere, each option as it is written there and what it is here.
+        differs: where the numbers of it are not those of elsewhere, on purpose: a name, and how and by how much.
+        unmet: its options that say how a run goes and have no counterpart: `settle` refuses them, and the objective is
+            what it is without them.
 
     Raises:
         ArgumentError: for an option that is none, or that has a place of its own in a recipe; for a policy for missing
@@ -51,6 +54,8 @@ class Recipe:
     missing: Missing | None = None
     config: Options = ()
     told: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    differs: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    unmet: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name, _ in self.config:
@@ -85,10 +90,15 @@ class Recipe:
 
         Where they take another objective or another baseline, what the recipe says of its own is left out.
 
+        Raises:
+            ArgumentError: for what is `unmet`, all of it at once.
+
         >>> chosen, otherwise = Recipe(presets.GRPO, Advantage(scale="std")).settle(overrides=[("advantage.ddof", 0)])
         >>> chosen.advantage.scale, otherwise
         ('std', ('advantage.ddof = 0 (not 1)',))
         """
+        if self.unmet:
+            raise ArgumentError(f"{refusal(self.unmet)}. The objective alone is recipe.objective.")
         start, overrides, mine = start or Config(), tuple(overrides), self.options
         chosen = config.load(path, overrides, start=_over(start, mine))
         for head, members in _TOGETHER.items():
@@ -106,10 +116,21 @@ class Recipe:
             *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.options),
         ]
         width = max((len(name) for name, _ in self.told), default=0)
-        return "\n".join([*lines, *(f"# {name:<{width}} is {here}" for name, here in self.told)])
+        lines += [f"# {name:<{width}} is {here}" for name, here in self.told]
+        lines += [f"# differs on purpose, {name}: {words}" for name, words in self.differs]
+        return "\n".join([*lines, *(f"# refused by a run: {each}" for each in self.unmet)])
 
     def _repr_html_(self) -> str:
         return notebook.text(str(self))
+
+
+def refusal(refused: Sequence[str]) -> str:
+    """What is said of options that cannot be taken, together."""
+    more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
+    return (
+        f"{len(refused)} of the options cannot be taken, and a run without them would be another method: "
+        f"{'; '.join(refused[:8])}{more}"
+    )
 
 
 def named(objective: Objective) -> Options:

@@ -105,7 +105,14 @@ def _build(o: Asked) -> Recipe:
             "rloo": Advantage("rloo", singleton="zero"),
             "maxrl": Advantage("max_rl", singleton="keep"),
         },
+        of_run=True,
     )
+    if advantage is not None and advantage.scale == "std":
+        o.differs("epsilon of the deviation")
+    if advantage is not None and advantage.baseline == "max_rl":
+        o.differs("means below 0")
+    if o[f"{_O}weight_decay"]:
+        o.differs("norms and biases", decay=o[f"{_O}weight_decay"])
     return Recipe(objective, advantage, None, _options(o, objective))
 
 
@@ -178,7 +185,7 @@ def _options(o: Asked, objective: Objective) -> Options:
     if whole and mini and (objective.needs.old or charged):
         options.append(("train.updates_per_old", max(1, whole // mini)))
     if charged and o[f"{_A}use_kl_loss"]:
-        o.no(f"{_A}use_kl_in_reward", "SkyRL takes it or use_kl_loss", "use_kl_loss False")
+        o.no(f"{_A}use_kl_in_reward", "SkyRL takes it or use_kl_loss", "use_kl_loss False", of_run=True)
     elif charged:
         target = o.among(f"{_A}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{_A}kl_ctrl.kl_target"]})
         kind = o.among(f"{_A}kl_estimator_type", {each: each for each in ("k1", "k2", "k3", "abs")})
@@ -192,14 +199,17 @@ def _filters(o: Asked) -> Options:
     kind, truncated = o[f"{_A}dynamic_sampling.type"], o["generator.apply_overlong_filtering"]
     tolerance = o[f"{_A}zero_variance_filter_tol"] if masks else 0.0
     if kind == "replace":
-        o.no(f"{_A}dynamic_sampling.type", "it trains copies of other groups, drawn at random, instead", "filter")
+        why = "it trains copies of other groups, drawn at random, instead"
+        o.no(f"{_A}dynamic_sampling.type", why, "filter", of_run=True)
     elif kind is not None and kind != "filter":
-        o.no(f"{_A}dynamic_sampling.type", "it is not known here", "known: filter")
+        o.no(f"{_A}dynamic_sampling.type", "it is not known here", "known: filter", of_run=True)
     if masks and kind == "filter":
-        o.no(f"{_A}zero_variance_filter", "dynamic_sampling.type has left such groups out", "tell one of the two")
+        why = "dynamic_sampling.type has left such groups out"
+        o.no(f"{_A}zero_variance_filter", why, "tell one of the two", of_run=True)
     if refills and (truncated or not masks):
         why = "it compares what apply_overlong_filtering left" if masks else "SkyRL has it with zero_variance_filter"
-        o.no("trainer.fully_async.sample_full_batch", why, "leave one of them out" if masks else "tell both")
+        cure = "leave one of them out" if masks else "tell both"
+        o.no("trainer.fully_async.sample_full_batch", why, cure, of_run=True)
     even = "filter.even_groups" if kind or refills else "filter.mask_even" if masks else ""
     options: list[tuple[str, Any]] = [(even, True)] if even else []
     options += [("filter.tolerance", tolerance)] if tolerance else []
@@ -295,7 +305,10 @@ SKYRL = Peer(
     },
     without={
         f"{_A}advantage_batch_normalize": Without(
-            (False,), "advantages are compared within their group", "advantage.baseline batch_mean, or advantage.whiten"
+            (False,),
+            "advantages are compared within their group",
+            "advantage.baseline batch_mean, or advantage.whiten",
+            of_run=True,
         ),
         f"{_A}use_tis": Without((False,), "it is deprecated there", "off_policy_correction.tis_ratio_type"),
         f"{_A}tis_imp_ratio_cap": Without((-1.0, -1), "it is deprecated there", "token_tis_ratio_clip_high"),
@@ -303,9 +316,17 @@ SKYRL = Peer(
             (None, 1.0), "theta is taken at the temperature that each trace was recorded at", "leave it out"
         ),
         "trainer.update_epochs_per_batch": Without(
-            (1,), "one batch several times in a row; passes here are over all traces", "train.epochs, updates_per_old 0"
+            (1,),
+            "one batch several times in a row; passes here are over all traces",
+            "train.epochs, updates_per_old 0",
+            of_run=True,
         ),
-        "trainer.update_ref_every_epoch": Without((False,), "it is in steps here", "train.ref_every"),
+        "generator.step_wise_trajectories": Without(
+            (False,),
+            "a row is a turn there, so that a sequence's ratio, mask or mean is a turn's; here a trace is whole",
+            "leave it out, and Level('turn', ...) where a turn is meant",
+        ),
+        "trainer.update_ref_every_epoch": Without((False,), "it is in steps here", "train.ref_every", of_run=True),
         "trainer.mtp.enabled": Without((False,), "draft heads are not trained", "leave it out"),
     },
     own=(
@@ -318,4 +339,11 @@ SKYRL = Peer(
         "trainer.tags trainer.dump_* trainer.print_* trainer.num_* trainer.log* trainer.fused_* trainer.callbacks* "
         "generator* environment* data* hydra* defaults"
     ),
+    differs={
+        "epsilon of the deviation": "SkyRL adds 1e-6 to the standard deviation of a group, this 1e-4",
+        "means below 0": "maxrl turns the sign in SkyRL where the mean of a group is below 0; here the advantage is 0",
+        "norms and biases": (
+            "SkyRL decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they stay as they are"
+        ),
+    },
 )

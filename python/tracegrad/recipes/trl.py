@@ -76,9 +76,13 @@ def _build(o: Asked) -> Recipe:
     objective = Objective(surrogate, ratio, tuple(weights), tuple(gates), (), _reduce(o), entropy=_bonus(o))
     if o["beta"]:
         objective = (with_beta if o["use_bias_correction_kl"] else with_kl)(objective, o["beta"])
-    scale = o.among("scale_rewards", {"group": "std", "batch": "batch_std", "none": "none"})
+    scale = o.among("scale_rewards", {"group": "std", "batch": "batch_std", "none": "none"}, of_run=True)
+    if scale == "batch_std":
+        o.differs("scale of a batch")
     missing = "neutral" if objective.needs.rollout else None
-    return Recipe(objective, Advantage(scale=scale), missing, _options(o))
+    if missing and (gates or any(weight.level == _PRODUCT for weight in weights)):
+        o.differs("missing logprobs")
+    return Recipe(objective, Advantage(scale=scale) if scale else None, missing, _options(o))
 
 
 def _correction(o: Asked) -> tuple[Weight, ...]:
@@ -94,6 +98,8 @@ def _correction(o: Asked) -> tuple[Weight, ...]:
 
 def _reduce(o: Asked) -> Reduce:
     of_traces, of_tokens = Reduce("trace", "mean"), Reduce("token")
+    if o["loss_type"] == "bnpo":
+        o.differs("mean of a micro-batch")
     return o.among(
         "loss_type",
         {
@@ -121,19 +127,24 @@ def _bonus(o: Asked) -> Entropy | None:
     if selected and o["off_policy_mask_threshold"] is not None:
         why = "with off_policy_mask_threshold too, the bonus here runs over what both leave, TRL's over the quantile"
         o.no("top_entropy_quantile", why, "leave out one of the three")
+    if selected:
+        o.differs("bonus of a quantile", share=o["top_entropy_quantile"])
     return Entropy(o["entropy_coef"], gated=selected, reduce=Reduce("token"), adapt=adapt)
 
 
 def _options(o: Asked) -> Options:
     options: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
-    options += [("train.epochs", int(o["num_train_epochs"])), ("train.updates_per_old", _updates(o))]
-    if o["num_train_epochs"] != int(o["num_train_epochs"]) or o["num_train_epochs"] < 1:
-        o.no("num_train_epochs", "passes are whole here", "train.epochs says how many")
+    passes, updates = o["num_train_epochs"], _updates(o)
+    options += [("train.epochs", max(1, int(passes))), ("train.updates_per_old", updates)]
+    if passes != int(passes) or passes < 1:
+        o.no("num_train_epochs", "passes are whole here", "train.epochs says how many", of_run=True)
+    if updates > 1 and o["loss_type"] in ("dapo", "cispo", "vespo"):
+        o.differs("terms of a step", steps=updates)
     if o["sync_ref_model"]:
         options.append(("train.ref_every", o["ref_model_sync_steps"]))
         if o["ref_model_mixup_alpha"] != 1:
             why = "the reference is renewed whole here, and not mixed with the one before"
-            o.no("ref_model_mixup_alpha", why, "1.0 is train.ref_every")
+            o.no("ref_model_mixup_alpha", why, "1.0 is train.ref_every", of_run=True)
     options += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
     options += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
     return (*rates(o, "learning_rate", "lr_scheduler_type", "warmup_steps"), *options)
@@ -143,10 +154,10 @@ def _updates(o: Asked) -> int:
     """Optimizer steps for which `old` stays."""
     if o["num_iterations"] != 1:
         why = "one batch several times in a row; passes here are over all traces, and old may stay for one of them"
-        o.no("num_iterations", why, "leave it out: train.epochs repeats, with train.updates_per_old 0")
+        o.no("num_iterations", why, "leave it out: train.epochs repeats, with train.updates_per_old 0", of_run=True)
     steps = o["steps_per_generation"] or o["gradient_accumulation_steps"]
     if steps % o["gradient_accumulation_steps"] and o["gradient_accumulation_steps"] % steps:
-        o.no("steps_per_generation", "old would change within an optimizer step", "take a multiple")
+        o.no("steps_per_generation", "old would change within an optimizer step", "take a multiple", of_run=True)
     return max(1, steps // o["gradient_accumulation_steps"])
 
 
@@ -226,29 +237,36 @@ TRL = Peer(
             ("sum_then_normalize",),
             "a run trains on one column of rewards",
             "GDPO is advantage.normalize_then_sum and whiten, for a trainer of your own",
+            of_run=True,
         ),
         "reward_weights": Without(
-            (None,), "a run trains on one column of rewards", "write the weighted sum as a reward of each trace"
+            (None,),
+            "a run trains on one column of rewards",
+            "write the weighted sum as a reward of each trace",
+            of_run=True,
         ),
         "router_aux_loss_coef": Without(
             (None, 0.0), "a run has no loss of the router", "integrations.trl keeps TRL's own"
         ),
-        "lr_scheduler_kwargs": Without((None, "", ()), "schedules have no further options", "schedule.decay, .floor"),
-        "warmup_ratio": Without((None, 0.0), "warm-up is in steps here", "schedule.warmup_steps"),
-        "max_steps": Without((-1,), "a run ends after its passes", "train.epochs"),
+        "lr_scheduler_kwargs": Without(
+            (None, "", ()), "schedules have no further options", "schedule.decay, .floor", of_run=True
+        ),
+        "warmup_ratio": Without((None, 0.0), "warm-up is in steps here", "schedule.warmup_steps", of_run=True),
+        "max_steps": Without((-1,), "a run ends after its passes", "train.epochs", of_run=True),
         "label_smoothing_factor": Without((0.0,), "no loss of a policy has it", "leave it out"),
         "neftune_noise_alpha": Without((None,), "noise would make every ratio wrong", "leave it out"),
         "optim": Without(
             ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_npu_fused"),
             "the optimizer is AdamW",
             "leave it out, or pass learner.train an optimizer of your own",
+            of_run=True,
         ),
-        "optim_args": Without((None,), "the optimizer is AdamW", "optimizer.*"),
-        "optim_target_modules": Without((None,), "all weights are trained alike", "train.lora_rank"),
-        "use_rslora": Without((False,), "adapters are plain LoRA", "leave it out"),
-        "use_dora": Without((False,), "adapters are plain LoRA", "leave it out"),
-        "load_in_8bit": Without((False,), "weights are not quantised", "leave it out"),
-        "load_in_4bit": Without((False,), "weights are not quantised", "leave it out"),
+        "optim_args": Without((None,), "the optimizer is AdamW", "optimizer.*", of_run=True),
+        "optim_target_modules": Without((None,), "all weights are trained alike", "train.lora_rank", of_run=True),
+        "use_rslora": Without((False,), "adapters are plain LoRA", "leave it out", of_run=True),
+        "use_dora": Without((False,), "adapters are plain LoRA", "leave it out", of_run=True),
+        "load_in_8bit": Without((False,), "weights are not quantised", "leave it out", of_run=True),
+        "load_in_4bit": Without((False,), "weights are not quantised", "leave it out", of_run=True),
     },
     own=(
         "output_dir per_device_* disable_dropout num_generations* generation_* temperature top_p top_k min_p "
@@ -264,4 +282,21 @@ TRL = Peer(
         "shuffle_dataset pad_to_multiple_of num_completions_to_print dtype attn_implementation use_peft lora_* bnb_* "
         "use_bnb_* dataset_* ignore_bias_buffers rewards reward_* tools"
     ),
+    differs={
+        "bonus of a quantile": (
+            "TRL divides the entropy bonus by the terms that the quantile left of a micro-batch, this by all terms of "
+            "the step: it is about {share:g} times TRL's"
+        ),
+        "mean of a micro-batch": "TRL's mean is over each micro-batch, this over the step; on one they are equal",
+        "terms of a step": (
+            "TRL divides by the mean number of terms of the {steps} steps of a generation batch, this by the step's own"
+        ),
+        "scale of a batch": (
+            "TRL divides by the deviation of the rewards of one generation batch, this by that of all traces"
+        ),
+        "missing logprobs": (
+            "a term without a recorded logprob weighs 1 here and stands outside the mean over its trace; in TRL it "
+            "weighs what its row weighs, and counts as 0 in the mean"
+        ),
+    },
 )

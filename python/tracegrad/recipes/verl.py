@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tracegrad.algebra import (
     Clamp,
@@ -28,13 +28,15 @@ from tracegrad.errors import ArgumentError
 from tracegrad.recipes.peer import Asked, Peer, flat, read
 from tracegrad.recipes.rates import rates, reward_kl
 from tracegrad.recipes.recipe import Options, Recipe
-from tracegrad.recipes.verl_options import BESIDE, CORRECTIONS, LOSSES, OPTIONS, OWN, WITHOUT, A, C, G
+from tracegrad.recipes.verl_options import BESIDE, CORRECTIONS, DIFFERS, LOSSES, OPTIONS, OWN, WITHOUT, A, C, G
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
 _PRODUCT = Level("trace", "sum")
 _LEVELS = {"token": Level(), "seq_sum": _PRODUCT, "seq_mean": Level("trace", "mean"), "seq_max": Level("trace", "max")}
 _KINDS: dict[str, Any] = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _KINDS |= {f"{name}+": kind for name, kind in _KINDS.items()}
+Terms = Literal["kept", "all"]
+_GATED: dict[Terms, Any] = {"kept": "detached", "all": False}
 
 
 def from_verl(config: Any) -> Recipe:
@@ -54,7 +56,8 @@ def from_verl(config: Any) -> Recipe:
 
 def _build(o: Asked) -> Recipe:
     loss, bypass = o[f"{A}policy_loss.loss_mode"], o[f"{C}bypass_mode"]
-    objective = _bypassed(o) if loss == "bypass_mode" or bypass else _decoupled(o, loss)
+    bypassed = loss == "bypass_mode" or bypass
+    objective = _bypassed(o) if bypassed else _decoupled(o, loss)
     advantage, estimator = None, f"{G}adv_estimator"
     if o[estimator] is not None:
         scale = "std" if o[f"{G}norm_adv_by_std_in_grpo"] else "none"
@@ -65,18 +68,38 @@ def _build(o: Asked) -> Recipe:
                 "rloo": Advantage("rloo", singleton="keep"),
                 "opo": Advantage("opo", singleton="keep"),
             },
+            of_run=True,
         )
+        if advantage is not None and advantage.scale == "std":
+            o.differs("epsilon of the deviation")
+    _say_of_rejection(o, loss, bypassed)
     return Recipe(objective, advantage, None, _options(o, objective))
+
+
+def _say_of_rejection(o: Asked, loss: str, bypassed: bool) -> None:
+    """Where a loss on what rejection left is not verl's own."""
+    asked = o[f"{C}rollout_rs"] or ""
+    of_tokens = any(each.strip().startswith("token_") for each in asked.split(","))
+    mode = "seq-mean-token-mean" if loss == "sapo" and not bypassed else o[f"{A}loss_agg_mode"]
+    added = o[f"{A}use_kl_loss"] or o[f"{A}entropy_coeff"]
+    if bypassed and of_tokens and mode == "seq-mean-token-mean":
+        o.differs("terms of a rejected row")
+    if asked and not bypassed and mode.startswith("seq-mean") and (loss != "geo_mean" or added):
+        o.differs("rejected rows")
+    if loss == "geo_mean" and not bypassed:
+        if of_tokens:
+            o.differs("rejection within geo_mean")
+        if o[f"{C}rollout_is"] == "token":
+            o.differs("weights of geo_mean")
 
 
 def _bypassed(o: Asked) -> Objective:
     """theta/rollout at once: rejection by it and, for reinforce, its weight; the clip bounds the ratio by itself."""
     gates, reduce = _gates(o, _DIRECT), _reduce(o, "all")
+    added = {"penalties": _penalties(o, reduce, "all"), "reduce": reduce, "entropy": _bonus(o, reduce, "all")}
     if o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False}):
-        clip = Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"])
-        return Objective(clip, _DIRECT, (), gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
-    weights = _weights(o, _DIRECT)
-    return Objective(PolicyGradient(), None, weights, gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
+        return Objective(Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"]), _DIRECT, (), gates, **added)
+    return Objective(PolicyGradient(), None, _weights(o, _DIRECT), gates, **added)
 
 
 def _decoupled(o: Asked, loss: str) -> Objective:
@@ -120,8 +143,8 @@ def _decoupled(o: Asked, loss: str) -> Objective:
         weights = (*weights, Weight(_OLD, shape=Clamp(1 - low, 1 + high)))
     else:
         o.among(f"{A}policy_loss.loss_mode", dict.fromkeys(LOSSES))
-    penalties = (*added, *_penalties(o, reduce))
-    return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce))
+    penalties = (*added, *_penalties(o, reduce, "kept"))
+    return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce, "kept"))
 
 
 def _bounds(o: Asked) -> tuple[float, float]:
@@ -191,36 +214,43 @@ def _reduce(o: Asked, denominator: Any) -> Reduce:
     )
 
 
-def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
-    """The KL loss, on the terms that rejection left."""
+def _penalties(o: Asked, reduce: Reduce, terms: Terms) -> tuple[Penalty, ...]:
+    """The KL loss, on the mask that the actor is handed, whatever the loss's own gates drop of it.
+
+    Rejection by old/rollout has left it ("kept"); that of bypass mode is within the loss, and leaves "all".
+    """
     if not o[f"{A}use_kl_loss"]:
         return ()
     name = f"{A}kl_loss_type"
     kind = o.among(name, _KINDS)
-    straight, own = o[name].endswith("+") and kind != "k2", _reduce(o, reduce.denominator)
+    straight, own = o[name].endswith("+") and kind != "k2", _reduce(o, terms)
     cap = 10.0 if kind == "k3" else None
     options: dict[str, Any] = {"straight_through": straight, "cap": cap, "reduce": None if own == reduce else own}
-    return (Penalty(Ratio("theta", "ref"), kind, o[f"{A}kl_loss_coef"], gated=True, weighted=False, **options),)
+    ratio, coef = Ratio("theta", "ref"), o[f"{A}kl_loss_coef"]
+    return (Penalty(ratio, kind, coef, gated=_GATED[terms], weighted=False, **options),)
 
 
-def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
-    coef, own = o[f"{A}entropy_coeff"], _reduce(o, reduce.denominator)
-    return Entropy(coef, gated=True, reduce=None if own == reduce else own) if coef else None
+def _bonus(o: Asked, reduce: Reduce, terms: Terms) -> Entropy | None:
+    """The entropy bonus, on the same terms."""
+    coef, own = o[f"{A}entropy_coeff"], _reduce(o, terms)
+    return Entropy(coef, gated=_GATED[terms], reduce=None if own == reduce else own) if coef else None
 
 
 def _options(o: Asked, objective: Objective) -> Options:
-    options = list(
-        rates(o, f"{A}optim.lr", f"{A}optim.lr_scheduler_type", f"{A}optim.lr_warmup_steps", constant_warms=True)
-    )
+    whole, mini = o["data.train_batch_size"], o[f"{A}ppo_mini_batch_size"]
+    steps = max(1, whole // mini) if whole and mini else 0
+    options = list(_rates(o, steps))
     beta1, beta2 = o[f"{A}optim.betas"]
     options += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
     options += [("optimizer.weight_decay", o[f"{A}optim.weight_decay"]), ("optimizer.grad_clip", o[f"{A}grad_clip"])]
-    whole, mini = o["data.train_batch_size"], o[f"{A}ppo_mini_batch_size"]
+    if o[f"{A}optim.weight_decay"]:
+        o.differs("norms and biases", decay=o[f"{A}optim.weight_decay"])
     charged = o[f"{G}use_kl_in_reward"]
-    if whole and mini and (objective.needs.old or charged):
-        options.append(("train.updates_per_old", max(1, whole // mini)))
+    if steps and (objective.needs.old or charged):
+        options.append(("train.updates_per_old", steps))
     if charged and o[f"{C}bypass_mode"]:
-        o.no(f"{G}use_kl_in_reward", "with bypass_mode it is the recorded policy that pays", "tell one of them")
+        why = "with bypass_mode it is the recorded policy that pays"
+        o.no(f"{G}use_kl_in_reward", why, "tell one of them", of_run=True)
     if charged:
         target = o.among(f"{G}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{G}kl_ctrl.target_kl"]})
         kind, horizon = o.among(f"{G}kl_penalty", _KINDS), o[f"{G}kl_ctrl.horizon"]
@@ -228,11 +258,23 @@ def _options(o: Asked, objective: Objective) -> Options:
     if o[f"{G}filter_groups.enable"]:
         options.append(("filter.even_groups", True))
         if o[f"{G}filter_groups.metric"] not in (None, "reward"):
-            o.no(f"{G}filter_groups.metric", "groups are compared by the reward that is trained on", "reward")
+            why = "groups are compared by the reward that is trained on"
+            o.no(f"{G}filter_groups.metric", why, "reward", of_run=True)
     return tuple(options)
 
 
-VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN)
+def _rates(o: Asked, steps: int) -> Options:
+    """The schedule, which counts training batches there: `steps` optimizer steps each, 0 where that is not told."""
+    scheduler, warmup = f"{A}optim.lr_scheduler_type", f"{A}optim.lr_warmup_steps"
+    if o[warmup] > 0 and not steps:
+        why = "it counts training batches, of a number of optimizer steps that is not told"
+        o.no(warmup, why, f"tell data.train_batch_size and {A}ppo_mini_batch_size", of_run=True)
+    if steps > 1 and (o[warmup] > 0 or o[scheduler] != "constant"):
+        o.differs("rate within a batch", steps=steps)
+    return rates(o, f"{A}optim.lr", scheduler, warmup, constant_warms=True, per_unit=max(1, steps))
+
+
+VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN, DIFFERS)
 NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 
 

@@ -91,20 +91,28 @@ BESIDE: Mapping[str | tuple[str, Any], Mapping[str, Any]] = {
     **{f"{G}{name}": _CHARGED for name in ("kl_penalty", "kl_ctrl.type", "kl_ctrl.kl_coef")},
     **{f"{G}kl_ctrl.{name}": {**_CHARGED, f"{G}kl_ctrl.type": "adaptive"} for name in ("target_kl", "horizon")},
     f"{A}ppo_mini_batch_size": {"data.train_batch_size": 1024},
+    f"{A}optim.lr_warmup_steps": {"data.train_batch_size": 1024},
 }
-_OVERLONG = Without((False,), "rewards are recorded", "advantage.overlong, and write the sum as a reward")
+_OVERLONG = Without((False,), "rewards are recorded", "advantage.overlong, and write the sum as a reward", of_run=True)
 WITHOUT: Mapping[str, Without] = {
-    f"{G}use_pf_ppo": Without((False,), "traces are not drawn again by their reward", "leave it out"),
+    f"{G}use_pf_ppo": Without((False,), "traces are not drawn again by their reward", "leave it out", of_run=True),
     f"{G}rollout_correction": Without((None,), "it is a table", "rollout_correction.rollout_is"),
     f"{G}filter_groups": Without((None,), "it is a table", "filter_groups.enable"),
     f"{A}ppo_epochs": Without(
-        (1,), "one batch several times in a row; passes here are over all traces", "train.epochs, updates_per_old 0"
+        (1,),
+        "one batch several times in a row; passes here are over all traces",
+        "train.epochs, updates_per_old 0",
+        of_run=True,
     ),
-    f"{A}optim.lr_warmup_steps_ratio": Without((0.0,), "warm-up is in steps here", "optim.lr_warmup_steps"),
-    f"{A}optim.min_lr_ratio": Without((0.0, None), "it is schedule.floor", "--schedule.floor"),
-    f"{A}optim.num_cycles": Without((0.5,), "a cosine falls once", "leave it out"),
-    f"{A}optim.optimizer": Without(("AdamW", "adam"), "the optimizer is AdamW", "leave it out"),
-    f"{A}freeze_vision_tower": Without((False,), "it is images.tower here", "--images.tower frozen, the default"),
+    f"{A}optim.lr_warmup_steps_ratio": Without(
+        (0.0,), "warm-up is in steps here", "optim.lr_warmup_steps", of_run=True
+    ),
+    f"{A}optim.min_lr_ratio": Without((0.0, None), "it is schedule.floor", "--schedule.floor", of_run=True),
+    f"{A}optim.num_cycles": Without((0.5,), "a cosine falls once", "leave it out", of_run=True),
+    f"{A}optim.optimizer": Without(("AdamW", "adam"), "the optimizer is AdamW", "leave it out", of_run=True),
+    f"{A}freeze_vision_tower": Without(
+        (False,), "it is images.tower here", "--images.tower frozen, the default", of_run=True
+    ),
     "reward_model.overlong_buffer.enable": _OVERLONG,
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
     "reward.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
@@ -147,4 +155,25 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "BYPASS_PG_GEO_RS": {**_PG, **_GEO},
     "BYPASS_PG_GEO_RS_SEQ_TIS": {**_PG, "rollout_is": "sequence", **_GEO},
     "BYPASS_PG_GEO_RS_TOKEN_TIS": {**_PG, "rollout_is": "token", **_GEO},
+}
+DIFFERS: Mapping[str, str] = {
+    "rejected rows": (
+        "verl's trainer divides a mean over sequences by all rows, this by those of which rejection left something: "
+        "verl's is smaller by the share of rows that are left"
+    ),
+    "terms of a rejected row": (
+        "verl's bypass mode divides a row by what rejection left of it, this by all its terms: the share that is left "
+        "times verl's"
+    ),
+    "weights of geo_mean": (
+        "verl weighs a row by the geometric mean of its token weights, here each term carries its own"
+    ),
+    "rejection within geo_mean": "verl's mean is over the terms that rejection left, this over all terms of the trace",
+    "rate within a batch": (
+        "verl's learning rate stands still for the {steps} optimizer steps of a training batch, here it moves at each"
+    ),
+    "norms and biases": (
+        "verl decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they stay as they are"
+    ),
+    "epsilon of the deviation": "verl adds 1e-6 to the standard deviation of a group, this 1e-4",
 }
