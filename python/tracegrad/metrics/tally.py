@@ -60,7 +60,8 @@ TRAINING: tuple[Metric, ...] = (
         "share",
         "",
         "tokens",
-        "The same over tokens of all kinds, prompts included: ART's denominator without padding.",
+        "The same over tokens of all kinds, prompts included, of each branch up to its last term: ART's denominator "
+        "without padding. A prefix that branches share counts in each of them.",
     ),
     Metric(
         "ratio_mean",
