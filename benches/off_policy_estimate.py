@@ -2,15 +2,14 @@
 
     python benches/off_policy_estimate.py --out benches/results/off_policy_estimate.json
 
-The bundled model is trained on the bundled traces, and checkpoints of one run are policies ever further from the one
-that was recorded. For each of them:
+The bundled model at temperature 1 is the policy that is recorded. The policies that are estimated are the same model at
+lower temperatures, which are ever surer of the same answers, as a policy is that trains on its own successes.
 
-- the truth is the success of `--episodes` sampled episodes of the policy;
-- for each seed the bundled model plays `--groups` fresh prompts eight times, and `learner.estimate` says from its
-  logprobs and those of the checkpoint what the success of the checkpoint is, and whether that is known.
+- For each seed the recorded policy plays `--groups` fresh prompts eight times: 16 are what a run of the bundled example
+  holds out. `learner.estimate` says from the logprobs what the success of each policy is, and whether that is known.
+- The truth is the success of `--episodes` episodes that the policy plays itself.
 
-It prints how many of the estimates are known, how many of these cover the truth, and what the others would have said.
-The seeds play other episodes of the same prompts' distribution, so the estimates of one policy are independent.
+It prints how many estimates are known and how many of these have the truth in their interval, by policy and over all.
 """
 
 from __future__ import annotations
@@ -19,17 +18,13 @@ import argparse
 import itertools
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import tracegrad as tg
-from tracegrad import learner, presets
-from tracegrad.config import load
-from tracegrad.learner.checkpoint import list_checkpoints
+from tracegrad import learner
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -37,22 +32,14 @@ import rollout  # noqa: E402
 import task  # noqa: E402
 
 GROUP_SIZE = 8
-
-
-def train(folder: Path, epochs: int, every: int) -> list[Path]:
-    """Train the bundled model on the bundled traces, and return its checkpoints in order of their steps."""
-    model, _ = rollout.load(QUICKSTART / "model")
-    changes = [("train.epochs", epochs), ("checkpoint.every", every), ("checkpoint.keep", 1000), ("terms.keep", "none")]
-    config = load(QUICKSTART / "run.toml", changes)
-    sequences = tg.align(tg.read(QUICKSTART / "traces.jsonl.zst"), tg.Tokenizer.from_pretrained(QUICKSTART / "model"))
-    learner.train(sequences, model, objective=presets.DAPO, config=config, out=folder, sinks=(), say=lambda _: None)
-    return list_checkpoints(folder)
+TEMPERATURES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""Of the recorded policy, then of those that are estimated."""
 
 
 @torch.no_grad()
 def logprobs(model, turns: list[tuple[list[int], list[int]]], batch: int = 64) -> np.ndarray:
-    """Return the summed logprob of the sampled ids of each (prompt ids, sampled ids), float64 nats."""
-    out = np.zeros(len(turns))
+    """Return [policies, turns] the summed logprob of the sampled ids of each (prompt ids, sampled ids), nats."""
+    out = np.zeros((len(TEMPERATURES), len(turns)))
     order = sorted(range(len(turns)), key=lambda place: sum(map(len, turns[place])))
     for start in range(0, len(order), batch):
         part = order[start : start + batch]
@@ -60,10 +47,13 @@ def logprobs(model, turns: list[tuple[list[int], list[int]]], batch: int = 64) -
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        logits = model(ids, attention_mask=mask).logits[:, :-1].double()
-        found = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        for place, row, values in zip(part, rows, found, strict=True):
-            out[place] = float(values[len(turns[place][0]) - 1 : len(row) - 1].sum())
+        kept = 1 + max(len(turns[place][1]) + width - len(row) for place, row in zip(part, rows, strict=True))
+        logits = model(ids, attention_mask=mask, logits_to_keep=kept).logits[:, :-1].double()
+        for policy, temperature in enumerate(TEMPERATURES):
+            found = (logits / temperature).log_softmax(-1).gather(2, ids[:, 1 - kept :, None])[..., 0]
+            for place, row, values in zip(part, rows, found, strict=True):
+                end = len(row) - 1 - (width - kept)
+                out[policy, place] = float(values[end - len(turns[place][1]) : end].sum())
     return out
 
 
@@ -84,48 +74,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=30)
-    parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--episodes", type=int, default=2048)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--episodes", type=int, default=1024)
     options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.process_time()
     model, tokenizer = rollout.load(QUICKSTART / "model")
-    group = np.repeat(np.arange(options.groups), GROUP_SIZE)
-    logs = []
-    for seed in range(options.seeds):
-        prompts = list(itertools.islice(task.prompts("traces", 1000 + seed), options.groups))
-        episodes = rollout.play(model, tokenizer, [p for p in prompts for _ in range(GROUP_SIZE)], seed)
-        turns, owner = logged(tokenizer, episodes)
-        rewards = np.array([episode.reward for episode in episodes], np.float32)
-        logs.append((turns, owner, rewards, logprobs(model, turns)))
-    print(f"{options.seeds} logs after {time.process_time() - began:.0f} s", flush=True)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for place in train(Path(folder), options.epochs, options.every):
-            policy, _ = rollout.load(place)
-            prompts = list(itertools.islice(task.prompts("traces", 0), options.episodes))
-            truth = float(np.mean([each.reward for each in rollout.play(policy, tokenizer, prompts, 0)]))
-            for seed, (turns, owner, rewards, rollout_logprobs) in enumerate(logs):
-                given = logprobs(policy, turns), rollout_logprobs
-                found = learner.estimate(*(each.astype(np.float32) for each in given), owner, rewards, group)
-                ratios = np.bincount(owner, given[0] - given[1], len(rewards))
-                row = {"checkpoint": place.name, "truth": truth, "seed": seed, **found.row()}
-                rows.append(row)
-                if options.out.suffix == ".npz":
-                    row |= {"ratios": ratios.tolist(), "rewards": rewards.tolist()}
-            print(f"{table(rows)}\n{time.process_time() - began:.0f} s", flush=True)
-            told = {"command": "python benches/off_policy_estimate.py --out " + str(options.out), "estimates": rows}
-            options.out.write_text(json.dumps(told, indent=1) + "\n")
+    count = options.seeds * options.groups
+    prompts = [p for p in itertools.islice(task.prompts("traces", 1), count) for _ in range(GROUP_SIZE)]
+    episodes = rollout.play(model, tokenizer, prompts, 0, batch=512)
+    turns, owner = logged(tokenizer, episodes)
+    by_turn = logprobs(model, turns)
+    total = np.array([np.bincount(owner, each, len(episodes)) for each in by_turn], np.float32)
+    rewards = np.array([episode.reward for episode in episodes], np.float32)
+    group = np.repeat(np.arange(count), GROUP_SIZE)
+    print(f"{len(episodes)} recorded episodes after {time.process_time() - began:.0f} s", flush=True)
+    rows, fresh = [], list(itertools.islice(task.prompts("traces", 2), options.episodes))
+    for policy, temperature in enumerate(TEMPERATURES[1:], start=1):
+        played = rollout.play(model, tokenizer, fresh, 0, temperature, batch=512)
+        truth = float(np.mean([episode.reward for episode in played]))
+        for seed in range(options.seeds):
+            own = slice(seed * options.groups * GROUP_SIZE, (seed + 1) * options.groups * GROUP_SIZE)
+            given = total[policy, own], total[0, own], np.arange(own.stop - own.start), rewards[own], group[own]
+            rows.append({"temperature": temperature, "truth": truth, "seed": seed, **learner.estimate(*given).row()})
+    told = {"command": f"python benches/off_policy_estimate.py --out {options.out}", "estimates": rows}
+    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    print(f"{table(rows)}\n{time.process_time() - began:.0f} s of CPU time")
 
 
 def table(rows: list[dict]) -> str:
     """Return how often the interval covers the truth, by policy and over all: of the known estimates, of the others."""
-    lines = ["| policy | truth | effective share | known | of these cover | the others | of these cover |"]
+    lines = ["| temperature | truth | effective share | known | of these cover | the others | of these cover |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for name in [*dict.fromkeys(row["checkpoint"] for row in rows), "all"]:
-        part = [row for row in rows if name in (row["checkpoint"], "all")]
+    for name in [*dict.fromkeys(row["temperature"] for row in rows), "all"]:
+        part = [row for row in rows if name in (row["temperature"], "all")]
         truth = f"{part[0]['truth']:.3f}" if name != "all" else ""
         share = np.mean([row["off_policy_value_ess_fraction"] for row in part])
         cells = []
