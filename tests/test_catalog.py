@@ -1,8 +1,7 @@
 """The columns of all traces: groups by their keys, hashes, and some traces taken out of many."""
 
-from dataclasses import replace
-
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,7 +82,6 @@ def test_room_for_the_logprobs_of_every_term_is_taken_or_refused(tmp_path):
 
 def test_room_for_logprobs_is_taken_before_it_is_used_on_systems_without_posix_fallocate(tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    from tracegrad.errors import TracegradError
     from tracegrad.learner.known import scratch
 
     monkeypatch.delattr("os.posix_fallocate", raising=False)

@@ -92,6 +92,10 @@ class TestTrl:
         if config.entropy_coef:
             close("TRL's config, gradient of the bonus", found.entropy_gradient, entropy.grad)
 
+    @pytest.mark.parametrize("more", [{}, {"epsilon_high": 0.5}, {"epsilon": 0.1}, {"epsilon_high": 1.0}])
+    def test_cispo_caps_its_weight_below_1_too(self, close, more):
+        self.test_each_value_is_its_loss(close, {"loss_type": "cispo", **more})
+
     def test_the_bonus_on_the_quantiles_terms_alone_is_trls_but_for_its_denominator(self):
         data = hard(1)
         recipe = recipes.from_trl({"entropy_coef": 0.05, "top_entropy_quantile": 0.4})

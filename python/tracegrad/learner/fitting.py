@@ -33,7 +33,10 @@ def check_effective(config: Config, objective: Objective) -> None:
         **{f"reward_kl.{name}": (not kl.coef, "reward_kl.coef is 0") for name in ("kind", "cap", "target")},
         "reward_kl.horizon": (not (kl.coef and kl.target), "reward_kl.coef or reward_kl.target is 0"),
         "schedule.decay": (config.schedule.name != "wsd", f"schedule.name is {config.schedule.name}"),
-        "schedule.floor": (config.schedule.name == "constant", "schedule.name is constant"),
+        "schedule.floor": (
+            config.schedule.name not in ("linear", "cosine", "wsd"),
+            f"schedule.name is {config.schedule.name}",
+        ),
         "train.updates_per_old": (not needs.old and not needs.proximal, "this objective takes no old logprobs"),
         "train.ref_model": (not needs.ref, "this objective takes no reference"),
         "train.ref_every": (bool(config.train.ref_model) or not needs.ref, no_own_reference),
