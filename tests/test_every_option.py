@@ -144,6 +144,39 @@ def reward(_: Path) -> None:
     assert found.rewards.tolist() == list(range(data().traces))
 
 
+def with_two_rewards(**changes: Any) -> Any:
+    """Six traces in two groups of three; the second reward is ten times as large, and one trace has the first alone."""
+    s = rewards([0.0] * 6, [0] * 3 + [1] * 3)
+    table = np.full((s.traces, 3), np.nan, np.float32)
+    table[:6, 1:] = [[1, 10], [0, 20], [0, 0], [1, 30], [0, np.nan], [1, 0]]
+    names = ("reward", "right", "short")
+    return fed(replace(s, rewards=table, reward_names=names), data__reward_weights="2,0.1", **changes)
+
+
+def reward_weights(_: Path) -> None:
+    found = with_two_rewards()
+    assert found.rewards[:6] == pytest.approx([3.0, 2.0, 0.0, 5.0, 0.0, 2.0])
+    swapped = with_two_rewards(data__reward="short,right").rewards[:6]
+    assert swapped == pytest.approx([20.1, 40.0, 0.0, 60.1, 0.0, 0.1])
+    for told_, why in (({"data__reward": "right"}, "the rewards are right"), ({"data__reward": "r"}, "lists 'r'")):
+        with pytest.raises(ArgumentError, match=why):
+            with_two_rewards(**told_)
+
+
+def several(_: Path) -> None:
+    """Each reward by its group's mean and deviation (n - 1), weighed and summed, and the sums of all likewise."""
+    found = with_two_rewards(advantage__several="normalize_then_sum", advantage__scale="std").advantages[:6]
+    third, root = math.sqrt(1 / 3), math.sqrt(2) / 2  # deviations of 1 0 0 and of 30 0: 0.577 and 21.2
+    right = [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, 1 / 3 / third, -2 / 3 / third, 1 / 3 / third]
+    short = [0.0, 1.0, -1.0, root, 0.0, -root]
+    each = [2 * one + 0.1 * other for one, other in zip(right, short, strict=True)]
+    expected = (np.array(each) - np.mean(each)) / np.std(each, ddof=1)
+    assert found == pytest.approx(expected, rel=1e-3)
+    for told_ in ({"advantage__scale": "none"}, {"advantage__scale": "std", "filter__zero_truncated": True}):
+        with pytest.raises(ArgumentError, match="normalize_then_sum"):
+            with_two_rewards(advantage__several="normalize_then_sum", **told_)
+
+
 def holdout(_: Path) -> None:
     assert fed(data__holdout=0.5).held.sum() == GROUPS * SIZE / 2
 
@@ -456,6 +489,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.text_only": (None, text_only),
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),
+    "data.reward_weights": (None, reward_weights),
     "data.holdout": (None, holdout),
     "mixture.weights": (None, weights),
     **{
@@ -475,6 +509,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "advantage.baseline": (None, baseline),
     "advantage.scale": (None, scale),
     "advantage.ddof": (None, ddof),
+    "advantage.several": (None, several),
     "advantage.singleton": (None, singleton),
     **{f"optimizer.{name}": ("adamw", adamw) for name in OPTIMIZER},
     "optimizer.grad_clip": ("adamw", grad_clip),

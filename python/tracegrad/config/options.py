@@ -26,6 +26,8 @@ class Data:
     """After an id that cannot be known go on with the canonical tokens of the text, untrained and counted."""
     reward: str = ""
     """Name of the reward to train on, or several with commas: of each trace the first that it has; empty: the first."""
+    reward_weights: str = ""
+    """Train on several rewards: a weight for each that data.reward names (empty: all but the total), with commas."""
     holdout: float = 0.05
     """Share of the groups kept out of training to measure value; 0 measures none."""
 
@@ -108,6 +110,8 @@ class Advantage:
     """A mean's divisor: std of the group is GRPO as published, none Dr. GRPO (arXiv 2503.20783), batch_std of all."""
     ddof: int = 1
     """With a scale: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART)."""
+    several: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """With data.reward_weights: compare the sum, or each reward in its group and then their sum over all (GDPO)."""
     singleton: Literal["refuse", "zero", "keep"] = "refuse"
     """A group of one trace has no baseline: stop, give it advantage 0, or let it keep its reward."""
 
@@ -178,8 +182,7 @@ class Schedule:
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
     ] = "constant"
-    """After the warm-up: lr as it is; down to the floor by a line (TRL's default), by a half cosine, or late (wsd).
-    The others are transformers' own."""
+    """After the warm-up: lr as it is, a line (TRL's) or half cosine to the floor, late (wsd), or transformers' own."""
     warmup_steps: int = 0
     """Optimizer steps over which lr rises, from 0 at the first one; wsd begins at its floor."""
     warmup_ratio: float = 0.0

@@ -44,6 +44,8 @@ def from_trl(config: Any) -> Recipe:
     options = flat(config, deepest=0)
     if isinstance(options.get("lr_scheduler_kwargs"), Mapping):
         options["lr_scheduler_kwargs"] = json.dumps(dict(options["lr_scheduler_kwargs"]), sort_keys=True)
+    if isinstance(options.get("reward_weights"), (list, tuple)):
+        options["reward_weights"] = ",".join(str(each) for each in options["reward_weights"])
     if (ratio := options.pop("warmup_ratio", None)) and not options.get("warmup_steps"):
         options["warmup_steps"] = ratio  # the name of transformers before 5.0
     if options.get("scale_rewards") in (True, False):
@@ -83,7 +85,13 @@ def _build(o: Asked) -> Recipe:
         objective = (with_beta if o["use_bias_correction_kl"] else with_kl)(objective, o["beta"])
     scale = o.among("scale_rewards", {"group": "std", "batch": "batch_std", "none": "none"})
     missing = "neutral" if objective.needs.rollout else None
-    return Recipe(objective, Advantage(scale=scale), missing, _options(o))
+    several = str(o["multi_objective_aggregation"])
+    if several == "normalize_then_sum":
+        scale = "std"  # whatever scale_rewards says there
+        if not o["reward_weights"]:
+            o.no("multi_objective_aggregation", "how many rewards there are is not known", "give reward_weights")
+    advantage = Advantage(scale=scale, **({"several": several} if o["reward_weights"] else {}))
+    return Recipe(objective, advantage, missing, _options(o))
 
 
 def _correction(o: Asked) -> tuple[Weight, ...]:
@@ -131,6 +139,8 @@ def _bonus(o: Asked) -> Entropy | None:
 
 def _options(o: Asked) -> Options:
     options: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
+    if o["reward_weights"]:
+        options.append(("data.reward_weights", str(o["reward_weights"])))
     options += [("train.epochs", int(o["num_train_epochs"])), ("train.updates_per_old", _updates(o))]
     if o["num_train_epochs"] != int(o["num_train_epochs"]) or o["num_train_epochs"] < 1:
         o.no("num_train_epochs", "passes are whole here", "train.epochs says how many")
@@ -206,6 +216,8 @@ _OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "vespo_lambda_neg": (2.0, 1.5),
     "max_completion_length": (512, 32),
     "scale_rewards": ("group", "batch", "none"),
+    "reward_weights": (None, "2.0,0.5"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "mask_truncated_completions": (False, True),
     "sync_ref_model": (False, True),
     "ref_model_mixup_alpha": (0.6,),
@@ -245,19 +257,12 @@ TRL = Peer(
         **{f"sapo_temperature_{sign}": {"loss_type": "sapo"} for sign in ("pos", "neg")},
         **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
         "max_completion_length": {"loss_type": "dr_grpo"},
+        "multi_objective_aggregation": {"reward_weights": "2.0,0.5"},
         "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
         "sync_ref_model": {"ref_model_mixup_alpha": 1.0, "beta": 0.04},
         "ref_model_sync_steps": {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04},
     },
     without={
-        "multi_objective_aggregation": Without(
-            ("sum_then_normalize",),
-            "a run trains on one column of rewards",
-            "GDPO is advantage.normalize_then_sum and whiten, for a trainer of your own",
-        ),
-        "reward_weights": Without(
-            (None,), "a run trains on one column of rewards", "write the weighted sum as a reward of each trace"
-        ),
         "router_aux_loss_coef": Without(
             (None, 0.0), "a run has no loss of the router", "integrations.trl keeps TRL's own"
         ),
