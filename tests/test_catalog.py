@@ -1,5 +1,6 @@
 """The columns of all traces: groups by their keys, hashes, and some traces taken out of many."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -77,3 +78,27 @@ def test_room_for_the_logprobs_of_every_term_is_taken_or_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TracegradError, match="have no place there"):
         scratch(5, tmp_path / "file")
+
+
+def test_room_for_logprobs_is_taken_before_it_is_used_on_systems_without_posix_fallocate(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from tracegrad.learner.known import scratch
+
+    monkeypatch.delattr("os.posix_fallocate", raising=False)
+    values = scratch(3_000_000, tmp_path / "new")
+    assert np.isnan(values).all()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+def test_a_full_disk_is_an_error_before_the_first_logprob(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from tracegrad.errors import TracegradError
+    from tracegrad.learner import known
+
+    def full(path, mode):
+        path.touch()
+        return open("/dev/full", mode, buffering=0)
+
+    monkeypatch.setattr(known, "open", full, raising=False)
+    with pytest.raises(TracegradError, match=r"No space left on device\. The logprobs of 5 terms have no place"):
+        known.scratch(5, tmp_path)

@@ -156,6 +156,8 @@ def test_value_is_no_longer_known_only_where_it_was():
 
     known = {
         "off_policy_value": 0.5,
+        "off_policy_value_low": 0.3,
+        "off_policy_value_high": 0.75,
         "off_policy_value_known": 1,
         "off_policy_value_ess": 9.0,
         "off_policy_value_traces": 9,
@@ -164,6 +166,11 @@ def test_value_is_no_longer_known_only_where_it_was():
     lost = {**known, "off_policy_value_known": 0}
     assert _value_line([known, lost])[0].startswith("value    no longer known")
     assert _value_line([lost, lost])[0].startswith("value    not known")
+    assert _value_line([known])[0] == (
+        "value    0.400 as recorded, 0.500 now (0.300 to 0.750, effective sample 9 of 9 held-out traces)"
+    )
+    clamped = {**lost, "off_policy_value_clamped": 2}
+    assert _value_line([clamped])[0].endswith("effective sample 9 of 9 held-out traces, 2 with a clamped weight")
 
 
 def test_a_dry_run_is_one_object(tmp_path, capsys):

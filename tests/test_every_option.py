@@ -144,6 +144,39 @@ def reward(_: Path) -> None:
     assert found.rewards.tolist() == list(range(data().traces))
 
 
+def with_two_rewards(**changes: Any) -> Any:
+    """Six traces in two groups of three; the second reward is ten times as large, and one trace has the first alone."""
+    s = rewards([0.0] * 6, [0] * 3 + [1] * 3)
+    table = np.full((s.traces, 3), np.nan, np.float32)
+    table[:6, 1:] = [[1, 10], [0, 20], [0, 0], [1, 30], [0, np.nan], [1, 0]]
+    names = ("reward", "right", "short")
+    return fed(replace(s, rewards=table, reward_names=names), data__reward_weights="2,0.1", **changes)
+
+
+def reward_weights(_: Path) -> None:
+    found = with_two_rewards()
+    assert found.rewards[:6] == pytest.approx([3.0, 2.0, 0.0, 5.0, 0.0, 2.0])
+    swapped = with_two_rewards(data__reward="short,right").rewards[:6]
+    assert swapped == pytest.approx([20.1, 40.0, 0.0, 60.1, 0.0, 0.1])
+    for told_, why in (({"data__reward": "right"}, "the rewards are right"), ({"data__reward": "r"}, "lists 'r'")):
+        with pytest.raises(ArgumentError, match=why):
+            with_two_rewards(**told_)
+
+
+def several(_: Path) -> None:
+    """Each reward by its group's mean and deviation (n - 1), weighed and summed, and the sums of all likewise."""
+    found = with_two_rewards(advantage__several="normalize_then_sum", advantage__scale="std").advantages[:6]
+    third, root = math.sqrt(1 / 3), math.sqrt(2) / 2  # deviations of 1 0 0 and of 30 0: 0.577 and 21.2
+    right = [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, 1 / 3 / third, -2 / 3 / third, 1 / 3 / third]
+    short = [0.0, 1.0, -1.0, root, 0.0, -root]
+    each = [2 * one + 0.1 * other for one, other in zip(right, short, strict=True)]
+    expected = (np.array(each) - np.mean(each)) / np.std(each, ddof=1)
+    assert found == pytest.approx(expected, rel=1e-3)
+    for told_ in ({"advantage__scale": "none"}, {"advantage__scale": "std", "filter__zero_truncated": True}):
+        with pytest.raises(ArgumentError, match="normalize_then_sum"):
+            with_two_rewards(advantage__several="normalize_then_sum", **told_)
+
+
 def holdout(_: Path) -> None:
     assert fed(data__holdout=0.5).held.sum() == GROUPS * SIZE / 2
 
@@ -214,6 +247,7 @@ OPTIMIZER = {
     "grad_clip": 0.02,
 }
 SCHEDULE = {"name": "wsd", "warmup_steps": 2, "decay": 0.5, "floor": 0.25}
+RESTARTED = {"name": "cosine_with_restarts", "warmup_ratio": 0.2, "kwargs": '{"num_cycles": 2}'}
 CADENCE = {
     "train__epochs": 2,
     "train__seed": 7,
@@ -234,6 +268,13 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     "scheduled": lambda out: watched(
         traces(), out, train__epochs=2, **{f"schedule__{name}": value for name, value in SCHEDULE.items()}
     ),
+    "restarted": lambda out: watched(
+        traces(),
+        out,
+        train__max_steps=8,
+        **{f"schedule__{name}": value for name, value in RESTARTED.items()},
+    ),
+    "repeated": lambda out: watched(traces(), out, train__updates_per_old=2, train__iterations=3),
     "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_every=2),
     "adapters": lambda out: watched(traces(), out, objective=KL, train__lora_rank=2),
     "spoiling": lambda out: watched(spoilt(), out, objective=presets.DAPO_DIRECT, **SPOILING),
@@ -274,6 +315,30 @@ def schedule(run: Any) -> None:
     """Six steps: two that rise from the floor, one at lr, and three that fall to it by a half cosine."""
     falls = [0.25 + 0.75 * (1 + math.cos(math.pi * place / 3)) / 2 for place in range(3)]
     assert [step.lr / 3e-3 for step in run.steps] == pytest.approx([0.25, 0.625, 1.0, *falls])
+
+
+def restarts(run: Any) -> None:
+    """Eight steps, two of which (0.2 of eight, rounded up) rise from 0; the others fall twice by a half cosine."""
+    falls = [(1 + math.cos(math.pi * ((2 * place / 6) % 1))) / 2 for place in range(6)]
+    assert [step.lr / 3e-3 for step in run.steps] == pytest.approx([0.0, 0.5, *falls])
+
+
+def max_steps(run: Any) -> None:
+    """The third epoch, of three steps each, ends after two of them, and the value is measured there."""
+    assert (run.done.total, len(run.steps)) == (8, 8)
+    assert [row["epoch"] for row in run.done.rows if "epoch" in row] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert "off_policy_value" in run.done.rows[-1]
+
+
+def iterations(run: Any) -> None:
+    """Three steps: the batch of the first two three times, then the last one three times; `old` is of a batch."""
+    first = {tuple(step.step.origin.tolist()): None for step in run.steps}
+    order = [list(first).index(tuple(step.step.origin.tolist())) for step in run.steps]
+    assert order == [0, 1, 0, 1, 0, 1, 2, 2, 2]
+    away = [float(np.abs(step.outcome.ratio - 1).max()) for step in run.steps]
+    assert max(away[0], away[6]) < 1e-4 < min(away[1:6] + away[7:])
+    for again, before in ((2, 0), (4, 0), (3, 1), (5, 1), (7, 6), (8, 6)):
+        assert np.array_equal(run.steps[again].step.old_logprobs, run.steps[before].step.old_logprobs)
 
 
 def grad_clip(run: Any) -> None:
@@ -424,6 +489,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.text_only": (None, text_only),
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),
+    "data.reward_weights": (None, reward_weights),
     "data.holdout": (None, holdout),
     "mixture.weights": (None, weights),
     **{
@@ -443,10 +509,14 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "advantage.baseline": (None, baseline),
     "advantage.scale": (None, scale),
     "advantage.ddof": (None, ddof),
+    "advantage.several": (None, several),
     "advantage.singleton": (None, singleton),
     **{f"optimizer.{name}": ("adamw", adamw) for name in OPTIMIZER},
     "optimizer.grad_clip": ("adamw", grad_clip),
     **{f"schedule.{name}": ("scheduled", schedule) for name in SCHEDULE},
+    **{f"schedule.{name}": ("restarted", restarts) for name in ("warmup_ratio", "kwargs")},
+    "train.max_steps": ("restarted", max_steps),
+    "train.iterations": ("repeated", iterations),
     "train.epochs": ("cadence", epochs),
     "train.seed": ("cadence", seed),
     "train.updates_per_old": ("cadence", updates_per_old),

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 
+from tracegrad.config import load
 from tracegrad.interrupt import Interrupt
 from tracegrad.learner.off_policy_value import SUM_LIMIT, difference, estimate, good_and_bad, held_out
 from tracegrad.learner.plan import Plan
@@ -34,6 +35,37 @@ def test_value_is_measured_before_the_first_step_and_at_each_epochs_end():
     assert measured == [0, 3, 5, 8, 10, 13, 15, 18, 20]
 
 
+@pytest.mark.parametrize(("packed", "size", "times"), [(6, 2, 3), (4, 4, 2), (3, 1, 4)])
+def test_batches_are_repeated_as_trls_sampler_repeats_them(packed, size, times):
+    """One group a step; its sampler drops a last batch that is not whole."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    sampler = utils.RepeatSampler(
+        range(packed), mini_repeat_count=1, batch_size=size, repeat_count=times, shuffle=False
+    )
+    plan = Plan(packed * times, updates_per_old=size, iterations=times)
+    assert [plan.packed(step) for step in range(plan.total)] == list(sampler)
+    starts = [step for step in range(plan.total) if plan.refreshes_old(step)]
+    assert starts == list(range(0, packed * times, size * times))
+    assert [plan.packed(step) for step in plan.window(starts[-1])] == list(range(packed - size, packed))
+
+
+def test_a_last_batch_that_is_smaller_is_repeated_as_often():
+    plan = Plan(15, epochs=2, updates_per_old=2, iterations=3)  # of 5 packed steps
+    assert [plan.packed(step) for step in range(15)] == [0, 1] * 3 + [2, 3] * 3 + [4] * 3
+    assert [step for step in range(30) if plan.refreshes_old(step)] == [0, 6, 12, 15, 21, 27]
+    assert [list(plan.window(step)) for step in (0, 12, 15)] == [[0, 1], [12], [15, 16]]
+    assert [plan.refreshed(step) for step in (5, 14, 20, 26)] == [0, 12, 15, 21]
+
+
+def test_a_run_may_end_within_an_epoch():
+    config = load(overrides=[("train.max_steps", 7)])
+    plan = Plan.of(config, 3)
+    assert (plan.total, plan.epochs, plan.epoch_of(6)) == (7, 3, 2)
+    assert plan.saves(7)
+    assert plan.measures_value(7)
+    assert Plan.of(load(overrides=[("train.max_steps", 4), ("train.iterations", 2)]), 3).epochs == 1
+
+
 def test_checkpoints_come_at_each_epochs_end_and_at_the_last_step():
     assert [t for t in range(7) if t and Plan(3, epochs=2).saves(t)] == [3, 6]
     assert [t for t in range(7) if t and Plan(3, epochs=2, checkpoint_every=4).saves(t)] == [4, 6]
@@ -48,10 +80,63 @@ def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():
     assert value.ess == pytest.approx(16 / 10)  # (3 + 1)^2 / (9 + 1)
     assert value.ess_fraction == pytest.approx(0.8)
     assert value.recorded == 0.5
-    # Parts w (r - value) / sum w: 3 * 0.25 / 4 = 0.1875 and 1 * -0.75 / 4 = -0.1875;
-    # se = sqrt(2/1 * 2 * 0.1875^2) = 0.375; 95 % of a normal distribution lie within 1.96 of them.
-    assert value.high - value.value == pytest.approx(1.959964 * 0.375, rel=1e-6)
+    assert (value.low, value.high) == (0.0, 1.0)  # with one degree of freedom t is 12.7
     assert not value.known
+
+
+def test_the_interval_counts_four_more_traces_at_the_ends_of_the_range_worked_by_hand():
+    # Five groups of a trace of weight 1 with rewards 1 1 1 0 0. Added are 1 1 0 0: v = 5/9. Of the groups
+    # 3 (4/9)^2 + 2 (5/9)^2 = 98/81, times 5/4; added: 2 ((5/9)^2 + (4/9)^2) = 82/81; se^2 = 204.5/81/81.
+    # With 4 degrees of freedom t is 2.7764.
+    same = np.full(5, -1.0, np.float32)
+    value = estimate(same, same, np.arange(5), np.array([1, 1, 1, 0, 0], np.float32), np.arange(5))
+    assert value.value == pytest.approx(0.6)
+    assert value.low == pytest.approx(5 / 9 - 2.7764 * math.sqrt(204.5) / 81)
+    assert value.high == 1.0  # 1.046, cut at the highest reward
+    # Rewards 10 and -10 in place of 1 and 0: the same places of a range that is twenty times as wide.
+    wide = estimate(same, same, np.arange(5), np.array([10, 10, 10, -10, -10], np.float32), np.arange(5))
+    assert (wide.value, wide.low, wide.high) == pytest.approx((2.0, 20 * value.low - 10, 10.0))
+
+
+def logged(weights, rewards, size=4):
+    """An estimate of traces with these weights, `size` a group."""
+    count = len(weights)
+    given = np.log(weights).astype(np.float32), np.zeros(count, np.float32), np.arange(count)
+    return estimate(*given, np.asarray(rewards, np.float32), np.arange(count) // size)
+
+
+@pytest.mark.parametrize(
+    ("weights", "rewards", "known"),
+    [
+        (np.ones(40), [1, 0] * 20, True),
+        (np.ones(40), [1] * 40, False),  # no reward differs: nothing says how far others may
+        (np.ones(8), [1, 0] * 4, False),  # 8 effective traces
+        (np.r_[np.full(100, 1e-6), np.ones(31)], [1, 0] * 65 + [1], False),  # 31 of 131
+        (np.r_[np.full(100, 1e-6), np.ones(60)], [1, 0] * 80, True),  # 60 of 160
+        (np.r_[np.ones(39), 1e9], [1, 0] * 20, False),  # clamped, and alone
+        (np.r_[np.ones(39), 1e-9], [1, 0] * 20, False),  # clamped
+    ],
+)
+def test_a_value_is_known_if_no_weight_is_clamped_and_enough_traces_are_left(weights, rewards, known):
+    found = logged(weights, rewards)
+    assert found.known is known
+    assert found.row()["off_policy_value_known"] == known
+    assert min(rewards) <= found.low <= found.value <= found.high <= max(rewards)
+
+
+def test_a_single_group_has_no_interval():
+    found = logged(np.ones(40), [1, 0] * 20, size=40)
+    assert math.isnan(found.low)
+    assert not found.known
+
+
+@pytest.mark.parametrize(("groups", "t"), [(2, 12.706), (11, 2.2281), (31, 2.0423), (32, 2.0395), (101, 1.9840)])
+def test_the_quantiles_are_students(groups, t):
+    """Those of a printed table, by the half width of an interval in the middle of the range."""
+    found = logged(np.ones(groups), np.r_[0.0, np.full(groups - 2, 0.5), 1.0], size=1)
+    # v = 1/2; the two groups and the four added traces are 1/2 from it, and groups + 4 traces are summed.
+    se = math.sqrt((groups / (groups - 1) * 2 + 4) / 4) / (groups + 4)
+    assert found.high - 0.5 == pytest.approx(min(t * se, 0.5), rel=1e-4)
 
 
 def test_value_leaves_out_traces_that_cannot_be_weighted():

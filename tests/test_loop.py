@@ -313,7 +313,7 @@ def test_metrics_are_worked_by_hand():
         weight=np.ones(3, np.float32),
         keep=keep,
     )
-    found = tally(step, outcome, presets.DAPO, tokens=5).means() | off_policy(step, outcome).named()
+    found = tally(step, outcome, presets.DAPO).means() | off_policy(step, outcome).named()
     assert found["entropy"] == 3.0
     assert found["frac_old_logprobs_valid"] == pytest.approx(2 / 3)
     assert found["mean_importance_ratio"] == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)  # theta - rollout: 0.5, 1

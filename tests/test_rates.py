@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -28,11 +31,11 @@ def traces():
     return sampled(tiny_model())
 
 
-def theirs(name, warmup, **more):
+def theirs(name, warmup, lr=1.0, **more):
     """The rates that an optimizer has under transformers' scheduler, step by step."""
     from transformers import get_scheduler
 
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = get_scheduler(name, optimizer, warmup, STEPS, scheduler_specific_kwargs=more)
     found = []
     for _ in range(STEPS):
@@ -64,6 +67,45 @@ def test_rates_are_those_of_transformers_step_by_step(name, more, ours, warmup):
     schedule = Schedule(**ours, warmup_steps=warmup)
     found = [share(schedule, step, STEPS) for step in range(STEPS)]
     assert found == pytest.approx(theirs(name, warmup, **more), rel=1e-14, abs=1e-16)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    ("name", "more", "ours"),
+    [
+        ("cosine_with_restarts", {"num_cycles": 3}, {}),
+        ("polynomial", {}, {}),
+        ("polynomial", {"lr_end": 2e-7, "power": 2.0}, {}),
+        ("inverse_sqrt", {}, {}),
+        ("cosine_with_min_lr", {"min_lr": 1e-7}, {}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}, {}),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "decay_type": "1-sqrt"}, {}),
+        ("cosine", {"num_cycles": 1.5}, {}),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "warmup_type": "cosine"}, {"name": "wsd"}),
+    ],
+)
+def test_schedules_of_transformers_are_its_own(name, more, ours, warmup):
+    schedule = Schedule(**{"name": name, **ours}, warmup_steps=warmup, kwargs=json.dumps(more) if more else "")
+    found = [1e-6 * share(schedule, step, STEPS, 1e-6) for step in range(STEPS)]
+    assert found == pytest.approx(theirs(name, warmup, lr=1e-6, **more), rel=1e-12, abs=1e-20)
+    assert len(set(found)) > 20
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.33])
+@pytest.mark.parametrize("name", ["constant_with_warmup", "linear", "cosine"])
+def test_a_share_of_all_steps_rises_as_transformers_counts_it(name, ratio):
+    from transformers import TrainingArguments
+
+    warm = TrainingArguments.get_warmup_steps(SimpleNamespace(warmup_steps=ratio), STEPS)
+    schedule = Schedule(name.removesuffix("_with_warmup"), warmup_ratio=ratio)
+    found = [share(schedule, step, STEPS) for step in range(STEPS)]
+    assert found == pytest.approx(theirs(name, warm), rel=1e-14, abs=1e-16)
+
+
+@pytest.mark.parametrize("kwargs", ["{", '"text"', '{"cycles": 2}', '{"lr_end": 1.0}'])
+def test_arguments_that_transformers_refuses_are_refused_by_name(kwargs):
+    with pytest.raises(ArgumentError, match=r"schedule.name 'polynomial' with schedule.kwargs .* refuses it"):
+        share(Schedule("polynomial", kwargs=kwargs), 0, STEPS)
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])

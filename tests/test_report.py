@@ -414,14 +414,18 @@ def test_the_interval_of_value_is_drawn_where_it_is_known():
             "off_policy_value_low": 0.3,
             "off_policy_value_high": 0.5,
             "off_policy_value_recorded": 0.4,
+            "off_policy_value_known": 1,
         },
         {"step": 2, "off_policy_value": 0.5, "off_policy_value_low": math.nan, "off_policy_value_high": math.nan},
         {"step": 3, "off_policy_value": 0.6, "off_policy_value_low": 0.4, "off_policy_value_high": 0.9},
     ]
+    rows = [rows[0], {**rows[1], "off_policy_value_known": 0}, {**rows[2], "off_policy_value_known": 1}]
     drawn = curves(rows)
     assert drawn.count('class="band s0"') == 1
     assert 'class="level"' in drawn
     assert "0.6 [0.4, 0.9]" in drawn
+    assert "step 2" not in drawn
+    assert "importance-weighted" not in curves([{**rows[2], "off_policy_value_known": 0}])
 
 
 def test_examples_are_good_and_bad_ones_of_many_groups():

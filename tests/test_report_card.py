@@ -34,7 +34,7 @@ def test_options_and_figures_are_those_of_the_run(tmp_path):
     rows = [
         {"step": 0, "eval_reward": 0.25, "eval_low": 0.2, "eval_high": 0.3},
         {"step": 1, "loss": 0.5, "terms": 1000},
-        {"step": 2, "loss": 0.5, "terms": 500, "off_policy_value": 0.5, "off_policy_value_low": None},
+        {"step": 2, "loss": 0.5, "terms": 500, "off_policy_value": 0.5, "off_policy_value_known": 0},
         {"step": 2, "eval_reward": 0.75, "eval_low": 0.7, "eval_high": 0.8},
     ]
     told = card(tmp_path, config=Config(train=Train(seed=7)), rows=rows, data=["3 traces"])
@@ -46,7 +46,7 @@ def test_options_and_figures_are_those_of_the_run(tmp_path):
     ]
     assert "evaluation, step 0 0.250 (0.200 to 0.300)" in told
     assert "evaluation, step 2 0.750 (0.700 to 0.800)" in told
-    assert "value, step 2   0.500\n" in told
+    assert "value, step 2   not known\n" in told
     assert "3 traces" in told
 
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -15,9 +16,10 @@ from trl import GRPOConfig
 
 import whole_configs
 from padded import hard, run
-from peer_code import trl_loss
-from tracegrad import recipes
+from peer_code import trl_advantages, trl_loss
+from tracegrad import presets, recipes
 from tracegrad.errors import ArgumentError
+from tracegrad.learner.feed import Feed
 from tracegrad.recipes.art import ART
 from tracegrad.recipes.peer import Peer, flat
 from tracegrad.recipes.skyrl import SKYRL
@@ -26,6 +28,7 @@ from tracegrad.recipes.verl import VERL
 from tracegrad.recipes.verl_options import A as ACTOR
 from tracegrad.recipes.verl_options import C as CORRECTION
 from tracegrad.recipes.verl_options import G as ALGORITHM
+from tracegrad.sequence import Sequences
 from whole_configs import ours, without_empty, without_last
 
 ALGO, POLICY = "trainer.algorithm.", "trainer.policy.optimizer_config."
@@ -73,6 +76,10 @@ class TestTrl:
         close("TRL's config, loss", found.loss, theirs.loss, 1e-6)  # its temperatures are float32
         close("TRL's config, gradient", found.gradient, theirs.gradient, 1e-6)
         close("TRL's config, gradient of the bonus", found.of_entropy, theirs.of_entropy)
+
+    @pytest.mark.parametrize("more", [{}, {"epsilon_high": 0.5}, {"epsilon": 0.1}, {"epsilon_high": 1.0}])
+    def test_cispo_caps_its_weight_below_1_too(self, close, more):
+        self.test_each_value_is_its_loss(close, {"loss_type": "cispo", **more})
 
     def test_the_bonus_on_the_quantiles_terms_alone_is_trls_but_for_its_denominator(self):
         data = hard(1)
@@ -210,3 +217,31 @@ def test_a_dataclass_without_its_peer_is_flat_too():
     assert is_dataclass(grpo_config())
     with pytest.raises(ArgumentError, match="options have no names"):
         flat(GRPOConfig)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_a_run_with_several_rewards_has_trls_advantages(close, scale, aggregation):
+    """Four groups of six, three rewards of which some are not known."""
+    draw = np.random.default_rng(3)
+    table = (draw.normal(size=(24, 3)) * [1.0, 20.0, 0.1]).astype(np.float32)
+    table[draw.random(table.shape) < 0.15] = np.nan
+    count = len(table)
+    nan = float("nan")
+    s = Sequences.from_arrays(
+        np.arange(2 * count),
+        2 * np.arange(count + 1),
+        [nan, -1.0] * count,
+        [False, True] * count,
+        group=np.arange(count) // 6,
+        rewards=np.column_stack([np.full(count, nan, np.float32), table]),
+        reward_names=("reward", "a", "b", "c"),
+    )
+    weights = [2.0, 0.5, -1.0]
+    told = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "reward_weights": weights}
+    config, _ = recipes.from_trl(grpo_config(**told)).settle(overrides=[("data.holdout", 0.0)])
+    feed = Feed.of(s, presets.DAPO, config)
+    given = torch.tensor(table, dtype=torch.float64), 6, scale, aggregation, torch.tensor(weights, dtype=torch.float64)
+    close("TRL's advantages of several rewards, in a run", feed.advantages, trl_advantages(*given), 1e-5)
+    known = ~np.isnan(table).all(axis=1)
+    assert feed.rewards[known] == pytest.approx(np.nansum(table * np.float32(weights), 1)[known], rel=1e-5, abs=1e-6)

@@ -24,7 +24,7 @@ class TopEntropy(AnyGate):
     Those at or above the quantile of the terms, which is torch.quantile's.
 
     Args:
-        share: of the terms of a micro-batch, in (0, 1).
+        share: of the terms of a micro-batch, in [0, 1); 0 keeps those with the highest entropy of all.
         scope: "microbatch", said aloud: the gradient depends on how the step was cut.
 
     Source: Wang et al. 2025, arXiv 2506.01939; TRL's top_entropy_quantile.
@@ -141,5 +141,5 @@ def _covariance(view: View, mask: Any, scaled: bool) -> Any:
 def _check(part: TopEntropy | DropCovariance | TopCovariance) -> None:
     name = type(part).__name__
     one_of(f"{name}.scope", part.scope, ("microbatch",))
-    if not 0 < part.share < 1:
+    if not (0 < part.share < 1 or (part.share == 0 and isinstance(part, TopEntropy))):
         raise ArgumentError(f"{name}.share is {part.share}. It is a share of the terms and lies between 0 and 1.")

@@ -45,14 +45,22 @@ class Identity(Shape):
 class Clamp(Shape):
     """The weight is the ratio, held between `low` and `high` (truncated importance sampling).
 
+    Args:
+        low, high: ratios.
+        below_one: bounds below 1 are meant, so that no weight reaches 1: TRL's cispo with its default epsilon_high.
+
     Source: Ionides 2008, "Truncated Importance Sampling"; Yao et al. 2025 (TIS, high = 2).
     """
 
     low: float = 0.0
     high: float = 2.0
+    below_one: bool = False
 
     def __post_init__(self) -> None:
-        around_one("Clamp", self.low, self.high)
+        if not (self.below_one and 0 <= self.low <= self.high and 0 < self.high < 1):
+            around_one("Clamp", self.low, self.high)
+            if self.below_one:
+                raise ArgumentError(f"Clamp.below_one has no effect: high is {self.high:g}. Leave it out.")
 
     def of(self, log_ratio: Any) -> Any:
         return log_ratio.exp().clamp(self.low, self.high)

@@ -252,6 +252,19 @@ class Step:
         mean = float(np.mean(self.load))
         return float(np.max(self.load)) / mean if mean > 0 else 1.0
 
+    @property
+    def branch_tokens(self) -> int:
+        """Tokens of this rank's branches, each up to its last term: a prefix that branches share counts in each.
+
+        It does not depend on how rows are cut or prefixes shared, as the tokens of the batches do.
+        """
+        branches, place = np.unique(self.branch, return_inverse=True)
+        length = np.zeros(len(branches), np.int64)
+        for batch in self.batches:
+            depth = host(batch.positions)[host(batch.read)][host(batch.row)]  # of the token before the term
+            np.maximum.at(length, place[batch.term], depth + 2)
+        return int(length.sum())
+
     def idle(self, needs: Needs, corrected: Corrected) -> NDArray[np.bool_]:
         """[M]: terms whose logprob cannot change loss or gradient, whatever the policy being trained says.
 

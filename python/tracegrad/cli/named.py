@@ -5,11 +5,9 @@ kind is named. Called by `online` and `record`.
 """
 
 import importlib
-import importlib.util
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,10 +18,10 @@ from tracegrad.aside import located
 from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout import schema
+from tracegrad.user_code import module_of
 
 NAMED = re.compile(r"(?P<place>.+\.py|[A-Za-z_][A-Za-z0-9_.]*):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 MOST_EVALUATED = 100_000
-_files: dict[Path, ModuleType] = {}
 
 
 def find(named: str, base: Path) -> Any:
@@ -48,34 +46,11 @@ def _module(place: str, base: Path, named: str) -> ModuleType:
     if place.endswith(".py") and not path.is_file():
         raise ArgumentError(f"{named}: there is no file {path}. Nothing of it could be played. Correct the path.")
     try:
-        return _run(path.resolve()) if place.endswith(".py") else importlib.import_module(place)
+        return module_of(path) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise ArgumentError(
             f"{named}: it cannot be imported: {located(error)}. Nothing of it could be played. Run it by Python alone."
         ) from error
-
-
-def _run(path: Path) -> ModuleType:
-    """A file as a module, run once; what lies beside it can be imported by it, as by a script."""
-    if path in _files:
-        return _files[path]
-    known = sys.modules.get(path.stem)
-    if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path:
-        return known
-    name = path.stem if known is None else f"{path.stem}-{len(_files)}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    _files[path] = module
-    return module
 
 
 def tasks(named: str, base: Path) -> Any:

@@ -16,7 +16,7 @@ from tracegrad.batch import ModelShape
 from tracegrad.cli import recipe
 from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import Stopwatch
+from tracegrad.metrics import Stopwatch, off_policy_value_of
 from tracegrad.mirror import Mirror
 
 
@@ -197,9 +197,11 @@ def _value_line(rows: list[dict[str, Any]]) -> list[str]:
     if last is None:
         return []
     sample = f"effective sample {last['off_policy_value_ess']:.0f} of {last['off_policy_value_traces']} held-out traces"
-    if not last["off_policy_value_known"]:
+    if (found := off_policy_value_of(last)) is None:
         was = any(row.get("off_policy_value_known") for row in rows)
-        return [f"value    {'no longer' if was else 'not'} known: {sample}"]
-    span = f"{last['off_policy_value_low']:.3f} to {last['off_policy_value_high']:.3f}"
-    recorded, now = last["off_policy_value_recorded"], last["off_policy_value"]
-    return [f"value    {recorded:.3f} as recorded, {now:.3f} now ({span}, {sample})"]
+        clamped = last.get("off_policy_value_clamped") or 0
+        why = f"{sample}, {clamped:.0f} with a clamped weight" if clamped else sample
+        return [f"value    {'no longer' if was else 'not'} known: {why}"]
+    now, low, high = found
+    recorded = last["off_policy_value_recorded"]
+    return [f"value    {recorded:.3f} as recorded, {now:.3f} now ({low:.3f} to {high:.3f}, {sample})"]

@@ -30,6 +30,8 @@ class Data:
     """After an id that cannot be known go on with the canonical tokens of the text, untrained and counted."""
     reward: str = ""
     """Name of the reward to train on, or several with commas: of each trace the first that it has; empty: the first."""
+    reward_weights: str = ""
+    """Train on several rewards: a weight for each that data.reward names (empty: all but the total), with commas."""
     holdout: float = 0.05
     """Share of the groups kept out of training to measure value; 0 measures none."""
 
@@ -112,6 +114,8 @@ class Advantage:
     """A mean's divisor: std of the group is GRPO as published, none Dr. GRPO (arXiv 2503.20783), batch_std of all."""
     ddof: int = 1
     """With a scale: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART)."""
+    several: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """With data.reward_weights: compare the sum, or each reward in its group and then their sum over all (GDPO)."""
     singleton: Literal["refuse", "zero", "keep"] = "refuse"
     """A group of one trace has no baseline: stop, give it advantage 0, or let it keep its reward."""
 
@@ -170,10 +174,25 @@ class Optimizer:
 class Schedule:
     """What becomes of lr from step to step: the numbers of transformers' get_scheduler under the same name."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up: lr as it is; down to the floor by a line (TRL's default), by a half cosine, or late (wsd)."""
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "wsd",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = "constant"
+    """After the warm-up: lr as it is, a line (TRL's) or half cosine to the floor, late (wsd), or transformers' own."""
     warmup_steps: int = 0
     """Optimizer steps over which lr rises, from 0 at the first one; wsd begins at its floor."""
+    warmup_ratio: float = 0.0
+    """The same as a share of all optimizer steps, rounded up; one of the two is set."""
+    kwargs: str = ""
+    """JSON: further arguments of transformers' scheduler, such as {"num_cycles": 2}, which then computes the rates."""
     decay: float = 0.1
     """Share of all optimizer steps, the last ones, over which wsd (transformers' warmup_stable_decay) goes down."""
     floor: float = 0.0
@@ -181,6 +200,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         _require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "it must not be negative")
+        ratio = self.warmup_ratio
+        _require(0 <= ratio < 1, "schedule.warmup_ratio", ratio, "it must be at least 0 and below 1")
+        _require(not (ratio and self.warmup_steps), "schedule.warmup_ratio", ratio, "warmup_steps is set too")
         _require(0 < self.decay <= 1, "schedule.decay", self.decay, "it must be above 0 and at most 1")
         _require(0 <= self.floor < 1, "schedule.floor", self.floor, "it must be at least 0 and below 1")
 
@@ -191,6 +213,10 @@ class Train:
 
     epochs: int = 1
     """Passes over the groups."""
+    max_steps: int = 0
+    """Optimizer steps after which the run ends, in place of epochs: as many passes as they take; 0: epochs decides."""
+    iterations: int = 1
+    """Times that a batch of train.updates_per_old steps is trained on before the next one (TRL's num_iterations)."""
     seed: int = 0
     """Of the held-out choice and of the order of the groups."""
     updates_per_old: int = 0
@@ -220,7 +246,8 @@ class Train:
 
     def __post_init__(self) -> None:
         _require(self.epochs > 0, "train.epochs", self.epochs, "it must be at least 1")
-        for name in ("seed", "updates_per_old", "lora_rank", "ref_every"):
+        _require(self.iterations > 0, "train.iterations", self.iterations, "it must be at least 1")
+        for name in ("max_steps", "seed", "updates_per_old", "lora_rank", "ref_every"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "it must not be negative")
         _require(0 < self.timeout <= 1e7, "train.timeout", self.timeout, "it must be above 0 and at most 1e7")
         unknown = [name for name in split_names(self.log_to) if name not in DASHBOARDS]

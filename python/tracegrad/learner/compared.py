@@ -12,14 +12,19 @@ from tracegrad.config import Config, nearest, split_names
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
 
+TOTAL = "reward"
+"""The name of a trace's total reward."""
 _A_STAR = 0.5
 """The temperature of V* under advantage.baseline a_star: A*-PO's and TRL's."""
 
 
-def reward_column(traces: Sequences | Catalog, name: str) -> NDArray[np.float32]:
+def reward_column(traces: Sequences | Catalog, name: str, weights: str = "") -> NDArray[np.float32]:
     """[R] float32: the rewards called `name`, of several names with commas the first that a trace has; for "" the first
-    column, or the one that is known where that is not.
+    column, or the one that is known where that is not. With weights, the weighted sum of those of the names that a
+    trace has.
     """
+    if weights:
+        return advantage.weighted_sum(*reward_table(traces, name, weights)).astype(np.float32)
     names = traces.reward_names
     wanted = [each for each in ([name] if name in names else split_names(name)) if each in names]
     if name and not wanted:
@@ -41,6 +46,29 @@ def reward_column(traces: Sequences | Catalog, name: str) -> NDArray[np.float32]
     return np.ascontiguousarray(told[np.arange(len(told)), np.isfinite(told).argmax(axis=1)])
 
 
+def reward_table(traces: Sequences | Catalog, name: str, weights: str) -> tuple[NDArray[np.floating], list[float]]:
+    """[R, K] the rewards that `name` lists, of an empty one all but the total, and the weight of each.
+
+    Raises:
+        ArgumentError: for a name that no trace has, or other than one finite weight for each.
+    """
+    known = traces.reward_names
+    names = split_names(name) or [each for each in known if each != TOTAL]
+    for each in names:
+        if each not in known:
+            raise ArgumentError(f"data.reward lists {each!r}, and no trace has such a reward. {nearest(each, known)}")
+    try:
+        numbers = [float(each) for each in split_names(weights)]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(names) or not names or not np.isfinite(numbers).all():
+        raise ArgumentError(
+            f"data.reward_weights is {weights!r:.80}, and the rewards are {', '.join(names[:8]) or 'none by a name'}. "
+            "What a trace is worth is not known. Give one finite number for each, with commas between."
+        )
+    return traces.rewards[:, [known.index(each) for each in names]], numbers
+
+
 def compared(
     rewards: NDArray[np.floating], source: Source, used: NDArray[np.bool_], config: Config
 ) -> NDArray[np.float32]:
@@ -58,6 +86,11 @@ def compared(
         return advantage.a_star(reward, group, beta=_A_STAR, singleton=options.singleton)
     if options.baseline == "opo":
         return advantage.opo(reward, source.catalog.terms[used].astype(np.int64), group, singleton=options.singleton)
+    if options.several == "normalize_then_sum":
+        table, weights = reward_table(source.catalog, config.data.reward, config.data.reward_weights)
+        told = {"scale": "std", "ddof": options.ddof, "singleton": options.singleton}
+        each = advantage.normalize_then_sum(table[used], group, weights=weights, **told)
+        return advantage.whiten(each, ddof=options.ddof, eps=1e-4, eps_in="deviation")
     groups = np.zeros_like(group) if options.baseline == "batch_mean" else group
     ddof = None if options.scale == "none" else options.ddof
     return advantage.group_mean(reward, groups, scale=options.scale, ddof=ddof, singleton=options.singleton)

@@ -108,8 +108,9 @@ class Epochs:
 
     def packed(self, index: int) -> Planned:
         """A step as it was packed; the last few are held, and the plans of two epochs."""
+        epoch, place = index // self.plan.steps_per_epoch, self.plan.packed(index)
+        index = epoch * self.plan.steps_per_epoch + place
         if index not in self._packed:
-            epoch, place = divmod(index, self.plan.steps_per_epoch)
             if epoch not in self._cuts:
                 self._cuts = {e: cut for e, cut in self._cuts.items() if e == epoch - 1}
                 self._cuts[epoch] = self.feed.cut(self.plan.shuffle_seed(epoch))
@@ -195,7 +196,8 @@ class Epochs:
             cut = self.feed.cut(self.plan.shuffle_seed(0), whole=True)
             yield from (self.feed.planned(cut.of(number)) for number in range(len(cut)))
         else:
-            yield from map(self.packed, window)
+            once = {(self.plan.epoch_of(index), self.plan.packed(index)): index for index in reversed(window)}
+            yield from map(self.packed, sorted(once.values()))
 
     def _keep(self, name: str, found: list[tuple[Rows, Floats]]) -> None:
         """Puts what was measured where it is looked up."""

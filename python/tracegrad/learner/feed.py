@@ -110,7 +110,9 @@ class Feed:
         objective.check_missing(config.train.missing)
         notes = check_ratios(source, objective, config)
         notes += [f"'{part}': the gradient depends on pack.token_budget." for part in objective.per_microbatch]
-        rewards = filters.settled(reward_column(catalog, config.data.reward), source, config.filter)
+        rewards = filters.settled(
+            reward_column(catalog, config.data.reward, config.data.reward_weights), source, config.filter
+        )
         held = held_out(catalog.group, config.data.holdout, config.train.seed)
         used, said = filters.kept(rewards, catalog, ~held, config.filter)
         if said and not (used & (catalog.terms > 0)).any():

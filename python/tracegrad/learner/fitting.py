@@ -28,13 +28,17 @@ def check_effective(config: Config, objective: Objective) -> None:
     if kl.coef:
         looked_at = ["with reward_kl.coef the advantages are known after two forward passes"] * 3
     idle = {
+        "advantage.several": (not config.data.reward_weights, "data.reward_weights is empty"),
         "filter.mask_even": (config.filter.even_groups, "filter.even_groups leaves them out"),
         "filter.tolerance": (not even, "neither filter.even_groups nor filter.mask_even is told"),
         "pack.skip_zero_weight": (len(looked_at) == 3, looked_at[0] if looked_at else ""),
         **{f"reward_kl.{name}": (not kl.coef, "reward_kl.coef is 0") for name in ("kind", "cap", "target")},
         "reward_kl.horizon": (not (kl.coef and kl.target), "reward_kl.coef or reward_kl.target is 0"),
         "schedule.decay": (config.schedule.name != "wsd", f"schedule.name is {config.schedule.name}"),
-        "schedule.floor": (config.schedule.name == "constant", "schedule.name is constant"),
+        "schedule.floor": (
+            config.schedule.name not in ("linear", "cosine", "wsd"),
+            f"schedule.name is {config.schedule.name}",
+        ),
         "train.updates_per_old": (not needs.old and not needs.proximal, "this objective takes no old logprobs"),
         "train.ref_model": (not needs.ref, "this objective takes no reference"),
         "train.ref_every": (bool(config.train.ref_model) or not needs.ref, no_own_reference),
@@ -51,6 +55,18 @@ def check_effective(config: Config, objective: Objective) -> None:
         if without_effect and values[name] != known[name][1]:
             raise ArgumentError(
                 f"{name} has no effect: {why}. An option that does nothing hides a mistake. Leave it out."
+            )
+    if advantage.several == "normalize_then_sum":
+        changed = [kl.coef and "reward_kl.coef", config.filter.zero_truncated and "filter.zero_truncated"]
+        if found := next(filter(None, changed), None):
+            raise ArgumentError(
+                f"advantage.several normalize_then_sum compares each reward as it was recorded, and {found} changes "
+                "their sum. Leave one of the two out."
+            )
+        if (advantage.baseline, advantage.scale) != ("group_mean", "std"):
+            raise ArgumentError(
+                "advantage.several normalize_then_sum divides each reward by its group's deviation. Set "
+                "advantage.baseline group_mean and advantage.scale std."
             )
     every = config.train.updates_per_old or int(each_update(objective, config))
     if kl.coef and config.train.ref_every and (not every or config.train.ref_every % every):

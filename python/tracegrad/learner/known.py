@@ -32,13 +32,14 @@ def scratch(terms: int, folder: Path | None) -> NDArray[np.float32]:
         folder.mkdir(parents=True, exist_ok=True)
         with open(path, "wb+") as file:
             path.unlink()
-            os.posix_fallocate(file.fileno(), 0, 4 * terms)  # a map of a file without room would end the process
+            # Written, as a map of a file without room would end the process, and macOS has no posix_fallocate.
+            for first in range(0, terms, _AT_ONCE):
+                file.write(np.full(min(_AT_ONCE, terms - first), np.nan, np.float32).data)
+            file.flush()
             values = np.memmap(file, np.float32, "r+", shape=(terms,))
     except OSError as error:
         raise TracegradError(
             f"{folder}: {error.strerror}. The logprobs of {terms:,} terms have no place there. Make room, or give "
             "another --out."
         ) from error
-    for first in range(0, terms, _AT_ONCE):
-        values[first : first + _AT_ONCE] = np.nan
     return values

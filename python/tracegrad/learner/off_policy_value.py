@@ -16,6 +16,16 @@ NORMAL_95 = 1.959964
 """The standard errors that reach to either end of a 95 % interval of a normal distribution."""
 MIN_ESS = 10.0
 """Below this many effective traces value is called unknown: its interval is then itself a guess from a handful."""
+MIN_ESS_FRACTION = 0.3
+"""Below this share of the held-out traces too: the traces that would weigh most were then hardly ever recorded."""
+_ADDED = 4
+"""Traces that the interval is computed with in addition, half of them at either end of the rewards' range."""
+_STUDENT_95 = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
+"""The standard errors of a 95 % interval of Student's t with 1 to 30 degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class OffPolicyValue:
 
     Args:
         value: sum w r / sum w over the held-out traces.
-        low, high: ends of its 95 % interval.
+        low, high: ends of its 95 % interval, within the rewards of the held-out traces.
         recorded: mean recorded reward of the same traces.
         ess: Kish effective sample size, (sum w)^2 / sum w^2, in traces.
         traces: held-out traces all of whose terms have a rollout logprob; the others cannot be weighted.
@@ -46,8 +56,13 @@ class OffPolicyValue:
 
     @property
     def known(self) -> bool:
-        """Whether enough effective traces are left, and an interval exists."""
-        return self.ess >= MIN_ESS and math.isfinite(self.low)
+        """Whether the interval can be believed.
+
+        It cannot if a weight was clamped, if fewer than `MIN_ESS` effective traces or `MIN_ESS_FRACTION` of the traces
+        are left, or if all rewards are equal or of one group, so that no interval exists.
+        """
+        enough = self.ess >= MIN_ESS and self.ess_fraction >= MIN_ESS_FRACTION
+        return enough and not self.clamped and self.low < self.high
 
     def row(self) -> dict[str, float]:
         """The estimate under its metrics' names."""
@@ -73,16 +88,22 @@ def estimate(
 ) -> OffPolicyValue:
     """Self-normalised importance-weighted reward, interval by the delta method over groups.
 
-    w_r = exp(clamp(sum over the terms of trace r of logprob - rollout logprob)), value = sum w r / sum w,
-    se^2 = G / (G - 1) * sum over groups of (sum over its traces of w (r - value))^2 / (sum w)^2, and the interval is
-    value +- 1.96 se. Groups, not traces, are the independent draws: traces of one group share their prompt.
+    w_r = exp(clamp(sum over the terms of trace r of logprob - rollout logprob)), value = sum w r / sum w.
+
+    The interval is v +- t se, cut to the range of the rewards, where t is Student's with G - 1 degrees of freedom,
+    se^2 = G / (G - 1) * sum over groups of (sum over its traces of w (r - v))^2 / (sum w)^2, and v, sums and se count
+    four more traces, two with the lowest and two with the highest reward: each weighs sum w^2 / sum w, and is a group
+    without the factor. Without them the interval is too narrow near the ends of the range, where the few traces with
+    another reward may not have been recorded. Groups, not traces, are the independent draws: traces of one group share
+    their prompt.
 
     Args:
         logprobs, rollout: [M] nats, NaN in rollout where not known: such a trace is left out and not guessed.
         trace: [M] rows of the traces.
         rewards, group: [R]. A trace without reward is left out, as is one without terms.
 
-    Source: Owen 2013, "Monte Carlo theory, methods and examples", 9.2 (ratio estimate and its delta-method variance).
+    Source: Owen 2013, "Monte Carlo theory, methods and examples", 9.2 (ratio estimate and its delta-method variance);
+    Agresti and Coull 1998, The American Statistician 52 (two successes and two failures added).
 
     >>> same = np.log(np.full(4, 0.5, np.float32))
     >>> v = estimate(same, same, np.arange(4), np.array([0, 1, 1, 1], np.float32), np.array([0, 0, 1, 1]))
@@ -93,10 +114,10 @@ def estimate(
     if len(total) == 0:
         return OffPolicyValue(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
     clamped = int((np.abs(total) > SUM_LIMIT).sum())
-    value, weight, parts = _weighted(total, reward, cluster)
-    half = _half_width(parts)
+    value, weight, _ = _weighted(total, reward, cluster)
+    low, high = _interval(value, weight, reward, cluster)
     ess = float(weight.sum() ** 2 / (weight @ weight))
-    return OffPolicyValue(value, value - half, value + half, float(reward.mean()), ess, len(total), clamped)
+    return OffPolicyValue(value, low, high, float(reward.mean()), ess, len(total), clamped)
 
 
 def difference(
@@ -176,6 +197,31 @@ def held_out(group: NDArray[np.integer], share: float, seed: int) -> NDArray[np.
     count = min(max(round(share * len(names)), 1), len(names) - 1) if share > 0 else 0
     chosen = np.random.default_rng([seed, 0x76616C]).permutation(len(names))[: max(count, 0)]
     return np.isin(group, names[chosen])
+
+
+def _interval(
+    value: float, weight: NDArray[np.float64], reward: NDArray[np.float64], cluster: NDArray[np.intp]
+) -> tuple[float, float]:
+    """The ends of the 95 % interval of a weighted mean; NaN for a single group."""
+    groups = int(cluster.max()) + 1
+    if groups < 2:
+        return math.nan, math.nan
+    lowest, highest = float(reward.min()), float(reward.max())
+    added = float(weight @ weight / weight.sum())
+    whole = float(weight.sum()) + _ADDED * added
+    middle = float(weight @ reward + _ADDED / 2 * added * (lowest + highest)) / whole
+    parts = np.bincount(cluster, weight * (reward - middle)) / whole
+    beyond = _ADDED / 2 * (added / whole) ** 2 * ((lowest - middle) ** 2 + (highest - middle) ** 2)
+    half = _student(groups - 1) * math.sqrt(groups / (groups - 1) * float(parts @ parts) + beyond)
+    return min(max(middle - half, lowest), value), max(min(middle + half, highest), value)
+
+
+def _student(freedom: int) -> float:
+    """Standard errors of a 95 % interval; beyond the table by the expansion of Cornish and Fisher."""
+    if freedom <= len(_STUDENT_95):
+        return _STUDENT_95[freedom - 1]
+    z = NORMAL_95
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _half_width(parts: NDArray[np.float64]) -> float:

@@ -16,8 +16,10 @@ class Plan:
     """Optimizer steps 0 to total - 1.
 
     Args:
-        steps_per_epoch: optimizer steps in an epoch.
+        steps_per_epoch: optimizer steps in an epoch, each of its packed steps counted `iterations` times.
         epochs, seed, updates_per_old, off_policy_value_per_epoch, checkpoint_every, ref_every: as in the config.
+        max_steps: of the run, where epochs does not decide; 0 where it does.
+        iterations: times that each batch of `updates_per_old` packed steps is trained on in a row.
 
     >>> plan = Plan(steps_per_epoch=3, epochs=2)
     >>> plan.total, plan.epoch_of(4), plan.window(4)
@@ -31,6 +33,8 @@ class Plan:
     off_policy_value_per_epoch: int = 4
     checkpoint_every: int = 0
     ref_every: int = 0
+    max_steps: int = 0
+    iterations: int = 1
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int, *, each_update: bool = False) -> "Plan":
@@ -42,12 +46,25 @@ class Plan:
             config.checkpoint.every,
             train.ref_every,
         )
-        return cls(steps_per_epoch, train.epochs, train.seed, *cadence)
+        per_epoch = steps_per_epoch * train.iterations
+        epochs = -(-train.max_steps // per_epoch) or train.epochs
+        return cls(per_epoch, epochs, train.seed, *cadence, train.max_steps, train.iterations)
 
     @property
     def total(self) -> int:
         """Optimizer steps of the run."""
-        return self.epochs * self.steps_per_epoch
+        return self.max_steps or self.epochs * self.steps_per_epoch
+
+    def packed(self, step: int) -> int:
+        """The place in its epoch of the packed step that `step` trains on.
+
+        >>> plan = Plan(steps_per_epoch=6, updates_per_old=2, iterations=2)  # of three packed steps
+        >>> [plan.packed(step) for step in range(6)]
+        [0, 1, 0, 1, 2, 2]
+        """
+        place = step % self.steps_per_epoch
+        first, size = self._batch(place)
+        return first + (place - first * self.iterations) % size
 
     def epoch_of(self, step: int) -> int:
         """The epoch that holds `step`."""
@@ -63,11 +80,17 @@ class Plan:
 
     def window(self, step: int) -> range:
         """The steps from `step` to the next refresh of `old`."""
-        return range(step, min(self.refreshed(step) + self._old_every, self.total))
+        if self.iterations == 1:
+            return range(step, min(self.refreshed(step) + self._old_every, self._end))
+        first = self.refreshed(step)  # each packed step of the batch once
+        return range(first, first + self._batch(first % self.steps_per_epoch)[1])
 
     def refreshed(self, step: int) -> int:
         """The step at which `old` was last measured, `step` included."""
-        return step // self._old_every * self._old_every
+        if self.iterations == 1:
+            return step // self._old_every * self._old_every
+        place = step % self.steps_per_epoch
+        return step - place + self._batch(place)[0] * self.iterations
 
     def refreshes_ref(self, step: int) -> bool:
         """Whether the reference is measured anew before `step`."""
@@ -75,13 +98,13 @@ class Plan:
 
     def ref_window(self, step: int) -> range:
         """The steps from `step` to the next reference."""
-        return range(step, min(step + self.ref_every, self.total) if self.ref_every else self.steps_per_epoch)
+        return range(step, min(step + self.ref_every, self._end) if self.ref_every else self.steps_per_epoch)
 
     def measures_value(self, taken: int) -> bool:
         """Whether value is measured after `taken` steps: before the first, and evenly within each epoch."""
         per_epoch, parts = self.steps_per_epoch, min(self.off_policy_value_per_epoch, self.steps_per_epoch)
         place = taken % per_epoch
-        return place == 0 or (place * parts) // per_epoch > ((place - 1) * parts) // per_epoch
+        return place == 0 or taken == self.total or (place * parts) // per_epoch > ((place - 1) * parts) // per_epoch
 
     def saves(self, taken: int) -> bool:
         """Whether a checkpoint is written after `taken` steps."""
@@ -89,5 +112,17 @@ class Plan:
         return taken == self.total or taken % every == 0
 
     @property
+    def _end(self) -> int:
+        """The step after the last epoch, which a run with more of `max_steps` may go on to."""
+        return self.epochs * self.steps_per_epoch
+
+    @property
     def _old_every(self) -> int:
         return self.updates_per_old or self.steps_per_epoch
+
+    def _batch(self, place: int) -> tuple[int, int]:
+        """The first packed step of the batch that a place of an epoch is in, and how many it has."""
+        packed = self.steps_per_epoch // self.iterations
+        size = min(self.updates_per_old or packed, packed)
+        first = place // (size * self.iterations) * size
+        return first, min(size, packed - first)

@@ -4,31 +4,42 @@ Nothing here is state, so a run that resumes at step n has the rates of the unin
 run and its preparation.
 """
 
+import json
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tracegrad.config import Schedule
 from tracegrad.errors import ArgumentError
 
+_OWN = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay"}
+"""The schedules that are computed here, and transformers' names of them."""
 
-def share(schedule: Schedule, step: int, steps: int | None = None) -> float:
+
+def share(schedule: Schedule, step: int, steps: int | None = None, lr: float = 1.0) -> float:
     """What share of the full learning rate optimizer step `step`, from 0, is taken with.
 
     With p the place of the step between the warm-up and the end, from 0 to 1, before the floor f: 1 - p for linear,
     (1 + cos(pi p)) / 2 for cosine, and the same of the place in the last `decay` of all steps for wsd; with it
-    f + (1 - f) times that.
+    f + (1 - f) times that. The other schedules, and all with `schedule.kwargs`, are transformers' own.
+
+    Args:
+        lr: the full rate, which arguments such as lr_end are compared with.
 
     >>> [share(Schedule("linear", warmup_steps=2), step, 6) for step in range(6)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
-    warm, floor = schedule.warmup_steps, schedule.floor
-    total = in_all(schedule, steps)
+    floor, total = schedule.floor, in_all(schedule, steps)
+    warm = warmup_of(schedule, total)
     if total is not None and step >= total:
         raise ArgumentError(
             f"step {step + 1} of a schedule of {total} steps: past the end of '{schedule.name}' there is no learning "
             "rate. Tell the run how many steps it takes, or leave schedule.name out."
         )
+    if schedule.name not in _OWN or schedule.kwargs:
+        return _theirs(_OWN.get(schedule.name, schedule.name), warm, total, schedule.kwargs, lr)(step)
     if step < warm:
         risen = step / warm
         return floor + (1 - floor) * risen if schedule.name == "wsd" else risen
@@ -42,9 +53,41 @@ def share(schedule: Schedule, step: int, steps: int | None = None) -> float:
     return floor + (1 - floor) * down
 
 
+def warmup_of(schedule: Schedule, total: int | None) -> int:
+    """Return the optimizer steps over which the rate rises."""
+    return (
+        math.ceil(schedule.warmup_ratio * total)
+        if total is not None and schedule.warmup_ratio
+        else (schedule.warmup_steps)
+    )
+
+
+@lru_cache(8)
+def _theirs(name: str, warm: int, total: int | None, kwargs: str, lr: float) -> Callable[[int], float]:
+    """Step to share of the rate, by transformers' scheduler of this name."""
+    try:
+        import torch
+        from transformers import get_scheduler
+    except ImportError as error:
+        raise ArgumentError(
+            f"schedule.name {name} is transformers', and that package is not installed. No rate is known. "
+            "pip install 'tracegrad[train]'."
+        ) from error
+    try:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        more = {"scheduler_specific_kwargs": json.loads(kwargs)} if kwargs else {}
+        found = get_scheduler(name, optimizer, warm, total, **more)
+        return found.lr_lambdas[0]  # type: ignore[union-attr]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ArgumentError(
+            f"schedule.name {name!r} with schedule.kwargs {kwargs!r:.200}: transformers refuses it: {error}. No rate "
+            "is known. Write its arguments as a JSON object."
+        ) from error
+
+
 def in_all(schedule: Schedule, steps: int | None) -> int | None:
     """How many steps the schedule goes over; None for one that does not ask."""
-    if schedule.name == "constant":
+    if schedule.name == "constant" and not schedule.warmup_ratio:
         return None
     if steps is None:
         raise ArgumentError(
@@ -52,10 +95,12 @@ def in_all(schedule: Schedule, steps: int | None) -> int | None:
             "learning rate of a step is depends on it. Pass Run(..., steps=N), or leave schedule.name out."
         )
     late = _decay_steps(schedule, steps) if schedule.name == "wsd" else 1
-    if schedule.warmup_steps + late > steps:
+    warm = warmup_of(schedule, steps)
+    if warm + late > steps:
         ends = f", and schedule.decay {schedule.decay:g} is the last {late}" if schedule.name == "wsd" else ""
+        told = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"
         raise ArgumentError(
-            f"schedule.warmup_steps is {schedule.warmup_steps}{ends}, and the run takes {steps} optimizer steps. It "
+            f"schedule.{told} is {getattr(schedule, told)}{ends}, and the run takes {steps} optimizer steps. It "
             "would never train at optimizer.lr. Warm up for fewer, or take more steps."
         )
     return steps

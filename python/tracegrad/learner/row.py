@@ -47,7 +47,7 @@ def row_of(
         "traces": step.totals.traces - step.skipped.traces,
         "tokens": tokens,
         **({} if ranks.alone else {"imbalance": step.imbalance}),
-        **tally(step, outcome, objective, own, ranks.first, version).all_reduce(ranks.all_reduce).means(),
+        **tally(step, outcome, objective, ranks.first, version).all_reduce(ranks.all_reduce).means(),
         **({} if rewards is None else rewards_of(step, rewards, ranks).named()),
         **off_policy(step, outcome, newest if version is None else version).all_reduce(ranks.all_reduce).named(),
         **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
@@ -63,13 +63,10 @@ def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Reward
     return Rewards.of(rewards[has_terms], group[has_terms].astype(np.int64))
 
 
-def tally(
-    step: Step, outcome: Outcome, objective: Objective, tokens: int, first: bool = True, version: int | None = None
-) -> Tally:
+def tally(step: Step, outcome: Outcome, objective: Objective, first: bool = True, version: int | None = None) -> Tally:
     """Sums of the step with their denominators, as far as the learner alone knows them.
 
     Args:
-        tokens: laid out on this rank.
         first: this rank alone adds what the step knows of all ranks.
         version: as in `row_of`.
     """
@@ -80,7 +77,7 @@ def tally(
     sums.add("entropy", outcome.entropy[seen].sum(dtype=np.float64), computed)
     known = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
     sums.add("frac_old_logprobs_valid", known, terms)
-    sums.add("frac_old_logprobs_valid_all", known, tokens)
+    sums.add("frac_old_logprobs_valid_all", known, step.branch_tokens)
     if objective.ratio is not None:
         ratio = outcome.ratio[keep].astype(np.float64)
         sums.add("ratio_mean", ratio.sum(), len(ratio))

@@ -30,7 +30,7 @@ from tracegrad.policy.model import BLOCKS, attention_of, dense_attention, media_
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
-    *(f"train.{name}" for name in ("epochs", "off_policy_value_per_epoch", "log_to", "memory", "timeout")),
+    *(f"train.{name}" for name in ("epochs", "max_steps", "off_policy_value_per_epoch", "log_to", "memory", "timeout")),
     "checkpoint.",
     "stop.",
     "parallel.",
@@ -181,7 +181,7 @@ class Prepared:
 
     def set_rates(self, config: Config, step: int, steps: int | None) -> float:
         """Sets the learning rate of a step out of `steps`, and gives that of the first group."""
-        groups, part = self.optimizer.param_groups, share(config.schedule, step, steps)
+        groups, part = self.optimizer.param_groups, share(config.schedule, step, steps, config.optimizer.lr)
         for group, full in zip(groups, self.rates or (config.optimizer.lr,) * len(groups), strict=True):
             group["lr"] = full * part
         return float(groups[0]["lr"])

@@ -11,7 +11,18 @@ from tracegrad.metrics.groups import Rows
 from tracegrad.metrics.offpolicy import OffPolicy
 from tracegrad.metrics.offpolicy_rows import OFF_POLICY
 from tracegrad.metrics.rewards import REWARDS, Rewards
-from tracegrad.metrics.sinks import JsonLines, Progress, Row, Sink, Stopwatch, finite, log_all, progress_line, read_rows
+from tracegrad.metrics.sinks import (
+    JsonLines,
+    Progress,
+    Row,
+    Sink,
+    Stopwatch,
+    finite,
+    log_all,
+    off_policy_value_of,
+    progress_line,
+    read_rows,
+)
 from tracegrad.metrics.sums import Moments, Sums, moments
 from tracegrad.metrics.table import Measured, Metric, Reading, table, with_tables
 from tracegrad.metrics.tally import TRAINING, Tally
@@ -41,6 +52,7 @@ __all__ = [
     "finite",
     "log_all",
     "moments",
+    "off_policy_value_of",
     "progress_line",
     "read_rows",
     "table",

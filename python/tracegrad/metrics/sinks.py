@@ -154,8 +154,8 @@ def progress_line(row: Row, was_known: bool = False) -> str:
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4f}")
     if "off_policy_value" in row:
-        value, low, high = (row.get(f"off_policy_value{end}", 0.0) for end in ("", "_low", "_high"))
-        known = row["off_policy_value_known"] and f"{value:.3f} ({low:.3f}-{high:.3f})"
+        found = off_policy_value_of(row)
+        known = found and "{:.3f} ({:.3f}-{:.3f})".format(*found)
         parts.append(f"value {known or ('no longer known' if was_known else 'not known')}")
     if "ratio_mean" in row:
         parts.append(f"ratio {row['ratio_mean']:.3f}")
@@ -166,6 +166,23 @@ def progress_line(row: Row, was_known: bool = False) -> str:
     if "tokens_per_s" in row:
         parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
     return "  ".join(parts)
+
+
+def off_policy_value_of(row: Row) -> tuple[float, float, float] | None:
+    """Return the off-policy value of a row and the ends of its interval; None if the row has none that is known.
+
+    What is shown of a value (command line, report, model card, viewer, notebook) is what this returns.
+
+    >>> row = {"off_policy_value": 0.95, "off_policy_value_low": 0.9, "off_policy_value_high": 1.0}
+    >>> off_policy_value_of({**row, "off_policy_value_known": 1})
+    (0.95, 0.9, 1.0)
+    >>> off_policy_value_of({**row, "off_policy_value_known": 0}) is None
+    True
+    """
+    value, low, high = (row.get(f"off_policy_value{end}") for end in ("", "_low", "_high"))
+    if not row.get("off_policy_value_known") or value is None or low is None or high is None:
+        return None
+    return float(value), float(low), float(high)
 
 
 class Stopwatch:

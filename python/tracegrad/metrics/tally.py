@@ -60,7 +60,8 @@ TRAINING: tuple[Metric, ...] = (
         "share",
         "",
         "tokens",
-        "The same over tokens of all kinds, prompts included: ART's denominator without padding.",
+        "The same over tokens of all kinds, prompts included, of each branch up to its last term: ART's denominator "
+        "without padding. A prefix that branches share counts in each of them.",
     ),
     Metric(
         "ratio_mean",
@@ -96,7 +97,7 @@ TRAINING: tuple[Metric, ...] = (
         "reward",
         "as off_policy_value",
         "",
-        "Lower end of its 95 % interval (delta method over groups).",
+        "Lower end of its 95 % interval (delta method over groups), within the rewards of the held-out traces.",
     ),
     Metric("off_policy_value_high", "reward", "as off_policy_value", "", "Upper end of its 95 % interval."),
     Metric(
@@ -125,7 +126,7 @@ TRAINING: tuple[Metric, ...] = (
         "0 or 1",
         "as off_policy_value",
         "",
-        "1 while off_policy_value_ess is large enough for off_policy_value to mean something.",
+        "1 if no weight was clamped, at least 10 effective traces and 0.3 of all are left, and there is an interval.",
     ),
     Metric("off_policy_value_traces", "traces", "", "", "Held-out traces all of whose terms have a rollout logprob."),
     Metric(

@@ -269,6 +269,13 @@ def _options(objective: str) -> dict[str, str]:
 
 def _config(config: Config) -> Config:
     """Nothing is held out, as evaluations have tasks of their own; a trace whose whole group failed beside it is 0."""
+    told = (config.data.reward_weights, "data.reward_weights"), (config.train.iterations > 1, "train.iterations")
+    for is_told, name in told:
+        if is_told:
+            raise ArgumentError(
+                f"{name} is of training from a file, and would do nothing here. Leave it out; `weights` is what "
+                "reward functions are weighed by."
+            )
     if config.reward_kl.coef:
         raise ArgumentError(
             "reward_kl.coef is of training from a file. A step that is played is compared before anything of it is "

@@ -8,9 +8,6 @@ value of your own, or its code as text. There is no registry. Its files, each us
 
 import difflib
 import importlib
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
 
 from tracegrad import algebra
@@ -25,6 +22,7 @@ from tracegrad.presets.peers import *  # noqa: F403
 from tracegrad.presets.trace_level import *  # noqa: F403
 from tracegrad.presets.trust_region import *  # noqa: F403
 from tracegrad.presets.weighted_gradient import *  # noqa: F403
+from tracegrad.user_code import module_of
 
 __all__ = ["find", "with_beta", "with_entropy", "with_kl"]
 __all__ += grpo.__all__
@@ -59,7 +57,7 @@ def named(name: str, kind: type[_T], room: str, what: str) -> _T:
     """The value of a kind called `name` in a room, or NAME of `module:NAME` or `file.py:NAME`."""
     module, _, attribute = name.rpartition(":")
     try:
-        home = vars(_run(module) if module.endswith(".py") else importlib.import_module(module or room))
+        home = vars(module_of(module) if module.endswith(".py") else importlib.import_module(module or room))
     except Exception as error:
         raise ArgumentError(
             f"{what} {name!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Nothing is known of "
@@ -75,11 +73,3 @@ def named(name: str, kind: type[_T], room: str, what: str) -> _T:
     near = [by_letters[told]] if told in by_letters else near
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ArgumentError(f"no {what} is called {name!r}.{hint} There are {', '.join(sorted(names)) or 'none'}.")
-
-
-def _run(file: str) -> ModuleType:
-    """The file as a module, which its classes and functions go on being found in."""
-    name = f"objective_{Path(file).stem}"
-    sys.modules[name] = module = ModuleType(name)
-    exec(compile(Path(file).read_text(encoding="utf-8"), file, "exec"), vars(module))
-    return module

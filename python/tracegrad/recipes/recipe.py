@@ -77,6 +77,8 @@ class Recipe:
             scaled = self.advantage.scale != "none"
             found += [("advantage.baseline", self.advantage.baseline), ("advantage.scale", self.advantage.scale)]
             found += [("advantage.ddof", self.advantage.ddof)] if scaled else []
+            if self.advantage.several != "sum_then_normalize":
+                found.append(("advantage.several", self.advantage.several))
             if self.advantage.singleton != "refuse":
                 found.append(("advantage.singleton", self.advantage.singleton))
         if self.missing is not None:

@@ -1,5 +1,6 @@
 """TRL's GRPOConfig as a recipe. TRL is not imported: a config is read by the names of its options."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,6 @@ from tracegrad.algebra import (
 )
 from tracegrad.config import Advantage
 from tracegrad.recipes.peer import Asked, Peer, Without, flat, read
-from tracegrad.recipes.rates import rates
 from tracegrad.recipes.recipe import Options, Recipe
 
 _OLD, _MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
@@ -42,6 +42,12 @@ def from_trl(config: Any) -> Recipe:
     clamp(w, 0, 5), w = theta/old
     """
     options = flat(config, deepest=0)
+    if isinstance(options.get("lr_scheduler_kwargs"), Mapping):
+        options["lr_scheduler_kwargs"] = json.dumps(dict(options["lr_scheduler_kwargs"]), sort_keys=True)
+    if isinstance(options.get("reward_weights"), (list, tuple)):
+        options["reward_weights"] = ",".join(str(each) for each in options["reward_weights"])
+    if (ratio := options.pop("warmup_ratio", None)) and not options.get("warmup_steps"):
+        options["warmup_steps"] = ratio  # the name of transformers before 5.0
     if options.get("scale_rewards") in (True, False):
         options["scale_rewards"] = "group" if options["scale_rewards"] else "none"
     cap = options.pop("vllm_importance_sampling_cap", None)
@@ -57,7 +63,8 @@ def _build(o: Asked) -> Recipe:
     surrogate, ratio = Clip(low, high, delta=o["delta"], level=level), _OLD
     if loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
-        weights.append(Weight(_OLD, level, Clamp(0.0, high)))  # the bound itself: TRL's epsilon_high is no distance
+        # The bound itself: TRL's epsilon_high is no distance here.
+        weights.append(Weight(_OLD, level, Clamp(0.0, high, below_one=high < 1)))
     elif loss == "vespo":
         surrogate, ratio = PolicyGradient(), None
         if level != Level() or any(weight.level != Level() for weight in weights):
@@ -82,7 +89,20 @@ def _build(o: Asked) -> Recipe:
     missing = "neutral" if objective.needs.rollout else None
     if missing and (gates or any(weight.level == _PRODUCT for weight in weights)):
         o.differs("missing logprobs")
-    return Recipe(objective, Advantage(scale=scale) if scale else None, missing, _options(o))
+    several = str(o["multi_objective_aggregation"])
+    if several == "normalize_then_sum":
+        scale = "std"  # whatever scale_rewards says there
+        if not o["reward_weights"]:
+            o.no(
+                "multi_objective_aggregation",
+                "how many rewards there are is not known",
+                "give reward_weights",
+                of_run=True,
+            )
+    if scale is None:
+        return Recipe(objective, None, missing, _options(o))
+    advantage = Advantage(scale=scale, **({"several": several} if o["reward_weights"] else {}))
+    return Recipe(objective, advantage, missing, _options(o))
 
 
 def _correction(o: Asked) -> tuple[Weight, ...]:
@@ -134,6 +154,8 @@ def _bonus(o: Asked) -> Entropy | None:
 
 def _options(o: Asked) -> Options:
     options: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
+    if o["reward_weights"]:
+        options.append(("data.reward_weights", str(o["reward_weights"])))
     passes, updates = o["num_train_epochs"], _updates(o)
     options += [("train.epochs", max(1, int(passes))), ("train.updates_per_old", updates)]
     if passes != int(passes) or passes < 1:
@@ -145,22 +167,42 @@ def _options(o: Asked) -> Options:
         if o["ref_model_mixup_alpha"] != 1:
             why = "the reference is renewed whole here, and not mixed with the one before"
             o.no("ref_model_mixup_alpha", why, "1.0 is train.ref_every", of_run=True)
+    if o["max_steps"] > 0:
+        options.append(("train.max_steps", o["max_steps"]))
+    if o["num_iterations"] > 1:
+        options.append(("train.iterations", o["num_iterations"]))
     options += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
     options += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
-    return (*rates(o, "learning_rate", "lr_scheduler_type", "warmup_steps"), *options)
+    return (*_schedule(o), *options)
+
+
+def _schedule(o: Asked) -> Options:
+    """The learning rate; a warm-up below 1 is a share of all steps, as transformers has it."""
+    options: list[tuple[str, Any]] = [("optimizer.lr", float(o["learning_rate"]))]
+    options.append(("schedule.name", o.among("lr_scheduler_type", _SCHEDULES)))
+    warm = max(o["warmup_steps"], 0.0) if o["lr_scheduler_type"] != "constant" else 0.0
+    if warm:
+        options.append(("schedule.warmup_steps", int(warm)) if warm >= 1 else ("schedule.warmup_ratio", float(warm)))
+    if o["lr_scheduler_kwargs"] and o["lr_scheduler_type"] != "constant":
+        options.append(("schedule.kwargs", o["lr_scheduler_kwargs"]))
+    return tuple(options)
 
 
 def _updates(o: Asked) -> int:
     """Optimizer steps for which `old` stays."""
-    if o["num_iterations"] != 1:
-        why = "one batch several times in a row; passes here are over all traces, and old may stay for one of them"
-        o.no("num_iterations", why, "leave it out: train.epochs repeats, with train.updates_per_old 0", of_run=True)
     steps = o["steps_per_generation"] or o["gradient_accumulation_steps"]
     if steps % o["gradient_accumulation_steps"] and o["gradient_accumulation_steps"] % steps:
         o.no("steps_per_generation", "old would change within an optimizer step", "take a multiple", of_run=True)
     return max(1, steps // o["gradient_accumulation_steps"])
 
 
+_SCHEDULES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"} | {
+    name: name
+    for name in (
+        *("cosine_with_restarts", "polynomial", "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr"),
+        "warmup_stable_decay",
+    )
+}
 _ADAM = {"beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
 _SAMPLING = "the traces are recorded; a run has no generation to tell"
 _OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -177,7 +219,7 @@ _OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "vllm_importance_sampling_clip_max": (3.0, None, 2.0),
     "vllm_importance_sampling_clip_min": (None, 0.5),
     "off_policy_mask_threshold": (None, 0.05),
-    "top_entropy_quantile": (1.0, 0.4),
+    "top_entropy_quantile": (1.0, 0.4, 0.0),
     "entropy_coef": (0.0, 0.05),
     "use_adaptive_entropy": (False, True),
     "entropy_coef_min": (0.0, 0.01),
@@ -192,16 +234,20 @@ _OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "vespo_lambda_neg": (2.0, 1.5),
     "max_completion_length": (512, 32),
     "scale_rewards": ("group", "batch", "none"),
+    "reward_weights": (None, "2.0,0.5"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "mask_truncated_completions": (False, True),
     "sync_ref_model": (False, True),
     "ref_model_mixup_alpha": (0.6,),
     "ref_model_sync_steps": (512, 64),
-    "num_iterations": (1,),
+    "num_iterations": (1, 2),
     "steps_per_generation": (None, 4),
     "gradient_accumulation_steps": (1,),
     "learning_rate": (1e-6, 2e-6),
-    "lr_scheduler_type": ("linear", "constant", "constant_with_warmup", "cosine"),
-    "warmup_steps": (0.0, 10.0),
+    "lr_scheduler_type": tuple(_SCHEDULES),
+    "lr_scheduler_kwargs": (None, '{"num_cycles": 2}'),
+    "warmup_steps": (0.0, 10.0, 0.1),
+    "max_steps": (-1, 100),
     "adam_beta1": (0.9, 0.8),
     "adam_beta2": (0.999, 0.99),
     "adam_epsilon": (1e-8, 1e-6),
@@ -229,30 +275,15 @@ TRL = Peer(
         **{f"sapo_temperature_{sign}": {"loss_type": "sapo"} for sign in ("pos", "neg")},
         **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
         "max_completion_length": {"loss_type": "dr_grpo"},
+        "multi_objective_aggregation": {"reward_weights": "2.0,0.5"},
+        "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
         "sync_ref_model": {"ref_model_mixup_alpha": 1.0, "beta": 0.04},
         "ref_model_sync_steps": {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04},
     },
     without={
-        "multi_objective_aggregation": Without(
-            ("sum_then_normalize",),
-            "a run trains on one column of rewards",
-            "GDPO is advantage.normalize_then_sum and whiten, for a trainer of your own",
-            of_run=True,
-        ),
-        "reward_weights": Without(
-            (None,),
-            "a run trains on one column of rewards",
-            "write the weighted sum as a reward of each trace",
-            of_run=True,
-        ),
         "router_aux_loss_coef": Without(
             (None, 0.0), "a run has no loss of the router", "integrations.trl keeps TRL's own"
         ),
-        "lr_scheduler_kwargs": Without(
-            (None, "", ()), "schedules have no further options", "schedule.decay, .floor", of_run=True
-        ),
-        "warmup_ratio": Without((None, 0.0), "warm-up is in steps here", "schedule.warmup_steps", of_run=True),
-        "max_steps": Without((-1,), "a run ends after its passes", "train.epochs", of_run=True),
         "label_smoothing_factor": Without((0.0,), "no loss of a policy has it", "leave it out"),
         "neftune_noise_alpha": Without((None,), "noise would make every ratio wrong", "leave it out"),
         "optim": Without(

@@ -12,6 +12,7 @@ from typing import Any
 from tracegrad._core import __version__
 from tracegrad.config import Config, as_dict
 from tracegrad.errors import TracegradError, shown
+from tracegrad.metrics import off_policy_value_of
 
 NAME = "README.md"
 _BLOCK = "~~~~~~~~"
@@ -72,7 +73,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What came of a run: steps, terms, the value or the evaluations, and how far the policy has moved.
 
     >>> before = {"step": 0, "off_policy_value": 0.4, "off_policy_value_low": 0.3, "off_policy_value_high": 0.5}
-    >>> figures([before, {"step": 1, "loss": 0.1, "terms": 9}])
+    >>> figures([{**before, "off_policy_value_known": 1}, {"step": 1, "loss": 0.1, "terms": 9}])
     ['steps           1', 'terms           9', 'value, step 0   0.400 (0.300 to 0.500)']
     """
     steps = [row for row in rows if row.get("loss") is not None]
@@ -82,7 +83,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in [*told[:1], *told[1:][-1:]]:
             span = [row.get(f"{kind}_{end}") for end in ("low", "high")]
             between = "" if None in span else f" ({span[0]:.3f} to {span[1]:.3f})"
-            found.append((f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}"))
+            known = kind != "off_policy_value" or off_policy_value_of(row) is not None
+            found.append((f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}" if known else "not known"))
     return [f"{name:<15} {value}" for name, value in found]
 
 

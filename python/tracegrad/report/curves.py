@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tracegrad.metrics import off_policy_value_of
 from tracegrad.report.text import escape, number
 
 Rows = Sequence[Mapping[str, Any]]
@@ -46,7 +47,7 @@ PANELS = (
     Panel(
         "value",
         ("off_policy_value",),
-        "importance-weighted reward on held-out groups, 95 % interval; dashed: as recorded",
+        "importance-weighted reward on held-out groups where it is known, 95 % interval; dashed: as recorded",
         ("off_policy_value_low", "off_policy_value_high"),
         "off_policy_value_recorded",
     ),
@@ -205,7 +206,7 @@ def _points(rows: Rows, key: str, band: tuple[str, str] | None) -> list[Point]:
     out = []
     for index, row in enumerate(rows):
         value = _finite(row.get(key))
-        if value is not None:
+        if value is not None and (key != "off_policy_value" or off_policy_value_of(row)):
             ends = [_finite(row.get(end)) for end in band] if band else [None, None]
             low, high = (math.nan if end is None else end for end in ends)
             out.append(Point(step_of(row, index), value, low, high))

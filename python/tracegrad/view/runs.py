@@ -113,6 +113,8 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
             ("eval_low", "eval_high") if key == "eval_reward" else ("off_policy_value_low", "off_policy_value_high")
         )
         last = next((row for row in reversed(rows) if isinstance(row.get(key), (int, float))), None)
+        if last is not None and key == "off_policy_value" and metrics.off_policy_value_of(last) is None:
+            return "off policy value not known"
         if last is not None:
             span = f" [{number(last[low])}, {number(last[high])}]" if _known(last, low, high) else ""
             return f"{key.replace('_', ' ')} {number(last[key])}{span}"
