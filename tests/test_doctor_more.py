@@ -360,3 +360,30 @@ def test_equal_answers_of_one_record_with_unlike_rewards_are_found(tmp_path):
     found = {each.name: each for each in diagnosed(rated, tmp_path).findings}["unlike_rewards"]
     assert (found.hits.count, found.hits.of) == (1, 6)
     assert found.hits.found == "reward 0, and 1 of an equal one of the same record"
+
+
+@pytest.mark.parametrize(
+    ("record", "seen"),
+    [
+        (rb'{"routed_experts": "k05V"}', True),
+        (rb'{"rollout_routed_experts": [[1, 2]]}', True),
+        (rb'{"routing_matrix" : {"a": 1}}', True),
+        (rb'{"routed_experts": null, "routing_matrix": []}', False),
+        (rb'{"messages": [{"content": "\"routed_experts\": 7"}]}', False),
+        (rb'{"experts": [1]}', False),
+    ],
+)
+def test_records_of_a_mixture_of_experts_are_named(record, seen):
+    from types import SimpleNamespace
+
+    from tracegrad.doctor.finding import Hits
+    from tracegrad.doctor.tokens import mixture_of_experts
+
+    class Records(list):
+        core = SimpleNamespace(record=[b"{}", record].__getitem__)
+
+    asked = []
+    look = SimpleNamespace(traces=Records([0, 1]), trace=np.array([0, 1, 1]))
+    look.hits = lambda hit, of, found: asked.append(hit.tolist()) or Hits(0, 3)
+    mixture_of_experts.run(look)
+    assert asked == [[False, seen, seen]]

@@ -88,7 +88,7 @@ def test_schedules_of_transformers_are_its_own(name, more, ours, warmup):
     schedule = Schedule(**{"name": name, **ours}, warmup_steps=warmup, kwargs=json.dumps(more) if more else "")
     found = [1e-6 * share(schedule, step, STEPS, 1e-6) for step in range(STEPS)]
     assert found == pytest.approx(theirs(name, warmup, lr=1e-6, **more), rel=1e-12, abs=1e-20)
-    assert len(set(found)) > 20
+    assert len(set(found)) > 8
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.33])

@@ -56,6 +56,7 @@ OF_BATCHES: tuple[Check, ...] = (
     tokens.injected_system,
     history.dropped_reasoning,
     history.history_rewritten,
+    tokens.mixture_of_experts,
     tokens.truncated,
     tokens.empty_answers,
     history.unrecorded_tools,

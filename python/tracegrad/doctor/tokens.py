@@ -1,5 +1,7 @@
 """Checks of tokens and prompts, batch by batch: whose ids they are, what they end with, what the template adds."""
 
+import re
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +13,8 @@ from tracegrad.drift import said
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
 PLACEHOLDERS = 4  # ids from which one id, or a count, is no text
+EXPERTS = re.compile(rb'(?<!\\)"(?:[a-z_]*routed_experts|routing_matrix)"\s*:\s*(?!null|\[\])')
+"""A record that holds the experts of its tokens; in a text of a message its quotes would be escaped."""
 FEW = 8  # tokens, at most, of an answer without a word: its end, and an empty thought that a template writes
 WORDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
 SLACK, SHARE = _core.USAGE_SLACK  # tokens that servers count in usage and do not list
@@ -105,6 +109,23 @@ def missing_stop_tokens(look: Look) -> Hits:
     Threshold: any turn is a note; it costs from 1 % of turns, where the habit of stopping begins to move.
     """
     return look.drift_hits(6)
+
+
+@check(
+    "turns of a mixture of experts",
+    note=0.0,
+    hurts="Trainer and server choose experts by rounding apart, so their logprobs differ more than those of a dense "
+    "model. The recorded experts are kept beside the tokens and not replayed.",
+    cure="Train with a loss that masks what differs most: --objective ICEPOP, or GSPO.",
+)
+def mixture_of_experts(look: Look) -> Hits:
+    """Sees turns of records that hold the experts a server chose (routed_experts, or routing_matrix).
+
+    Threshold: any turn is a note.
+    """
+    records = map(look.traces.core.record, range(len(look.traces)))
+    holds = np.array([EXPERTS.search(record) is not None for record in records], bool)
+    return look.hits(holds[look.trace], None, lambda _: "the record holds the experts of its tokens")
 
 
 @check(
