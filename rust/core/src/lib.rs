@@ -17,6 +17,7 @@ pub mod pictures;
 pub mod ratio;
 pub mod raw;
 pub mod read;
+pub mod server;
 pub mod stop;
 pub mod template;
 pub mod threads;

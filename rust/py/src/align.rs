@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::HashMap;
 use tracegrad_core::align::{self, Aligned, Images, Merge, Mode, Options, PictureRule};
+use tracegrad_core::server::Server;
 use tracegrad_core::trace::LogprobKind;
 use tracegrad_core::{Error, Kind};
 
@@ -18,7 +19,7 @@ type Rule = (u32, Vec<u32>, HashMap<(u32, u32), Vec<u32>>);
 /// Aligns traces; returns the arrays of `Sequences` by name, `drift_*` columns, and `errors`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
-#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, rule=None))]
+#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, server=None, rule=None))]
 fn align_traces<'py>(
     py: Python<'py>,
     traces: &PyTraces,
@@ -31,6 +32,7 @@ fn align_traces<'py>(
     strict: bool,
     logprob_kind: Option<&str>,
     skip_errors: bool,
+    server: Option<&str>,
     rule: Option<Rule>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let parse = |name: &str| {
@@ -42,7 +44,9 @@ fn align_traces<'py>(
     let logprob_kind = logprob_kind.map(parse).transpose()?;
     let mode = if mode == "align" { Mode::Align } else { Mode::Splice };
     let merge = if merge == "sum" { Merge::Sum } else { Merge::Mask };
-    let options = Options { lenient, text_only, mode, merge, strict, assume_canonical, logprob_kind, skip_errors };
+    let server = server.and_then(Server::parse);
+    let options =
+        Options { lenient, text_only, mode, merge, strict, assume_canonical, logprob_kind, server, skip_errors };
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
     let rule = rule.map(|(pad, frames, expansions)| PictureRule { pad, frames, expansions });
     let aligned = detached(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, rule.as_ref(), options))?;

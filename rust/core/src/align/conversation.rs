@@ -143,7 +143,7 @@ impl Conversation {
     }
 
     fn prompt(&self) -> Result<Next> {
-        let scaffold = Scaffold::new(&self.tokenizer)?;
+        let scaffold = Scaffold::new(&self.tokenizer, None)?;
         let messages: Vec<&Value> = self.messages.iter().map(Arc::as_ref).collect();
         let (template, tools) = (self.tokenizer.template_for(self.tools.as_ref())?, self.tools.as_ref());
         let rendered = template.render(&messages, tools, true, &self.kwargs)?;

@@ -1,5 +1,6 @@
 //! What the caller decides.
 
+use crate::server::Server;
 use crate::trace::LogprobKind;
 
 /// Which ids the sequences have.
@@ -40,6 +41,8 @@ pub struct Options {
     pub assume_canonical: bool,
     /// What the logprobs are of, where the record does not say or says it wrongly.
     pub logprob_kind: Option<LogprobKind>,
+    /// Who rendered the prompts, over what the records say; `None` for what they say, and vLLM where they say nothing.
+    pub server: Option<Server>,
     /// A trace that cannot be aligned: leave it out, counted, instead of raising.
     pub skip_errors: bool,
 }

@@ -25,7 +25,7 @@ impl Loom<'_, '_> {
     pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<Arc<str>>)> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
-                let rendered = self.render(&generation.context, true).ok();
+                let rendered = self.render(turn, &generation.context, true).ok();
                 // The parts beside a prompt of ids are its pictures alone, and no template wrote it.
                 let written = !generation.context.is_empty() && generation.placeholders.is_none();
                 let Some(rendered) = rendered.filter(|_| written) else {
@@ -50,7 +50,7 @@ impl Loom<'_, '_> {
                 Ok((self.place_ids(turn, Text::given(&ids).view()), None))
             }
             Prompt::Rendered => {
-                let rendered = self.render(&generation.context, true)?;
+                let rendered = self.render(turn, &generation.context, true)?;
                 self.note_date(turn);
                 let place = self.place_text(turn, generation, &rendered)?;
                 Ok((place, Some(rendered.text)))
@@ -131,7 +131,7 @@ impl Loom<'_, '_> {
             return Ok((text, rendered));
         }
         if reason == Reason::PromptMismatch
-            && let Some((day, dated)) = self.as_on_that_day(generation, seen, &rendered)?
+            && let Some((day, dated)) = self.as_on_that_day(turn, seen, &rendered)?
         {
             let first = compare(seen, self.encode(&dated)?, has_system, self.tokenizer);
             self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
@@ -178,7 +178,7 @@ impl Loom<'_, '_> {
     /// The render with the date that the recorded prompt shows, where the template prints one.
     fn as_on_that_day(
         &self,
-        generation: &Generation,
+        turn: usize,
         ids: &[u32],
         rendered: &Rendered,
     ) -> Result<Option<(String, Rendered)>> {
@@ -190,7 +190,8 @@ impl Loom<'_, '_> {
         let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
         let shown = spell_all(window, self.tokenizer);
         let Some(day) = dates::find(&String::from_utf8_lossy(&shown)) else { return Ok(None) };
-        let dated = self.scaffold.render(&mut Session::default(), self.trace, &generation.context, true, Some(&day))?;
+        let asked = (turn, &*self.trace.generations[turn].context);
+        let dated = self.scaffold.render(&mut Session::default(), self.trace, asked, true, Some(&day))?;
         let closer = common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
         Ok(closer.then_some((day, dated)))
     }

@@ -5,9 +5,10 @@
 
 use super::source;
 use crate::error::Result;
-use crate::template::{Rendered, Session, Span, Template};
+use crate::server::Server;
+use crate::template::{Ask, Rendered, Session, Span, Template};
 use crate::tokenizer::Tokenizer;
-use crate::trace::Trace;
+use crate::trace::{Generation, Trace};
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -69,45 +70,52 @@ pub struct Scaffold<'a> {
     pub closing_bytes: usize,
     /// Whether the template prints the date of the day it is rendered on.
     pub prints_date: bool,
+    /// Who rendered the prompts, where the caller says so.
+    pub server: Option<Server>,
 }
 
-/// The variable that says that the last message is the beginning of the answer (a prefill).
+/// The variable that says that the last message is the beginning of the answer (a prefill), and the one that says whether
+/// the answer's head is written.
 const PREFILL: &str = "continue_final_message";
+const HEAD: &str = "add_generation_prompt";
 
 impl<'a> Scaffold<'a> {
     /// Probes the template for its turn closer.
-    pub fn new(tokenizer: &'a Tokenizer) -> Result<Self> {
-        let closer = tokenizer.template().and_then(probe_closer).unwrap_or_default();
+    pub fn new(tokenizer: &'a Tokenizer, server: Option<Server>) -> Result<Self> {
+        let probed = |template| probe_closer(template, server.unwrap_or_default());
+        let closer = tokenizer.template().and_then(probed).unwrap_or_default();
         let (ids, ends) = tokenizer.encode_with_ends(&closer)?;
         let token = ids.first().copied().filter(|&id| tokenizer.is_special(id));
         let closing_bytes = if token.is_some() { ends[0] as usize } else { 0 };
         let separator = if token.is_some() { ids[1..].to_vec() } else { Vec::new() };
         let prints_date = tokenizer.template().is_some_and(prints_date);
         let cuts = tokenizer.report().no_memo.is_none();
-        Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
+        Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date, server })
     }
 
-    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text, on the day `date` (ISO) where
-    /// the record pins none; `session` knows what was rendered before.
+    /// Who rendered the prompt of a generation.
+    pub fn server_of(&self, generation: &Generation) -> Server {
+        self.server.or(generation.server).unwrap_or_default()
+    }
+
+    /// Renders the messages `context` of `trace` (indices) as the server of generation `turn` did, as its prompt or as
+    /// finished text, on the day `date` (ISO) where the record pins none; `session` knows what was rendered before.
     pub fn render<'t>(
         &self,
         session: &mut Session<'t>,
         trace: &'t Trace,
-        context: &[u32],
-        add_generation_prompt: bool,
+        (turn, context): (usize, &[u32]),
+        is_prompt: bool,
         date: Option<&str>,
     ) -> Result<Rendered> {
-        let (kwargs, prefill) = kwargs(trace, add_generation_prompt, date);
+        let generation = trace.generations.get(turn);
+        let server = generation.map_or(self.server.unwrap_or_default(), |generation| self.server_of(generation));
+        let request = generation.and_then(|generation| generation.request.as_deref());
+        let (kwargs, ask) = variables(trace, request, server, is_prompt, date);
         let messages: Vec<&Value> = context.iter().map(|&index| &trace.messages[index as usize].value).collect();
-        let (tools, prompt) = (trace.tools.as_ref(), add_generation_prompt && !prefill);
+        let tools = trace.tools.as_ref();
         let template = self.tokenizer.template_for(tools)?;
-        let mut rendered = template.render_next(session, &messages, tools, prompt, &kwargs)?;
-        if prefill {
-            // What stands behind the content of the last message, which the policy continued, is the template's.
-            let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
-            rendered.text = rendered.text[..end].into();
-        }
-        Ok(rendered)
+        template.render_served(session, &messages, tools, ask, &kwargs)
     }
 
     /// Ids of `rendered.text[from..]` with their sources.
@@ -117,33 +125,103 @@ impl<'a> Scaffold<'a> {
         Ok(Text { ids, sources })
     }
 
-    /// The body the template gives the message `index` after `context`: without prompt and closer.
+    /// The body the template gives the message of generation `turn` after its context: without prompt and closer.
     pub fn body<'t>(
         &self,
         session: &mut Session<'t>,
         trace: &'t Trace,
-        (context, index): (&[u32], u32),
+        turn: usize,
         prompt: &str,
     ) -> Result<Option<String>> {
-        let mut whole = context.to_vec();
-        whole.push(index);
-        let finished = self.render(session, trace, &whole, false, None)?.text;
+        let generation = &trace.generations[turn];
+        let begun = generation.context.last().and_then(|&last| self.begun(trace, turn, last));
+        let finished = if let Some(whole) = begun {
+            // The begun answer and what was sampled behind it are one message.
+            let before = &generation.context[..generation.context.len() - 1];
+            let mut messages: Vec<&Value> = before.iter().map(|&at| &trace.messages[at as usize].value).collect();
+            messages.push(&whole);
+            let request = generation.request.as_deref();
+            let (kwargs, ask) = variables(trace, request, self.server_of(generation), false, None);
+            let template = self.tokenizer.template_for(trace.tools.as_ref())?;
+            template.render_served(&mut Session::default(), &messages, trace.tools.as_ref(), ask, &kwargs)?.text
+        } else {
+            let whole: Vec<u32> = generation.context.iter().copied().chain([generation.message]).collect();
+            self.render(session, trace, (turn, &whole), false, None)?.text
+        };
         let Some(rest) = finished.strip_prefix(prompt) else { return Ok(None) };
         let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
         Ok(end.map(|end| rest[..end].to_owned()))
     }
+
+    /// The answer of generation `turn` with its beginning, where message `last` is that.
+    fn begun(&self, trace: &Trace, turn: usize, last: u32) -> Option<Value> {
+        let generation = &trace.generations[turn];
+        let server = self.server_of(generation);
+        let (_, ask) = variables(trace, generation.request.as_deref(), server, true, None);
+        let (begun, rest) = (&trace.messages[last as usize], &trace.messages[generation.message as usize].value);
+        let is_answer = begun.role() == "assistant";
+        if !(ask.continues || is_answer && server == Server::LlamaCpp) {
+            return None;
+        }
+        let text = |message: &Value| message.get("content").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let mut whole = begun.value.clone();
+        let fields = whole.as_object_mut()?;
+        fields.extend(rest.as_object()?.clone());
+        fields.insert("role".to_owned(), begun.role().into());
+        fields.insert("content".to_owned(), (text(&begun.value) + &text(rest)).into());
+        Some(whole)
+    }
 }
 
-/// Variables of the template, on the day `date`; whether the last message of a prompt is the beginning of the answer.
-fn kwargs<'t>(trace: &'t Trace, prompt: bool, date: Option<&str>) -> (Cow<'t, Map<String, Value>>, bool) {
-    let prefill = prompt && trace.template_kwargs.get(PREFILL).is_some_and(|value| value == true);
+/// Variables of the template as `server` sets them for a request, on the day `date`, and how the text is asked for.
+fn variables<'t>(
+    trace: &'t Trace,
+    request: Option<&Map<String, Value>>,
+    server: Server,
+    is_prompt: bool,
+    date: Option<&str>,
+) -> (Cow<'t, Map<String, Value>>, Ask) {
     let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
-    if trace.template_kwargs.contains_key(PREFILL) || date.is_some() {
-        let kwargs = kwargs.to_mut();
-        kwargs.remove(PREFILL);
-        kwargs.extend(date.map(|date| ("strftime_now".to_owned(), Value::from(date))));
+    let asks = [PREFILL, HEAD].iter().any(|key| trace.template_kwargs.contains_key(*key));
+    let mut ask = Ask { server, prompt: is_prompt, continues: false };
+    if request.is_none() && !asks && date.is_none() && matches!(server, Server::Vllm | Server::Sglang | Server::OpenAi) {
+        return (kwargs, ask);
     }
-    (kwargs, prefill)
+    let kept = kwargs.to_mut();
+    let own = |key: &str| request.and_then(|request| request.get(key)).filter(|value| !value.is_null());
+    for (key, of_ask) in [(PREFILL, &mut ask.continues), (HEAD, &mut ask.prompt)] {
+        let said = kept.remove(key);
+        if let Some(value) = own(key).or(said.as_ref()).and_then(Value::as_bool).filter(|_| is_prompt) {
+            *of_ask = value;
+        }
+    }
+    match server {
+        Server::Vllm | Server::OpenAi | Server::LlamaCpp => {
+            let told = kept.contains_key("enable_thinking");
+            let effort = own("reasoning_effort");
+            kept.extend(effort.map(|effort| ("reasoning_effort".to_owned(), effort.clone())));
+            if let (Some(effort), false) = (effort, told) {
+                kept.insert("enable_thinking".to_owned(), (effort != "none").into());
+            }
+            if server == Server::OpenAi {
+                kept.extend(own("enable_thinking").map(|value| ("enable_thinking".to_owned(), value.clone())));
+            }
+            if server == Server::LlamaCpp {
+                kept.entry("enable_thinking").or_insert(true.into());
+            } else {
+                kept.extend(own("documents").map(|documents| ("documents".to_owned(), documents.clone())));
+            }
+        }
+        Server::Sglang => {
+            if let Some(effort) = own("reasoning_effort") {
+                kept.entry("reasoning_effort").or_insert_with(|| effort.clone());
+            }
+        }
+        // It has no variables but those of its own.
+        Server::Tgi => kept.retain(|key, _| key == "strftime_now"),
+    }
+    kept.extend(date.map(|date| ("strftime_now".to_owned(), Value::from(date))));
+    (kwargs, ask)
 }
 
 /// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: given is what touches a span.
@@ -165,10 +243,11 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
 }
 
 /// The text between an assistant's body and the end of a rendered conversation.
-fn probe_closer(template: &Template) -> Option<String> {
+fn probe_closer(template: &Template, server: Server) -> Option<String> {
     const BODY: &str = "tracegrad probes the closer";
     let messages = [json!({"role": "user", "content": "hello"}), json!({"role": "assistant", "content": BODY})];
-    let rendered = template.render(&messages.each_ref(), None, false, &Map::new()).ok()?;
+    let ask = Ask { server, prompt: false, continues: false };
+    let rendered = template.render_served(&mut Session::default(), &messages.each_ref(), None, ask, &Map::new()).ok()?;
     let at = rendered.text.rfind(BODY)?;
     Some(rendered.text[at + BODY.len()..].to_owned())
 }

@@ -6,6 +6,7 @@ use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 pub(in crate::format) use crate::trace::value_of as get;
+use crate::server::Server;
 use crate::trace::{Generation, LogprobKind, Schemas, Stop};
 use serde_json::{Map, Value};
 
@@ -221,12 +222,23 @@ pub struct Header {
     pub model: Option<String>,
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
+    /// The server whose name the record gives; other values of the key are none.
+    pub server: Option<Server>,
     pub sampling: Sampling,
 }
 
 /// Keys of a header that no server's response has for something else.
-pub const HEADER_KEYS: [&str; 8] =
-    ["id", "group", "reward", "rewards", "policy_version", "logprob_kind", "template_kwargs", "chat_template_kwargs"];
+pub const HEADER_KEYS: [&str; 9] = [
+    "id",
+    "group",
+    "reward",
+    "rewards",
+    "policy_version",
+    "logprob_kind",
+    "template_kwargs",
+    "chat_template_kwargs",
+    "server",
+];
 
 impl Header {
     /// The header of a record: its fields, and the tool schemas beside them.
@@ -241,6 +253,7 @@ impl Header {
             model: text(fields, "model")?,
             tools: tools(schemas)?,
             template_kwargs,
+            server: get(fields, "server").and_then(Value::as_str).and_then(Server::parse),
             sampling: Sampling::read(fields)?,
         })
     }

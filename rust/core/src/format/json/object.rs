@@ -61,7 +61,7 @@ impl Kind {
             (Record(_), _) if RECORD_KEYS.contains(&key) || media::is_key(key) => Slot::Keep,
             (Record(is_sign), _) if is_sign(key) => Slot::Sign,
             (Request, _) if REQUEST_KEYS.contains(&key) => Slot::Keep,
-            (Response, "model" | "object" | "error" | "metadata") => Slot::Keep,
+            (Response, "model" | "object" | "error" | "metadata" | "system_fingerprint") => Slot::Keep,
             (Record(_) | Response, _) if STRAY_KEYS.contains(&key) => Slot::Keep,
             (Record(_) | Request | Response, _) | (_, "prompt_logprobs") => Slot::Skip,
             (Item | Generation | Call, _) => Slot::Keep,
@@ -86,9 +86,22 @@ const RECORD_KEYS: &[&str] = &[
     "object",
     "choice",
     "error",
+    "server",
+    "system_fingerprint",
 ];
 
-const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body"];
+const REQUEST_KEYS: &[&str] = &[
+    "model",
+    "temperature",
+    "top_p",
+    "chat_template_kwargs",
+    "extra_body",
+    "reasoning_effort",
+    "enable_thinking",
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+];
 
 /// Keys of a record or a response that hold token lists which a client library moved.
 const STRAY_KEYS: [&str; 3] = ["sglext", "provider_specific_fields", "model_extra"];
