@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _core, arrays
-from tracegrad.codes import LOGPROB_KINDS
+from tracegrad.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.drift import Drift, untrained
 from tracegrad.errors import ArgumentError
 from tracegrad.pictures import Images, Pictures, Rule
@@ -30,6 +30,7 @@ def align(
     text_only: bool = False,
     assume_canonical: bool = False,
     logprob_kind: str | None = None,
+    server_profile: str | None = None,
     on_error: str = "raise",
     pictures: Rule | None = None,
 ) -> Sequences:
@@ -49,6 +50,9 @@ def align(
         assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, where their
             number is that of the logprobs (tiers T4 and T5): often the sampled ones, not known to be.
         logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
+        server_profile: which server rendered the prompts that are not recorded as ids: "vllm", "sglang", "llama.cpp",
+            "tgi" or "openai". Each does something else to a request before its template gets it. None takes the server
+            that the record names, else vLLM. `drift.server_profiles` counts the traces of each.
         on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
         pictures: how the model writes pictures in ids; None takes what the folder of the tokenizer says. What was
             sampled behind a picture that has no place in the ids is held.
@@ -68,6 +72,7 @@ def align(
         arrays.flag(value, name)
     arrays.one_of(on_error, "on_error", ("raise", "skip"))
     arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
+    arrays.one_of(server_profile, "server_profile", (None, *SERVERS))
     _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
     core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
     table = Pictures.of_records(core)
@@ -82,6 +87,7 @@ def align(
         merge=merge,
         strict=strict,
         logprob_kind=logprob_kind,
+        server=server_profile,
         skip_errors=on_error == "skip",
         rule=rule and _told(rule, table),
     )
@@ -93,6 +99,7 @@ def align(
         exact=found.pop("exact"),
         errors=tuple(found.pop("errors")),
         left_out=tuple(found.pop("left_out")),
+        server_profiles=found.pop("servers"),
     )
     if mode == "splice":
         found["trainable"] = found["trainable"] & ~untrained(core, tokenizer, drift, found)

@@ -8,7 +8,7 @@ from typing import Any
 from tracegrad import config, doctor, prepare
 from tracegrad.account import Account
 from tracegrad.cli.words import command, folder_of, inputs_of, say, tell, verb
-from tracegrad.codes import LOGPROB_KINDS
+from tracegrad.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import Bar
 
@@ -40,6 +40,9 @@ def _doctor_command(commands: Any) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest trace (default: the model's positions)")
     parser.add_argument(
         "--logprob-kind", dest="kind", choices=LOGPROB_KINDS, help="what the logprobs are of, over what the records say"
+    )
+    parser.add_argument(
+        "--server-profile", dest="profile", choices=SERVERS, help="which server rendered prompts that are not recorded"
     )
     parser.add_argument(
         "--rescore", type=int, nargs="?", const=64, default=0, metavar="N", help="compare N traces with the model (64)"
@@ -93,6 +96,7 @@ def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         max_tokens=told.max_tokens,
         held_out=told.held_out,
         logprob_kind=told.kind,
+        server_profile=told.profile,
         rescored=told.rescore,
     )
     if told.json:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from tracegrad import config
 from tracegrad.addresses import place_here
 from tracegrad.cli import output
+from tracegrad.codes import SERVERS
 from tracegrad.errors import ArgumentError, shown
 from tracegrad.training import first
 
@@ -27,6 +28,7 @@ SHORT = {
     "objective": "objective",
     "on_error": "data.on_error",
     "logprob_kind": "data.logprob_kind",
+    "server_profile": "data.server_profile",
     "text_only": "data.text_only",
     "lenient": "data.lenient",
 }
@@ -97,6 +99,7 @@ def command(commands: Any, name: str, text: str, run: Any, out: Callable[[str], 
     choices = ("raise", "skip", "quarantine")
     data.add_argument("--on-error", choices=choices, help="a bad record: stop, leave it out, write it aside")
     data.add_argument("--logprob-kind", choices=("raw", "processed", "unknown"), help="what the logprobs are of")
+    data.add_argument("--server-profile", choices=SERVERS, help="which server rendered prompts that are not recorded")
     data.add_argument("--text-only", action="store_const", const=True, help="train text that has no logprobs")
     data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an unknown id")
     return parser

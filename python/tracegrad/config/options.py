@@ -20,6 +20,8 @@ class Data:
     """A record that cannot be read or aligned: stop, leave it out and count it, or write it aside with the reason."""
     logprob_kind: Literal["recorded", "raw", "processed", "unknown"] = "recorded"
     """What the logprobs are of: as each record says, or this. vLLM's default is raw, before temperature and top-p."""
+    server_profile: Literal["recorded", "vllm", "sglang", "llama.cpp", "tgi", "openai"] = "recorded"
+    """Which server rendered the prompts that are not recorded as ids: as each record says, else vLLM; or this."""
     text_only: bool = False
     """Take the traces as text of another model: only objectives without a ratio can train on them."""
     lenient: bool = False

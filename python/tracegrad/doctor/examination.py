@@ -163,6 +163,7 @@ def examine(
     max_tokens: int | None = None,
     held_out: Sequence[str] = (),
     logprob_kind: str | None = None,
+    server_profile: str | None = None,
     rescored: int = 0,
     map: Map | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -175,6 +176,7 @@ def examine(
         max_tokens: longest trace that can be trained; default max_position_embeddings of config.json, where there.
         held_out: files of traces whose prompts must not be trained on.
         logprob_kind: "raw", "processed" or "unknown", over what the records say.
+        server_profile: which server rendered prompts that are not recorded, as for `align`.
         rescored: how many traces to compare with the model's own logprobs as well; needs torch and transformers.
         map: where the records hold what a trace needs.
         progress: called with how far reading is.
@@ -197,7 +199,7 @@ def examine(
     traces = stream(named, map=map, batch=BATCH, on_error="skip", progress=progress)
     sample = Spread(rescored)
     for part in traces:
-        sequences = align(part, tokenizer, logprob_kind=logprob_kind, on_error="skip")
+        sequences = align(part, tokenizer, logprob_kind=logprob_kind, server_profile=server_profile, on_error="skip")
         look = Look(part, sequences, vocabulary, options, logprob_kind)
         whole.add(look)
         for check in OF_BATCHES:
@@ -205,7 +207,7 @@ def examine(
         sample.add(part)
     whole.read = traces.read_report
     hits |= {check.name: check.run(whole) for check in OF_FILES}
-    again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind) if sample.kept else None
+    again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind, server_profile) if sample.kept else None
     if again is not None:
         hits |= {check.name: check.run(again) for check in OF_MODELS}
         told = shift.against_model(again)
@@ -222,6 +224,8 @@ def examine(
     missing = _missing(map, names, whole)
     seems = candidates.find(named, map, missing) if missing else candidates.Candidates(0, ())
     following = follow.command(named, model, map, logprob_kind, findings, whole, (seems, missing), bool(again))
+    if server_profile and following.startswith(("tracegrad train ", "tracegrad doctor ")):
+        following = f"{following} --server-profile {server_profile}"
     counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *follow.untold(whole))
     return Diagnosis(source, *counts, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
 

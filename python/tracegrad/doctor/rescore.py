@@ -174,12 +174,18 @@ def _place(found: Rescored, at: int) -> Place:
     return replace(found.first[turn], token=at - int(found.cu_turns[turn]))
 
 
-def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str | None = None) -> Rescored | None:
+def rescore(
+    traces: Traces,
+    model: Path,
+    tokenizer: Tokenizer,
+    logprob_kind: str | None = None,
+    server_profile: str | None = None,
+) -> Rescored | None:
     """The model's logprobs of the sampled tokens of these traces; None where none is trained.
 
     Where none has a recorded logprob there is nothing to compare, and the advice alone is given.
     """
-    every = align(traces, tokenizer, logprob_kind=logprob_kind, on_error="skip")
+    every = align(traces, tokenizer, logprob_kind=logprob_kind, server_profile=server_profile, on_error="skip")
     located = {trace.id: at for at, trace in enumerate(traces)}
     sequences, broken = _decodable(every, lambda row: Place.of(traces, located[every.trace_ids[row]]))
     if not len(sequences.terms) and not broken.count:

@@ -92,6 +92,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("recorded", aligned.recorded)?;
     arrays.set_item("exact", aligned.exact)?;
     arrays.set_item("left_out", aligned.left_out)?;
+    arrays.set_item("servers", aligned.servers)?;
     arrays.set_item("errors", aligned.errors.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(arrays)
 }

@@ -176,12 +176,7 @@ impl Loom<'_, '_> {
     }
 
     /// The render with the date that the recorded prompt shows, where the template prints one.
-    fn as_on_that_day(
-        &self,
-        turn: usize,
-        ids: &[u32],
-        rendered: &Rendered,
-    ) -> Result<Option<(String, Rendered)>> {
+    fn as_on_that_day(&self, turn: usize, ids: &[u32], rendered: &Rendered) -> Result<Option<(String, Rendered)>> {
         if !self.scaffold.prints_date || self.trace.template_kwargs.contains_key("strftime_now") {
             return Ok(None);
         }

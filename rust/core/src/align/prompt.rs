@@ -111,7 +111,7 @@ impl<'a> Scaffold<'a> {
         let generation = trace.generations.get(turn);
         let server = generation.map_or(self.server.unwrap_or_default(), |generation| self.server_of(generation));
         let request = generation.and_then(|generation| generation.request.as_deref());
-        let (kwargs, ask) = variables(trace, request, server, is_prompt, date);
+        let (kwargs, ask) = self.variables(trace, request, server, is_prompt, date);
         let messages: Vec<&Value> = context.iter().map(|&index| &trace.messages[index as usize].value).collect();
         let tools = trace.tools.as_ref();
         let template = self.tokenizer.template_for(tools)?;
@@ -141,7 +141,7 @@ impl<'a> Scaffold<'a> {
             let mut messages: Vec<&Value> = before.iter().map(|&at| &trace.messages[at as usize].value).collect();
             messages.push(&whole);
             let request = generation.request.as_deref();
-            let (kwargs, ask) = variables(trace, request, self.server_of(generation), false, None);
+            let (kwargs, ask) = self.variables(trace, request, self.server_of(generation), false, None);
             let template = self.tokenizer.template_for(trace.tools.as_ref())?;
             template.render_served(&mut Session::default(), &messages, trace.tools.as_ref(), ask, &kwargs)?.text
         } else {
@@ -153,14 +153,42 @@ impl<'a> Scaffold<'a> {
         Ok(end.map(|end| rest[..end].to_owned()))
     }
 
+    /// Variables of the template as `server` sets them for a request, on the day `date`, and how the text is asked for.
+    fn variables<'t>(
+        &self,
+        trace: &'t Trace,
+        request: Option<&Map<String, Value>>,
+        server: Server,
+        is_prompt: bool,
+        date: Option<&str>,
+    ) -> (Cow<'t, Map<String, Value>>, Ask) {
+        let thinking = self.tokenizer.model().speaks_harmony;
+        let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
+        let mut ask = Ask { server, prompt: is_prompt, continues: false, thinking };
+        let asks = [PREFILL, HEAD].iter().any(|key| trace.template_kwargs.contains_key(*key));
+        let fixed = matches!(server, Server::LlamaCpp | Server::Tgi);
+        if request.is_some() || asks || fixed {
+            set_variables(kwargs.to_mut(), request, &mut ask, is_prompt);
+        }
+        // vLLM takes these values for none.
+        let unset = |value: &Value| value.is_null() || value == "auto";
+        if server == Server::Vllm && kwargs.values().any(unset) {
+            kwargs.to_mut().retain(|_, value| !unset(value));
+        }
+        if let Some(date) = date {
+            kwargs.to_mut().insert("strftime_now".to_owned(), Value::from(date));
+        }
+        (kwargs, ask)
+    }
+
     /// The answer of generation `turn` with its beginning, where message `last` is that.
     fn begun(&self, trace: &Trace, turn: usize, last: u32) -> Option<Value> {
         let generation = &trace.generations[turn];
         let server = self.server_of(generation);
-        let (_, ask) = variables(trace, generation.request.as_deref(), server, true, None);
+        let (_, ask) = self.variables(trace, generation.request.as_deref(), server, true, None);
         let (begun, rest) = (&trace.messages[last as usize], &trace.messages[generation.message as usize].value);
         let is_answer = begun.role() == "assistant";
-        if !(ask.continues || is_answer && server == Server::LlamaCpp) {
+        if !(ask.continues || is_answer && matches!(server, Server::LlamaCpp | Server::Tgi)) {
             return None;
         }
         let text = |message: &Value| message.get("content").and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -173,55 +201,45 @@ impl<'a> Scaffold<'a> {
     }
 }
 
-/// Variables of the template as `server` sets them for a request, on the day `date`, and how the text is asked for.
-fn variables<'t>(
-    trace: &'t Trace,
+/// Sets the variables that a server takes from a request, and how it asks for the text.
+fn set_variables(
+    kwargs: &mut Map<String, Value>,
     request: Option<&Map<String, Value>>,
-    server: Server,
+    ask: &mut Ask,
     is_prompt: bool,
-    date: Option<&str>,
-) -> (Cow<'t, Map<String, Value>>, Ask) {
-    let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
-    let asks = [PREFILL, HEAD].iter().any(|key| trace.template_kwargs.contains_key(*key));
-    let mut ask = Ask { server, prompt: is_prompt, continues: false };
-    if request.is_none() && !asks && date.is_none() && matches!(server, Server::Vllm | Server::Sglang | Server::OpenAi) {
-        return (kwargs, ask);
-    }
-    let kept = kwargs.to_mut();
-    let own = |key: &str| request.and_then(|request| request.get(key)).filter(|value| !value.is_null());
+) {
+    let asked = |key: &str| request.and_then(|request| request.get(key)).filter(|value| !value.is_null());
     for (key, of_ask) in [(PREFILL, &mut ask.continues), (HEAD, &mut ask.prompt)] {
-        let said = kept.remove(key);
-        if let Some(value) = own(key).or(said.as_ref()).and_then(Value::as_bool).filter(|_| is_prompt) {
+        let own = kwargs.remove(key);
+        if let Some(value) = asked(key).or(own.as_ref()).and_then(Value::as_bool).filter(|_| is_prompt) {
             *of_ask = value;
         }
     }
-    match server {
+    let effort = asked("reasoning_effort");
+    let mut set = |key: &str, value: Option<Value>| kwargs.extend(value.map(|value| (key.to_owned(), value)));
+    match ask.server {
         Server::Vllm | Server::OpenAi | Server::LlamaCpp => {
-            let told = kept.contains_key("enable_thinking");
-            let effort = own("reasoning_effort");
-            kept.extend(effort.map(|effort| ("reasoning_effort".to_owned(), effort.clone())));
-            if let (Some(effort), false) = (effort, told) {
-                kept.insert("enable_thinking".to_owned(), (effort != "none").into());
+            set("reasoning_effort", effort.cloned());
+            if ask.server == Server::OpenAi {
+                set("enable_thinking", asked("enable_thinking").cloned());
             }
-            if server == Server::OpenAi {
-                kept.extend(own("enable_thinking").map(|value| ("enable_thinking".to_owned(), value.clone())));
+            if ask.server != Server::LlamaCpp {
+                set("documents", asked("documents").cloned());
             }
-            if server == Server::LlamaCpp {
-                kept.entry("enable_thinking").or_insert(true.into());
-            } else {
-                kept.extend(own("documents").map(|documents| ("documents".to_owned(), documents.clone())));
+            if let Some(effort) = effort {
+                kwargs.entry("enable_thinking").or_insert((effort != "none").into());
+            } else if ask.server == Server::LlamaCpp {
+                kwargs.entry("enable_thinking").or_insert(true.into());
             }
         }
         Server::Sglang => {
-            if let Some(effort) = own("reasoning_effort") {
-                kept.entry("reasoning_effort").or_insert_with(|| effort.clone());
+            if let Some(effort) = effort {
+                kwargs.entry("reasoning_effort").or_insert_with(|| effort.clone());
             }
         }
         // It has no variables but those of its own.
-        Server::Tgi => kept.retain(|key, _| key == "strftime_now"),
+        Server::Tgi => kwargs.retain(|key, _| key == "strftime_now"),
     }
-    kept.extend(date.map(|date| ("strftime_now".to_owned(), Value::from(date))));
-    (kwargs, ask)
 }
 
 /// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: given is what touches a span.
@@ -246,8 +264,9 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
 fn probe_closer(template: &Template, server: Server) -> Option<String> {
     const BODY: &str = "tracegrad probes the closer";
     let messages = [json!({"role": "user", "content": "hello"}), json!({"role": "assistant", "content": BODY})];
-    let ask = Ask { server, prompt: false, continues: false };
-    let rendered = template.render_served(&mut Session::default(), &messages.each_ref(), None, ask, &Map::new()).ok()?;
+    let ask = Ask { server, prompt: false, continues: false, thinking: false };
+    let rendered =
+        template.render_served(&mut Session::default(), &messages.each_ref(), None, ask, &Map::new()).ok()?;
     let at = rendered.text.rfind(BODY)?;
     Some(rendered.text[at + BODY.len()..].to_owned())
 }

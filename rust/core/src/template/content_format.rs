@@ -20,8 +20,7 @@ const MEDIA: [&str; 4] = ["image", "audio", "video", "vision"];
 
 /// What the servers find in a template.
 pub(super) fn wants_parts(source: &str, tags: &[Tag]) -> WantsParts {
-    let tags: Vec<(Vec<Token<'_>>, bool)> =
-        tags.iter().map(|tag| (tokens(&tag.inside), tag.is_statement)).collect();
+    let tags: Vec<(Vec<Token<'_>>, bool)> = tags.iter().map(|tag| (tokens(&tag.inside), tag.is_statement)).collect();
     let read = Source::read(&tags);
     let named = |(name, key): (&str, Option<&str>)| matches!(name, "message" | "msg" | "m") && key == Some("content");
     WantsParts {

@@ -73,8 +73,6 @@ use std::thread;
 const WHAT: &str = "the chat template";
 /// Stack of the thread that compiles: several times what the deepest template within bounds takes.
 const STACK_BYTES: usize = 8 << 20;
-/// What only prompts in the harmony format hold.
-const HARMONY: &str = "<|channel|>analysis";
 /// The number of the next template.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
@@ -92,6 +90,7 @@ static NUMBERS: AtomicU64 = AtomicU64::new(1);
 /// # Ok::<(), tracegrad_core::Error>(())
 /// ```
 #[derive(Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "independent facts about its source")]
 pub struct Template {
     env: Environment<'static>,
     special_tokens: Vec<(String, String)>,
@@ -115,8 +114,6 @@ pub struct Template {
     wants_parts: WantsParts,
     /// Whether it knows messages of developers.
     names_developer: bool,
-    /// Whether its prompts show reasoning under `thinking`, as gpt-oss does, whose prompts servers write without it.
-    shows_thinking: bool,
 }
 
 /// How a request asks for its prompt.
@@ -128,6 +125,8 @@ pub struct Ask {
     pub prompt: bool,
     /// Whether the last message is the beginning of the answer.
     pub continues: bool,
+    /// Whether reasoning is shown under `thinking` too: for models whose prompts servers write without their template.
+    pub thinking: bool,
 }
 
 /// What the renders of one call share.
@@ -181,7 +180,6 @@ impl Template {
             reads_clock: source.contains("strftime_now"),
             wants_parts: scanned.wants_parts,
             names_developer: ["\"developer\"", "'developer'"].iter().any(|name| source.contains(name)),
-            shows_thinking: source.contains(HARMONY),
         })
     }
 

@@ -106,7 +106,8 @@ mod tests {
 
     fn ask(renders: &Renders, messages: &[&Json], made: &mut usize) -> Arc<str> {
         let kwargs = Map::new();
-        let asked = Asked { messages, tools: None, add_generation_prompt: true, rules: Rules::default(), kwargs: &kwargs };
+        let asked =
+            Asked { messages, tools: None, add_generation_prompt: true, rules: Rules::default(), kwargs: &kwargs };
         let rendered: Result<Rendered, Infallible> = renders.get(asked, || {
             *made += 1;
             Ok(Rendered { text: format!("{messages:?}").into(), ..Rendered::default() })

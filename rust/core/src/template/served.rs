@@ -34,13 +34,15 @@ impl Template {
         ask: Ask,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
-        let rules = self.rules(ask.server, messages);
+        let rules = self.rules(ask, messages);
         let joins = rules.developer_is_system
             && ask.server == Server::Vllm
             && messages.iter().skip(1).any(|message| is_system(message));
         let prefix = self.prefix(messages, ask);
         let user = ask.server == Server::Sglang && ask.prompt && !ask.continues && ends_with_answer(messages);
-        if !joins && !user && prefix.is_none() && !ask.continues {
+        // TGI takes each answer that stands last for the beginning of the next, and asks with the head behind it.
+        let found = ask.server == Server::Tgi && (ask.prompt || ask.continues) && ends_with_answer(messages);
+        if !joins && !user && !found && prefix.is_none() && !ask.continues {
             return self.render_next_by(session, messages, tools, (ask.prompt, rules), kwargs);
         }
         // What is made of the messages here lives for this render alone.
@@ -57,6 +59,8 @@ impl Template {
             made.pop();
             order.pop();
             prompt = true;
+        } else if found {
+            prompt = true;
         } else if ask.continues {
             tagged(made.last_mut())?;
             prompt = false;
@@ -65,6 +69,12 @@ impl Template {
         let mut rendered = self.render_by(&made, tools, (prompt, rules), kwargs)?;
         if let Some(prefix) = prefix {
             rendered.text = [&*rendered.text, &prefix].concat().into();
+        } else if found {
+            let text = self.text_of(messages, ask).unwrap_or_default();
+            if let Some(at) = rendered.text.rfind(&*text) {
+                let end = rendered.text[..at + text.len()].trim_end().len();
+                end_at(&mut rendered, end);
+            }
         } else if ask.continues {
             cut(&mut rendered)?;
         }
@@ -75,7 +85,8 @@ impl Template {
     }
 
     /// What a server makes of these messages.
-    fn rules(&self, server: Server, messages: &[&Json]) -> Rules {
+    fn rules(&self, ask: Ask, messages: &[&Json]) -> Rules {
+        let server = ask.server;
         let maps = match server {
             Server::Vllm | Server::OpenAi => !self.names_developer,
             Server::LlamaCpp => true,
@@ -91,7 +102,7 @@ impl Template {
             parts,
             developer_is_system: maps && messages.iter().any(|message| role(message) == "developer"),
             joined: false,
-            thinking: self.shows_thinking,
+            thinking: ask.thinking,
         }
     }
 
@@ -103,8 +114,13 @@ impl Template {
             Server::LlamaCpp => ask.prompt || ask.continues,
             _ => false,
         };
-        let last = messages.last().filter(|_| wanted && ends_with_answer(messages))?;
-        let content = last.as_object().and_then(|map| self.rules(ask.server, &[]).content(map, 1));
+        if wanted && ends_with_answer(messages) { self.text_of(messages, ask) } else { None }
+    }
+
+    /// The text of the last message, where its content is one.
+    fn text_of(&self, messages: &[&Json], ask: Ask) -> Option<String> {
+        let last = messages.last()?;
+        let content = last.as_object().and_then(|map| self.rules(ask, &[]).content(map, 1));
         content.as_ref().or_else(|| last.get("content"))?.as_str().map(str::to_owned)
     }
 }
@@ -178,6 +194,12 @@ fn cut(rendered: &mut Rendered) -> Result<()> {
     };
     let kept = &rendered.text[..at];
     let end = if rendered.text[at..].starts_with(TAG) { at } else { kept.trim_end().len() };
+    end_at(rendered, end);
+    Ok(())
+}
+
+/// Takes away what stands behind byte `end`.
+fn end_at(rendered: &mut Rendered, end: usize) {
     rendered.text = rendered.text[..end].into();
     rendered.spans.retain_mut(|span| {
         span.end = span.end.min(end);
@@ -187,5 +209,4 @@ fn cut(rendered: &mut Rendered) -> Result<()> {
         *stop = (*stop).min(end);
         start < stop
     });
-    Ok(())
 }

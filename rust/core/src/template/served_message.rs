@@ -9,6 +9,7 @@ use serde_json::{Map, Value as Json, json};
 
 /// What a server makes of the messages of one request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools, reason = "independent facts about the request and its template")]
 pub(super) struct Rules {
     /// `None`: messages as transformers takes them.
     pub server: Option<Server>,
@@ -60,6 +61,44 @@ const MEDIA: [(&str, &str); 9] = [
 /// A line of Claude Code's system prompt that differs from request to request: vLLM takes it out.
 const BILLING: &str = "x-anthropic-billing-header";
 
+/// The keys of a message that some server hands on; null is none.
+#[derive(Default)]
+struct Said<'m> {
+    role: Option<&'m Json>,
+    content: Option<&'m Json>,
+    tool_calls: Option<&'m Json>,
+    reasoning: Option<&'m Json>,
+    reasoning_content: Option<&'m Json>,
+    thinking: Option<&'m Json>,
+    tool_call_id: Option<&'m Json>,
+    name: Option<&'m Json>,
+    task: Option<&'m Json>,
+    tools: Option<&'m Json>,
+}
+
+impl<'m> Said<'m> {
+    fn of(map: &'m Map<String, Json>) -> Self {
+        let mut said = Self::default();
+        for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
+            let place = match key.as_str() {
+                "role" => &mut said.role,
+                "content" => &mut said.content,
+                "tool_calls" => &mut said.tool_calls,
+                "reasoning" => &mut said.reasoning,
+                "reasoning_content" => &mut said.reasoning_content,
+                "thinking" => &mut said.thinking,
+                "tool_call_id" => &mut said.tool_call_id,
+                "name" => &mut said.name,
+                "task" => &mut said.task,
+                "tools" => &mut said.tools,
+                _ => continue,
+            };
+            *place = Some(value);
+        }
+        said
+    }
+}
+
 /// A part of a content.
 enum Part {
     Text(String, Map<String, Json>),
@@ -71,14 +110,14 @@ enum Part {
 
 impl Rules {
     /// Bytes that no other rules have.
-    pub fn key(&self) -> [u8; 5] {
+    pub fn key(self) -> [u8; 5] {
         let flags = [self.parts, self.developer_is_system, self.joined, self.thinking].map(u8::from);
         let [parts, developer, joined, thinking] = flags;
         [self.server.map_or(0, |server| server as u8 + 1), parts, developer, joined, thinking]
     }
 
     /// The content of message `index` in this server's form; `None` where it stays as it is.
-    pub fn content(&self, map: &Map<String, Json>, index: usize) -> Option<Json> {
+    pub fn content(self, map: &Map<String, Json>, index: usize) -> Option<Json> {
         let server = self.server?;
         let role = value_of(map, "role").and_then(Json::as_str).unwrap_or_default();
         let given = value_of(map, "content").unwrap_or(&Json::Null);
@@ -111,12 +150,12 @@ impl Rules {
     }
 
     /// Whether a text is not wrapped for a template that wants parts.
-    fn keeps_texts(&self) -> bool {
+    fn keeps_texts(self) -> bool {
         matches!(self.server, Some(Server::Sglang | Server::Tgi))
     }
 
     /// What stands between joined texts.
-    fn separator(&self) -> &'static str {
+    fn separator(self) -> &'static str {
         match self.server {
             Some(Server::Sglang) => " ",
             Some(Server::Tgi) => "",
@@ -124,7 +163,7 @@ impl Rules {
         }
     }
 
-    fn part(&self, part: &Json) -> Option<Part> {
+    fn part(self, part: &Json) -> Option<Part> {
         let Json::Object(map) = part else {
             let text = part.as_str().filter(|_| self.server != Some(Server::Sglang))?;
             return Some(Part::Text(text.to_owned(), Map::new()));
@@ -162,50 +201,54 @@ impl Rules {
     }
 
     /// The role that a template gets.
-    pub fn role<'m>(&self, role: &'m str) -> &'m str {
+    pub fn role<'m>(self, role: &'m str) -> &'m str {
         if self.developer_is_system && role == "developer" { "system" } else { role }
     }
 
     /// The keys of a message in the order in which the template gets them, with what stands under each; `None` where they
     /// stay as they are.
-    pub fn keys<'m>(&self, map: &'m Map<String, Json>) -> Option<Vec<(&'m str, &'m Json)>> {
+    pub fn keys<'m>(self, map: &'m Map<String, Json>) -> Option<Vec<(&'static str, &'m Json)>> {
         let server = self.server.filter(|server| *server != Server::OpenAi)?;
-        let role = value_of(map, "role").and_then(Json::as_str).unwrap_or_default();
-        let under = |key: &str| value_of(map, key).filter(|value| !value.is_null());
-        let calls = under("tool_calls").filter(|calls| calls.as_array().is_none_or(|calls| !calls.is_empty()));
-        let is_assistant = role == "assistant";
+        let said = Said::of(map);
+        let role = said.role.and_then(Json::as_str).unwrap_or_default();
         let mut keys: Vec<(&str, &Json)> = Vec::with_capacity(6);
-        keys.push(("role", value_of(map, "role").unwrap_or(&Json::Null)));
-        keys.push(("content", value_of(map, "content").unwrap_or(&Json::Null)));
+        keys.push(("role", said.role.unwrap_or(&Json::Null)));
+        keys.push(("content", said.content.unwrap_or(&Json::Null)));
         let mut add = |key: &'static str, value: Option<&'m Json>| keys.extend(value.map(|value| (key, value)));
+        let calls = said.tool_calls.filter(|calls| calls.as_array().is_none_or(|calls| !calls.is_empty()));
         match server {
             Server::Vllm | Server::OpenAi => {
-                add("tool_calls", calls.filter(|calls| is_assistant && calls.is_array()));
-                let names = ["reasoning", "reasoning_content"].into_iter().chain(self.thinking.then_some("thinking"));
-                let reasoning = names.filter(|_| is_assistant).find_map(under);
-                add("thinking", reasoning.filter(|_| self.thinking));
-                add("reasoning", reasoning);
-                add("reasoning_content", reasoning);
-                add("tool_call_id", value_of(map, "tool_call_id").filter(|_| role == "tool"));
-                add("name", under("name").filter(|name| name.is_string()));
-                add("task", under("task").filter(|task| task.is_string()));
+                match role {
+                    "assistant" => {
+                        let thinking = said.thinking.filter(|_| self.thinking);
+                        let reasoning = said.reasoning.or(said.reasoning_content).or(thinking);
+                        add("tool_calls", calls.filter(|calls| calls.is_array()));
+                        add("thinking", reasoning.filter(|_| self.thinking));
+                        add("reasoning", reasoning);
+                        add("reasoning_content", reasoning);
+                    }
+                    "tool" => add("tool_call_id", value_of(map, "tool_call_id")),
+                    _ => {}
+                }
+                add("name", said.name.filter(|name| name.is_string()));
+                add("task", said.task.filter(|task| task.is_string()));
                 if role == "developer" && !self.developer_is_system {
-                    add("tools", Some(value_of(map, "tools").unwrap_or(&Json::Null)));
+                    add("tools", Some(said.tools.unwrap_or(&Json::Null)));
                 }
             }
             Server::Sglang if role == "user" => {}
             Server::Sglang => {
-                for key in ["tool_call_id", "name", "reasoning_content"] {
-                    add(key, under(key));
-                }
-                add("tool_calls", under("tool_calls"));
-                add("tools", under("tools"));
+                add("tool_call_id", said.tool_call_id);
+                add("name", said.name);
+                add("reasoning_content", said.reasoning_content);
+                add("tool_calls", said.tool_calls);
+                add("tools", said.tools);
             }
             Server::LlamaCpp => {
                 add("tool_calls", calls);
-                add("reasoning_content", under("reasoning_content"));
-                add("name", under("name"));
-                add("tool_call_id", under("tool_call_id"));
+                add("reasoning_content", said.reasoning_content);
+                add("name", said.name);
+                add("tool_call_id", said.tool_call_id);
             }
             Server::Tgi => {}
         }
@@ -213,7 +256,7 @@ impl Rules {
     }
 
     /// The keys of a tool call, or of its function, in the order in which the template gets them.
-    pub fn call_keys<'m>(&self, map: &'m Map<String, Json>) -> Vec<(&'m str, &'m Json)> {
+    pub fn call_keys<'m>(self, map: &'m Map<String, Json>) -> Vec<(&'m str, &'m Json)> {
         let mut keys: Vec<(&str, &Json)> = map.iter().map(|(key, value)| (key.as_str(), value)).collect();
         let is_call = map.contains_key("function");
         let order: &[&str] = match (self.server, is_call) {
@@ -236,7 +279,7 @@ impl Rules {
     }
 
     /// The arguments of a call as this server reads them; `None` where they stay as they are.
-    pub fn arguments(&self, given: Option<&Json>) -> Option<Json> {
+    pub fn arguments(self, given: Option<&Json>) -> Option<Json> {
         let parsed = match given {
             Some(Json::String(text)) => serde_json::from_str(text).ok().filter(Json::is_object),
             Some(Json::Object(_)) => return None,
@@ -263,7 +306,8 @@ impl Part {
     fn value(self) -> Json {
         match self {
             Self::Text(text, more) => {
-                let mut part = Map::from_iter([("type".to_owned(), Json::from("text")), ("text".to_owned(), text.into())]);
+                let mut part =
+                    Map::from_iter([("type".to_owned(), Json::from("text")), ("text".to_owned(), text.into())]);
                 part.extend(more);
                 Json::Object(part)
             }

@@ -5,8 +5,8 @@
 use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-pub(in crate::format) use crate::trace::value_of as get;
 use crate::server::Server;
+pub(in crate::format) use crate::trace::value_of as get;
 use crate::trace::{Generation, LogprobKind, Schemas, Stop};
 use serde_json::{Map, Value};
 

@@ -211,11 +211,16 @@ impl<'a> Log<'a> {
 const PROMPT_KEYS: [&str; 5] =
     ["reasoning_effort", "enable_thinking", "add_generation_prompt", "continue_final_message", "documents"];
 
+/// Variables that a request's `chat_template_kwargs` do not set.
+const FIXED: [&str; 2] = ["add_generation_prompt", "continue_final_message"];
+
 /// The parts of a chat completions request that count.
 fn read_request(mut request: Object) -> Decoded<Request> {
     let extra = mapping(&request.fields, "extra_body")?;
     let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
     template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
+    // Servers take these from the request alone, and give the template their own values.
+    template_kwargs.retain(|key, _| !FIXED.contains(&key.as_str()));
     let said = |key: &str| present(&request.fields, key).or_else(|| present(&extra, key)).cloned();
     let asked = PROMPT_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), said(key)?))).collect();
     let nodes = request.take_list("messages")?.ok_or_else(|| {

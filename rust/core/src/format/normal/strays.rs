@@ -67,7 +67,7 @@ pub fn producer(fields: &Fields) -> Option<Server> {
     }
     // "3.0.1-sha-1a2b3c4", "3.3.6-native".
     let version = fingerprint.split_once('-').filter(|(version, _)| version.split('.').count() == 3);
-    if version.is_some_and(|(_, rest)| rest.starts_with("sha-") || rest == "native") {
+    if version.is_some_and(|(_, rest)| rest.ends_with("native") || rest.contains("sha-")) {
         return Some(Server::Tgi);
     }
     let weights = get(fields, "metadata").is_some_and(|metadata| metadata.get("weight_version").is_some());
