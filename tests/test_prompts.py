@@ -135,6 +135,7 @@ OTHERS = {
             "sglang": llama(("developer", "d"), ("user", "q"), ("developer", "e"), ("user", "r")),
             "llama.cpp": llama(("system", "d"), ("user", "q"), ("system", "e"), ("user", "r")),
             "tgi": llama(("developer", "d"), ("user", "q"), ("developer", "e"), ("user", "r")),
+            "openai": llama(("system", "d"), ("user", "q"), ("system", "e"), ("user", "r")),
         },
     ),
     "tool of parts": (
