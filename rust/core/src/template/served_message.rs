@@ -201,7 +201,7 @@ impl Rules {
     }
 
     /// The role that a template gets.
-    pub fn role<'m>(self, role: &'m str) -> &'m str {
+    pub fn role(self, role: &str) -> &str {
         if self.developer_is_system && role == "developer" { "system" } else { role }
     }
 
@@ -256,7 +256,7 @@ impl Rules {
     }
 
     /// The keys of a tool call, or of its function, in the order in which the template gets them.
-    pub fn call_keys<'m>(self, map: &'m Map<String, Json>) -> Vec<(&'m str, &'m Json)> {
+    pub fn call_keys(self, map: &Map<String, Json>) -> Vec<(&str, &Json)> {
         let mut keys: Vec<(&str, &Json)> = map.iter().map(|(key, value)| (key.as_str(), value)).collect();
         let is_call = map.contains_key("function");
         let order: &[&str] = match (self.server, is_call) {
