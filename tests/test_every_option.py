@@ -81,6 +81,11 @@ def logprob_kind(folder: Path) -> None:
     assert found.logprob_kind.tolist() == [LOGPROB_KINDS.index("processed")]
 
 
+def server_profile(folder: Path) -> None:
+    found = aligned(folder, turn("It costs 3.", **known()), server_profile="sglang")
+    assert found.drift.server_profiles == {"sglang": 1}
+
+
 def text_only(folder: Path) -> None:
     assert aligned(folder, turn("It costs 3."), text_only=True).trainable.sum() == len(ids())
 
@@ -486,6 +491,7 @@ def overrides(folder: Path) -> None:
 ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.on_error": (None, on_error),
     "data.logprob_kind": (None, logprob_kind),
+    "data.server_profile": (None, server_profile),
     "data.text_only": (None, text_only),
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),

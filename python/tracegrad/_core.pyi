@@ -195,6 +195,7 @@ def align_traces(
     strict: bool,
     logprob_kind: str | None,
     skip_errors: bool,
+    server: str | None = None,
     rule: tuple[int, list[int], dict[tuple[int, int], list[int]]] | None = None,
     sampling_defaults: str | None = None,
 ) -> dict[str, Any]: ...

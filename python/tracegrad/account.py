@@ -37,6 +37,7 @@ class Account:
         picture_keys: [uint64] of each shard, one for each of its pictures, by its digest.
         parts: how many parts the inputs were read in, and `whole`, why there is one alone where there could be more.
         rewards: names of the rewards that some trace has, and `reward`, the one that is told to be trained on.
+        profiles: traces with a prompt that was rendered, by the server whose rules it was rendered by.
         errors: one line for each trace that could not be aligned and was left out.
         template: what the probe found of the chat template, and `warnings` of it.
     """
@@ -55,6 +56,7 @@ class Account:
     recorded: int = 0
     exact: int = 0
     template: dict[str, Any] = field(default_factory=dict)
+    profiles: dict[str, int] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     group_keys: list[NDArray[np.uint64]] = field(default_factory=list)
     places: int = 0
@@ -109,12 +111,13 @@ class Account:
             self.picture_keys.append(shown.view("<u8").reshape(-1).astype(np.uint64))
         known = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
         self.rewards += [name for name, is_known in known if is_known and name not in self.rewards]
+        self._add_profiles(sequences.drift.server_profiles)
         _add(self.tiers, sequences.tiers())
         _add(self.drift, sequences.drift.table())
 
     def counts(self) -> dict[str, Any]:
         """What `join` adds to another account, as JSON has it."""
-        told = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift")}
+        told = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift", "profiles")}
         told |= {name: _encoded(getattr(self, name)) for name in ("group_keys", "picture_keys")}
         return {**told, "read": asdict(self.read)}
 
@@ -131,6 +134,7 @@ class Account:
             keys = np.frombuffer(base64.b64decode(told[name]), "<u8").astype(np.uint64)
             getattr(self, name).append(keys)
         self.rewards += [name for name in told["rewards"] if name not in self.rewards]
+        self._add_profiles(told["profiles"])
         _add(self.tiers, told["tiers"])
         _add(self.drift, told["drift"])
         formats = {name: (count, sign) for name, (count, sign) in told["read"]["formats"].items()}
@@ -156,6 +160,7 @@ class Account:
             **counts,
             **found,
             **({"pictures": self.pictures} if self.pictures else {}),
+            **({"server_profiles": self.profiles} if self.profiles else {}),
             "errors": self.errors,
             "template": self.template,
             "read": asdict(self.read),
@@ -177,6 +182,7 @@ class Account:
             *which_reward(self.rewards, self.reward),
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
             *self._pictured(),
+            *self._rendered(),
         ]
         if self.errors:
             out.append(f"         {len(self.errors):,} traces could not be aligned, the first: {self.errors[0]}")
@@ -199,6 +205,15 @@ class Account:
                 "folder brings them together, a shard read alone has some of their traces"
             )
         return out
+
+    def _add_profiles(self, more: Mapping[str, int]) -> None:
+        for name, traces in more.items():
+            self.profiles[name] = self.profiles.get(name, 0) + traces
+
+    def _rendered(self) -> list[str]:
+        """By which servers' rules prompts were rendered that no record has as ids."""
+        named = ", ".join(f"{traces:,} as {name}" for name, traces in sorted(self.profiles.items()))
+        return [f"prompts  rendered for traces without recorded prompt ids: {named}"] if named else []
 
     def _pictured(self) -> list[str]:
         """How many pictures stand in how many traces."""

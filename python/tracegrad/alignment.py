@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _core, arrays
-from tracegrad.codes import LOGPROB_KINDS
+from tracegrad.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.drift import Drift, untrained
 from tracegrad.errors import ArgumentError
 from tracegrad.pictures import Images, Pictures, Rule
@@ -33,6 +33,7 @@ def align(
     assume_canonical: bool = False,
     logprob_kind: str | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
+    server_profile: str | None = None,
     on_error: str = "raise",
     pictures: Rule | None = None,
 ) -> Sequences:
@@ -55,6 +56,9 @@ def align(
         sampling_defaults: what the servers took if a request leaves a sampling option out, such as
             {"temperature": 0.6, "top_k": 20}; None: temperature 1 and nothing else. `sampling.model_defaults` reads it
             from a model's generation_config.json.
+        server_profile: which server rendered the prompts that are not recorded as ids: "vllm", "sglang", "llama.cpp",
+            "tgi" or "openai". Each does something else to a request before its template gets it. None takes the server
+            that the record names, else vLLM. `drift.server_profiles` counts the traces of each.
         on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
         pictures: how the model writes pictures in ids; None takes what the folder of the tokenizer says. What was
             sampled behind a picture that has no place in the ids is held.
@@ -74,6 +78,7 @@ def align(
         arrays.flag(value, name)
     arrays.one_of(on_error, "on_error", ("raise", "skip"))
     arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
+    arrays.one_of(server_profile, "server_profile", (None, *SERVERS))
     _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
     core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
     table = Pictures.of_records(core)
@@ -88,6 +93,7 @@ def align(
         merge=merge,
         strict=strict,
         logprob_kind=logprob_kind,
+        server=server_profile,
         skip_errors=on_error == "skip",
         rule=rule and _told(rule, table),
         sampling_defaults=json.dumps(dict(sampling_defaults), default=str) if sampling_defaults else None,
@@ -100,6 +106,7 @@ def align(
         exact=found.pop("exact"),
         errors=tuple(found.pop("errors")),
         left_out=tuple(found.pop("left_out")),
+        server_profiles=found.pop("servers"),
     )
     if mode == "splice":
         found["trainable"] = found["trainable"] & ~untrained(core, tokenizer, drift, found)

@@ -24,5 +24,6 @@ TEXT_ONLY = 6
 NO_TIER = 255
 MEDIA = tuple(map(_core.DRIFT_REASONS.index, ("R32 media_in_prompt", "R34 picture_unplaced")))
 LOGPROB_KINDS = ("unknown", "raw", "processed")
+SERVERS = ("vllm", "sglang", "llama.cpp", "tgi", "openai")
 ENDINGS = ("unknown", "ended", "cut")
 CUT = ENDINGS.index("cut")

@@ -1,7 +1,7 @@
 """What did not fit between recorded tokens and the trainer's, one row per finding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Drift:
         exact: of those, how many are held with an exact id (tiers T0 to T3), a logprob, and a prompt that is known.
         errors: one line for each trace that could not be aligned and was left out.
         left_out: of each error, the row of its trace among those that `align` was given; not saved.
+        server_profiles: traces with a prompt that was rendered, by the server whose rules were taken: `vllm`, or `vllm
+            (assumed)` if neither the record nor the caller named one; not saved.
     """
 
     reason: NDArray[np.uint8]
@@ -47,6 +49,7 @@ class Drift:
     exact: int = 0
     errors: tuple[str, ...] = ()
     left_out: tuple[int, ...] = ()
+    server_profiles: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:

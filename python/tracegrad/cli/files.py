@@ -8,7 +8,7 @@ from typing import Any
 from tracegrad import config, doctor, prepare
 from tracegrad.account import Account
 from tracegrad.cli.words import command, folder_of, inputs_of, say, tell, verb
-from tracegrad.codes import LOGPROB_KINDS
+from tracegrad.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import Bar
 
@@ -46,6 +46,9 @@ def _doctor_command(commands: Any) -> None:
         dest="defaults",
         choices=("neutral", "model"),
         help="options that requests leave out: off, or as the model's generation_config.json says",
+    )
+    parser.add_argument(
+        "--server-profile", dest="profile", choices=SERVERS, help="which server rendered prompts that are not recorded"
     )
     parser.add_argument(
         "--rescore", type=int, nargs="?", const=64, default=0, metavar="N", help="compare N traces with the model (64)"
@@ -100,6 +103,7 @@ def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         held_out=told.held_out,
         logprob_kind=told.kind,
         sampling_defaults=told.defaults,
+        server_profile=told.profile,
         rescored=told.rescore,
     )
     if told.json:

@@ -27,6 +27,7 @@ PLAYING: Mapping[str, Any] = {"online": Online(), "play": Play()}
 OF_FILES = (
     *(f"map.{each.name}" for each in fields(config.Map)),
     *("data.on_error", "data.logprob_kind", "data.text_only", "data.lenient", "data.holdout", "train.epochs"),
+    "data.server_profile",
     *("train.max_steps", "filter.even_groups", "train.off_policy_value_per_epoch", "stop.below_ess", "stop.worse"),
 )
 

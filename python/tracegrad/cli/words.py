@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from tracegrad import config
 from tracegrad.addresses import place_here
 from tracegrad.cli import output
+from tracegrad.codes import SERVERS
 from tracegrad.errors import ArgumentError, shown
 from tracegrad.training import first
 
@@ -29,6 +30,7 @@ SHORT = {
     "logprob_kind": "data.logprob_kind",
     "sampling_defaults": "data.sampling_defaults",
     "accept_truncated_sampling": "data.accept_truncated_sampling",
+    "server_profile": "data.server_profile",
     "text_only": "data.text_only",
     "lenient": "data.lenient",
 }
@@ -101,6 +103,7 @@ def command(commands: Any, name: str, text: str, run: Any, out: Callable[[str], 
     data.add_argument("--logprob-kind", choices=("raw", "processed", "unknown"), help="what the logprobs are of")
     defaults = "options that requests leave out: off, or as generation_config.json says"
     data.add_argument("--sampling-defaults", choices=("neutral", "model"), help=defaults)
+    data.add_argument("--server-profile", choices=SERVERS, help="which server rendered prompts that are not recorded")
     data.add_argument("--text-only", action="store_const", const=True, help="train text that has no logprobs")
     data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an unknown id")
     return parser

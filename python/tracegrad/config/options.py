@@ -24,6 +24,8 @@ class Data:
     """What a server took if a request leaves a sampling option out: nothing, or the model's generation_config.json."""
     accept_truncated_sampling: bool = False
     """Train with a ratio on traces sampled with top_p, top_k, penalties or the like: it is off by the kept mass S."""
+    server_profile: Literal["recorded", "vllm", "sglang", "llama.cpp", "tgi", "openai"] = "recorded"
+    """Which server rendered the prompts that are not recorded as ids: as each record says, else vLLM; or this."""
     text_only: bool = False
     """Take the traces as text of another model: only objectives without a ratio can train on them."""
     lenient: bool = False

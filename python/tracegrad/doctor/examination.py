@@ -175,6 +175,7 @@ def examine(
     held_out: Sequence[str] = (),
     logprob_kind: str | None = None,
     sampling_defaults: Literal["neutral", "model"] | None = None,
+    server_profile: str | None = None,
     rescored: int = 0,
     map: Map | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -189,6 +190,7 @@ def examine(
         logprob_kind: "raw", "processed" or "unknown", over what the records say.
         sampling_defaults: how options that requests leave out are read: as off ("neutral"), or as the model's
             generation_config.json sets them ("model"); None: as off, and a finding says what the file sets.
+        server_profile: which server rendered prompts that are not recorded, as for `align`.
         rescored: how many traces to compare with the model's own logprobs as well; needs torch and transformers.
         map: where the records hold what a trace needs.
         progress: called with how far reading is.
@@ -213,7 +215,8 @@ def examine(
     traces = stream(named, map=map, batch=BATCH, on_error="skip", progress=progress)
     sample = Spread(rescored)
     for part in traces:
-        sequences = align(part, tokenizer, logprob_kind=logprob_kind, sampling_defaults=taken, on_error="skip")
+        told = {"logprob_kind": logprob_kind, "server_profile": server_profile, "sampling_defaults": taken}
+        sequences = align(part, tokenizer, **told, on_error="skip")
         look = Look(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
         whole.add(look)
         for check in OF_BATCHES:
@@ -221,7 +224,8 @@ def examine(
         sample.add(part)
     whole.read = traces.read_report
     hits |= {check.name: check.run(whole) for check in OF_FILES}
-    again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind, taken) if sample.kept else None
+    how = (logprob_kind, taken, server_profile)
+    again = rescore.rescore(sample.traces(), model, tokenizer, *how) if sample.kept else None
     if again is not None:
         hits |= {check.name: check.run(again) for check in OF_MODELS}
         if (mass := again.advice.measured.kept) is not None:
@@ -239,8 +243,10 @@ def examine(
     map, names = map or Map(), {finding.name for finding in found if finding is not None}
     missing = _missing(map, names, whole)
     seems = candidates.find(named, map, missing) if missing else candidates.Candidates(0, ())
-    told = (map, logprob_kind, findings, whole, (seems, missing), bool(again), sampling_defaults)
-    following = follow.command(named, model, *told)
+    about = (map, logprob_kind, findings, whole, (seems, missing), bool(again), sampling_defaults)
+    following = follow.command(named, model, *about)
+    if server_profile and following.startswith(("tracegrad train ", "tracegrad doctor ")):
+        following = f"{following} --server-profile {server_profile}"
     counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *follow.untold(whole))
     return Diagnosis(source, *counts, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
 

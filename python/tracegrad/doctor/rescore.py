@@ -205,12 +205,17 @@ def rescore(
     tokenizer: Tokenizer,
     logprob_kind: str | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
+    server_profile: str | None = None,
 ) -> Rescored | None:
     """The model's logprobs of the sampled tokens of these traces; None where none is trained.
 
     Where none has a recorded logprob there is nothing to compare, and the advice alone is given.
     """
-    told: dict[str, Any] = {"logprob_kind": logprob_kind, "sampling_defaults": sampling_defaults}
+    told: dict[str, Any] = {
+        "logprob_kind": logprob_kind,
+        "sampling_defaults": sampling_defaults,
+        "server_profile": server_profile,
+    }
     every = align(traces, tokenizer, **told, on_error="skip")
     located = {trace.id: at for at, trace in enumerate(traces)}
     sequences, broken = _decodable(every, lambda row: Place.of(traces, located[every.trace_ids[row]]))

@@ -117,6 +117,7 @@ def aligned(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
         text_only=data.text_only,
         logprob_kind=None if data.logprob_kind == "recorded" else data.logprob_kind,
         sampling_defaults=model_defaults(tokenizer.folder) if of_model else None,
+        server_profile=None if data.server_profile == "recorded" else data.server_profile,
         on_error="raise" if data.on_error == "raise" else "skip",
     )
 

@@ -19,6 +19,7 @@ pub mod ratio;
 pub mod raw;
 pub mod read;
 pub mod sampling;
+pub mod server;
 pub mod stop;
 pub mod template;
 pub mod threads;

@@ -8,6 +8,7 @@ use crate::error::{Location, Result};
 use crate::pictures::{self, Picture};
 use crate::raw::Raw;
 use crate::sampling::Options;
+use crate::server::Server;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -160,6 +161,10 @@ pub struct Generation {
     pub extras: Vec<Extra>,
     /// What the reader noticed about how it was recorded.
     pub notes: Vec<Note>,
+    /// The server that answered, where the record names it.
+    pub server: Option<Server>,
+    /// What its request said beside its messages that bears on the prompt: `reasoning_effort`, `continue_final_message`, ...
+    pub request: Option<Box<Map<String, Value>>>,
 }
 
 impl Default for Generation {
@@ -183,6 +188,8 @@ impl Default for Generation {
             cumulative_logprob: None,
             extras: Vec::new(),
             notes: Vec::new(),
+            server: None,
+            request: None,
         }
     }
 }

@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use std::collections::HashMap;
 use tracegrad_core::align::{self, Aligned, Images, Merge, Mode, Options, PictureRule};
 use tracegrad_core::sampling::Defaults;
+use tracegrad_core::server::Server;
 use tracegrad_core::trace::LogprobKind;
 use tracegrad_core::{Error, Kind};
 
@@ -19,7 +20,7 @@ type Rule = (u32, Vec<u32>, HashMap<(u32, u32), Vec<u32>>);
 /// Aligns traces; returns the arrays of `Sequences` by name, `drift_*` columns, and `errors`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
-#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, rule=None, sampling_defaults=None))]
+#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, server=None, rule=None, sampling_defaults=None))]
 fn align_traces<'py>(
     py: Python<'py>,
     traces: &PyTraces,
@@ -32,6 +33,7 @@ fn align_traces<'py>(
     strict: bool,
     logprob_kind: Option<&str>,
     skip_errors: bool,
+    server: Option<&str>,
     rule: Option<Rule>,
     sampling_defaults: Option<&str>,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -54,6 +56,7 @@ fn align_traces<'py>(
         strict,
         assume_canonical,
         logprob_kind,
+        server: server.and_then(Server::parse),
         skip_errors,
         sampling_defaults,
     };
@@ -103,6 +106,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("recorded", aligned.recorded)?;
     arrays.set_item("exact", aligned.exact)?;
     arrays.set_item("left_out", aligned.left_out)?;
+    arrays.set_item("servers", aligned.servers)?;
     arrays.set_item("errors", aligned.errors.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(arrays)
 }

@@ -8,8 +8,8 @@ use super::options::Options;
 use super::weave::Woven;
 use crate::drift::Finding;
 use crate::error::{Error, Location};
-use crate::trace::Trace;
-use std::collections::HashMap;
+use crate::trace::{Prompt, Trace};
+use std::collections::{BTreeMap, HashMap};
 
 /// `Sequences` as flat arrays; shapes as in DESIGN.md.
 #[derive(Debug, Default)]
@@ -45,6 +45,8 @@ pub struct Aligned {
     pub errors: Vec<Error>,
     /// Of each error, the index of its trace among those given.
     pub left_out: Vec<i64>,
+    /// How many traces have a prompt that was rendered as which server does it; "(assumed)" where nothing says who did.
+    pub servers: BTreeMap<String, u64>,
 }
 
 impl Aligned {
@@ -96,6 +98,11 @@ impl Aligned {
             self.turn_rewards.push(message.and_then(|message| message.reward).unwrap_or(f32::NAN));
         }
         self.cu_turns.push(self.turn_rewards.len() as i64);
+        if let Some(rendered) = trace.generations.iter().find(|each| each.prompt == Prompt::Rendered) {
+            let known = options.server.or(rendered.server);
+            let assumed = if known.is_none() { " (assumed)" } else { "" };
+            *self.servers.entry(format!("{}{assumed}", known.unwrap_or_default().name())).or_default() += 1;
+        }
         let first = trace.generations.first();
         let kind = options.logprob_kind.or(first.map(|generation| generation.logprob_kind)).unwrap_or_default();
         self.logprob_kind.push(kind as u8);

@@ -77,7 +77,7 @@ pub fn align(
     rule: Option<&PictureRule>,
     options: Options,
 ) -> Result<Aligned> {
-    let scaffold = prompt::Scaffold::new(tokenizer)?;
+    let scaffold = prompt::Scaffold::new(tokenizer, options.server)?;
     let keyed = keyed(traces, rule)?;
     let given: Vec<_> = traces.iter().zip(keyed.iter().map(Option::as_ref).chain(std::iter::repeat(None))).collect();
     let woven = threads::map(given.as_slice(), Memory::default, |memory, &(trace, keyed)| {

@@ -1,6 +1,7 @@
 //! What the caller decides.
 
 use crate::sampling::{Defaults, TOP_P, left_out};
+use crate::server::Server;
 use crate::trace::{Generation, LogprobKind};
 
 /// Which ids the sequences have.
@@ -41,6 +42,8 @@ pub struct Options {
     pub assume_canonical: bool,
     /// What the logprobs are of, where the record does not say or says it wrongly.
     pub logprob_kind: Option<LogprobKind>,
+    /// Who rendered the prompts, over what the records say; `None` for what they say, and vLLM where they say nothing.
+    pub server: Option<Server>,
     /// A trace that cannot be aligned: leave it out, counted, instead of raising.
     pub skip_errors: bool,
     /// What a server took where a request leaves something out; `None` takes what does nothing.

@@ -25,7 +25,7 @@ impl Loom<'_, '_> {
     pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<Arc<str>>)> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
-                let rendered = self.render(&generation.context, true).ok();
+                let rendered = self.render(turn, &generation.context, true).ok();
                 // The parts beside a prompt of ids are its pictures alone, and no template wrote it.
                 let written = !generation.context.is_empty() && generation.placeholders.is_none();
                 let Some(rendered) = rendered.filter(|_| written) else {
@@ -55,7 +55,7 @@ impl Loom<'_, '_> {
                 Ok((self.place_ids(turn, Text::given(&ids).view()), None))
             }
             Prompt::Rendered => {
-                let rendered = self.render(&generation.context, true)?;
+                let rendered = self.render(turn, &generation.context, true)?;
                 self.note_date(turn);
                 self.check_shown(turn, generation, Some(&rendered), None);
                 let place = self.place_text(turn, generation, &rendered)?;
@@ -137,7 +137,7 @@ impl Loom<'_, '_> {
             return Ok((text, rendered));
         }
         if reason == Reason::PromptMismatch
-            && let Some((day, dated)) = self.as_on_that_day(generation, seen, &rendered)?
+            && let Some((day, dated)) = self.as_on_that_day(turn, seen, &rendered)?
         {
             let first = compare(seen, self.encode(&dated)?, has_system, self.tokenizer);
             self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
@@ -182,12 +182,7 @@ impl Loom<'_, '_> {
     }
 
     /// The render with the date that the recorded prompt shows, where the template prints one.
-    fn as_on_that_day(
-        &self,
-        generation: &Generation,
-        ids: &[u32],
-        rendered: &Rendered,
-    ) -> Result<Option<(String, Rendered)>> {
+    fn as_on_that_day(&self, turn: usize, ids: &[u32], rendered: &Rendered) -> Result<Option<(String, Rendered)>> {
         if !self.scaffold.prints_date || self.trace.template_kwargs.contains_key("strftime_now") {
             return Ok(None);
         }
@@ -196,7 +191,8 @@ impl Loom<'_, '_> {
         let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
         let shown = spell_all(window, self.tokenizer);
         let Some(day) = dates::find(&String::from_utf8_lossy(&shown)) else { return Ok(None) };
-        let dated = self.scaffold.render(&mut Session::default(), self.trace, &generation.context, true, Some(&day))?;
+        let asked = (turn, &*self.trace.generations[turn].context);
+        let dated = self.scaffold.render(&mut Session::default(), self.trace, asked, true, Some(&day))?;
         let closer = common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
         Ok(closer.then_some((day, dated)))
     }

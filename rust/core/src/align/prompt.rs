@@ -5,9 +5,10 @@
 
 use super::source;
 use crate::error::Result;
-use crate::template::{Rendered, Session, Span, Template};
+use crate::server::Server;
+use crate::template::{Ask, Rendered, Session, Span, Template};
 use crate::tokenizer::Tokenizer;
-use crate::trace::Trace;
+use crate::trace::{Generation, Trace};
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
@@ -80,15 +81,20 @@ pub struct Scaffold<'a> {
     pub prints_date: bool,
     /// Whether the template leaves out the text beside tool calls, once that was asked.
     pub drops: OnceLock<bool>,
+    /// Who rendered the prompts, where the caller says so.
+    pub server: Option<Server>,
 }
 
-/// The variable that says that the last message is the beginning of the answer (a prefill).
+/// The variable that says that the last message is the beginning of the answer (a prefill), and the one that says whether
+/// the answer's head is written.
 const PREFILL: &str = "continue_final_message";
+const HEAD: &str = "add_generation_prompt";
 
 impl<'a> Scaffold<'a> {
     /// Probes the template for its turn closer.
-    pub fn new(tokenizer: &'a Tokenizer) -> Result<Self> {
-        let closer = tokenizer.template().and_then(probe_closer).unwrap_or_default();
+    pub fn new(tokenizer: &'a Tokenizer, server: Option<Server>) -> Result<Self> {
+        let probed = |template| probe_closer(template, server.unwrap_or_default());
+        let closer = tokenizer.template().and_then(probed).unwrap_or_default();
         let (ids, ends) = tokenizer.encode_with_ends(&closer)?;
         let token = ids.first().copied().filter(|&id| tokenizer.is_special(id));
         let closing_bytes = if token.is_some() { ends[0] as usize } else { 0 };
@@ -103,30 +109,33 @@ impl<'a> Scaffold<'a> {
             closing_bytes,
             prints_date,
             drops: OnceLock::new(),
+            server,
         })
     }
 
-    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text, on the day `date` (ISO) where
-    /// the record pins none; `session` knows what was rendered before.
+    /// Who rendered the prompt of a generation.
+    pub fn server_of(&self, generation: &Generation) -> Server {
+        self.server.or(generation.server).unwrap_or_default()
+    }
+
+    /// Renders the messages `context` of `trace` (indices) as the server of generation `turn` did, as its prompt or as
+    /// finished text, on the day `date` (ISO) where the record pins none; `session` knows what was rendered before.
     pub fn render<'t>(
         &self,
         session: &mut Session<'t>,
         trace: &'t Trace,
-        context: &[u32],
-        add_generation_prompt: bool,
+        (turn, context): (usize, &[u32]),
+        is_prompt: bool,
         date: Option<&str>,
     ) -> Result<Rendered> {
-        let (kwargs, prefill) = kwargs(trace, add_generation_prompt, date);
+        let generation = trace.generations.get(turn);
+        let server = generation.map_or(self.server.unwrap_or_default(), |generation| self.server_of(generation));
+        let request = generation.and_then(|generation| generation.request.as_deref());
+        let (kwargs, ask) = self.variables(trace, request, server, is_prompt, date);
         let messages: Vec<&Value> = context.iter().map(|&index| &trace.messages[index as usize].value).collect();
-        let (tools, prompt) = (trace.tools.as_ref(), add_generation_prompt && !prefill);
+        let tools = trace.tools.as_ref();
         let template = self.tokenizer.template_for(tools)?;
-        let mut rendered = template.render_next(session, &messages, tools, prompt, &kwargs)?;
-        if prefill {
-            // What stands behind the content of the last message, which the policy continued, is the template's.
-            let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
-            rendered.text = rendered.text[..end].into();
-        }
-        Ok(rendered)
+        template.render_served(session, &messages, tools, ask, &kwargs)
     }
 
     /// Ids of `rendered.text[from..]` in its place, with their sources.
@@ -142,33 +151,121 @@ impl<'a> Scaffold<'a> {
         Ok(Text { ids: behind.ids, sources, joined: !behind.exact })
     }
 
-    /// The body the template gives the message `index` after `context`: without prompt and closer.
+    /// The body the template gives the message of generation `turn` after its context: without prompt and closer.
     pub fn body<'t>(
         &self,
         session: &mut Session<'t>,
         trace: &'t Trace,
-        (context, index): (&[u32], u32),
+        turn: usize,
         prompt: &str,
     ) -> Result<Option<String>> {
-        let mut whole = context.to_vec();
-        whole.push(index);
-        let finished = self.render(session, trace, &whole, false, None)?.text;
+        let generation = &trace.generations[turn];
+        let begun = generation.context.last().and_then(|&last| self.begun(trace, turn, last));
+        let finished = if let Some(whole) = begun {
+            // The begun answer and what was sampled behind it are one message.
+            let before = &generation.context[..generation.context.len() - 1];
+            let mut messages: Vec<&Value> = before.iter().map(|&at| &trace.messages[at as usize].value).collect();
+            messages.push(&whole);
+            let request = generation.request.as_deref();
+            let (kwargs, ask) = self.variables(trace, request, self.server_of(generation), false, None);
+            let template = self.tokenizer.template_for(trace.tools.as_ref())?;
+            template.render_served(&mut Session::default(), &messages, trace.tools.as_ref(), ask, &kwargs)?.text
+        } else {
+            let whole: Vec<u32> = generation.context.iter().copied().chain([generation.message]).collect();
+            self.render(session, trace, (turn, &whole), false, None)?.text
+        };
         let Some(rest) = finished.strip_prefix(prompt) else { return Ok(None) };
         let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
         Ok(end.map(|end| rest[..end].to_owned()))
     }
+
+    /// Variables of the template as `server` sets them for a request, on the day `date`, and how the text is asked for.
+    fn variables<'t>(
+        &self,
+        trace: &'t Trace,
+        request: Option<&Map<String, Value>>,
+        server: Server,
+        is_prompt: bool,
+        date: Option<&str>,
+    ) -> (Cow<'t, Map<String, Value>>, Ask) {
+        let thinking = self.tokenizer.model().speaks_harmony;
+        let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
+        let mut ask = Ask { server, prompt: is_prompt, continues: false, thinking };
+        let asks = [PREFILL, HEAD].iter().any(|key| trace.template_kwargs.contains_key(*key));
+        let fixed = matches!(server, Server::LlamaCpp | Server::Tgi);
+        if request.is_some() || asks || fixed {
+            set_variables(kwargs.to_mut(), request, &mut ask, is_prompt);
+        }
+        // vLLM takes these values for none.
+        let unset = |value: &Value| value.is_null() || value == "auto";
+        if server == Server::Vllm && kwargs.values().any(unset) {
+            kwargs.to_mut().retain(|_, value| !unset(value));
+        }
+        if let Some(date) = date {
+            kwargs.to_mut().insert("strftime_now".to_owned(), Value::from(date));
+        }
+        (kwargs, ask)
+    }
+
+    /// The answer of generation `turn` with its beginning, where message `last` is that.
+    fn begun(&self, trace: &Trace, turn: usize, last: u32) -> Option<Value> {
+        let generation = &trace.generations[turn];
+        let server = self.server_of(generation);
+        let (_, ask) = self.variables(trace, generation.request.as_deref(), server, true, None);
+        let (begun, rest) = (&trace.messages[last as usize], &trace.messages[generation.message as usize].value);
+        let is_answer = begun.role() == "assistant";
+        if !(ask.continues || is_answer && matches!(server, Server::LlamaCpp | Server::Tgi)) {
+            return None;
+        }
+        let text = |message: &Value| message.get("content").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let mut whole = begun.value.clone();
+        let fields = whole.as_object_mut()?;
+        fields.extend(rest.as_object()?.clone());
+        fields.insert("role".to_owned(), begun.role().into());
+        fields.insert("content".to_owned(), (text(&begun.value) + &text(rest)).into());
+        Some(whole)
+    }
 }
 
-/// Variables of the template, on the day `date`; whether the last message of a prompt is the beginning of the answer.
-fn kwargs<'t>(trace: &'t Trace, prompt: bool, date: Option<&str>) -> (Cow<'t, Map<String, Value>>, bool) {
-    let prefill = prompt && trace.template_kwargs.get(PREFILL).is_some_and(|value| value == true);
-    let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
-    if trace.template_kwargs.contains_key(PREFILL) || date.is_some() {
-        let kwargs = kwargs.to_mut();
-        kwargs.remove(PREFILL);
-        kwargs.extend(date.map(|date| ("strftime_now".to_owned(), Value::from(date))));
+/// Sets the variables that a server takes from a request, and how it asks for the text.
+fn set_variables(
+    kwargs: &mut Map<String, Value>,
+    request: Option<&Map<String, Value>>,
+    ask: &mut Ask,
+    is_prompt: bool,
+) {
+    let asked = |key: &str| request.and_then(|request| request.get(key)).filter(|value| !value.is_null());
+    for (key, of_ask) in [(PREFILL, &mut ask.continues), (HEAD, &mut ask.prompt)] {
+        let own = kwargs.remove(key);
+        if let Some(value) = asked(key).or(own.as_ref()).and_then(Value::as_bool).filter(|_| is_prompt) {
+            *of_ask = value;
+        }
     }
-    (kwargs, prefill)
+    let effort = asked("reasoning_effort");
+    let mut set = |key: &str, value: Option<Value>| kwargs.extend(value.map(|value| (key.to_owned(), value)));
+    match ask.server {
+        Server::Vllm | Server::OpenAi | Server::LlamaCpp => {
+            set("reasoning_effort", effort.cloned());
+            if ask.server == Server::OpenAi {
+                set("enable_thinking", asked("enable_thinking").cloned());
+            }
+            if ask.server != Server::LlamaCpp {
+                set("documents", asked("documents").cloned());
+            }
+            if let Some(effort) = effort {
+                kwargs.entry("enable_thinking").or_insert((effort != "none").into());
+            } else if ask.server == Server::LlamaCpp {
+                kwargs.entry("enable_thinking").or_insert(true.into());
+            }
+        }
+        Server::Sglang => {
+            if let Some(effort) = effort {
+                kwargs.entry("reasoning_effort").or_insert_with(|| effort.clone());
+            }
+        }
+        // It has no variables but those of its own.
+        Server::Tgi => kwargs.retain(|key, _| key == "strftime_now"),
+    }
 }
 
 /// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: given is what touches a span.
@@ -190,10 +287,12 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
 }
 
 /// The text between an assistant's body and the end of a rendered conversation.
-fn probe_closer(template: &Template) -> Option<String> {
+fn probe_closer(template: &Template, server: Server) -> Option<String> {
     const BODY: &str = "tracegrad probes the closer";
     let messages = [json!({"role": "user", "content": "hello"}), json!({"role": "assistant", "content": BODY})];
-    let rendered = template.render(&messages.each_ref(), None, false, &Map::new()).ok()?;
+    let ask = Ask { server, prompt: false, continues: false, thinking: false };
+    let rendered =
+        template.render_served(&mut Session::default(), &messages.each_ref(), None, ask, &Map::new()).ok()?;
     let at = rendered.text.rfind(BODY)?;
     Some(rendered.text[at + BODY.len()..].to_owned())
 }

@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn a_prompt_has_the_ids_and_sources_that_it_has_alone() {
         let tokenizer = example();
-        let scaffold = Scaffold::new(&tokenizer).unwrap();
+        let scaffold = Scaffold::new(&tokenizer, None).unwrap();
         let special = tokenizer.token_bytes(tokenizer.special_ids()[0]).unwrap();
         let special = std::str::from_utf8(special).unwrap();
         let long = "the price of two red lamps ".repeat(8);

@@ -62,7 +62,7 @@ impl<'a> Loom<'a, '_> {
             if goes_on {
                 continue;
             }
-            let rendered = self.render(&whole, false);
+            let rendered = self.render(turn, &whole, false);
             let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
             let whole_turn = Generation { context: whole.clone(), ..Generation::default() };
             self.check_shown(turn, &whole_turn, Some(&rendered), None);
@@ -127,7 +127,7 @@ impl<'a> Loom<'a, '_> {
             let detail = format!("the id of token {first} cannot be known; {} tokens are left out", count - first);
             self.find(resolved.why_unknown(first), turn, first as i32, count - first, detail);
         }
-        let Some(span) = self.span_of(generation, rendered)? else {
+        let Some(span) = self.span_of(turn, rendered)? else {
             if own {
                 let detail = "the rendered conversation does not show this turn behind its prompt".to_owned();
                 self.find(Reason::PrefixNotExtended, turn, 0, resolved.ids.len(), detail);
@@ -149,8 +149,9 @@ impl<'a> Loom<'a, '_> {
     }
 
     /// Where the rendered text shows the body of a generation, in bytes.
-    fn span_of(&mut self, generation: &Generation, rendered: &Rendered) -> Result<Option<Range<usize>>> {
-        let prompt = self.render(&generation.context, true)?.text;
+    fn span_of(&mut self, turn: usize, rendered: &Rendered) -> Result<Option<Range<usize>>> {
+        let generation = &self.trace.generations[turn];
+        let prompt = self.render(turn, &generation.context, true)?.text;
         if !rendered.text.starts_with(&*prompt) {
             return Ok(None);
         }

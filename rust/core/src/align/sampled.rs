@@ -149,7 +149,7 @@ impl<'a> Loom<'a, '_> {
         foreign: bool,
         sampling: Sampling,
     ) -> Result<()> {
-        let Some(body) = self.body(generation, at)? else {
+        let Some(body) = self.body(turn, generation, at)? else {
             self.woven.branches[at].ended = true;
             if !generation.tokens.is_empty() || generation.text.is_some() {
                 let detail = "the template does not show the body of this turn after its prompt".to_owned();
@@ -223,14 +223,14 @@ impl<'a> Loom<'a, '_> {
     }
 
     /// The text that was sampled: as recorded, else as the template writes it, else the message's content.
-    fn body(&mut self, generation: &Generation, at: usize) -> Result<Option<String>> {
+    fn body(&mut self, turn: usize, generation: &Generation, at: usize) -> Result<Option<String>> {
         if generation.text.is_some() || self.trace.messages.is_empty() {
             return Ok(generation.text.clone());
         }
         let prompt = &self.woven.branches[at].prompt;
         if !prompt.is_empty() {
-            let ([_, session], whole) = (&mut self.memory.sessions, (&*generation.context, generation.message));
-            return self.scaffold.body(session, self.trace, whole, prompt);
+            let [_, session] = &mut self.memory.sessions;
+            return self.scaffold.body(session, self.trace, turn, prompt);
         }
         if matches!(generation.prompt, Prompt::Rendered) {
             return Ok(None);

@@ -214,10 +214,10 @@ impl<'a> Loom<'a, '_> {
         Ok(())
     }
 
-    /// The messages `context` (indices) as a prompt, or as finished text.
-    pub fn render(&mut self, context: &[u32], add_generation_prompt: bool) -> Result<Rendered> {
-        let session = &mut self.memory.sessions[usize::from(!add_generation_prompt)];
-        self.scaffold.render(session, self.trace, context, add_generation_prompt, None)
+    /// The messages `context` (indices) as the prompt of generation `turn`, or as finished text.
+    pub fn render(&mut self, turn: usize, context: &[u32], is_prompt: bool) -> Result<Rendered> {
+        let session = &mut self.memory.sessions[usize::from(!is_prompt)];
+        self.scaffold.render(session, self.trace, (turn, context), is_prompt, None)
     }
 
     /// Ids and sources of a whole prompt.

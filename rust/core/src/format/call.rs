@@ -11,6 +11,7 @@ use super::normal::message::Entry;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use super::servers::contract::{Asked, Server};
 use super::servers::{SERVERS, stream};
+use crate::server::Server as Producer;
 
 /// The server whose response this is. One that is asked for by name must know it: its reader would find nothing.
 pub(super) fn server_of(response: &Outline<'_>, wanted: Option<&str>) -> Decoded<Option<&'static Server>> {
@@ -101,9 +102,23 @@ pub(super) fn answered(
     asked: &Asked<'_>,
     reward: Option<f32>,
 ) -> Decoded<Call> {
-    let entry = (server.answer)(response, asked)?;
+    let mut entry = (server.answer)(response, asked)?;
+    if let Some(generation) = &mut entry.generation {
+        generation.server = producer_of_form(server.form.name);
+    }
     let model = response.text("model").unwrap_or_default();
     Ok(Call { request, entry, model, reward })
+}
+
+/// The server whose responses have this form.
+fn producer_of_form(form: &str) -> Option<Producer> {
+    match form {
+        "sglang" => Some(Producer::Sglang),
+        "tgi" => Some(Producer::Tgi),
+        "llama_cpp" => Some(Producer::LlamaCpp),
+        name if name.starts_with("vllm") => Some(Producer::Vllm),
+        _ => None,
+    }
 }
 
 fn unknown_response(response: &Outline<'_>) -> Rejection {

@@ -206,6 +206,14 @@ fn unknown_form(record: &[u8]) -> Rejection {
 fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace {
     body.take_greetings();
     let mut template_kwargs = body.template_kwargs;
+    let mut generations = body.generations;
+    for generation in &mut generations {
+        generation.server = header.server.or(generation.server);
+        // What the record says of its template goes before what its requests say.
+        if let Some(request) = &mut generation.request {
+            request.retain(|key, _| !header.template_kwargs.contains_key(key));
+        }
+    }
     template_kwargs.extend(header.template_kwargs);
     let id = header.id.unwrap_or_else(|| place.to_string());
     let location = Location { trace: Some(id.clone()), ..place };
@@ -222,7 +230,7 @@ fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace 
         reward: header.reward,
         rewards: header.rewards,
         messages: body.messages,
-        generations: body.generations,
+        generations,
         conversation: body.conversation,
         tools: header.tools.or(body.tools),
         template_kwargs,

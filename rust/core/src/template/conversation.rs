@@ -7,6 +7,7 @@ use super::marks::{Marker, Used};
 use super::rendered::Field;
 use super::renders::same;
 use super::rewrite::UNMARKED;
+use super::served_message::Rules;
 use super::value::{contained, note, plain, size};
 use crate::error::{Error, Kind, Result};
 use crate::exact;
@@ -21,7 +22,9 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 struct Checked<'a> {
     given: &'a Json,
     map: &'a Map<String, Json>,
-    /// For each tool call the object in its `arguments` string.
+    /// Its content in the server's form, where that is another one.
+    content: Option<Json>,
+    /// For each tool call its arguments, where they are read otherwise than they are written.
     parsed: Vec<Option<Json>>,
     has_null: bool,
     used: Used,
@@ -29,16 +32,17 @@ struct Checked<'a> {
     bytes: usize,
 }
 
-/// Messages with their JSON-string arguments parsed, as HF servers do before they render.
+/// Messages as a server, or transformers, hands them on: among other things with their JSON-string arguments parsed.
 #[derive(Debug, Default)]
 pub(super) struct Conversation<'a> {
+    rules: Rules,
     messages: Vec<Checked<'a>>,
 }
 
 impl<'a> Conversation<'a> {
     /// Checks that every message is an object with a role.
-    pub fn new(messages: &[&'a Json]) -> Result<Self> {
-        let mut conversation = Self::default();
+    pub fn new(messages: &[&'a Json], rules: Rules) -> Result<Self> {
+        let mut conversation = Self { rules, ..Self::default() };
         conversation.follow(messages)?;
         Ok(conversation)
     }
@@ -56,11 +60,13 @@ impl<'a> Conversation<'a> {
                     .why("A chat template reads role and content of each message")
                     .cure("Pass messages as a list of {\"role\": ..., \"content\": ...}"));
             };
-            let parsed = parsed_arguments(map);
+            let content = self.rules.content(map, index);
+            let parsed = parsed_arguments(map, self.rules);
             let mut used = Used::default();
-            map.values().chain(parsed.iter().flatten()).for_each(|value| note(&mut used, value));
-            let (has_null, bytes) = (map.values().any(Json::is_null), map.values().map(size).sum());
-            self.messages.push(Checked { given, map, parsed, has_null, used, bytes });
+            map.values().chain(&content).chain(parsed.iter().flatten()).for_each(|value| note(&mut used, value));
+            let has_null = self.rules.server.is_none() && map.values().any(Json::is_null);
+            let bytes = map.values().chain(&content).map(size).sum();
+            self.messages.push(Checked { given, map, content, parsed, has_null, used, bytes });
         }
         Ok(common)
     }
@@ -82,11 +88,12 @@ impl<'a> Conversation<'a> {
     /// Strings of content and reasoning, in order.
     pub fn leaves(&self) -> Vec<(u32, Field, &str)> {
         let mut leaves = Vec::new();
-        for (index, Checked { map, .. }) in self.messages.iter().enumerate() {
+        for (index, Checked { map, content, .. }) in self.messages.iter().enumerate() {
             for (key, field) in
                 REASONING.map(|name| (name, Field::Reasoning)).into_iter().chain([("content", Field::Content)])
             {
-                match value_of(map, key) {
+                let own = content.as_ref().filter(|_| key == "content");
+                match own.or_else(|| value_of(map, key)) {
                     Some(Json::String(text)) => leaves.push((index as u32, field, text.as_str())),
                     Some(Json::Array(parts)) => {
                         let texts =
@@ -107,16 +114,124 @@ impl<'a> Conversation<'a> {
 
     /// A message as a template value; `marks` are a marker and what it is for.
     pub fn value(&self, index: usize, keep_null: bool, marks: Option<(&mut Marker<'_>, &Selection)>) -> Value {
-        let Checked { map, parsed, .. } = &self.messages[index];
+        let checked = &self.messages[index];
+        let Checked { map, .. } = checked;
         let role = value_of(map, "role").and_then(Json::as_str).unwrap_or("");
         let marker = marks.and_then(|(marker, selection)| {
             marker.inside = selection.inside(role);
             selection.takes(index).then_some(marker)
         });
-        message_value(map, parsed, keep_null, index as u32, marker)
+        match self.rules.keys(map) {
+            Some(keys) => self.served_value(checked, keys, index as u32, marker),
+            None => self.message_value(checked, keep_null, index as u32, marker),
+        }
+    }
+
+    /// A message of the keys that a server hands on.
+    fn served_value(
+        &self,
+        checked: &Checked<'_>,
+        keys: Vec<(&str, &Json)>,
+        index: u32,
+        mut marker: Option<&mut Marker<'_>>,
+    ) -> Value {
+        let pairs = keys.into_iter().map(|(key, value)| {
+            let value = match key {
+                "role" => Value::from(self.rules.role(value.as_str().unwrap_or_default())),
+                "content" => text_value(checked.content.as_ref().unwrap_or(value), index, Field::Content, &mut marker),
+                "thinking" | "reasoning" | "reasoning_content" => {
+                    text_value(value, index, Field::Reasoning, &mut marker)
+                }
+                "tool_calls" => self.calls_value(value, &checked.parsed, index, &mut marker),
+                _ => plain(value),
+            };
+            (key, value)
+        });
+        record(pairs)
+    }
+
+    /// A message with the keys that it has.
+    fn message_value(
+        &self,
+        checked: &Checked<'_>,
+        keep_null: bool,
+        index: u32,
+        mut marker: Option<&mut Marker<'_>>,
+    ) -> Value {
+        let Checked { map, content, parsed, .. } = checked;
+        let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 3);
+        let reasoning = REASONING.iter().find_map(|name| value_of(map, name).filter(|value| !value.is_null()));
+        let reasoning = reasoning.map(|value| text_value(value, index, Field::Reasoning, &mut marker));
+        let added = reasoning.is_some();
+        if let Some(reasoning) = &reasoning {
+            pairs.push(("thinking", reasoning.clone()));
+        }
+        for (key, value) in *map {
+            let value = content.as_ref().filter(|_| key == "content").unwrap_or(value);
+            if value.is_null() && !keep_null {
+                continue;
+            }
+            let converted = match key.as_str() {
+                "content" => text_value(value, index, Field::Content, &mut marker),
+                "role" => Value::from(self.rules.role(value.as_str().unwrap_or_default())),
+                "thinking" | "reasoning" => text_value(value, index, Field::Reasoning, &mut marker),
+                "reasoning_content" if reasoning.is_some() => continue,
+                "tool_calls" => self.calls_value(value, parsed, index, &mut marker),
+                _ => plain(value),
+            };
+            pairs.push((key, converted));
+        }
+        if let Some(content) = content.as_ref().filter(|_| !map.contains_key("content")) {
+            pairs.push(("content", text_value(content, index, Field::Content, &mut marker)));
+        }
+        if let Some(reasoning) = reasoning {
+            pairs.push(("reasoning_content", reasoning));
+        }
+        if added { merged(pairs.into_iter()) } else { record(pairs.into_iter()) }
+    }
+
+    /// Tool calls with arguments as objects; with a marker, names and arguments are enclosed and ids are not.
+    fn calls_value(
+        &self,
+        json: &Json,
+        parsed: &[Option<Json>],
+        message: u32,
+        marker: &mut Option<&mut Marker<'_>>,
+    ) -> Value {
+        let Json::Array(calls) = json else { return plain(json) };
+        let calls: Vec<Value> = calls
+            .iter()
+            .enumerate()
+            .map(|(index, call)| self.call_value(call, parsed.get(index).and_then(Option::as_ref), message, marker))
+            .collect();
+        contained(Value::from(calls), message, marker)
+    }
+
+    fn call_value(
+        &self,
+        call: &Json,
+        arguments: Option<&Json>,
+        message: u32,
+        marker: &mut Option<&mut Marker<'_>>,
+    ) -> Value {
+        let Json::Object(map) = call else { return plain(call) };
+        let mut pairs = Vec::with_capacity(map.len() + 1);
+        for (key, value) in self.rules.call_keys(map) {
+            let converted = match key {
+                "function" => self.call_value(value, arguments, message, marker),
+                "arguments" => argument_value(arguments.unwrap_or(value), message, marker),
+                "name" => argument_value(value, message, marker),
+                _ => plain(value),
+            };
+            pairs.push((key, converted));
+        }
+        // What has no arguments is given those that its server reads there.
+        if let Some(arguments) = arguments.filter(|_| !map.contains_key("arguments") && !map.contains_key("function")) {
+            pairs.push(("arguments", argument_value(arguments, message, marker)));
+        }
+        contained(record(pairs.into_iter()), message, marker)
     }
 }
-
 /// Which messages are marked, and where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Selection {
@@ -154,48 +269,9 @@ fn tool_calls(map: &Map<String, Json>) -> &[Json] {
     value_of(map, "tool_calls").and_then(Json::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// For each tool call the object in its `arguments` string, if it is one.
-fn parsed_arguments(map: &Map<String, Json>) -> Vec<Option<Json>> {
-    tool_calls(map)
-        .iter()
-        .map(|call| {
-            let text = call.get("function").unwrap_or(call).get("arguments")?.as_str()?;
-            exact::parse(text).ok().filter(Json::is_object)
-        })
-        .collect()
-}
-
-fn message_value(
-    map: &Map<String, Json>,
-    parsed: &[Option<Json>],
-    keep_null: bool,
-    index: u32,
-    mut marker: Option<&mut Marker<'_>>,
-) -> Value {
-    let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 2);
-    let reasoning = REASONING.iter().find_map(|name| value_of(map, name).filter(|value| !value.is_null()));
-    let reasoning = reasoning.map(|value| text_value(value, index, Field::Reasoning, &mut marker));
-    let added = reasoning.is_some();
-    if let Some(reasoning) = &reasoning {
-        pairs.push(("thinking", reasoning.clone()));
-    }
-    for (key, value) in map {
-        if value.is_null() && !keep_null {
-            continue;
-        }
-        let converted = match key.as_str() {
-            "content" => text_value(value, index, Field::Content, &mut marker),
-            "thinking" | "reasoning" => text_value(value, index, Field::Reasoning, &mut marker),
-            "reasoning_content" if reasoning.is_some() => continue,
-            "tool_calls" => calls_value(value, parsed, index, &mut marker),
-            _ => plain(value),
-        };
-        pairs.push((key, converted));
-    }
-    if let Some(reasoning) = reasoning {
-        pairs.push(("reasoning_content", reasoning));
-    }
-    if added { merged(pairs.into_iter()) } else { record(pairs.into_iter()) }
+/// For each tool call its arguments as they are read, where that is not as they are written.
+fn parsed_arguments(map: &Map<String, Json>, rules: Rules) -> Vec<Option<Json>> {
+    tool_calls(map).iter().map(|call| rules.arguments(call.get("function").unwrap_or(call).get("arguments"))).collect()
 }
 
 /// A string, or a list of parts whose texts are enclosed.
@@ -222,32 +298,6 @@ fn part_value(part: &Json, message: u32, field: Field, marker: &mut Marker<'_>) 
         })),
         other => plain(other),
     }
-}
-
-/// Tool calls with arguments as objects; with a marker, names and arguments are enclosed and ids are not.
-fn calls_value(json: &Json, parsed: &[Option<Json>], message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
-    let Json::Array(calls) = json else { return plain(json) };
-    let calls: Vec<Value> = calls
-        .iter()
-        .enumerate()
-        .map(|(index, call)| call_value(call, parsed.get(index).and_then(Option::as_ref), message, marker))
-        .collect();
-    contained(Value::from(calls), message, marker)
-}
-
-fn call_value(call: &Json, arguments: Option<&Json>, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
-    let Json::Object(map) = call else { return plain(call) };
-    let mut pairs = Vec::with_capacity(map.len());
-    for (key, value) in map {
-        let converted = match key.as_str() {
-            "function" => call_value(value, arguments, message, marker),
-            "arguments" => argument_value(arguments.unwrap_or(value), message, marker),
-            "name" => argument_value(value, message, marker),
-            _ => plain(value),
-        };
-        pairs.push((key.as_str(), converted));
-    }
-    contained(record(pairs.into_iter()), message, marker)
 }
 
 fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {

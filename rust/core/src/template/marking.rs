@@ -79,7 +79,7 @@ impl Template {
             if used.is_empty() {
                 tools.marked.clone()
             } else {
-                Marked::new(&tools.json, alphabet.clone(), &self.literals)
+                Marked::new(tools.shown(), alphabet.clone(), &self.literals)
             }
         });
         Some(Marking { keep_null: call.keep_null, alphabet, schemas })

@@ -2,11 +2,12 @@
 //!
 //! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
 //! by `tokenizer`, `align` and the Python border. Its files, each using those before it alone: `tokens`, `bounds`,
-//! `limits`, `rewrite`, `resumable`, `scan` (the source, before the engine sees it); `watch`, `generator`, `charge`,
+//! `limits`, `rewrite`, `resumable`, `content_format`, `scan` (the source, before the engine sees it); `watch`, `generator`, `charge`,
 //! `containers`, `json`, `operators`, `comparisons`, `turns`, `slices`, `rendered`, `marks`, `methods`, `filters`,
-//! `predicates`, `clock`, `environment` (what the engine is given); `value`, `renders`, `conversation`, `schemas`, `provenance`, `session`; here the render, and on it `resume`, `marking`.
+//! `predicates`, `clock`, `environment` (what the engine is given); `value`, `served_message`, `renders`, `conversation`, `schemas`, `provenance`, `session`; here the render, and on it
+//! `resume`, `marking`, `served`.
 //!
-//! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
+//! Before a render messages are normalised: as a server does (`render_served`), else so: keys whose value is null are left out (and kept for a
 //! template that asks for none and fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
 //! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
 
@@ -15,6 +16,7 @@ mod charge;
 mod clock;
 mod comparisons;
 mod containers;
+mod content_format;
 mod conversation;
 mod environment;
 mod filters;
@@ -35,6 +37,8 @@ mod resume;
 mod rewrite;
 mod scan;
 mod schemas;
+mod served;
+mod served_message;
 mod session;
 mod slices;
 mod tokens;
@@ -47,7 +51,9 @@ pub use session::Session;
 
 use crate::caught;
 use crate::error::{Error, Kind, Result};
+use crate::server::Server;
 use clock::Clock;
+use content_format::WantsParts;
 use conversation::Conversation;
 use environment::{CLOCK, ClockValue, GENERATION_MARKS};
 use limits::Size;
@@ -58,6 +64,7 @@ use renders::{Asked, Renders};
 use resumable::Resumable;
 use schemas::{ToolSets, Tools};
 use serde_json::{Map, Value as Json};
+use served_message::Rules;
 use session::{Slot, Slots};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -84,6 +91,7 @@ static NUMBERS: AtomicU64 = AtomicU64::new(1);
 /// # Ok::<(), tracegrad_core::Error>(())
 /// ```
 #[derive(Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "independent facts about its source")]
 pub struct Template {
     env: Environment<'static>,
     special_tokens: Vec<(String, String)>,
@@ -103,6 +111,23 @@ pub struct Template {
     number: u64,
     /// Whether the text may depend on when it is rendered.
     reads_clock: bool,
+    /// Which servers hand it the parts of a content.
+    wants_parts: WantsParts,
+    /// Whether it knows messages of developers.
+    names_developer: bool,
+}
+
+/// How a request asks for its prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ask {
+    /// Who renders it.
+    pub server: Server,
+    /// Whether the answer's head is written behind the messages.
+    pub prompt: bool,
+    /// Whether the last message is the beginning of the answer.
+    pub continues: bool,
+    /// Whether reasoning is shown under `thinking` too: for models whose prompts servers write without their template.
+    pub thinking: bool,
 }
 
 /// What the renders of one call share.
@@ -154,6 +179,8 @@ impl Template {
             resumable: scanned.resumable.map(Arc::new),
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             reads_clock: source.contains("strftime_now"),
+            wants_parts: scanned.wants_parts,
+            names_developer: ["\"developer\"", "'developer'"].iter().any(|name| source.contains(name)),
         })
     }
 
@@ -178,18 +205,29 @@ impl Template {
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
+        self.render_by(messages, tools, (add_generation_prompt, Rules::default()), kwargs)
+    }
+
+    /// The same by the rules of a server.
+    fn render_by(
+        &self,
+        messages: &[&Json],
+        tools: Option<&Arc<Json>>,
+        (add_generation_prompt, rules): (bool, Rules),
+        kwargs: &Map<String, Json>,
+    ) -> Result<Rendered> {
         caught(Kind::Template, WHAT, || {
-            let tools = self.tools(tools)?;
+            let tools = self.tools(tools, rules.server)?;
             let number = tools.as_ref().map(|tools| tools.number);
             let render = || {
-                let (conversation, mut slots) = (Conversation::new(messages)?, Slots::default());
+                let (conversation, mut slots) = (Conversation::new(messages, rules)?, Slots::default());
                 let mut call = self.call(&conversation, tools, add_generation_prompt, kwargs)?;
                 self.with_provenance(&mut call, &mut slots)
             };
             if self.is_dated(kwargs) {
                 return render();
             }
-            self.renders.get(Asked { messages, tools: number, add_generation_prompt, kwargs }, render)
+            self.renders.get(Asked { messages, tools: number, add_generation_prompt, rules, kwargs }, render)
         })
     }
 
@@ -208,14 +246,26 @@ impl Template {
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
+        self.render_next_by(session, messages, tools, (add_generation_prompt, Rules::default()), kwargs)
+    }
+
+    /// The same by the rules of a server.
+    fn render_next_by<'a>(
+        &self,
+        session: &mut Session<'a>,
+        messages: &[&'a Json],
+        tools: Option<&Arc<Json>>,
+        (add_generation_prompt, rules): (bool, Rules),
+        kwargs: &Map<String, Json>,
+    ) -> Result<Rendered> {
         if self.resumable.is_none() || self.is_dated(kwargs) {
-            return self.render(messages, tools, add_generation_prompt, kwargs);
+            return self.render_by(messages, tools, (add_generation_prompt, rules), kwargs);
         }
         let rendered = caught(Kind::Template, WHAT, || {
-            let tools = self.tools(tools)?;
+            let tools = self.tools(tools, rules.server)?;
             let number = tools.as_ref().map(|tools| tools.number);
-            let asked = Asked { messages: &[], tools: number, add_generation_prompt, kwargs };
-            let known = session.follow(self.number, asked.key(), messages)?;
+            let asked = Asked { messages: &[], tools: number, add_generation_prompt, rules, kwargs };
+            let known = session.follow((self.number, rules), asked.key(), messages)?;
             if let Some(last) = &session.last {
                 return Ok(last.clone());
             }
@@ -244,16 +294,16 @@ impl Template {
         kwargs: &Map<String, Json>,
     ) -> Result<String> {
         caught(Kind::Template, WHAT, || {
-            let conversation = Conversation::new(messages)?;
-            let mut call = self.call(&conversation, self.tools(tools)?, add_generation_prompt, kwargs)?;
+            let conversation = Conversation::new(messages, Rules::default())?;
+            let mut call = self.call(&conversation, self.tools(tools, None)?, add_generation_prompt, kwargs)?;
             self.plain(&mut call, &mut Slots::default()).map(|text| text.to_string())
         })
     }
 
-    /// Tool schemas as values, where there are some.
-    fn tools(&self, tools: Option<&Arc<Json>>) -> Result<Option<Arc<Tools>>> {
+    /// Tool schemas as values in the form that a server gives them, where there are some.
+    fn tools(&self, tools: Option<&Arc<Json>>, server: Option<Server>) -> Result<Option<Arc<Tools>>> {
         let tools = tools.filter(|tools| !tools.is_null());
-        tools.map(|tools| self.schemas.get(tools, &self.literals)).transpose()
+        tools.map(|tools| self.schemas.get(tools, server, &self.literals)).transpose()
     }
 
     /// A call whose time begins.

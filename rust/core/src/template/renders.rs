@@ -3,6 +3,7 @@
 //! The key is the bytes of everything a render depends on; the size is bounded in bytes. Called by `Template::render`.
 
 use super::rendered::Rendered;
+use super::served_message::Rules;
 use crate::generations::Generations;
 use crate::threads::soon;
 use crate::written::{write, write_map};
@@ -23,6 +24,7 @@ pub(super) struct Asked<'a> {
     /// Number of the remembered tool schemas.
     pub tools: Option<u64>,
     pub add_generation_prompt: bool,
+    pub rules: Rules,
     pub kwargs: &'a Map<String, Json>,
 }
 
@@ -73,6 +75,7 @@ impl Asked<'_> {
     pub fn key(&self) -> Vec<u8> {
         let mut key = Vec::with_capacity(1 << 14);
         key.push(u8::from(self.add_generation_prompt));
+        key.extend_from_slice(&self.rules.key());
         key.extend_from_slice(&self.tools.map_or(0, |number| number + 1).to_le_bytes());
         write_map(&mut key, self.kwargs);
         for message in self.messages {
@@ -103,7 +106,8 @@ mod tests {
 
     fn ask(renders: &Renders, messages: &[&Json], made: &mut usize) -> Arc<str> {
         let kwargs = Map::new();
-        let asked = Asked { messages, tools: None, add_generation_prompt: true, kwargs: &kwargs };
+        let asked =
+            Asked { messages, tools: None, add_generation_prompt: true, rules: Rules::default(), kwargs: &kwargs };
         let rendered: Result<Rendered, Infallible> = renders.get(asked, || {
             *made += 1;
             Ok(Rendered { text: format!("{messages:?}").into(), ..Rendered::default() })

@@ -4,6 +4,7 @@
 //! `rewrite`. Called once per template by `Template::compile`.
 
 use super::bounds::{self, Bounds};
+use super::content_format::{WantsParts, wants_parts};
 use super::limits::FREE_TEXT;
 use super::resumable::{Resumable, Tag, resumable};
 use super::rewrite::expression;
@@ -21,6 +22,8 @@ pub(super) struct Scanned {
     pub literals: Vec<String>,
     /// Bytes of the longest text that is left outside tags.
     pub longest_text: usize,
+    /// Which servers hand it the parts of a content.
+    pub wants_parts: WantsParts,
     /// Where a render may go on from an earlier one.
     pub resumable: Option<Resumable>,
 }
@@ -82,6 +85,7 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
     out.text(rest);
     out.literals.sort_unstable();
     out.literals.dedup();
+    out.wants_parts = wants_parts(source, &tags);
     out.resumable = resumable(&mut out.source, &tags);
     Ok(out)
 }

@@ -6,6 +6,7 @@
 use super::conversation::{Conversation, Selection};
 use super::marks::{Alphabet, Marker, Noted, Seams, Stripped, Tag};
 use super::rendered::Rendered;
+use super::served_message::Rules;
 use super::turns::Ran;
 use crate::error::Result;
 use minijinja::value::Value;
@@ -24,9 +25,15 @@ pub struct Session<'a> {
 
 impl<'a> Session<'a> {
     /// Takes in the messages of a call, and returns how many of them were there; `key` is what else the render depends on.
-    pub(super) fn follow(&mut self, template: u64, key: Vec<u8>, messages: &[&'a serde_json::Value]) -> Result<usize> {
+    pub(super) fn follow(
+        &mut self,
+        (template, rules): (u64, Rules),
+        key: Vec<u8>,
+        messages: &[&'a serde_json::Value],
+    ) -> Result<usize> {
         if (self.template, &self.key) != (template, &key) {
-            *self = Self { template, key, ..Self::default() };
+            let conversation = Conversation::new(&[], rules)?;
+            *self = Self { template, key, conversation, ..Self::default() };
         }
         let before = self.conversation.len();
         let common = self.conversation.follow(messages)?;

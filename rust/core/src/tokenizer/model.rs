@@ -17,6 +17,8 @@ pub struct Model {
     pub vocab_size: Option<u32>,
     /// Ids that stand for pictures, sound and video, in order.
     pub placeholders: Vec<u32>,
+    /// Whether servers write its prompts in the harmony format, without its template.
+    pub speaks_harmony: bool,
 }
 
 impl Model {
@@ -29,7 +31,8 @@ impl Model {
         let text = config.get("text_config").and_then(Value::as_object).and_then(size);
         let mut placeholders = Vec::new();
         media_ids(config, DEEPEST, &mut placeholders);
-        Self { vocab_size: text.or_else(|| size(config)), placeholders }
+        let speaks_harmony = config.get("model_type").is_some_and(|name| name == "gpt_oss");
+        Self { vocab_size: text.or_else(|| size(config)), placeholders, speaks_harmony }
     }
 
     /// With the added tokens whose texts say media; an id that `is_word` is none.

@@ -7,6 +7,7 @@ use super::object::describe;
 use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::sampling::{Options, left_out};
+use crate::server::Server;
 pub(in crate::format) use crate::trace::value_of as get;
 use crate::trace::{Generation, LogprobKind, Schemas, Stop};
 use serde_json::{Map, Value};
@@ -259,13 +260,15 @@ pub struct Header {
     pub model: Option<String>,
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
+    /// The server whose name the record gives; other values of the key are none.
+    pub server: Option<Server>,
     pub sampling: Sampling,
     /// Whether its requests are not known whole, so that what they leave out is unknown and no default.
     pub partial_requests: bool,
 }
 
 /// Keys of a header that no server's response has for something else.
-pub const HEADER_KEYS: [&str; 9] = [
+pub const HEADER_KEYS: [&str; 10] = [
     "id",
     "group",
     "reward",
@@ -275,6 +278,7 @@ pub const HEADER_KEYS: [&str; 9] = [
     "sampling_defaults",
     "template_kwargs",
     "chat_template_kwargs",
+    "server",
 ];
 
 impl Header {
@@ -290,6 +294,7 @@ impl Header {
             model: text(fields, "model")?,
             tools: tools(schemas)?,
             template_kwargs,
+            server: get(fields, "server").and_then(Value::as_str).and_then(Server::parse),
             sampling: Sampling::read(fields)?,
             partial_requests: is_partial(fields)?,
         })

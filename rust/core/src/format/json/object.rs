@@ -63,7 +63,7 @@ impl Kind {
             (Record(_), _) if RECORD_KEYS.contains(&key) || media::is_key(key) || place_of(key).is_some() => Slot::Keep,
             (Record(is_sign), _) if is_sign(key) => Slot::Sign,
             (Request, _) if REQUEST_KEYS.contains(&key) || place_of(key).is_some() => Slot::Keep,
-            (Response, "model" | "object" | "error" | "metadata") => Slot::Keep,
+            (Response, "model" | "object" | "error" | "metadata" | "system_fingerprint") => Slot::Keep,
             (Record(_) | Response, _) if STRAY_KEYS.contains(&key) => Slot::Keep,
             (Record(_) | Request | Response, _) | (_, "prompt_logprobs") => Slot::Skip,
             (Item | Generation | Call, _) => Slot::Keep,
@@ -89,10 +89,23 @@ const RECORD_KEYS: &[&str] = &[
     "choice",
     "error",
     "sampling_defaults",
+    "server",
+    "system_fingerprint",
 ];
 
-const REQUEST_KEYS: &[&str] =
-    &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body", "sampling_params"];
+const REQUEST_KEYS: &[&str] = &[
+    "model",
+    "temperature",
+    "top_p",
+    "chat_template_kwargs",
+    "extra_body",
+    "sampling_params",
+    "reasoning_effort",
+    "enable_thinking",
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+];
 
 /// Keys of a record or a response that hold token lists which a client library moved.
 const STRAY_KEYS: [&str; 3] = ["sglext", "provider_specific_fields", "model_extra"];

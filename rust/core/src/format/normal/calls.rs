@@ -8,7 +8,9 @@ use super::coverage;
 use super::history::{History, Path};
 use super::message::{Entry, streamed};
 use crate::format::json::diagnose;
-use crate::format::json::fields::{Fields, Header, Sampling, count, is_partial, mapping, number, text, tools};
+use crate::format::json::fields::{
+    Fields, Header, Sampling, count, is_partial, mapping, number, present, text, tools,
+};
 use crate::format::json::object::{Kind, Node, Object};
 use crate::format::json::outline::Outline;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
@@ -73,6 +75,8 @@ pub struct Request {
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     pub model: Option<String>,
+    /// What it says beside its messages that bears on the prompt.
+    pub asked: Fields,
     /// `Rendered` for messages, without any `Unknown`; what was sent where no template is involved.
     pub prompt: Prompt,
     pub sampling: Sampling,
@@ -166,6 +170,9 @@ impl<'a> Log<'a> {
                 if generation.prompt == Prompt::Rendered {
                     generation.prompt = request.prompt;
                 }
+                if !request.asked.is_empty() {
+                    generation.request = Some(Box::new(request.asked));
+                }
                 self.note_scaffold(request.tools, request.template_kwargs);
                 self.history.follow(request.messages)
             }
@@ -212,6 +219,13 @@ impl<'a> Log<'a> {
     }
 }
 
+/// Keys of a request beside its messages that bear on its prompt.
+const PROMPT_KEYS: [&str; 5] =
+    ["reasoning_effort", "enable_thinking", "add_generation_prompt", "continue_final_message", "documents"];
+
+/// Variables that a request's `chat_template_kwargs` do not set.
+const FIXED: [&str; 2] = ["add_generation_prompt", "continue_final_message"];
+
 /// The parts of a chat completions request that count.
 fn read_request(mut request: Object) -> Decoded<Request> {
     let extra = mapping(&request.fields, "extra_body")?;
@@ -219,6 +233,10 @@ fn read_request(mut request: Object) -> Decoded<Request> {
     let inner = mapping(&request.fields, "sampling_params")?;
     let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
     template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
+    // Servers take these from the request alone, and give the template their own values.
+    template_kwargs.retain(|key, _| !FIXED.contains(&key.as_str()));
+    let said = |key: &str| present(&request.fields, key).or_else(|| present(&extra, key)).cloned();
+    let asked = PROMPT_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), said(key)?))).collect();
     let nodes = request.take_list("messages")?.ok_or_else(|| {
         reject(Reason::Incomplete, "no `messages`")
             .why("What the policy was asked is not known")
@@ -234,6 +252,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
         tools: tools(request.tools)?,
         template_kwargs,
         model: text(&request.fields, "model")?,
+        asked,
         prompt: Prompt::Rendered,
         sampling: Sampling::read(&request.fields)?.or(&Sampling::read(&extra)?).or(&Sampling::read(&inner)?),
     })

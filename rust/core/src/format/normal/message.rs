@@ -62,6 +62,9 @@ impl Entry {
         strays::gather_sglext(&mut picked.numbers, &response.fields, index)?;
         let mut entry = Self::of_choice(picked, outer)?;
         entry.generation.iter_mut().try_for_each(|generation| strays::versions(generation, &response.fields))?;
+        if let Some(generation) = &mut entry.generation {
+            generation.server = strays::producer(&response.fields);
+        }
         entry.unused_choices = if choice.is_some() { 0 } else { (total - 1) as u32 };
         Ok(entry)
     }

@@ -8,6 +8,7 @@ use crate::format::json::fields::{Fields, get};
 use crate::format::json::numbers::{ID_COMPLAINT, Id};
 use crate::format::json::object::{Numbers, no_id};
 use crate::format::rejection::{Decoded, not_a_trace};
+use crate::server::Server;
 use crate::trace::Generation;
 use serde::Deserialize;
 use serde_json::Value;
@@ -50,4 +51,25 @@ pub fn versions(generation: &mut Generation, fields: &Fields) -> Decoded<()> {
         generation.versions = extras::spans(spans.clone())?;
     }
     Ok(())
+}
+
+/// The server that a chat completion names by its fingerprint, or shows by a key of its own.
+pub fn producer(fields: &Fields) -> Option<Server> {
+    let fingerprint = get(fields, "system_fingerprint").and_then(Value::as_str).unwrap_or_default();
+    let is_hex = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if fingerprint.starts_with("vllm") {
+        return Some(Server::Vllm);
+    }
+    // "b6123-1a2b3c4d": number and commit of a build.
+    let build = fingerprint.strip_prefix('b').and_then(|build| build.split_once('-'));
+    if build.is_some_and(|(number, commit)| number.parse::<u32>().is_ok() && is_hex(commit)) {
+        return Some(Server::LlamaCpp);
+    }
+    // "3.0.1-sha-1a2b3c4", "3.3.6-native".
+    let version = fingerprint.split_once('-').filter(|(version, _)| version.split('.').count() == 3);
+    if version.is_some_and(|(_, rest)| rest.ends_with("native") || rest.contains("sha-")) {
+        return Some(Server::Tgi);
+    }
+    let weights = get(fields, "metadata").is_some_and(|metadata| metadata.get("weight_version").is_some());
+    (weights || get(fields, "sglext").is_some()).then_some(Server::Sglang)
 }
