@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "quickstart" / "model"
 # Functions that only hand out what is held already: nothing in them can fail.
 PLAIN = {
+    *("sampling_options", "sampling_option_is_off"),
     *("__len__", "__deepcopy__", "__reduce__", "take", "concatenate", "format", "id", "location", "group", "reward"),
     *(
         "rewards",

@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tracegrad.config import Config, Data, load
 from tracegrad.doctor.tops import kept_mass as by_tops
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.inputs.candidates import find
+from tracegrad.integrations.vllm import traces_from_outputs
 from tracegrad.learner.feed import check_ratios
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
@@ -451,3 +453,13 @@ def test_a_view_shows_the_options(tokenizer):
     cut, plain = tg.Traces.from_records(rows(tokenizer, 1, top_k=5) + rows(tokenizer, 1, top_p=None))
     assert dict(of_trace(cut))["sampling"] == "top_p=1.0, top_k=5"
     assert dict(of_trace(plain))["sampling"] == "top_p=1.0"
+
+
+def test_objects_of_vllm_take_the_options_that_they_do_not_hold():
+    step = {7: SimpleNamespace(logprob=-0.5)}
+    said = {"text": " b", "finish_reason": "length", "stop_reason": None, "cumulative_logprob": -0.5}
+    completion = SimpleNamespace(index=0, token_ids=[7], logprobs=[step], **said)
+    request = SimpleNamespace(request_id="0", prompt="a", prompt_token_ids=[5, 6], outputs=[completion])
+    told = {"temperature": 1.0, "top_p": 0.9, "sampling": {"top_k": 20, "repetition_penalty": 1.0}}
+    [generation] = traces_from_outputs([request], **told)[0].generations
+    assert (generation.top_p, generation.sampling) == (pytest.approx(0.9), {"top_k": 20, "repetition_penalty": 1.0})

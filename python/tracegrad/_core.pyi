@@ -78,8 +78,10 @@ class Traces:
         rendered (1 where the prompt is what the template makes of the messages), missing, invalid, logprob_kind (0
         unknown, 1 raw, 2 processed), version (-1 unknown), context (messages), content_bytes (of string content, U+FFFD
         counted as one; -1 where it is none), system (1 where the context begins with such a message), stop_id (-1
-        none), stop_text (0, 1). [G] float64, NaN unknown: temperature, top_p, cumulative_logprob. finish_reason: G
-        strings, "" unsaid. flat_logprobs: float32, end to end. prompt_head: [2 G] int32, the first two prompt ids, -1
+        none), stop_text (0, 1), left_out (bits of what a request leaves out: 1 temperature, 2 top_p, 4 it is one to a
+        server that takes the rest from generation_config.json). [G] float64, NaN unknown: temperature, top_p,
+        cumulative_logprob. sampling: G times the other options by name, or None. finish_reason: G strings, "" unsaid.
+        flat_logprobs: float32, end to end. prompt_head: [2 G] int32, the first two prompt ids, -1
         where there are none.
         """
 

@@ -3,8 +3,8 @@
 In comes whatever `read` takes, with a model's tokenizer; out goes a `Diagnosis`: findings with their places, costs
 and cures. Here are `examine` and what it returns, `CHECKS` (docs/doctor.md lists them), and `lag_test`, the test for
 shifted logprobs that any trainer can use. No torch but for `rescore`; the command line calls this. Its files, each
-using those before it alone: `finding`, `vocabulary`, `look` (a batch as columns); `history`, `tokens`, `numbers`,
-`pictures` (checks batch by batch); `lags`, `tops`, `zeros`, `whole`, `rescore`, `shift`, `file` (checks of a whole
+using those before it alone: `finding`, `vocabulary`, `look` (a batch as columns); `tops`, `history`, `tokens`,
+`numbers`, `pictures` (checks batch by batch); `lags`, `zeros`, `whole`, `rescore`, `shift`, `file` (checks of a whole
 file); `follow`, `examination`; `text`, `page`.
 """
 

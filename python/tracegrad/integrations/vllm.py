@@ -7,7 +7,7 @@ One pass over the objects that are there, in Rust, and no new Python object per 
 import base64
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ def traces_from_outputs(
     logprob_kind: Literal["raw", "processed", "unknown"] = "raw",
     temperature: float | None = None,
     top_p: float | None = None,
+    sampling: Mapping[str, Any] | None = None,
     messages: Sequence[Any] | None = None,
     rewards: Sequence[Any] | None = None,
     groups: Sequence[Any] | None = None,
@@ -37,6 +38,7 @@ def traces_from_outputs(
         outputs: `RequestOutput`s, with `logprobs=0` or more in their sampling parameters.
         logprob_kind: "raw" is vLLM's default; "processed" with `logprobs_mode="processed_logprobs"`.
         temperature, top_p: as in the sampling parameters, which the objects do not hold.
+        sampling: the other sampling parameters that were set, such as {"top_k": 20, "min_p": 0.05}.
         messages: of each request, as given to `LLM.chat`; the prompt's ids are the objects' own in any case.
         rewards: of each request, one number for each of its completions (or one number for its only one).
         groups: of each request; by default its `request_id`.
@@ -60,6 +62,7 @@ def traces_from_outputs(
         if given is not None and len(given) != len(outputs):
             raise ArgumentError(f"{name} has {len(given)} entries for {len(outputs)} requests. Give one for each.")
     told = {"logprob_kind": logprob_kind, "temperature": temperature, "top_p": top_p, "policy_version": policy_version}
+    told = {**(sampling or {}), **told}
     rows = []
     for number, output in enumerate(outputs):
         _check(output, number)
