@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.doctor import bigram_logprobs, examine, lag_test
+from tracegrad.doctor import Place, bigram_logprobs, examine, lag_test, rescore
 from tracegrad.doctor.shift import shifted_to
 from tracegrad.errors import FormatError
 from tracegrad.inputs.adapters.loggers import opened
@@ -607,3 +607,22 @@ def test_tool_messages_that_follow_one_another_stand_as_the_whole_conversation_h
         assert branch(got, got.branches - 1)[: len(prompt)] == prompt, name
         checked.append(name)
     assert len(checked) > 30 or not tool_templates()
+
+
+def test_recorded_logprobs_that_are_the_trainers_own_are_found():
+    own = rescore.own_logprobs.run
+    recomputed = -np.random.default_rng(0).exponential(1.0, 200).astype(np.float32).astype(np.float64) - 0.01
+    first = [Place(file="f", line=1, record=None, trace="t", turn=0, token=None)]
+
+    def hits(recorded, tokens=200):
+        cu = np.array([0, tokens])
+        got = rescore.Rescored(np.asarray(recorded)[:tokens], recomputed[:tokens], cu, first, None)
+        return own(got).count
+
+    assert hits(recomputed) == 200
+    # A server's differ by the order of sums; few tokens, and certain ones, say nothing.
+    assert hits(recomputed * (1 + 3e-7)) == hits(recomputed, 63) == 0
+    most = recomputed.copy()
+    most[:3] -= 1e-6
+    assert hits(most) == 0
+    assert rescore.own_logprobs.finding(own(rescore.Rescored(recomputed, recomputed, np.array([0, 200]), first, None)))
