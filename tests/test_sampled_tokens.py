@@ -299,6 +299,11 @@ def test_a_turn_ends_where_its_text_ends(chatml):
     assert turn(["<think>\nyo\n</think>\n\nyo END x"], "yo").endswith("</think>\n\nyo")
     assert turn(["yo\n\n", EOS], "yo") == "yo\n\n<|im_end|>"
     assert turn(["so yo", EOS], "yo") == "so yo<|im_end|>"
+    # Behind a call, what stands behind its stop token.
+    ids = [*ids_of(chatml, CALL), EOS, *ids_of(chatml, "\nmore")]
+    cut = align(chatml, record(user("q"), said(None, ids, tool_calls=called(), finish_reason="tool_calls")))
+    assert trained(cut) == ids[: ids.index(EOS) + 1]
+    assert reasons(cut) == {"R08"}
     # Words before a call are no whole of the turn.
     whole = said("yo", [*ids_of(chatml, f"yo\n{CALL}"), EOS], tool_calls=called(), finish_reason="tool_calls")
     assert len(trained(align(chatml, record(user("q"), whole)))) == len(whole["generation"]["token_ids"])
@@ -358,6 +363,16 @@ def test_the_marker_of_the_next_role_is_the_stop_token_of_text(glm, chatml):
     assert got.branches == 1
     got = align(chatml, {"messages": talk()}, text_only=True)
     assert marked(chatml, got).count("[yo<|im_end|>]") == 1
+
+
+def test_a_marker_behind_text_in_recorded_prompt_ids_is_its_stop_token_too(glm):
+    prompts = [glm.render_ids(talk()[:n], add_generation_prompt=True).tolist() for n in (1, 3)]
+    messages = talk()
+    for message, prompt in zip(messages[1::2], prompts, strict=True):
+        message["prompt_token_ids"] = prompt
+    got = align(glm, {"messages": messages}, text_only=True)
+    assert marked(glm, got) == "<|user|>\nhi<|assistant|>\n[yo<|user|>]\nand<|assistant|>\n[no]"
+    assert got.branches == 1
 
 
 @pytest.mark.parametrize(
