@@ -82,7 +82,7 @@ fn calls(message: &Value) -> bool {
 /// Whether a message has its reasoning apart from its text.
 fn thinks(message: &Value) -> bool {
     let thought = |key: &&str| message.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
-    ["reasoning_content", "reasoning", "thinking"].iter().any(|key| thought(key))
+    ["reasoning_content", "reasoning", "thinking"].iter().any(thought)
 }
 
 /// Whether the ids end in these bytes, or in these and one special token, and no special token stands before that where the
