@@ -49,6 +49,15 @@ HISTORY = [
 ]
 LISTED = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52]}]}
 KEPT = {**SAID, "extra": {"response": {"choices": [{"message": SAID, "logprobs": LISTED}]}, "timestamp": 1}}
+
+
+def of_trace(name):
+    """A span of OTLP with a call, of a trace."""
+    said = [{"role": "assistant", "parts": [{"type": "text", "content": "4"}]}]
+    value = {"key": "gen_ai.output.messages", "value": {"stringValue": json.dumps(said)}}
+    return {"traceId": name, "spanId": "1", "name": "chat", "attributes": [value]}
+
+
 EXAMPLES = {
     "failed_call": [
         {"id": "f", "req": {"messages": [USER]}, "res": {"status": 429, "body": {"error": {"message": "x"}}}},
@@ -139,6 +148,9 @@ EXAMPLES = {
         {"steps": [{"asked": [USER], "raw": {"choices": CHOICES[:1]}}, {"asked": [USER] * 2, "message": SAID}]},
     ],
     "span": [{"name": "chain", "context": {"trace_id": "a"}, "parent_id": None, "score": 1}, {"object": "trace"}],
+    "spans_of_several": [
+        {"resourceSpans": [{"resource": {}, "scopeSpans": [{"spans": [of_trace("a"), of_trace("b")]}]}]}
+    ],
     "export": [{"version": 1, "entries": [{"messages": [USER], "answer": {"choices": CHOICES[:1]}}] * 2}],
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.doctor import bigram_logprobs, examine, lag_test
+from tracegrad.doctor import Place, bigram_logprobs, examine, lag_test, rescore
 from tracegrad.doctor.shift import shifted_to
 from tracegrad.errors import FormatError
 from tracegrad.inputs.adapters.loggers import opened
@@ -299,6 +299,11 @@ def test_a_turn_ends_where_its_text_ends(chatml):
     assert turn(["<think>\nyo\n</think>\n\nyo END x"], "yo").endswith("</think>\n\nyo")
     assert turn(["yo\n\n", EOS], "yo") == "yo\n\n<|im_end|>"
     assert turn(["so yo", EOS], "yo") == "so yo<|im_end|>"
+    # Behind a call, what stands behind its stop token.
+    ids = [*ids_of(chatml, CALL), EOS, *ids_of(chatml, "\nmore")]
+    cut = align(chatml, record(user("q"), said(None, ids, tool_calls=called(), finish_reason="tool_calls")))
+    assert trained(cut) == ids[: ids.index(EOS) + 1]
+    assert reasons(cut) == {"R08"}
     # Words before a call are no whole of the turn.
     whole = said("yo", [*ids_of(chatml, f"yo\n{CALL}"), EOS], tool_calls=called(), finish_reason="tool_calls")
     assert len(trained(align(chatml, record(user("q"), whole)))) == len(whole["generation"]["token_ids"])
@@ -358,6 +363,16 @@ def test_the_marker_of_the_next_role_is_the_stop_token_of_text(glm, chatml):
     assert got.branches == 1
     got = align(chatml, {"messages": talk()}, text_only=True)
     assert marked(chatml, got).count("[yo<|im_end|>]") == 1
+
+
+def test_a_marker_behind_text_in_recorded_prompt_ids_is_its_stop_token_too(glm):
+    prompts = [glm.render_ids(talk()[:n], add_generation_prompt=True).tolist() for n in (1, 3)]
+    messages = talk()
+    for message, prompt in zip(messages[1::2], prompts, strict=True):
+        message["prompt_token_ids"] = prompt
+    got = align(glm, {"messages": messages}, text_only=True)
+    assert marked(glm, got) == "<|user|>\nhi<|assistant|>\n[yo<|user|>]\nand<|assistant|>\n[no]"
+    assert got.branches == 1
 
 
 @pytest.mark.parametrize(
@@ -607,3 +622,22 @@ def test_tool_messages_that_follow_one_another_stand_as_the_whole_conversation_h
         assert branch(got, got.branches - 1)[: len(prompt)] == prompt, name
         checked.append(name)
     assert len(checked) > 30 or not tool_templates()
+
+
+def test_recorded_logprobs_that_are_the_trainers_own_are_found():
+    own = rescore.own_logprobs.run
+    recomputed = -np.random.default_rng(0).exponential(1.0, 200).astype(np.float32).astype(np.float64) - 0.01
+    first = [Place(file="f", line=1, record=None, trace="t", turn=0, token=None)]
+
+    def hits(recorded, tokens=200):
+        cu = np.array([0, tokens])
+        got = rescore.Rescored(np.asarray(recorded)[:tokens], recomputed[:tokens], cu, first, None)
+        return own(got).count
+
+    assert hits(recomputed) == 200
+    # A server's differ by the order of sums; few tokens, and certain ones, say nothing.
+    assert hits(recomputed * (1 + 3e-7)) == hits(recomputed, 63) == 0
+    most = recomputed.copy()
+    most[:3] -= 1e-6
+    assert hits(most) == 0
+    assert rescore.own_logprobs.finding(own(rescore.Rescored(recomputed, recomputed, np.array([0, 200]), first, None)))

@@ -23,7 +23,9 @@ NUMBERS = (
     "raw_at_temperature",
     "reshaped_sampling",
     "wrong_tokenizer",
+    "placeholder_ids",
     "filled_logprobs",
+    "made_up_zeros",
     "wrong_sum",
     "impossible_logprobs",
 )

@@ -86,6 +86,7 @@ def count_mismatch(look: Look) -> Hits:
     hurts="A logprob of 0 says probability 1: the ratio becomes the policy's own probability, far from 1, and unlike a "
     "missing one it is not masked.",
     cure="Write null where the server gave no logprob. Missing ones are masked, made-up ones are trained on.",
+    hides=("made_up_zeros",),
 )
 def filled_logprobs(look: Look) -> Hits:
     """Sees turns of at least 8 tokens with one value throughout, or that end in 4 or more exact zeros.

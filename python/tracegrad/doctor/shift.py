@@ -32,11 +32,11 @@ def shifted_logprobs(whole: Whole) -> Hits:
 
     Threshold: a null at the head of half of the turns, unless counts say that the rest stands in place; for
     top_logprobs, nine of ten tokens of a turn in a sample of 64 traces; for counts, a lead of 4 standard errors over
-    turns and 0.05 of rank correlation, on at least 200 tokens of 8 turns, for the whole file, for each tier, first and
-    later turns, and each eighth of the file. On the bundled example (66,911 tokens) the correlation is 0.58 in place
-    and 0.12 and 0.02 beside it, a lead of -87 and -174; shifted by one it leads by 64 and 190. Of 1,500 draws of 5 to
-    200 of its traces none was called shifted; shifted ones were found in 97 % (+1) and 84 % (-1) of draws of 10 traces
-    (294 tokens), 100 % and 99.8 % of 20, and all of 50.
+    turns that differ, 2.2 over places between the same neighbours, and 0.05 of rank correlation, on at least 200 tokens
+    of 10 such turns and places, for the whole file, for each tier, first and later turns, and each eighth of the file.
+    On the bundled example (66,911 tokens) the correlation is 0.58 in place and 0.12 and 0.02 beside it. Of 290 draws of
+    10 to 50 of its traces none was called shifted; shifted ones were found in 94 % (+1) and 77 % (-1) of draws of
+    10 traces (294 tokens), 100 % and 99 % of 20, and all of 50.
     """
     told = whole.sample
     if (moved := whole.tops) and moved.lag:

@@ -72,7 +72,7 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
             {"group": group, **row, **of_answer, "choices": [choice]}
             for (row, of_answer), choice in zip(told, record["choices"], strict=True)
         ]
-    if _are_whole(response) and len(response) == count:
+    if isinstance(response, list) and _are_whole(response) and len(response) == count:
         kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
         told = samples.rows(record, count, _SAID, kept)
         return [

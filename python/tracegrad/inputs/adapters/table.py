@@ -87,7 +87,7 @@ ADAPTERS = (
     Adapter("anthropic_talk", blocks.of_talk, blocks.KEYS),
     Adapter("chunk_list", chunks.of_list),
     Adapter("choices", choices.of_call),
-    Adapter("spans_of_several", spans.of_several, ("resourceSpans",)),
+    Adapter("spans_of_several", spans.of_several),
     Adapter(fitting.FAILED, failed.of_error, weak=True, beside=True),
     Adapter("logged_call", loggers.of_call, weak=True, beside=True),
     Adapter("prompt_response", pairs.of_answered, weak=True, beside=True),

@@ -101,7 +101,7 @@ fn holds(text: &[u8], word: &Word<'_>) -> bool {
     if shown.is_ascii() || shown.contains('\u{FFFD}') {
         return !shown.is_ascii();
     }
-    let escaped: String = shown.encode_utf16().map(|unit| format!("\\u{unit:04x}")).collect();
+    let escaped = shown.encode_utf16().map(|unit| format!("\\u{unit:04x}")).collect::<Vec<_>>().concat();
     memmem::find(&text.to_ascii_lowercase(), escaped.as_bytes()).is_some()
 }
 

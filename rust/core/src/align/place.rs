@@ -93,6 +93,7 @@ impl Loom<'_, '_> {
 
     /// All prompt ids: the longest branch they extend, by named edits at the ends of turns if need be, or a fork.
     fn place_ids(&mut self, turn: usize, text: View<'_>) -> Place {
+        self.mark_stops(text.ids);
         let branches = &self.woven.branches;
         let open = |at: &usize| !branches[*at].ended && !branches[*at].headless;
         let extended = (0..branches.len()).filter(open).filter(|&at| text.ids.starts_with(&branches[at].ids));
@@ -114,6 +115,18 @@ impl Loom<'_, '_> {
             }
         }
         Place::Extend(at, text.tail(found.from))
+    }
+
+    /// Ends branches of text that these prompt ids go on with the stop token that stands behind them: the marker of the
+    /// next role, where the template writes none of its own.
+    fn mark_stops(&mut self, ids: &[u32]) {
+        for branch in self.woven.branches.iter_mut().filter(|branch| branch.unmarked) {
+            let next = ids.strip_prefix(branch.ids.as_slice()).and_then(|rest| rest.first().copied());
+            if let Some(stop) = next.filter(|id| self.tokenizer.eos_ids().contains(id)) {
+                branch.stop(stop);
+                self.woven.recorded += 1;
+            }
+        }
     }
 
     /// Sources of recorded prompt ids beside those that the template gives, and the render that fits them best.

@@ -3,6 +3,7 @@
 //! Servers cut the stop string off the text, and keep its tokens in the lists: the text is then shorter than what the
 //! tokens spell, and may end inside a token. Tokens behind a stop token, such as those of a second message, are cut too.
 
+use super::called;
 use super::resolved::Resolved;
 use super::spelling::{is_special, spell};
 use crate::tokenizer::Tokenizer;
@@ -28,7 +29,10 @@ pub fn overrun(
     resolved: &Resolved<'_>,
     tokenizer: &Tokenizer,
 ) -> Option<Overrun> {
-    let content = message.filter(|message| !calls(message)).and_then(|message| message.get("content")?.as_str());
+    if let Some(message) = message.filter(|message| calls(message)) {
+        return behind_calls(message, &resolved.ids, tokenizer);
+    }
+    let content = message.and_then(|message| message.get("content")?.as_str());
     let text = generation.text.as_deref().or(content).filter(|text| !text.is_empty())?;
     let ids = &resolved.ids;
     let stopped = ids.last().is_some_and(|&id| is_special(id, tokenizer));
@@ -62,6 +66,13 @@ pub fn overrun(
     Some(Overrun { end: end + usize::from(stops), partial })
 }
 
+/// Tokens behind the first stop token of a turn that calls tools, where all of its calls stand before that.
+fn behind_calls(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<Overrun> {
+    let stops = |&id: &u32| is_special(id, tokenizer) && tokenizer.eos_ids().contains(&id);
+    let end = ids.iter().position(stops).map(|stop| stop + 1).filter(|&end| end < ids.len())?;
+    called::unsaid(message, &ids[..end], tokenizer).is_none().then_some(Overrun { end, partial: false })
+}
+
 /// Whether a message calls a tool: its text is then no whole of what was sampled.
 fn calls(message: &Value) -> bool {
     let listed = message.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
@@ -71,7 +82,7 @@ fn calls(message: &Value) -> bool {
 /// Whether a message has its reasoning apart from its text.
 fn thinks(message: &Value) -> bool {
     let thought = |key: &&str| message.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
-    ["reasoning_content", "reasoning", "thinking"].iter().any(|key| thought(key))
+    ["reasoning_content", "reasoning", "thinking"].iter().any(thought)
 }
 
 /// Whether the ids end in these bytes, or in these and one special token, and no special token stands before that where the
