@@ -36,8 +36,8 @@ def call(messages, answer="yo", **response):
 
 
 def found(record, tokenizer, **options):
-    sequences = tg.align(tg.Traces.from_records([record]), tokenizer, text_only=True, **options)
-    drift = sequences.drift
+    options = {"text_only": True, **options}
+    drift = tg.align(tg.Traces.from_records([record]), tokenizer, **options).drift
     rows = [n for n, code in enumerate(drift.reason) if drift.reasons[code] == "R36 message_not_in_prompt"]
     return [(int(drift.trace[n]), int(drift.turn[n]), drift.detail[n]) for n in rows]
 
@@ -52,7 +52,7 @@ def test_a_role_of_which_the_template_writes_nothing_is_found(bundled):
     record = call([{"role": "remark", "content": "Answer in rhymes."}, user("hi")])
     assert "remark" not in template
     assert found(record, bundled) == [(0, 0, "the text of message 0 (remark) is not in the prompt")]
-    assert found(record, bundled, mode="align") == [(0, 0, "the text of message 0 (remark) is not in the prompt")]
+    assert found(record, bundled, mode="align", text_only=False) == found(record, bundled)
 
 
 def test_a_text_for_a_template_that_takes_parts_is_found(tmp_path):
