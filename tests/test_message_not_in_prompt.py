@@ -21,7 +21,7 @@ def model(folder, template):
     for each in folder.iterdir():
         each.chmod(0o644)
     (folder / "chat_template.jinja").write_text(template)
-    return tg.Tokenizer.from_pretrained(folder, cache=False)
+    return tg.Tokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def call(messages, answer="yo", **response):
 
 
 def found(record, tokenizer, **options):
-    sequences = tg.align(tg.Traces.from_records([record]), tokenizer, text_only=True, **options)
-    drift = sequences.drift
+    options = {"text_only": True, **options}
+    drift = tg.align(tg.Traces.from_records([record]), tokenizer, **options).drift
     rows = [n for n, code in enumerate(drift.reason) if drift.reasons[code] == "R36 message_not_in_prompt"]
     return [(int(drift.trace[n]), int(drift.turn[n]), drift.detail[n]) for n in rows]
 
@@ -52,7 +52,7 @@ def test_a_role_of_which_the_template_writes_nothing_is_found(bundled):
     record = call([{"role": "remark", "content": "Answer in rhymes."}, user("hi")])
     assert "remark" not in template
     assert found(record, bundled) == [(0, 0, "the text of message 0 (remark) is not in the prompt")]
-    assert found(record, bundled, mode="align") == [(0, 0, "the text of message 0 (remark) is not in the prompt")]
+    assert found(record, bundled, mode="align", text_only=False) == found(record, bundled)
 
 
 def test_a_text_for_a_template_that_takes_parts_is_found(tmp_path):
@@ -215,18 +215,20 @@ IN_PARTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
 
 
 @pytest.mark.skipif(not TEMPLATES.exists(), reason="the templates of others are not here")
-@pytest.mark.parametrize("name", TALKS)
-def test_templates_of_others_show_what_ordinary_conversations_say(tmp_path, name):
-    messages = [
-        each if isinstance(each, dict) else {"role": "assistant", "content": each[0], **each[1]} for each in TALKS[name]
-    ]
+def test_templates_of_others_show_what_ordinary_conversations_say(tmp_path):
     missing, rendered = set(), 0
     for file in sorted(TEMPLATES.rglob("*.jinja")):
         tokenizer = model(tmp_path / "any", file.read_text(encoding="utf-8"))
-        try:
-            missing |= {file.stem} if found(call(messages), tokenizer) else set()
-            rendered += 1
-        except tg.TracegradError:
-            pass
+        for talk in TALKS.values():
+            messages = [each if isinstance(each, dict) else assistant(*each) for each in talk]
+            try:
+                missing |= {file.stem} if found(call(messages), tokenizer) else set()
+                rendered += 1
+            except tg.TracegradError:
+                pass
     assert missing <= IN_PARTS
-    assert rendered > 100
+    assert rendered > 400
+
+
+def assistant(content, more):
+    return {"role": "assistant", "content": content, **more}

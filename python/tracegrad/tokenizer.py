@@ -157,8 +157,8 @@ class Tokenizer:
             TemplateError: if the chat template does not compile.
 
         Warns:
-            UserWarning: if transformers 5 would build the tokenizer anew from `tokenizer_class` and give other ids. It says
-                both of a text.
+            UserWarning: if transformers 5 would build the tokenizer anew from `tokenizer_class` and give other ids.
+                With both ids of a text.
         """
         directory = Path(path)
         if not directory.exists():

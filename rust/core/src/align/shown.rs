@@ -43,29 +43,42 @@ impl Loom<'_, '_> {
         let positions: Vec<(usize, u32)> =
             generation.context.iter().enumerate().filter(new).map(|(at, index)| (at, *index)).collect();
         let Some(&(first, _)) = positions.first() else { return };
-        let mut covered = vec![[0_usize; 2]; generation.context.len() - first];
-        if let (Some(rendered), None) = (rendered, ids) {
-            for span in rendered.spans.iter().rev() {
-                let field = usize::from(span.field == Field::ToolCall);
-                if let Some(bytes) = (span.message as usize).checked_sub(first).and_then(|at| covered.get_mut(at)) {
-                    bytes[field] += if span.field == Field::Reasoning { 0 } else { span.end - span.start };
+        let mut covered = vec![0_usize; generation.context.len() - first];
+        // Schemas of tools at the front have the names of tools too.
+        let (mut schemas, mut earlier, mut only_schemas) = (0, 0, true);
+        let as_rendered = rendered.filter(|_| ids.is_none());
+        for span in as_rendered.iter().flat_map(|rendered| &rendered.spans) {
+            only_schemas &= span.field == Field::ToolSchema;
+            schemas = if only_schemas { span.end } else { schemas };
+            match (span.message as usize).checked_sub(first) {
+                None => earlier = span.end,
+                Some(at) if span.field == Field::Content => {
+                    if let Some(bytes) = covered.get_mut(at) {
+                        *bytes += span.end - span.start;
+                    }
                 }
+                _ => {}
             }
         }
+        let region = as_rendered.map_or("", |rendered| &rendered.text[earlier.max(schemas)..]);
         let prompt = OnceCell::new();
         let text_of = || match ids {
             Some(ids) => squeezed(&String::from_utf8_lossy(&spell_all(ids, tokenizer))),
-            None => squeezed(rendered.map_or("", |rendered| &rendered.text)),
+            None => squeezed(rendered.map_or("", |rendered| &rendered.text[schemas..])),
         };
         let mut missing = Vec::new();
         for (at, index) in positions {
             self.shown[index as usize] = true;
             let message = &trace.messages[index as usize];
             let said = strings(message);
-            for (number, field) in [Field::Content, Field::ToolCall].into_iter().enumerate() {
+            for field in [Field::Content, Field::ToolCall] {
                 let of_field = || said.iter().filter(|said| said.field == field);
-                let wanted: usize = of_field().map(|said| said.text.trim().len()).sum();
-                if wanted == 0 || covered[at - first][number] >= wanted {
+                let is_there = if field == Field::Content {
+                    covered[at - first] >= of_field().map(|said| said.text.trim().len()).sum()
+                } else {
+                    of_field().all(|said| memchr::memmem::find(region.as_bytes(), said.text.as_bytes()).is_some())
+                };
+                if is_there {
                     continue;
                 }
                 let prompt = prompt.get_or_init(text_of);

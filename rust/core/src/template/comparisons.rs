@@ -4,7 +4,8 @@
 //! own; called through `environment` as filters.
 
 use super::charge::{compared, hashed};
-use super::integers;
+use super::integers::{Big, big};
+use super::json::float_of;
 use super::limits::work;
 use super::operators::{floats, operands, refused, whole};
 use super::watch::{self, Tells};
@@ -101,11 +102,60 @@ fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>
         }
         return Ok(left.len().partial_cmp(&right.len()));
     }
-    if let Some(order) = integers::order(left, right) {
+    if let Some(order) = order_of_big(left, right) {
         return Ok(order);
     }
     match (whole(left), whole(right)) {
         (Some(a), Some(b)) => Ok(Some(a.cmp(&b))),
         _ => floats(operator, left, right).map(|(a, b)| a.partial_cmp(&b)),
+    }
+}
+
+/// How two numbers stand of which at least one is such an integer; `None` if none is, or the other is no number.
+fn order_of_big(left: &Value, right: &Value) -> Option<Option<Ordering>> {
+    let alone = |big: &Big, other: &Value| match (whole(other), float_of(other)) {
+        (Some(_), _) => Some(Some(if big.is_negative() { Ordering::Less } else { Ordering::Greater })),
+        (None, Some(float)) => Some(big.float().partial_cmp(&float)),
+        (None, None) => None,
+    };
+    match (big(left), big(right)) {
+        (Some(a), Some(b)) => Some(Some(a.against(b))),
+        (Some(a), None) => alone(a, right),
+        (None, Some(b)) => alone(b, left).map(|order| order.map(Ordering::reverse)),
+        (None, None) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::template::integers::value;
+
+    #[test]
+    fn integers_of_any_size_have_their_order_of_big() {
+        let long = "9".repeat(60);
+        let longer = format!("1{long}");
+        let negative = format!("-{long}");
+        // python3 -c "print(int('9'*60) < int('19'...), ...)"
+        let rising = [format!("-{longer}"), negative, "-170141183460469231731687303715884105729".into()];
+        let values: Vec<Value> = rising
+            .iter()
+            .map(|text| value(text))
+            .chain([Value::from(-1), Value::from(1.5), value(&long), value(&longer)])
+            .collect();
+        for (n, left) in values.iter().enumerate() {
+            for (m, right) in values.iter().enumerate() {
+                let found = order_of_big(left, right);
+                let expected = (big(left).is_some() || big(right).is_some()).then_some(Some(n.cmp(&m)));
+                assert_eq!(found, expected, "{left} {right}");
+            }
+        }
+        assert_eq!(order_of_big(&value(&long), &Value::from("1")), None);
+        assert_eq!(value(&long).to_string(), long);
+        assert_eq!(
+            value("-170141183460469231731687303715884105728").to_string(),
+            "-170141183460469231731687303715884105728"
+        );
+        assert_eq!(float_of(&value("-Infinity")), Some(f64::NEG_INFINITY));
     }
 }

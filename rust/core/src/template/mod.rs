@@ -2,7 +2,7 @@
 //!
 //! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
 //! by `tokenizer`, `align` and the Python border. Its files, each using those before it alone: `tokens`, `bounds`,
-//! `limits`, `rewrite`, `resumable`, `content_format`, `scan` (the source, before the engine sees it); `watch`, `generator`, `charge`,
+//! `limits`, `rewrite`, `resumable`, `content_format`, `scan` (the source, before the engine sees it); `watch`, `generator`, `integers`, `charge`,
 //! `containers`, `json`, `operators`, `comparisons`, `turns`, `slices`, `rendered`, `marks`, `methods`, `filters`,
 //! `predicates`, `clock`, `environment` (what the engine is given); `value`, `served_message`, `renders`, `conversation`, `schemas`, `provenance`, `session`; here the render, and on it
 //! `resume`, `marking`, `served`.

@@ -4,7 +4,6 @@
 //! `config.json` of a model directory as transformers does. Called by `Tokenizer::from_dir`.
 
 use super::model::Model;
-use super::rebuilt::Class;
 use crate::error::{Error, Kind, Location, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -46,6 +45,41 @@ impl ExtraToken {
     pub(super) fn stated(&self) -> Value {
         json!({"id": self.id, "content": self.content, "special": self.special, "normalized": self.normalized,
             "lstrip": self.strips.0, "rstrip": self.strips.1, "single_word": self.single_word})
+    }
+}
+
+/// What decides which class transformers loads.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Class {
+    /// `tokenizer_class` of tokenizer_config.json, else of config.json.
+    pub name: Option<String>,
+    /// `model_type` of config.json.
+    pub model_type: Option<String>,
+    /// `add_prefix_space` of tokenizer_config.json.
+    pub add_prefix_space: Option<bool>,
+    /// `legacy` of tokenizer_config.json.
+    pub legacy: Option<bool>,
+    /// `unk_token` of tokenizer_config.json.
+    pub unk_token: Option<String>,
+    /// Whether the model has a tokenizer class of its own, whose code is not known here.
+    pub has_code: bool,
+}
+
+impl Class {
+    /// What the files of a model directory say.
+    fn of(tokenizer: &Map<String, Value>, model: Option<&Map<String, Value>>) -> Self {
+        let text = |map: &Map<String, Value>, key: &str| map.get(key).and_then(Value::as_str).map(str::to_owned);
+        let flag = |key: &str| tokenizer.get(key).and_then(Value::as_bool);
+        let code = tokenizer.get("auto_map").and_then(|map| map.get("AutoTokenizer").or_else(|| map.get(0)));
+        let unk = tokenizer.get("unk_token");
+        Self {
+            name: text(tokenizer, "tokenizer_class").or_else(|| text(model?, "tokenizer_class")),
+            model_type: model.and_then(|model| text(model, "model_type")),
+            add_prefix_space: flag("add_prefix_space"),
+            legacy: flag("legacy"),
+            unk_token: unk.and_then(|unk| unk.as_str().or_else(|| unk.get("content")?.as_str())).map(str::to_owned),
+            has_code: code.is_some_and(|code| !code.is_null()),
+        }
     }
 }
 

@@ -33,13 +33,13 @@ mod rebuilt;
 mod reference;
 mod tiktoken;
 
-pub use config::{Eos, ExtraToken, TokenizerConfig};
+pub use config::{Class, Eos, ExtraToken, TokenizerConfig};
 pub use encoder::{Behind, Report};
 pub use loaded::Tokenizer;
 pub use model::Model;
 pub use partial::Partial;
 pub use pieces::Spelling;
-pub use rebuilt::{Class, Rebuilt};
+pub use rebuilt::Rebuilt;
 
 use crate::error::Result;
 

@@ -4,6 +4,7 @@
 //! uses it samples behind other prompts. Which class is loaded is decided as `AutoTokenizer` of transformers 5.24 does, with
 //! its table of model types in `transformers.txt`; what the classes build is said here. Called by `load`.
 
+use super::config::Class;
 use super::outline::values_under;
 use super::reference::{Reference, build};
 use serde::{Deserialize, Serialize};
@@ -32,23 +33,6 @@ const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// What decides which class transformers loads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Class {
-    /// `tokenizer_class` of tokenizer_config.json, else of config.json.
-    pub name: Option<String>,
-    /// `model_type` of config.json.
-    pub model_type: Option<String>,
-    /// `add_prefix_space` of tokenizer_config.json.
-    pub add_prefix_space: Option<bool>,
-    /// `legacy` of tokenizer_config.json.
-    pub legacy: Option<bool>,
-    /// `unk_token` of tokenizer_config.json.
-    pub unk_token: Option<String>,
-    /// Whether the model has a tokenizer class of its own, whose code is not known here.
-    pub has_code: bool,
-}
-
 /// A text of which transformers 5 makes other ids.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rebuilt {
@@ -63,22 +47,6 @@ pub struct Rebuilt {
 }
 
 impl Class {
-    /// What the files of a model directory say.
-    pub(super) fn of(tokenizer: &Map<String, Value>, model: Option<&Map<String, Value>>) -> Self {
-        let text = |map: &Map<String, Value>, key: &str| map.get(key).and_then(Value::as_str).map(str::to_owned);
-        let flag = |key: &str| tokenizer.get(key).and_then(Value::as_bool);
-        let code = tokenizer.get("auto_map").and_then(|map| map.get("AutoTokenizer").or_else(|| map.get(0)));
-        let unk = tokenizer.get("unk_token");
-        Self {
-            name: text(tokenizer, "tokenizer_class").or_else(|| text(model?, "tokenizer_class")),
-            model_type: model.and_then(|model| text(model, "model_type")),
-            add_prefix_space: flag("add_prefix_space"),
-            legacy: flag("legacy"),
-            unk_token: unk.and_then(|unk| unk.as_str().or_else(|| unk.get("content")?.as_str())).map(str::to_owned),
-            has_code: code.is_some_and(|code| !code.is_null()),
-        }
-    }
-
     /// The class that `AutoTokenizer` loads, as far as it is known.
     fn loaded(&self, byte_level: bool) -> Option<&str> {
         if self.has_code {
