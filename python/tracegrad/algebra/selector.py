@@ -36,7 +36,7 @@ class TopEntropy(AnyGate):
     takes_entropy = True
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, zero=True)
 
     def keeps(self, view: View, keep: Any) -> Any:
         counted = view.entropy.where(view.counted, math.nan).float().reshape(-1)
@@ -138,8 +138,8 @@ def _covariance(view: View, mask: Any, scaled: bool) -> Any:
     return covariance.where(mask, -INFINITY)
 
 
-def _check(part: TopEntropy | DropCovariance | TopCovariance) -> None:
+def _check(part: TopEntropy | DropCovariance | TopCovariance, *, zero: bool = False) -> None:
     name = type(part).__name__
     one_of(f"{name}.scope", part.scope, ("microbatch",))
-    if not (0 < part.share < 1 or (part.share == 0 and isinstance(part, TopEntropy))):
+    if not (0 < part.share < 1 or (zero and part.share == 0)):
         raise ArgumentError(f"{name}.share is {part.share}. It is a share of the terms and lies between 0 and 1.")

@@ -13,7 +13,7 @@ from tracegrad.drift import said
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
 PLACEHOLDERS = 4  # ids from which one id, or a count, is no text
-EXPERTS = re.compile(rb'(?<!\\)"(?:[a-z_]*routed_experts|routing_matrix)"\s*:\s*(?!null|\[\])')
+EXPERTS = re.compile(rb'(?<!\\)"(?:[a-z_]*routed_experts|routing_matrix)"\s*:(?!\s*(?:null|\[\]))')
 """A record that holds the experts of its tokens; in a text of a message its quotes would be escaped."""
 FEW = 8  # tokens, at most, of an answer without a word: its end, and an empty thought that a template writes
 WORDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")

@@ -43,7 +43,7 @@ def share(schedule: Schedule, step: int, steps: int | None = None, lr: float = 1
     if step < warm:
         risen = step / warm
         return floor + (1 - floor) * risen if schedule.name == "wsd" else risen
-    if total is None:
+    if total is None or schedule.name == "constant":
         return 1.0
     late = _decay_steps(schedule, total) if schedule.name == "wsd" else total - warm
     place = (step - (total - late)) / max(late, 1)
