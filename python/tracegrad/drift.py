@@ -35,7 +35,7 @@ class Drift:
         errors: one line for each trace that could not be aligned and was left out.
         left_out: of each error, the row of its trace among those that `align` was given; not saved.
         server_profiles: traces with a prompt that was rendered, by the server whose rules were taken: `vllm`, or `vllm
-            (assumed)` if neither the record nor the caller named one; not saved.
+            (assumed)` if neither the record nor the caller named one.
     """
 
     reason: NDArray[np.uint8]

@@ -296,6 +296,7 @@ class Sequences:
         columns = {name: getattr(self, name) for name in store.COLUMNS}
         columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
         drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
+        drift["server_profiles"] = dict(self.drift.server_profiles)
         return store.Stored(columns, dict(self.extras), names, drift, self.images)
 
     @classmethod

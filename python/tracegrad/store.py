@@ -125,6 +125,8 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
         names = {name: _strings(table[name]) for name in NAMES}
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
         drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
+        profiles = table["drift"].get("server_profiles", {})  # not written by earlier versions
+        drift["server_profiles"] = {str(name): manifest.count(traces) for name, traces in profiles.items()}
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown, where it was not yet written
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         images = None
@@ -195,9 +197,15 @@ def joined(parts: Sequence[Stored]) -> Stored:
             "reasons": first.drift["reasons"],
             **{name: tuple(chain(*(part.drift[name] for part in parts))) for name in ("detail", "errors")},
             **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
+            "server_profiles": _summed([part.drift["server_profiles"] for part in parts]),
         },
         Images.joined([(part.images, len(part.columns["trace"])) for part in parts]),
     )
+
+
+def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(chain.from_iterable(counts))
+    return {name: sum(each.get(name, 0) for each in counts) for name in names}
 
 
 def _extra_of(name: str, parts: Sequence[Stored]) -> Array | Ragged:

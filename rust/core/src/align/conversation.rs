@@ -9,8 +9,7 @@ use super::splice::{Ending, splice};
 use crate::drift::{Finding, Reason};
 use crate::error::{Error, Kind, Result};
 use crate::media::part_of;
-use crate::server::Server;
-use crate::template::{Ask, Rendered, Session};
+use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -147,10 +146,7 @@ impl Conversation {
         let scaffold = Scaffold::new(&self.tokenizer, None)?;
         let messages: Vec<&Value> = self.messages.iter().map(Arc::as_ref).collect();
         let (template, tools) = (self.tokenizer.template_for(self.tools.as_ref())?, self.tools.as_ref());
-        // As a chat server would write it, so that both roads give one prompt.
-        let thinking = self.tokenizer.model().speaks_harmony;
-        let ask = Ask { server: Server::Vllm, prompt: true, continues: false, thinking };
-        let rendered = template.render_served(&mut Session::default(), &messages, tools, ask, &self.kwargs)?;
+        let rendered = template.render(&messages, tools, true, &self.kwargs)?;
         let text = Arc::clone(&rendered.text);
         let Some(last) = &self.last else {
             return Ok(Next { ids: scaffold.encode(&rendered, 0)?.ids, text, fork: None });
