@@ -8,9 +8,7 @@ use super::coverage;
 use super::history::{History, Path};
 use super::message::{Entry, streamed};
 use crate::format::json::diagnose;
-use crate::format::json::fields::{
-    Fields, Header, Sampling, count, is_partial, mapping, number, present, text, tools,
-};
+use crate::format::json::fields::{Fields, Header, Sampling, count, is_partial, mapping, number, present, text, tools};
 use crate::format::json::object::{Kind, Node, Object};
 use crate::format::json::outline::Outline;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
