@@ -153,7 +153,8 @@ def nearer(now: Floats, other: Floats, rollout: Floats) -> float:
 
     The rounding of `now`, which is in both distances, cancels.
     """
-    return _surely(_bounded(rollout, now) ** 2 - _bounded(rollout, other) ** 2)
+    known = ~np.isnan(other)
+    return _surely(_bounded(rollout[known], now[known]) ** 2 - _bounded(rollout[known], other[known]) ** 2)
 
 
 def _bounded(one: Floats, other: Floats) -> NDArray[np.float64]:
