@@ -99,6 +99,14 @@ def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path
         assert "still run the weights of the version before" in said
 
 
+def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeypatch):
+    """A top_p that moves no token beyond the bounds moves all of them one way."""
+    monkeypatch.setattr(canary, "TOKENS", 256)
+    monkeypatch.setattr(canary, "AT_ONCE", 16)
+    said = fault(PolicyServer(sampling={"top_p": 0.9}), tmp_path, config=BF16, steps=4)
+    assert "nats likelier to them on average, which rounding does not explain" in said
+
+
 def test_a_clean_bf16_run_is_no_alarm(tmp_path):
     with PolicyServer() as server:
         found = run(server, tmp_path, config=BF16, steps=4)

@@ -170,11 +170,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     meter = metered()
-    dtype = "bf16" if options.asked else "float32"
-    config = tg.config.Config(optimizer=tg.config.Optimizer(lr=4e-4), train=tg.config.Train(dtype=dtype))
+    config = tg.config.Config(
+        optimizer=tg.config.Optimizer(lr=4e-4), train=tg.config.Train(dtype="bf16" if options.asked else "float32")
+    )
     with (
         tempfile.TemporaryDirectory() as name,
-        served(options.vllm_python, Path(name), {"bf16": "bfloat16"}.get(dtype, dtype)) as (url, pid),
+        served(options.vllm_python, Path(name), "bfloat16" if options.asked else "float32") as (url, pid),
     ):
         watch = Watch(meter, pid)
         if options.asked:

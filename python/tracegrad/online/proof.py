@@ -145,7 +145,7 @@ def above(now: Floats, rollout: Floats) -> float:
     (0.1, 0.0)
     """
     off = _bounded(rollout, now)
-    return float(off.mean()) if surely(off) > CERTAIN else 0.0
+    return float(off.mean()) if _surely(off) > CERTAIN else 0.0
 
 
 def nearer(now: Floats, other: Floats, rollout: Floats) -> float:
@@ -153,7 +153,8 @@ def nearer(now: Floats, other: Floats, rollout: Floats) -> float:
 
     The rounding of `now`, which is in both distances, cancels.
     """
-    return surely(_bounded(rollout, now) ** 2 - _bounded(rollout, other) ** 2)
+    known = ~np.isnan(other)
+    return _surely(_bounded(rollout[known], now[known]) ** 2 - _bounded(rollout[known], other[known]) ** 2)
 
 
 def _bounded(one: Floats, other: Floats) -> NDArray[np.float64]:
@@ -162,7 +163,7 @@ def _bounded(one: Floats, other: Floats) -> NDArray[np.float64]:
     return np.clip(off[~np.isnan(off)], -FARTHEST, FARTHEST)
 
 
-def surely(values: NDArray[np.float64]) -> float:
+def _surely(values: NDArray[np.float64]) -> float:
     """A mean in its standard errors; 0 of fewer than two values."""
     if len(values) < 2:
         return 0.0
