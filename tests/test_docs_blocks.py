@@ -34,7 +34,9 @@ def folder(tmp_path_factory):
     recorded = tg.read(EXAMPLE / "traces.jsonl.zst")
     tg.write((trace for trace in recorded if "g0240" <= (trace.group or "") < "g0264"), there / "traces.jsonl")
     (there / "logs").mkdir()
-    shutil.copy(there / "traces.jsonl", there / "logs" / "monday.jsonl")
+    rows = [json.loads(line) for line in (there / "traces.jsonl").read_text().splitlines()]
+    scored = [{**row, "metadata": {**(row.get("metadata") or {}), "score": row["reward"]}} for row in rows]
+    (there / "logs" / "monday.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scored))
     (there / "model").symlink_to(EXAMPLE / "model")
     (there / "examples").symlink_to(ROOT / "examples")
     (there / "mine.py").write_text("def right(completions, **columns):\n    return [1.0 for _ in completions]\n")

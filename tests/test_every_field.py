@@ -364,6 +364,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (True, 6 / e),
     ),
     "Clamp.low": (lambda v: weight(log(0.25), shape=Clamp(low=v)), (0.0, 0.75), (0.5, 1.5)),
+    "Clamp.below_one": (lambda v: weight(log(3), shape=Clamp(0, 0.5 if v else 2, v)), (False, 6), (True, 1.5)),
     "Clamp.high": (lambda v: weight(log(3), shape=Clamp(high=v)), (2.0, 6), (4.0, 9)),
     "Window.low": (lambda v: weight(log(0.6), shape=Window(low=v)), (0.5, 1.8), (0.8, 0)),
     "Window.high": (lambda v: weight(log(3), shape=Window(high=v)), (5.0, 9), (2.0, 0)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
@@ -41,6 +42,7 @@ from tracegrad.learner.plan import Plan  # noqa: E402
 from tracegrad.learner.setup import device_of  # noqa: E402
 from tracegrad.learner.step import measure  # noqa: E402
 from tracegrad.metrics import Stopwatch  # noqa: E402
+from tracegrad.sampling import options_on  # noqa: E402
 from watched import GROUPS, SIZE, told, traces, watched  # noqa: E402
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -86,6 +88,26 @@ def server_profile(folder: Path) -> None:
     assert found.drift.server_profiles == {"sglang": 1}
 
 
+def sampling_defaults(folder: Path) -> None:
+    """A request says no option, and the model's generation_config.json cuts to 20 tokens."""
+    model = Path(shutil.copytree(MODEL, folder / "model"))
+    (model / "generation_config.json").write_text('{"top_k": 20}')
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "It costs 3."}}
+    choice |= {"token_ids": ids(), "logprobs": known()["logprobs"]}
+    request = {"messages": [{"role": "user", "content": "2 × lamp"}]}
+    line = {"id": "t", "reward": 1.0, "request": request, "response": {"choices": [choice]}}
+    (folder / "t.jsonl").write_text(json.dumps(line) + "\n")
+    chosen = config.load(overrides=[("data.sampling_defaults", "model")]).data
+    cut = prepare.load(str(folder / "t.jsonl"), model, chosen, folder, Stopwatch())[0]
+    assert [options_on(int(bits)) for bits in cut.reshaped] == [("top_k",)]
+
+
+def accept_truncated_sampling(folder: Path) -> None:
+    found = traces()
+    cut = replace(found, reshaped=np.ones_like(found.reshaped))
+    assert watched(cut, folder, data__accept_truncated_sampling=True).steps
+
+
 def text_only(folder: Path) -> None:
     assert aligned(folder, turn("It costs 3."), text_only=True).trainable.sum() == len(ids())
 
@@ -101,12 +123,12 @@ def mapped(**told: str) -> tg.Traces:
     """Two calls of one conversation, the later one first, as a mapping from a config reads them."""
     first = [{"role": "user", "content": "2 × lamp"}, turn("It costs 3.", token_ids=ids())]
     later = [first[0], turn("It costs 3."), {"role": "user", "content": "And?"}, turn("No.", token_ids=ids())]
-    run = {"score": "0.5", "name": "a", "kind": "processed", "t": "0.25", "v": "v7"}
+    run = {"score": "0.5", "name": "a", "kind": "processed", "t": "0.25", "v": "v7", "sampling": {"temperature": 0.5}}
     records = [{"messages": each, **run, "at": at} for at, each in ((2, later), (1, first))]
     return tg.read(records, map=config.load(overrides=[(f"map.{name}", path) for name, path in told.items()]).map)
 
 
-MAPPED = ("reward", "group", "id", "logprob_kind", "temperature", "version")
+MAPPED = ("reward", "group", "id", "logprob_kind", "temperature", "sampling", "version")
 
 
 def map_fields(_: Path) -> None:
@@ -116,6 +138,7 @@ def map_fields(_: Path) -> None:
     assert mapped(id="name")[0].id == "a"
     turns = mapped(logprob_kind="kind", temperature="t", version="v")[0].generations
     assert {(each.logprob_kind, each.temperature, each.policy_version) for each in turns} == {("processed", 0.25, 7)}
+    assert {each.temperature for each in mapped(sampling="sampling")[0].generations} == {0.5}
 
 
 def map_session(_: Path) -> None:
@@ -492,16 +515,15 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.on_error": (None, on_error),
     "data.logprob_kind": (None, logprob_kind),
     "data.server_profile": (None, server_profile),
+    "data.sampling_defaults": (None, sampling_defaults),
+    "data.accept_truncated_sampling": (None, accept_truncated_sampling),
     "data.text_only": (None, text_only),
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),
     "data.reward_weights": (None, reward_weights),
     "data.holdout": (None, holdout),
     "mixture.weights": (None, weights),
-    **{
-        f"map.{name}": (None, map_fields)
-        for name in ("reward", "group", "id", "logprob_kind", "temperature", "version")
-    },
+    **{f"map.{name}": (None, map_fields) for name in MAPPED},
     **{f"map.{name}": (None, map_session) for name in ("session", "order")},
     **{f"filter.{of.__name__}": (None, of) for of in loops.OF_FILTER},
     **{f"filter.{end}_{name}": (None, loops.by_trace) for end in ("min", "max") for name in ("reward", "turns")},

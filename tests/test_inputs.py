@@ -91,7 +91,7 @@ def test_files_without_a_call_among_others_are_left_out_and_alone_an_error(folde
     assert "1 files without a record of a call are left out" in "\n".join(stream.lines())
     with pytest.raises(ReadError, match="no record in it"):
         tg.read(folder / "a0.jsonl")
-    assert len(tg.read(folder, map={"session": "trace_id"})) == 7
+    assert len(tg.read(folder, map={"session": "id"})) == 7
 
 
 @pytest.mark.parametrize(

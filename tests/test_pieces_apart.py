@@ -159,13 +159,13 @@ def test_a_text_that_is_joined_with_what_was_sampled_is_a_finding(tmp_path):
     user = {"role": "user", "content": "a"}
     sequences = tg.align(tg.Traces.from_records([{"reward": 1.0, "messages": [user, turn, user, last]}]), ours)
 
-    assert sequences.drift.table()["normalizer_changed"] == 1
+    assert sequences.drift.table()["R27 normalizer_changed"]["findings"] == 1
     conversation = tg.Conversation(ours, [user])
     conversation.prompt_ids()
     conversation.append([id_of["b"]])
     conversation.append([user])
     assert [int(i) for i in conversation.prompt_ids()] == [int(i) for i in ours.encode("<s>axbxax")]
-    assert [fork.reason for fork in conversation.forks] == ["normalizer_changed"]
+    assert [fork.reason for fork in conversation.forks] == ["R27 normalizer_changed"]
 
 
 def test_byte_level_tokenizers_are_encoded_apart():

@@ -288,7 +288,7 @@ def test_what_is_joined_over_the_input_is_one_part_and_said(make, tmp_path, inpu
     [part], why = prepare.cut([*inputs, str(tmp_path / "pipe")], PART)
     assert why == "what comes through a pipe can be read once"
     assert "part-00000" in str(part)
-    account = make(tmp_path / "o", inputs[:1], map=Map(session="task"))
+    account = make(tmp_path / "o", inputs[:1], map=Map(session="id"))
     assert "parts    1: --map.session joins records of the whole input" in account.lines()
 
 

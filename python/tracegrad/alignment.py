@@ -96,7 +96,7 @@ def align(
         server=server_profile,
         skip_errors=on_error == "skip",
         rule=rule and _told(rule, table),
-        sampling_defaults=json.dumps(dict(sampling_defaults), default=str) if sampling_defaults else None,
+        sampling_defaults=_defaults(sampling_defaults),
     )
     placed = found.pop("images")
     columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}
@@ -123,6 +123,17 @@ def _told(rule: Rule, table: Pictures) -> tuple[int, list[int], dict[tuple[int, 
     expansions = rule.expansions(table.width, table.height)
     around = {*rule.frames, *(each for ids in expansions.values() for each in ids)}
     return rule.pad, sorted(around), expansions
+
+
+def _defaults(sampling_defaults: Mapping[str, Any] | None) -> str | None:
+    """The options as JSON; None if there are none."""
+    if sampling_defaults is None:
+        return None
+    arrays.instance(sampling_defaults, "sampling_defaults", Mapping, "Pass a mapping of options.")
+    try:
+        return json.dumps(dict(sampling_defaults), default=str) if sampling_defaults else None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"sampling_defaults is not what JSON can say: {error}") from None
 
 
 def _rule(tokenizer: Tokenizer) -> Rule | None:

@@ -6,6 +6,7 @@ where they are known. Their text is for terminals and logs: `shown` makes it one
 
 import copyreg
 import re
+from collections.abc import Sequence
 
 from tracegrad._core import (
     AlignmentError,
@@ -66,3 +67,15 @@ __all__ = [
 for _name in __all__:
     if isinstance(_found := globals()[_name], type):
         copyreg.pickle(_found, _parts)  # type: ignore[arg-type]
+
+
+class ServerError(TracegradError):
+    """A server that gave no answer, or one that cannot be used: which, what it said, and what to do."""
+
+
+class RefusedFields(ServerError):
+    """A server that refuses a request for sampling fields that do nothing; `names` says which."""
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = tuple(names)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.errors import ArgumentError, RefusedFields, ServerError, shown
 from tracegrad.rollout.jsons import loads
 
 try:
@@ -22,18 +22,6 @@ except ImportError as error:
 # Servers close connections that were idle for 5 s (uvicorn's default); ours are given up before.
 IDLE_S = 3.0
 SHOWN = 500
-
-
-class ServerError(TracegradError):
-    """A server that gave no answer, or one that cannot be used: which, what it said, and what to do."""
-
-
-class RefusedFields(ServerError):
-    """A server that refuses a request for sampling fields that do nothing; `names` says which."""
-
-    def __init__(self, message: str, names: Sequence[str]) -> None:
-        super().__init__(message)
-        self.names = tuple(names)
 
 
 @dataclass(frozen=True)

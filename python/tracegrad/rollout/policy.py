@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.rollout.http import RefusedFields
+from tracegrad.errors import ArgumentError, RefusedFields, TracegradError
 from tracegrad.rollout.session import Call, Message, Session
 
 

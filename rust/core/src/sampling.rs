@@ -109,7 +109,7 @@ impl Off {
             (Self::At(off), value) => number(value).is_some_and(|number| {
                 off.contains(&number) || name == "top_k" && number >= EVERY_TOKEN || name == "min_p" && number < 0.0
             }),
-            (Self::Empty, Value::Array(list)) => list.iter().all(|each| pair_is_idle(each)),
+            (Self::Empty, Value::Array(list)) => list.iter().all(pair_is_idle),
             (Self::Empty, Value::Object(map)) => map.values().all(|each| number(each) == Some(0.0)),
             (Self::Empty, Value::String(text)) => text.is_empty(),
             (Self::Empty, value) => number(value) == Some(0.0),
@@ -142,16 +142,17 @@ impl Options {
     pub fn read(fields: &Map<String, Value>) -> Self {
         let mut found: Vec<(u8, Value)> = Vec::new();
         for (key, value) in fields {
-            if let Some(place) = place_of(key).filter(|_| !value.is_null()) {
-                if found.iter().all(|(known, _)| usize::from(*known) != place) {
-                    found.push((place as u8, value.clone()));
-                }
+            if let Some(place) = place_of(key).filter(|_| !value.is_null())
+                && found.iter().all(|(known, _)| usize::from(*known) != place)
+            {
+                found.push((place as u8, value.clone()));
             }
         }
         Self((!found.is_empty()).then(|| found.into()))
     }
 
     /// What `outer` says in addition.
+    #[must_use]
     pub fn or(self, outer: &Self) -> Self {
         match (&self.0, &outer.0) {
             (_, None) => self,

@@ -111,12 +111,11 @@ impl<'a> Loom<'a, '_> {
             }
             let run = resolved.run_at(index).filter(|_| self.options.lenient || self.options.assume_canonical);
             let Some(Run { end: behind, bytes, entry, .. }) = run else { break };
-            let canonical = match entry {
-                Some(entry) => vec![*entry],
-                None => {
-                    let before = before(branch, self.tokenizer);
-                    self.tokenizer.encode_behind(&before, &String::from_utf8_lossy(bytes))?.ids
-                }
+            let canonical = if let Some(entry) = entry {
+                vec![*entry]
+            } else {
+                let before = before(branch, self.tokenizer);
+                self.tokenizer.encode_behind(&before, &String::from_utf8_lossy(bytes))?.ids
             };
             if self.tokenizer.first_outside(&canonical).is_some() {
                 break;

@@ -5,10 +5,11 @@
 //! else texts are compared without white space. Reasoning, media, and what is no string may be left out.
 
 use super::prompt::Scaffold;
-use super::spelling::spell_all;
+use super::spelling::{is_special, spell_all};
 use super::weave::Loom;
 use crate::drift::Reason;
 use crate::exact;
+use crate::server::Server;
 use crate::template::{Field, Rendered};
 use crate::trace::{Generation, Message};
 use serde_json::{Map, Value, json};
@@ -39,6 +40,7 @@ impl Loom<'_, '_> {
         ids: Option<&[u32]>,
     ) {
         let (looked, tokenizer, trace) = (&self.shown, self.tokenizer, self.trace);
+        let server = self.scaffold.server_of(generation);
         let new = |(_, index): &(usize, &u32)| !looked.get(**index as usize).copied().unwrap_or(true);
         let positions: Vec<(usize, u32)> =
             generation.context.iter().enumerate().filter(new).map(|(at, index)| (at, *index)).collect();
@@ -63,14 +65,19 @@ impl Loom<'_, '_> {
         let region = as_rendered.map_or("", |rendered| &rendered.text[earlier.max(schemas)..]);
         let prompt = OnceCell::new();
         let text_of = || match ids {
-            Some(ids) => squeezed(&String::from_utf8_lossy(&spell_all(ids, tokenizer))),
+            // A picture's placeholder stands there once for each of its features, and once in the message.
+            Some(ids) => {
+                let mut ids = ids.to_vec();
+                ids.dedup_by(|id, before| id == before && is_special(*id, tokenizer));
+                squeezed(&String::from_utf8_lossy(&spell_all(&ids, tokenizer)))
+            }
             None => squeezed(rendered.map_or("", |rendered| &rendered.text[schemas..])),
         };
         let mut missing = Vec::new();
         for (at, index) in positions {
             self.shown[index as usize] = true;
             let message = &trace.messages[index as usize];
-            let said = strings(message);
+            let said = strings(message, server);
             for field in [Field::Content, Field::ToolCall] {
                 let of_field = || said.iter().filter(|said| said.field == field);
                 let is_there = if field == Field::Content {
@@ -110,8 +117,8 @@ fn role_of(message: &Message) -> String {
     if role.is_empty() { "no role".to_owned() } else { role.chars().take(40).collect() }
 }
 
-/// The strings of a message that its prompt must hold.
-fn strings(message: &Message) -> Vec<Said<'_>> {
+/// The strings of a message that its prompt must hold, as this server writes it.
+fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
     let Value::Object(fields) = &message.value else { return Vec::new() };
     let mut said = Vec::new();
     let is_assistant = message.role() == "assistant";
@@ -140,13 +147,19 @@ fn strings(message: &Message) -> Vec<Said<'_>> {
         if let Some(name) = function.get("name").and_then(Value::as_str) {
             said.push(Said { what: NAME, text: Cow::Borrowed(name), field: Field::ToolCall });
         }
+        // These make an empty object of what is none, so that their prompts cannot show it.
+        let objects_alone = matches!(server, Server::Vllm | Server::OpenAi);
+        let counts = |value: &Value| !objects_alone || value.is_object();
         match function.get("arguments") {
             Some(Value::String(text)) => match exact::parse(text) {
-                Ok(value) => owned_leaves(&value, &mut said),
-                Err(_) => said.push(Said { what: ARGUMENT, text: Cow::Borrowed(text), field: Field::ToolCall }),
+                Ok(value) if counts(&value) => owned_leaves(&value, &mut said),
+                Err(_) if !objects_alone => {
+                    said.push(Said { what: ARGUMENT, text: Cow::Borrowed(text), field: Field::ToolCall });
+                }
+                _ => {}
             },
-            Some(value) => owned_leaves(value, &mut said),
-            None => {}
+            Some(value) if counts(value) => owned_leaves(value, &mut said),
+            _ => {}
         }
     }
     said
@@ -203,7 +216,7 @@ fn escaped(c: char) -> String {
     if c.is_ascii() {
         return c.to_string();
     }
-    c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect()
+    c.encode_utf16(&mut [0; 2]).iter().fold(String::new(), |text, unit| text + &format!("\\u{unit:04x}"))
 }
 
 fn squeezed(text: &str) -> String {

@@ -154,8 +154,7 @@ pub(super) fn compared(json: &[u8], frame: &Value, class: &Class, inner: &dyn Re
 /// A part of a tokenizer.json without what says nothing of ids.
 fn shape(part: Option<&Value>) -> Value {
     match part {
-        None => Value::Null,
-        Some(Value::Bool(false)) => Value::Null,
+        None | Some(Value::Bool(false)) => Value::Null,
         Some(Value::String(text)) if text.is_empty() => Value::Null,
         Some(Value::Array(items)) => items.iter().map(|item| shape(Some(item))).collect(),
         Some(Value::Object(map)) => {
