@@ -41,7 +41,17 @@ PLAIN = {
         "template_kwargs",
     ),
     *("generations", "reward_column", "columns", "abandon", "has_generation", "has_template", "name", "eos_ids"),
-    *("spelling", "report", "rebuilt", "token_bytes", "id_of_bytes", "id_of_added", "is_special", "is_added", "model_vocab_size"),
+    *(
+        "spelling",
+        "report",
+        "rebuilt",
+        "token_bytes",
+        "id_of_bytes",
+        "id_of_added",
+        "is_special",
+        "is_added",
+        "model_vocab_size",
+    ),
 }
 
 

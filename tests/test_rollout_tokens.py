@@ -114,7 +114,10 @@ def test_the_ids_that_were_asked_hold_every_sampled_one(policy, order):
         drawn = policy.generate(before)["choices"][0]["token_ids"]
         held = before["token_ids"] + drawn
         assert after["token_ids"][: len(held)] == held
-    assert all(body["sampling_params"] == {"temperature": 1.0, "top_p": 1.0, "logprobs": 0} for body in asked)
+    # Each option is said, so that a model's generation_config.json sets none.
+    told = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0}
+    told |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert all(body["sampling_params"] == told for body in asked)
 
 
 def test_versions_of_one_answer_are_told_token_by_token(policy, order):

@@ -25,6 +25,7 @@ PARTS = 8  # of the file, tested one by one
     hurts="Every token is given its neighbour's probability: all ratios are wrong, most of them wildly, none is NaN.",
     cure="Pair logprobs[i] with the id it was returned with: drop the leading null of prompt logprobs and echoes, cut "
     "ids and logprobs by one slice. tracegrad doctor --rescore checks it against the model.",
+    hides=("made_up_zeros",),
 )
 def shifted_logprobs(whole: Whole) -> Hits:
     """Sees logprobs that follow bigram counts of the file better one token away than where they stand; lists that begin
