@@ -22,11 +22,10 @@ from tiny import sampled, tiny_model  # noqa: E402
 from tracegrad import config, learner, online, presets  # noqa: E402
 from tracegrad.algebra import with_kl  # noqa: E402
 from tracegrad.cli import main  # noqa: E402
-from tracegrad.errors import ArgumentError, ReadError  # noqa: E402
+from tracegrad.errors import ArgumentError, ReadError, ServerError  # noqa: E402
 from tracegrad.learner.adapted import load_model, merge_adapters  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
 from tracegrad.learner.forecast import forecast  # noqa: E402
-from tracegrad.rollout.http import ServerError  # noqa: E402
 
 LORA = {"train__epochs": 1, "optimizer__lr": 5e-2}
 

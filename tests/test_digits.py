@@ -88,7 +88,7 @@ def test_a_record_keeps_the_digits_of_messages_tools_and_variables(tmp_path, the
                 '[{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "c", '
                 f'"type": "function", "function": {{"name": "f", "arguments": {arguments}}}}}]}}]'
             )
-            tools = f'[{{"type": "function", "function": {{"name": "f", "description": "d", "parameters": '
+            tools = '[{"type": "function", "function": {"name": "f", "description": "d", "parameters": '
             tools += f'{{"maximum": {text}}}}}}}]'
             (tmp_path / "t.jsonl").write_text(f'{{{odd}"reward": 1, "messages": {messages}, "tools": {tools}}}\n')
             [trace] = tg.read(tmp_path / "t.jsonl")

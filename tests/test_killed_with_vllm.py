@@ -15,7 +15,6 @@ import tracegrad as tg
 from tracegrad.online import Online, Play
 from tracegrad.online.frames import Follower
 from tracegrad.online.ledger import Ledger
-from tracegrad.rollout.http import ServerError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # ten servers of its own
 KILLS, STEPS, GROUPS = 10, 24, 4

@@ -8,7 +8,7 @@ import pytest
 
 from stand_in import StandIn, until
 from tracegrad.config import Config
-from tracegrad.errors import FormatError, ReadError
+from tracegrad.errors import FormatError, ReadError, ServerError
 from tracegrad.interrupt import Interrupt
 from tracegrad.online import Online, Play, apart, elsewhere
 from tracegrad.online.brief import Brief
@@ -18,7 +18,6 @@ from tracegrad.online.frames import Follower
 from tracegrad.online.link import Interrupted, Link
 from tracegrad.online.pace import Pace
 from tracegrad.online.state import State
-from tracegrad.rollout.http import ServerError
 from tracegrad.rollout.server import Servers
 
 

@@ -13,10 +13,9 @@ import pytest
 import tracegrad as tg
 from policy_server import MODEL
 from stand_in import until
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, ServerError
 from tracegrad.online import Online
 from tracegrad.rollout.engine import Engine
-from tracegrad.rollout.http import ServerError
 
 
 class StandIn:

@@ -277,9 +277,9 @@ def injected_system(look: Look) -> Hits:
 )
 def missing_messages(look: Look) -> Hits:
     """Sees turns with a message of which the text, a tool call or a tool result is nowhere in the prompt (R36): the
-    rendered one, or the recorded ids decoded where they differ from it. Texts are compared without white space, arguments
-    by their values. Reasoning and media may be missing, and what an assistant says beside its tool calls where the
-    template drops it.
+    rendered one, or the recorded ids decoded where they differ from it. Texts are compared without white space,
+    arguments by their values. Reasoning and media may be missing, and what an assistant says beside its tool calls
+    where the template drops it.
 
     Threshold: any turn; wrong from 2 %.
     """

@@ -11,8 +11,7 @@ from concurrent import futures
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
-from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.rollout.http import ServerError
+from tracegrad.errors import ArgumentError, ServerError, TracegradError
 from tracegrad.rollout.progress import Progress
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tracegrad.errors import ArgumentError
-from tracegrad.rollout.http import ServerError
+from tracegrad.errors import ArgumentError, ServerError
 
 T = TypeVar("T")
 OF_SERVING = ("enable_auto_tool_choice", "tool_call_parser")

@@ -6,12 +6,12 @@ Nothing here retries or chooses a server; `server` does, and is the one that cal
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tracegrad.errors import ArgumentError, RefusedFields, ServerError, shown
+from tracegrad.errors import ArgumentError, shown
 from tracegrad.rollout.jsons import loads
 
 try:

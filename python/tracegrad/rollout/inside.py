@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, ServerError
 from tracegrad.rollout.engine import Engine
-from tracegrad.rollout.http import Answer, ServerError
+from tracegrad.rollout.http import Answer
 from tracegrad.rollout.server import Servers
 
 HERE = "http://localhost:0"

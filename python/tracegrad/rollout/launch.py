@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tracegrad.errors import ArgumentError, shown
-from tracegrad.rollout.http import ServerError
+from tracegrad.errors import ArgumentError, ServerError, shown
 from tracegrad.rollout.progress import Progress
 
 GRACE_S = 15.0

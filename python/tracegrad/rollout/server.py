@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tracegrad.errors import ArgumentError
-from tracegrad.rollout.http import Answer, RefusedFields, ServerError, Wire, checked_url, encoded
+from tracegrad.errors import ArgumentError, RefusedFields, ServerError
+from tracegrad.rollout.http import Answer, Wire, checked_url, encoded
 from tracegrad.sampling import NEUTRAL, refused_fields
 
 __all__ = ["Answer", "ServerError", "Servers"]
