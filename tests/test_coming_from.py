@@ -162,7 +162,7 @@ def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
                   reward_weights=[1.0, 2.0], epsilon_high=0.28, loss_type="grpo")  # fmt: skip
     recipe = recipes.from_trl(config)
     assert recipe.objective == recipes.from_trl({"epsilon_high": 0.28, "loss_type": "grpo"}).objective
-    with pytest.raises(ArgumentError, match="1 of the options .*optim"):
+    with pytest.raises(ArgumentError, match=r"1 of the options .*optim"):
         recipe.settle()
 
 

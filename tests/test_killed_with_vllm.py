@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import online
 import tracegrad as tg
+from tracegrad.errors import ServerError
 from tracegrad.online import Online, Play
 from tracegrad.online.frames import Follower
 from tracegrad.online.ledger import Ledger
