@@ -123,6 +123,7 @@ def test_a_dry_run_counts_the_adapters_of_a_checkpoint(trained, traces):
     assert found.trained == sum(value.numel() for value in load_file(trained / "adapter_model.safetensors").values())
 
 
+@pytest.mark.nightly
 def test_an_online_run_starts_from_adapters(tmp_path):
     async def agent(task, policy):
         return -float(len((await policy.chat(task["prompt"]))["content"] or "")) / 10

@@ -62,6 +62,7 @@ def records(tmp_path_factory):
     return records_of(tmp_path_factory.mktemp("gpu"), "tiny", *QUICK)
 
 
+@pytest.mark.nightly
 def test_the_heads_take_the_same_gradient(records):
     [heads] = [record["arms"] for record in records if record["row"] == "head-narrow"]
     if "ms" in (scaled := heads["Liger NLL and entropy"]):

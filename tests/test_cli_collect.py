@@ -28,6 +28,7 @@ def collector(path, share):
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, **told)
 
 
+@pytest.mark.nightly
 def test_two_collectors_play_what_the_file_says_and_the_trainer_plays_its_evaluation_alone(folder, capsys):
     (folder / "key").write_text("a secret of the servers")
     with PolicyServer() as server:

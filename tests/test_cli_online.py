@@ -196,6 +196,7 @@ def test_every_way_to_play_can_be_named(folder, server, told, first):
     assert bool(trace.tools) == ("tools" in told or "Theirs" in str(told))
 
 
+@pytest.mark.nightly
 def test_tasks_that_are_iterated_end_the_run_or_say_where_they_broke(folder, server, capsys):
     quick = ["--play.samples", "2", "--pack.step_groups", "1", "--online.steps", "3"]
     told = {"servers": [server.url], "agent": "shop_clerk.py:agent"}

@@ -75,6 +75,7 @@ def test_a_call_has_the_parts_that_it_is_to_have(number, tmp_path):
     assert [name for name in parts if name.startswith("row")] == [n for n in PARTS[number] if n.startswith("row")]
 
 
+@pytest.mark.nightly
 def test_every_test_that_a_call_names_is_collected(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

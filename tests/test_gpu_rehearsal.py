@@ -37,6 +37,7 @@ def test_the_kernels_are_right_under_tritons_interpreter():
     assert rehearse("test_gpu_kernels.py", TRITON_INTERPRET="1") == 26
 
 
+@pytest.mark.nightly
 def test_the_telling_ones_pass():
     assert rehearse(*TELLING) == len(TELLING)
 

@@ -49,6 +49,7 @@ def killed_at(out: Path, *numbers: int) -> dict:
     return found
 
 
+@pytest.mark.nightly
 def test_a_run_that_ends_inside_the_write_of_a_checkpoint_is_resumed_bit_for_bit(tmp_path):
     found = killed_at(tmp_path, 40, 75)
     assert len(found["found"]) == 2

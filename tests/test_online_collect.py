@@ -92,6 +92,7 @@ def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
     assert len(groups) == len(set(groups))
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_goes_on_gives_servers_no_version_that_collectors_are_past(tmp_path):
     """Two steps and a third that no checkpoint has: the third is taken again before anything is pushed."""
     out = tmp_path / "run"

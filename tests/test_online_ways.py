@@ -69,6 +69,7 @@ class Slow(PolicyServer):
             self.five.set()
 
 
+@pytest.mark.nightly
 def test_an_adapter_that_a_call_still_asks_for_stays_loaded(tmp_path):
     with Slow() as server:
         found = run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", steps_ahead=1)
