@@ -223,10 +223,11 @@ def _sampling(value: Any, path: str) -> dict[str, Any]:
         raise _unfit("sampling", path, value, "an object with temperature, top_p, top_k, ...")
     found = chat.told(options, chat.SAMPLING)
     for name in ("temperature", "top_p"):
-        if name in found and (number := _temperature(found[name])) is None:
+        if name not in found:
+            continue
+        if (number := _temperature(found[name])) is None:
             raise _unfit("sampling", f"{path}.{name}", found[name], "numbers from 0 as temperature and top_p")
-        elif name in found:
-            found[name] = number
+        found[name] = number
     return found
 
 

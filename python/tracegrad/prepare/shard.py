@@ -109,14 +109,14 @@ def _tokenizer(model: str) -> Tokenizer:
 
 def aligned(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
     """What `align` makes of traces under these options."""
-    of_model = data.sampling_defaults == "model" and tokenizer.folder is not None
+    folder = tokenizer.folder if data.sampling_defaults == "model" else None
     return align(
         traces,
         tokenizer,
         lenient=data.lenient,
         text_only=data.text_only,
         logprob_kind=None if data.logprob_kind == "recorded" else data.logprob_kind,
-        sampling_defaults=model_defaults(tokenizer.folder) if of_model else None,
+        sampling_defaults=model_defaults(folder) if folder else None,
         server_profile=None if data.server_profile == "recorded" else data.server_profile,
         on_error="raise" if data.on_error == "raise" else "skip",
     )

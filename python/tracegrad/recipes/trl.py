@@ -89,7 +89,7 @@ def _build(o: Asked) -> Recipe:
     missing = "neutral" if objective.needs.rollout else None
     if missing and (gates or any(weight.level == _PRODUCT for weight in weights)):
         o.differs("missing logprobs")
-    several = str(o["multi_objective_aggregation"])
+    several = Advantage().several if o["multi_objective_aggregation"] == "sum_then_normalize" else "normalize_then_sum"
     if several == "normalize_then_sum":
         scale = "std"  # whatever scale_rewards says there
         if not o["reward_weights"]:
@@ -101,7 +101,7 @@ def _build(o: Asked) -> Recipe:
             )
     if scale is None:
         return Recipe(objective, None, missing, _options(o))
-    advantage = Advantage(scale=scale, **({"several": several} if o["reward_weights"] else {}))
+    advantage = Advantage(scale=scale, several=several if o["reward_weights"] else Advantage().several)
     return Recipe(objective, advantage, missing, _options(o))
 
 

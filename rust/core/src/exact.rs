@@ -187,6 +187,6 @@ mod tests {
         {
             assert_eq!(text(&other), None);
         }
-        assert_eq!(rounded(&json!([number("18446744073709551616").unwrap()])), json!([18446744073709551616.0]));
+        assert_eq!(rounded(&json!([number("18446744073709551616").unwrap()])), json!([18_446_744_073_709_551_616.0]));
     }
 }

@@ -219,10 +219,8 @@ impl PyTraces {
         columns.set_item("temperature", floats(&|row| row.temperature.map_or(f64::NAN, Into::into)))?;
         columns.set_item("top_p", floats(&|row| row.top_p.map_or(f64::NAN, Into::into)))?;
         columns.set_item("left_out", ints(&|row| row.3.left_out.into()))?;
-        let options = rows.iter().map(|row| match row.3.options.is_empty() {
-            true => Ok(None),
-            false => options_of(py, row.3).map(Some),
-        });
+        let options =
+            rows.iter().map(|row| if row.3.options.is_empty() { Ok(None) } else { options_of(py, row.3).map(Some) });
         columns.set_item("sampling", options.collect::<PyResult<Vec<_>>>()?)?;
         columns.set_item("cumulative_logprob", floats(&|row| row.cumulative_logprob.unwrap_or(f64::NAN)))?;
         let finish: Vec<&str> = rows.iter().map(|row| row.3.finish_reason.as_deref().unwrap_or("")).collect();
@@ -337,10 +335,13 @@ fn options_of<'py>(py: Python<'py>, generation: &Generation) -> PyResult<Bound<'
     Ok(options)
 }
 
+/// `(name, other spellings, values at which it is off)`.
+type SamplingOption = (&'static str, Vec<&'static str>, Option<Vec<f64>>);
+
 /// The sampling options by name, in the order of their bits, each with other spellings of it and the numbers at which it
 /// does nothing; None where it does nothing if it is false, empty or 0 throughout.
 #[pyfunction]
-fn sampling_options() -> Vec<(&'static str, Vec<&'static str>, Option<Vec<f64>>)> {
+fn sampling_options() -> Vec<SamplingOption> {
     let row = |(name, off): &(&'static str, Off)| {
         let spelled = SPELLINGS.iter().filter(|(_, option)| option == name).map(|(spelled, _)| *spelled);
         let at = if let Off::At(values) = off { Some(values.to_vec()) } else { None };

@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn the_first_placeholder_is_found_wherever_it_stands() {
-        let model = Model { vocab_size: None, placeholders: vec![50, 60] };
+        let model = Model { vocab_size: None, placeholders: vec![50, 60], speaks_harmony: false };
         for at in [0, 1, 63, 64, 65, 199] {
             let mut ids: Vec<u32> = (0..200).map(|k| if k % 2 == 0 { 55 } else { 61 }).collect();
             assert_eq!(model.first_placeholder(&ids), None);

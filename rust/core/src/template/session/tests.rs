@@ -3,6 +3,7 @@
 use super::Session;
 use crate::template::conversation::Conversation;
 use crate::template::limits::{self, Size};
+use crate::template::served_message::Rules;
 use crate::template::{Field, Rendered, Template, charge, environment, provenance, turns};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -189,7 +190,7 @@ fn a_run_that_did_not_end_is_forgotten() {
     let (a, b) = (message("a"), message("b"));
     // As a panic leaves it: within the loop, and not ended.
     turns::begin(template.resumable.as_ref().unwrap(), None, 0, 2);
-    let values = Conversation::new(&[&a, &b]).unwrap();
+    let values = Conversation::new(&[&a, &b], Rules::default()).unwrap();
     let values: Vec<_> = (0..2).map(|at| values.value(at, false, None)).collect();
     let context = minijinja::context! { messages => turns::Messages::value(values.into()) };
     environment::render_noted(&template.env, context, Size { messages: 2, bytes: 2 }).unwrap_err();
