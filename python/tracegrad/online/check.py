@@ -4,7 +4,7 @@ Over ranks every one of them sees the same numbers and comes to the same end. Ca
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +211,7 @@ class Check:
     def _part(self, asked: Sample) -> tuple[str, Sample]:
         """What is to be said where some answers agree and others do not, and those that do not."""
         assert self.proof is not None
+        asked = asked.by_answer(self.driven)
         off = [row for row in range(len(asked.rows)) if not self.proof.holds(asked.gap_of_row(row))]
         if not off or len(off) == len(asked.rows):
             return "", asked
@@ -232,12 +233,12 @@ class Check:
             return STALE
         return why
 
-    def _why_then(self, claimed: Sample, before: Floats) -> str:
+    def _why_then(self, claimed: Sample) -> str:
         """Why tokens that claim the version before are not of it."""
         assert self.proof is not None
-        part, off = self._part(replace(claimed, logprobs=before))
         with previous_weights(self.driven, self.options):
-            return part + explain(self.driven, off.again(self.driven), self.options, self.proof, self.first)
+            part, off = self._part(claimed)
+            return part + explain(self.driven, off, self.options, self.proof, self.first)
 
     def _lean(self, number: int, asked: Sample) -> None:
         """In bf16 a mistake can be smaller than rounding, and goes one way, which rounding does not."""
@@ -263,7 +264,7 @@ class Check:
         if claimed is not None and (before := previous(self.driven, self.options, claimed)) is not None:
             gap = claimed.gap(before)
             if not self.proof.holds(gap):
-                why = self._why_then(claimed, before)
+                why = self._why_then(claimed)
                 then = "These were played a version ago, and are compared with the weights of then. "
                 raise self._fault(number, version - 1, gap, then + why)
         self._spent += time.perf_counter() - began
