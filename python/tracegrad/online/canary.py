@@ -100,6 +100,11 @@ class Sample:
         return self.step.rollout_logprobs
 
     @property
+    def off(self) -> Floats:
+        """[M] float32: rollout - logprobs, nats."""
+        return self.rollout - self.logprobs
+
+    @property
     def server(self) -> NDArray[np.int64]:
         """[M]: the place in `urls` of the server that sampled each token."""
         return np.array([row.server for row in self.rows], np.int64)[self.step.trace]

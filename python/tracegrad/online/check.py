@@ -14,13 +14,15 @@ from tracegrad.batch import Step
 from tracegrad.learner import Run
 from tracegrad.online.canary import Canary, Sample, sample_of
 from tracegrad.online.options import Online
-from tracegrad.online.proof import Floats, Gap, Proof, SyncFault, above, fault
+from tracegrad.online.proof import CERTAIN, Floats, Gap, Proof, SyncFault, above, fault, worse
 from tracegrad.online.suspects import ROUNDING, UNKNOWN, explain, previous, previous_weights
 from tracegrad.sequence import Sequences
 from tracegrad.sync import canary as probes
 
 BESIDE = 0.01
 """The share of a run's time that comparing what claims to be of the version before may take."""
+PUSHES = 3
+"""Pushes after which all causes are tried, whatever they cost."""
 STALE = (
     "On a prompt that they have never seen they agree with the trainer: keys and values of older weights are left in "
     "their caches. Pause with clear_cache, which is the default, or give each version its own cache_salt."
@@ -99,6 +101,7 @@ class Check:
 
     def __post_init__(self) -> None:
         self._began, self._spent = time.perf_counter(), 0.0
+        self._noise, self._searched_after = 0.0, -1
 
     def gap(
         self,
@@ -173,12 +176,14 @@ class Check:
         if off and len(off) < len(asked.urls):
             where = f"Of {len(asked.urls)} servers it is {', '.join(asked.urls[at] for at in off)} alone. "
             asked = asked.of_rows([row for row, each in enumerate(asked.rows) if each.server in off], self.driven)
+        if self.proof.bf16 and UNKNOWN not in (why := self._explained(asked)):
+            return where + why
         if self.driven.taken:
             fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
             before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
-            if self._agrees(fresh, before):
+            if self._agrees(fresh, before) and (not self.proof.bf16 or worse(asked.off, fresh.off) > CERTAIN):
                 return where + STALE
-        return where + self._explained(asked)
+        return where + (why if self.proof.bf16 else self._explained(asked))
 
     def _agrees(self, sample: Sample, before: Floats | None, here: NDArray[np.bool_] | None = None) -> bool:
         """Whether servers sample from the policy, or those of some tokens do.
@@ -253,6 +258,31 @@ class Check:
         if nats := above(asked.logprobs, asked.rollout):
             share = f"The tokens are {nats:.2g} nats likelier to them on average, which rounding does not explain. "
             raise self._fault(number, self.driven.taken, asked.gap(), share + self._why_asked(asked))
+        self._search(number, asked)
+
+    def _search(self, number: int, asked: Sample) -> None:
+        """Tries the causes of mistakes that neither bounds nor averages show, as often as `BESIDE` allows.
+
+        And always before the first push and after each of the first `PUSHES`, and where the noise is twice that of
+        the last time.
+        """
+        assert self.proof is not None
+        assert self.canary is not None
+        began, square = time.perf_counter(), asked.gap().square
+        pushes = min(self.driven.taken, PUSHES)
+        noisier, known = square > 2 * self._noise, self._searched_after == pushes
+        spent = self._spent > BESIDE * (began - self._began)
+        if self.driven.ranks.shared(not noisier and known and spent):
+            return
+        self._noise, self._searched_after = max(self._noise, square), pushes
+        why = explain(self.driven, asked, self.options, self.proof, self.first)
+        if UNKNOWN not in why:
+            raise self._fault(number, self.driven.taken, asked.gap(), why)
+        if noisier and self.driven.taken:
+            fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
+            if worse(asked.off, fresh.off) > CERTAIN:
+                raise self._fault(number, self.driven.taken, asked.gap(), STALE)
+        self._spent += time.perf_counter() - began
 
     def _compare_before(self, number: int, sequences: Sequences, mixed: NDArray[np.bool_]) -> None:
         """Compares what claims to be of the version before with that, as often as `BESIDE` allows."""
