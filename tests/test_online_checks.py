@@ -11,7 +11,7 @@ from test_online import CONFIG, run
 from tracegrad.online import Play, SyncFault
 from tracegrad.online.canary import Row, Sample, probe_of
 from tracegrad.online.causes import distributions
-from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof
+from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof, explains
 from tracegrad.sync import canary
 
 BF16 = tg.config.update(CONFIG, [("train.dtype", "bf16")])
@@ -105,6 +105,29 @@ def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeyp
     monkeypatch.setattr(canary, "AT_ONCE", 16)
     said = fault(PolicyServer(sampling={"top_p": 0.9}), tmp_path, config=BF16, steps=4)
     assert "nats likelier to them on average, which rounding does not explain" in said
+
+
+def test_a_penalty_within_the_bounds_of_bf16_is_named(tmp_path, monkeypatch):
+    """It moves few tokens, those up and others down: neither the bounds nor an average show it."""
+    monkeypatch.setattr(canary, "TOKENS", 256)
+    monkeypatch.setattr(canary, "AT_ONCE", 16)
+    said = fault(PolicyServer(sampling={"presence_penalty": 0.3}), tmp_path, config=BF16, steps=4)
+    assert re.search(r"They sample with (presence|frequency)_penalty 0\.\d+, which", said), said
+
+
+def test_a_cause_that_one_token_speaks_for_explains_nothing():
+    drawn = np.random.default_rng(1)
+    now = drawn.normal(-1, 0.5, 400).astype(np.float32)
+    rollout = now + drawn.normal(0, 0.01, 400).astype(np.float32)
+    rollout[0] += np.float32(0.9)
+    one = now + drawn.normal(0, 1e-3, 400).astype(np.float32)
+    one[0] = rollout[0]
+    assert ((rollout - one) ** 2).sum() < 0.1 * ((rollout - now) ** 2).sum()
+    assert not explains(now, one, rollout)
+    # A slope over one token is that of its rounding: it leans nowhere.
+    assert Proof(bf16=True).leans(now, one, rollout) == 0
+    every = now + drawn.normal(0, 0.05, 400).astype(np.float32)
+    assert explains(now, every, every + (rollout - now) * (np.abs(rollout - now) < 0.1))
 
 
 def test_a_clean_bf16_run_is_no_alarm(tmp_path):

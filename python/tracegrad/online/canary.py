@@ -5,8 +5,8 @@ its logprobs are of and whether it reads text as the model's tokenizer does. `Sa
 both sides; the causes in `suspects` are tried on it. The asking is `sync.canary`'s.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,18 @@ class Row:
     inv_temperature: Floats
     server: int = 0
 
+    def answers(self) -> Iterator["Row"]:
+        """Each run of tokens that are compared, after everything that stands before it.
+
+        >>> rollout = np.float32([np.nan, -1, -2, np.nan, -3])
+        >>> [part.rollout.tolist() for part in Row(np.arange(5), rollout, np.ones(5, np.float32)).answers()]
+        [[nan, -1.0, -2.0], [nan, nan, nan, nan, -3.0]]
+        """
+        edges = np.flatnonzero(np.diff(np.r_[False, ~np.isnan(self.rollout), False]))
+        for start, end in edges.reshape(-1, 2):
+            rollout = np.where(np.arange(end) < start, np.float32(np.nan), self.rollout[:end])
+            yield Row(self.ids[:end], rollout, self.inv_temperature[:end], self.server)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -88,6 +100,11 @@ class Sample:
         return self.step.rollout_logprobs
 
     @property
+    def off(self) -> Floats:
+        """[M] float32: rollout - logprobs, nats."""
+        return self.rollout - self.logprobs
+
+    @property
     def server(self) -> NDArray[np.int64]:
         """[M]: the place in `urls` of the server that sampled each token."""
         return np.array([row.server for row in self.rows], np.int64)[self.step.trace]
@@ -105,9 +122,9 @@ class Sample:
         """Some of the rows alone. Every rank calls this."""
         return Sample.of(driven, [self.rows[row] for row in rows], urls=self.urls)
 
-    def again(self, driven: Run) -> "Sample":
-        """The same tokens, measured with the policy as it is now. Every rank calls this."""
-        return replace(self, logprobs=driven.measure(self.step))
+    def by_answer(self, driven: Run) -> "Sample":
+        """One row for each answer, since those of one conversation may be of several servers. Every rank calls this."""
+        return Sample.of(driven, [part for row in self.rows for part in row.answers()], urls=self.urls)
 
 
 @dataclass

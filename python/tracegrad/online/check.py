@@ -4,7 +4,7 @@ Over ranks every one of them sees the same numbers and comes to the same end. Ca
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,15 @@ from tracegrad.batch import Step
 from tracegrad.learner import Run
 from tracegrad.online.canary import Canary, Sample, sample_of
 from tracegrad.online.options import Online
-from tracegrad.online.proof import Floats, Gap, Proof, SyncFault, above, fault
+from tracegrad.online.proof import CERTAIN, Floats, Gap, Proof, SyncFault, above, fault, worse
 from tracegrad.online.suspects import ROUNDING, UNKNOWN, explain, previous, previous_weights
 from tracegrad.sequence import Sequences
 from tracegrad.sync import canary as probes
 
 BESIDE = 0.01
 """The share of a run's time that comparing what claims to be of the version before may take."""
+PUSHES = 3
+"""Pushes after which all causes are tried, whatever they cost."""
 STALE = (
     "On a prompt that they have never seen they agree with the trainer: keys and values of older weights are left in "
     "their caches. Pause with clear_cache, which is the default, or give each version its own cache_salt."
@@ -99,6 +101,7 @@ class Check:
 
     def __post_init__(self) -> None:
         self._began, self._spent = time.perf_counter(), 0.0
+        self._noise, self._searched_after = 0.0, -1
 
     def gap(
         self,
@@ -173,12 +176,14 @@ class Check:
         if off and len(off) < len(asked.urls):
             where = f"Of {len(asked.urls)} servers it is {', '.join(asked.urls[at] for at in off)} alone. "
             asked = asked.of_rows([row for row, each in enumerate(asked.rows) if each.server in off], self.driven)
+        if self.proof.bf16 and UNKNOWN not in (why := self._explained(asked)):
+            return where + why
         if self.driven.taken:
             fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
             before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
-            if self._agrees(fresh, before):
+            if self._agrees(fresh, before) and (not self.proof.bf16 or worse(asked.off, fresh.off) > CERTAIN):
                 return where + STALE
-        return where + self._explained(asked)
+        return where + (why if self.proof.bf16 else self._explained(asked))
 
     def _agrees(self, sample: Sample, before: Floats | None, here: NDArray[np.bool_] | None = None) -> bool:
         """Whether servers sample from the policy, or those of some tokens do.
@@ -211,6 +216,7 @@ class Check:
     def _part(self, asked: Sample) -> tuple[str, Sample]:
         """What is to be said where some answers agree and others do not, and those that do not."""
         assert self.proof is not None
+        asked = asked.by_answer(self.driven)
         off = [row for row in range(len(asked.rows)) if not self.proof.holds(asked.gap_of_row(row))]
         if not off or len(off) == len(asked.rows):
             return "", asked
@@ -232,12 +238,12 @@ class Check:
             return STALE
         return why
 
-    def _why_then(self, claimed: Sample, before: Floats) -> str:
+    def _why_then(self, claimed: Sample) -> str:
         """Why tokens that claim the version before are not of it."""
         assert self.proof is not None
-        part, off = self._part(replace(claimed, logprobs=before))
         with previous_weights(self.driven, self.options):
-            return part + explain(self.driven, off.again(self.driven), self.options, self.proof, self.first)
+            part, off = self._part(claimed)
+            return part + explain(self.driven, off, self.options, self.proof, self.first)
 
     def _lean(self, number: int, asked: Sample) -> None:
         """In bf16 a mistake can be smaller than rounding, and goes one way, which rounding does not."""
@@ -252,6 +258,31 @@ class Check:
         if nats := above(asked.logprobs, asked.rollout):
             share = f"The tokens are {nats:.2g} nats likelier to them on average, which rounding does not explain. "
             raise self._fault(number, self.driven.taken, asked.gap(), share + self._why_asked(asked))
+        self._search(number, asked)
+
+    def _search(self, number: int, asked: Sample) -> None:
+        """Tries the causes of mistakes that neither bounds nor averages show, as often as `BESIDE` allows.
+
+        And always before the first push and after each of the first `PUSHES`, and where the noise is twice that of
+        the last time.
+        """
+        assert self.proof is not None
+        assert self.canary is not None
+        began, square = time.perf_counter(), asked.gap().square
+        pushes = min(self.driven.taken, PUSHES)
+        noisier, known = square > 2 * self._noise, self._searched_after == pushes
+        spent = self._spent > BESIDE * (began - self._began)
+        if self.driven.ranks.shared(not noisier and known and spent):
+            return
+        self._noise, self._searched_after = max(self._noise, square), pushes
+        why = explain(self.driven, asked, self.options, self.proof, self.first)
+        if UNKNOWN not in why:
+            raise self._fault(number, self.driven.taken, asked.gap(), why)
+        if noisier and self.driven.taken:
+            fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
+            if worse(asked.off, fresh.off) > CERTAIN:
+                raise self._fault(number, self.driven.taken, asked.gap(), STALE)
+        self._spent += time.perf_counter() - began
 
     def _compare_before(self, number: int, sequences: Sequences, mixed: NDArray[np.bool_]) -> None:
         """Compares what claims to be of the version before with that, as often as `BESIDE` allows."""
@@ -263,7 +294,7 @@ class Check:
         if claimed is not None and (before := previous(self.driven, self.options, claimed)) is not None:
             gap = claimed.gap(before)
             if not self.proof.holds(gap):
-                why = self._why_then(claimed, before)
+                why = self._why_then(claimed)
                 then = "These were played a version ago, and are compared with the weights of then. "
                 raise self._fault(number, version - 1, gap, then + why)
         self._spent += time.perf_counter() - began

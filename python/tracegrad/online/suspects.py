@@ -17,7 +17,7 @@ from tracegrad.learner.adapters import adapters_off, has_adapters
 from tracegrad.online.canary import Sample
 from tracegrad.online.causes import SENT, Cause, sampling_causes
 from tracegrad.online.options import Online
-from tracegrad.online.proof import BF16_MEDIAN, CERTAIN, FARTHEST, FP32_NATS, Floats, Proof, above, nearer
+from tracegrad.online.proof import BF16_MEDIAN, FARTHEST, FP32_NATS, Floats, Proof, above, explains
 from tracegrad.online.ways import before, of_whole
 
 MOST = 0.95
@@ -50,19 +50,15 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
         if not proof.bf16 and _share(sample, logprobs, FP32_NATS) == 1:
             return cause.words
         tried.append((_miss(sample, logprobs, proof.bf16), cause, logprobs))
-    found, cause, logprobs = min(tried, key=lambda each: each[0], default=(own, None, sample.logprobs))
-    # Where most tokens are certain, a wrong cause gives most of them too: the nearest one is it.
-    rounding = min(own, proof.square) if proof.bf16 else 0.0
-    if (
-        cause is not None
-        and found - rounding < (own - rounding) / 2
-        and (
-            nearer(sample.logprobs, logprobs, sample.rollout) > CERTAIN
+    tried.sort(key=lambda each: each[0])
+    for found, cause, logprobs in tried if proof.bf16 else tried[:1]:
+        # Where most tokens are certain, a wrong cause gives most of them too: in float32 the nearest one is it.
+        if (
+            explains(sample.logprobs, logprobs, sample.rollout)
             if proof.bf16
-            else _share(sample, logprobs, FP32_NATS) >= MOST
-        )
-    ):
-        return cause.words
+            else found < own / 2 and _share(sample, logprobs, FP32_NATS) >= MOST
+        ):
+            return cause.words
     if not proof.bf16 and Proof(bf16=True).holds(sample.gap()):
         return ROUNDING
     likelier = sample.rollout >= sample.logprobs - (BF16_MEDIAN if proof.bf16 else FP32_NATS)
@@ -71,7 +67,7 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
             "No token is less likely to them than to the trainer: they sample from the likeliest tokens alone, by "
             "top_p, top_k or min_p or several of them, which the run did not ask for. " + SENT
         )
-    near = f" Nearest: {cause.words}" if cause is not None and found < own * 0.8 else ""
+    near = f" Nearest: {tried[0][1].words}" if tried and tried[0][0] < own * 0.8 else ""
     return UNKNOWN + near
 
 
