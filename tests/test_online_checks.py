@@ -88,7 +88,9 @@ def test_a_second_server_behind_one_address_is_said(tmp_path):
     assert re.search(r"\d+ of \d+ answers agree: more than one server may stand behind one address", said)
 
 
-@pytest.mark.parametrize("mistake", ["deaf", "layer", "half"])
+@pytest.mark.parametrize(
+    "mistake", ["deaf", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("layer", "half"))]
+)
 def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path, mistake, monkeypatch):
     """Every push but the first is missed, the second among them: nothing is learnt from it what clean is."""
     monkeypatch.setattr(canary, "TOKENS", 256)
