@@ -51,14 +51,13 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
             return cause.words
         tried.append((_miss(sample, logprobs, proof.bf16), cause, logprobs))
     tried.sort(key=lambda each: each[0])
-    for found, cause, logprobs in tried if proof.bf16 else tried[:1]:
-        # Where most tokens are certain, a wrong cause gives most of them too: in float32 the nearest one is it.
-        if (
-            explains(sample.logprobs, logprobs, sample.rollout)
-            if proof.bf16
-            else found < own / 2 and _share(sample, logprobs, FP32_NATS) >= MOST
-        ):
-            return cause.words
+    if proof.bf16:
+        for _, cause, logprobs in tried:
+            if explains(sample.logprobs, logprobs, sample.rollout):
+                return cause.words
+    elif tried and tried[0][0] < own / 2 and _share(sample, tried[0][2], FP32_NATS) >= MOST:
+        # Where most tokens are certain, a wrong cause gives most of them too: the nearest one is it.
+        return tried[0][1].words
     if not proof.bf16 and Proof(bf16=True).holds(sample.gap()):
         return ROUNDING
     likelier = sample.rollout >= sample.logprobs - (BF16_MEDIAN if proof.bf16 else FP32_NATS)
