@@ -176,14 +176,16 @@ class Check:
         if off and len(off) < len(asked.urls):
             where = f"Of {len(asked.urls)} servers it is {', '.join(asked.urls[at] for at in off)} alone. "
             asked = asked.of_rows([row for row, each in enumerate(asked.rows) if each.server in off], self.driven)
-        if self.proof.bf16 and UNKNOWN not in (why := self._explained(asked)):
+        # In bf16 new prompts may seem to agree by chance: a cause that is known comes first.
+        why = self._explained(asked) if self.proof.bf16 else ""
+        if why and UNKNOWN not in why:
             return where + why
         if self.driven.taken:
             fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
             before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
             if self._agrees(fresh, before) and (not self.proof.bf16 or worse(asked.off, fresh.off) > CERTAIN):
                 return where + STALE
-        return where + (why if self.proof.bf16 else self._explained(asked))
+        return where + (why or self._explained(asked))
 
     def _agrees(self, sample: Sample, before: Floats | None, here: NDArray[np.bool_] | None = None) -> bool:
         """Whether servers sample from the policy, or those of some tokens do.
