@@ -19,8 +19,8 @@ def from_art(config: Any) -> Recipe:
     Raises:
         ArgumentError: for options without a counterpart here, by name and with the cure.
 
-    >>> from_art({"epsilon_high": 3.0}).objective.weights[0].shape
-    Clamp(low=0.0, high=4.0)
+    >>> print(from_art({"epsilon_high": 3.0}).objective.weights[0].shape)
+    clamp(w, 0, 4)
     """
     return read(ART, flat(config.model_dump() if hasattr(config, "model_dump") else config, deepest=0))
 

@@ -45,8 +45,8 @@ def from_verl(config: Any) -> Recipe:
     Raises:
         ArgumentError: for options without a counterpart here, by name and with the cure.
 
-    >>> from_verl({"algorithm": {"rollout_correction": {"rollout_is": "token"}}}).objective.weights[0].shape
-    Clamp(low=0.0, high=2.0)
+    >>> print(from_verl({"algorithm": {"rollout_correction": {"rollout_is": "token"}}}).objective.weights[0].shape)
+    clamp(w, 0, 2)
     """
     for mark, place in (("rollout_is", C), ("adv_estimator", G), ("loss_agg_mode", A)):
         if mark in set(config) if isinstance(config, Mapping) else hasattr(config, mark):
