@@ -7,7 +7,7 @@ use super::called;
 use super::resolved::Resolved;
 use super::spelling::{is_special, spell};
 use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Stop};
+use crate::trace::{Generation, Pieces, Stop};
 use memchr::memmem;
 use serde_json::Value;
 
@@ -37,6 +37,8 @@ pub fn overrun(
     let ids = &resolved.ids;
     let stopped = ids.last().is_some_and(|&id| is_special(id, tokenizer));
     let whole = resolved.said.is_some_and(|said| said + usize::from(stopped) >= ids.len());
+    let listed = generation.tokens.bytes.as_ref().or(generation.tokens.texts.as_ref());
+    let whole = whole || listed.is_some_and(|pieces| are_text(pieces, text.as_bytes(), stopped));
     if whole || !resolved.all_known() || ends_with(ids, text.as_bytes(), tokenizer) {
         return None;
     }
@@ -83,6 +85,12 @@ fn calls(message: &Value) -> bool {
 fn thinks(message: &Value) -> bool {
     let thought = |key: &&str| message.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
     ["reasoning_content", "reasoning", "thinking"].iter().any(thought)
+}
+
+/// Whether the pieces that a record lists are its text, or that and the one of the stop token.
+fn are_text(pieces: &Pieces, text: &[u8], stopped: bool) -> bool {
+    let last = pieces.ends.len().checked_sub(2).map_or(0, |before| pieces.ends[before] as usize);
+    pieces.data.starts_with(text) && (pieces.data.len() == text.len() || stopped && last == text.len())
 }
 
 /// Whether the ids end in these bytes, or in these and one special token, and no special token stands before that where the
@@ -164,6 +172,21 @@ fn spelled_length(spelled: &[u8], text: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pieces_are_a_text_with_and_without_that_of_a_stop_token() {
+        let pieces = |texts: &[&str]| {
+            let mut pieces = Pieces::default();
+            texts.iter().for_each(|text| pieces.push(Some(text.as_bytes())));
+            pieces
+        };
+        assert!(are_text(&pieces(&["a", "b"]), b"ab", false));
+        assert!(are_text(&pieces(&["a", "b", "<end>"]), b"ab", true));
+        assert!(!are_text(&pieces(&["a", "b", "c"]), b"ab", false));
+        assert!(!are_text(&pieces(&["a", "b", "<end>", "c"]), b"ab", true));
+        assert!(!are_text(&pieces(&["a", "bc"]), b"ab", true));
+        assert!(!are_text(&pieces(&["a"]), b"ab", true));
+    }
 
     #[test]
     fn the_length_of_a_text_counts_what_stands_for_broken_characters() {
