@@ -177,7 +177,9 @@ mod tests {
     fn pieces_are_a_text_with_and_without_that_of_a_stop_token() {
         let pieces = |texts: &[&str]| {
             let mut pieces = Pieces::default();
-            texts.iter().for_each(|text| pieces.push(Some(text.as_bytes())));
+            for text in texts {
+                pieces.push(Some(text.as_bytes()));
+            }
             pieces
         };
         assert!(are_text(&pieces(&["a", "b"]), b"ab", false));
