@@ -49,6 +49,18 @@ def _parts(error: TracegradError) -> tuple[object, ...]:
     return _made, (type(error).__name__, error.args, vars(error))
 
 
+class ServerError(TracegradError):
+    """A server that gave no answer, or one that cannot be used: which, what it said, and what to do."""
+
+
+class RefusedFields(ServerError):
+    """A server that refuses a request for sampling fields that do nothing; `names` says which."""
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
 # Whoever raises one, from whatever text: this is the one place where it becomes a message.
 TracegradError.__str__ = _message  # type: ignore[assignment, method-assign]
 
@@ -67,15 +79,3 @@ __all__ = [
 for _name in __all__:
     if isinstance(_found := globals()[_name], type):
         copyreg.pickle(_found, _parts)  # type: ignore[arg-type]
-
-
-class ServerError(TracegradError):
-    """A server that gave no answer, or one that cannot be used: which, what it said, and what to do."""
-
-
-class RefusedFields(ServerError):
-    """A server that refuses a request for sampling fields that do nothing; `names` says which."""
-
-    def __init__(self, message: str, names: Sequence[str]) -> None:
-        super().__init__(message)
-        self.names = tuple(names)

@@ -181,11 +181,16 @@ class Check:
         if why and UNKNOWN not in why:
             return where + why
         if self.driven.taken:
-            fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
+            fresh = self._fresh()
             before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
             if self._agrees(fresh, before) and (not self.proof.bf16 or worse(asked.off, fresh.off) > CERTAIN):
                 return where + STALE
         return where + (why or self._explained(asked))
+
+    def _fresh(self) -> Sample:
+        """What the servers say of prompts that they have not cached."""
+        assert self.canary is not None
+        return self.canary.ask(salt=f"check-{self.driven.taken}")
 
     def _agrees(self, sample: Sample, before: Floats | None, here: NDArray[np.bool_] | None = None) -> bool:
         """Whether servers sample from the policy, or those of some tokens do.
@@ -234,7 +239,7 @@ class Check:
         sample = sample_of(self.driven, sequences, here, mixed)
         if sample is None:
             return "Why is not known: the step holds pictures."
-        fresh = None if self.canary is None else self.canary.ask(salt=f"check-{self.driven.taken}").gap()
+        fresh = None if self.canary is None else self._fresh().gap()
         why = self._explained(sample)
         if fresh is not None and fresh.terms and self.proof.holds(fresh) and (UNKNOWN in why or ROUNDING in why):
             return STALE
@@ -281,7 +286,7 @@ class Check:
         if UNKNOWN not in why:
             raise self._fault(number, self.driven.taken, asked.gap(), why)
         if noisier and self.driven.taken:
-            fresh = self.canary.ask(salt=f"check-{self.driven.taken}")
+            fresh = self._fresh()
             if worse(asked.off, fresh.off) > CERTAIN:
                 raise self._fault(number, self.driven.taken, asked.gap(), STALE)
         self._spent += time.perf_counter() - began

@@ -126,7 +126,7 @@ class Proof:
         >>> round(Proof(bf16=True).leans(now, before, before), 6), Proof(bf16=True).leans(now, before, now)
         (1.0, 0.0)
         """
-        off, way = _differences(now, before, rollout)
+        off, way = _differences(now, rollout, before)
         slope, error = _slope(off, way)
         total = float((way**2).sum())
         lifted = min(1.0, self.square * len(way) / total) if total else 0.0
@@ -145,8 +145,11 @@ def above(now: Floats, rollout: Floats) -> float:
     >>> round(above(now, now + np.float32(0.1)), 6), above(now, now + np.float32(0.1) * (-1) ** np.arange(64))
     (0.1, 0.0)
     """
-    off = _bounded(rollout, now)
-    return float(off.mean()) if _surely(off) > CERTAIN else 0.0
+    (off,) = _differences(now, rollout)
+    if len(off) < 2:
+        return 0.0
+    mean, error = float(off.mean()), float(off.std(ddof=1)) / math.sqrt(len(off))
+    return mean if mean > CERTAIN * error else 0.0
 
 
 def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
@@ -160,7 +163,7 @@ def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
     >>> explains(now, other, other + rounding), explains(now, other, now + rounding)
     (True, False)
     """
-    off, way = _differences(now, other, rollout)
+    off, way = _differences(now, rollout, other)
     slope, error = _slope(off, way)
     most = np.argsort(-np.abs(off))[OUTLIERS:]
     return (
@@ -188,11 +191,11 @@ def worse(one: Floats, other: Floats) -> float:
     return float(ranks[:m].sum() - m * (m + n + 1) / 2) / error
 
 
-def _differences(now: Floats, other: Floats, rollout: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """rollout - now and other - now, each at most `FARTHEST`, of the tokens that all three are known of."""
-    off, way = (np.asarray(each, np.float64) - np.asarray(now, np.float64) for each in (rollout, other))
-    known = ~np.isnan(off) & ~np.isnan(way)
-    return np.clip(off[known], -FARTHEST, FARTHEST), np.clip(way[known], -FARTHEST, FARTHEST)
+def _differences(now: Floats, *others: Floats) -> tuple[NDArray[np.float64], ...]:
+    """What separates each of `others` from `now`, nats, at most `FARTHEST`, of the tokens that all are known of."""
+    apart = [np.asarray(each, np.float64) - np.asarray(now, np.float64) for each in others]
+    known = ~np.isnan(apart).any(0)
+    return tuple(np.clip(each[known], -FARTHEST, FARTHEST) for each in apart)
 
 
 def _slope(off: NDArray[np.float64], way: NDArray[np.float64]) -> tuple[float, float]:
@@ -209,21 +212,6 @@ def _given(off: NDArray[np.float64], way: NDArray[np.float64]) -> float:
     """The share of the squares of `off` that `way` takes away."""
     whole = float((off**2).sum())
     return 1 - float(((off - way) ** 2).sum()) / whole if whole else 0.0
-
-
-def _bounded(one: Floats, other: Floats) -> NDArray[np.float64]:
-    """What separates logprobs, at most `FARTHEST`, of the tokens that both are known of."""
-    off = np.asarray(one, np.float64) - np.asarray(other, np.float64)
-    return np.clip(off[~np.isnan(off)], -FARTHEST, FARTHEST)
-
-
-def _surely(values: NDArray[np.float64]) -> float:
-    """A mean in its standard errors; 0 of fewer than two values."""
-    if len(values) < 2:
-        return 0.0
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    mean = float(values.mean())
-    return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
 
 
 def fault(step: int, version: int, gap: Gap, clean: str, why: str) -> SyncFault:
