@@ -20,6 +20,11 @@ pub enum Server {
 }
 
 impl Server {
+    /// Whether a tool call's arguments that are no JSON object reach the template as an empty one.
+    pub fn empties_arguments(self) -> bool {
+        matches!(self, Self::Vllm | Self::OpenAi)
+    }
+
     /// All servers, by the names of the `server` option.
     pub const NAMES: [(&'static str, Self); 5] = [
         ("vllm", Self::Vllm),

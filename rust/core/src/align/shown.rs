@@ -147,13 +147,13 @@ fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
         if let Some(name) = function.get("name").and_then(Value::as_str) {
             said.push(Said { what: NAME, text: Cow::Borrowed(name), field: Field::ToolCall });
         }
-        // These make an empty object of what is none, so that their prompts cannot show it.
-        let objects_alone = matches!(server, Server::Vllm | Server::OpenAi);
-        let counts = |value: &Value| !objects_alone || value.is_object();
+        // A prompt cannot show what its server does not hand on.
+        let empties = server.empties_arguments();
+        let counts = |value: &Value| !empties || value.is_object();
         match function.get("arguments") {
             Some(Value::String(text)) => match exact::parse(text) {
                 Ok(value) if counts(&value) => owned_leaves(&value, &mut said),
-                Err(_) if !objects_alone => {
+                Err(_) if !empties => {
                     said.push(Said { what: ARGUMENT, text: Cow::Borrowed(text), field: Field::ToolCall });
                 }
                 _ => {}

@@ -286,11 +286,9 @@ impl Rules {
             Some(Json::Object(_)) => return None,
             _ => None,
         };
-        match self.server {
-            // Whatever is no object becomes an empty one: templates go over its items.
-            Some(Server::Vllm | Server::OpenAi) => Some(parsed.unwrap_or_else(|| json!({}))),
-            _ => parsed,
-        }
+        // Templates go over the items of an object.
+        let empties = self.server.is_some_and(Server::empties_arguments);
+        if empties { Some(parsed.unwrap_or_else(|| json!({}))) } else { parsed }
     }
 }
 
