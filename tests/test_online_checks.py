@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from policy_server import MODEL, PolicyServer
+from policy_server import AGAIN, MODEL, PolicyServer
 from test_online import CONFIG, run
 from tracegrad.online import Play, SyncFault
 from tracegrad.online.canary import Row, Sample, probe_of
@@ -86,6 +86,32 @@ def test_one_of_several_servers_is_named(tmp_path):
 def test_a_second_server_behind_one_address_is_said(tmp_path):
     said = fault(PolicyServer("half"), tmp_path, steps=4)
     assert re.search(r"\d+ of \d+ answers agree: more than one server may stand behind one address", said)
+
+
+def test_a_second_server_behind_one_address_is_said_of_conversations(tmp_path, monkeypatch):
+    """The first answer of each is of the pushed weights, the second of those before: no conversation agrees whole."""
+    monkeypatch.setattr(canary, "TOKENS", 0)
+    server = PolicyServer()
+    answer = server._answer
+
+    def of_two(body):
+        if body["messages"][-1]["content"] != AGAIN:
+            return answer(body)
+        server.adapted["old"] = server.bare
+        return {**answer({**body, "model": "old"}), "model": body["model"]}
+
+    server._answer = of_two
+
+    async def agent(task_, policy):
+        said = [*task_["prompt"], await policy.chat(task_["prompt"])]
+        message = await policy.chat([*said, {"role": "user", "content": AGAIN}])
+        return -float(len(message["content"] or "")) / 10
+
+    said = fault(server, tmp_path, agent=agent, steps=4, turns=2)
+    assert said.startswith("step 2:")
+    agreeing, answers = map(int, re.search(r"(\d+) of (\d+) answers agree: more than one server", said).groups())
+    assert agreeing == answers / 2
+    assert "They still run the weights of the version before" in said
 
 
 @pytest.mark.parametrize(

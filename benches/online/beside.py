@@ -13,8 +13,9 @@ Playing is the rest of the collector (HTTP, tools, asyncio), training `Run.step`
 the tests' stand-in in a process of its own: slower, and alike to what is counted here. The first step is warm-up.
 
 With --asked, trainer and server compute in bf16, so that each step asks the server for the tokens that its weights are
-checked by, and measures them with this version and the one before. The CPU seconds of that in both processes are set
-beside those of the step.
+checked by, and measures them with this version and the one before. The CPU seconds of that in both processes are
+compared with those of the step: first for the steps that try all causes of a mistake, whatever that costs
+(`tracegrad.online.check.PUSHES`), then for the others.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import machine
 import online
 import tracegrad as tg
-from tracegrad.online import Online, Play, check, ledger, loop
+from tracegrad.online import Online, Play, canary, check, ledger, loop
 from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.signal import Signal
 from tracegrad.rollout.session import Call, Session
@@ -126,18 +127,30 @@ def served(python: str | None, out: Path, dtype: str) -> Iterator[tuple[str, int
 
 
 class Watch:
-    """A sink that begins to count after the first step: the collector's thread, the whole process, and the server's."""
+    """A sink that begins to count after the first steps: the collector's thread, the whole process, and the server's.
 
-    def __init__(self, meter: Meter, pid: int | None) -> None:
-        self.meter, self.pid, self.steps = meter, pid, 0
-        self.began = (0.0, 0.0, 0.0)
+    Args:
+        meter: of the parts.
+        pid: of the server.
+        skipped: steps that are not counted; `first` keeps their CPU seconds a step of each part and of all.
+    """
+
+    def __init__(self, meter: Meter, pid: int | None, skipped: int = 1) -> None:
+        self.meter, self.pid, self.skipped, self.steps = meter, pid, skipped, 0
+        self.began = self.start = (0.0, 0.0, 0.0)
+        self.first: dict[str, float] = {}
 
     def log(self, row: dict[str, Any]) -> None:
         """A step is done."""
-        if self.steps == 0:
-            self.meter.clear()
-            self.began = self.clocks()
         self.steps += 1
+        if self.steps == 1:
+            self.meter.clear()
+            self.start = self.began = self.clocks()
+        if self.steps == self.skipped > 1:
+            self.began = self.clocks()
+            spent = {**self.meter.spent, "all": sum(self.began[1:]) - sum(self.start[1:])}
+            self.first = {part: seconds / (self.steps - 1) for part, seconds in spent.items()}
+            self.meter.clear()
 
     def clocks(self) -> tuple[float, float, float]:
         """CPU seconds of the collector's thread, of the process, and of the server."""
@@ -161,7 +174,7 @@ def main() -> None:
     """Prints and writes the figures."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--vllm-python")
-    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--asked", action="store_true", help="measure what asking the server for checked tokens costs")
     parser.add_argument("--profile", action="store_true", help="print what the time goes to, by function")
     parser.add_argument("--out", type=Path)
@@ -177,9 +190,12 @@ def main() -> None:
         tempfile.TemporaryDirectory() as name,
         served(options.vllm_python, Path(name), "bfloat16" if options.asked else "float32") as (url, pid),
     ):
-        watch = Watch(meter, pid)
+        watch = Watch(meter, pid, check.PUSHES + 1 if options.asked else 1)
         if options.asked:
-            meter.wrap(check.Check, "gap", "check", watch.all)
+            meter.wrap(check.Check, "gap", "check: compare", watch.all)
+            meter.wrap(check.Check, "_search", "check: try all causes", watch.all)
+            meter.wrap(canary.Canary, "ask", "check: ask and measure", watch.all)
+            meter.wrap(check, "previous", "check: measure with the version before", watch.all)
         tg.online.train(
             machine.MODEL,
             online.tasks("traces", 0),
@@ -192,15 +208,20 @@ def main() -> None:
             out=Path(name) / "run",
             sinks=[watch],
         )
-    steps = watch.steps - 1
+    steps = watch.steps - watch.skipped
     parts = {part: meter.spent[part] / steps for part in (*OURS, "train")}
     thread, process, server = ((after - before) / steps for before, after in zip(watch.began, watch.ended, strict=True))
     if options.asked:
-        asked = meter.spent["check"] / steps
-        print(f"check {asked:.4f} of {process + server:.3f} CPU s a step: {asked / (process + server):.2%}")
-        told = {"rate": asked, "of": process + server, "share": asked / (process + server), "steps": steps}
-        unit = f"CPU s a step of {TRAJECTORIES} trajectories, trainer and server"
-        machine.keep(options.out, [machine.row("check of the weights, asked", f"{COMMAND} --asked", unit=unit, **told)])
+        later = {**{part: seconds / steps for part, seconds in meter.spent.items()}, "all": process + server}
+        for name, spent in (("first steps", watch.first), ("later steps", later)):
+            checks = {part: seconds for part, seconds in spent.items() if part.startswith("check")}
+            asked, whole = sum(checks.values()), spent["all"]
+            print(f"{name}: check {asked:.4f} of {whole:.3f} CPU s a step: {asked / whole:.2%}", checks)
+            told = {"rate": asked, "of": whole, "share": asked / whole, "parts": checks}
+            told["steps"] = steps if spent is later else watch.skipped - 1
+            unit = f"CPU s a step of {TRAJECTORIES} trajectories, trainer and server"
+            row = machine.row(f"check of the weights, asked, {name}", f"{COMMAND} --asked", unit=unit, **told)
+            machine.keep(options.out, [row])
         return
     total = sum(parts[part] for part in OURS)
     for part in OURS:

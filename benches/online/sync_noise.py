@@ -4,8 +4,10 @@
 
 Five tiny models of different families play one-turn tasks; each takes steps at two learning rates. At each step the
 servers are asked as the check of weights asks them. What they say is compared with the policy that was pushed (clean)
-and, after the next update, with the policy that they would have missed (missed). The bounds in `online/proof.py` come
-from the table that this prints.
+and, after the next update, with the policy that they would have missed (missed). After a clean push every cause is
+tried as well: the shares of the difference that the nearest one gives, and how far the servers are on the way back to
+the version before. The bounds in `online/proof.py` come from the table that this prints. A check that ends a clean run
+is counted as a false alarm.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +32,8 @@ import tracegrad as tg  # noqa: E402
 from machine import keep, row  # noqa: E402
 from tracegrad.online import Online, Play, proof  # noqa: E402
 from tracegrad.online.canary import Canary, Sample  # noqa: E402
-from tracegrad.online.proof import Proof  # noqa: E402
-from tracegrad.online.suspects import previous  # noqa: E402
+from tracegrad.online.proof import Proof, SyncFault, share_given, slope_of  # noqa: E402
+from tracegrad.online.suspects import causes, previous  # noqa: E402
 from tracegrad.rollout.launch import launch  # noqa: E402
 from tracegrad.sync import vllm_arguments  # noqa: E402
 
@@ -63,7 +66,9 @@ def make(family: str, folder: Path, steps: int) -> Path:
 class Watch:
     """What each check saw, beside what it would have seen had the push been missed."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Path) -> None:
+        self.first = first
+        self.false_alarms: list[str] = []
         self.clean: list[dict[str, float]] = []
         self.missed: list[dict[str, float]] = []
         self._kept: Sample | None = None
@@ -76,10 +81,22 @@ class Watch:
             self.missed.append(self._row(late, self._proof.leans(late.logprobs, self._kept.logprobs, late.rollout)))
         before = previous(driven, Online(), sample) if driven.taken else None
         lean = 0.0 if before is None else self._proof.leans(sample.logprobs, before, sample.rollout)
-        self.clean.append(self._row(sample, lean))
+        tried = [cause.logprobs() for cause in causes(driven, sample, Online(), self.first)]
+        shares = np.array([share_given(sample.logprobs, each, sample.rollout) for each in tried])
+        back = 0.0 if before is None else slope_of(sample.logprobs, before, sample.rollout)[0]
+        nearest = dict(zip(("given", "given_without_outliers"), np.nanmax(shares, 0), strict=True))
+        self.clean.append({**self._row(sample, lean), **nearest, "back": back})
         self._proof.note(sample.gap())
         self._kept = sample
         return sample
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A check that ends the run is a false alarm."""
+        try:
+            yield
+        except SyncFault as fault:
+            self.false_alarms.append(str(fault))
 
     @staticmethod
     def _row(sample: Sample, lean: float) -> dict[str, float]:
@@ -102,7 +119,7 @@ def watched(watch: Watch):
 
 def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
     """A run whose servers are asked at each step."""
-    watch = Watch()
+    watch = Watch(model)
     config = tg.config.Config(
         pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=rate), train=tg.config.Train(dtype="bf16")
     )
@@ -112,7 +129,7 @@ def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
         message = await policy.chat(said, tools=task.TOOLS)
         return -float(len(message["content"] or "") + len(str(message.get("tool_calls") or ""))) / 10
 
-    with watched(watch):
+    with watched(watch), watch.noted():
         tg.online.train(
             model, online.tasks("traces", 0), agent=agent, objective=tg.presets.DAPO_DIRECT, config=config,
             servers=[url], out=out, online=Online(steps=count, steps_ahead=0),
@@ -153,7 +170,9 @@ def main() -> None:
                 for rate in RATES:
                     watch = steps(model, server.url, folder / f"run-{rate:g}", rate, told.steps)
                     for kind, found in (("clean", watch.clean), ("missed", watch.missed)):
-                        rows.append(row(f"sync noise: {name}, lr {rate:g}, {kind}", COMMAND, **summary(found)))
+                        alarms = {"false_alarms": watch.false_alarms} if kind == "clean" else {}
+                        about = summary(found) | alarms
+                        rows.append(row(f"sync noise: {name}, lr {rate:g}, {kind}", COMMAND, **about))
                         print(json.dumps(rows[-1]), flush=True)
     keep(told.out, rows)
 
@@ -164,7 +183,8 @@ def summary(found: list[dict[str, float]]) -> dict[str, object]:
     lean = [row["lean"] > 0 for row in found]
     ranges = {
         name: [round(float(f([row[name] for row in found])), 4) for f in (np.min, np.median, np.max)]
-        for name in ("p50", "p99", "max")
+        for name in ("p50", "p99", "max", "given", "given_without_outliers", "back")
+        if name in found[0]
     }
     terms = min(row["terms"] for row in found)
     return {"checks": len(found), "terms": terms, **ranges, "by_bound": sum(bound), "by_leaning": sum(lean),

@@ -126,8 +126,8 @@ class Proof:
         >>> round(Proof(bf16=True).leans(now, before, before), 6), Proof(bf16=True).leans(now, before, now)
         (1.0, 0.0)
         """
-        off, way = _differences(now, rollout, before)
-        slope, error = _slope(off, way)
+        _, way = _differences(now, rollout, before)
+        slope, error = slope_of(now, before, rollout)
         total = float((way**2).sum())
         lifted = min(1.0, self.square * len(way) / total) if total else 0.0
         return slope if slope > FAR and slope - lifted > CERTAIN * error else 0.0
@@ -163,12 +163,28 @@ def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
     >>> explains(now, other, other + rounding), explains(now, other, now + rounding)
     (True, False)
     """
+    slope, error = slope_of(now, other, rollout)
+    share, without_outliers = share_given(now, other, rollout)
+    return slope > CERTAIN * error and share > GIVEN and without_outliers > GIVEN_WITHOUT_OUTLIERS
+
+
+def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
+    """Compute the share of the squared difference between server and trainer that other logprobs give.
+
+    Args:
+        now, rollout, other: [M] logprobs in nats: the trainer's, the servers', and those that a cause would give.
+
+    Returns:
+        the share for all tokens, and without the `OUTLIERS` tokens that differ most. 1 is all of it; below 0 the other
+        logprobs are farther off than the trainer's.
+
+    >>> now = np.zeros(4, np.float32)
+    >>> share_given(now, now + np.float32(1), np.float32([2, 2, 2, 1]))
+    (0.7692307692307692, 1.0)
+    """
     off, way = _differences(now, rollout, other)
-    slope, error = _slope(off, way)
-    most = np.argsort(-np.abs(off))[OUTLIERS:]
-    return (
-        slope > CERTAIN * error and _given(off, way) > GIVEN and _given(off[most], way[most]) > GIVEN_WITHOUT_OUTLIERS
-    )
+    most = np.argsort(-np.abs(off), kind="stable")[OUTLIERS:]
+    return _given(off, way), _given(off[most], way[most])
 
 
 def worse(one: Floats, other: Floats) -> float:
@@ -198,8 +214,18 @@ def _differences(now: Floats, *others: Floats) -> tuple[NDArray[np.float64], ...
     return tuple(np.clip(each[known], -FARTHEST, FARTHEST) for each in apart)
 
 
-def _slope(off: NDArray[np.float64], way: NDArray[np.float64]) -> tuple[float, float]:
-    """The slope of `off` over `way`, and its standard error where one token may weigh most (HC3: MacKinnon 1985)."""
+def slope_of(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
+    """Fit how far the servers' logprobs are on the way from the trainer's to others: 0 is at the trainer's, 1 at those.
+
+    Returns:
+        the slope, and its standard error, which holds if one token has most of the weight (HC3: MacKinnon 1985).
+
+    >>> now = np.zeros(4, np.float32)
+    >>> slope, error = slope_of(now, np.float32([1, 2, 3, 4]), np.float32([0.5, 1, 1.5, 2]))
+    >>> slope, round(error, 6)
+    (0.5, 0.0)
+    """
+    off, way = _differences(now, rollout, other)
     total = float((way**2).sum())
     if len(way) < 2 or total == 0:
         return 0.0, math.inf

@@ -45,7 +45,7 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
         first: folder of the model that the run began with.
     """
     own, tried = _miss(sample, sample.logprobs, proof.bf16), []
-    for cause in (*_weight_causes(driven, sample, told, first), *sampling_causes(driven, sample)):
+    for cause in causes(driven, sample, told, first):
         logprobs = cause.logprobs()
         if not proof.bf16 and _share(sample, logprobs, FP32_NATS) == 1:
             return cause.words
@@ -68,6 +68,16 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
         )
     near = f" Nearest: {tried[0][1].words}" if tried and tried[0][0] < own * 0.8 else ""
     return UNKNOWN + near
+
+
+def causes(driven: Run, sample: Sample, told: Online, first: Path | None) -> list[Cause]:
+    """List the known causes: mistakes in the weights, the likeliest first, then those in the sampling.
+
+    Args:
+        sample: tokens that are compared.
+        first: folder of the model that the run began with.
+    """
+    return [*_weight_causes(driven, sample, told, first), *sampling_causes(driven, sample)]
 
 
 def _miss(sample: Sample, logprobs: Floats, bf16: bool) -> float:
