@@ -28,9 +28,12 @@ FARTHEST = 5.0
 FAR = 0.3
 """The share of the way to other weights below which servers may stand clean: where an update is as small as the
 rounding of bf16 weights, those that are served have not moved in part, and stand up to 0.17 of the way back."""
-OUTLIERS, GIVEN, GIVEN_WITHOUT_OUTLIERS = 3, 0.75, 0.6
-"""Tokens that are left out, and shares of squares that a cause gives with and without them. In clean bf16 syncs the
-nearest of all causes gave 0.66, and 0.47 without them; benches/online/faults.py measures those of faults."""
+DOUBT = 0.05
+"""What is added, by squares, to 1 - p of a token for the size of its rounding: rounded logits move a logprob by as much
+as its token is in doubt, and a certain one by little."""
+OUTLIERS, GIVEN, GIVEN_WITHOUT_OUTLIERS = 3, 0.55, 0.45
+"""Tokens that are left out, and shares of squares, in units of rounding, that a cause gives with and without them.
+benches/online/sync_noise.py measures those of clean pushes, benches/online/faults.py those of faults."""
 
 
 class SyncFault(TracegradError):
@@ -156,20 +159,20 @@ def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
     """Whether other logprobs give what separates the servers' from the trainer's, which rounding would not.
 
     They give most of the squared difference, also without the `OUTLIERS` tokens that differ most, and the way to them
-    is one that the servers' certainly went.
+    is one that the servers' certainly went. Differences are in units of each token's rounding.
 
     >>> now, rounding = np.linspace(-3, -1, 64, dtype=np.float32), np.float32(0.01) * np.sin(np.arange(64))
     >>> other = now + np.float32(0.1) * np.cos(np.arange(64) ** 2)
     >>> explains(now, other, other + rounding), explains(now, other, now + rounding)
     (True, False)
     """
-    slope, error = slope_of(now, other, rollout)
+    slope, error = _slope(*_in_roundings(now, rollout, other))
     share, without_outliers = share_given(now, other, rollout)
     return slope > CERTAIN * error and share > GIVEN and without_outliers > GIVEN_WITHOUT_OUTLIERS
 
 
 def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
-    """Compute the share of the squared difference between server and trainer that other logprobs give.
+    """Compute the share of the squared difference between server and trainer, in roundings, that other logprobs give.
 
     Args:
         now, rollout, other: [M] logprobs in nats: the trainer's, the servers', and those that a cause would give.
@@ -182,7 +185,7 @@ def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, flo
     >>> share_given(now, now + np.float32(1), np.float32([2, 2, 2, 1]))
     (0.7692307692307692, 1.0)
     """
-    off, way = _differences(now, rollout, other)
+    off, way = _in_roundings(now, rollout, other)
     most = np.argsort(-np.abs(off), kind="stable")[OUTLIERS:]
     return _given(off, way), _given(off[most], way[most])
 
@@ -225,13 +228,24 @@ def slope_of(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]
     >>> slope, round(error, 6)
     (0.5, 0.0)
     """
-    off, way = _differences(now, rollout, other)
+    return _slope(*_differences(now, rollout, other))
+
+
+def _slope(off: NDArray[np.float64], way: NDArray[np.float64]) -> tuple[float, float]:
     total = float((way**2).sum())
     if len(way) < 2 or total == 0:
         return 0.0, math.inf
     slope = float((off * way).sum()) / total
     left = (off - slope * way) / np.maximum(1 - way**2 / total, 1e-9)
     return slope, math.sqrt(float((left**2 * way**2).sum())) / total
+
+
+def _in_roundings(now: Floats, rollout: Floats, other: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What separates the servers' and other logprobs from the trainer's, over the size of each token's rounding."""
+    known = ~np.isnan(now + rollout + other)
+    rounding = np.hypot(np.expm1(np.minimum(now[known], 0), dtype=np.float64), DOUBT)
+    off, way = _differences(now, rollout, other)
+    return off / rounding, way / rounding
 
 
 def _given(off: NDArray[np.float64], way: NDArray[np.float64]) -> float:

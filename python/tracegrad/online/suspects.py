@@ -17,7 +17,7 @@ from tracegrad.learner.adapters import adapters_off, has_adapters
 from tracegrad.online.canary import Sample
 from tracegrad.online.causes import SENT, Cause, sampling_causes
 from tracegrad.online.options import Online
-from tracegrad.online.proof import BF16_MEDIAN, FARTHEST, FP32_NATS, Floats, Proof, above, explains
+from tracegrad.online.proof import BF16_MEDIAN, FARTHEST, FP32_NATS, Floats, Proof, above, explains, share_given
 from tracegrad.online.ways import before, of_whole
 
 MOST = 0.95
@@ -81,10 +81,12 @@ def causes(driven: Run, sample: Sample, told: Online, first: Path | None) -> lis
 
 
 def _miss(sample: Sample, logprobs: Floats, bf16: bool) -> float:
-    """Mean nats between logprobs and the servers', or nats squared in bf16; at most `FARTHEST` of one token."""
+    """Mean nats between logprobs and the servers', at most `FARTHEST` of one token; in bf16 the share not given."""
+    if bf16:
+        return 1 - share_given(sample.logprobs, logprobs, sample.rollout)[0]
     apart = np.abs(np.asarray(logprobs, np.float64) - sample.rollout)
     apart = np.minimum(apart[~np.isnan(apart)], FARTHEST)
-    return float((apart**2 if bf16 else apart).mean()) if len(apart) else FARTHEST**2
+    return float(apart.mean()) if len(apart) else FARTHEST
 
 
 def _share(sample: Sample, logprobs: Floats, nats: float) -> float:
