@@ -204,6 +204,7 @@ RUNS = {
     "ddp": {"parallel__mode": "ddp"},
     "fsdp, low memory": {"parallel__mode": "fsdp", "train__memory": "low"},
 }
+MIXED = {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4}
 CHARGED = {"reward_kl__coef": 0.5, "reward_kl__target": 1e-4, "reward_kl__horizon": 50.0, "train__updates_per_old": 2}
 
 
@@ -231,6 +232,10 @@ def runs(ranks: int, rank: int, out: Path, every: bool) -> Iterator[tuple[str, A
     yield "adapters", {"apart": beside(found, out / "adapters.pt")}
     done, found = trained(out / "charged", changes={**RUNS["fsdp"], **CHARGED})
     yield "charged", {"apart": beside(found, out / "charged.pt"), "said": charges(done.rows)}
+    for mode in ("fsdp", "ddp"):
+        trained(out / f"mixed, {mode}", changes={**RUNS[mode], **MIXED}, sinks=[StopAfter()])
+        done, found = trained(out / f"mixed, {mode}", changes={**RUNS[mode], **MIXED}, resume=True)
+        yield f"mixed reference, {mode}", {"apart": beside(found, out / "mixed.pt"), "step": done.step}
     yield from by_accelerate(ranks, rank)
     yield from in_bf16(ranks, rank)
     yield from by_another_reference(out)
@@ -299,6 +304,9 @@ def alone_main(out: Path) -> None:
     done, found = trained(out / "charged alone", changes=CHARGED)
     torch.save(found, out / "charged.pt")
     (out / "charged.json").write_text(json.dumps(charges(done.rows)))
+    done, found = trained(out / "mixed alone", changes=MIXED)
+    assert done.step > 4
+    torch.save(found, out / "mixed.pt")
     tiny_model(7).save_pretrained(out / "reference")
     _, found = trained(out / "referred alone", changes={"train__ref_model": str(out / "reference")})
     torch.save(found, out / "referred.pt")

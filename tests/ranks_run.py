@@ -50,7 +50,7 @@ def driven(out: Path, *, upto: int = 3, resume: bool = False, **changes: Any) ->
         run.restore()
     found, rows = traces(), []
     for step in steps(found, run.ranks)[run.taken : upto]:
-        run.step(step, version=4 + run.taken, rewards=found.reward)
+        run.step(step, version=4 + run.taken, rewards=found.reward, endings=found.ending)
         rows.append(run.row())
     return run, rows
 

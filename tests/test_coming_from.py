@@ -96,7 +96,6 @@ def test_what_has_no_counterpart_is_refused_by_its_name_with_a_cure(peer, told, 
 @pytest.mark.parametrize(
     ("peer", "told", "named"),
     [
-        ("trl", {"sync_ref_model": True}, "ref_model_mixup_alpha = '0.6'"),
         ("verl", {"algorithm": {"adv_estimator": "gae"}}, "known: grpo, rloo, opo"),
         ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.rollout_correction.bypass_mode": True}, "that pays"),
         ("skyrl", {"trainer.algorithm.use_kl_in_reward": True}, "use_kl_loss False"),
@@ -134,8 +133,8 @@ def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made
     assert recipes.from_trl({"scale_rewards": "token"}).advantage is None
     assert recipes.from_verl({"algorithm": {"adv_estimator": "gae"}}).advantage is None
     assert recipes.from_skyrl({"trainer.algorithm.advantage_estimator": "gae"}).advantage is None
-    synced = dict(recipes.from_trl({"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04}).told)
-    assert synced["ref_model_mixup_alpha = 1.0"] == "what the others need"
+    synced = dict(recipes.from_trl({"sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "beta": 0.04}).told)
+    assert synced["ref_model_mixup_alpha = 0.5"] == "train.ref_mixup_alpha = 0.5"
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,41 @@ class TestBudget:
         assert keeps(first, Budget(MISMATCH, mean=0.02, terms="kept")) == [True, False, False, False, False]
         assert keeps(first, Budget(MISMATCH, mean=0.03, terms="kept")) == [True, False, False, False, True]
 
+    # log-ratios 0.1, 0.3, -0.5, 1, -0.2. Only those that an update moves further away are counted or fall.
+    @pytest.mark.parametrize(
+        ("advantages", "mean", "keep"),
+        [
+            # 0.1 and 0.3 with A > 0, -0.2 with A < 0: means of the smallest 0.01, 0.025, 0.0467.
+            ([1, 1, 1, -1, -1], 0.047, [1, 1, 1, 1, 1]),
+            ([1, 1, 1, -1, -1], 0.04, [1, 0, 1, 1, 1]),
+            ([1, 1, 1, -1, -1], 0.02, [1, 0, 1, 1, 0]),
+            # -0.5 with A < 0, 1 with A > 0: means 0.25, 0.625. The smallest stays, whatever the mean.
+            ([-1, -1, -1, 1, 0], 0.3, [1, 1, 1, 0, 1]),
+            ([-1, -1, -1, 1, 0], 0.04, [1, 1, 1, 0, 1]),
+            ([0, 0, 0, 0, 0], 0.001, [1, 1, 1, 1, 1]),
+        ],
+    )
+    def test_the_active_quadrants(self, advantages, mean, keep):
+        columns = {**STEP, "advantages": np.array(advantages, np.float64)}
+        gate = Budget(MISMATCH, mean=mean, quadrants="active")
+        assert correct(**columns, gates=[gate]).keep.tolist() == [bool(flag) for flag in keep]
+
+    def test_the_active_quadrants_of_what_is_kept_and_known(self):
+        columns = {**STEP, "advantages": np.array([1.0, 1.0, 1.0, -1.0, -1.0])}
+        # 0.1 has fallen before, so that 0.04 and 0.09 are left: mean 0.065 above 0.05.
+        first = Gate(MISMATCH, "k1", high=0.05, when="A>0")
+        fell = correct(**columns, gates=[first, Budget(MISMATCH, mean=0.05, terms="kept", quadrants="active")])
+        assert fell.keep.tolist() == [False, False, True, True, True]
+        rollout = STEP_ROLLOUT.copy()
+        rollout[0] = NAN
+        budget = Budget(MISMATCH, mean=0.05, quadrants="active")
+        found = correct(**{**columns, "rollout": rollout}, gates=[budget], missing="neutral")
+        assert found.keep.tolist() == [True, False, True, True, True]
+
+    def test_the_active_quadrants_need_advantages(self):
+        with pytest.raises(ArgumentError, match="depends on the sign of A without advantages"):
+            keeps(Budget(MISMATCH, quadrants="active"))
+
     def test_ties_stand_or_fall_together_and_the_smallest_always_stands(self):
         columns = {"old": np.array([-1.0, -1.0, -2.0, -1.0]), "rollout": np.array([-1.5, -0.5, -1.0, -2.0])}
         columns["trace"] = [0, 0, 0, 0]

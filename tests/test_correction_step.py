@@ -172,6 +172,7 @@ PARTS = {
     "batch maximum as a weight": {"weights": [Weight(MISMATCH, Level("batch", "max", terms="kept"))]},
     "budget": {"gates": [Budget(MISMATCH, mean=0.3)]},
     "budget over kept": {"gates": [Gate(MISMATCH, "k3", high=0.5), Budget(MISMATCH, "abs", 0.3, terms="kept")]},
+    "budget in the active quadrants": {"gates": [Budget(MISMATCH, mean=0.1, quadrants="active")]},
     "normalised tokens": {"weights": [Weight(MISMATCH, shape=Clamp(0, 2), normalize=True)]},
     "normalised traces": {
         "gates": [Gate(MISMATCH, low=0.4)],

@@ -313,6 +313,12 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         ("all", -2),
         ("kept", -1),
     ),
+    # (0.3^2 + 0.2^2) / 2 = 0.065 over all, 0.2^2 over the one with A < 0 and a ratio below 1.
+    "Budget.quadrants": (
+        lambda v: budget(quadrants=v, given={"of_old": (0.3, -0.2), "a": -1.0}),
+        ("all", 1),
+        ("active", 2),
+    ),
     # Quantiles of 1, 2, 3, 4: 2.5 and 3.25.
     "TopEntropy.share": (
         lambda v: kept(TopEntropy(v, "microbatch"), entropy=(1.0, 2.0, 3.0, 4.0)),

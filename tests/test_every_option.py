@@ -304,6 +304,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     ),
     "repeated": lambda out: watched(traces(), out, train__updates_per_old=2, train__iterations=3),
     "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_every=2),
+    "mixed": lambda out: watched(traces(), out, objective=KL, train__ref_every=2, train__ref_mixup_alpha=0.25),
     "adapters": lambda out: watched(traces(), out, objective=KL, train__lora_rank=2),
     "spoiling": lambda out: watched(spoilt(), out, objective=presets.DAPO_DIRECT, **SPOILING),
     "drifting": lambda out: watched(data(), out, optimizer__lr=3e-2, stop__below_ess=0.9999),
@@ -460,6 +461,16 @@ def ref_every(run: Any) -> None:
     assert moved[2] < 1e-5
 
 
+def ref_mixup_alpha(run: Any) -> None:
+    """The reference of step 3 is a quarter of the policy after two steps, and three quarters of the one it began as."""
+    start, after, third = run.steps[0].before, run.steps[2].before, run.steps[2]
+    model = tiny_model()
+    model.load_state_dict({name: 0.25 * after[name] + 0.75 * start[name] for name in start}, strict=False)
+    expected = third.step.with_logprobs(old=measure(model, third.step.batches)).old_logprobs
+    np.testing.assert_allclose(third.step.ref_logprobs, expected, rtol=0, atol=1e-5)
+    assert float(np.abs(third.step.ref_logprobs - third.outcome.logprobs).max()) > 1e-4
+
+
 def ref_model(folder: Path) -> None:
     other = tiny_model(7)
     other.save_pretrained(folder / "other")
@@ -560,6 +571,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.compile": (None, compiles),
     "train.lora_rank": ("adapters", lora_rank),
     "train.ref_every": ("renewed", ref_every),
+    "train.ref_mixup_alpha": ("mixed", ref_mixup_alpha),
     "train.ref_model": (None, ref_model),
     "train.timeout": (None, loops.timeout),
     "parallel.mode": (None, mode),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 import tracegrad as tg  # noqa: E402
 from tiny import sampled, spoilt, tiny_model  # noqa: E402
 from tracegrad import advantage, algebra, config, metrics, presets  # noqa: E402
+from tracegrad.codes import CUT, ENDINGS  # noqa: E402
 from tracegrad.correction import Corrected  # noqa: E402
 from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
 from tracegrad.learner import Outcome, train  # noqa: E402
@@ -138,13 +140,33 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
     done, _ = run(traces, tmp_path, objective=algebra.with_kl(presets.DAPO, 0.01))
     named = {metric.name for metric in metrics.METRICS}
     for row in done.rows:
-        assert {name.split("/")[0] for name in row if not name.startswith("correction/")} <= named
+        assert {
+            name for name in row if not name.startswith("correction/") and not {name, name.split("/")[0]} & named
+        } == set()
     assert metrics.read_rows(tmp_path / "metrics.jsonl") == done.rows
     assert done.rows[1]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the starting model
     told = {"ess", "ess_count", "mismatch_p50", "weight_p99_9", "kl_rollout_old_k3_se", "chi2_trace", "perplexity_gap"}
     assert told | {"gradient_largest_trace", "gradient_share_positive", "reward_std"} <= set(done.rows[1])
     assert done.rows[1]["mismatch_mean"] == pytest.approx(1, abs=1e-4)  # the model is the one that was recorded
     assert done.rows[-1]["kl"] > 0
+
+
+def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):
+    """Over one epoch that holds nothing out; a third of the traces was cut off."""
+    ending = np.where(np.arange(traces.traces) % 3, ENDINGS.index("ended"), CUT).astype(np.uint8)
+    done, _ = run(replace(traces, ending=ending), tmp_path, objective=presets.GRPO, train__epochs=1, data__holdout=0)
+    rows, branches = done.rows[1:], list(itertools.pairwise(traces.cu_seqlens))  # one of each trace
+    lengths = np.array([traces.trainable[start:end].sum() for start, end in branches])
+    prompts = [int(traces.trainable[start:end].argmax()) for start, end in branches]
+    assert rows[-1]["num_tokens"] == sum(prompts) + lengths.sum()
+    assert all(a["num_tokens"] < b["num_tokens"] for a, b in itertools.pairwise(rows))
+    total = sum(row["completions/mean_length"] * row["traces"] for row in rows)
+    assert total == pytest.approx(lengths.sum())
+    assert min(row["completions/min_length"] for row in rows) == lengths.min()
+    assert max(row["completions/max_length"] for row in rows) == lengths.max()
+    assert max(row["completions/max_terminated_length"] for row in rows) == lengths[ending != CUT].max()
+    cut = sum(row["completions/clipped_ratio"] * row["traces"] for row in rows)
+    assert cut == pytest.approx((ending == CUT).sum())
 
 
 @pytest.mark.parametrize(
@@ -155,8 +177,31 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
         (3, {"train__updates_per_old": 5, "checkpoint__every": 2}, presets.GRPO),
         (1, {"schedule__warmup_steps": 5, "optimizer__weight_decay": 0.1}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
         pytest.param(0, {}, presets.DAPO, marks=pytest.mark.nightly),
+        # Batches of two packed steps, each trained three times: step 4 is within the second time of the first batch.
+        (3, {"train__updates_per_old": 2, "train__iterations": 3, "train__epochs": 1}, presets.DAPO),
+        pytest.param(5, {"train__max_steps": 7}, presets.DAPO, marks=pytest.mark.nightly),
+        (4, {"train__updates_per_old": 2, "train__iterations": 2, "train__max_steps": 7}, presets.GRPO),
+        # Mixed after steps 2, 4 and 6; at step 2 before the mixture was measured.
+        (3, {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
+        pytest.param(
+            2,
+            {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4},
+            algebra.with_kl(presets.GRPO_DIRECT, 0.05),
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["within an epoch", "between epochs", "old across epochs", "with a reference", "before the first step"],
+    ids=[
+        "within an epoch",
+        "between epochs",
+        "old across epochs",
+        "with a reference",
+        "before the first step",
+        "within iterations",
+        "before max_steps",
+        "within iterations, before max_steps",
+        "with a mixed reference",
+        "before a mixed reference is measured",
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(traces, tmp_path, stop, changes, objective):
     whole, parameters = run(traces, tmp_path / "whole", objective=objective, **changes)
@@ -168,15 +213,27 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(traces, tmp_path, st
     assert again.seconds["train"] >= cut.seconds.get("train", 0)  # what the process before spent is in it
     for one, other in zip(whole.terms, again.terms, strict=True):  # of the last epoch, for the report
         assert all(np.array_equal(vars(one)[name], value) for name, value in vars(other).items())
-    shared = [name for name in whole.rows[0] if not name.startswith("off_policy_value")]
-    for one, other in zip(without_times(whole.rows), without_times(again.rows), strict=True):
-        assert {k: one[k] for k in shared} == {k: other[k] for k in shared}
+    held = ("off_policy_value", "logprob_")  # not measured at the step after which the run was stopped
+    names = {name for row in without_times(whole.rows) for name in row if not name.startswith(held)}
+    for one, other in zip(whole.rows, again.rows, strict=True):
+        assert {k: one.get(k) for k in names} == {k: other.get(k) for k in names}
     assert without_times(metrics.read_rows(tmp_path / "whole" / "metrics.jsonl"))[-1] == without_times(again.rows)[-1]
 
 
 def test_sigterm_stops_after_the_step_too(traces, tmp_path):
     done, _ = run(traces, tmp_path, sinks=[SignalAfter(2, signal.SIGTERM)])
     assert (done.exit_code, done.step, done.checkpoint.name) == (143, 2, "step-00000002")
+
+
+def test_a_finished_run_can_be_given_more_of_max_steps(traces, tmp_path):
+    """The first run ends within the iterations of a batch; the second goes on there, into the next epoch."""
+    how = {"train__updates_per_old": 2, "train__iterations": 2}
+    _, parameters = run(traces, tmp_path / "whole", train__max_steps=9, **how)
+    ended, _ = run(traces, tmp_path / "more", train__max_steps=3, **how)
+    assert (ended.stopped, ended.step) == ("done", 3)
+    again, resumed = run(traces, tmp_path / "more", tiny_model(9), resume=True, train__max_steps=9, **how)
+    assert (again.stopped, again.step) == ("done", 9)
+    assert_same(parameters, resumed)
 
 
 def test_a_finished_run_can_be_given_more_epochs(traces, tmp_path):

@@ -555,7 +555,10 @@ def test_of_rewards_by_name_the_one_that_is_named_is_trained_on(tmp_path):
     assert found.rows[0]["reward"] < 0
 
 
-def loud(prompts, completions, answer, **columns):
+def loud(prompts, completions, answer, log_metric, log_extra, **columns):
+    log_metric("characters", sum(map(len, completions)) / len(completions))
+    log_metric("loss", 9.0)
+    log_extra("first", [text[:1] for text in completions])
     return [float(len(text)) + value for text, value in zip(completions, answer, strict=True)]
 
 
@@ -581,8 +584,19 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
         expected = {"loud": len(text) + value, "halves": math.nan if second is None else 1.0}
         assert trace.rewards == pytest.approx(expected, nan_ok=True)
         assert trace.reward == pytest.approx(len(text) + value + 10 * (second or 0))
+        assert trace.metadata["log_extra"] == {"first": text[:1]}
         rewards.append(trace.reward)
     row = found.rows[0]
+    lengths = [[len(trace.messages[-1]["content"] or "") for trace in traces] for traces in groups]
+    assert row["characters"] == pytest.approx(np.mean(lengths))
+    assert row["log_metric/loss"] == 9.0 != row["loss"]
+    sampled = [len(turn.token_ids) for traces in groups for trace in traces for turn in trace.generations]
+    given = [len(turn.prompt_token_ids) for traces in groups for trace in traces for turn in trace.generations[:1]]
+    assert row["completions/mean_length"] == np.mean(sampled)
+    assert row["num_tokens"] == sum(sampled) + sum(given)
+    cut = [trace.generations[-1].finish_reason == "length" for traces in groups for trace in traces]
+    assert row["completions/clipped_ratio"] == np.mean(cut)
+    assert "tools/call_frequency" not in row
     assert row["reward"] == pytest.approx(np.mean(rewards))
     assert (row["groups_dull"], row["trajectories_failed"], row["trajectories_without_reward"]) == (1, 4, 0)
     [place] = set(step.groups) - set(step.trained)
@@ -617,6 +631,8 @@ def test_plain_functions_are_tools(tmp_path):
     answered = [m for trace in traces for m in trace.messages if m["role"] == "tool"]
     assert found.rows[0]["forks"] == 0
     assert len(answered) == sum(len(trace.generations) - 1 for trace in traces)
+    assert found.rows[0]["tools/call_frequency"] == len(answered) / len(traces)
+    assert all("called" in trace.metadata["tools"] for trace in traces)
 
 
 def loud_of_messages(prompts, completions, **columns):

@@ -1,4 +1,4 @@
-"""FIPO and ASPO beside their formulas, written out term by term in loops."""
+"""FIPO, ASPO and M2PO beside their formulas, written out term by term in loops."""
 
 from __future__ import annotations
 
@@ -49,3 +49,25 @@ def test_aspo_turns_the_ratio_of_good_tokens_over(seed):
     expected = -a * torch.where(a > 0, good, bad) * weight * data["mask"] / data["mask"].sum()
     torch.testing.assert_close(found.gradient, expected, rtol=1e-9, atol=1e-12)
     assert ((1 / r > 3) & data["mask"]).any()
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 5, 6])  # each of these masks some
+def test_m2po_masks_what_its_algorithm_masks(seed):
+    """Algorithm 1: of the tokens in the active quadrants the largest is masked until the mean of the rest fits."""
+    data = hard(seed)
+    found = run(presets.M2PO, data)
+    a = data["advantages"][:, None].expand_as(data["mask"])
+    l_of = data["old"] - data["rollout"]
+    places = [tuple(place) for place in data["mask"].nonzero().tolist()]
+    active = sorted((p for p in places if a[p] * l_of[p] > 0), key=lambda p: l_of[p].item() ** 2)
+    masked = []
+    while len(active) > 1 and sum(l_of[p].item() ** 2 for p in active) / len(active) > 0.04:
+        masked.append(active.pop())
+    r = (data["logprobs"] - data["old"]).clamp(-20, 20).exp()
+    clipped = ((a > 0) & (r > 1.2)) | ((a < 0) & (r < 0.8))
+    expected = -a * r * ~clipped * l_of.clamp(-20, 20).exp() * data["mask"] / data["mask"].sum()
+    for place in masked:
+        expected[place] = 0.0
+    torch.testing.assert_close(found.gradient, expected, rtol=1e-9, atol=1e-12)
+    assert masked
+    assert active

@@ -181,6 +181,13 @@ def test_bf16_under_fsdp_keeps_float32_parameters_and_gradients(every):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_a_mixed_reference_on_two_ranks_is_that_of_one_process_and_is_resumed(every, mode):
+    assert every[2][f"mixed reference, {mode}"]["step"] == len(every["alone"]["rows"]) - 1
+    assert every[2][f"mixed reference, {mode}"]["apart"] < 1e-5
+
+
+@pytest.mark.nightly
 def test_a_reference_model_from_a_folder_is_the_one_given_and_is_sharded_like_the_policy(every):
     assert every["given"]
     assert every[2]["reference"]["apart"] < 1e-5

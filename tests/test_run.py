@@ -91,7 +91,7 @@ def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(t
             elif objective.needs.ref:
                 step = step.with_logprobs(ref=reference[step.origin])
             version = 4 + run.taken if proximal else 4  # the newest recorded is 4
-            run.step(step, version, rewards=traces.reward)
+            run.step(step, version, rewards=traces.reward, endings=traces.ending)
             rows.append(run.row())
     assert run.taken == done.total == 8
     assert_same(parameters(theirs), parameters(ours))
@@ -304,6 +304,31 @@ def test_the_reference_is_the_model_as_it_was_given(traces, tmp_path):
     assert not np.array_equal(run.measure(second), start)
     given = second.with_logprobs(ref=start - 1)
     assert run.ready(given) is given  # what a step brings is taken
+
+
+@pytest.mark.parametrize("keep_start", [True, False])
+def test_a_mixed_reference_is_a_second_model_that_follows_the_policy(traces, tmp_path, keep_start):
+    objective = with_kl(presets.DAPO_DIRECT, 0.05)
+    options = told(train__ref_every=1, train__ref_mixup_alpha=0.25)
+    run = Run(tiny_model(), objective, options, out=tmp_path, keep_start=keep_start)
+    [first, *_] = steps_of(traces, objective, 0)
+    start = run.measure(first, of="reference")
+    run.step(first)
+    model, trained = tiny_model(), dict(run.model.named_parameters())
+    mixed = {name: 0.25 * trained[name] + 0.75 * before for name, before in model.named_parameters()}
+    model.load_state_dict(mixed, strict=False)
+    expected = Run(model, objective, told(), out=tmp_path / "expected").measure(first)
+    np.testing.assert_allclose(run.measure(first, of="reference"), expected, rtol=0, atol=1e-6)
+    assert np.abs(expected - start).max() > 1e-4
+
+
+def test_adapters_are_not_mixed_and_an_alpha_without_a_cadence_is_refused(traces, tmp_path):
+    objective = with_kl(presets.DAPO_DIRECT, 0.05)
+    mixing = told(train__ref_every=1, train__ref_mixup_alpha=0.25, train__lora_rank=2)
+    with pytest.raises(ArgumentError, match=r"ref_mixup_alpha is 0\.25, and the model has adapters"):
+        Run(tiny_model(), objective, mixing, out=tmp_path)
+    with pytest.raises(ArgumentError, match=r"ref_mixup_alpha has no effect: train\.ref_every is 0"):
+        train(traces, tiny_model(), objective=objective, out=tmp_path, config=told(train__ref_mixup_alpha=0.5))
 
 
 @pytest.mark.parametrize("how", [{"keep_start": False}, {"config": {"train__ref_every": 2}}], ids=str)

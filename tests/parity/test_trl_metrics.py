@@ -12,9 +12,12 @@ import torch
 
 import peer_code
 from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
+from tracegrad import metrics
 from tracegrad.algebra import Clip, Gate, Level, Objective, Ratio, TopEntropy
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics import Rows, peers
+from tracegrad.online.logged import functions_of
+from tracegrad.trace import Traces
 
 MEAN = Level("trace", "mean")
 
@@ -255,6 +258,95 @@ def test_rewards(close, fired, kind, scale, aggregation):
     parts = (slice(0, 8), slice(8, None))
     a, b = (peers.as_trl_rewards(rewards[here], group[here], **told) for here in parts)
     compare(close, fired, "TRL", (a + b).named(), theirs, 2e-6)  # its rewards are float32
+
+
+APPEND = "self._metrics[mode]"
+LENGTHS = (
+    "prompt_lengths = ",
+    "if tool_mask is not None:\n    completion_lengths = ",
+    "agg_prompt_lengths = ",
+    "agg_completion_lengths = ",
+    "total_prompt_tokens = ",
+    "if mode == 'train':\n    self.state.num_input_tokens_seen",
+    f"{APPEND}['num_tokens'] = ",
+    *(f"{APPEND}['completions/{how}_length']" for how in ("mean", "min", "max")),
+    "eos_and_pad = ",
+    "is_truncated = ",
+    "agg_is_truncated = ",
+    f"{APPEND}['completions/clipped_ratio']",
+    "term_completion_lengths = agg_completion_lengths[",
+    "if len(term_completion_lengths) == 0:",
+    *(f"{APPEND}['completions/{how}_terminated_length']" for how in ("mean", "min", "max")),
+    "if self.tools:\n    agg_tool_call_count",
+)
+"""Statements of `_generate`, in their order."""
+
+
+@pytest.mark.parametrize("kind", ["ended", "some cut", "all cut", "tools", "no calls"])
+def test_completions_and_tools(close, fired, kind):
+    generator = np.random.default_rng(3)
+    stop, pad, before = 7, 0, 100
+    prompts = [list(generator.integers(8, 40, size)) for size in (3, 3, 9, 9, 1, 1)]
+    ids = [list(generator.integers(8, 40, size)) for size in (5, 1, 12, 4, 6, 30)]
+    cut = np.array([kind == "all cut" or (kind == "some cut" and row % 2 == 1) for row in range(6)])
+    ids = [row if here else [*row, stop] for row, here in zip(ids, cut, strict=True)]
+    mask = [[int(place % 3 > 0) for place in range(len(row))] for row in ids] if kind == "tools" else None
+    calls, failed = np.array([0, 2, 1, 0, 3, 0]), np.array([0, 1, 0, 0, 2, 0])
+    if kind == "no calls":
+        calls, failed = np.zeros(6, int), np.zeros(6, int)
+    scope = {
+        "self": SimpleNamespace(
+            accelerator=SimpleNamespace(gather=lambda value: value),
+            state=SimpleNamespace(num_input_tokens_seen=before),
+            _metrics={"train": defaultdict(list)},
+            eos_token_ids=[stop],
+            _tokenizer=SimpleNamespace(pad_token_id=pad),
+            tools=["price"] if kind in ("tools", "no calls") else [],
+        ),
+        "mode": "train",
+        "device": "cpu",
+        "prompt_ids": prompts,
+        "completion_ids": ids,
+        "tool_mask": mask,
+        "tool_call_count": int(calls.sum()),
+        "tool_failure_count": int(failed.sum()),
+    }
+    for first in LENGTHS:
+        scope |= peer_code._run(first, scope, peer_code.GRPOTrainer._generate)
+    theirs = {name: values[0] for name, values in scope["self"]._metrics["train"].items()}
+    sampled = [len(row) for row in ids] if mask is None else [sum(row) for row in mask]
+
+    def measure(here):
+        found = metrics.completions([len(row) for row in prompts[here]], sampled[here], cut[here])
+        return found | metrics.tools(calls[here], failed[here]) if kind in ("tools", "no calls") else found
+
+    ours = (measure(slice(0, 2)) + measure(slice(2, None))).named()
+    ours["num_tokens"] += before  # as a run adds up its steps
+    compare(close, fired, "TRL", ours, theirs)
+
+
+def test_what_reward_functions_log_is_averaged_as_it_is_there(close):
+    """TRL calls a function once for all groups of a rank, a run once a group; both take the mean over calls."""
+    said = {"accuracy": [0.25, 1.0, 0.5], "length": [3.0]}
+    scope = {
+        "self": SimpleNamespace(
+            _pending_metrics={name: list(values) for name, values in said.items()},
+            accelerator=SimpleNamespace(gather=lambda value: value),
+            _metrics={"train": defaultdict(list)},
+        ),
+        "gather_object": lambda value: value,
+        "mode": "train",
+        "device": "cpu",
+    }
+    peer_code._run("for name in sorted(set(gather_object(list(self._pending_metrics)))):", scope)
+    theirs = {name: values[0] for name, values in scope["self"]._metrics["train"].items()}
+    groups = [{"accuracy": [0.25, 1.0], "length": [3.0]}, {"accuracy": [0.5]}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"messages": messages, "metadata": {"log_metric": each}} for each in groups]
+    ours = functions_of(Traces.from_records(records))
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        close("TRL metrics", ours[name], value, 1e-6)
 
 
 def test_every_bound_was_crossed_in_some_case(fired):

@@ -172,18 +172,26 @@ class Budget(AnyGate):
         stat: "square" (M2PO), "abs", "k2" or "k3".
         mean: what the mean over the kept terms may be.
         terms: "all" terms whose logprobs are known, or those "kept" by the gates before.
+        quadrants: "all", or the two "active" ones, which an update moves further away: A > 0 with a ratio above 1, and
+            A < 0 with a ratio below 1. Terms outside these are neither counted in the mean nor dropped.
 
-    Source: M2PO, arXiv 2510.01161, eq. 8, mean (log ratio)^2 <= 0.04; AReaL.
+    Source: M2PO, arXiv 2510.01161, mean (log ratio)^2 <= 0.04: its final version (ICLR 2026, Algorithm 1) and the
+    authors' code take the active quadrants, its first version and AReaL all.
+
+    >>> print(Budget(Ratio("old", "rollout"), quadrants="active"))
+    keep the terms with the smallest square(old/rollout) in the active quadrants whose mean is at most 0.04
     """
 
     ratio: Ratio
     stat: Literal["square", "abs", "k2", "k3"] = "square"
     mean: float = 0.04
     terms: Literal["all", "kept"] = "all"
+    quadrants: Literal["all", "active"] = "all"
 
     def __post_init__(self) -> None:
         one_of("Budget.stat", self.stat, ("square", "abs", "k2", "k3"))
         one_of("Budget.terms", self.terms, ("all", "kept"))
+        one_of("Budget.quadrants", self.quadrants, ("all", "active"))
         positive("Budget.mean", self.mean)
         if not self.ratio.detached:
             raise ArgumentError(
@@ -196,8 +204,9 @@ class Budget(AnyGate):
         return f"'{self}' is a budget of the whole step"
 
     def core(self) -> tuple[Any, ...]:
-        """(ratio, stat, mean, kept)."""
-        return (self.ratio.core(), self.stat, self.mean, self.terms == "kept")
+        """(ratio, stat, mean, kept, active)."""
+        return (self.ratio.core(), self.stat, self.mean, self.terms == "kept", self.quadrants == "active")
 
     def __str__(self) -> str:
-        return f"keep the terms with the smallest {self.stat}({self.ratio}) whose mean is at most {self.mean:g}"
+        where = " in the active quadrants" if self.quadrants == "active" else ""
+        return f"keep the terms with the smallest {self.stat}({self.ratio}){where} whose mean is at most {self.mean:g}"

@@ -241,6 +241,8 @@ class Train:
     """Rank of LoRA adapters on all linear layers but the head, which alone are then trained (peft); 0: none."""
     ref_every: int = 0
     """Optimizer steps after which the policy becomes its own reference again; 0: the reference stays as it began."""
+    ref_mixup_alpha: float = 1.0
+    """Share of the policy in a renewed reference: ref = alpha * policy + (1 - alpha) * ref (TRL's default is 0.6)."""
     ref_model: str = ""
     """Folder of another model as reference; empty: the starting model, with adapters the model without them."""
     timeout: float = 1800.0
@@ -251,6 +253,8 @@ class Train:
         _require(self.iterations > 0, "train.iterations", self.iterations, "it must be at least 1")
         for name in ("max_steps", "seed", "updates_per_old", "lora_rank", "ref_every"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "it must not be negative")
+        alpha = self.ref_mixup_alpha
+        _require(0 < alpha <= 1, "train.ref_mixup_alpha", alpha, "it must be above 0 and at most 1")
         _require(0 < self.timeout <= 1e7, "train.timeout", self.timeout, "it must be above 0 and at most 1e7")
         unknown = [name for name in split_names(self.log_to) if name not in DASHBOARDS]
         _require(not unknown, "train.log_to", self.log_to, f"no dashboard but {', '.join(DASHBOARDS)} is known")

@@ -5,8 +5,9 @@ and a row of metrics for each step. Its files, each using those before it alone:
 alone); `ranks`, `memory`, `parallel` (one model on several ranks); `ending`; `model`, `adapters`, `adapted`;
 `progress`, `away` (a folder that not all ranks see), `state`, `weights`; `compared`, `filters`, `reward_kl`,
 `off_policy_value`, `fitting`, `planned`, `mixture`, `feed` (which traces, with which advantage, in which steps);
-`settle`, `setup`, `traffic`, `forecast`; `idle`, `entropy`, `step`, `record`, `row`, `checkpoint`, `run` (one step at
-a time, no data set); `keeper`, `known`, `epochs`, `measured`, `shown`, `loop` (traces as one source of steps).
+`mixed_reference`, `settle`, `setup`, `traffic`, `forecast`; `idle`, `entropy`, `step`, `record`, `row`, `checkpoint`,
+`run` (one step at a time, no data set); `keeper`, `known`, `epochs`, `measured`, `shown`, `loop` (traces as one source
+of steps).
 """
 
 from tracegrad.learner.adapted import merge_adapters

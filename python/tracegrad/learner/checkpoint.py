@@ -51,6 +51,7 @@ def save(
     *,
     tokenizer: Path | None,
     keep: int,
+    reference: nn.Module | None = None,
     terms: Sequence[TermRecord] = (),
     ranks: Ranks | None = None,
     away: Away | None = None,
@@ -63,6 +64,7 @@ def save(
         out: folder of the run on this machine.
         model: a transformers or peft model, sharded or not; written by its own `save_pretrained`.
         tokenizer: folder whose tokenizer files are copied beside the weights, or None.
+        reference: a reference model whose weights follow the policy, and are kept beside it.
         terms: of this rank, for the report of the run that goes on from here.
         ranks: who takes part; each calls this.
         away: where the folder is kept, if it is not one that all ranks see.
@@ -88,7 +90,7 @@ def save(
             with _together(ranks):
                 save_random(staged / "resume" / f"random-{ranks.rank}.safetensors")
                 save_terms(staged / "resume" / f"terms-{ranks.rank}.safetensors", terms)
-            state.write(staged / "resume" / "state", model, optimizer, ranks)
+            state.write(staged / "resume" / "state", model, optimizer, ranks, reference)
             with _together(ranks):
                 if ranks.first:
                     save_logprobs(staged / "resume", progress)
@@ -161,7 +163,13 @@ def read_progress(path: Path) -> Progress:
 
 
 def restore(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None, *, leads: bool = False
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks | None = None,
+    *,
+    reference: nn.Module | None = None,
+    leads: bool = False,
 ) -> Progress:
     """Puts parameters, optimizer and random states of a checkpoint back, and says where the run stood.
 
@@ -169,6 +177,7 @@ def restore(
     that there was not takes the first one's random states.
 
     Args:
+        reference: as for `save`.
         leads: this rank compares the files, as the first one does: of a folder that the first does not see.
     """
     ranks = ranks or Ranks()
@@ -182,7 +191,7 @@ def restore(
     with _damaged(path):
         ranks.agree(error)
         progress = read(folder)
-        state.read(folder / "state", model, optimizer, ranks)
+        state.read(folder / "state", model, optimizer, ranks, reference)
         own = folder / f"random-{ranks.rank}.safetensors"
         set_random(own if own.is_file() else own.with_name("random-0.safetensors"))
     return progress

@@ -42,6 +42,7 @@ def check_effective(config: Config, objective: Objective) -> None:
         "train.updates_per_old": (not needs.old and not needs.proximal, "this objective takes no old logprobs"),
         "train.ref_model": (not needs.ref, "this objective takes no reference"),
         "train.ref_every": (bool(config.train.ref_model) or not needs.ref, no_own_reference),
+        "train.ref_mixup_alpha": (not config.train.ref_every, "train.ref_every is 0, so the reference stays"),
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
         "stop.below_ess": (config.data.holdout == 0, unmeasured),
         "stop.worse": (config.data.holdout == 0, unmeasured),

@@ -21,6 +21,7 @@ from tracegrad.kernels.plan import MOST_CHUNK_BYTES, Size
 from tracegrad.learner.adapted import Adapted
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, layers_of
+from tracegrad.learner.mixed_reference import is_mixed
 from tracegrad.learner.model import first_line
 from tracegrad.learner.reward_kl import needs_of
 from tracegrad.learner.setup import precision_of
@@ -107,7 +108,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     most = max(len(step.rows) for step in steps)
     rows = {(number > 0, *row) for step in steps for number, row in enumerate(step.rows)}
     needs = needs_of(feed.objective, config)
-    other = int(bool(needs.ref and config.train.ref_model))
+    other = int(bool(needs.ref and config.train.ref_model) or is_mixed(feed.objective, config))
     between = {"rows": most, "memory": memory, "gathered_in": 2 if low else 4}
     between |= {"measured": int(needs.old) + int(needs.ref) - other, "frozen": other, "fsdp": mode == "fsdp"}
     passes = (3 if not rank else 2) + int(memory.recompute)

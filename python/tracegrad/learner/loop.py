@@ -258,7 +258,7 @@ class _Loop:
         driven, index, began = self.driven, self.driven.taken, time.perf_counter()
         with driven.watch("prepare"):
             step, corrected = self.epochs.take(index)
-        told = {"newest": self.feed.newest, "rewards": self.feed.rewards}
+        told = {"newest": self.feed.newest, "rewards": self.feed.rewards, "endings": self.feed.catalog.ending}
         outcome = driven.update(step, corrected, **told, began=began)
         if index == 0 and driven.ranks.first and driven.config.data.accept_truncated_sampling:
             self._say_kept_mass(step, outcome)

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import arrays
 from tracegrad.algebra import Objective
 from tracegrad.batch import Step
+from tracegrad.codes import CUT
+from tracegrad.errors import ArgumentError
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.step import Outcome
-from tracegrad.metrics import OffPolicy, Rewards, Tally
+from tracegrad.metrics import Measured, OffPolicy, Rewards, Tally, completions
 
 
 def row_of(
@@ -24,6 +27,7 @@ def row_of(
     version: int | None = None,
     newest: int | None = None,
     rewards: NDArray[np.float32] | None = None,
+    endings: NDArray[np.uint8] | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """All that is known of a step from its arrays: who takes it adds what it alone knows (number, rate, time).
@@ -35,6 +39,7 @@ def row_of(
         version: of the policy that is trained, which lags count from; None where it is not known.
         newest: what the breakdown by lag counts from where it is not.
         rewards: [R], which `step.trace` counts into; None says nothing of rewards.
+        endings: [R] `codes.ENDINGS`, likewise; None says nothing of lengths.
         ranks: with whom the step is shared; every one of them calls this.
     """
     ranks = ranks or Ranks()
@@ -49,9 +54,25 @@ def row_of(
         **({} if ranks.alone else {"imbalance": step.imbalance}),
         **tally(step, outcome, objective, ranks.first, version).all_reduce(ranks.all_reduce).means(),
         **({} if rewards is None else rewards_of(step, rewards, ranks).named()),
+        **({} if endings is None else completions_of(step, endings).all_reduce(ranks.all_reduce).named()),
         **off_policy(step, outcome, newest if version is None else version).all_reduce(ranks.all_reduce).named(),
         **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
     }
+
+
+def checked_rewards(rewards: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
+    """Return rewards of all traces as [R] float32.
+
+    Raises:
+        ArgumentError: if a trace with a term in the step has none.
+    """
+    rewards = arrays.floats(rewards, "rewards", np.float32)
+    if len(rewards) <= (last := int(np.max(step.trace, initial=-1))):
+        raise ArgumentError(
+            f"rewards has {len(rewards)} entries, and trace {last} has a term in the step. Its reward is not known. "
+            "Pass those of all traces that were packed: sequences.rewards[:, 0]."
+        )
+    return rewards
 
 
 def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Rewards:
@@ -61,6 +82,21 @@ def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Reward
     group = ranks.all_reduce(group, "max")
     has_terms = np.isfinite(group)
     return Rewards.of(rewards[has_terms], group[has_terms].astype(np.int64))
+
+
+def completions_of(step: Step, endings: NDArray[np.uint8]) -> Measured:
+    """Lengths of the step's traces on this rank. What is before the first term of a trace is its prompt.
+
+    Args:
+        endings: as in `row_of`.
+    """
+    traces, owner = np.unique(step.trace, return_inverse=True)
+    prompts = np.full(len(traces), np.iinfo(np.int64).max)
+    for batch in step.batches:
+        np.minimum.at(prompts, owner[batch.term], batch.positions[batch.read[batch.row]].astype(np.int64) + 1)
+    sampled = np.bincount(owner, minlength=len(traces))
+    laid_out = prompts < np.iinfo(np.int64).max
+    return completions(np.where(laid_out, prompts, 0), sampled, endings[traces] == CUT)
 
 
 def tally(step: Step, outcome: Outcome, objective: Objective, first: bool = True, version: int | None = None) -> Tally:

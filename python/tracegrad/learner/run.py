@@ -7,7 +7,6 @@ its caller's: epochs over a file (`loop`), an online loop, or one of your own. N
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,13 @@ from tracegrad.learner.away import Away
 from tracegrad.learner.ending import said_together
 from tracegrad.learner.entropy import Control
 from tracegrad.learner.idle import Idle
+from tracegrad.learner.mixed_reference import is_mixed, mix
 from tracegrad.learner.progress import Progress
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.rates import check_rates, in_all
 from tracegrad.learner.record import TermRecord
-from tracegrad.learner.row import row_of
-from tracegrad.learner.setup import Optimizers, check_same, check_step, other_model, prepared, starts_as_reference
+from tracegrad.learner.row import checked_rewards, row_of
+from tracegrad.learner.setup import Optimizers, check_same, check_step, first_reference, other_model, prepared
 from tracegrad.learner.step import Floats, Outcome, detached, measure, optimizer_step
 from tracegrad.learner.weights import Adapters, whole_weights
 from tracegrad.mirror import Mirror
@@ -57,7 +57,8 @@ class Run:
         optimizer: over `model.parameters()`, or a function of groups of parameters that makes one; default AdamW as the
             config says. The schedule and clipping stay the config's.
         reference: a causal LM to measure the reference logprobs with, for objectives that take them; default the
-            folder `train.ref_model`, or the model as it is given here (without its adapters, where it has any).
+            folder `train.ref_model`, or the model as it is given here (without its adapters, where it has any), which
+            follows the policy if `train.ref_mixup_alpha` is below 1.
         keep_start: keep a frozen copy of the model as it is given here, where that is the reference and has no adapters
             to be measured without. False for steps that bring their reference logprobs.
         ranks: who shares each step; default the open process group, or the one that torchrun asks for.
@@ -71,6 +72,7 @@ class Run:
         away: the folder as its ranks share it; `out` is the one of this machine.
         taken: optimizer steps taken, those before a `restore` included.
         version: of the policy, as the last step was told; None where none was.
+        num_tokens: of the prompts and completions of all steps, as the metric of that name counts them.
         watch: wall seconds by stage.
     """
 
@@ -92,14 +94,14 @@ class Run:
         self.tokenizer = Path(tokenizer) if tokenizer else None
         self.ranks, self.steps = ranks or Ranks.join(self.config.train.timeout), steps
         objective.check_missing(self.config.train.missing)
-        if reference is None and keep_start and starts_as_reference(model, objective, self.config):
-            reference = deepcopy(model)
+        reference = first_reference(reference, model, objective, self.config, keep_start=keep_start)
         self.model, self.policy = prepared(model, self.config, self.ranks, optimizer)
         self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
         self.reference = other_model(reference, objective, self.config, self.policy)
+        self._mixed = self.reference.model if is_mixed(objective, self.config) and self.reference else None
         self.control, self.idle = Control(objective), Idle(self.target.device)
         self.watch = metrics.Stopwatch(self._at)
-        self.taken, self.version = 0, None
+        self.taken, self.version, self.num_tokens = 0, None, 0
         self.away = Away.of(out, self.ranks)
         self.out = self.away.path
         self._proximal: int | None = None
@@ -112,6 +114,7 @@ class Run:
         version: int | None = None,
         *,
         rewards: NDArray[np.float32] | None = None,
+        endings: NDArray[np.uint8] | None = None,
         check: Callable[[Floats], None] | None = None,
     ) -> Outcome:
         """Takes one optimizer step.
@@ -124,6 +127,7 @@ class Run:
             version: of the policy as it is before this step, by the count that the recorded versions go by: lags count
                 from it. None where it is not known.
             rewards: [R], which `step.trace` counts into, for the row alone.
+            endings: [R] uint8, `Sequences.ending`, likewise: how each trace ended.
             check: called with the [M] logprobs of the policy before the update, which what it raises prevents.
 
         Returns:
@@ -143,7 +147,8 @@ class Run:
                 if step.alpha is None and self.objective.needs.proximal:
                     step = self._with_alpha(step, version)
                 corrected = self.correct(step)
-            return self.update(step, corrected, version=version, rewards=rewards, began=began, check=check)
+            told = {"version": version, "rewards": rewards, "endings": endings}
+            return self.update(step, corrected, **told, began=began, check=check)
 
     def ready(self, step: Step) -> Step:
         """The step with the `old` and reference logprobs that the objective needs and it lacks, by the policy as it is.
@@ -197,6 +202,7 @@ class Run:
         version: int | None = None,
         newest: int | None = None,
         rewards: NDArray[np.float32] | None = None,
+        endings: NDArray[np.uint8] | None = None,
         began: float | None = None,
         check: Callable[[Floats], None] | None = None,
     ) -> Outcome:
@@ -226,9 +232,13 @@ class Run:
         bonus = {"entropy_coef": self.control.coef} if self.control.adapts else {}
         self.control.update(outcome.entropy, outcome.keep, self.ranks.all_reduce)
         self.taken, self.version = self.taken + 1, version
+        if self._mixed is not None and self.taken % self.config.train.ref_every == 0:
+            mix(self._mixed, self.model, self.config.train.ref_mixup_alpha)
         with self.watch("metrics"):
-            told = {"version": version, "newest": newest, "rewards": rewards}
+            told = {"version": version, "newest": newest, "rewards": rewards, "endings": endings}
             seen = row_of(step, outcome, self.objective, **told, ranks=self.ranks)
+        if "num_tokens" in seen:
+            self.num_tokens = seen["num_tokens"] = self.num_tokens + int(seen["num_tokens"])
         rate, idle = seen["tokens"] / seconds, self.idle.share()
         waited = {} if idle is None else {"device_idle": idle}
         self._row = {"step": self.taken, "lr": lr, **bonus, **seen, "seconds": seconds, "tokens_per_s": rate, **waited}
@@ -272,13 +282,14 @@ class Run:
         """
         self.begin()
         proximal = {} if self._proximal is None else {"proximal": float(self._proximal)}
-        adapts = {**self.control.state(), **proximal, **(control or {})}
+        counted = {"num_tokens": float(self.num_tokens)}
+        adapts = {**self.control.state(), **proximal, **counted, **(control or {})}
         known = {"logprobs": logprobs or {}, "control": adapts, "seconds": self.watch.seconds}
         known["version"] = -1 if self.version is None else self.version
         progress = Progress(self.taken, fingerprint, self.told(), **known)
         with self.watch("checkpoint"):
             where = {"tokenizer": self.tokenizer, "keep": self.config.checkpoint.keep}
-            how = {"terms": terms, "ranks": self.ranks, "away": self.away}
+            how = {"reference": self._mixed, "terms": terms, "ranks": self.ranks, "away": self.away}
             return checkpoint.save(self.out, self.model, self.optimizer, progress, **where, **how)
 
     def restore(self, *, fingerprint: str = "") -> Progress | None:
@@ -300,11 +311,12 @@ class Run:
         before = checkpoint.read_progress(checkpoints[-1])
         check_same(checkpoints[-1], before, self.told(), fingerprint)
         check_rates(checkpoints[-1], self.config.schedule, self.steps, before.config.get("schedule.steps"), before.step)
-        leads = self.away.leads
-        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks, leads=leads)
+        how = {"reference": self._mixed, "leads": self.away.leads}
+        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks, **how)
         self.taken, self.version = progress.step, None if progress.version < 0 else progress.version
         self.control.restore(progress.control)
         self._proximal = int(progress.control["proximal"]) if "proximal" in progress.control else None
+        self.num_tokens = int(progress.control["num_tokens"])
         self.watch.seconds.update(progress.seconds)
         self._begin()
         return progress
@@ -371,13 +383,7 @@ class Run:
         try:
             check_step(step, self.model)
             step.lag(None if version is None else arrays.integer(version, "version", least=0))
-            if rewards is not None:
-                rewards = arrays.floats(rewards, "rewards", np.float32)
-                if len(rewards) <= (last := int(np.max(step.trace, initial=-1))):
-                    raise ArgumentError(
-                        f"rewards has {len(rewards)} entries, and trace {last} has a term in the step. Its reward is "
-                        "not known. Pass those of all traces that were packed: sequences.rewards[:, 0]."
-                    )
+            rewards = None if rewards is None else checked_rewards(rewards, step)
         except ArgumentError as raised:
             error = raised
         self.ranks.agree(error)

@@ -4,6 +4,7 @@ Called by the run and the loop.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.learner.adapted import load_model
 from tracegrad.learner.adapters import has_adapters, with_adapters
 from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
+from tracegrad.learner.mixed_reference import is_mixed
 from tracegrad.learner.parallel import Placed, auto_mode, device_named, prepare
 from tracegrad.learner.progress import Progress
 from tracegrad.learner.ranks import Ranks
@@ -224,12 +226,6 @@ def other_model(reference: Any, objective: Objective, config: Config, policy: Pr
     """The reference model in its place; None where the policy itself is what is measured."""
     if reference is None and not config.train.ref_model:
         return None
-    takes = needs_of(objective, config).ref
-    if reference is not None and (not takes or config.train.ref_every or config.train.ref_model):
-        raise ArgumentError(
-            "reference has no effect: the objective takes none, or train.ref_every or train.ref_model say what it is. "
-            "Two answers to one question hide a mistake. Leave it out."
-        )
     model = reference if reference is not None else load_model(Path(config.train.ref_model))
     model.to(dtype=torch.float32).eval().requires_grad_(False)
     target = policy.target
@@ -240,11 +236,35 @@ def other_model(reference: Any, objective: Objective, config: Config, policy: Pr
     return prepare(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)
 
 
-def starts_as_reference(model: Any, objective: Objective, config: Config) -> bool:
-    """Whether the model as it is now is the reference, and trains into something else that cannot be undone."""
+def first_reference(given: Any, model: Any, objective: Objective, config: Config, *, keep_start: bool) -> Any:
+    """Return the reference model that a run begins with, apart from its policy; None if there is no such model.
+
+    Args:
+        given: the caller's reference model, or None.
+        model: the policy before the first step and before the adapters that the config asks for.
+        keep_start: copy the model if it is the reference, and is about to be trained into something else.
+
+    Raises:
+        ArgumentError: if `given` would have no effect, or a model with adapters would be mixed.
+    """
     train = config.train
-    elsewhere = train.ref_model or train.ref_every or train.lora_rank or has_adapters(model)
-    return objective.needs.ref and not elsewhere
+    if given is not None:
+        if not needs_of(objective, config).ref or train.ref_every or train.ref_model:
+            raise ArgumentError(
+                "reference has no effect: the objective takes none, or train.ref_every or train.ref_model say what it "
+                "is. Two answers to one question hide a mistake. Leave it out."
+            )
+        return given
+    adapters = train.lora_rank or has_adapters(model)
+    if is_mixed(objective, config):
+        if adapters:
+            raise ArgumentError(
+                f"train.ref_mixup_alpha is {train.ref_mixup_alpha:g}, and the model has adapters. A reference of mixed "
+                "weights is a second whole model. Set train.ref_mixup_alpha to 1, or train without adapters."
+            )
+        return deepcopy(model)
+    stays = objective.needs.ref and not (train.ref_model or train.ref_every or adapters)
+    return deepcopy(model) if keep_start and stays else None
 
 
 def check_optimizer(config: Config) -> None:

@@ -27,18 +27,26 @@ from tracegrad.shards import read_text
 
 _REST = "optimizer.json"
 _LIMIT = 64 << 20
+_MODELS = ("param:", "reference:")
+"""What names of parameters begin with: of the policy, and of a reference that follows it."""
 _MOMENTS = ("exp_avg:", "exp_avg_sq:", "momentum_buffer:")
 """State that torch's optimizers keep of the shape of the parameter, and believe to be so."""
 
 
-def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Writes the trained parameters and the optimizer's state into a folder that is there.
+def write(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    reference: nn.Module | None = None,
+) -> None:
+    """Writes the trained parameters, those of a reference that follows them, and the optimizer's state into a folder.
 
     Raises:
         OSError: if a rank cannot write.
         ArgumentError: for optimizer state of which each rank holds a part that has no place in the whole.
     """
-    tensors = {f"param:{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    tensors = _parameters(model, reference)
     state, rest = _optimizer_parts(optimizer, model)
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
@@ -51,8 +59,14 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
         (folder / _REST).write_text(json.dumps(rest, indent=1), encoding="utf-8")
 
 
-def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Puts parameters and optimizer state back, in place, whatever the number of ranks that wrote them.
+def read(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    reference: nn.Module | None = None,
+) -> None:
+    """Puts what `write` wrote back, in place, whatever the number of ranks that wrote it.
 
     Raises:
         OtherRunError: if they are those of another model.
@@ -65,14 +79,22 @@ def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks
                 pass  # its header fits its length: what reads it next believes it
         stored = storage.read_metadata().state_dict_metadata
         rest = json.loads(read_text(folder / _REST, _LIMIT))
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        wanted = _templates(folder, stored, trained)
+        parameters = _parameters(model, reference)
+        wanted = _templates(folder, stored, parameters)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _collective(load, wanted, storage_reader=storage, ranks=ranks)
     except CheckpointException as error:
         raise _cause(error) from error
-    _load_optimizer(optimizer, model, {k: v for k, v in wanted.items() if not k.startswith("param:")}, rest)
+    _load_optimizer(optimizer, model, {k: v for k, v in wanted.items() if k not in parameters}, rest)
+
+
+def _parameters(model: nn.Module, reference: nn.Module | None) -> dict[str, Tensor]:
+    """The trained parameters, and the reference's of the same names, as the files name them."""
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    beside = {} if reference is None else dict(reference.named_parameters())
+    followed = {f"reference:{name}": beside[name].detach() for name in trained if beside}
+    return {**{f"param:{name}": p for name, p in trained.items()}, **followed}
 
 
 def whole_state(
@@ -102,21 +124,22 @@ def _collective(call: Any, state: dict[str, Any], *, ranks: Ranks, **storage: An
         call(state, process_group=ranks.group, **storage)
 
 
-def _templates(folder: Path, metadata: Mapping[str, Any], trained: Mapping[str, Tensor]) -> dict[str, Any]:
+def _templates(folder: Path, metadata: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """Tensors to read into: the parameters themselves, and zeros for the optimizer's, sharded as their parameters."""
-    stored = {name.removeprefix("param:"): tensor for name, tensor in metadata.items() if name.startswith("param:")}
-    apart = sorted(set(stored) ^ set(trained)) or [
-        n for n, p in trained.items() if stored[n].size != p.shape or stored[n].properties.dtype != p.dtype
+    stored = {name: tensor for name, tensor in metadata.items() if name.startswith(_MODELS)}
+    apart = sorted(set(stored) ^ set(parameters)) or [
+        n for n, p in parameters.items() if stored[n].size != p.shape or stored[n].properties.dtype != p.dtype
     ]
     if apart:
         raise OtherRunError(
-            f"{folder}: its parameters are not those of the model given: {apart[0]} is not in both, or of another "
-            "shape or type. The run cannot go on from it. Resume with the --model and options that the run began with."
+            f"{folder}: its parameters are not those of the model given: {apart[0].partition(':')[2]} is not in both, "
+            "or of another shape or type. The run cannot go on from it. Resume with the --model and options that the "
+            "run began with."
         )
-    out: dict[str, Any] = {f"param:{name}": p.detach() for name, p in trained.items()}
+    out: dict[str, Any] = dict(parameters)
     for name, tensor in metadata.items():
-        if not name.startswith("param:"):
-            owner, dtype = trained[name.partition(":")[2]], tensor.properties.dtype
+        if name not in parameters:
+            owner, dtype = parameters[f"param:{name.partition(':')[2]}"], tensor.properties.dtype
             like = owner.shape == tensor.size
             if name.startswith(_MOMENTS) and not like:
                 raise ValueError(f"{name[:120]} is not of the shape of its parameter")

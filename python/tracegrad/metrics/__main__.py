@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
-from tracegrad.metrics import OFF_POLICY, REWARDS, TRAINING, with_tables
+from tracegrad.metrics import COMPLETIONS, OFF_POLICY, REWARDS, TOOLS, TRAINING, with_tables
 from tracegrad.metrics.peers import PEERS
 
-TABLES = {"learner": TRAINING, "rewards": REWARDS, "off-policy": OFF_POLICY, **PEERS}
+SAMPLED = (*COMPLETIONS, *TOOLS)
+TABLES = {"learner": TRAINING, "rewards": REWARDS, "completions": SAMPLED, "off-policy": OFF_POLICY, **PEERS}
 
 if __name__ == "__main__":
     page = Path(sys.argv[1])

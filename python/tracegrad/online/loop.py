@@ -5,7 +5,7 @@ Called as `tracegrad.online.train` and by `replay`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.link import Interrupted
+from tracegrad.online.logged import beside, functions_of, tools_of
 from tracegrad.online.options import Online, Play
 from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
@@ -230,7 +231,7 @@ class Loop:
             gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences), sequences, mixed)
 
         prepared, asked = time.perf_counter(), self._asked_s
-        outcome = self.driven.step(step, version, rewards=rewards, check=check)
+        outcome = self.driven.step(step, version, rewards=rewards, endings=sequences.ending, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
         self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - taken.step)
         trained, asked, gone = time.perf_counter(), self._asked_s - asked, self._gone_s
@@ -247,8 +248,9 @@ class Loop:
             "seconds_pushed": time.perf_counter() - trained - gone,
             "sync_pause": 0.0 if pushed is None else pushed.seconds,
             **gap.row(),
+            **tools_of(traces),
         }
-        self._log(taken.step + 1, about)
+        self._log(taken.step + 1, about, functions_of(traces))
         log_traces(self.sinks, (trace for trace in traces if trace.group == traces[0].group), taken.step + 1)
         every = self.driven.config.checkpoint.every
         if every and self.driven.taken % every == 0:
@@ -334,12 +336,13 @@ class Loop:
             self.rows.append(row)
             metrics.log_all(self.sinks, row)
 
-    def _log(self, number: int, about: dict[str, Any]) -> None:
+    def _log(self, number: int, about: dict[str, Any], said: Mapping[str, float]) -> None:
         row = metrics.finite({**self.driven.row(), **about, "step": number})
         if self.player is not None:
             counts = self.player.counts
             row |= {"trajectories": counts.trajectories, "trajectories_failed": counts.failed}
             row |= {"trajectories_without_reward": counts.without_reward, "calls_retried": self.player.retried}
+        row = beside(row, metrics.finite(said))
         self.rows.append(row)
         metrics.log_all(self.sinks, row)
 

@@ -26,7 +26,7 @@ from tracegrad.online.signal import Signal
 from tracegrad.online.state import State
 from tracegrad.online.tasks import Tasks
 from tracegrad.rollout.adapters import one_turn, with_tools
-from tracegrad.rollout.play import Played
+from tracegrad.rollout.play import Played, as_json
 from tracegrad.score import Rewards, columns_of, text_of
 from tracegrad.tokenizer import Tokenizer
 
@@ -38,7 +38,8 @@ class GroupScore:
 
     As in TRL, a task that is a text gives them texts, one of messages gives them messages. Keys of a task that is a
     dict are columns. Trajectories that failed are left out. What a trajectory said of itself is kept as the reward
-    `own`, beside those of the functions, which alone are trained on.
+    `own`, beside those of the functions, which alone are trained on. What functions log is kept in the `metadata` of
+    the records: `log_extra`, one value of each column, and in the first of a group `log_metric`, values by name.
 
     Args:
         functions: `(prompts, completions, **columns) -> list[float | None]`.
@@ -72,20 +73,28 @@ class GroupScore:
             prompts, completions = list(map(_prompt, tasks)), [text_of(each, "assistant") for each in completions]
         columns = columns_of(tasks, _PROMPTS) if all(isinstance(task, Mapping) for task in tasks) else {}
         found = await self.rewards.score(prompts, completions, columns)
+        if found.metrics:
+            _note(played[rows[0]].record, {"log_metric": found.metrics})
         for at, row in enumerate(rows):
             record, total = played[row].record, float(found.total[at])
             record["reward"] = None if math.isnan(total) else total
             record["rewards"] = {**(record.get("rewards") or {}), **found.row(at)}
+            if found.extra:
+                _note(record, {"log_extra": {column: as_json(said[at]) for column, said in found.extra.items()}})
             failed = [name for name, here in zip(found.names, found.failed[at].tolist(), strict=True) if here]
             failures[row] = {name: found.failures[name] for name in failed}
             if failed:
-                said = {name: str(failure) for name, failure in failures[row].items()}
-                record["metadata"] = {**(record.get("metadata") or {}), "reward_failures": said}
+                _note(record, {"reward_failures": {name: str(each) for name, each in failures[row].items()}})
         return failures
 
     def close(self) -> None:
         """Ends the processes of the functions."""
         self.rewards.close()
+
+
+def _note(record: dict[str, Any], about: Mapping[str, Any]) -> None:
+    """Adds to the metadata of a record."""
+    record["metadata"] = {**(record.get("metadata") or {}), **about}
 
 
 def _prompt(task: Any) -> Any:

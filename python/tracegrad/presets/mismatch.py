@@ -49,12 +49,19 @@ be the whole step (OpenRLHF#1295, whose fix truncates them at the bound of its t
 of the clamp.
 """
 
-M2PO = replace(TIS, weights=(Weight(_MISMATCH, shape=Identity()),), gates=(Budget(_MISMATCH, "square", 0.04),))
-"""Drops the terms with the largest (log old/rollout)^2 until its mean over the step is at most 0.04.
+M2PO = replace(
+    TIS,
+    weights=(Weight(_MISMATCH, shape=Identity()),),
+    gates=(Budget(_MISMATCH, "square", 0.04, quadrants="active"),),
+)
+"""Of the terms that an update moves further away, drops the largest (log old/rollout)^2 until their mean is 0.04.
 
-Paper: arXiv 2510.01161, first version. Peers: AReaL's m2_threshold. Ties stand or fall together here. The final version
-(ICLR 2026) takes the mean over, and drops from, the terms alone that the update pushes further away: A > 0 above a
-ratio of 1, A < 0 below it (Trinity-RFT#615). This one looks at all terms, so that it drops more.
+An update moves a term further away if A > 0 and its ratio is above 1, or A < 0 and its ratio is below 1. The mean is
+over the kept ones of these in the step; all other terms stay. Ties stay or fall together; the smallest always stays.
+
+Paper: arXiv 2510.01161, final version (ICLR 2026), Algorithm 1. Peers: Trinity-RFT#616; the authors' code finds its
+threshold over the same terms. AReaL's m2_threshold is the first version, over all terms, and drops more:
+`Budget(old/rollout, "square", 0.04)`.
 """
 
 DECOUPLED_PPO = replace(TIS, weights=(Weight(_MISMATCH, shape=Identity()),))

@@ -164,9 +164,7 @@ def _options(o: Asked) -> Options:
         o.differs("terms of a step", steps=updates)
     if o["sync_ref_model"]:
         options.append(("train.ref_every", o["ref_model_sync_steps"]))
-        if o["ref_model_mixup_alpha"] != 1:
-            why = "the reference is renewed whole here, and not mixed with the one before"
-            o.no("ref_model_mixup_alpha", why, "1.0 is train.ref_every", of_run=True)
+        options.append(("train.ref_mixup_alpha", float(o["ref_model_mixup_alpha"])))
     if o["max_steps"] > 0:
         options.append(("train.max_steps", o["max_steps"]))
     if o["num_iterations"] > 1:
@@ -238,7 +236,7 @@ _OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "mask_truncated_completions": (False, True),
     "sync_ref_model": (False, True),
-    "ref_model_mixup_alpha": (0.6,),
+    "ref_model_mixup_alpha": (0.6, 1.0),
     "ref_model_sync_steps": (512, 64),
     "num_iterations": (1, 2),
     "steps_per_generation": (None, 4),
@@ -277,8 +275,9 @@ TRL = Peer(
         "max_completion_length": {"loss_type": "dr_grpo"},
         "multi_objective_aggregation": {"reward_weights": "2.0,0.5"},
         "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
-        "sync_ref_model": {"ref_model_mixup_alpha": 1.0, "beta": 0.04},
-        "ref_model_sync_steps": {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04},
+        "sync_ref_model": {"beta": 0.04},
+        "ref_model_mixup_alpha": {"sync_ref_model": True, "beta": 0.04},
+        "ref_model_sync_steps": {"sync_ref_model": True, "beta": 0.04},
     },
     without={
         "router_aux_loss_coef": Without(

@@ -195,6 +195,7 @@ async def converse(
     messages = list(prompt)
     last: Message = {}
     answered = 0
+    policy.counts["called"] += 0  # so that a trajectory with tools that calls none says so
     while True:
         try:
             last = await policy.chat(messages, tools=tools.schemas, **(sampling or {}))

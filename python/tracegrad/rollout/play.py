@@ -104,7 +104,7 @@ async def play(
     if rewards is None and failure is None:
         rewards = posted.get("rewards")
     prompt, completion, finish_reason = conversation(session.calls)
-    about = {"task": _kept(task), "ended": ended, "turns": len(session.calls), "seconds": round(seconds, 3)}
+    about = {"task": as_json(task), "ended": ended, "turns": len(session.calls), "seconds": round(seconds, 3)}
     if policy.counts:
         about["tools"] = dict(policy.counts)
     if session.without_ids:
@@ -182,7 +182,7 @@ def restored(record: dict[str, Any], task: Any) -> Played:
         KeyError, TypeError, ValueError: if it is no record of a trajectory, or one of another task.
     """
     metadata, told = record["metadata"], record.get("failure")
-    if _kept(task) != metadata["task"] and not (isinstance(metadata["task"], str) and not isinstance(task, str)):
+    if as_json(task) != metadata["task"] and not (isinstance(metadata["task"], str) and not isinstance(task, str)):
         raise ValueError("it is of another task")
     failure = None if told is None else Failure(**told)
     error = None if failure is None else f"task {record['id']}: {failure}"
@@ -218,16 +218,16 @@ def _prompt_or_none(task: Any) -> list[Message]:
         return []
 
 
-def _kept(task: Any) -> Any:
-    """A task as a record keeps it: as it is where JSON says it, else as text; cut where it is long."""
+def as_json(value: Any) -> Any:
+    """Return a value as a record keeps it: unchanged if JSON has a word for it, else as text; cut if it is long."""
     try:
-        text = json.dumps(task, allow_nan=False)
+        text = json.dumps(value, allow_nan=False)
         if len(text) <= TASK_CHARACTERS:
             return json.loads(text)
     except (TypeError, ValueError, RecursionError):
         pass
     try:
-        return repr(task)[:TASK_CHARACTERS].encode(errors="replace").decode()
+        return repr(value)[:TASK_CHARACTERS].encode(errors="replace").decode()
     except Exception as error:
         return located(error).words
 

@@ -172,6 +172,10 @@ class Rewards:
             return located(error)
         if len(answer.values) != count:
             return Failure("wrong", f"{name} returned {len(answer.values)} rewards for {count} trajectories")
+        for column, said in answer.extra:
+            if len(said) != count:
+                words = f"{name} logged {len(said)} values of {column!r:.100} for {count} trajectories"
+                return Failure("wrong", words)
         return answer
 
     def _count(self, name: str, failure: Failure) -> None:

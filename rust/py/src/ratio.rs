@@ -32,8 +32,8 @@ type PlainCorrected<'py> =
 enum PlainGate {
     /// (ratio, stat, level, low, high, when, scope)
     Gate(PlainRatio, String, PlainLevel, f64, f64, String, String),
-    /// (ratio, stat, mean, kept)
-    Budget(PlainRatio, String, f64, bool),
+    /// (ratio, stat, mean, kept, active)
+    Budget(PlainRatio, String, f64, bool, bool),
 }
 
 #[derive(FromPyObject)]
@@ -264,11 +264,12 @@ fn gate(plain: &PlainGate) -> Result<AnyGate, Error> {
             when: named("when", when, &WHEN)?,
             scope: named("scope", scope, &OVER)?,
         }),
-        PlainGate::Budget(ratio, stat, mean, kept) => AnyGate::Budget(Budget {
+        PlainGate::Budget(ratio, stat, mean, kept, active) => AnyGate::Budget(Budget {
             ratio: quotient(ratio)?,
             stat: named("stat", stat, &STAT)?,
             mean: *mean,
             kept: *kept,
+            active: *active,
         }),
     })
 }

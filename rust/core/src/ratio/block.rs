@@ -285,6 +285,11 @@ impl<'a, F: Real> Block<'a, F> {
         [self.columns.logprobs(ratio.num), self.columns.logprobs(ratio.den)]
     }
 
+    /// The advantages of the block; none where the plan does not look at them.
+    pub fn advantages(&self) -> &'a [F] {
+        self.columns.advantages.unwrap_or(&[])
+    }
+
     /// The segments of a level in this block; none for the token.
     pub fn local(&self, over: Over) -> Option<Local<'a>> {
         let levels = self.context.levels;
@@ -300,7 +305,7 @@ impl<'a, F: Real> Block<'a, F> {
 
     /// Where a condition on the advantage holds.
     pub fn holds(&self, when: When) -> impl Iterator<Item = bool> + use<'a, F> {
-        self.columns.advantages.unwrap_or(&[]).iter().map(move |advantage| when.holds(advantage.wide()))
+        self.advantages().iter().map(move |advantage| when.holds(advantage.wide()))
     }
 
     /// Gives out the product of the weights, `unknown` where a term is not known.

@@ -1,6 +1,6 @@
 //! The largest value up to which a set of terms may be kept, by a radix descent over the bits of the values.
 //!
-//! Source: M2PO, arXiv 2510.01161; AReaL sorts instead.
+//! Source: M2PO, arXiv 2510.01161; AReaL sorts instead, and looks at all terms.
 
 use super::block::Block;
 use super::exchange::{Exchange, Op};
@@ -16,11 +16,18 @@ impl<F: Real> Block<'_, F> {
     pub fn budget<V: Vector<Element = F>>(&mut self, plan: &Budget) -> Result<()> {
         self.take::<V>(plan.ratio);
         let [num, den] = self.logprobs(plan.ratio);
+        let advantages = self.advantages();
         let work = &mut *self.work;
         plan.stat.of(&work.log_ratio, num, den, &mut work.values);
         if plan.kept {
             for (value, &keep) in work.values.iter_mut().zip(&*self.keep) {
                 *value = if keep { *value } else { F::NAN };
+            }
+        }
+        if plan.active {
+            for ((value, &l), &a) in work.values.iter_mut().zip(&work.log_ratio).zip(advantages) {
+                let is_active = (a > F::ZERO && l > F::ZERO) || (a < F::ZERO && l < F::ZERO);
+                *value = if is_active { *value } else { F::NAN };
             }
         }
         let most = threshold(&work.values, plan.mean, self.context.exchange)?;

@@ -178,6 +178,8 @@ pub struct Budget {
     pub mean: f64,
     /// Choose among the terms that the gates before have kept.
     pub kept: bool,
+    /// Choose among the terms with A > 0 and a ratio above 1, or A < 0 and a ratio below 1.
+    pub active: bool,
 }
 
 /// What drops terms.
@@ -306,7 +308,10 @@ impl Plan {
 
     /// Whether the sign of the advantage matters.
     pub(super) fn is_conditional(&self) -> bool {
-        let gates = self.gates.iter().any(|gate| matches!(gate, AnyGate::Gate(gate) if gate.when != When::Always));
+        let gates = self.gates.iter().any(|gate| match gate {
+            AnyGate::Gate(gate) => gate.when != When::Always,
+            AnyGate::Budget(budget) => budget.active,
+        });
         gates || self.weights.iter().any(|weight| weight.when != When::Always)
     }
 }
