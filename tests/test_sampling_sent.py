@@ -1,6 +1,7 @@
 """What requests of ours say of sampling: each option that a server would else take from the model's own file."""
 
 import asyncio
+import pickle
 
 import aiohttp
 import pytest
@@ -9,6 +10,7 @@ from aiohttp import web
 import tracegrad as tg
 from stand_in import StandIn
 from tracegrad import rollout
+from tracegrad.errors import RefusedFields
 from tracegrad.rollout.proxy import Proxy
 from tracegrad.rollout.server import ServerError, Servers
 from tracegrad.sampling import NEUTRAL, refused_fields
@@ -86,6 +88,12 @@ def test_a_refusal_that_names_no_field_is_an_error():
 
     asyncio.run(run())
     assert refused_fields("no_top_k, top_p and 'min_p': bad", ["top_k", "top_p", "min_p"]) == ("top_p", "min_p")
+
+
+def test_a_refusal_comes_from_another_process_with_the_names_of_its_fields():
+    refused = RefusedFields("the servers refuse top_k", ["top_k"])
+    again = pickle.loads(pickle.dumps(refused))
+    assert (type(again), str(again), again.names) == (RefusedFields, "the servers refuse top_k", ("top_k",))
 
 
 def test_the_proxy_leaves_a_refused_field_out_too():

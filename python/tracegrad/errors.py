@@ -56,7 +56,8 @@ class ServerError(TracegradError):
 class RefusedFields(ServerError):
     """A server that refuses a request for sampling fields that do nothing; `names` says which."""
 
-    def __init__(self, message: str, names: Sequence[str]) -> None:
+    # A pickle makes one of its message alone, and sets what it carries afterwards.
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.names = tuple(names)
 
