@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracegrad import addresses
+from tracegrad import addresses, outputs
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.shards import Written, flush, measure, open_file, read_text, write_bytes
 
@@ -158,7 +158,7 @@ def lock(folder: Path) -> Iterator[int]:
     The system lets go of it when the process ends, however that is, and the last of those to which it gave the handle.
     """
     try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        handle = outputs.descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
     try:

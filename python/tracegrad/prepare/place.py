@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tracegrad import addresses, manifest, store
+from tracegrad import addresses, manifest, outputs, store
 from tracegrad.errors import ReadError, TracegradError
 from tracegrad.sequence import Sequences
 from tracegrad.shards import flush, read_text, write_bytes
@@ -76,8 +76,7 @@ class Folder:
         try:
             if shard.exists():
                 shard.rename(staged)
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir()
+            outputs.make_folder(staged)
             store.write(staged, sequences.stored())
             staged.rename(shard)
             flush(self.path)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad._core import __version__
 from tracegrad.config import Config, as_dict
 from tracegrad.errors import TracegradError, shown
@@ -62,7 +63,7 @@ def write_card(
         *_section("Figures", figures(rows)),
     ]
     try:
-        (checkpoint / NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        outputs.write(checkpoint / NAME, "\n".join(lines) + "\n")
     except OSError as error:
         raise TracegradError(
             f"{checkpoint / NAME}: {error.strerror}. The model has no card. Free space there."
