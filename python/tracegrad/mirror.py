@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tracegrad import addresses
-from tracegrad.errors import ReadError, TracegradError
+from tracegrad.errors import ReadError, TracegradError, redacted
 
 APART = "checkpoints/"
 """Below this nothing is sent by `push`: a checkpoint is sent as a whole."""
@@ -46,7 +46,7 @@ class Mirror:
         return out if isinstance(out, Mirror) else cls(out)
 
     def __str__(self) -> str:
-        return self.address or str(self.path)
+        return redacted(self.address) or str(self.path)
 
     @property
     def path(self) -> Path:
@@ -70,7 +70,7 @@ class Mirror:
 
     def named(self, path: Path) -> str:
         """The address of what is at a path in the folder; "" where the folder is at none."""
-        return self._at(path.relative_to(self.path).as_posix()) if self.address else ""
+        return redacted(self._at(path.relative_to(self.path).as_posix())) if self.address else ""
 
     def names(self) -> dict[str, int]:
         """The files at the address by their names below it, with their bytes.

@@ -15,7 +15,7 @@ from tracegrad.account import Account
 from tracegrad.batch import ModelShape
 from tracegrad.cli import recipe
 from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, redacted
 from tracegrad.metrics import Stopwatch, off_policy_value_of
 from tracegrad.mirror import Mirror
 
@@ -146,7 +146,7 @@ def _learn(
     account: Account,
     watch: Stopwatch,
 ) -> int:
-    title = Path(told.traces[0].rstrip("/")).name
+    title = Path(redacted(told.traces[0]).rstrip("/")).name
     run = {"out": told.out, "resume": told.resume, "title": title, "say": speaker(told), "watch": watch}
     done = training.learn(data, account, told.model, objective, chosen, **run)
     if told.json:

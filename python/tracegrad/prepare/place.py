@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import addresses, manifest, outputs, store
-from tracegrad.errors import ReadError, TracegradError
+from tracegrad.errors import ReadError, TracegradError, redacted
 from tracegrad.sequence import Sequences
 from tracegrad.shards import flush, read_text, write_bytes
 
@@ -131,7 +131,7 @@ class Bucket:
         self.address = address.rstrip("/")
 
     def __str__(self) -> str:
-        return self.address
+        return redacted(self.address)
 
     def _at(self, *names: str) -> str:
         return addresses.joined(self.address, *names)
@@ -208,7 +208,7 @@ class Bucket:
 
 def encoded(value: Any) -> bytes:
     """JSON as it is written to a file."""
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (redacted(json.dumps(value, indent=1, ensure_ascii=False)) + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:

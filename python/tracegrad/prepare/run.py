@@ -12,7 +12,7 @@ from typing import Any
 from tracegrad import _core, arrays, manifest
 from tracegrad.account import Account
 from tracegrad.config import Data, Map
-from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.errors import ArgumentError, ReadError, TracegradError, redacted
 from tracegrad.inputs import Progress
 from tracegrad.inputs.places import expand
 from tracegrad.inputs.reading import BLANK
@@ -208,7 +208,7 @@ def _plan(
     named: list[str], model: Path, data: Data, map: Map, shard_traces: int, part_bytes: int = PART_BYTES
 ) -> dict[str, Any]:
     """What the bytes of the shards follow from."""
-    what: dict[str, Any] = {"source": named[0] if len(named) == 1 else named}
+    what: dict[str, Any] = {"source": redacted(named[0]) if len(named) == 1 else [*map(redacted, named)]}
     if named != ["-"]:
         found = expand(named)
         if missing := [place.path for place in found if place.kind == "file" and not os.path.exists(place.path)]:
