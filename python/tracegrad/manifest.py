@@ -152,10 +152,13 @@ def verify(folder: Path, found: Folder) -> None:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[int]:
+def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
     """Keeps other writers out of a folder; gives the handle that holds the lock.
 
     The system lets go of it when the process ends, however that is, and the last of those to which it gave the handle.
+
+    Args:
+        mark: what the file of the lock says from then on: whose the folder is.
     """
     try:
         handle = outputs.descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -176,6 +179,8 @@ def lock(folder: Path) -> Iterator[int]:
             "Choose a folder on another file system."
         ) from error
     try:
+        if mark and not os.fstat(handle).st_size:
+            os.pwrite(handle, mark, 0)
         yield handle
     finally:
         os.close(handle)

@@ -73,6 +73,7 @@ def train(
         TracegradError: if the run fails.
     """
     place, model = Mirror(out), Path(model)
+    place.check_own()
     chosen = _config(place, recipe, objective, options or {}, resume)
     loss = objective if isinstance(objective, Objective) else objective_of(chosen)
     watch = Stopwatch()

@@ -64,6 +64,8 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             tell({"config": config.as_dict(chosen), "objective": str(objective)})
         return 0
     watch = Stopwatch()
+    if not told.dry_run:
+        told.out.check_own()
     data, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
     speak(*account.lines())
     if told.dry_run:
