@@ -61,7 +61,7 @@ def least(path: Path, size: int) -> dict[str, Any]:
     import orjson
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False)
     done = tokens = 0
     before, began = _used()["cpu_s"], time.perf_counter()
     with path.open("rb") as file:

@@ -27,7 +27,7 @@ def token_logprobs(model, ids, attention):
 
 def train(traces, model, steps, rows_per_step=64, lr=2e-4):
     tokenizer = tg.Tokenizer.from_pretrained(model)
-    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     data = tg.align(tg.read(traces), tokenizer)
     advantages = torch.from_numpy(tg.advantage.group_mean(data.reward, data.group))

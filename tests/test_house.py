@@ -17,7 +17,7 @@ PYTHON = python_imports(HOUSE)
 RUST_CORE = rust_imports(ROOT / "rust" / "core" / "src")
 FLOORS = [
     {"_alone", "_core", "errors"},
-    {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook", "sampling", "user_code"},
+    {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook", "outputs", "sampling", "user_code"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"}
     | {"bucket", "mirror", "pictures", "trace_columns"},

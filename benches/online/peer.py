@@ -63,7 +63,7 @@ def inside(python: str, work: Path, *told: object) -> None:
 
 def success(model: Path, prompts: int) -> float:
     """The share of fresh prompts that are answered rightly."""
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     return rollout.success(trained, rollout.load(machine.MODEL)[1], prompts, seed=100)[0]
 
 

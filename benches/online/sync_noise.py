@@ -49,7 +49,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "
 def make(family: str, folder: Path, steps: int) -> Path:
     """A small model of a family, which has seen the clerk's demonstrations for some steps."""
     torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED, trust_remote_code=False)
     kinds = {"vocab_size": make_model.VOCABULARY, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.06}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = getattr(transformers, f"{FAMILIES[family]}Config")(

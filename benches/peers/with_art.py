@@ -24,7 +24,7 @@ class Road:
         from openai.types.chat.chat_completion import Choice
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(str(model))
+        self.tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
         self.choice, self.trajectory, self.group = Choice, Trajectory, TrajectoryGroup
         self.tokenize, self.pack = tokenize_trajectory_groups, packed_tensors_from_tokenized_results
 

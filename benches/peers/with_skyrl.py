@@ -20,7 +20,7 @@ class Road:
         from skyrl.train.generators.utils import get_response_ids_and_loss_mask_from_messages
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(str(model))
+        self.tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
         self.encode, self.batch = (
             get_response_ids_and_loss_mask_from_messages,
             convert_prompts_responses_to_batch_tensors,

@@ -26,7 +26,7 @@ class Road:
         from trl.experimental.async_grpo import async_grpo_trainer as trainer
         from trl.experimental.async_grpo import async_rollout_worker as worker
 
-        self.tokenizer = AutoTokenizer.from_pretrained(str(model))
+        self.tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
         self.turn, self.chain = worker.TurnRecord, worker._chain_to_sequences
         self.planner, self.collator = trainer.TokenBudgetBatcher, trainer.DataCollatorForRollout
 

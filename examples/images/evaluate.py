@@ -23,8 +23,12 @@ def load(folder: Path) -> tuple[Any, Any, Any]:
     """Model in float32, tokenizer and image processor of a folder."""
     from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    return (
+        model,
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        AutoImageProcessor.from_pretrained(folder, trust_remote_code=False),
+    )
 
 
 def inputs(tokenizer: Any, processor: Any, asked: list[shapes.Scene]) -> dict[str, torch.Tensor]:

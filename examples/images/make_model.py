@@ -67,7 +67,7 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     tokenizer.save_pretrained(directory)
     settings = directory / "tokenizer_config.json"  # transformers 5 writes a class name that version 4 does not know
     settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
-    return AutoTokenizer.from_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 def make_processor(directory: Path) -> Qwen2VLImageProcessor:
@@ -78,7 +78,7 @@ def make_processor(directory: Path) -> Qwen2VLImageProcessor:
     told = json.loads((directory / "preprocessor_config.json").read_text())
     told["video_processor_type"] = "Qwen3VLVideoProcessor"
     (directory / "video_preprocessor_config.json").write_text(json.dumps(told, indent=2) + "\n")
-    return AutoImageProcessor.from_pretrained(directory)
+    return AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:

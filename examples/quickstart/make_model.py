@@ -109,7 +109,7 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     tokenizer.save_pretrained(directory)
     settings = directory / "tokenizer_config.json"  # transformers 5 writes a class name that version 4 does not know
     settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
-    return AutoTokenizer.from_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 def _outside_marks(text: str, marks: list[str]) -> list[str]:

@@ -32,8 +32,8 @@ class Episode:
 
 def load(directory: str | Path):
     """The model in float32, set to evaluation, and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
+    return model, AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 def wilson(successes: float, count: int, z: float = 1.959964) -> tuple[float, float]:

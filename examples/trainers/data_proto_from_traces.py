@@ -29,7 +29,7 @@ def token_logprobs(model, ids, attention):
 
 def train(traces, model, steps, rows_per_step=32, lr=2e-4):
     data = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(model))
-    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     advantages = tg.advantage.group_mean(data.reward, data.group)
     verl.register(OBJECTIVE)  # in verl's own trainer: actor.policy_loss.loss_mode=tracegrad

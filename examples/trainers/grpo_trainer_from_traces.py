@@ -21,12 +21,12 @@ def train(traces, model, steps, out="out/grpo_trainer", **config):
     defaults = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "learning_rate": 2e-4}
     args = GRPOConfig(out, max_steps=steps, logging_steps=1, report_to=[], bf16=False, **(defaults | config))
     trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        AutoModelForCausalLM.from_pretrained(model, dtype="float32", trust_remote_code=False),
         args,
         data,
         tg.advantage.group_mean(data.reward, data.group),
         objective=tg.presets.DAPO,
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(model, trust_remote_code=False),
     )
     trainer.train()
     return trainer

@@ -32,11 +32,11 @@ def train(model, steps=4, vllm=False, out="out/grpo_trainer_live", **config):
     defaults = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 32}
     defaults |= {"learning_rate": 2e-4, "num_iterations": 2, "logging_steps": 1, "report_to": [], "bf16": False}
     trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        AutoModelForCausalLM.from_pretrained(model, dtype="float32", trust_remote_code=False),
         short,
         args=GRPOConfig(out, max_steps=steps, use_vllm=vllm, **(defaults | config)),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(model, trust_remote_code=False),
         objective=tg.presets.DAPO if vllm else PLAYED_HERE,
     )
     trainer.train()

@@ -16,7 +16,7 @@ def train(traces, model, steps, out="out/plain_trainer", **config):
     loss = TraceLoss(data, tg.advantage.group_mean(data.reward, data.group), tg.presets.DAPO_DIRECT)
     defaults = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "learning_rate": 2e-4}
     trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        AutoModelForCausalLM.from_pretrained(model, dtype="float32", trust_remote_code=False),
         TrainingArguments(out, max_steps=steps, logging_steps=1, report_to=[], **(defaults | config)),
         train_dataset=loss.dataset,
         data_collator=loss.collate,

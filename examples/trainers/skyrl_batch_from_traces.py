@@ -34,9 +34,9 @@ def token_logprobs(model, ids, attention, width):
 def train(traces, model, steps, rows_per_step=32, lr=2e-4):
     data, tokenizer = (
         tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(model)),
-        AutoTokenizer.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False),
     )
-    model, log = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
+    model, log = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     skyrl.register(tg.presets.SKYRL_849)  # in SkyRL's own trainer: trainer.algorithm.policy_loss_type=tracegrad
     config = AlgorithmConfig(policy_loss_type="tracegrad", loss_reduction="token_mean")

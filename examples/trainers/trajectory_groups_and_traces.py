@@ -15,7 +15,7 @@ from tracegrad.integrations import art, art_groups
 
 def policy_logprobs(data, model):
     """[M] of the policy about to be trained. Before ART is imported: it patches another transformers than this one."""
-    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     (step,) = tg.pack(data, np.zeros(data.traces), token_budget=4096)
     found = np.empty(len(step), np.float32)
     for batch in step.batches:

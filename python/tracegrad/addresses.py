@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError, FormatError, ReadError, shown
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
@@ -165,6 +166,7 @@ def download(address: str, path: Path) -> None:
         ReadError: if it is not there or cannot be read.
     """
     with system(address) as (files, source):
+        outputs.create(path).close()
         files.get_file(source, str(path))
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from tracegrad import addresses, cache, manifest, shards
+from tracegrad import addresses, cache, manifest, outputs, shards
 from tracegrad.errors import FormatError, ReadError
 
 _TAKEN = "It was changed or cut on its way, or there. Read it again, or copy the folder there again."
@@ -88,7 +88,7 @@ def _file(address: str, told: shards.Written, path: Path) -> None:
                 f"{address}: {found.bytes:,} bytes with checksum {found.crc32:08x}, and the manifest says "
                 f"{told.bytes:,} with {told.crc32:08x}. {_TAKEN}"
             )
-        os.replace(draft, path)
+        outputs.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 

@@ -35,8 +35,52 @@ def shown(text: object) -> str:
     return _STEERING.sub(lambda found: found.group().encode("unicode_escape").decode(), str(text))
 
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,3}[^\s\"<>\\]*[^\s\"<>\\:,.;)'\]}]")
+_CHAINED = re.compile(r"(::)(?=[A-Za-z][A-Za-z0-9+.-]*(?:::|:/))")
+_HIDDEN = "***"
+
+
+def redacted(text: object) -> str:
+    """Text without the secrets of the addresses in it: user and password, values of the query, and the fragment.
+
+    Whatever the provider calls its signature, every value is taken for one.
+
+    >>> redacted("s3://me:pass@bucket/a.jsonl?X-Amz-Signature=0f&v=1: not found"), redacted("hf://datasets/a/b@main/c")
+    ('s3://***@bucket/a.jsonl?X-Amz-Signature=***&v=***: not found', 'hf://datasets/a/b@main/c')
+    """
+    return _ADDRESS.sub(lambda found: "".join(map(_redacted, _CHAINED.split(found.group()))), str(text))
+
+
+def _redacted(address: str) -> str:
+    scheme, mark, rest = address.partition(":/")
+    if not mark:
+        return address
+    slashes = rest[: len(rest) - len(rest.lstrip("/"))]
+    rest = rest.lstrip("/")
+    place = re.split(r"[?#]", rest)[0]
+    first = place.partition("/")[0]
+    # A password may hold slashes that nobody has escaped; a port is no password, and Azure's user is a container.
+    if ":" in first and "@" in place and not first.startswith("[") and not re.search(r":\d{1,5}$", first):
+        rest = f"{_HIDDEN}@{rest[place.rfind('@') + 1 :]}"
+    elif "@" in first and not (scheme.lower().startswith(("abfs", "wasb")) and ":" not in first):
+        rest = f"{_HIDDEN}@{rest[first.rfind('@') + 1 :]}"
+    rest, fragment, _ = rest.partition("#")
+    path, query, values = rest.partition("?")
+    if query and (scheme.lower().startswith("http") or "=" in values):  # elsewhere a mark of a pattern
+        query += "&".join(
+            f"{value.partition('=')[0]}={_HIDDEN}" if "=" in value else _HIDDEN for value in values.split("&")
+        )
+    else:
+        query += values
+    return f"{scheme}:/{slashes}{path}{query}" + (f"#{_HIDDEN}" if fragment else "")
+
+
 def _message(error: TracegradError) -> str:
-    return shown(ValueError.__str__(error))
+    return shown(redacted(ValueError.__str__(error)))
+
+
+def _representation(error: TracegradError) -> str:
+    return f"{type(error).__name__}({_message(error)!r})"
 
 
 def _made(name: str, args: tuple[object, ...], place: dict[str, object]) -> TracegradError:
@@ -64,6 +108,7 @@ class RefusedFields(ServerError):
 
 # Whoever raises one, from whatever text: this is the one place where it becomes a message.
 TracegradError.__str__ = _message  # type: ignore[assignment, method-assign]
+TracegradError.__repr__ = _representation  # type: ignore[assignment, method-assign]
 
 __all__ = [
     "AlignmentError",
@@ -73,6 +118,7 @@ __all__ = [
     "TemplateError",
     "TokenizerError",
     "TracegradError",
+    "redacted",
     "shown",
 ]
 

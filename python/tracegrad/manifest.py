@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracegrad import addresses
+from tracegrad import addresses, outputs
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.shards import Written, flush, measure, open_file, read_text, write_bytes
 
@@ -152,13 +152,16 @@ def verify(folder: Path, found: Folder) -> None:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[int]:
+def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
     """Keeps other writers out of a folder; gives the handle that holds the lock.
 
     The system lets go of it when the process ends, however that is, and the last of those to which it gave the handle.
+
+    Args:
+        mark: what the file of the lock says from then on: whose the folder is.
     """
     try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        handle = outputs.descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
     try:
@@ -176,6 +179,8 @@ def lock(folder: Path) -> Iterator[int]:
             "Choose a folder on another file system."
         ) from error
     try:
+        if mark and not os.fstat(handle).st_size:
+            os.pwrite(handle, mark, 0)
         yield handle
     finally:
         os.close(handle)

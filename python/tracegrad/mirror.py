@@ -6,18 +6,24 @@ of this machine. Called by `training` and the learner.
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from tracegrad import addresses
-from tracegrad.errors import ReadError, TracegradError
+from tracegrad import addresses, manifest, shards
+from tracegrad.errors import ArgumentError, ReadError, TracegradError, redacted, shown
 
 APART = "checkpoints/"
 """Below this nothing is sent by `push`: a checkpoint is sent as a whole."""
 _TOGETHER = 8
+_MARK = b"tracegrad run\n"
+"""What the lock of a run's folder says."""
+_ASIDE = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$")
+"""Files that are written before a run begins."""
 
 
 class Mirror:
@@ -46,7 +52,7 @@ class Mirror:
         return out if isinstance(out, Mirror) else cls(out)
 
     def __str__(self) -> str:
-        return self.address or str(self.path)
+        return redacted(self.address) or str(self.path)
 
     @property
     def path(self) -> Path:
@@ -62,6 +68,42 @@ class Mirror:
             atexit.register(_remove, os.getpid(), self._path)
         return self._path
 
+    def check_own(self) -> None:
+        """Refuse a folder that holds something and is no run's: files of the same names would be lost.
+
+        Raises:
+            ArgumentError: if it is somebody else's, with a name that it holds.
+            ReadError: if an address cannot be asked.
+        """
+        if self.address:
+            names = set(self.names())
+            own = manifest.LOCK in names or any(name.startswith(f"{APART}step-") for name in names)
+        else:
+            names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+            own = _is_run(self.path)
+        others = sorted(name for name in names if name != manifest.LOCK and not _ASIDE.search(name))
+        if others and not own:
+            raise ArgumentError(
+                f"{self} holds {shown(others[0])[:80]!r} and is not the folder of a run. Files of it could be replaced. "
+                "Give another out."
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out of the folder of this machine while entered; it is known as a run's from then on.
+
+        Raises:
+            ArgumentError: if it is somebody else's, or another process writes there.
+            ReadError: if it cannot be made or locked.
+        """
+        self.check_own()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReadError(f"{self.path}: {error.strerror}. A run has no place there. Give another out.") from error
+        with manifest.lock(self.path, _MARK):
+            yield
+
     def share(self, path: Path) -> None:
         """Works in a folder that another process of this machine has made, and removes."""
         if self._path is not None and self._path != path:
@@ -70,7 +112,7 @@ class Mirror:
 
     def named(self, path: Path) -> str:
         """The address of what is at a path in the folder; "" where the folder is at none."""
-        return self._at(path.relative_to(self.path).as_posix()) if self.address else ""
+        return redacted(self._at(path.relative_to(self.path).as_posix())) if self.address else ""
 
     def names(self) -> dict[str, int]:
         """The files at the address by their names below it, with their bytes.
@@ -156,6 +198,17 @@ def _files(folder: Path) -> list[str]:
 def _state(path: Path) -> tuple[int, int]:
     told = path.stat()
     return told.st_size, told.st_mtime_ns
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run has written there: its lock says so, or a checkpoint."""
+    try:
+        with shards.open_file(folder / manifest.LOCK) as file:
+            if file.read(len(_MARK)) == _MARK:
+                return True
+    except ReadError:
+        pass
+    return any((folder / APART).glob("step-*/resume"))
 
 
 def _remove(process: int, folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.errors import TracegradError
+from tracegrad.errors import TracegradError, redacted
 from tracegrad.inputs.places import expand
 from tracegrad.shards import write_bytes
 
@@ -43,9 +43,9 @@ def _files(traces: Sequence[str]) -> list[str]:
 
 def _of(path: str) -> dict[str, Any]:
     try:
-        return {"path": path, "bytes": os.stat(path).st_size, "sha256": _hash(path, whole=True)}
+        return {"path": redacted(path), "bytes": os.stat(path).st_size, "sha256": _hash(path, whole=True)}
     except OSError:
-        return {"path": path, "bytes": None, "sha256": None}
+        return {"path": redacted(path), "bytes": None, "sha256": None}
 
 
 def _together(paths: Sequence[Path]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import outputs
 from tracegrad.errors import FormatError, ReadError
 
 Array = NDArray[Any]
@@ -87,25 +88,17 @@ def write(
 
 def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
     """Writes parts to a file that appears under its name when it is whole and on the disk."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     size = checksum = 0
     try:
-        with open(draft, "wb") as file:
+        with outputs.whole(path, flush=True) as file:
             for part in parts:
                 file.write(part)
                 size, checksum = size + len(part), zlib.crc32(part, checksum)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
         flush(path.parent)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise ReadError(
             f"{path}: cannot be written ({error.strerror}). Free space there or choose another folder."
         ) from error
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
     return Written(size, checksum)
 
 

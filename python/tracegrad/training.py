@@ -22,7 +22,7 @@ from tracegrad.account import Account
 from tracegrad.algebra import Objective
 from tracegrad.catalog import Shards
 from tracegrad.config import Config, as_dict, load
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, redacted
 from tracegrad.inputs import Bar
 from tracegrad.metrics import Sink, Stopwatch
 from tracegrad.mirror import Mirror
@@ -73,6 +73,7 @@ def train(
         TracegradError: if the run fails.
     """
     place, model = Mirror(out), Path(model)
+    place.check_own()
     chosen = _config(place, recipe, objective, options or {}, resume)
     loss = objective if isinstance(objective, Objective) else objective_of(chosen)
     watch = Stopwatch()
@@ -133,7 +134,9 @@ def aligned(
 
 def _counted(shards: Shards, chosen: Config, watch: Stopwatch) -> Account:
     """The account of shards, one after the other."""
-    said = ", ".join(shards.folders[:3]) + (f" and {more:,} more" if (more := len(shards.folders) - 3) > 0 else "")
+    said = ", ".join(map(redacted, shards.folders[:3])) + (
+        f" and {more:,} more" if (more := len(shards.folders) - 3) > 0 else ""
+    )
     account = Account(said, list(shards.folders), reward=chosen.data.reward)
     with watch("read"):
         for part in shards.parts():
@@ -191,7 +194,7 @@ def learn(
             found |= {"counts": _counts(account), "pull": done.pull}
             about = {"base": model, "objective": objective, "config": chosen, "rows": done.rows}
             write_card(done.checkpoint, **about, data=account.lines())
-            told = _told(chosen, objective, model, account.source, out.address or str(out.path.resolve()))
+            told = _told(chosen, objective, model, account.source, str(out) if out.address else str(out.path.resolve()))
             beside = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out.path / name).is_file()]
             page = {"title": title, "about": told, "links": beside}
             write_report(out.path / "report.html", sequences=sequences, tokenizer=tokenizer, **page, **found)
@@ -251,7 +254,7 @@ def _told(chosen: Config, objective: Objective, model: str | Path, source: str, 
     options = [(name, value) for name, value in own.items() if value != default.get(name)]
     return [
         ("loss", str(objective).replace("\n", "; ")),
-        *options,
+        *((name, redacted(value)) for name, value in options),
         ("traces", source),
         ("model", str(model)),
         ("folder", out),

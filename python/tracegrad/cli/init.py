@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from tracegrad import config, inputs
+from tracegrad import config, inputs, outputs
 from tracegrad.cli.words import inputs_of, say, tell, verb
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import candidates
@@ -44,7 +44,7 @@ def _init(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments:
     kind = "recorded" if all(map(_tells_kind, traces)) else "raw"
     text = _text(map_told, found, logprobs, len(traces), kind)
     try:
-        told.out.write_text(text, encoding="utf-8")
+        outputs.write(told.out, text)
     except OSError as error:
         raise ArgumentError(f"{told.out}: {error.strerror}. It is not written. Give another --out.") from error
     command = [

@@ -6,13 +6,13 @@
 import argparse
 import asyncio
 import math
-import os
 import secrets
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.cli.key import read_key
 from tracegrad.cli.online import WARNING, needs, served
 from tracegrad.cli.words import Parser, for_machines, place, say, speaker, tell, verb
@@ -187,6 +187,6 @@ def _recorded(folder: Path, journal: Any) -> set[str]:
 def _own_key(path: Path) -> str:
     """What programs show, kept in a file that only its owner reads."""
     if not path.exists():
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as text:
-            text.write(secrets.token_urlsafe(24) + "\n")
+        with outputs.create(path, 0o600) as file:
+            file.write(secrets.token_urlsafe(24).encode() + b"\n")
     return read_key(path)

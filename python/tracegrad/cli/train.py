@@ -15,7 +15,7 @@ from tracegrad.account import Account
 from tracegrad.batch import ModelShape
 from tracegrad.cli import recipe
 from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, redacted
 from tracegrad.metrics import Stopwatch, off_policy_value_of
 from tracegrad.mirror import Mirror
 
@@ -64,6 +64,8 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             tell({"config": config.as_dict(chosen), "objective": str(objective)})
         return 0
     watch = Stopwatch()
+    if not told.dry_run:
+        told.out.check_own()
     data, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
     speak(*account.lines())
     if told.dry_run:
@@ -146,7 +148,7 @@ def _learn(
     account: Account,
     watch: Stopwatch,
 ) -> int:
-    title = Path(told.traces[0].rstrip("/")).name
+    title = Path(redacted(told.traces[0]).rstrip("/")).name
     run = {"out": told.out, "resume": told.resume, "title": title, "say": speaker(told), "watch": watch}
     done = training.learn(data, account, told.model, objective, chosen, **run)
     if told.json:

@@ -17,7 +17,7 @@ from tracegrad import config
 from tracegrad.addresses import place_here
 from tracegrad.cli import output
 from tracegrad.codes import SERVERS
-from tracegrad.errors import ArgumentError, shown
+from tracegrad.errors import ArgumentError, redacted, shown
 from tracegrad.training import first
 
 SHORT = {
@@ -222,20 +222,20 @@ def as_flags(message: str) -> str:
 def say(*lines: str) -> None:
     """Prints lines, where this process is the one that speaks."""
     for line in lines if first() else ():
-        print(shown(line), flush=True)
+        print(shown(redacted(line)), flush=True)
 
 
 def aside(*lines: str) -> None:
     """Prints lines on standard error, where standard output is for machines."""
     for line in lines if first() else ():
-        print(shown(line), file=sys.stderr, flush=True)
+        print(shown(redacted(line)), file=sys.stderr, flush=True)
 
 
 def tell(account: Mapping[str, Any], *, line: bool = False) -> None:
     """Prints one object for machines, over several lines or on one, with null for NaN and infinities."""
     text = json.dumps(_finite(account), indent=None if line else 1, allow_nan=False)
     if first():
-        print(*map(shown, text.split("\n")), sep="\n", file=output.stream(), flush=True)
+        print(*map(shown, redacted(text).split("\n")), sep="\n", file=output.stream(), flush=True)
 
 
 def _finite(value: Any) -> Any:

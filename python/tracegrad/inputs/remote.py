@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tracegrad.addresses import system, unreadable
-from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.errors import ArgumentError, ReadError, redacted
 from tracegrad.inputs.paths import in_numbers
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
@@ -46,7 +46,7 @@ def listed(address: str) -> list[tuple[str, int]]:
 def local_copy(address: str, folder: str) -> str:
     """A whole file brought into a folder: what is read from its end (Parquet, Arrow, zip) needs all of it."""
     with system(address) as (files, path):
-        target = os.path.join(folder, os.path.basename(path.rstrip("/")) or "file")
+        target = os.path.join(folder, os.path.basename(path.split("?")[0].rstrip("/")) or "file")
         files.get_file(path, target)
     return target
 
@@ -69,7 +69,7 @@ class Pipe:
         self._error: Exception | None = None
         self._out, self._in = os.pipe()
         self.path = f"/dev/fd/{self._out}"
-        self._thread = threading.Thread(target=self._copy, name=f"read {name[:40]}", daemon=True)
+        self._thread = threading.Thread(target=self._copy, name=f"read {redacted(name)[:40]}", daemon=True)
         self._thread.start()
 
     def _blocks(self) -> Iterator[bytes]:

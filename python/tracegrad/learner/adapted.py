@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from tracegrad import outputs
 from tracegrad.addresses import place_here
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.learner.adapters import imported_peft, name_base
@@ -166,14 +167,13 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         ) from error
     staged = out.with_name(f".tmp-{out.name}")
     try:
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
+        outputs.make_folder(staged)
         with quiet():
             merged.save_pretrained(staged)
         for name in TOKENIZER_FILES:
             source = next((each / name for each in (checkpoint, adapted.base) if (each / name).is_file()), None)
             if source is not None and not (staged / name).exists():
-                shutil.copyfile(source, staged / name)
+                outputs.copy(source, staged / name)
         for path in [*staged.iterdir(), staged]:
             flush(path)
         staged.rename(out)

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracegrad import shards
+from tracegrad import outputs, shards
 from tracegrad.learner.progress import MARK, marked, step_of
 from tracegrad.learner.ranks import Ranks
 from tracegrad.mirror import APART, Mirror
@@ -130,7 +130,7 @@ class Away:
                 self.mirror.send([f"{APART}{final.name}/{_RESUME}/{MARK}"])
                 self._let_go(keep)
             elif self.leads and staged.is_dir():
-                (staged / _RESUME / MARK).write_bytes(mark)
+                outputs.write(staged / _RESUME / MARK, mark)
                 staged.rename(final)
             for old in final.parent.glob("step-*") if self.leads else ():
                 if old != final:

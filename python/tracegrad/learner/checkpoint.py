@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import nn
 
+from tracegrad import outputs
 from tracegrad.errors import ReadError, TracegradError
 from tracegrad.learner import state
 from tracegrad.learner.adapters import has_adapters
@@ -81,7 +82,7 @@ def save(
         if not ranks.largest(int(ranks.first and final.exists())):
             with _together(ranks):
                 if away.leads:
-                    shutil.rmtree(staged, ignore_errors=True)
+                    outputs.make_folder(staged)
                     (staged / "resume" / "state").mkdir(parents=True)
             whole = state.whole_state(model, ranks)
             with _together(ranks):
@@ -113,7 +114,7 @@ def _export(staged: Path, model: Any, whole: Mapping[str, torch.Tensor], tokeniz
         model.config.save_pretrained(staged)  # which tells how many ids the model has and where it ends
     for name in TOKENIZER_FILES:
         if tokenizer is not None and (tokenizer / name).is_file() and not (staged / name).exists():
-            shutil.copyfile(tokenizer / name, staged / name)
+            outputs.copy(tokenizer / name, staged / name)
 
 
 def _mark(staged: Path, final: Path, progress: Progress, elsewhere: Mapping[str, Written]) -> None:

@@ -22,7 +22,7 @@ from tracegrad.learner.adapted import Adapted
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, layers_of
 from tracegrad.learner.mixed_reference import is_mixed
-from tracegrad.learner.model import first_line
+from tracegrad.learner.model import first_line, model_config
 from tracegrad.learner.reward_kl import needs_of
 from tracegrad.learner.setup import precision_of
 from tracegrad.learner.traffic import Group, Traffic, groups_of, traffic
@@ -195,9 +195,10 @@ def _empty(model: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        model_config(model)
+        config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ReadError(
             f"{model}: no causal language model can be built from its config.json: {first_line(error)}. Memory and "

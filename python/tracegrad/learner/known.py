@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import outputs
 from tracegrad.errors import TracegradError
 
 _AT_ONCE = 1 << 20
@@ -30,7 +31,7 @@ def scratch(terms: int, folder: Path | None) -> NDArray[np.float32]:
     path = folder / f".logprobs-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb+") as file:
+        with outputs.create(path) as file:
             path.unlink()
             # Written, as a map of a file without room would end the process, and macOS has no posix_fallocate.
             for first in range(0, terms, _AT_ONCE):

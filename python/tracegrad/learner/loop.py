@@ -6,6 +6,7 @@ uninterrupted one. A step itself is `Run`'s. Called by the command line and by u
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -94,21 +95,25 @@ def train(
         feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {why}."))
     loop = _Loop(feed, driven, say)
     driven.steps = loop.plan.total
-    rows = loop.start(resume)
-    if ranks.first:
-        for sentence in [*feed.notes, *loop.opening()]:
-            say(f"note     {sentence}")
-    shown = _sinks(loop, sinks) if ranks.first else []
-    try:
-        with Interrupt() as interrupt, driven.together(ends=True):
-            stopped = loop.run([loop.lines, *shown], rows, interrupt)
-    finally:
-        loop.epochs.close()
-        loop.keeper.close()
-        for sink in [loop.lines, *shown]:
-            sink.close()
-    with ranks.together():
-        driven.away.push()
+    with ExitStack() as lock:
+        with ranks.together():
+            if ranks.first:
+                lock.enter_context(driven.away.mirror.locked())
+        rows = loop.start(resume)
+        if ranks.first:
+            for sentence in [*feed.notes, *loop.opening()]:
+                say(f"note     {sentence}")
+        shown = _sinks(loop, sinks) if ranks.first else []
+        try:
+            with Interrupt() as interrupt, driven.together(ends=True):
+                stopped = loop.run([loop.lines, *shown], rows, interrupt)
+        finally:
+            loop.epochs.close()
+            loop.keeper.close()
+            for sink in [loop.lines, *shown]:
+                sink.close()
+        with ranks.together():
+            driven.away.push()
     last = checkpoint.list_checkpoints(driven.out)[-1]
     terms = [record for part in ranks.gathered(loop.terms.records) for record in part]
     return Trained(

@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 
 from tracegrad.errors import ReadError
 
+_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Of attention and experts: the code of torch and transformers alone."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,7 +38,7 @@ def load_whole(path: Path) -> Any:
 
     A folder whose config.json names a model that takes pictures gives that, with its tower.
     """
-    config = _model_config(path)
+    config = model_config(path)
     named = config.get("architectures") or []
     if not any((path / name).is_file() for name in WEIGHTS):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
@@ -47,7 +49,12 @@ def load_whole(path: Path) -> Any:
     try:
         with quiet():
             loaded: Any = _kind(named).from_pretrained(
-                path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+                path,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ReadError(
@@ -100,18 +107,51 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _model_config(path: Path) -> dict[str, Any]:
+def model_config(path: Path) -> dict[str, Any]:
+    """Load the config.json of a model's folder.
+
+    Raises:
+        ReadError: if there is none, or one that names code of a hub.
+    """
     if not path.is_dir():
         raise ReadError(
             f"{path}: no such folder. Without it there is no model. Give --model a folder of save_pretrained."
         )
     try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReadError(
             f"{path / 'config.json'}: {first_line(error)}. The architecture is not known without it. "
             "Give --model a folder written by save_pretrained."
         ) from error
+    _check_implementations(path / "config.json", config)
+    return config
+
+
+def _check_implementations(path: Path, config: Any) -> None:
+    """Refuse a config that names code of a hub for its attention or its experts, in any of its parts.
+
+    Flash attention is refused as well: where it is not installed, transformers loads a kernel of a hub in its place.
+
+    Raises:
+        ReadError: with the name and the value.
+    """
+    parts = [config]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict):
+            parts += part if isinstance(part, list) else []
+            continue
+        for name, value in part.items():
+            if not name.removesuffix("_internal").endswith("_implementation"):
+                parts.append(value)
+                continue
+            for one in value.values() if isinstance(value, dict) else [value]:
+                if one is not None and one not in _IMPLEMENTATIONS:
+                    raise ReadError(
+                        f"{path}: {name} is {str(one)[:80]!r}, which may be code of a hub. It is never loaded. Remove "
+                        f"{name} from the file, or set it to one of {', '.join(_IMPLEMENTATIONS)}."
+                    )
 
 
 def _refuse_architecture(path: Path, built: str, named: list[str], info: Mapping[str, Any]) -> None:

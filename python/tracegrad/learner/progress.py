@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tracegrad import shards
+from tracegrad import outputs, shards
 from tracegrad.errors import ReadError
 from tracegrad.shards import Written
 
@@ -84,7 +84,7 @@ def save(folder: Path, progress: Progress, elsewhere: Mapping[str, Written] | No
         "version": progress.version,
         "files": files,
     }
-    (folder / MARK).write_text(json.dumps(sealed(said), indent=1), encoding="utf-8")
+    outputs.write(folder / MARK, json.dumps(sealed(said), indent=1))
 
 
 def sealed(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tracegrad.algebra import Objective
 from tracegrad.batch import Step
 from tracegrad.config import Config, as_dict, to_toml
 from tracegrad.correction import Corrected, proximal_alpha
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, redacted
 from tracegrad.learner import checkpoint
 from tracegrad.learner.adapters import adapters_off, has_adapters
 from tracegrad.learner.away import Away
@@ -341,7 +341,8 @@ class Run:
         """What a checkpoint keeps of the config and the objective, and a resumed run is compared by."""
         options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
         ends = {} if (steps := in_all(self.config.schedule, self.steps)) is None else {"schedule.steps": steps}
-        return {**options, **ends, "objective": repr(self.objective)}
+        told = {**options, **ends, "objective": repr(self.objective)}
+        return {name: redacted(value) if isinstance(value, str) else value for name, value in told.items()}
 
     @contextmanager
     def together(self, *, ends: bool = False) -> Iterator[None]:
@@ -372,7 +373,7 @@ class Run:
                 checkpoint.clear_staged(self.out)
             if self.ranks.first:
                 self.away.clear()
-                write_bytes(self.out / "config.toml", [to_toml(self.config).encode()])
+                write_bytes(self.out / "config.toml", [redacted(to_toml(self.config)).encode()])
         self._begun = True
 
     def _checked(

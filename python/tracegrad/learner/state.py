@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.progress import OtherRunError
 from tracegrad.learner.ranks import Ranks
@@ -56,7 +57,7 @@ def write(
     except CheckpointException as error:
         raise _cause(error) from error
     if ranks.first:
-        (folder / _REST).write_text(json.dumps(rest, indent=1), encoding="utf-8")
+        outputs.write(folder / _REST, json.dumps(rest, indent=1))
 
 
 def read(

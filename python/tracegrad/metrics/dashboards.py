@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.dotted import split_names
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.sinks import Row, Sink
@@ -141,7 +142,7 @@ def _id(out: Path) -> str:
     path = out / _ID
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
+        outputs.write(path, secrets.token_hex(4) + "\n")
     return path.read_text(encoding="ascii").strip()
 
 

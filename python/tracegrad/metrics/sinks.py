@@ -3,6 +3,7 @@
 A sink has `log(row)` and `close()`. tqdm is imported on use. Called by the learner, usable by any training loop.
 """
 
+import io
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from tracegrad import outputs
 from tracegrad.errors import ReadError, TracegradError
 
 Row = Mapping[str, Any]
@@ -40,10 +42,9 @@ class JsonLines:
         self.path = path
         if path.exists():
             kept = [] if keep_to_step is None else [row for row in read_rows(path) if row["step"] <= keep_to_step]
-            staged = path.with_suffix(".jsonl.tmp")
-            staged.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-            staged.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+            with outputs.whole(path) as file:
+                file.write("".join(_line(row) for row in kept).encode())
+        self._file = io.TextIOWrapper(outputs.append(path), encoding="utf-8")
 
     def log(self, row: Row) -> None:
         """Appends one line.

@@ -245,6 +245,7 @@ def _new(folder: Path) -> tuple[str, int]:
     while True:
         name = f"{number:05d}{ENDING}"
         try:
+            # O_EXCL follows no link.
             file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
             number += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.errors import FormatError, TracegradError
 from tracegrad.manifest import count
 from tracegrad.online.frames import Place
@@ -72,7 +73,7 @@ class Ledger:
         taken = Taken(len(self.steps), version, tuple(groups), tuple(dull))
         line = json.dumps(_plain(taken), separators=(",", ":")) + "\n"
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = outputs.descriptor(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.ftruncate(file, self._read)  # a line that a killed run has begun
                 os.pwrite(file, line.encode(), self._read)

@@ -141,7 +141,7 @@ def _made(name: str, folder: Path) -> Any:
             "pictures are made ready by transformers, which is not installed: pip install 'tracegrad[images]'."
         ) from None
     try:
-        return getattr(transformers, name).from_pretrained(folder, local_files_only=True)
+        return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         first = (str(error).strip().splitlines() or [""])[0][:200]
         raise ReadError(

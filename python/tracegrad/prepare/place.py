@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tracegrad import addresses, manifest, store
-from tracegrad.errors import ReadError, TracegradError
+from tracegrad import addresses, manifest, outputs, store
+from tracegrad.errors import ReadError, TracegradError, redacted
 from tracegrad.sequence import Sequences
 from tracegrad.shards import flush, read_text, write_bytes
 
@@ -76,8 +76,7 @@ class Folder:
         try:
             if shard.exists():
                 shard.rename(staged)
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir()
+            outputs.make_folder(staged)
             store.write(staged, sequences.stored())
             staged.rename(shard)
             flush(self.path)
@@ -132,7 +131,7 @@ class Bucket:
         self.address = address.rstrip("/")
 
     def __str__(self) -> str:
-        return self.address
+        return redacted(self.address)
 
     def _at(self, *names: str) -> str:
         return addresses.joined(self.address, *names)
@@ -209,7 +208,7 @@ class Bucket:
 
 def encoded(value: Any) -> bytes:
     """JSON as it is written to a file."""
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (redacted(json.dumps(value, indent=1, ensure_ascii=False)) + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:

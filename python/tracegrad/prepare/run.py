@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from tracegrad import _core, arrays, manifest
 from tracegrad.account import Account
 from tracegrad.config import Data, Map
-from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.errors import ArgumentError, ReadError, TracegradError, redacted, shown
 from tracegrad.inputs import Progress
 from tracegrad.inputs.places import expand
 from tracegrad.inputs.reading import BLANK
@@ -78,6 +79,7 @@ def prepare(
     _check(place, workers, ray)
     if ray is not None and named != ["-"]:
         on_ray.check(ray)
+    _check_own(place)
     place.make()
     with place.lock() as lock:
         _begin(place, plan, resume)
@@ -120,6 +122,26 @@ def _check(place: Folder | Bucket, workers: int, ray: str | None) -> None:
         raise ArgumentError(
             f"{place} is in the memory of this process. Shards of other processes would be lost. Leave --workers and "
             "--ray out, or give another --out."
+        )
+
+
+_ASIDE = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$|^\.lock$|^\.tmp-shard-|^(shard|part)-")
+
+
+def _check_own(place: Folder | Bucket) -> None:
+    """Refuses a folder that holds something and no plan of ours: files of the same names would be lost."""
+    names = place.names()
+    try:
+        own = (
+            PLAN in names and {"tokenizer", "shard_traces", "version"} <= json.loads(place.read(PLAN, 256 << 20)).keys()
+        )
+    except (ValueError, AttributeError, RecursionError):
+        own = any(name.startswith(("shard-", "part-")) for name in names)  # what is wrong with it is said later
+    others = sorted(name for name in names if not _ASIDE.search(name))
+    if others and not own:
+        raise ArgumentError(
+            f"{place} holds {shown(others[0])[:80]!r} and is not a folder of `prepare`. Files of it could be replaced. "
+            "Give another --out."
         )
 
 
@@ -208,7 +230,7 @@ def _plan(
     named: list[str], model: Path, data: Data, map: Map, shard_traces: int, part_bytes: int = PART_BYTES
 ) -> dict[str, Any]:
     """What the bytes of the shards follow from."""
-    what: dict[str, Any] = {"source": named[0] if len(named) == 1 else named}
+    what: dict[str, Any] = {"source": redacted(named[0]) if len(named) == 1 else [*map(redacted, named)]}
     if named != ["-"]:
         found = expand(named)
         if missing := [place.path for place in found if place.kind == "file" and not os.path.exists(place.path)]:

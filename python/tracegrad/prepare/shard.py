@@ -9,7 +9,7 @@ from typing import Any
 from tracegrad import addresses, inputs
 from tracegrad.alignment import align
 from tracegrad.config import Data, Map
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, redacted
 from tracegrad.inputs.options import Options
 from tracegrad.inputs.reading import of_part, together
 from tracegrad.prepare.parts import Part
@@ -34,12 +34,12 @@ def names_of(source: Sources) -> list[str]:
 
 def said(named: list[str]) -> str:
     """The same for a line."""
-    return ", ".join(named[:3]) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
+    return ", ".join(map(redacted, named[:3])) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
 
 
 def aside_of(named: list[str]) -> str:
     """How the files begin that bad records of inputs are put into."""
-    return "stdin" if named == ["-"] else Path(named[0].rstrip("/")).name
+    return "stdin" if named == ["-"] else Path(redacted(named[0]).split("?")[0].rstrip("/")).name
 
 
 def shard(

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad._core import __version__
 from tracegrad.config import Config, as_dict
-from tracegrad.errors import TracegradError, shown
+from tracegrad.errors import TracegradError, redacted, shown
 from tracegrad.metrics import off_policy_value_of
 
 NAME = "README.md"
@@ -48,21 +49,21 @@ def write_card(
         head["base_model"] = str(base)
     lines = [
         "---",
-        *(f"{key}: {json.dumps(shown(value))}" for key, value in head.items()),
+        *(f"{key}: {json.dumps(shown(redacted(value)))}" for key, value in head.items()),
         "tags: [tracegrad, reinforcement-learning, text-generation]",
         "---",
         "",
         "# A policy trained by tracegrad",
         "",
         f"Trained by tracegrad {__version__} from recorded trajectories and their logprobs.",
-        *_section("Begun with", [Path(base).name]),
+        *_section("Begun with", [Path(redacted(base)).name]),
         *_section("Loss", str(objective).split("\n")),
         *_section("Options other than the default", options or ["none"]),
         *_section("Data", data),
         *_section("Figures", figures(rows)),
     ]
     try:
-        (checkpoint / NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        outputs.write(checkpoint / NAME, "\n".join(lines) + "\n")
     except OSError as error:
         raise TracegradError(
             f"{checkpoint / NAME}: {error.strerror}. The model has no card. Free space there."
@@ -89,4 +90,4 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
-    return ["", f"## {title}", "", _BLOCK, *(shown(line).replace("~~~", "~ ~ ~") for line in lines), _BLOCK]
+    return ["", f"## {title}", "", _BLOCK, *(shown(redacted(line)).replace("~~~", "~ ~ ~") for line in lines), _BLOCK]

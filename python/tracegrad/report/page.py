@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
+from tracegrad import outputs
 from tracegrad.codes import TIER_TEXT
 from tracegrad.errors import ReadError
 from tracegrad.report.curves import Rows, curves, interval, step_of
@@ -295,10 +296,8 @@ def colours(pairs: Mapping[str, tuple[str, str]]) -> str:
 
 def write_page(path: Path, page: bytes) -> None:
     """Writes a page, whole or not at all."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(page)
-        draft.replace(path)
+        with outputs.whole(path) as file:
+            file.write(page)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise ReadError(f"{path}: cannot be written ({error.strerror}). Free space there or choose another.") from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
 from tracegrad.rollout.jsons import dumps, loads
 from tracegrad.rollout.session import Session
@@ -131,7 +132,7 @@ class Journal:
 
     def _append(self, entry: Entry, line: dict[str, Any]) -> None:
         data = memoryview(dumps(line) + b"\n")
-        file = os.open(self._path(entry.name), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = outputs.descriptor(self._path(entry.name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             whole = os.fstat(file).st_size
             try:
@@ -171,6 +172,7 @@ def _read(path: Path) -> tuple[Entry, list[dict[str, Any]], list[dict[str, Any]]
     calls: list[dict[str, Any]] = []
     lost: list[dict[str, Any]] = []
     entry, end = None, 0
+    outputs.check(path)
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError, ServerError, shown
 from tracegrad.rollout.progress import Progress
 
@@ -86,7 +87,7 @@ class Launched:
         told = {**os.environ, **(environment or {})}
         if key is not None:
             told["VLLM_API_KEY"] = key
-        with self.log.open("ab") as output:
+        with outputs.append(self.log) as output:
             self.process = subprocess.Popen(
                 [*keep, *command],
                 stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError
 
 MOST_LINE = 1 << 24
@@ -24,6 +25,8 @@ class Cache:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._known: dict[str, Any] = {}
+        if path is not None:
+            outputs.check(path)
         if path is not None and path.exists():
             self._load(path)
 
@@ -61,7 +64,7 @@ class Cache:
         line = json.dumps({"key": key, "value": value}) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
+            with outputs.append(self._path) as file:
                 # Behind a line that a kill has cut.
                 if file.tell() and not _ends_whole(self._path):
                     file.write(b"\n")

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError
 from tracegrad.sync.guard import refuse_open
 from tracegrad.sync.push import Pushed, Pusher, checked_version, do
@@ -91,9 +92,9 @@ class Lora:
             raise ArgumentError("Tensors of an adapter are nothing without its rank. Pass Lora PEFT's `config`.")
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            beside.mkdir(parents=True, exist_ok=True)
+            outputs.make_folder(beside)
             write(beside / WEIGHTS, weights, version)
-            (beside / CONFIG).write_text(json.dumps(dict(self.config), default=_plain))
+            outputs.write(beside / CONFIG, json.dumps(dict(self.config), default=_plain))
             if path.exists():
                 shutil.rmtree(path)
             os.replace(beside, path)

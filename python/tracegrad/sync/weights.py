@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError
 
 
@@ -49,8 +50,9 @@ def write(path: Path, weights: Mapping[str, Any], version: int) -> int:
 
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        outputs.create(beside).close()
         save_file(distinct(weights), beside, metadata={"format": "pt", "version": str(version)})
-        os.replace(beside, path)
+        outputs.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     return path.stat().st_size

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad.alignment import align
-from tracegrad.errors import TracegradError
+from tracegrad.errors import TracegradError, redacted
 from tracegrad.pictures import Pictures
 from tracegrad.report.text import escape, number, percent
 from tracegrad.report.thumbnails import Thumbnails
@@ -260,4 +260,4 @@ def python(path: str, place: int, trace_id: str, *, model: str | None, run: str 
 
 def shell(paths: list[str], model: str | None) -> str:
     """The command that opens the page again."""
-    return shlex.join(["tracegrad", "view", *paths, *(["--model", model] if model else [])])
+    return shlex.join(["tracegrad", "view", *map(redacted, paths), *(["--model", model] if model else [])])

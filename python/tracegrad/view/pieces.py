@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, redacted
 from tracegrad.report.text import escape, number
 from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.trace import Trace
@@ -54,7 +54,7 @@ def trace(
     numbers = {key: float(column[n]) for key, column in values.items() if key not in ("group", "source")}
     told = detail.of_trace(found) if found is not None else [("group", group_name or "alone")]
     told += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
-    path = "" if source.kind != "file" else str(source.path)
+    path = "" if source.kind != "file" else redacted(source.place.path if source.place else source.path)
     of_run = sets[0].source.run if sets else None
     code = {"model": session.model, "run": None if of_run is None else str(of_run), "token": None}
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tracegrad import manifest
-from tracegrad.errors import ReadError
+from tracegrad.errors import ReadError, redacted
 from tracegrad.inputs.places import Place, expand
 
 TRACES = "played"
@@ -36,6 +36,8 @@ class Source:
     @property
     def name(self) -> str:
         """What the page calls it."""
+        if self.place is not None and self.place.kind == "address":
+            return redacted(self.place.path).rpartition("/")[2]
         return self.path.name if self.run is None else f"{self.run.name}/{self.path.name}"
 
 

@@ -10,6 +10,7 @@ mod caught;
 pub mod drift;
 pub mod error;
 pub mod exact;
+mod files;
 pub mod format;
 mod generations;
 mod media;

@@ -2,6 +2,7 @@
 
 use super::source::in_file;
 use crate::error::{At, Error, Kind, Result};
+use crate::files;
 use crate::format::Rejection;
 use serde_json::json;
 use std::fs::File;
@@ -84,14 +85,14 @@ impl Quarantine {
     fn with_files(&mut self, act: impl FnOnce(&mut [BufWriter<File>; 2]) -> io::Result<()>) -> Result<()> {
         let done = match &mut self.files {
             Some(files) => act(files),
-            None => File::create(&self.raw_path)
-                .and_then(|raw| Ok([BufWriter::new(raw), BufWriter::new(File::create(&self.list_path)?)]))
+            None => files::create(&self.raw_path)
+                .and_then(|raw| Ok([BufWriter::new(raw), BufWriter::new(files::create(&self.list_path)?)]))
                 .and_then(|files| act(self.files.insert(files))),
         };
         done.map_err(|error| {
             Error::new(Kind::Io, format!("the quarantine cannot be written: {error}"))
                 .why("Bad records would be lost")
-                .cure("Free space there, or name another place with quarantine=")
+                .cure("Free space there, remove what has its name, or name another place with quarantine=")
                 .at(&in_file(&self.raw_path.to_string_lossy()))
         })
     }

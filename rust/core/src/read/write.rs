@@ -2,6 +2,7 @@
 
 use super::source::in_file;
 use crate::error::{Error, Kind, Result};
+use crate::files;
 use crate::trace::Trace;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -38,13 +39,15 @@ impl Writer {
 
     fn open(path: &Path) -> io::Result<Self> {
         let special = fs::metadata(path).is_ok_and(|found| !found.is_file());
-        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        let temporary = (!special).then(|| temporary_beside(&path));
-        let file = match &temporary {
-            Some(temporary) => File::create(temporary)?,
-            None => File::options().write(true).open(&path)?,
+        let (temporary, file) = if special {
+            (None, File::options().write(true).open(path)?) // a pipe or a device is written to
+        } else {
+            files::is_regular(path)?;
+            let temporary = temporary_beside(path);
+            let file = files::create(&temporary)?;
+            (Some(temporary), file)
         };
-        let mut writer = Self { path, temporary, sink: None };
+        let mut writer = Self { path: path.to_owned(), temporary, sink: None };
         writer.sink = Some(Sink::new(file, &writer.path)?);
         Ok(writer)
     }
@@ -67,6 +70,7 @@ impl Writer {
         let file = sink.finish()?;
         if let Some(temporary) = &self.temporary {
             file.sync_all()?;
+            files::is_regular(&self.path)?;
             fs::rename(temporary, &self.path)?;
             self.temporary = None;
         }
@@ -131,6 +135,7 @@ fn temporary_beside(path: &Path) -> PathBuf {
 
 fn unwritable(path: &Path, error: &io::Error) -> Error {
     let cure = match error.kind() {
+        io::ErrorKind::AlreadyExists => "Remove it, or give another path",
         io::ErrorKind::NotFound => "Make the directory first",
         io::ErrorKind::PermissionDenied => "Check the permissions of the directory",
         io::ErrorKind::StorageFull | io::ErrorKind::FileTooLarge | io::ErrorKind::QuotaExceeded => {

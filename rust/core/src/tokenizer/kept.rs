@@ -7,9 +7,11 @@
 use super::config::TokenizerConfig;
 use super::pieces::Pieces;
 use super::rebuilt::Rebuilt;
+use crate::files;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 use tokenizers::AddedToken;
@@ -99,7 +101,7 @@ impl Place {
         let Some(folder) = self.path.parent() else { return };
         // Another process may write the same: each has a name of its own until the file is whole.
         let unfinished = self.path.with_extension(format!("{}.tmp", std::process::id()));
-        let written = fs::create_dir_all(folder).and_then(|()| fs::write(&unfinished, &kept));
+        let written = fs::create_dir_all(folder).and_then(|()| files::create(&unfinished)?.write_all(&kept));
         if written.and_then(|()| fs::rename(&unfinished, &self.path)).is_err() {
             let _ = fs::remove_file(&unfinished);
         }

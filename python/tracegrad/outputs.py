@@ -1,0 +1,170 @@
+"""Make every file that tracegrad writes: never through a symbolic link, never in place of a device or a pipe.
+
+A stranger's archive can bring a link under a name that is written to, which then chooses the target. Parents are the
+user's own. Two paths are the same file if device and inode are, however they are spelled.
+"""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from tracegrad.errors import ArgumentError, ReadError
+
+_SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
+_KINDS |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def check(path: Path) -> None:
+    """Refuse a name that something other than a regular file has.
+
+    Raises:
+        ReadError: if it is a link, a folder, a pipe, a socket or a device.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise ReadError(
+                f"{path}: cannot be written, it is {_KINDS.get(stat.S_IFMT(mode), 'not a regular file')}. tracegrad "
+                "neither follows nor replaces it. Remove it, or give another path."
+            )
+
+
+def descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file to write, by the flags of `os.open`; made if O_CREAT asks for it, never through a link.
+
+    Raises:
+        ReadError: if it is a link, a folder, a pipe, a socket or a device.
+        OSError: if the system refuses.
+    """
+    check(path)
+    handle = os.open(path, flags | _SAFE | _BINARY, mode)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):  # it has become one since
+        os.close(handle)
+        check(path)
+        raise ReadError(f"{path}: cannot be written, it is not a regular file. Give another path.")
+    return handle
+
+
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Open a new, empty file in place of a regular file of this name; other names of that one keep what it holds.
+
+    Raises:
+        As `descriptor`.
+    """
+    check(path)
+    path.unlink(missing_ok=True)
+    return os.fdopen(descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "w+b")
+
+
+def append(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Open a file to write behind what it holds; made if it is not there.
+
+    Raises:
+        As `descriptor`.
+    """
+    return os.fdopen(descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode), "a+b")
+
+
+def write(path: Path, data: bytes | str) -> None:
+    """Write a file, in place of a regular one; text as UTF-8.
+
+    Raises:
+        As `descriptor`.
+    """
+    with create(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def whole(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
+    """Open a file that takes its name when the block ends, and is gone after an error.
+
+    Args:
+        flush: put it on the disk before it takes its name.
+
+    Raises:
+        As `descriptor`.
+    """
+    check(path)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with create(draft) as file:
+            yield file
+            file.flush()
+            if flush:
+                os.fsync(file.fileno())
+        replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Make an empty folder in place of one of this name, its files included; a link of this name goes, not its target.
+
+    Raises:
+        OSError: if the system refuses.
+    """
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def replace(draft: Path, path: Path) -> None:
+    """Give a draft its name, which a regular file may have.
+
+    Raises:
+        As `descriptor`.
+    """
+    check(path)
+    os.replace(draft, path)
+
+
+def copy(source: Path, path: Path) -> None:
+    """Copy the bytes of a file to a new one.
+
+    Raises:
+        As `descriptor`.
+    """
+    with source.open("rb") as data, create(path) as file:
+        while part := data.read(1 << 20):
+            file.write(part)
+
+
+def check_not_read(path: Path, inputs: Iterable[str | os.PathLike[str]], flag: str) -> None:
+    """Refuse to write what is read: a file that is one of the inputs under any name, or stands in one of them.
+
+    Args:
+        path: of the output.
+        inputs: files and folders of this machine.
+        flag: that named the output.
+
+    Raises:
+        ArgumentError: if it is one of them.
+    """
+    own = _identity(path)
+    if own is None:
+        return
+    for name in inputs:
+        if _identity(name) == own:
+            raise ArgumentError(
+                f"{flag} {path} is {name}, which is read. What it holds would be lost or read as a result. "
+                f"Give another {flag}."
+            )
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode of what a name leads to; None where that is no file or folder."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
