@@ -2,9 +2,9 @@
 
 In come arguments; out go printed lines, files and an exit code: 0, 1 for an error of ours in one line, 2 for usage,
 128 + signal; `doctor` gives 1 where training would be wrong. Each family of verbs is a file; here they are put
-together. No torch until a verb needs it. Its files, each using those before it alone: `output`, `words` (flags,
-lines), `key`, `named`, `runfile`, `recipe` (what verbs share); `files`, `init`, `merge`, `score`, `train`, `view`,
-`online`, `record` (the verbs).
+together. No torch until a verb needs it. Its files, each using those before it alone: `output`, `unexpected` (errors
+that nobody expected), `words` (flags, lines), `key`, `named`, `runfile`, `recipe` (what verbs share); `files`,
+`init`, `merge`, `score`, `train`, `view`, `online`, `record` (the verbs).
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _core, cache
-from tracegrad.cli import files, init, merge, online, output, record, score, train, view
+from tracegrad.cli import files, init, merge, online, output, record, score, train, unexpected, view
 from tracegrad.cli.words import SHORT, Parser, as_flags, dotted, joined
 from tracegrad.errors import TracegradError
 
@@ -27,8 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     1
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    told, overrides = _parse(arguments)
     try:
+        code = _guarded(arguments)
+    except SystemExit:  # of argparse, or of code of the user
+        if (failure := unexpected.flush()) is not None:
+            raise SystemExit(_output_failed(failure)) from None
+        raise
+    return code if (failure := unexpected.flush()) is None else _output_failed(failure)
+
+
+def _guarded(arguments: list[str]) -> int:
+    """Run a command; whatever it raises becomes one line and an exit code."""
+    try:
+        told, overrides = _parse(arguments)
         with contextlib.ExitStack() as stack:
             if told.json:
                 stack.enter_context(output.kept())
@@ -36,16 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 stack.enter_context(cache.unused())
             return told.run(told, overrides, arguments)
     except TracegradError as error:
-        print(f"tracegrad: error: {as_flags(str(error))}", file=sys.stderr)
+        unexpected.say(f"tracegrad: error: {as_flags(str(error))}")
         return 1
     except KeyboardInterrupt:
-        print(
-            "\ntracegrad: interrupted. --resume goes on from the last checkpoint, shard or group, if there is one.",
-            file=sys.stderr,
+        unexpected.say(
+            "\ntracegrad: interrupted. --resume goes on from the last checkpoint, shard or group, if there is one."
         )
         return 130
+    except SystemExit:
+        raise
+    except output.OutputFailed as error:
+        return _output_failed(error.why)
     except BrokenPipeError:
+        unexpected.flush()
         return 141
+    except BaseException as error:  # a panic of the core is no Exception
+        if isinstance(error, OSError) and (failure := unexpected.flush()) is not None:
+            return _output_failed(failure)
+        unexpected.say(f"tracegrad: error: {unexpected.line(error, arguments)}")
+        return 1
+
+
+def _output_failed(error: OSError) -> int:
+    output.nowhere(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return 141
+    unexpected.say(f"tracegrad: error: {unexpected.of_output(error)}")
+    return 1
 
 
 def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:

@@ -13,6 +13,39 @@ from typing import TextIO
 _kept: list[TextIO] = []
 
 
+class OutputFailed(Exception):
+    """Standard output takes nothing: `why`."""
+
+    def __init__(self, why: OSError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+def put(*lines: str, to: TextIO | None) -> None:
+    """Write lines to a standard output, or to what stands for it.
+
+    Raises:
+        OutputFailed: it takes nothing, such as a pipe that nobody reads or a full disk.
+    """
+    try:
+        print(*lines, sep="\n", file=to, flush=True)
+    except OSError as error:
+        nowhere(to)
+        raise OutputFailed(error) from error
+
+
+def nowhere(to: TextIO | None) -> None:
+    """Lead a file to nowhere, so that what it still holds raises nothing when it is closed."""
+    try:
+        place = -1 if to is None else to.fileno()
+    except (AttributeError, OSError, ValueError):
+        return
+    if to is not None and place >= 0:
+        with contextlib.suppress(OSError), open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), place)
+            to.flush()
+
+
 def stream() -> TextIO:
     """Where what is told to machines goes."""
     return _kept[-1] if _kept else sys.stdout

@@ -71,6 +71,9 @@ def meant(name: str, known: Iterable[str]) -> str | None:
     return next((f"--{flag}" for flag, names in MEANT.items() if word in names and flag in known), None)
 
 
+_MOST_MESSAGE = 2000  # characters: a wrong value is quoted, and a value may be a whole file
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, whose errors name the nearest flag."""
 
@@ -79,7 +82,14 @@ class Parser(argparse.ArgumentParser):
         if wrong and "COMMAND" in message:
             names = re.findall(r"[a-z]+", wrong[2])
             message = f"{wrong[1]} is no command. {config.nearest(wrong[1], names)}"
-        self.exit(2, f"tracegrad: error: {shown(message)}\nSee {self.prog} --help.\n")
+        self.exit(2, f"tracegrad: error: {shown(message)[:_MOST_MESSAGE]}\nSee {self.prog} --help.\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help and version; argparse says nothing of an output that takes nothing."""
+        if message and file is not None and file is sys.stdout:
+            output.put(message.removesuffix("\n"), to=file)
+        else:
+            super()._print_message(message, file)
 
 
 def verb(commands: Any, name: str, text: str, run: Any, more: str = "") -> Parser:
@@ -222,7 +232,7 @@ def as_flags(message: str) -> str:
 def say(*lines: str) -> None:
     """Prints lines, where this process is the one that speaks."""
     for line in lines if first() else ():
-        print(shown(redacted(line)), flush=True)
+        output.put(shown(redacted(line)), to=sys.stdout)
 
 
 def aside(*lines: str) -> None:
@@ -235,7 +245,7 @@ def tell(account: Mapping[str, Any], *, line: bool = False) -> None:
     """Prints one object for machines, over several lines or on one, with null for NaN and infinities."""
     text = json.dumps(_finite(account), indent=None if line else 1, allow_nan=False)
     if first():
-        print(*map(shown, redacted(text).split("\n")), sep="\n", file=output.stream(), flush=True)
+        output.put(*map(shown, redacted(text).split("\n")), to=output.stream())
 
 
 def _finite(value: Any) -> Any:

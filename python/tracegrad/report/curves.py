@@ -220,7 +220,7 @@ def step_of(row: Mapping[str, Any], index: int) -> float:
 
 
 def _finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
         return None
     return float(value) if abs(value) < 1e30 else None
 

@@ -5,6 +5,8 @@ allows only the files of the page itself. Started by `tracegrad view`.
 """
 
 import hmac
+import json
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from tracegrad.errors import TracegradError
+from tracegrad.errors import TracegradError, shown
 from tracegrad.view import export, pieces, runs
 from tracegrad.view.page import SCRIPTS, STYLES, page
 from tracegrad.view.searcher import Searcher
@@ -58,9 +60,9 @@ class _App:
             "rows": self.rows,
             "tag": self.tag,
             "search": self.search,
-            "trace/{n:int}": self.trace,
-            "message/{n:int}": self.message,
-            "group/{n:int}": self.group,
+            "trace/{n}": self.trace,
+            "message/{n}": self.message,
+            "group/{n}": self.group,
             "runs": self.runs,
             "export": self.export,
         }
@@ -85,7 +87,7 @@ class _App:
         return Response(STYLES[name]() if name in STYLES else pieces.read(name), media_type=kind)
 
     async def state(self, request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(self.session.state))
+        return _Json(await run_in_threadpool(self.session.state))
 
     async def columns(self, request: Request) -> Response:
         found = await run_in_threadpool(self.session.columns)
@@ -93,9 +95,9 @@ class _App:
         return Response(table.tobytes(), media_type="application/octet-stream", headers={"x-rows": str(table.shape[1])})
 
     async def rows(self, request: Request) -> Response:
-        asked = [int(n) for n in request.query_params.get("n", "").split(",") if n.isdigit()][:1000]
+        asked = _rows(request)[:1000]
         found = await run_in_threadpool(self.session.labels, asked)
-        return JSONResponse(found, background=BackgroundTask(self.searcher.ready))
+        return _Json(found, background=BackgroundTask(self.searcher.ready))
 
     async def tag(self, request: Request) -> Response:
         found = await run_in_threadpool(self.session.tagged, request.query_params.get("name", ""))
@@ -104,31 +106,31 @@ class _App:
     async def search(self, request: Request) -> Response:
         told = request.query_params
         found = await self.searcher.find(told.get("q", ""), told.get("regex") == "1", _number(told.get("start"), 0))
-        return JSONResponse(found)
+        return _Json(found)
 
     async def trace(self, request: Request) -> Response:
         told = request.query_params
         more = {"run": told.get("run", ""), "step": _number(told.get("step"), -1)}
-        return JSONResponse(await run_in_threadpool(pieces.trace, self.session, request.path_params["n"], **more))
+        return _Json(await run_in_threadpool(pieces.trace, self.session, _row(request), **more))
 
     async def message(self, request: Request) -> Response:
         told = request.query_params
-        asked = (request.path_params["n"], _number(told.get("message"), -1), _number(told.get("start"), 0))
-        return JSONResponse({"html": await run_in_threadpool(pieces.message, self.session, *asked)})
+        asked = (_row(request), _number(told.get("message"), -1), _number(told.get("start"), 0))
+        return _Json({"html": await run_in_threadpool(pieces.message, self.session, *asked)})
 
     async def group(self, request: Request) -> Response:
-        n = request.path_params["n"]
-        return JSONResponse({"html": await run_in_threadpool(pieces.beside, self.session, n)})
+        n = _row(request)
+        return _Json({"html": await run_in_threadpool(pieces.beside, self.session, n)})
 
     async def runs(self, request: Request) -> Response:
         chosen = request.query_params.getlist("run")
-        return JSONResponse({"html": await run_in_threadpool(runs.page, self.session.runs, chosen)})
+        return _Json({"html": await run_in_threadpool(runs.page, self.session.runs, chosen)})
 
     async def export(self, request: Request) -> Response:
-        asked = [int(n) for n in request.query_params.get("n", "").split(",") if n.isdigit()]
+        asked = _rows(request)
         text = await run_in_threadpool(export.page_of, self.session, asked)
         headers = {"content-disposition": 'attachment; filename="traces.html"'}
-        return Response(text, media_type="text/html", headers=headers)
+        return Response(text.encode("utf-8", "replace"), media_type="text/html", headers=headers)
 
 
 class _Door:
@@ -142,7 +144,7 @@ class _Door:
             await self.app(scope, receive, send)
             return
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").rsplit(":", 1)[0]
-        given = scope["path"].split("/")[1].encode("utf-8", "replace")
+        given = scope["path"].partition("/")[2].partition("/")[0].encode("utf-8", "replace")
         if host not in _HOSTS or not hmac.compare_digest(given, self.token.encode()):
             headers = {name.decode(): value.decode() for name, value in _HEADERS.items()}
             await Response("not found", status_code=404, headers=headers)(scope, receive, send)
@@ -163,9 +165,30 @@ def _guarded(way: Callable[[Request], Awaitable[Response]]) -> Callable[[Request
         try:
             return await way(request)
         except TracegradError as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
+            return _Json({"error": str(error)}, status_code=400)
+        except (OSError, sqlite3.Error) as error:  # a file, or the index, is gone or damaged by now
+            said = shown(f"{type(error).__name__}: {error}")[:300]
+            return _Json({"error": f"{said}. Nothing can be shown of it. Open the viewer again."}, status_code=410)
 
     return answered
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII, as names of files and records may hold halves of characters."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def _row(request: Request) -> int:
+    """The row that an address names; -1, which no index has, where it is no number."""
+    return max(-1, _number(request.path_params["n"], -1))
+
+
+def _rows(request: Request) -> list[int]:
+    """Rows that an address names; what is no number is left out."""
+    found = (_number(word, -1) for word in request.query_params.get("n", "").split(","))
+    return [row for row in found if row >= 0]
 
 
 def _number(text: str | None, default: int) -> int:

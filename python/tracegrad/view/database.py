@@ -81,7 +81,8 @@ def connect(path: Path, *, write: bool = False) -> sqlite3.Connection:
                 found.executescript(_SCHEMA)
                 found.execute("INSERT INTO told VALUES('format', ?)", (str(_FORMAT),))
             return found
-        return sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False, isolation_level=None)
+        address = f"{path.absolute().as_uri()}?mode=ro"  # whatever its name: what SQLite would read into it is escaped
+        return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
     except sqlite3.Error as error:
         raise ReadError(
             f"{path}: cannot be used as an index ({error}). Nothing can be searched. It needs SQLite 3.34 or newer and "
@@ -93,7 +94,7 @@ def add(database: sqlite3.Connection, first: int, rows: Sequence[Row]) -> None:
     """Appends rows, numbered from `first`, in one transaction."""
     numbers = np.array([row.numbers for row in rows], np.float32).reshape(len(rows), len(COLUMNS))
     database.execute("BEGIN")
-    numbered = list(enumerate(rows, first))
+    numbered = [(n, Row(*map(_storable, row))) for n, row in enumerate(rows, first)]
     database.executemany(
         "INSERT INTO trace VALUES(?, ?, ?, ?, ?, ?)",
         ((n, row.id, row.group, row.head, row.place, row.text) for n, row in numbered),
@@ -105,6 +106,13 @@ def add(database: sqlite3.Connection, first: int, rows: Sequence[Row]) -> None:
     )
     database.execute("INSERT INTO block VALUES(?, ?)", (first, np.ascontiguousarray(numbers.T).tobytes()))
     database.execute("COMMIT")
+
+
+def _storable(value: Any) -> Any:
+    """Return a text without the halves of characters, which SQLite does not take; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_storable, value))
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def add_grams(database: sqlite3.Connection, first: int, last: int) -> None:
@@ -140,7 +148,8 @@ def tags(database: sqlite3.Connection) -> list[tuple[str, int]]:
 
 def tagged(database: sqlite3.Connection, tag: str) -> NDArray[np.int32]:
     """Rows with a tag, ascending."""
-    return np.array([n for (n,) in database.execute("SELECT n FROM tag WHERE name = ? ORDER BY n", (tag,))], np.int32)
+    found = database.execute("SELECT n FROM tag WHERE name = ? ORDER BY n", (_storable(tag),))
+    return np.array([n for (n,) in found], np.int32)
 
 
 def tell(database: sqlite3.Connection, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.report.page import write_page
 from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.view import pieces, runs
@@ -36,6 +36,8 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
             f"{len(rows):,} traces are to be exported. One page holds 1 to {MOST:,}. "
             "Narrow them: --where, --search, --limit."
         )
+    for row in rows:
+        session.where(row)
     blocks = [_block("data", _data(session, rows, {row: number for number, row in enumerate(rows)}))]
     drawn = Thumbnails(drawn=session.drawn)
     for number, row in enumerate(rows):
@@ -57,7 +59,10 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
         ReadError: if it cannot be written.
     """
     text = page_of(session, rows).encode("utf-8", "replace")
-    write_page(path, text)
+    try:
+        write_page(path, text)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be written ({error.strerror}). Give another --export.") from error
     return len(text)
 
 
@@ -68,11 +73,13 @@ def chosen(session: Session, where: Sequence[str], search: str, sort: str, limit
         where: conditions such as `reward<0.5` or `tool:price`, all of which hold.
         search: text that is in them.
         sort: a column, the largest first; with `:up` behind it the smallest. What is not known comes last.
-        limit: at most so many.
+        limit: at most so many, 1 or more.
 
     Raises:
-        ArgumentError: for a column that there is not.
+        ArgumentError: for a column that there is not, or a limit of none.
     """
+    if limit < 1:
+        raise ArgumentError(f"--limit {str(limit)[:20]}: no trace would be written. Give 1 or more.")
     from tracegrad.view.search import find
 
     columns = session.columns()

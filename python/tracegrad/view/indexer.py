@@ -6,18 +6,18 @@ second; their trigrams after each tenth thousand. Called by `serve`.
 
 import hashlib
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tracegrad import _core
-from tracegrad.errors import ReadError, TracegradError, shown
+from tracegrad.errors import TracegradError, shown
 from tracegrad.inputs import Map, stream
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 from tracegrad.view import database
 from tracegrad.view.features import Codes, rows_of
+from tracegrad.view.place import Place
 from tracegrad.view.sources import Source
 from tracegrad.view.tokens import TokenSets
 
@@ -49,7 +49,8 @@ class Indexer:
         self, sources: Sequence[Source], folder: Path, tokenizer: Tokenizer | None, sets: TokenSets, map: Map
     ) -> None:
         self._sources, self._tokenizer, self._sets, self._map = list(sources), tokenizer, sets, map
-        self.path = _place(folder, sources, tokenizer, map)
+        self._place = Place(folder, _key(sources, tokenizer, map))
+        self.path = self._place.path
         self.problems: list[str] = []
         self.aligned = tokenizer is not None
         self._groups, self._ends, self._places = Codes(), {}, {}
@@ -75,8 +76,7 @@ class Indexer:
             self._thread.join()
         whole = database.told(self._database, "done") == "1" and self._gramed == self.rows
         self._database.close()
-        if not whole:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
+        self._place.close(keep=whole)
 
     def _work(self) -> None:
         try:
@@ -186,24 +186,11 @@ def _tail(path: Path, end: int) -> tuple[list[bytes], int]:
     return [line for line in data[:whole].splitlines() if line.strip()], end + whole
 
 
-def _place(folder: Path, sources: Sequence[Source], tokenizer: Tokenizer | None, map: Map) -> Path:
-    """Where the index of these sources, as they are now, stands."""
-    told = [f"{source.kind} {source.path.resolve()} {_stamp(source)}" for source in sources]
-    key = hashlib.sha256("\n".join([*told, str(map), "" if tokenizer is None else "aligned"]).encode()).hexdigest()[:16]
-    place = folder / key
-    try:
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ReadError(f"{place}: {error.strerror}. The index has no place. Give another --index DIR.") from error
-    path = place / "index.sqlite"
-    if path.exists():
-        found = database.connect(path)
-        whole = database.told(found, "done") == "1"
-        found.close()
-        if not whole:
-            for left in place.iterdir():
-                left.unlink()
-    return path
+def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, map: Map) -> str:
+    """Return what names the index of these sources, as they are now."""
+    parts = [f"{source.kind} {source.path.resolve()} {_stamp(source)}" for source in sources]
+    text = "\n".join([*parts, str(map), "" if tokenizer is None else "aligned"])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _stamp(source: Source) -> str:

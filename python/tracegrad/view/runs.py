@@ -105,7 +105,7 @@ def _fixed() -> dict[str, dict[str, Any]]:
 def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
     """Success before and after, or value, with their intervals, or the last evaluation."""
     told: list[Any] = [summary.get("before"), summary.get("after")]
-    if all(isinstance(each, Mapping) and "success" in each and len(each.get("ci95", ())) == 2 for each in told):
+    if all(isinstance(each, Mapping) and _is_share(each) for each in told):
         spans = [f"{percent(each['success'])} [{' to '.join(percent(end) for end in each['ci95'])}]" for each in told]
         return f"success {' → '.join(spans)}"
     for key in ("eval_reward", "off_policy_value"):
@@ -119,6 +119,16 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
             span = f" [{number(last[low])}, {number(last[high])}]" if _known(last, low, high) else ""
             return f"{key.replace('_', ' ')} {number(last[key])}{span}"
     return ""
+
+
+def _is_share(told: Mapping[str, Any]) -> bool:
+    ends = told.get("ci95")
+    return isinstance(ends, list) and len(ends) == 2 and all(map(_is_number, (told.get("success"), *ends)))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of a file is a number that can be shown and computed with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
 def _known(row: Mapping[str, Any], *names: str) -> bool:
@@ -153,7 +163,11 @@ def _found(run: Path, name: str) -> str:
     drift, recorded, exact = summary.get("drift"), summary.get("recorded"), summary.get("exact")
     if not isinstance(drift, Mapping):
         return ""
-    text = f"{percent(1 - exact / recorded)} of {recorded:,} recorded tokens" if recorded and exact is not None else ""
+    text = (
+        f"{percent(1 - exact / recorded)} of {recorded:,} recorded tokens"
+        if recorded and _is_number(recorded) and _is_number(exact)
+        else ""
+    )
     told = f"<p>{text} are without an exact id and logprob.</p>" if text else ""
     found = [(str(reason).replace("_", " "), json.dumps(counts)) for reason, counts in list(drift.items())[:20]]
     lines = "".join(f"<li>{escape(reason)}: {escape(counts)}</li>" for reason, counts in found)
@@ -193,9 +207,15 @@ def _asks_the_doctor(run: Path) -> str:
 def _rows(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     try:
-        return metrics.read_rows(path)[-_MOST_ROWS:] if path.is_file() else []
+        found = metrics.read_rows(path)[-_MOST_ROWS:] if path.is_file() else []
+        sane = ({key: value for key, value in row.items() if _is_number(value) or not _numeric(value)} for row in found)
+        return [row for row in sane if "step" in row]
     except TracegradError:
         return []  # a line is being written; the next look has it
+
+
+def _numeric(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ expression may take for ever.
 import re
 import sqlite3
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,9 +57,11 @@ def _matcher(query: str, regex: bool) -> tuple[Callable[[str], Any], list[str]]:
         folded = query.lower()
         return lambda text: folded in text.lower(), _grams([query])
     try:
-        compiled = re.compile(query)
-        return compiled.search, _grams(literals(query))
-    except (re.error, RecursionError, OverflowError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = re.compile(query)
+            return compiled.search, _grams(literals(query))
+    except (re.error, RecursionError, OverflowError, ValueError, MemoryError) as error:
         raise ArgumentError(f"{query[:80]!r}: {error}. It is no regular expression of Python. Correct it.") from error
 
 
@@ -78,7 +81,7 @@ def _grams(parts: list[str], most: int = 24) -> list[str]:
     """Trigrams that every match has, of characters whose case has one form: ASCII, and what has no case."""
     found = dict.fromkeys(part[at : at + 3].lower() for part in parts for at in range(len(part) - 2))
     plain = [gram for gram in found if gram.isascii() or gram.lower() == gram.upper()]
-    return [gram for gram in plain[:: max(1, len(plain) // most)] if "\0" not in gram][:most]
+    return [gram for gram in plain[:: max(1, len(plain) // most)] if not re.search("[\0\ud800-\udfff]", gram)][:most]
 
 
 def literals(expression: str) -> list[str]:

@@ -92,6 +92,8 @@ def answer(path: str, line: str) -> dict[str, Any]:
         return find(path, query, regex, start)._asdict()
     except TracegradError as error:
         return {"error": str(error)}
+    except Exception as error:  # a process that ended with a traceback would be blamed on the time
+        return {"error": f"{type(error).__name__}: {error}"[:300] + ". Nothing is found. Ask for something else."}
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from tracegrad.errors import TracegradError
+from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.view.session import Session
 
 
@@ -18,8 +18,10 @@ def serve(session: Session, *, port: int = 0, token: str | None = None, say: Cal
         say: takes the address when it answers.
 
     Raises:
-        TracegradError: if the port is taken.
+        TracegradError: if the port is taken or is none.
     """
+    if not 0 <= port <= 65535:
+        raise ArgumentError(f"--port {str(port)[:20]}: a port is 0 to 65535. Nothing is shown. Give one, or leave it.")
     import uvicorn
 
     from tracegrad.view.app import application

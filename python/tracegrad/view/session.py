@@ -112,6 +112,7 @@ class Session:
 
     def text(self, n: int) -> str:
         """What a search reads of a row."""
+        self._known(n)
         with self._lock:
             return self._database.execute("SELECT text FROM trace WHERE n = ?", (n,)).fetchone()[0]
 
@@ -126,22 +127,27 @@ class Session:
         Raises:
             ArgumentError: if there is no such row.
         """
+        self._known(n)
         with self._lock:
             found = self._database.execute("SELECT id, grp, place FROM trace WHERE n = ?", (n,)).fetchone()
-        if found is None:
-            raise ArgumentError(f"there is no row {n}; the index has {self.rows}. Look for it by its id.")
         return found[0], found[1], self.sources[int(self.columns()["source"][n])], found[2]
 
     def trace(self, n: int) -> Trace | None:
         """The record of a row; None where only its tokens are at hand."""
+        self._known(n)
         with self._lock:
             data = database.record(self._database, n)
         return None if data is None else Traces.from_records([data])[0]
 
     def group(self, n: int, most: int) -> list[int]:
         """Rows of the group of a row, itself first."""
+        self._known(n)
         code = self.columns()["group"]
         return [n, *(int(row) for row in np.flatnonzero(code == code[n]) if row != n)][:most]
+
+    def _known(self, n: int) -> None:
+        if not 0 <= n < self.rows:
+            raise ArgumentError(f"there is no row {str(n)[:20]}; the index has {self.rows}. Look for it by its id.")
 
     @property
     def drawn(self) -> dict[bytes, tuple[str, str]]:
