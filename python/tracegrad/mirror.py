@@ -84,7 +84,7 @@ class Mirror:
         others = sorted(name for name in names if name != manifest.LOCK and not _ASIDE.search(name))
         if others and not own:
             raise ArgumentError(
-                f"{self} holds {shown(others[0])[:80]!r} and is no folder of a run. Files of it could be replaced. "
+                f"{self} holds {shown(others[0])[:80]!r} and is not the folder of a run. Its files could be replaced. "
                 "Give another out."
             )
 

@@ -139,32 +139,34 @@ def copy(source: Path, path: Path) -> None:
             file.write(part)
 
 
-def check_not_read(path: Path, inputs: Iterable[str | os.PathLike[str]], flag: str) -> None:
-    """Refuse to write what is read: a file that is one of the inputs under any name, or stands in one of them.
+def check_not_read(
+    paths: Iterable[str | os.PathLike[str]], inputs: Iterable[str | os.PathLike[str]], what: str
+) -> None:
+    """Refuse to write what is read: an input by any of its names, or a file in a folder that is one.
 
     Args:
-        path: of the output.
-        inputs: files and folders of this machine.
-        flag: that named the output.
+        paths: of the outputs.
+        inputs: files and folders of this machine; "-" is what standard input is turned to.
+        what: the outputs are, or the flag that names them.
 
     Raises:
-        ArgumentError: if it is one of them.
+        ArgumentError: with the output and the input that it is.
     """
-    own = _identity(path)
-    if own is None:
-        return
-    for name in inputs:
-        if _identity(name) == own:
-            raise ArgumentError(
-                f"{flag} {path} is {name}, which is read. What it holds would be lost or read as a result. "
-                f"Give another {flag}."
-            )
+    known = {found: name for name in inputs if (found := _identity(name)) is not None}
+    for path in paths if known else ():
+        own = Path(os.path.abspath(path))
+        for place in (own, *(above for above in own.parents)):
+            if (name := known.get(_identity(place) or (-1, -1))) is not None:
+                shown = "standard input" if name == "-" else os.fspath(name)
+                raise ArgumentError(
+                    f"{what} {os.fspath(path)} is read, as {shown}. What it holds would be lost. Give another path."
+                )
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Device and inode of what a name leads to; None where that is no file or folder."""
+    """Device and inode of the file or folder that a name leads to; None where there is none."""
     try:
-        found = os.stat(path)
+        found = os.fstat(0) if path == "-" else os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_dev, found.st_ino
+    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else None

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tracegrad import config, doctor, inputs
+from tracegrad import config, doctor, inputs, outputs
 from tracegrad.cli import named
 from tracegrad.cli.key import read_key
 from tracegrad.cli.words import folder_of, inputs_of, place, say, tell, verb
 from tracegrad.errors import ArgumentError
+from tracegrad.inputs.places import expand
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import write
 
@@ -55,13 +56,14 @@ def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     if bool(told.reward) == bool(told.judge):
         raise ArgumentError("what scores is not told. Give --reward file.py:name, or --judge URL, one of the two.")
     source = told.traces
-    if any(Path(each).resolve() == told.out.resolve() for each in source):
-        raise ArgumentError(f"{told.out} is read and would be written. Its rewards would be lost. Give another --out.")
     if told.model is not None:
         told.model = folder_of(told.model)
         Tokenizer.from_pretrained(told.model)  # what is no model is said before anything is scored
     price = _price(told.price)
     cache = told.cache or told.out.with_name(f"{told.out.name}.scores")
+    read = [place.path for place in expand(source)]
+    outputs.check_not_read([told.out], [*read, cache], "--out")
+    outputs.check_not_read([cache], read, "--cache")
     chosen = config.load(overrides=overrides)
     reading = {"map": chosen.map, "on_error": chosen.data.on_error, "progress": inputs.Bar()}
     functions = named.functions(told.reward, Path.cwd(), "--reward") if told.reward else []

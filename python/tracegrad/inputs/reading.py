@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-from tracegrad import _core
+from tracegrad import _core, outputs
 from tracegrad.config import Map
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.inputs import adapters, chat, sources
@@ -118,6 +118,7 @@ class InputStream(Iterator[Traces]):
         self._places, self._given = named(source)
         kept = filled(self._places)
         self._empty, self._places = len(self._places) - len(kept), kept
+        self._check_aside()
         self._total = sum(place.size for place in kept)
         # What cannot be read is said at once, not with the first batch.
         self._source: Source | None = self._open(0)
@@ -327,6 +328,17 @@ class InputStream(Iterator[Traces]):
         if place.kind == "address" and self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="tracegrad-")
         return sources.of_place(place, options, self._folder.name if self._folder else None)
+
+    def _check_aside(self) -> None:
+        """Refuses a quarantine that is one of the inputs."""
+        if self._options.on_error == "quarantine":
+            prefix = self._options.aside
+            names = (
+                f"{prefix}-{number}" if prefix and number else prefix or place.path
+                for number, place in enumerate(self._places)
+            )
+            made = (f"{name}.quarantine.{ending}" for name in names for ending in ("raw", "jsonl"))
+            outputs.check_not_read(made, (place.path for place in self._places), "the quarantine")
 
     def _aside(self, number: int, end: str = "") -> str | None:
         """The prefix of a place's quarantine."""

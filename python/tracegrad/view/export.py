@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tracegrad import outputs
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.report.page import write_page
 from tracegrad.report.thumbnails import Thumbnails
@@ -58,6 +59,9 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
     Raises:
         ReadError: if it cannot be written.
     """
+    of_runs = [file for run in session.runs for file in run.iterdir()]
+    outputs.check_not_read([path], [*(source.path for source in session.sources), *of_runs], "--export")
+    outputs.check(path)
     text = page_of(session, rows).encode("utf-8", "replace")
     try:
         write_page(path, text)
