@@ -16,7 +16,7 @@ HOUSE = ROOT / "python" / "tracegrad"
 PYTHON = python_imports(HOUSE)
 RUST_CORE = rust_imports(ROOT / "rust" / "core" / "src")
 FLOORS = [
-    {"_alone", "_core", "errors"},
+    {"_alone", "_core", "errors", "plain_files"},
     {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook", "outputs", "sampling", "user_code"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"}

@@ -273,6 +273,8 @@ def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, v
         ({"trace_ids": [1, 2, 3]}, "what `save` writes"),
         ({"reward_names": ["a"]}, "reward_names"),
         ({"drift": None}, "what `save` writes"),
+        ({"trace_ids": ["a", "\ud800", "c"]}, "what `save` writes.*surrogates"),
+        ({"group_names": ["\udc00x"]}, "what `save` writes.*surrogates"),
         ({"drift": {"detail": ["x"], "reasons": ["\x1b[31m"], "errors": [], "recorded": 4, "exact": 3}}, "names like"),
         ({"drift": {"detail": [], "reasons": [], "errors": [], "recorded": 1e999, "exact": 0}}, "what `save` writes"),
         ({"drift": {"detail": ["x"], "reasons": [], "errors": [], "recorded": 4, "exact": 3}}, "drift.reason"),

@@ -86,6 +86,14 @@ def unigram(vocab: list[Any], unk: int | None = 0) -> Document:
 SEQUENCE_A = {"Sequence": {"id": "A", "type_id": 0}}
 NUMBERED = [added(f"<t{n:06d}>", 4 + n) for n in range(20_000)]
 # What is given, the text, and what is said; None where it is taken.
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
+SPACES = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+
+
+def steps(parts: list[Document]) -> Document:
+    return {"type": "Sequence", "pretokenizers": parts}
+
+
 CASES: dict[str, tuple[Document | str, str, str | None]] = {
     "nested repetition": (document(pre_tokenizer=split("(a+)+$")), "a" * 40 + "b", "gives up"),
     "many repetitions": (document(pre_tokenizer=split("a*a*a*a*a*a*a*[bc]$")), "a" * 300 + "bd", "gives up|too long"),
@@ -107,6 +115,18 @@ CASES: dict[str, tuple[Document | str, str, str | None]] = {
         TEXT,
         "far longer",
     ),
+    **{
+        f"text that {name} spell anew": (
+            document(pre_tokenizer=steps(parts)),
+            "é 1" * 300,
+            "pre-tokenizer makes the text",
+        )
+        for name, parts in (
+            ("forty byte levels", [BYTES] * 40),
+            ("byte levels and metaspaces", [BYTES, SPACES] * 30),
+            ("splits and metaspaces", [{"type": "Digits", "individual_digits": True}, SPACES, BYTES] * 20),
+        )
+    },
     "a megabyte in front": (document(normalizer={"type": "Prepend", "prepend": "a" * (1 << 20)}), "ab", "far longer"),
     "charsmap of a megabyte": (
         document(normalizer=charsmap(struct.pack("<II", 0x100, 0), b"x" * (1 << 20))),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core
+from tracegrad.plain_files import read_json
 
 COLDEST = 0.01
 """The lowest temperature that is sampled at: vLLM raises those below to it, and takes 0 as greedy decoding."""
@@ -118,8 +119,8 @@ def model_defaults(folder: Path) -> dict[str, Any]:
         temperature, top_p and the other options that change the distribution, by name; {} if there is no such file.
     """
     try:
-        told = json.loads((folder / GENERATION_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        told = read_json(folder / GENERATION_CONFIG)
+    except (OSError, ValueError):
         return {}
     told = told if isinstance(told, dict) else {}
     found = {name: told[name] for name in ("temperature", *NEUTRAL) if told.get(name) is not None}

@@ -122,7 +122,7 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
     try:
         text = shards.read_text(folder / _TABLE, told.files[_TABLE].bytes).decode("utf-8", "surrogatepass")
         table = json.loads(text)
-        names = {name: _strings(table[name]) for name in NAMES}
+        names = {name: _names(table[name]) for name in NAMES}
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
         drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
         profiles = table["drift"].get("server_profiles", {})  # not written by earlier versions
@@ -144,6 +144,14 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
     if wrong:
         raise FormatError(f"{folder}: {wrong} {_CURE}")
     return stored
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    """Names that any stream and database takes: records hold no others."""
+    for name in (names := _strings(values)):
+        if not name.isascii():
+            name.encode("utf-8")  # half a character is a ValueError
+    return names
 
 
 def _strings(values: Any) -> tuple[str, ...]:

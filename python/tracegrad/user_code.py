@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from tracegrad.plain_files import refuse_special
+
 _modules: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 _folders: set[Path] = set()
 
@@ -24,6 +26,7 @@ def module_of(path: str | Path) -> ModuleType:
         Exception: what running it raises.
     """
     path = Path(path).resolve()
+    refuse_special(path)
     status = path.stat()
     stamp = status.st_mtime_ns, status.st_size
     if path in _modules and _modules[path][0] == stamp:

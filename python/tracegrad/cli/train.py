@@ -4,7 +4,6 @@ torch is imported when the run begins, not for `--print-config` and `--dry-run`.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, sp
 from tracegrad.errors import ArgumentError, redacted
 from tracegrad.metrics import Stopwatch, off_policy_value_of
 from tracegrad.mirror import Mirror
+from tracegrad.plain_files import read_json
 
 
 def add_to(commands: Any) -> None:
@@ -123,7 +123,7 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
 def _shape(model: Path) -> ModelShape | None:
     """Of the model, by its config.json alone; None where that does not tell it."""
     try:
-        told = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        told = read_json(model / "config.json")
         return ModelShape.known(SimpleNamespace(**told.get("text_config", told)))
     except (OSError, ValueError, TypeError, AttributeError):
         return None

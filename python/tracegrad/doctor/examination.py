@@ -1,6 +1,5 @@
 """`examine`: a file of traces through all checks, in bounded memory, to a `Diagnosis`."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from tracegrad.doctor.vocabulary import Vocabulary
 from tracegrad.doctor.whole import Spread, Whole
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs import Progress, candidates, stream
+from tracegrad.plain_files import read_json
 from tracegrad.recipes import Advice
 from tracegrad.sampling import model_defaults
 from tracegrad.tokenizer import Tokenizer
@@ -275,7 +275,7 @@ def _sorted(found: list[Finding]) -> tuple[Finding, ...]:
 def positions(model: Path) -> int | None:
     """max_position_embeddings of the model's config.json, None where it does not say."""
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = read_json(model / "config.json")
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict):

@@ -16,6 +16,7 @@ from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs.paths import in_numbers
 from tracegrad.inputs.remote import listed
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
+from tracegrad.plain_files import refuse_special
 
 MOST_PLACES = 1_000_000
 _BEGINS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "eval"}
@@ -103,7 +104,7 @@ def _of(name: str) -> list[Place]:
         return [_file(name)]
     if glob.has_magic(name):
         found = sorted((path for path in glob.glob(name, recursive=True) if not _is_aside(path)), key=in_numbers)
-        places = [place for path in found for place in (_folder(Path(path)) if os.path.isdir(path) else [_file(path)])]
+        places = [place for path in found for place in (_folder(Path(path)) if os.path.isdir(path) else [_found(path)])]
         if places:
             return places
         raise ReadError(f"{name}: no file has such a name. There are no traces to read. Check the pattern.")
@@ -135,7 +136,18 @@ def _folder(folder: Path) -> list[Place]:
             f"{folder}: {held}. There are no traces to read. Name the files themselves; of a folder are read: "
             f"{', '.join(SUFFIXES)}, also as .gz or .zst."
         )
-    return [_file(path) for path in found]
+    return [_found(path) for path in found]
+
+
+def _found(path: str) -> Place:
+    """A file that a folder or a pattern holds; a pipe is read only where its own name is given."""
+    try:
+        refuse_special(path)
+    except OSError as error:
+        raise ReadError(
+            f"{path}: {error.strerror}. Of folders and patterns files alone are read. Remove it, or name the files."
+        ) from error
+    return _file(path)
 
 
 def _is_aside(path: str) -> bool:

@@ -3,7 +3,6 @@
 No hub, no pickle. Called by the command line and by `checkpoint`.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from tracegrad.errors import ReadError
+from tracegrad.plain_files import read_json
 
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Of attention and experts: the code of torch and transformers alone."""
@@ -72,7 +72,7 @@ def load_whole(path: Path) -> Any:
 def loaded_by(path: Path) -> str:
     """The class of transformers that loads a folder, by the architecture that its config.json names."""
     try:
-        named = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+        named = read_json(path / "config.json").get("architectures") or []
     except (OSError, ValueError, AttributeError):  # as a folder of adapters has none
         named = []
     return _kind(named).__name__
@@ -118,7 +118,7 @@ def model_config(path: Path) -> dict[str, Any]:
             f"{path}: no such folder. Without it there is no model. Give --model a folder of save_pretrained."
         )
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         raise ReadError(
             f"{path / 'config.json'}: {first_line(error)}. The architecture is not known without it. "

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.pictures.processor import Processor
+from tracegrad.plain_files import read_json
 
 _FILE, _WHOLE = "preprocessor_config.json", "processor_config.json"
 
@@ -134,7 +135,7 @@ def _processor(folder: Path) -> Processor:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError) as error:
         raise ReadError(f"{path}: {error}. How the model writes pictures is not known without it.") from error
     if not isinstance(found, dict):

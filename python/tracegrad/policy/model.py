@@ -3,7 +3,6 @@
 Reads configurations and modules; `attending` alone changes one, for a while. `forward` and `loss` call it.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import Head, logits_of
+from tracegrad.plain_files import read_json
 
 BLOCKS = ("flex_attention", "tracegrad_flex")
 """Implementations of attention that take a `BlockMask`: transformers' own, and that of `blocks`."""
@@ -37,7 +37,8 @@ def media_ids(model: nn.Module) -> tuple[int, ...]:
         told = [vars(config)]
         folder = getattr(config, "_name_or_path", None)
         if folder and (path := Path(folder) / "config.json").is_file():
-            told.append(json.loads(path.read_text(encoding="utf-8")))
+            said = read_json(path)
+            told += [said] if isinstance(said, dict) else []
         found = {value for each in told for name, value in each.items() if _PLACEHOLDER.fullmatch(name)}
         _media[model] = tuple(sorted(value for value in found if isinstance(value, int)))
     return _media[model]

@@ -9,6 +9,7 @@ from typing import Any
 
 from tracegrad import outputs
 from tracegrad.errors import ArgumentError
+from tracegrad.plain_files import refuse_special
 
 MOST_LINE = 1 << 24
 
@@ -32,6 +33,7 @@ class Cache:
 
     def _load(self, path: Path) -> None:
         try:
+            refuse_special(path)
             with path.open("rb") as lines:
                 at = 0
                 for line in iter(lambda: lines.readline(MOST_LINE), b""):

@@ -92,6 +92,19 @@ impl Raw {
             Self::Left(left) => left.read().map(Cow::Owned),
         }
     }
+
+    /// Some of the bytes, which are not compared with those that were read at first: the caller knows them by a digest.
+    pub(crate) fn part(&self, start: usize, length: usize) -> Option<Cow<'_, [u8]>> {
+        let end = start.checked_add(length).filter(|&end| end <= self.len())?;
+        match self {
+            Self::Held(bytes) => Some(Cow::Borrowed(&bytes[start..end])),
+            Self::Left(left) => {
+                let mut bytes = vec![0; length];
+                left.spot.origin.read(left.spot.start + start as u64, &mut bytes).ok()?;
+                Some(Cow::Owned(bytes))
+            }
+        }
+    }
 }
 
 impl Left {

@@ -58,6 +58,14 @@ impl Trace {
         self.raw.bytes().map_err(|error| error.at(&self.location))
     }
 
+    /// The file of a picture of the record, `None` where it is not there.
+    ///
+    /// # Errors
+    /// As of [`Trace::record`].
+    pub fn file(&self, picture: &Picture) -> Result<Option<Vec<u8>>> {
+        pictures::find(&self.raw, picture).map_err(|error| error.at(&self.location))
+    }
+
     /// All ids before the first sampled token of generation `turn`, where the record says them.
     pub fn prompt_ids(&self, turn: usize) -> Option<Vec<u32>> {
         let (mut parts, mut at) = (Vec::new(), turn);

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use std::collections::HashSet;
-use tracegrad_core::pictures::{MEDIA_TYPES, Picture, digest, find};
+use tracegrad_core::pictures::{MEDIA_TYPES, Picture, digest};
 use tracegrad_core::trace::Trace;
 use tracegrad_core::{Error, Kind};
 
@@ -39,7 +39,7 @@ fn picture_bytes<'py>(py: Python<'py>, traces: &PyTraces, digest: [u8; 32]) -> P
     let found = detached(py, Kind::Fault, "reading a picture", || {
         let held = traces.inner.iter().find_map(|trace| Some((trace, picture(trace, &digest)?)));
         let (trace, picture) = held.ok_or_else(|| lost(&digest))?;
-        find(&trace.record()?, picture).ok_or_else(|| lost(&digest).at(&trace.location))
+        trace.file(picture)?.ok_or_else(|| lost(&digest).at(&trace.location))
     })?;
     Ok(PyBytes::new(py, &found))
 }

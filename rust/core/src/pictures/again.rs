@@ -4,19 +4,61 @@
 //! the strings of the bytes, whatever stands between them.
 
 use super::parts::{Picture, data_url, decoded, digest};
+use crate::error::Result;
+use crate::raw::Raw;
+use crate::stop;
 use memchr::{memchr, memchr2};
 use serde_json::Value;
 use std::borrow::Cow;
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 
-/// The file of a picture, wherever in a record its base64 stands.
-pub fn find(record: &[u8], wanted: &Picture) -> Option<Vec<u8>> {
-    let shortest = wanted.length / 3 * 4;
-    strings(record).filter(|text| text.len() >= shortest).find_map(|text| {
-        let text = unescaped(text)?;
-        let data = data_of(&text)?;
-        // Blanks make it longer, and nothing shorter.
-        decoded(data).filter(|file| file.len() == wanted.length && digest(file) == wanted.digest)
-    })
+/// Where in its record the string of a picture stands, by digest: the first byte and the length.
+type Places = HashMap<[u8; 32], (usize, usize)>;
+
+/// Places of pictures that were looked for lately, of any record: a place is a hint, and the digest tells whether it is
+/// right. So a record of many pictures is looked through once, not once for each.
+static PLACES: Mutex<Option<Places>> = Mutex::new(None);
+
+/// Places that are kept, of 64 bytes each or a little more.
+const MOST_PLACES: usize = 1 << 16;
+
+/// The file of a picture, wherever in a record its base64 stands; `None` where it is not there.
+///
+/// # Errors
+/// `Kind::Io` where the record cannot be read again.
+pub fn find(record: &Raw, wanted: &Picture) -> Result<Option<Vec<u8>>> {
+    let hint = {
+        let places = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+        places.as_ref().and_then(|places| places.get(&wanted.digest).copied())
+    };
+    let file = hint.and_then(|(start, length)| file_of(&record.part(start, length)?));
+    if let Some(file) = file.filter(|file| digest(file) == wanted.digest) {
+        return Ok(Some(file));
+    }
+    let bytes = record.bytes()?;
+    let (mut found, mut places) = (None, Places::new());
+    for text in strings(&bytes) {
+        stop::check();
+        let Some(file) = file_of(text) else { continue };
+        let name = digest(&file);
+        places.insert(name, (text.as_ptr().addr() - bytes.as_ptr().addr(), text.len()));
+        if name == wanted.digest {
+            found = Some(file);
+        }
+    }
+    let mut kept = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let kept = kept.get_or_insert_default();
+    if kept.len() + places.len() > MOST_PLACES {
+        kept.clear();
+    }
+    kept.extend(places.into_iter().take(MOST_PLACES));
+    Ok(found)
+}
+
+/// The file that a string of a record holds in base64.
+fn file_of(text: &[u8]) -> Option<Vec<u8>> {
+    decoded(data_of(&unescaped(text)?)?)
 }
 
 /// The digests of all files of pictures below a value.
@@ -83,6 +125,10 @@ mod tests {
     use base64::engine::general_purpose::STANDARD;
     use serde_json::json;
 
+    fn find_in(record: &[u8], wanted: &Picture) -> Option<Vec<u8>> {
+        find(&Raw::Held(record.into()), wanted).unwrap()
+    }
+
     #[test]
     fn a_file_is_found_by_its_digest_alone_whatever_the_record_is() {
         let (one, two) = (b"GIF89a\x05\0\x07\0\xff\xfe\xfb", b"GIF89a\x06\0\x07\0\xff\xfe\xfb");
@@ -94,13 +140,13 @@ mod tests {
         for text in [text.clone(), loose, text.replace('/', "\\/")] {
             for file in [&one[..], two] {
                 let wanted = Picture { digest: digest(file), length: file.len(), ..Picture::default() };
-                assert_eq!(find(text.as_bytes(), &wanted).as_deref(), Some(file), "{text}");
+                assert_eq!(find_in(text.as_bytes(), &wanted).as_deref(), Some(file), "{text}");
             }
         }
         let other = Picture { digest: digest(b"three"), length: one.len(), ..Picture::default() };
-        assert_eq!(find(text.as_bytes(), &other), None);
+        assert_eq!(find_in(text.as_bytes(), &other), None);
         for broken in [&b"\""[..], b"\"\\", b"no JSON"] {
-            assert_eq!(find(broken, &other), None);
+            assert_eq!(find_in(broken, &other), None);
         }
     }
 }

@@ -58,10 +58,10 @@ pub(super) fn in_time() -> tokenizers::Result<()> {
     if over { Err(refuse("its regular expressions take too long")) } else { Ok(()) }
 }
 
-/// Whether the call may make a text of this many bytes.
-pub(super) fn in_bytes(bytes: usize) -> tokenizers::Result<()> {
+/// Whether the call may make a text of this many bytes by a part of the tokenizer.
+pub(super) fn in_bytes(bytes: usize, part: &str) -> tokenizers::Result<()> {
     let over = ALLOWANCE.with_borrow(|allowance| allowance.as_ref().is_some_and(|it| bytes > it.bytes));
-    if over { Err(refuse("its normalizer makes the text far longer than it is")) } else { Ok(()) }
+    if over { Err(refuse(&format!("its {part} makes the text far longer than it is"))) } else { Ok(()) }
 }
 
 /// Takes the bytes that a part of the text has become: the parts share the allowance.

@@ -51,6 +51,10 @@ impl Fast {
         if growth(frame.get("normalizer").unwrap_or(&Value::Null)).is_none_or(|growth| growth > GROWTH.0) {
             return Err("the normalizer replaces by a regular expression, or by far longer texts".to_owned());
         }
+        let steps = values_under(frame.get("pre_tokenizer").unwrap_or(&Value::Null), "type");
+        if steps.iter().filter(|step| matches!(step.as_str(), Some("ByteLevel" | "Metaspace"))).count() > 1 {
+            return Err("the pre-tokenizer spells the text anew more than once".to_owned());
+        }
         let patterns = values_under(frame.get("pre_tokenizer").unwrap_or(&Value::Null), "Regex");
         let patterns: Vec<&str> = patterns.into_iter().filter_map(Value::as_str).collect();
         let known = patterns.iter().all(|pattern| KNOWN.contains(pattern));

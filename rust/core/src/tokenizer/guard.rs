@@ -10,8 +10,8 @@ use serde_json::Value;
 use tokenizers::tokenizer::Offsets;
 use tokenizers::tokenizer::pattern::{Invert, Pattern};
 use tokenizers::{
-    NormalizedString, Normalizer, NormalizerWrapper, PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
-    SplitDelimiterBehavior,
+    NormalizedString, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
+    PreTokenizerWrapper, SplitDelimiterBehavior,
 };
 
 /// A normaliser's steps.
@@ -56,16 +56,16 @@ impl Normalizer for Normalise {
                 Change::Replace(pattern, content) => {
                     let found = Found(pattern.find_matches(text.get())?);
                     let matches = found.0.iter().filter(|(_, is_match)| *is_match).count();
-                    in_bytes(text.len() + matches * content.len())?;
+                    in_bytes(text.len() + matches * content.len(), "normalizer")?;
                     text.replace(&found, content)?;
                 }
                 Change::Other(NormalizerWrapper::Prepend(prepend)) => {
-                    in_bytes(text.len() + prepend.prepend.len())?;
+                    in_bytes(text.len() + prepend.prepend.len(), "normalizer")?;
                     prepend.normalize(text)?;
                 }
                 Change::Other(other) => other.normalize(text)?,
             }
-            in_bytes(text.len())?;
+            in_bytes(text.len(), "normalizer")?;
             in_time()?;
         }
         spend(text.len());
@@ -118,7 +118,13 @@ impl PreTokenizer for PreTokenise {
         self.0.iter().try_for_each(|step| match step {
             Cut::Split(pattern, behavior, false) => text.split(|_, part| part.split(pattern, *behavior)),
             Cut::Split(pattern, behavior, true) => text.split(|_, part| part.split(Invert(pattern), *behavior)),
-            Cut::Other(other) => other.pre_tokenize(text),
+            Cut::Other(other) => {
+                // Each step makes of a byte a few at most, and of a part one more: looked at after each, it is bounded.
+                other.pre_tokenize(text)?;
+                let parts = text.get_splits(OffsetReferential::Normalized, OffsetType::None);
+                in_bytes(parts.iter().map(|(part, ..)| part.len()).sum(), "pre-tokenizer")?;
+                in_time()
+            }
         })
     }
 }
