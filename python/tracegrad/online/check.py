@@ -180,11 +180,11 @@ class Check:
         why = self._explained(asked) if self.proof.bf16 else ""
         if why and UNKNOWN not in why:
             return where + why
-        if self.driven.taken:
-            fresh = self._fresh()
-            before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
-            if self._agrees(fresh, before) and (not self.proof.bf16 or worse(asked.off, fresh.off) > CERTAIN):
-                return where + STALE
+        # Before the first push as well: a cache may hold those of a run before this one.
+        fresh = self._fresh()
+        before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
+        if self._agrees(fresh, before) and (not self.proof.bf16 or worse(asked.off, fresh.off) > CERTAIN):
+            return where + STALE
         return where + (why or self._explained(asked))
 
     def _fresh(self) -> Sample:
