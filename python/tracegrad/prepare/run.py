@@ -230,7 +230,7 @@ def _plan(
     named: list[str], model: Path, data: Data, map: Map, shard_traces: int, part_bytes: int = PART_BYTES
 ) -> dict[str, Any]:
     """What the bytes of the shards follow from."""
-    what: dict[str, Any] = {"source": redacted(named[0]) if len(named) == 1 else [*map(redacted, named)]}
+    what: dict[str, Any] = {"source": redacted(named[0]) if len(named) == 1 else [redacted(each) for each in named]}
     if named != ["-"]:
         found = expand(named)
         if missing := [place.path for place in found if place.kind == "file" and not os.path.exists(place.path)]:
