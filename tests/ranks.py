@@ -105,14 +105,19 @@ def hostile(
     return Sequences.from_arrays(flat, ends, logprobs, trainable, **told), advantages
 
 
-def steps_of(seed: int, objective: Any, ranks: int, rank: int, **case: Any) -> list[Step]:
-    """The steps of a rank, with old and reference logprobs that depend on the token alone."""
+def steps_of(seed: int, objective: Any, ranks: int, rank: int, *, masked: bool = False, **case: Any) -> list[Step]:
+    """The steps of a rank, with old and reference logprobs that depend on the token alone.
+
+    Where `masked`, old ones of all that the second of two ranks holds are far from the sampled ones: gates drop it.
+    """
     told = {"token_budget": 40, "step_groups": 2, "needs": objective.needs, "seed": None}
     told |= {name: case.pop(name) for name in ("token_budget", "step_groups", "share_prefixes") if name in case}
     sequences, advantages = hostile(seed, **case)
     random = np.random.default_rng(seed + 100)
     base = np.nan_to_num(sequences.rollout_logprobs, nan=-1.0)
     old, ref = (np.minimum(base + random.normal(0, 0.3, len(base)), -1e-4).astype(np.float32) for _ in range(2))
+    if masked:
+        old[np.concatenate([step.origin for step in pack(sequences, advantages, ranks=2, rank=1, **told)])] = -40.0
     steps = pack(sequences, advantages, ranks=ranks, rank=rank, **told)
     return [step.with_logprobs(old=old[step.origin], ref=ref[step.origin]) for step in steps]
 
@@ -142,7 +147,9 @@ def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int, **ca
             parameter.copy_(before)
     work = [len(step) for step in steps]
     gated = [1.0 - each.corrected.metrics["kept"] / each.corrected.metrics["terms"] for each in outcomes]
-    return optimizer.seen, [(each.loss, each.grad_norm) for each in outcomes], {"work": work, "gated": max(gated)}
+    kept = [int(each.keep.sum()) for each in outcomes]
+    numbers = [(each.loss, each.grad_norm) for each in outcomes]
+    return optimizer.seen, numbers, {"work": work, "kept": kept, "gated": max(gated)}
 
 
 def law(ranks: int, rank: int, every: bool) -> Iterator[tuple[str, Any]]:
@@ -329,6 +336,9 @@ def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
     dist.all_gather_object(work, {name: entry["work"] for name, entry in found.items() if "work" in entry})
     for name in work[0] or {}:
         found[name]["work"] = [each[name] for each in work]
+    if ranks == 2:
+        case = {"objective": "token, kept denominators", "dtype": "float64", "seed": 0, "missing": 0.0, "masked": True}
+        found |= {f"masked, {mode}": drawn(ranks, rank, mode=mode, **case) for mode in ("fsdp", "ddp")}
     if rank == 0:
         (out / f"ranks-{ranks}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -353,7 +363,7 @@ def drawn_main(port: int, ranks: int, rank: int, asked: Path, answers: Path) -> 
 
 
 def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: int, **case: Any) -> dict[str, Any]:
-    """How far the gradient of a drawn case on these ranks is from that of one process, and the work of each rank."""
+    """How far the gradient of a case on these ranks is from that of one process, and what each rank had and kept."""
     kind = getattr(torch, dtype)
     model = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(kind))
     wanted, told, _ = gradients(model, seed, OBJECTIVES[objective], 1, 0, **case)
@@ -361,9 +371,9 @@ def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: in
     found, said, more = gradients(shared, seed, OBJECTIVES[objective], ranks, rank, **case)
     apart = [0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
     numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
-    work = [None] * ranks
-    dist.all_gather_object(work, more["work"])
-    return {"apart": apart, "numbers": float(numbers.max()), "work": work}
+    by_rank = [None] * ranks
+    dist.all_gather_object(by_rank, more)
+    return {"apart": apart, "numbers": float(numbers.max()), "by_rank": by_rank}
 
 
 class Failing:

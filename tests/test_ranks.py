@@ -97,6 +97,17 @@ def work_is_unequal(found, ranks):
         assert sorted(by_rank[2] > 0 for by_rank in entry["work"]) == [False] * (ranks - 1) + [True]
 
 
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_a_rank_whose_tokens_are_all_masked_adds_nothing_and_divides_by_what_the_others_keep(found, mode):
+    """The case of SkyRL#1815."""
+    entry = found[2][f"masked, {mode}"]
+    first, second = entry["by_rank"]
+    assert all(first["kept"])
+    assert (any(second["work"]), any(second["kept"])) == (True, False)
+    assert max(entry["apart"]) <= BOUND["float64"]
+    assert entry["numbers"] <= 10 * BOUND["float64"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_so_it_is_for_every_class_of_objective_on_two_and_four_ranks(every, ranks):

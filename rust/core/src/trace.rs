@@ -106,6 +106,12 @@ pub(crate) fn value_of<'a>(fields: &'a Map<String, Value>, key: &str) -> Option<
     fields.iter().find_map(|(name, value)| (name == key).then_some(value))
 }
 
+/// As [`value_of`], of what may be no object.
+#[inline]
+pub(crate) fn value_in<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
+    value.as_object().and_then(|fields| value_of(fields, key))
+}
+
 /// One chat message as the template gets it (no logprobs, no generation record).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Message {
@@ -124,9 +130,14 @@ impl Message {
         Self { value, reward, pictures }
     }
 
+    /// The value under a key.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        value_in(&self.value, key)
+    }
+
     /// The role, or "" where there is none.
     pub fn role(&self) -> &str {
-        self.value.get("role").and_then(Value::as_str).unwrap_or("")
+        self.get("role").and_then(Value::as_str).unwrap_or("")
     }
 }
 

@@ -6,6 +6,7 @@
 
 use super::spelling::{excerpt, spell, spell_all};
 use crate::tokenizer::Tokenizer;
+use crate::trace::value_in;
 use memchr::memmem;
 use serde_json::Value;
 
@@ -13,8 +14,8 @@ const THOUGHT_END: &[u8] = b"</think>";
 
 /// What of the tool calls of a message its ids do not spell.
 pub fn unsaid(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<String> {
-    let calls = message.get("tool_calls").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-    let calls = calls.iter().map(|call| call.get("function").unwrap_or(call)).chain(message.get("function_call"));
+    let calls = value_in(message, "tool_calls").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    let calls = calls.iter().map(|call| call.get("function").unwrap_or(call)).chain(value_in(message, "function_call"));
     let mut calls = calls.filter(|call| call.is_object()).peekable();
     calls.peek()?;
     let spelled = spell_all(ids, tokenizer);

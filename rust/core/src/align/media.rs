@@ -58,7 +58,7 @@ impl Loom<'_, '_> {
         let concerns = |index: u32| index == generation.message || generation.context.contains(&index);
         let stands = |(index, kind): &&Part<'_>| concerns(*index) && !(keyed && *kind == PICTURE);
         let (index, kind) = parts.iter().find(stands)?;
-        let content = self.trace.messages.get(*index as usize)?.value.get("content").and_then(Value::as_array);
+        let content = self.trace.messages.get(*index as usize)?.get("content").and_then(Value::as_array);
         let why = content.into_iter().flatten().find_map(why_not).map(|why| format!(" {why},")).unwrap_or_default();
         Some(format!("a part of message {index} of kind {:?}{why}", short(kind)))
     }

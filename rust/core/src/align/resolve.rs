@@ -12,7 +12,7 @@ use super::spelling::{excerpt, is_special, spell, spell_all};
 use super::tier;
 use crate::drift::Reason;
 use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Stop, Tokens};
+use crate::trace::{Generation, Pieces, Stop, Tokens};
 use std::borrow::Cow;
 
 /// How vLLM writes an id in the place of a text.
@@ -75,11 +75,12 @@ fn outside(at: usize, resolved: &mut Resolved<'_>, tokenizer: &Tokenizer) {
 /// What the record shows, where it cannot be what these ids say.
 fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer: &Tokenizer) -> Option<String> {
     let mut after_silence = false;
-    let mut shown = false;
     let plain = tokens.bytes.as_ref().filter(|pieces| is_plain(&pieces.data));
     // Without pieces nothing is shown.
     let listed = if tokens.bytes.is_some() || tokens.texts.is_some() { ids } else { &[] };
-    for (index, &id) in listed.iter().enumerate() {
+    let alike = plain.map_or(0, |pieces| alike(listed, pieces, tokenizer));
+    let mut shown = alike > 0;
+    for (index, &id) in listed.iter().enumerate().skip(alike) {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         if !bytes.is_empty() && plain.and_then(|pieces| pieces.get(index)) == Some(bytes) {
             (shown, after_silence) = (true, false);
@@ -101,6 +102,19 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
     unsaid(ids, content, tokenizer)
 }
 
+/// How many of the first ids have the bytes that are listed for them, and have some.
+fn alike(ids: &[u32], pieces: &Pieces, tokenizer: &Tokenizer) -> usize {
+    let (mut start, mut count) = (0, 0);
+    for ((&id, &end), &known) in ids.iter().zip(&pieces.ends).zip(&pieces.known) {
+        let piece = pieces.data.get(start..end as usize).filter(|piece| known && !piece.is_empty());
+        if piece.is_none() || tokenizer.token_bytes(id) != piece {
+            break;
+        }
+        (start, count) = (end as usize, count + 1);
+    }
+    count
+}
+
 /// Whether every piece of these bytes is what it seems: no placeholder of an id, nothing that stands for broken text.
 fn is_plain(data: &[u8]) -> bool {
     let has = |what: &[u8]| memchr::memmem::find(data, what).is_some();
@@ -119,20 +133,18 @@ fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
     Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
 }
 
-/// How many of `ids` spell `text` where they begin with it, and whether it ends where the last of these does; `None` where
-/// they do not begin with it.
+/// How many of `ids` spell `text` where they begin with it, with those behind it that have no bytes, and whether it ends
+/// where the last of these does; `None` where they do not begin with it.
 fn begin_with<'i>(ids: impl Iterator<Item = &'i u32>, text: &[u8], tokenizer: &Tokenizer) -> Option<(usize, bool)> {
     let (mut rest, mut count) = (text, 0);
     for &id in ids {
-        if rest.is_empty() {
-            break;
-        }
-        count += 1;
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         match rest.strip_prefix(bytes) {
             Some(behind) => rest = behind,
-            None => return bytes.starts_with(rest).then_some((count, false)),
+            None if rest.is_empty() => break,
+            None => return bytes.starts_with(rest).then_some((count + 1, false)),
         }
+        count += 1;
     }
     rest.is_empty().then_some((count, true))
 }
@@ -170,5 +182,40 @@ fn attach_logprobs<'a>(generation: &'a Generation, resolved: &mut Resolved<'a>) 
     if tokens.invalid > 0 {
         let detail = format!("{} logprobs are positive or the -9999 sentinel", tokens.invalid);
         resolved.find(Reason::InvalidLogprob, usize::MAX, tokens.invalid as usize, detail);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokenizer::example;
+
+    #[test]
+    fn ids_are_counted_as_far_as_they_spell_a_text_or_what_is_listed() {
+        let tokenizer = example();
+        let stop = tokenizer.special_ids()[0];
+        let ids = [tokenizer.encode("the price is 42").unwrap(), vec![stop]].concat();
+        let spelled = |count: usize| spell_all(&ids[..count], &tokenizer);
+        let whole = ids.len() - 1;
+        let begun = |text: &[u8]| begin_with(ids.iter(), text, &tokenizer);
+        assert_eq!(begun(&spelled(whole)), Some((whole, true)));
+        assert_eq!(begun(&spelled(2)), Some((2, true)));
+        assert_eq!(begun(b""), Some((0, true)));
+        let inside = ids[..whole].iter().position(|&id| spell_all(&[id], &tokenizer).len() > 1).unwrap();
+        assert_eq!(begun(&spelled(whole)[..=spelled(inside).len()]), Some((inside + 1, false)));
+        assert_eq!(begun(b"another text"), None);
+        assert_eq!(begun(&[&spelled(whole + 1)[..], b"!"].concat()), None);
+
+        let listed = |shown: &dyn Fn(usize) -> Option<Vec<u8>>| {
+            let mut pieces = Pieces::default();
+            (0..ids.len()).for_each(|at| pieces.push(shown(at).as_deref()));
+            alike(&ids, &pieces, &tokenizer)
+        };
+        let own = |at: usize| Some(spell_all(&ids[at..=at], &tokenizer));
+        assert_eq!(listed(&own), ids.len());
+        assert_eq!(listed(&|at| own(at).filter(|_| at != 1)), 1);
+        assert_eq!(listed(&|at| if at == whole { Some(Vec::new()) } else { own(at) }), whole);
+        assert_eq!(listed(&|at| if at == 2 { Some(b"?".to_vec()) } else { own(at) }), 2);
+        assert_eq!(listed(&|_| None), 0);
     }
 }

@@ -14,14 +14,14 @@ use super::weave::Loom;
 use crate::drift::Reason;
 use crate::error::Result;
 use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Prompt, Stop, VersionSpan};
+use crate::trace::{Generation, Prompt, Stop, VersionSpan, value_in};
 use serde_json::Value;
 use std::borrow::Cow;
 
 impl<'a> Loom<'a, '_> {
     pub fn add_sampled(&mut self, turn: usize, generation: &'a Generation, at: usize) -> Result<()> {
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
-        let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
+        let content = message.and_then(|message| value_in(message, "content")).and_then(Value::as_str);
         let mut resolved = self.resolve(generation, content);
         for finding in &mut resolved.findings {
             finding.turn = turn as i32;
@@ -115,7 +115,7 @@ impl<'a> Loom<'a, '_> {
                 vec![*entry]
             } else {
                 let before = before(branch, self.tokenizer);
-                self.tokenizer.encode_behind(&before, &String::from_utf8_lossy(bytes))?.ids
+                self.tokenizer.ids_behind(&before, &String::from_utf8_lossy(bytes))?
             };
             if self.tokenizer.first_outside(&canonical).is_some() {
                 break;
@@ -157,7 +157,7 @@ impl<'a> Loom<'a, '_> {
             return Ok(());
         };
         let before = before(&self.woven.branches[at], self.tokenizer);
-        let mut ids = self.tokenizer.encode_behind(&before, &body)?.ids;
+        let mut ids = self.tokenizer.ids_behind(&before, &body)?;
         if spell_all(&ids, self.tokenizer) != body.as_bytes() {
             let detail = "the tokenizer changes the text before it cuts it".to_owned();
             self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
@@ -217,7 +217,7 @@ impl<'a> Loom<'a, '_> {
         let message = self.trace.messages.get(generation.message as usize);
         let Some(message) = message.filter(|_| generation.text.is_none()) else { return Ok(0) };
         let thought = &body[..body::inserted_thought(body, &message.value)];
-        let thought = self.tokenizer.encode_behind(before, thought)?.ids;
+        let thought = self.tokenizer.ids_behind(before, thought)?;
         Ok(thought.iter().zip(ids).take_while(|(left, right)| left == right).count())
     }
 

@@ -10,8 +10,8 @@ use super::weave::Loom;
 use crate::drift::Reason;
 use crate::exact;
 use crate::server::Server;
-use crate::template::{Field, Rendered};
-use crate::trace::{Generation, Message};
+use crate::template::{Field, Rendered, Span};
+use crate::trace::{Generation, Message, value_of};
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::cell::OnceCell;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 /// Findings of one trace.
 const MOST: usize = 8;
-/// What ends reasoning that stands in a text.
+/// What ends reasoning that stands in a text: each in one of two bytes.
 const CLOSERS: [&str; 7] =
     ["</think>", "</thinking>", "</thought>", "</reasoning>", "[/THINK]", "</seed:think>", "<|END_THINKING|>"];
 
@@ -45,10 +45,13 @@ impl Loom<'_, '_> {
         let positions: Vec<(usize, u32)> =
             generation.context.iter().enumerate().filter(new).map(|(at, index)| (at, *index)).collect();
         let Some(&(first, _)) = positions.first() else { return };
+        let as_rendered = rendered.filter(|_| ids.is_none());
+        if as_rendered.is_some_and(|rendered| end_in(&rendered.spans, &positions, &trace.messages)) {
+            return positions.iter().for_each(|&(_, index)| self.shown[index as usize] = true);
+        }
         let mut covered = vec![0_usize; generation.context.len() - first];
         // Schemas of tools at the front have the names of tools too.
         let (mut schemas, mut earlier, mut only_schemas) = (0, 0, true);
-        let as_rendered = rendered.filter(|_| ids.is_none());
         for span in as_rendered.iter().flat_map(|rendered| &rendered.spans) {
             only_schemas &= span.field == Field::ToolSchema;
             schemas = if only_schemas { span.end } else { schemas };
@@ -96,7 +99,7 @@ impl Loom<'_, '_> {
         }
         for (index, what, message) in missing {
             let dropped = || self.scaffold.drops_beside_calls();
-            let beside = what == TEXT && message.value.get("tool_calls").is_some_and(|calls| !calls.is_null());
+            let beside = what == TEXT && message.get("tool_calls").is_some_and(|calls| !calls.is_null());
             if self.unshown == MOST || beside && message.role() == "assistant" && dropped() {
                 continue;
             }
@@ -104,6 +107,33 @@ impl Loom<'_, '_> {
             let detail = format!("{what} of message {index} ({}) is not in the prompt", role_of(message));
             self.find(Reason::MessageNotInPrompt, turn, -1, 0, detail);
         }
+    }
+}
+
+/// Whether the last spans of a render are the whole texts of these messages (places and indices), so that nothing has
+/// to be searched. False where that is not seen at once.
+fn end_in(spans: &[Span], positions: &[(usize, u32)], messages: &[Message]) -> bool {
+    let mut spans = spans.iter().rev().peekable();
+    positions.iter().rev().all(|&(at, index)| {
+        let mut bytes = 0;
+        while let Some(span) = spans.next_if(|span| span.message as usize == at) {
+            bytes += if span.field == Field::Content { span.end - span.start } else { 0 };
+        }
+        is_text_of(&messages[index as usize], bytes)
+    })
+}
+
+/// Whether a message has no tool calls, and a text alone that is no longer than this.
+fn is_text_of(message: &Message, bytes: usize) -> bool {
+    let Value::Object(fields) = &message.value else { return false };
+    let calls = value_of(fields, "tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
+    match value_of(fields, "content") {
+        _ if calls => false,
+        Some(Value::String(text)) => {
+            let rest = || if message.role() == "assistant" { behind_reasoning(text) } else { text };
+            text.len() <= bytes || text.trim().len() <= bytes || rest().trim().len() <= bytes
+        }
+        content => content.is_none_or(Value::is_null),
     }
 }
 
@@ -126,7 +156,7 @@ fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
         let text = if is_assistant { behind_reasoning(text) } else { text };
         said.push(Said { what: TEXT, text: Cow::Borrowed(text), field: Field::Content });
     };
-    match fields.get("content") {
+    match value_of(fields, "content") {
         Some(Value::String(content)) => text(content),
         Some(Value::Array(parts)) => {
             for part in parts {
@@ -142,7 +172,7 @@ fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
         }
         _ => {}
     }
-    for call in fields.get("tool_calls").and_then(Value::as_array).into_iter().flatten() {
+    for call in value_of(fields, "tool_calls").and_then(Value::as_array).into_iter().flatten() {
         let function = call.get("function").unwrap_or(call);
         if let Some(name) = function.get("name").and_then(Value::as_str) {
             said.push(Said { what: NAME, text: Cow::Borrowed(name), field: Field::ToolCall });
@@ -167,8 +197,14 @@ fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
 
 /// What follows the last end of reasoning in a text.
 fn behind_reasoning(text: &str) -> &str {
-    let end = CLOSERS.iter().filter_map(|closer| Some(text.rfind(closer)? + closer.len())).max();
-    &text[end.unwrap_or(0)..]
+    let mut end = text.len();
+    while let Some(at) = memchr::memrchr2(b'>', b']', &text.as_bytes()[..end]) {
+        if CLOSERS.iter().any(|closer| text[..=at].ends_with(closer)) {
+            return &text[at + 1..];
+        }
+        end = at;
+    }
+    text
 }
 
 /// The strings and numbers below a value.
@@ -281,5 +317,31 @@ mod tests {
         assert_eq!(behind_reasoning("<think>a</think>b"), "b");
         assert_eq!(behind_reasoning("[THINK]a[/THINK]b</think>c"), "c");
         assert_eq!(behind_reasoning("plain"), "plain");
+        assert_eq!(behind_reasoning("é</thought>a > b [1]"), "a > b [1]");
+        for closer in CLOSERS {
+            assert_eq!(behind_reasoning(&format!("a{closer}b")), "b");
+        }
+    }
+
+    #[test]
+    fn messages_that_end_a_render_with_their_whole_texts_need_no_search() {
+        let message = |value: Value| Message::new(value, None);
+        let answer = "<think>a</think>\n\nfour";
+        let messages = [
+            message(json!({"role": "user", "content": " 2+2? "})),
+            message(json!({"role": "assistant", "content": answer, "tool_calls": null})),
+            message(json!({"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f"}}]})),
+            message(json!({"role": "user", "content": [{"type": "text", "text": "a"}]})),
+        ];
+        let span = |message: u32, size: usize, field: Field| Span { start: 0, end: size, message, field };
+        let said = |message: u32, size: usize| span(message, size, Field::Content);
+        let found = |spans: &[Span], positions: &[(usize, u32)]| end_in(spans, positions, &messages);
+        assert!(found(&[said(0, 9), said(1, 4), said(2, 4)], &[(1, 0), (2, 1)]));
+        assert!(!found(&[said(0, 9), said(1, 3), said(2, 4)], &[(1, 0), (2, 1)]));
+        assert!(!found(&[said(0, 9), said(1, 4), said(2, 3)], &[(1, 0), (2, 1)]));
+        assert!(found(&[said(0, 2), span(0, 9, Field::Reasoning), said(0, 2)], &[(0, 0)]));
+        // What stands before a later message, or is no text alone, is searched.
+        assert!(!found(&[said(2, 4), said(1, 4)], &[(1, 0), (2, 1)]));
+        assert!(!found(&[said(0, 9)], &[(0, 2)]) && !found(&[said(0, 9)], &[(0, 3)]));
     }
 }

@@ -99,7 +99,7 @@ fn survives(
     let tokenizer = scaffold.tokenizer;
     let count = sampled.len();
     if spells(sampled, body.as_bytes(), tokenizer) {
-        let canonical = tokenizer.encode_behind(before, body)?.ids;
+        let canonical = tokenizer.ids_behind(before, body)?;
         let first = common_prefix(&canonical, sampled);
         if first < count.max(canonical.len()) {
             let detail = format!("the same text tokenizes differently from token {first} on");

@@ -7,7 +7,7 @@ use super::called;
 use super::resolved::Resolved;
 use super::spelling::{is_special, spell};
 use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Pieces, Stop};
+use crate::trace::{Generation, Pieces, Stop, value_in};
 use memchr::memmem;
 use serde_json::Value;
 
@@ -32,7 +32,7 @@ pub fn overrun(
     if let Some(message) = message.filter(|message| calls(message)) {
         return behind_calls(message, &resolved.ids, tokenizer);
     }
-    let content = message.and_then(|message| message.get("content")?.as_str());
+    let content = message.and_then(|message| value_in(message, "content")?.as_str());
     let text = generation.text.as_deref().or(content).filter(|text| !text.is_empty())?;
     let ids = &resolved.ids;
     let stopped = ids.last().is_some_and(|&id| is_special(id, tokenizer));
@@ -77,13 +77,13 @@ fn behind_calls(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<O
 
 /// Whether a message calls a tool: its text is then no whole of what was sampled.
 fn calls(message: &Value) -> bool {
-    let listed = message.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
-    listed || message.get("function_call").is_some_and(Value::is_object)
+    let listed = value_in(message, "tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
+    listed || value_in(message, "function_call").is_some_and(Value::is_object)
 }
 
 /// Whether a message has its reasoning apart from its text.
 fn thinks(message: &Value) -> bool {
-    let thought = |key: &&str| message.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
+    let thought = |key: &&str| value_in(message, key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
     ["reasoning_content", "reasoning", "thinking"].iter().any(thought)
 }
 

@@ -189,6 +189,11 @@ impl Template {
         self.has_generation
     }
 
+    /// Whether the text may depend on when it is rendered.
+    pub fn reads_clock(&self) -> bool {
+        self.reads_clock
+    }
+
     /// Renders `messages` with provenance; what was rendered before is remembered, within bounds.
     ///
     /// `kwargs` are further variables, and win over special tokens; a date in `kwargs["strftime_now"]` (ISO) pins the

@@ -7,6 +7,7 @@ use super::{renders, value};
 use crate::error::{Error, Kind, Result};
 use crate::server::Server;
 use crate::threads::soon;
+use crate::trace::value_of;
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json, json};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -108,6 +109,15 @@ fn in_form(json: &Json, server: Server) -> Option<Json> {
         Server::LlamaCpp => vec![("name", none), ("description", "".into()), ("parameters", json!({}))],
         Server::Tgi | Server::OpenAi => return None,
     };
+    let is_alike = |tool: &Json| {
+        let Some(outer) = tool.as_object() else { return false };
+        let function = value_of(outer, "function").and_then(Json::as_object);
+        outer.keys().eq(["type", "function"])
+            && function.is_some_and(|own| own.keys().eq(order.iter().map(|own| own.0)))
+    };
+    if json.as_array()?.iter().all(is_alike) {
+        return None;
+    }
     let tool = |tool: &Json| {
         let Some(Json::Object(given)) = tool.get("function") else { return tool.clone() };
         let mut function: Map<String, Json> = order

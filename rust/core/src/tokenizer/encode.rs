@@ -77,6 +77,14 @@ impl Tokenizer {
         self.encoder.is_apart(before)
     }
 
+    /// The ids of [`Tokenizer::encode_behind`] alone: at less cost where no end has to be known.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_with_ends`].
+    pub fn ids_behind(&self, before: &str, piece: &str) -> Result<Vec<u32>> {
+        if self.is_apart(before) { self.encode(piece) } else { Ok(self.encode_behind(before, piece)?.ids) }
+    }
+
     /// Ids of `piece` as they are in a text in which it is behind `before`.
     ///
     /// # Errors

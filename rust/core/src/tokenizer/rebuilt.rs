@@ -29,6 +29,10 @@ const TEXTS: [&str; 12] = [
     "x\r\ny ",
     "<|user|>\nHi",
 ];
+/// A text behind an added token: some tokenizers begin it as they begin a text, others do not.
+const BEHIND: &str = "Hello world";
+/// Added tokens that it is tried behind.
+const ADDED: usize = 8;
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -144,10 +148,13 @@ pub(super) fn compared(json: &[u8], frame: &Value, class: &Class, inner: &dyn Re
     document.insert("pre_tokenizer".to_owned(), pre_tokenizer);
     document.get_mut("model")?.as_object_mut()?.extend(flags.as_object()?.clone());
     let other = build(&serde_json::to_vec(&document).ok()?).ok()?;
-    TEXTS.iter().find_map(|text| {
-        let ids = inner.encode(text, false, false).ok()?.get_ids().to_vec();
-        let other = other.encode(text, false, false).ok()?.get_ids().to_vec();
-        (ids != other).then(|| Rebuilt { class: class.to_owned(), text: (*text).to_owned(), ids, other })
+    let added = document.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
+    let added = added.filter_map(|token| token.get("content")?.as_str()).take(ADDED);
+    let mut texts = TEXTS.iter().map(|text| (*text).to_owned()).chain(added.map(|token| [token, BEHIND].concat()));
+    texts.find_map(|text| {
+        let ids = inner.encode(&text, false, false).ok()?.get_ids().to_vec();
+        let other = other.encode(&text, false, false).ok()?.get_ids().to_vec();
+        (ids != other).then(|| Rebuilt { class: class.to_owned(), text, ids, other })
     })
 }
 
