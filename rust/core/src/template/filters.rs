@@ -102,7 +102,9 @@ fn number(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Resul
     }
     let zero = if name == "int" { Value::from(0) } else { Value::from(0.0) };
     let default = given.get(1).cloned().or(kwargs.get("default")?).unwrap_or(zero);
-    Ok(inner.call(state, args).unwrap_or(default))
+    // Of anything else Python raises and Jinja gives the default; the engine's error would hold the whole value's text.
+    let is_read = matches!(given[0].kind(), ValueKind::Number | ValueKind::Bool | ValueKind::String | ValueKind::Bytes);
+    Ok(if is_read { inner.call(state, args).unwrap_or(default) } else { default })
 }
 
 fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<Value, Error> {
