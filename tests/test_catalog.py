@@ -95,10 +95,10 @@ def test_a_full_disk_is_an_error_before_the_first_logprob(tmp_path, monkeypatch)
     from tracegrad.errors import TracegradError
     from tracegrad.learner import known
 
-    def full(path, mode):
+    def full(path):
         path.touch()
-        return open("/dev/full", mode, buffering=0)
+        return open("/dev/full", "r+b", buffering=0)
 
-    monkeypatch.setattr(known, "open", full, raising=False)
+    monkeypatch.setattr(known.outputs, "create", full)
     with pytest.raises(TracegradError, match=r"No space left on device\. The logprobs of 5 terms have no place"):
         known.scratch(5, tmp_path)

@@ -21,6 +21,8 @@ SHARES = {row.name for row in metrics.METRICS if row.unit == "share"} - {"device
 """Metrics that are a part of a whole."""
 OF_THE_HELD_OUT = {"off_policy_value_ess_fraction"}
 OF_A_CELL = {"gradient_share"}
+OF_A_RUN = {"completions/clipped_ratio", "tools/failure_frequency"}
+"""Made of the sequences of a step, and of what was played; `metrics.completions` and `metrics.tools` have tests."""
 
 
 def outcome_of(step, tokens, seed):
@@ -52,7 +54,7 @@ def test_every_share_lies_between_0_and_1_and_does_not_depend_on_the_cut(seed, m
     s, advantages = case.sequences, case.advantages
     rewards = np.random.default_rng(seed).integers(0, 2, s.traces).astype(np.float32)
     whole = shares(s, advantages, rewards, seed, token_budget=4096)
-    assert {name for name in whole if "/" not in name} == SHARES - OF_THE_HELD_OUT - OF_A_CELL
+    assert {name for name in whole if "/" not in name} == SHARES - OF_THE_HELD_OUT - OF_A_CELL - OF_A_RUN
     cuts = [{"token_budget": budget}, {"token_budget": budget, "pad_to_multiple_of": 8}]
     cuts += [{**cut, "share_prefixes": True} for cut in ({"token_budget": 4096}, *cuts)]
     for cut in cuts:

@@ -61,9 +61,9 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
     """
     of_runs = [file for run in session.runs for file in run.iterdir()]
     outputs.check_not_read([path], [*(source.path for source in session.sources), *of_runs], "--export")
-    outputs.check(path)
-    text = page_of(session, rows).encode("utf-8", "replace")
     try:
+        outputs.check(path)
+        text = page_of(session, rows).encode("utf-8", "replace")
         write_page(path, text)
     except OSError as error:
         raise ReadError(f"{path}: cannot be written ({error.strerror}). Give another --export.") from error
