@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,17 @@ from tracegrad.learner.step import measure
 from watched import traces, watched
 
 
+@pytest.fixture
+def masks(monkeypatch):
+    """Masks made by transformers alone: ART replaces a function of theirs on import, by one of an older signature."""
+    from transformers import masking_utils
+
+    patches = sys.modules.get("art.transformers.patches")
+    if patches is not None:
+        monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", patches._preprocess_mask_arguments)
+
+
+@pytest.mark.usefixtures("masks")
 @pytest.mark.parametrize(("every", "alpha"), [(1, 0.6), (2, 0.25)])
 def test_the_reference_is_mixed_as_by_the_callback(tmp_path, close, every, alpha):
     asked = {"sync_ref_model": True, "ref_model_sync_steps": every, "ref_model_mixup_alpha": alpha, "beta": 0.05}
