@@ -11,7 +11,7 @@ from test_online import CONFIG, run
 from tracegrad.online import Play, SyncFault
 from tracegrad.online.canary import Row, Sample, probe_of
 from tracegrad.online.causes import distributions
-from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof, explains
+from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof, explains, share_given
 from tracegrad.sync import canary
 
 BF16 = tg.config.update(CONFIG, [("train.dtype", "bf16")])
@@ -156,6 +156,20 @@ def test_a_cause_that_one_token_speaks_for_explains_nothing():
     assert Proof(bf16=True).leans(now, one, rollout) == 0
     every = now + drawn.normal(0, 0.05, 400).astype(np.float32)
     assert explains(now, every, every + (rollout - now) * (np.abs(rollout - now) < 0.1))
+
+
+def test_a_difference_counts_by_the_rounding_of_its_token():
+    """100 nearly certain tokens moved by 0.02 nats with the cause, 10 doubtful ones by 0.1 by rounding.
+
+    In nats the cause gives 0.04 of 0.14 squares. In roundings of 0.051 and 0.866 it gives 15.4 of 15.5.
+    """
+    now = np.r_[np.full(100, -0.01), np.full(10, -2.0)].astype(np.float32)
+    sign = np.float32((-1.0) ** np.arange(110))
+    other = now + np.where(np.arange(110) < 100, np.float32(0.02), np.float32(0)) * sign
+    rollout = np.where(np.arange(110) < 100, other, now + np.float32(0.1) * sign)
+    assert share_given(now, other, rollout)[0] == pytest.approx(15.38 / 15.51, abs=1e-3)
+    assert explains(now, other, rollout)
+    assert not explains(now, now + np.float32(0.002) * sign, rollout)
 
 
 def test_a_clean_bf16_run_is_no_alarm(tmp_path):

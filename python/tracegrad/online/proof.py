@@ -26,8 +26,9 @@ CERTAIN = 5.0
 FARTHEST = 5.0
 """Nats that one token adds at most where logprobs are averaged."""
 FAR = 0.3
-"""The share of the way to other weights below which servers may stand clean: where an update is as small as the
-rounding of bf16 weights, those that are served have not moved in part, and stand up to 0.17 of the way back."""
+"""The share of the way to other weights below which a slope is not a fault: if an update is as small as the rounding
+of bf16 weights, a part of the served weights has not moved. benches/online/sync_noise.py prints this share as `back`;
+it is larger where the update is so small that the slope is not certain."""
 DOUBT = 0.05
 """What is added, by squares, to 1 - p of a token for the size of its rounding: rounded logits move a logprob by as much
 as its token is in doubt, and a certain one by little."""
@@ -129,8 +130,8 @@ class Proof:
         >>> round(Proof(bf16=True).leans(now, before, before), 6), Proof(bf16=True).leans(now, before, now)
         (1.0, 0.0)
         """
-        _, way = _differences(now, rollout, before)
-        slope, error = slope_of(now, before, rollout)
+        off, way = _differences(now, rollout, before)
+        slope, error = _slope(off, way)
         total = float((way**2).sum())
         lifted = min(1.0, self.square * len(way) / total) if total else 0.0
         return slope if slope > FAR and slope - lifted > CERTAIN * error else 0.0
@@ -166,8 +167,9 @@ def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
     >>> explains(now, other, other + rounding), explains(now, other, now + rounding)
     (True, False)
     """
-    slope, error = _slope(*_in_roundings(now, rollout, other))
-    share, without_outliers = share_given(now, other, rollout)
+    off, way = _in_roundings(now, rollout, other)
+    slope, error = _slope(off, way)
+    share, without_outliers = _shares(off, way)
     return slope > CERTAIN * error and share > GIVEN and without_outliers > GIVEN_WITHOUT_OUTLIERS
 
 
@@ -185,9 +187,7 @@ def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, flo
     >>> share_given(now, now + np.float32(1), np.float32([2, 2, 2, 1]))
     (0.7692307692307692, 1.0)
     """
-    off, way = _in_roundings(now, rollout, other)
-    most = np.argsort(-np.abs(off), kind="stable")[OUTLIERS:]
-    return _given(off, way), _given(off[most], way[most])
+    return _shares(*_in_roundings(now, rollout, other))
 
 
 def worse(one: Floats, other: Floats) -> float:
@@ -232,6 +232,7 @@ def slope_of(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]
 
 
 def _slope(off: NDArray[np.float64], way: NDArray[np.float64]) -> tuple[float, float]:
+    """Fit the slope of `off` over `way`, as `slope_of` returns it."""
     total = float((way**2).sum())
     if len(way) < 2 or total == 0:
         return 0.0, math.inf
@@ -246,6 +247,12 @@ def _in_roundings(now: Floats, rollout: Floats, other: Floats) -> tuple[NDArray[
     rounding = np.hypot(np.expm1(np.minimum(now[known], 0), dtype=np.float64), DOUBT)
     off, way = _differences(now, rollout, other)
     return off / rounding, way / rounding
+
+
+def _shares(off: NDArray[np.float64], way: NDArray[np.float64]) -> tuple[float, float]:
+    """Compute the share of the squares of `off` that `way` takes away, for all tokens and without the outliers."""
+    most = np.argsort(-np.abs(off), kind="stable")[OUTLIERS:]
+    return _given(off, way), _given(off[most], way[most])
 
 
 def _given(off: NDArray[np.float64], way: NDArray[np.float64]) -> float:
