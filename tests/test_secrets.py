@@ -1,6 +1,7 @@
 """Users, passwords and signatures in addresses: nowhere in what is printed or written."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from tracegrad.cli import words
 from tracegrad.config import Data
 from tracegrad.errors import ReadError, redacted
 
-QUICKSTART = prepare.__file__.rpartition("/python/")[0] + "/examples/quickstart"
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 RECORD = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
 # What is hidden in each is one of these.
 SECRETS = ("geheim", "AKIA")
@@ -86,9 +87,7 @@ def test_trace_ids_and_bad_records_are_named_without_secrets(address):
 
 
 def test_a_prepared_folder_holds_no_secret_and_is_gone_on_with(address, tmp_path):
-    from pathlib import Path
-
-    model, out = Path(QUICKSTART) / "model", tmp_path / "out"
+    model, out = QUICKSTART / "model", tmp_path / "out"
     account = prepare.prepare(address, model, Data(text_only=True), out)
     found = texts_of(out)
     assert {"prepare.json", "drift.json", "manifest.json"} <= found.keys()
