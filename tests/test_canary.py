@@ -78,12 +78,12 @@ def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_a
             return said, asked
 
     said, asked = asyncio.run(run())
-    # Rounds of 16 requests of three tokens each, until there are 100; and the first request once more.
-    assert [one.number for one in said] == [number % 3 for number in range(48)] + [0]
+    # 16 requests of three tokens each; 18 for the 52 tokens that lack; and the first request once more.
+    assert [one.number for one in said] == [number % 3 for number in range(34)] + [0]
     prompts = {canary.CHAT: [1, 3], canary.COMPLETIONS: [1, 2], canary.GENERATE: [4, 5]}
     for probe, one in zip((CHAT, TEXT, IDS), said, strict=False):
         assert (one.prompt_ids, one.ids, one.logprobs) == (prompts[probe.path], [7, 8, 9], [-0.5, -0.25, -1.0])
-    assert {path: len(bodies) for path, bodies in asked.items()} == dict(zip(asked, (17, 16, 16), strict=True))
+    assert {path: len(bodies) for path, bodies in asked.items()} == dict(zip(asked, (13, 11, 11), strict=True))
     body = asked[canary.CHAT][0]
     assert body == {
         **{"messages": MESSAGES, "max_tokens": 3, "model": "clerk", "cache_salt": "v1"},
@@ -96,7 +96,18 @@ def test_a_server_whose_answers_are_short_is_asked_for_no_more_than_some_rounds(
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
             return await canary.ask(servers, [CHAT], tokens=10**6)
 
-    assert len(asyncio.run(run())) == canary.ROUNDS * canary.AT_ONCE + 1
+    assert len(asyncio.run(run())) == canary.AT_ONCE + (canary.ROUNDS - 1) * canary.MOST_AT_ONCE + 1
+
+
+@pytest.mark.parametrize(("length", "requests"), [(3.0, 37), (4.0, 28 + 6), (1.0, 64)])
+def test_as_many_are_asked_at_once_as_the_length_of_answers_says(length, requests):
+    """Answers are three tokens: 37 of them are a tenth more than 100; 28 are 84, and 6 more the other 16."""
+
+    async def run():
+        async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
+            return await canary.ask(servers, [CHAT], tokens=100, length=length, again=False)
+
+    assert len(asyncio.run(run())) == requests
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """The check of the servers' weights: each mistake that a server can make is found before the next update, and named."""
 
+import asyncio
+import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import tracegrad as tg
 from policy_server import AGAIN, MODEL, PolicyServer
 from test_online import CONFIG, run
 from tracegrad.online import Play, SyncFault
-from tracegrad.online.canary import Row, Sample, probe_of
+from tracegrad.online.canary import LENGTH, Canary, Row, Sample, probe_of
 from tracegrad.online.causes import distributions
 from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof, explains, share_given
 from tracegrad.sync import canary
@@ -64,6 +67,48 @@ def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypa
     said = fault(PolicyServer(mistake), tmp_path)
     assert said.startswith(f"step {step}:") or not step
     assert named in said
+
+
+def test_an_answer_that_is_given_again_after_a_push_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(canary, "TOKENS", 256)
+    server = PolicyServer("cached")
+
+    class Before(dict):
+        """Answers to what was asked before the last push: each is given once more; none to what was played."""
+
+        def __setitem__(self, same, answer):
+            super().__setitem__((same, server.pushes), answer)
+
+        def __contains__(self, same):
+            found = [push for asked, push in self.keys() if asked == same]
+            return json.loads(same)["max_tokens"] == LENGTH and bool(found) and max(found) < server.pushes
+
+        def __getitem__(self, same):
+            answer = super().__getitem__(max(key for key in self.keys() if key[0] == same))
+            self[same] = answer
+            return answer
+
+    server.answered = Before()
+    assert "cache of responses" in fault(server, tmp_path, steps=6)
+
+
+def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypatch):
+    """The first time it is asked twice; prompts that are new to a cache say nothing of that, and stay out of it."""
+    told = []
+
+    async def ask(servers, probes, *, length, again, salt):
+        told.append(([probe.body["prompt"] for probe in probes], length, again))
+        return [canary.Said("http://a", n, [1], [2] * 3, [-0.5] * 3, f"{len(told)}-{n}") for n in range(len(probes))]
+
+    monkeypatch.setattr(canary, "ask", ask)
+    monkeypatch.setattr(Canary, "_measured", lambda self, said, temperatures: said)
+    ranks = SimpleNamespace(shared=lambda value: value)
+    link = SimpleNamespace(run=lambda work: asyncio.run(work(None, None)))
+    asking = Canary(SimpleNamespace(ranks=ranks), link, Play(), None)
+    for prompts, salt in (("ab", None), ("cd", "new"), ("cd", None), ("ef", None)):
+        asking.probes = [canary.Probe(canary.COMPLETIONS, {"prompt": each}) for each in prompts]
+        asking.ask(salt)
+    assert told == [(["a", "b"], None, True), *[(["a", "c", "d"], 3.0, False)] * 2, (["c", "e", "f"], 3.0, False)]
 
 
 def test_weights_older_than_the_version_before_are_named(tmp_path):

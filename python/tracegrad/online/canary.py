@@ -146,6 +146,10 @@ class Canary:
     processed: bool = True
     probes: list[Probe] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._before: list[Probe] = []
+        self._answers: list[Said] = []
+
     def prepare(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take the requests that are asked from what has been played: the first of each trajectory, as it was sent."""
         found = [probe for record in records if (probe := probe_of(record, self.play)) is not None]
@@ -153,6 +157,9 @@ class Canary:
 
     def ask(self, salt: str | None = None) -> Sample:
         """Ask every server for at least `sync.canary.TOKENS` tokens, and measure them.
+
+        One request is sent twice, so that a cache of responses is found: the first time at the end of the asking, later
+        by one of the asking before.
 
         Args:
             salt: of the requests' caches; a new one finds nothing cached.
@@ -162,13 +169,18 @@ class Canary:
             SyncFault: if two answers have one id.
         """
 
+        probes, answers = [*self._before, *self.probes], self._answers
+        length = sum(len(one.ids) for one in answers) / len(answers) if answers else None
+
         async def asked(servers: Any, _: Any) -> tuple[list[Said], list[float]]:
-            said = await canary.ask(servers, self.probes, salt=salt)
-            return said, [self.probes[one.number].temperature for one in said]
+            said = await canary.ask(servers, probes, length=length, again=not self._before, salt=salt)
+            return said, [probes[one.number].temperature for one in said]
 
         said, temperatures = self._shared(asked)
-        if (twice := canary.repeated(said)) is not None:
+        if (twice := canary.repeated([*answers, *said])) is not None:
             raise SyncFault(cached_response(twice.id, twice.url))
+        if salt is None:
+            self._before, self._answers = self.probes[:1], said
         return self._measured(said, temperatures)
 
     def look(self) -> list[str]:

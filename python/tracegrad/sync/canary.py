@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 TOKENS = 256
 """Sampled tokens that every server is asked for."""
-AT_ONCE = 16
-"""Requests of one round to one server."""
+AT_ONCE, MOST_AT_ONCE = 16, 64
+"""Requests of the first round to one server, if it is not known how long answers are, and of any round."""
 ROUNDS = 8
 """After which no more is asked of a server whose answers are short."""
 _ALWAYS = {
@@ -69,17 +69,19 @@ async def ask(
     probes: Sequence[Probe],
     *,
     tokens: int | None = None,
+    length: float | None = None,
+    again: bool = True,
     salt: str | None = None,
     timeout_s: float = 60.0,
     wait_s: float = 600.0,
 ) -> list[Said]:
     """Ask every server for at least so many tokens; those that are gone get the weights when they are back.
 
-    In the end the first request is sent once more: a server samples another answer, a cache gives the same one.
-
     Args:
-        probes: requests in turn, `AT_ONCE` of them in a round.
+        probes: requests in turn.
         tokens: sampled tokens of each server, default `TOKENS`; fewer where `ROUNDS` rounds give fewer.
+        length: sampled tokens of an answer, as far as known: the first round asks for a tenth more than that takes.
+        again: in the end, send the first request once more: a server samples another answer, a cache gives the same.
         salt: sent as `cache_salt`: a new one finds no keys and values in a cache.
         wait_s: how long to wait for a server where none is there, s.
 
@@ -91,7 +93,9 @@ async def ask(
     deadline = time.monotonic() + wait_s
     while True:
         wanted = TOKENS if tokens is None else tokens
-        asked = await asyncio.gather(*(_rounds(servers, url, probes, wanted, salt, timeout_s) for url in servers.ready))
+        first = min(MOST_AT_ONCE, math.ceil(1.1 * wanted / length)) if length else AT_ONCE
+        each = (_rounds(servers, url, probes, wanted, first, again, salt, timeout_s) for url in servers.ready)
+        asked = await asyncio.gather(*each)
         said = [one for answers in asked for one in answers]
         if said:
             return said
@@ -103,21 +107,32 @@ async def ask(
 
 
 async def _rounds(
-    servers: Servers, url: str, probes: Sequence[Probe], tokens: int, salt: str | None, timeout_s: float
+    servers: Servers,
+    url: str,
+    probes: Sequence[Probe],
+    tokens: int,
+    first: int,
+    again: bool,
+    salt: str | None,
+    timeout_s: float,
 ) -> list[Said]:
     """What one server says; nothing where it is gone."""
     said: list[Said] = []
-    for turn in range(ROUNDS):
-        numbers = range(turn * AT_ONCE, (turn + 1) * AT_ONCE)
-        told = [(number % len(probes), probes[number % len(probes)]) for number in numbers]
-        answers = await asyncio.gather(*(ask_one(servers, url, probe, n, salt, timeout_s) for n, probe in told))
+    count = first
+    for _ in range(ROUNDS):
+        numbers = [number % len(probes) for number in range(len(said), len(said) + count)]
+        answers = await asyncio.gather(*(ask_one(servers, url, probes[n], n, salt, timeout_s) for n in numbers))
         if None in answers:
             return []
         said += [one for one in answers if one is not None]
-        if sum(len(one.ids) for one in said) >= tokens:
+        sampled = sum(len(one.ids) for one in said)
+        if sampled >= tokens:
             break
-    again = await ask_one(servers, url, probes[0], 0, salt, timeout_s)
-    return [] if again is None else [*said, again]
+        count = min(MOST_AT_ONCE, math.ceil((tokens - sampled) * len(said) / max(sampled, 1)))
+    if not again:
+        return said
+    last = await ask_one(servers, url, probes[0], 0, salt, timeout_s)
+    return [] if last is None else [*said, last]
 
 
 async def ask_one(
