@@ -23,6 +23,7 @@ from shop_files import folder, played, server  # noqa: F401
 from stand_in import Scripted, Served, always, free_port, until
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.mirror import Mirror
 from tracegrad.online.collector import Collector
 from tracegrad.online.frames import Unscored
 from tracegrad.online.players import GroupScore
@@ -572,7 +573,8 @@ def test_a_group_that_cannot_be_scored_is_said_and_left_where_it_is(record, fold
     told = {"id": "0-0", "group": "0", "reward": None, "metadata": {"task": {"prompt": "else"}, "ended": "done"}}
     told["metadata"]["seconds"] = 1.0
     path = folder / "o" / "unscored" / "0.jsonl.zst"
-    Unscored(folder / "o").keep(0, [told if change == "another task" else {"id": "0-0"}])
+    with Mirror(folder / "o").locked():
+        Unscored(folder / "o").keep(0, [told if change == "another task" else {"id": "0-0"}])
     if change == "bytes":
         path.write_bytes(b"no zstd, and longer than a header is")
     if change == "size":

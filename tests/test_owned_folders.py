@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
-from tracegrad import cli, manifest, outputs, prepare
-from tracegrad.config import Data
+from tracegrad import cli, manifest, outputs, prepare, training
+from tracegrad.config import Config, Data
 from tracegrad.errors import ArgumentError
 from tracegrad.mirror import Mirror
+from tracegrad.online import Online, Play
+from tracegrad.online.brief import Brief
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 RECORD = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
@@ -59,8 +61,32 @@ def prepare_resume(out):
     return prepare.prepare(str(traces(out.with_name("t.jsonl"))), MODEL, Data(text_only=True), out, resume=True)
 
 
+def train_python(out):
+    tg.train(MODEL, str(traces(out.with_name("t.jsonl"))), out=out)
+
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def record(out):
+    tg.online.record(["2+2?"], rewards=[len], servers=[NOBODY], out=out)
+
+
+def online(out):
+    tg.online.train(MODEL, ["2+2?"], rewards=[len], servers=[NOBODY], out=out)
+
+
+def replay(out):
+    run = out.with_name("run")
+    if not run.exists():
+        run.mkdir()
+        (run / "config.toml").write_text("")
+        Brief(str(MODEL), repr(training.objective_of(Config())), Online(), Play()).write(run, Config())
+    tg.online.replay(run, MODEL, out=out)
+
+
 @pytest.mark.parametrize("held", FOREIGN)
-@pytest.mark.parametrize("verb", [train_api, prepare_cli, prepare_resume])
+@pytest.mark.parametrize("verb", [train_api, train_python, record, online, replay, prepare_cli, prepare_resume])
 def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, verb, held):
     out = tmp_path / "out"
     for name, text in FOREIGN[held].items():
@@ -98,24 +124,47 @@ def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
     prepare_cli(tmp_path / "out")
     with pytest.raises(ArgumentError, match="is not the folder of a run"):
         train_api(tmp_path / "out")
-    train_api(tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    with Mirror(tmp_path / "run").locked():
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
     with pytest.raises(ArgumentError, match="is not a folder of `prepare`"):
         prepare_cli(tmp_path / "run")
 
 
-def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
+@pytest.mark.parametrize("verb", [train_api, train, train_python, record, online, replay])
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
+    """The second is refused before it reads: what cannot be read would be put aside into the folder of the first."""
     code = (
         "import sys; from tracegrad.mirror import Mirror\n"
         "with Mirror(sys.argv[1]).locked(): print('in', flush=True); sys.stdin.read()"
     )
+    (tmp_path / "t.jsonl").write_text("no record\n")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], **pipes) as first:
         assert first.stdout.readline() == "in\n"
-        with pytest.raises(ArgumentError, match="another process is writing there"):
-            train_api(tmp_path / "out")
+        if verb is train:
+            verb(tmp_path / "out")
+            assert "another process is writing there" in capsys.readouterr().err
+        else:
+            with pytest.raises(ArgumentError, match="another process is writing there"):
+                verb(tmp_path / "out")
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [manifest.LOCK]
         first.communicate("")
     train_api(tmp_path / "out")
+
+
+def test_a_run_enters_its_own_folder_again_and_lets_others_in_afterwards(tmp_path):
+    mirror = Mirror(tmp_path / "out")
+    for _ in range(2):
+        with mirror.locked():
+            with mirror.locked():
+                pass
+            with pytest.raises(ArgumentError, match="another process is writing there"):
+                train_api(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with mirror.locked():
+        (tmp_path / "out" / "config.toml").write_text("ours")
+    train_api(tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [manifest.LOCK, "config.toml"]
 
 
 def by_link(path):
@@ -183,5 +232,5 @@ def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
 
 
 def test_the_lock_of_a_run_says_whose_it_is(tmp_path):
-    train_api(tmp_path / "out")
-    assert (tmp_path / "out" / manifest.LOCK).read_bytes() == b"tracegrad run\n"
+    with Mirror(tmp_path / "out").locked():
+        assert (tmp_path / "out" / manifest.LOCK).read_bytes() == b"tracegrad run\n"

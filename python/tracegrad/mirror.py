@@ -43,6 +43,7 @@ class Mirror:
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._known: dict[str, tuple[int, int]] = {}
+        self._held = False
         self.address = str(out).rstrip("/") if addresses.is_address(out) else ""
         self._path = None if self.address else addresses.path_of(out)
 
@@ -92,17 +93,29 @@ class Mirror:
     def locked(self) -> Iterator[None]:
         """Keep other runs out of the folder of this machine while entered; it is known as a run's from then on.
 
+        Whoever has entered it may enter it again. A folder that is made here and stays empty is removed at the end.
+
         Raises:
             ArgumentError: if it is somebody else's, or another process writes there.
             ReadError: if it cannot be made or locked.
         """
+        if self._held:
+            yield
+            return
         self.check_own()
+        made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReadError(f"{self.path}: {error.strerror}. A run has no place there. Give another out.") from error
         with manifest.lock(self.path, _MARK):
-            yield
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
+                if made and [path.name for path in self.path.iterdir()] == [manifest.LOCK]:
+                    shutil.rmtree(self.path, ignore_errors=True)
 
     def share(self, path: Path) -> None:
         """Works in a folder that another process of this machine has made, and removes."""

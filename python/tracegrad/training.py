@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -73,26 +75,29 @@ def train(
         TracegradError: if the run fails.
     """
     place, model = Mirror(out), Path(model)
-    place.check_own()
-    chosen = _config(place, recipe, objective, options or {}, resume)
-    loss = objective if isinstance(objective, Objective) else objective_of(chosen)
-    watch = Stopwatch()
-    if isinstance(traces, Sequences):
-        data, account = traces, Account("<sequences>", reward=chosen.data.reward)
-        account.add(traces)
-    elif isinstance(traces, Shards):
-        data, account = traces, _counted(traces, chosen, watch)
-    else:
-        source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
-        data, account = aligned(source, model, chosen, place.path, watch)
-    for line in account.lines() if first() else ():
-        say(line)
-    run = {"out": place, "resume": resume, "sinks": sinks, "say": say, "watch": watch, "title": account.source}
-    return learn(data, account, model, loss, chosen, **run)
+    with place.locked() if first() else nullcontext():
+        chosen = _config(place, recipe, objective, options or {}, resume)
+        loss = objective if isinstance(objective, Objective) else objective_of(chosen)
+        watch = Stopwatch()
+        if isinstance(traces, Sequences):
+            data, account = traces, Account("<sequences>", reward=chosen.data.reward)
+            account.add(traces)
+        elif isinstance(traces, Shards):
+            data, account = traces, _counted(traces, chosen, watch)
+        else:
+            source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
+            data, account = aligned(source, model, chosen, place.path, watch)
+        for line in account.lines() if first() else ():
+            say(line)
+        run = {"out": place, "resume": resume, "sinks": sinks, "say": say, "watch": watch, "title": account.source}
+        return learn(data, account, model, loss, chosen, **run)
 
 
 def first() -> bool:
-    """Whether this process is the one that speaks: torchrun numbers them."""
+    """Whether this process is the one that speaks and writes: by its process group, or as torchrun numbers them."""
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():
+        return group.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -5,6 +5,7 @@ torch is imported when the run begins, not for `--print-config` and `--dry-run`.
 
 import argparse
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,14 +65,13 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             tell({"config": config.as_dict(chosen), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    if not told.dry_run:
-        told.out.check_own()
-    data, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
-    speak(*account.lines())
-    if told.dry_run:
-        ranks = told.ranks or int(os.environ.get("WORLD_SIZE", "1"))
-        return _dry_run(data, objective, chosen, told.model, account if quiet else None, ranks)
-    return _learn(told, arguments, chosen, objective, data, account, watch)
+    with nullcontext() if told.dry_run or not training.first() else told.out.locked():
+        data, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
+        speak(*account.lines())
+        if told.dry_run:
+            ranks = told.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+            return _dry_run(data, objective, chosen, told.model, account if quiet else None, ranks)
+        return _learn(told, arguments, chosen, objective, data, account, watch)
 
 
 def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tracegrad.addresses import place_here
 from tracegrad.errors import ArgumentError
+from tracegrad.mirror import Mirror
 from tracegrad.online import frames
 from tracegrad.online.collector import Collector, Counts, Failures, counted
 from tracegrad.online.frames import Follower, Unscored
@@ -107,27 +108,30 @@ def record(
         if value < 1:
             raise ArgumentError(f"{name} is {value}. Nothing would be played. It must be at least 1.")
     contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
-    folder, signal = out / frames.FOLDER, Signal(free=True)
-    done, _ = counted(Follower(folder), signal)
-    kept = len(Unscored(out).groups)
-    if (done or kept) and not resume:
-        unscored = f" and {kept:,} that are not scored" if kept else ""
-        raise ArgumentError(
-            f"{out} holds {len(done):,} groups{unscored}. Others of the same names would be added to them. Go on with "
-            "resume=True, or give another out."
-        )
-    entries = ((number, task) for number, task in enumerate(islice(tasks, groups)) if number not in done)
-    counts = Counts()
-    with ExitStack() as stack:
-        link = Link(lambda: Servers(servers, model="", key=key), say=say)
-        known = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind, "for_training": False}
-        collector = contract.collector(stack, entries, link, folder, Open(parallel, counts), play or Play(), **known)
-        stack.enter_context(link)
-        collector.begin()
-        _wait(collector, counts, say)
-    file = collector.file if counts.finished else None
-    told = counts.finished, counts.trajectories, counts.failed, len(done), counts.reward
-    return Recorded(file, *told, counts.without_reward, counts.failures)
+    with Mirror(out).locked():
+        folder, signal = out / frames.FOLDER, Signal(free=True)
+        done, _ = counted(Follower(folder), signal)
+        kept = len(Unscored(out).groups)
+        if (done or kept) and not resume:
+            unscored = f" and {kept:,} that are not scored" if kept else ""
+            raise ArgumentError(
+                f"{out} holds {len(done):,} groups{unscored}. Others of the same names would be added to them. Go on "
+                "with resume=True, or give another out."
+            )
+        entries = ((number, task) for number, task in enumerate(islice(tasks, groups)) if number not in done)
+        counts = Counts()
+        with ExitStack() as stack:
+            link = Link(lambda: Servers(servers, model="", key=key), say=say)
+            known = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind, "for_training": False}
+            collector = contract.collector(
+                stack, entries, link, folder, Open(parallel, counts), play or Play(), **known
+            )
+            stack.enter_context(link)
+            collector.begin()
+            _wait(collector, counts, say)
+        file = collector.file if counts.finished else None
+        told = counts.finished, counts.trajectories, counts.failed, len(done), counts.reward
+        return Recorded(file, *told, counts.without_reward, counts.failures)
 
 
 def _wait(collector: Collector, counts: Counts, say: Callable[[str], None]) -> None:

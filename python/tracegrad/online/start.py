@@ -18,6 +18,7 @@ from tracegrad.learner import Run, checkpoint
 from tracegrad.learner.adapted import Adapted, load_model
 from tracegrad.learner.ranks import Ranks
 from tracegrad.metrics import dashboards
+from tracegrad.mirror import Mirror
 from tracegrad.online import frames
 from tracegrad.online.bond import telling
 from tracegrad.online.brief import Brief
@@ -134,11 +135,14 @@ def train(
     elif objective_of(config) != objective:  # what is recorded is what is trained
         config = update(replace(config, objective=Config().objective), named(objective))
     tokenizer = Tokenizer.from_pretrained(model)
-    ranks = Ranks.join()
-    driven = Run(load_model(model), objective, config, out=out, tokenizer=model, ranks=ranks, steps=told.steps)
-    _take_up(driven, resume)
-    ledger = Ledger(out)
+    ranks, mirror = Ranks.join(), Mirror(out)
     with ExitStack() as stack:
+        with ranks.together():
+            if ranks.first:
+                stack.enter_context(mirror.locked())
+        driven = Run(load_model(model), objective, config, out=mirror, tokenizer=model, ranks=ranks, steps=told.steps)
+        _take_up(driven, resume)
+        ledger = Ledger(out)
         player, evaluate = None, None
         with telling(ranks):
             if ranks.first:
@@ -199,17 +203,18 @@ def replay(
     objective = objective_of(config_before) if objective is None else objective
     _check_objective(run, before.objective, repr(objective))
     config = _config(config or config_before)
-    driven = Run(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
-    driven.begin()
-    ledger = Ledger(run)
-    lines = [metrics.JsonLines(out / "metrics.jsonl")]
-    told = Online(steps=max(len(ledger.steps), 1))
-    loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say, proof=None)
-    loop.folder = run / frames.FOLDER
-    with Interrupt() as interrupt:
-        stopped = loop.run(interrupt)
-    lines[0].close()
-    return _finished(loop, model, stopped, interrupt)
+    with Mirror(out).locked():
+        driven = Run(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
+        driven.begin()
+        ledger = Ledger(run)
+        lines = [metrics.JsonLines(out / "metrics.jsonl")]
+        told = Online(steps=max(len(ledger.steps), 1))
+        loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say, proof=None)
+        loop.folder = run / frames.FOLDER
+        with Interrupt() as interrupt:
+            stopped = loop.run(interrupt)
+        lines[0].close()
+        return _finished(loop, model, stopped, interrupt)
 
 
 def _finished(loop: Loop, model: Path, stopped: str, interrupt: Interrupt) -> Finished:
