@@ -573,7 +573,9 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
     ]
     how, said = {"rewards": [loud, halves], "weights": [1.0, 10.0]}, []
     with PolicyServer() as server:
-        found = run(server, tmp_path, how=how, tasks=tasks, steps=1, refill=2, say=said.append)
+        told = {"how": how, "tasks": tasks, "evaluation": tasks[:2], "say": said.append}
+        found = run(server, tmp_path, **told, steps=1, refill=2)
+    before, row, after = found.rows
     [step] = Ledger(tmp_path).steps
     assert (len(step.groups), len(step.trained)) == (3, 2)
     groups = [frames.read(tmp_path / "played", place) for place in step.trained]
@@ -586,10 +588,13 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
         assert trace.reward == pytest.approx(len(text) + value + 10 * (second or 0))
         assert trace.metadata["log_extra"] == {"first": text[:1]}
         rewards.append(trace.reward)
-    row = found.rows[0]
     lengths = [[len(trace.messages[-1]["content"] or "") for trace in traces] for traces in groups]
     assert row["characters"] == pytest.approx(np.mean(lengths))
     assert row["log_metric/loss"] == 9.0 != row["loss"]
+    traces = [trace for path in sorted((tmp_path / "evaluation").iterdir()) for trace in tg.read(path)]
+    for found, played in ((before, traces[:2]), (after, traces[2:])):
+        assert found["eval_characters"] == np.mean([len(trace.messages[-1]["content"] or "") for trace in played])
+        assert (found["eval_loss"], found["eval_tasks"]) == (9.0, 2)
     sampled = [len(turn.token_ids) for traces in groups for trace in traces for turn in trace.generations]
     given = [len(turn.prompt_token_ids) for traces in groups for trace in traces for turn in trace.generations[:1]]
     assert row["completions/mean_length"] == np.mean(sampled)

@@ -23,10 +23,15 @@ def tools_of(traces: Iterable[Trace]) -> dict[str, float]:
 
 def functions_of(traces: Iterable[Trace]) -> dict[str, float]:
     """Return the mean of each metric that reward functions gave to `log_metric`, over all their calls, as in TRL."""
+    return mean_of(map(_metadata, traces))
+
+
+def mean_of(metadata: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the same of the records' metadata."""
     values: dict[str, list[float]] = {}
-    for trace in traces:
-        for name, said in (_metadata(trace).get("log_metric") or {}).items():
-            values.setdefault(name, []).extend(each for each in said if each is not None)
+    for each in metadata:
+        for name, said in (each.get("log_metric") or {}).items():
+            values.setdefault(name, []).extend(value for value in said if value is not None)
     return {name: math.fsum(said) / len(said) for name, said in values.items() if said}
 
 

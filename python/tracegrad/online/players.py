@@ -20,6 +20,7 @@ from tracegrad.online.collector import Collector, counted
 from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower, Unscored, Writer
 from tracegrad.online.link import Link
+from tracegrad.online.logged import beside, mean_of
 from tracegrad.online.options import Online, Play
 from tracegrad.online.pace import Bound, Pace
 from tracegrad.online.signal import Signal
@@ -187,7 +188,7 @@ class Evaluation:
     folder: Path
 
     def __call__(self, step: int) -> dict[str, Any]:
-        """Plays them, and says how it went: mean reward with its 95 % interval."""
+        """Plays them, and says how it went: mean reward with its 95 % interval, and what functions logged."""
         played = self.collector.evaluate(self.collector.contract, self.tasks, f"evaluation-{step}")
         records = [each.record for each in played]
         with Writer(self.folder) as writer:
@@ -196,7 +197,9 @@ class Evaluation:
         known = known[~np.isnan(known)]
         mean = float(known.mean()) if len(known) else math.nan
         error = 1.96 * float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
-        return {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(known)}
+        row = {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(known)}
+        logged = mean_of(record.get("metadata") or {} for record in records)
+        return beside(row, {f"eval_{name}": value for name, value in logged.items()})
 
 
 def players_of(
