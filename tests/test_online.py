@@ -660,3 +660,11 @@ def test_the_trainer_hears_of_a_group_and_of_the_end_of_the_tasks_without_lookin
     assert found.stopped == "tasks"
     assert heard != []
     assert all(heard)
+
+
+@pytest.mark.parametrize("name", ["api_key", "hf_token"])
+def test_secrets_among_the_engine_arguments_are_refused_before_anything_is_written(tmp_path, name):
+    with pytest.raises(tg.errors.ArgumentError, match=rf"engine\.{name} would stand in command lines") as raised:
+        run(None, tmp_path / "out", how={"engine": {name: "geheim"}, "rewards": [len]}, servers="in-process")
+    assert "geheim" not in str(raised.value)
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").glob("run.json")) == []

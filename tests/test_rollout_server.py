@@ -315,6 +315,15 @@ def test_urls_are_checked(url, said):
         checked_url(url)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://a/v1?key=geheim", "ftp://me:geheim@a", "http://a#geheim", "http://me:geheim@a"]
+)
+def test_a_url_that_is_refused_is_named_without_its_secret(url):
+    with pytest.raises(ArgumentError) as raised:
+        checked_url(url)
+    assert "geheim" not in str(raised.value)
+
+
 def test_arguments_are_checked():
     for arguments in [[], "http://a", ["http://a", "http://a/v1"]]:
         with pytest.raises(ArgumentError):

@@ -34,6 +34,9 @@ def served(
     """
     from tracegrad.rollout.server import Servers
 
+    for name, instead in (("api_key", "Pass key (key_file)"), ("hf_token", "Set HF_TOKEN in the environment")):
+        if isinstance(engine.get(name), (str, list, tuple)):
+            raise ArgumentError(f"engine.{name} would stand in command lines and in run.json. {instead}.")
     # Processed logprobs are of the temperature of each request, as the trainer's are.
     arguments = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs", **engine}
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tracegrad.errors import ArgumentError, shown
+from tracegrad.errors import ArgumentError, redacted, shown
 from tracegrad.rollout.jsons import loads
 
 try:
@@ -71,9 +71,11 @@ def checked_url(url: str) -> str:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except (ValueError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"{url!r} is no URL of a server. Give one such as http://127.0.0.1:8000.") from error
+        raise ArgumentError(
+            f"{redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
+        ) from error
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ArgumentError(f"{url!r} is no URL of a server. Give one such as http://127.0.0.1:8000.")
+        raise ArgumentError(f"{redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000.")
     if parts.username or parts.password:
         raise ArgumentError(f"The URL of {host} holds a name or password, which logs would show. Pass `key` instead.")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
