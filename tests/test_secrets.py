@@ -86,6 +86,18 @@ def test_trace_ids_and_bad_records_are_named_without_secrets(address):
     assert traces[0].id.endswith(":1")
 
 
+def test_addresses_that_differ_by_secrets_alone_have_traces_of_their_own():
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    addresses = [f"memory://c/runs.jsonl?{part}" for part in ("part=1", "part=2")]
+    for address in addresses:
+        files.pipe_file(address.removeprefix("memory:/"), json.dumps(RECORD).encode())
+    found = [trace.id for trace in tg.read([*addresses, addresses[0]])]
+    assert found == [f"memory:///c/runs.jsonl?part=***{more}:1" for more in ("", " (2)", "")]
+    for address in addresses:
+        files.rm_file(address.removeprefix("memory:/"))
+
+
 def test_a_prepared_folder_holds_no_secret_and_is_gone_on_with(address, tmp_path):
     model, out = QUICKSTART / "model", tmp_path / "out"
     account = prepare.prepare(address, model, Data(text_only=True), out)

@@ -7,12 +7,12 @@ import glob
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tracegrad.addresses import ADDRESS
-from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.errors import ArgumentError, ReadError, redacted
 from tracegrad.inputs.paths import in_numbers
 from tracegrad.inputs.remote import listed
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
@@ -33,6 +33,7 @@ class Place:
         modified: time of its last change in nanoseconds, 0 where it is not known.
         start, end: which of its bytes are read, of a file that is cut between records; all, where `end` is 0.
         line: on which these begin.
+        number: from 1, among the places whose paths are the same without their secrets.
     """
 
     kind: str
@@ -42,6 +43,16 @@ class Place:
     start: int = 0
     end: int = 0
     line: int = 1
+    number: int = 1
+
+    @property
+    def name(self) -> str:
+        """The path without secrets, as records and errors name it; no two places that are read together have one name.
+
+        >>> [Place("address", f"https://host/a?sig={sig}", number=n).name for n, sig in enumerate("xy", 1)]
+        ['https://host/a?sig=***', 'https://host/a?sig=*** (2)']
+        """
+        return redacted(self.path) + (f" ({self.number})" if self.number > 1 else "")
 
 
 def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
@@ -53,7 +64,7 @@ def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
         ArgumentError: if standard input is named beside others.
 
     >>> expand(["-"])
-    [Place(kind='stdin', path='-', size=0, modified=0, start=0, end=0, line=1)]
+    [Place(kind='stdin', path='-', size=0, modified=0, start=0, end=0, line=1, number=1)]
     """
     names = [os.fspath(path) for path in paths]
     if "-" in names and len(names) > 1:
@@ -61,7 +72,20 @@ def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
     places = [place for name in names for place in _of(name)]
     if len(places) > MOST_PLACES:
         raise ArgumentError(f"{len(places):,} files are named. At most {MOST_PLACES:,} are read. Name fewer.")
-    return places
+    return _numbered(places)
+
+
+def _numbered(places: list[Place]) -> list[Place]:
+    """The places, those that differ by secrets alone told apart."""
+    paths: dict[str, dict[str, int]] = {}
+    found = []
+    for place in places:
+        if not ADDRESS.match(place.path):
+            found.append(place)
+            continue
+        alike = paths.setdefault(redacted(place.path), {})
+        found.append(replace(place, number=alike.setdefault(place.path, len(alike) + 1)))
+    return found
 
 
 def filled(places: list[Place]) -> list[Place]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tracegrad import _core, arrow_files, tables
-from tracegrad.errors import ArgumentError, FormatError, redacted
+from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.inputs import evals, remote
 from tracegrad.inputs.options import Options
 from tracegrad.inputs.places import Place, expand, kind_of
@@ -34,7 +34,7 @@ class FileSource:
     """A file, a pipe, standard input or the bytes of an address, read by the core."""
 
     def __init__(self, place: Place, options: Options) -> None:
-        self.name, self._batch, self._limit = redacted(place.path), options.batch, options.limit
+        self.name, self._batch, self._limit = place.name, options.batch, options.limit
         self._place, self._pipe = place, _pipe(place)
         path, name = (self._pipe.path, self.name) if self._pipe else (place.path, None)
         told = (options.on_error, options.aside, options.limit, options.max_record_bytes, options.chunk_bytes)
@@ -230,7 +230,7 @@ def of_place(place: Place, options: Options, folder: str | None = None) -> Sourc
         return of_place(replace(expand([local])[0], size=place.size), options, folder)
     if place.kind in ("file", "stdin", "address"):
         return FileSource(place, options)
-    return RowSource(_rows_of(place, options), redacted(place.path), place.size, options)
+    return RowSource(_rows_of(place, options), place.name, place.size, options)
 
 
 def _rows_of(place: Place, options: Options) -> tables.RowStream:

@@ -5,8 +5,8 @@ folder is the queue: what is played is written by whole groups, and the trainer 
 replayed bit for bit, looked at while it runs, and cut anywhere. Needs `pip install 'tracegrad[online]'`; torch is
 imported with what trains, not with `record` or `collect`. Its files, each using those before it alone: `options`,
 `brief`, `proof` (theta = rollout); `tasks`, `pace`, `signal`; `link`, `ways`, `serve` (the servers); `frames`,
-`ledger` (the queue); `collector`, `state`, `elsewhere`, `players`, `apart`, `record` (who plays); `canary`, `causes`,
-`suspects`, `check` (whether servers have the weights); `logged`, `bond`, `loop`, `start`.
+`ledger` (the queue); `collector`, `state`, `elsewhere`, `logged`, `players`, `apart`, `record` (who plays); `canary`,
+`causes`, `suspects`, `check` (whether servers have the weights); `bond`, `loop`, `start`.
 """
 
 from importlib import import_module
