@@ -44,6 +44,17 @@ def pytest_addoption(parser):
     parser.addoption("--strings", type=int, default=10_000, help="adversarial strings for each tokenizer")
 
 
+@pytest.fixture(autouse=True)
+def back():
+    """A test that leaves the process in another folder fails, and not those after it that name files from here."""
+    before = os.getcwd()
+    yield
+    after = os.getcwd()
+    if after != before:
+        os.chdir(before)
+        pytest.fail(f"the test left the process in {after}")
+
+
 @pytest.fixture(scope="session")
 def example():
     return Path(__file__).parent.parent / "examples" / "quickstart"

@@ -113,8 +113,9 @@ def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, mon
             make("o", ray=f"127.0.0.1:{silent.getsockname()[1]}")
 
 
-def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, example, tmp_path):
-    """What an actor does, without a cluster."""
+def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, example, tmp_path, monkeypatch):
+    """What an actor does, without a cluster: it goes to the folder of the one that asks."""
+    monkeypatch.chdir(tmp_path)
     make("one")
     parts, _ = prepare.cut(str(tmp_path / "t.jsonl"), 40_000)
     (tmp_path / "two").mkdir()
