@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.plain_files import kind_of
 
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
-_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
-_KINDS |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def check(path: Path) -> None:
@@ -30,8 +29,8 @@ def check(path: Path) -> None:
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
             raise ReadError(
-                f"{path}: cannot be written, it is {_KINDS.get(stat.S_IFMT(mode), 'not a regular file')}. tracegrad "
-                "neither follows nor replaces it. Remove it, or give another path."
+                f"{path}: cannot be written, it is {kind_of(mode)}. tracegrad neither follows nor replaces it. "
+                "Remove it, or give another path."
             )
 
 

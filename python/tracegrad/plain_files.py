@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 64 << 20
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+_KINDS |= {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def refuse_special(path: str | os.PathLike[str]) -> None:
@@ -25,12 +27,12 @@ def refuse_special(path: str | os.PathLike[str]) -> None:
 
 
 def kind_of(mode: int) -> str:
-    """Name what is no file and no folder.
+    """Name what is no regular file, by its mode.
 
-    >>> kind_of(stat.S_IFIFO), kind_of(stat.S_IFCHR)
-    ('a pipe', 'a device')
+    >>> kind_of(stat.S_IFIFO), kind_of(stat.S_IFCHR), kind_of(stat.S_IFLNK | 0o777)
+    ('a pipe', 'a device', 'a symbolic link')
     """
-    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    return _KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def read_json(path: Path, limit: int = LIMIT) -> Any:
