@@ -10,6 +10,7 @@ from typing import Any
 
 from tracegrad.errors import shown
 from tracegrad.rollout import shapes
+from tracegrad.rollout.jsons import orjson
 from tracegrad.rollout.session import CHAT, COMPLETIONS
 
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"data", b"event", b"id", b"retry")
@@ -211,6 +212,10 @@ class Events:
 
 def dumped(value: Any) -> bytes:
     """JSON as vLLM writes it: no blanks, no escapes but for what UTF-8 cannot say."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # integers of more than 64 bits, and half a character
+        pass
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:

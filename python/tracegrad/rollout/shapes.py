@@ -15,8 +15,8 @@ MOST_LEVELS = 100
 MOST_CHOICES, MOST_CALLS = 1 << 10, 1 << 12
 """Choices of a response, and tool calls of a message."""
 MOST_ID = (1 << 31) - 1
-Check = Callable[[Any, str], str | None]
-"""Says what is wrong with a value, which is not None, at a place; None if nothing is."""
+Check = Callable[[Any], str | None]
+"""Says what is wrong with a value, which is not None, as it follows the name of its field; None if nothing is."""
 
 
 def parsed(raw: bytes, *, halves: bool = False) -> Any:
@@ -68,12 +68,12 @@ def wrong_in_chat(answer: Mapping[str, Any]) -> str | None:
     >>> wrong_in_chat({"choices": [{"message": {"content": "4"}, "token_ids": [True]}]})
     'choices[0].token_ids is not a list of token ids'
     """
-    return _wrong(answer, _CHAT, "") or _no_choice(answer) or _no_message(answer)
+    return _wrong(answer, _CHAT) or _no_choice(answer) or _no_message(answer)
 
 
 def wrong_in_completion(answer: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a completion of a text."""
-    return _wrong(answer, _COMPLETION, "") or _no_choice(answer)
+    return _wrong(answer, _COMPLETION) or _no_choice(answer)
 
 
 def wrong_in_chat_chunk(chunk: Mapping[str, Any]) -> str | None:
@@ -82,29 +82,28 @@ def wrong_in_chat_chunk(chunk: Mapping[str, Any]) -> str | None:
     >>> wrong_in_chat_chunk({"choices": [{"index": "0", "delta": {}}]})
     "choices[0].index is '0', not an integer from 0 to 1023"
     """
-    return _null_choices(chunk) or _wrong(chunk, _CHAT_CHUNK, "")
+    return _null_choices(chunk) or _wrong(chunk, _CHAT_CHUNK)
 
 
 def wrong_in_completion_chunk(chunk: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a chunk of a streamed completion."""
-    return _null_choices(chunk) or _wrong(chunk, _COMPLETION, "")
+    return _null_choices(chunk) or _wrong(chunk, _COMPLETION)
 
 
 def wrong_in_message(answer: Mapping[str, Any]) -> str | None:
     """Return what is wrong with an answer of Anthropic's Messages API, or with an event of its stream."""
-    return _wrong(answer, _MESSAGE, "")
+    return _wrong(answer, _MESSAGE)
 
 
 def wrong_in_response(answer: Mapping[str, Any]) -> str | None:
     """Return what is wrong with an answer of the Responses API, or with an event of its stream."""
-    return _wrong(answer, _RESPONSE, "")
+    return _wrong(answer, _RESPONSE)
 
 
-def _wrong(value: Mapping[str, Any], fields: Mapping[str, Check], place: str) -> str | None:
-    for name, check in fields.items():
-        found = value.get(name)
-        if found is not None and (why := check(found, place + name)) is not None:
-            return why
+def _wrong(value: Mapping[str, Any], fields: Mapping[str, Check]) -> str | None:
+    for name, found in value.items():
+        if found is not None and (check := fields.get(name)) is not None and (why := check(found)) is not None:
+            return name + why
     return None
 
 
@@ -122,94 +121,97 @@ def _no_message(answer: Mapping[str, Any]) -> str | None:
     return next((f"choices[{number}] has no message" for number in missing), None)
 
 
-def _text(value: Any, place: str) -> str | None:
-    return None if type(value) is str else f"{place} is {_brief(value)}, not a text"
+def _text(value: Any) -> str | None:
+    return None if type(value) is str else f" is {_brief(value)}, not a text"
 
 
-def _said(value: Any, place: str) -> str | None:
+def _said(value: Any) -> str | None:
     """A text, or a list of its parts."""
-    return None if type(value) is str else _objects({}, 1 << 20)(value, place)
+    return None if type(value) is str else _parts(value)
 
 
-def _arguments(value: Any, place: str) -> str | None:
-    return None if isinstance(value, str | dict) else f"{place} is {_brief(value)}, not a text"
+def _arguments(value: Any) -> str | None:
+    return None if isinstance(value, str | dict) else f" is {_brief(value)}, not a text"
 
 
-def _stop(value: Any, place: str) -> str | None:
+def _stop(value: Any) -> str | None:
     """A string that ended it, or the id of a token."""
-    return None if type(value) is str or _is_count(value, MOST_ID) else f"{place} is {_brief(value)}, not a text"
+    return None if type(value) is str or _is_count(value, MOST_ID) else f" is {_brief(value)}, not a text"
 
 
 def _count(most: int = MOST_ID) -> Check:
-    def check(value: Any, place: str) -> str | None:
-        return None if _is_count(value, most) else f"{place} is {_brief(value)}, not an integer from 0 to {most}"
+    def check(value: Any) -> str | None:
+        return None if _is_count(value, most) else f" is {_brief(value)}, not an integer from 0 to {most}"
 
     return check
 
 
-def _number(value: Any, place: str) -> str | None:
-    if type(value) is float or (type(value) is int and abs(value) < 1 << 53):
-        return None
-    return f"{place} is {_brief(value)}, not a number"
+def _number(value: Any) -> str | None:
+    return None if _is_number(value) else f" is {_brief(value)}, not a number"
 
 
-def _ids(value: Any, place: str) -> str | None:
-    fine = type(value) is list and all(type(one) is int and 0 <= one <= MOST_ID for one in value)
-    return None if fine else f"{place} is not a list of token ids"
+def _ids(value: Any) -> str | None:
+    return None if _are_counts(value, MOST_ID) else " is not a list of token ids"
 
 
-def _numbers(value: Any, place: str) -> str | None:
+def _counts(value: Any) -> str | None:
+    return None if _are_counts(value, MOST_ID) else f" is not a list of integers from 0 to {MOST_ID}"
+
+
+def _bytes(value: Any) -> str | None:
+    return None if _are_counts(value, 255) else " is not a list of bytes"
+
+
+def _numbers(value: Any) -> str | None:
     """Logprobs, of which some may be null."""
-    fine = type(value) is list and all(one is None or _number(one, place) is None for one in value)
-    return None if fine else f"{place} is not a list of numbers"
+    fine = type(value) is list and all(one is None or _is_number(one) for one in value)
+    return None if fine else " is not a list of numbers"
 
 
-def _texts(value: Any, place: str) -> str | None:
-    return None if type(value) is list and all(type(one) is str for one in value) else f"{place} is not a list of texts"
+def _texts(value: Any) -> str | None:
+    return None if type(value) is list and all(type(one) is str for one in value) else " is not a list of texts"
 
 
-def _counts(value: Any, place: str) -> str | None:
-    fine = type(value) is list and all(_is_count(one, MOST_ID) for one in value)
-    return None if fine else f"{place} is not a list of integers from 0 to {MOST_ID}"
-
-
-def _bytes(value: Any, place: str) -> str | None:
-    fine = type(value) is list and all(type(one) is int and 0 <= one <= 255 for one in value)
-    return None if fine else f"{place} is not a list of bytes"
-
-
-def _list(value: Any, place: str) -> str | None:
-    return None if type(value) is list else f"{place} is {_brief(value)}, not a list"
+def _list(value: Any) -> str | None:
+    return None if type(value) is list else f" is {_brief(value)}, not a list"
 
 
 def _object(fields: Mapping[str, Check]) -> Check:
-    def check(value: Any, place: str) -> str | None:
+    def check(value: Any) -> str | None:
         if type(value) is not dict:
-            return f"{place} is {_brief(value)}, not an object"
-        return _wrong(value, fields, place + ".")
+            return f" is {_brief(value)}, not an object"
+        return None if (why := _wrong(value, fields)) is None else f".{why}"
 
     return check
 
 
 def _objects(fields: Mapping[str, Check], most: int) -> Check:
-    def check(value: Any, place: str) -> str | None:
+    def check(value: Any) -> str | None:
         if type(value) is not list:
-            return f"{place} is {_brief(value)}, not a list"
+            return f" is {_brief(value)}, not a list"
         if len(value) > most:
-            return f"{place} has {len(value):,} entries, more than {most:,}"
+            return f" has {len(value):,} entries, more than {most:,}"
         for number, one in enumerate(value):
             if type(one) is not dict:
-                return f"{place}[{number}] is {_brief(one)}, not an object"
-            if (why := _wrong(one, fields, f"{place}[{number}].")) is not None:
-                return why
+                return f"[{number}] is {_brief(one)}, not an object"
+            if (why := _wrong(one, fields)) is not None:
+                return f"[{number}].{why}"
         return None
 
     return check
 
 
-def _delta(value: Any, place: str) -> str | None:
+def _delta(value: Any) -> str | None:
     """What an event of the Messages or the Responses API adds: an object there, mostly a text here."""
-    return None if isinstance(value, str | dict) else f"{place} is {_brief(value)}, not an object or a text"
+    return None if isinstance(value, str | dict) else f" is {_brief(value)}, not an object or a text"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
+
+
+def _are_counts(value: Any, most: int) -> bool:
+    return type(value) is list and all(type(one) is int and 0 <= one <= most for one in value)
 
 
 def _is_count(value: Any, most: int) -> bool:
@@ -236,6 +238,7 @@ def _finite(text: str) -> float:
     return value
 
 
+_parts = _objects({}, 1 << 20)
 _FUNCTION: dict[str, Check] = {"name": _text, "arguments": _arguments}
 _CALL: dict[str, Check] = {"index": _count(MOST_CALLS), "id": _text, "type": _text, "function": _object(_FUNCTION)}
 _SAID: dict[str, Check] = {
