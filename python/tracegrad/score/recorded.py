@@ -236,13 +236,17 @@ def _cached_votes(answer: Any, count: int) -> Any:
     """What a judge said before; None where that is not known, or no line of this cache."""
     try:
         rows = [answer["scores"], *answer["votes"]]
-        return answer if all(len(row) == count and all(map(_is_score, row)) for row in rows) else None
+        return answer if all(len(row) == count and all(map(_is_verdict, row)) for row in rows) else None
     except (TypeError, LookupError):
         return None
 
 
 def _is_score(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
+
+
+def _is_verdict(value: Any) -> bool:
+    return value is None or (_is_score(value) and 0 <= value <= 1)
 
 
 def _whole(value: Any) -> int:
