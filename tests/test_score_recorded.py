@@ -298,6 +298,18 @@ def test_two_orders_that_disagree_are_told():
     assert done.unscored == 0
 
 
+@pytest.mark.parametrize("count", [True, -1, 1.5, "9", 10**400, [9], {}, None])
+def test_a_count_of_tokens_that_is_none_is_not_counted(count):
+    async def odd(body, **_):
+        rows = [{"id": "1", "score": 0.5}, {"id": "2", "score": 0.5}]
+        usage = {"prompt_tokens": count, "completion_tokens": 3}
+        return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}], "usage": usage}
+
+    done = asyncio.run(tg.score.judged(tg.Traces.from_records([trace(0), trace(1)]), odd, votes=1))
+    assert (done.prompt_tokens, done.completion_tokens, done.unscored) == (0, 3, 0)
+    assert done.cost((1.0, 10.0)) == 30e-6
+
+
 def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):
     async def mute(body, **_):
         return {"choices": [{"message": {"content": "I would rather not."}}]}

@@ -251,7 +251,7 @@ def _is_verdict(value: Any) -> bool:
 
 def _whole(value: Any) -> int:
     """A count of tokens as a server says it; what is none is 0."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    return value if type(value) is int and 0 < value < 1 << 40 else 0
 
 
 def _unscored(done: Rescored) -> int:
