@@ -216,6 +216,7 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
                     told = await response.read()
                     assert response.status in (200, 204, 400, 422, 502) or response.status == status, told
                     assert response.status != 500 or status == 500, told
+                    assert b"the proxy failed" not in told, told
                     passed += response.status == 200
             async with client.post(f"{proxy.url}/s/{name}/reward", data=b'{"reward": 1}', headers=headers) as response:
                 assert response.status in (200, 404), await response.read()

@@ -87,6 +87,8 @@ EVENTS = {
         {"type": "message_start", "message": {"content": "x"}},
         {"type": "content_block_start", "content_block": 5},
         {"type": "message_delta", "delta": {}, "usage": [1]},
+        {"type": "message", "choices": 5},
+        {"type": "message", "choices": [{"token_ids": 5}]},
         {"type": "message", "content": {"a": 1}},
         {"type": "message", "content": [5]},
         {"type": "message", "content": [{"type": "text", "text": 5}]},
@@ -100,6 +102,7 @@ EVENTS = {
         {"type": "response.completed", "response": {"output": {"a": 1}}},
         {"type": "response.output_item.added", "item": 5},
         {"output": [5]},
+        {"output": [], "choices": [5]},
         {"output": [{"type": "message", "content": 5}]},
         {"output": [], "usage": "x"},
     ],
@@ -136,8 +139,6 @@ MALFORMED = {
     MESSAGES: [*BYTES.values(), *EVENTS[MESSAGES]],
     RESPONSES: [*BYTES.values(), *EVENTS[RESPONSES]],
 }
-MALFORMED[MESSAGES].remove(BYTES["twice"])  # neither has choices
-MALFORMED[RESPONSES].remove(BYTES["twice"])
 ASKED = {**QUESTION, "prompt": "2?", "input": "2?", "logprobs": None}
 
 

@@ -404,6 +404,11 @@ class Proxy:
             if events is None:
                 raise Refusal(502, why, "upstream_error") from None
             await self._break_off(road, why, send)
+        except Exception as error:
+            why = f"the proxy failed: {type(error).__name__}: {error}"
+            if events is None:
+                raise Refusal(500, why, "server_error") from error
+            await self._break_off(road, why, send)
         finally:
             if events is not None and events.chunks and not call.closed:
                 call.close(events.text, tokens=events.tokens)

@@ -283,7 +283,8 @@ _COMPLETION: dict[str, Check] = {
 }
 _USED = _object({"input_tokens": _count(), "output_tokens": _count()})
 _EVENT: dict[str, Check] = {"type": _text, "index": _count(MOST_CALLS), "usage": _USED, "delta": _delta}
-_EVENT |= {"id": _text, "model": _text, "role": _text}
+# Neither API has choices, but what a server sends under their name is counted, and read of the record.
+_EVENT |= {"id": _text, "model": _text, "role": _text, "choices": _CHAT_CHUNK["choices"], "prompt_token_ids": _ids}
 _PARTS = _objects({"type": _text, "text": _text, "thinking": _text, "id": _text, "name": _text}, 1 << 20)
 _TURN: dict[str, Check] = {"content": _PARTS, "stop_reason": _text, "usage": _USED, "role": _text}
 _MESSAGE: dict[str, Check] = {**_EVENT, **_TURN, "message": _object(_TURN), "content_block": _object({"type": _text})}
