@@ -24,7 +24,7 @@ WITHOUT_TORCH := $(addprefix tests/test_,align.py align_laws.py bad_input.py bat
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
 # What `make test-oldest` runs: the rooms that hold torch.
 USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.py loop.py triton_rows.py options.py objective.py)
-FUZZERS := records events templates tokenizers shards checkpoints tables
+FUZZERS := records events templates tokenizers shards checkpoints tables prepared images bodies addresses scores
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
 .PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean

@@ -1,8 +1,10 @@
 """Runs one fuzzer for some seconds: `python fuzz/run.py records --seconds 60`; `make fuzz` calls it.
 
 records, events, templates and tokenizers are libFuzzer's, in Rust, built once for all of them by stable Rust and the
-C++ compiler of the system (g++ will do; no clang); shards, checkpoints and tables change files that were written whole
-and load them. What is found stands in out/fuzz/TARGET, what was learnt on the way in its corpus; a test is made of it.
+C++ compiler of the system (g++ will do; no clang); shards, checkpoints, tables and prepared change files that were
+written whole and load them; images, bodies (of the proxy), addresses (of the viewer) and scores (a cache's and a
+judge's) change what was right, one by one. What is found stands in out/fuzz/TARGET, what was learnt on the way in its
+corpus; a test is made of it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ TRIPLE = "x86_64-unknown-linux-gnu"
 COUNTED = ("level=4", "inline-8bit-counters", "pc-table", "trace-compares")
 COVERAGE = " ".join(["-Cpasses=sancov-module", *(f"-Cllvm-args=-sanitizer-coverage-{each}" for each in COUNTED)])
 IN_RUST = ("records", "events", "templates", "tokenizers")
-IN_PYTHON = ("shards", "checkpoints", "tables")
+IN_PYTHON = ("shards", "checkpoints", "tables", "prepared")
+MUTATED = ("images", "bodies", "addresses", "scores")
 MOST_BYTES = 1 << 16  # of an input
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_.]{1,30}|\{%-?|-?%\}|\{\{-?|-?\}\}|\\u[0-9a-f]{4}|<\|?[a-z_]{1,20}\|?>")
 
@@ -99,7 +102,7 @@ def in_rust(target: str, seconds: int, out: Path, seed: int, others: list[Path])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", choices=[*IN_RUST, *IN_PYTHON])
+    parser.add_argument("target", choices=[*IN_RUST, *IN_PYTHON, *MUTATED])
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="the same again")
     parser.add_argument("--seeds", type=Path, nargs="*", default=[], help="folders with more files to begin with")
@@ -111,6 +114,10 @@ def main() -> int:
         if not options.built:
             build()
         return in_rust(options.target, options.seconds, out, options.seed, options.seeds)
+    if options.target in MUTATED:
+        import mutated
+
+        return mutated.fuzz(options.target, options.seconds, out, options.seed)
     import stored
 
     return stored.fuzz(options.target, options.seconds, out, options.seed)

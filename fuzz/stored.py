@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import tracegrad as tg
 from tracegrad import manifest
 from tracegrad.batch import pack
 from tracegrad.errors import TracegradError
@@ -63,9 +64,11 @@ NUMBERS = [
 def fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
     """Runs until the time is over or something is found, which then stands in `out` as it was loaded."""
     out.mkdir(parents=True, exist_ok=True)
-    whole, load, sealed = {"shards": shards, "checkpoints": checkpoints, "tables": tables}[target](out / "whole")
+    whole, load, sealed = {"shards": shards, "checkpoints": checkpoints, "tables": tables, "prepared": prepared}[
+        target
+    ](out / "whole")
     load(whole, True)  # else everything would be refused
-    _bound_memory()
+    bound_memory()
     first, until, refused, loaded = seed, time.monotonic() + seconds, 0, 0
     changed = out / "changed"
     while time.monotonic() < until:
@@ -191,6 +194,32 @@ def shards(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
     return whole, load, _seal_shards
 
 
+def prepared(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
+    """A folder of `prepare`, as it is trained on, and gone on with."""
+    from tracegrad.config import Data
+    from tracegrad.metrics.sinks import Stopwatch
+    from tracegrad.prepare import prepare
+    from tracegrad.prepare.load import load as loaded
+
+    root = Path(__file__).resolve().parent.parent
+    model = root / "examples" / "quickstart" / "model"
+    shutil.rmtree(whole, ignore_errors=True)
+    source = whole.parent / "traces.jsonl"
+    tg.write(tg.read(root / "examples" / "quickstart" / "traces.jsonl.zst", limit=8), source)
+    prepare(str(source), model, Data(), whole, shard_traces=4)
+    ids = Sequences.load(whole, verify=True).ids
+
+    def load(folder: Path, same: bool) -> None:
+        found, _ = loaded(str(folder), model, Data(), folder.parent / "aside", Stopwatch())
+        if same:
+            assert np.array_equal(found.ids, ids), "other ids under the same checksums"
+        pack(found, np.ones(found.traces), token_budget=1 << 16, share_prefixes=True)
+        if (folder / "manifest.json").exists() and folder != whole:
+            prepare(str(source), model, Data(), folder, shard_traces=4, resume=True)
+
+    return whole, load, _seal_shards
+
+
 def _sequences(number: int) -> Sequences:
     """Two traces, three branches, with all kinds of columns beside the tokens."""
     cu = np.array([0, 4, 9, 12])
@@ -279,6 +308,7 @@ def tables(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
     return tabular.tables(whole)
 
 
-def _bound_memory() -> None:
+def bound_memory() -> None:
+    """Lets the process take so much more memory, and no more."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))

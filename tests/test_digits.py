@@ -156,3 +156,19 @@ def test_a_reward_of_many_digits_is_its_float():
     assert trace.reward == np.float32(2.0**64)
     with pytest.raises(TracegradError, match="not a finite"):
         tg.Traces.from_records([b'{"reward": 1e400, "messages": [{"role": "user", "content": "a"}]}'])
+
+
+@pytest.mark.parametrize("place", ["beside", "metadata"])
+def test_an_integer_of_more_digits_than_python_reads_is_a_text_and_ends_no_scoring(place):
+    many = "9" * 5000
+    said = '"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]'
+    beside = f'"metadata": {{"n": {many}}}' if "metadata" in place else f'"n": {many}'
+    traces = tg.Traces.from_records([f"{{{said}, {beside}}}".encode(), f'{{{said}, "n": 1}}'.encode()])
+    assert traces[0].to_dict().get("n", traces[0].metadata.get("n")) == many
+
+    def length(completions, n):
+        return [float(len(str(one))) for one in n]
+
+    done = tg.score(traces, length)
+    assert [done.rows[at][0] for at in range(2)] == [5000.0, 1.0]
+    assert many in done.traces[0].record.decode()

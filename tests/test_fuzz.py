@@ -49,10 +49,23 @@ def test_a_changed_folder_loads_as_it_was_or_is_an_error_of_ours(target: str, tm
     assert loaded, run.stdout
 
 
+@pytest.mark.parametrize("target", ["prepared", "images", "bodies", "addresses", "scores"])
+def test_two_seconds_of_a_fuzzer_find_nothing(target: str, tmp_path: Path) -> None:
+    needed = {"images": "PIL", "bodies": "aiohttp", "addresses": "starlette"}
+    pytest.importorskip(needed.get(target, "json"))
+    command = [sys.executable, str(ROOT / "fuzz/run.py"), target, "--seconds", "2", "--seed", "1"]
+    run = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    inputs, refused, taken = (int(run.stdout.split()[at]) for at in (1, -4, -2))
+    assert inputs > 9, run.stdout
+    assert refused, run.stdout
+    assert taken, run.stdout
+
+
 def test_an_hour_of_each_fuzzer_is_nightly(fuzz: ModuleType) -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = next(line for line in makefile.splitlines() if line.startswith("FUZZERS"))
-    assert set(named.split()[2:]) == {*fuzz.IN_RUST, *fuzz.IN_PYTHON}
+    assert set(named.split()[2:]) == {*fuzz.IN_RUST, *fuzz.IN_PYTHON, *fuzz.MUTATED}
     assert "$(addprefix fuzz-,$(FUZZERS))" in makefile
     assert "fuzz/run.py $* --seconds $(or $(SECONDS),3600)" in makefile
 

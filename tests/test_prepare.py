@@ -248,3 +248,25 @@ def test_a_prepare_that_is_killed_is_refused_and_gone_on_with_to_the_same_bytes(
 def test_a_prepare_may_be_killed_at_any_operation_on_a_file(traces, tmp_path, kind):
     found = killed(traces, tmp_path, kind=kind)
     assert len(found["found"]) == found["operations"] > 60
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tally": {"../x": 1}},
+        {"tally": {"empty": "x"}},
+        {"tally": {"mapper": {"seen": 5}}},
+        {"tally": {"sessions": 5}},
+        {"account": {}},
+        {"account": 5},
+        {"shards": [1]},
+    ],
+    ids=str,
+)
+def test_a_record_of_a_part_that_was_changed_is_made_anew(prepared, tmp_path, changed):
+    prepared()
+    [path] = (tmp_path / "o").glob("part-*.json")
+    before = path.read_bytes()
+    path.write_text(json.dumps({**json.loads(before), **changed}))
+    prepared(resume=True)
+    assert path.read_bytes() == before

@@ -374,13 +374,13 @@ def broken(kind):
     ("kind", "status", "words"),
     [
         ("status", 400, "too long"),
-        ("text", 200, "<html>"),
-        ("nothing", 200, "choices"),
-        ("list", 200, "[]"),
+        ("text", 502, "<html>"),
+        ("nothing", 502, "choices"),
+        ("list", 502, "[]"),
         ("large", 502, "more than 1000000 bytes"),
     ],
 )
-def test_an_answer_that_is_none_passes_and_spoils_no_record(example, kind, status, words):
+def test_an_answer_that_is_none_is_an_error_and_spoils_no_record(example, kind, status, words):
     spoil = broken(kind)
 
     async def test(bench):

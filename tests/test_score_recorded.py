@@ -146,6 +146,49 @@ def test_a_line_of_the_cache_that_is_no_answer_is_scored_anew(tmp_path, function
         (tmp_path / "c").unlink()
 
 
+ODD = ["true", '"5"', '"5/5"', '"5,5"', "NaN", "Infinity", "1e999", "[0.5]", '{"a": 1}', "10" + "0" * 400, "9" * 5000]
+ODD += ['"\\ud800"', "-0.5", "1.5", '"\u0665"', "[" * 3000 + "]" * 3000]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: value[:12])
+def test_an_odd_score_in_a_cache_is_none_and_the_others_stay(tmp_path, functions, value):
+    traces = tg.Traces.from_records([trace(number) for number in range(6)])
+    asked = []
+
+    async def even(body, **_):
+        asked.append(body)
+        rows = [{"id": "1", "score": 0.5}, {"id": "2", "score": 0.5}]
+        return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}]}
+
+    def judge():
+        return asyncio.run(tg.score.judged(traces, even, votes=1, cache=tmp_path / "c"))
+
+    first = judge()
+    lines = (tmp_path / "c").read_text().splitlines()
+    key = json.loads(lines[0])["key"]
+    scores = f"[{value}, 0.5]"
+    lines[0] = f'{{"key": "{key}", "value": {{"scores": {scores}, "votes": [[0.5, 0.5]]}}}}'
+    lines[1:1] = [f'{{"key": {value}, "value": 1}}', f'{{"key": "{key[:9]}", "value": {value}}}', value, lines[1][:20]]
+    (tmp_path / "c").write_text("\n".join(lines) + "\n" + lines[-1][:30])
+    before = len(asked)
+    again = judge()
+    assert (again.cached, len(asked) - before, again.unscored) == (len(lines) - 5, 1, 0)
+    assert again.rows == first.rows
+
+
+@pytest.mark.parametrize("value", ["true", '"5"', "NaN", "1e999", "[0.5]", "10" + "0" * 400, "9" * 5000, '"\\ud800"'])
+def test_an_odd_reward_of_functions_in_a_cache_is_none(tmp_path, functions, value):
+    traces = tg.Traces.from_records([trace(number) for number in range(6)])
+    first = tg.score(traces, _right(tmp_path), cache=tmp_path / "c")
+    lines = (tmp_path / "c").read_text().splitlines()
+    answer = json.loads(lines[0])
+    for at in range(2):
+        told = json.dumps({**answer, "value": [["@", "@"] if at else [{"right": "@"}, 1.0]] * len(answer["value"])})
+        (tmp_path / "c").write_text("\n".join([told.replace('"@"', value), *lines[1:]]) + "\n")
+        again = tg.score(traces, _right(tmp_path), cache=tmp_path / "c")
+        assert (again.cached, again.rows) == (len(lines) - 1, first.rows)
+
+
 def test_weights_texts_and_the_room_itself(tmp_path):
     def length(prompts, completions):
         return [len(prompt) + len(text) for prompt, text in zip(prompts, completions, strict=True)]
@@ -253,6 +296,18 @@ def test_two_orders_that_disagree_are_told():
     done = asyncio.run(tg.score.judged(tg.Traces.from_records(records), first_wins, votes=2))
     assert 0.1 < done.agreement < 0.9
     assert done.unscored == 0
+
+
+@pytest.mark.parametrize("count", [True, -1, 1.5, "9", 10**400, [9], {}, None])
+def test_a_count_of_tokens_that_is_none_is_not_counted(count):
+    async def odd(body, **_):
+        rows = [{"id": "1", "score": 0.5}, {"id": "2", "score": 0.5}]
+        usage = {"prompt_tokens": count, "completion_tokens": 3}
+        return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}], "usage": usage}
+
+    done = asyncio.run(tg.score.judged(tg.Traces.from_records([trace(0), trace(1)]), odd, votes=1))
+    assert (done.prompt_tokens, done.completion_tokens, done.unscored) == (0, 3, 0)
+    assert done.cost((1.0, 10.0)) == 30e-6
 
 
 def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):

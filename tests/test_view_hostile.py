@@ -112,6 +112,26 @@ def test_a_target_that_is_no_path_is_not_found(path, session):
     assert sent[0]["status"] == 404
 
 
+@pytest.mark.parametrize(
+    "path", ["/secret/state/", "/secret/\udcff/", "/secret/trace/1/", "/secret", "/secret/rows/\udcff/"]
+)
+def test_a_path_with_a_slash_too_many_is_not_found(path, session):
+    import asyncio
+
+    sent = []
+
+    async def ask():
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", b"127.0.0.1:1")]}
+
+        async def send(message):
+            sent.append(message)
+
+        await application(session, "secret")({**scope, "query_string": b"", "scheme": "http"}, None, send)
+
+    asyncio.run(ask())
+    assert sent[0]["status"] == 404
+
+
 EXPRESSIONS = {
     f"a{{{LONG}}}": 400,
     "(" * 3000: 400,

@@ -84,6 +84,29 @@ class Generation:
     notes: list[tuple[str, int, str]]
 
 
+def of_json(raw: bytes) -> Any:
+    """Return the value of a JSON text; an integer of more digits than Python reads is a text, as it stands.
+
+    >>> of_json(b'{"a": 1, "b": ' + b"9" * 5000 + b"}")["b"] == "9" * 5000
+    True
+
+    Raises:
+        ValueError: if it is no JSON.
+        RecursionError: if it is nested too deep.
+    """
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return json.loads(raw, parse_int=_integer)
+
+
+def _integer(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:
+        return digits
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace:
     """One recorded trajectory. Made by `Traces[i]`, `Trace.from_dict` or `Trace.from_messages`.
@@ -184,8 +207,8 @@ class Trace:
         return self.core.record(self.index)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as it was read, unknown keys included."""
-        return json.loads(self.record)
+        """The record as it was read, unknown keys included; an integer of more digits than Python reads is a text."""
+        return of_json(self.record)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Trace, (self.core.take([self.index]),)

@@ -18,7 +18,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.inputs import chat, paths
 from tracegrad.inputs.sources import Made
 from tracegrad.sequence import LOGPROB_KINDS
-from tracegrad.trace import Trace
+from tracegrad.trace import Trace, of_json
 
 MOST_LOOKED, MOST_PATHS = 64, 2000
 """Records, and paths in them, among which the nearest to a path that matches nothing is looked for."""
@@ -199,7 +199,7 @@ def loads(raw: bytes) -> Any:
     {'run_type': 'llm', 'inputs': {}, 'name': '{x'}
     """
     try:
-        record = json.loads(raw)
+        record = of_json(raw)
     except (ValueError, RecursionError):
         return None
     if isinstance(record, dict) and isinstance(record.get("run_type"), str):

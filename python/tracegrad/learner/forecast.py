@@ -6,6 +6,7 @@ take are counted, not guessed. What is assumed is in `Forecast`. Called by `--dr
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tracegrad.config import Config
-from tracegrad.errors import ReadError
 from tracegrad.kernels.plan import MOST_CHUNK_BYTES, Size
 from tracegrad.learner.adapted import Adapted
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, layers_of
 from tracegrad.learner.mixed_reference import is_mixed
-from tracegrad.learner.model import first_line, model_config
+from tracegrad.learner.model import empty_model, model_config, refused
 from tracegrad.learner.reward_kl import needs_of
 from tracegrad.learner.setup import precision_of
 from tracegrad.learner.traffic import Group, Traffic, groups_of, traffic
@@ -99,7 +99,8 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     groups = groups_of(empty, rank)
     parameters = sum(p.numel() for p in empty.parameters())
     trained = sum(group.bytes(1, 1, trained_only=True) for group in groups)
-    saved, flops = _counted(empty.to(torch.bfloat16 if low else torch.float32))
+    with _of_config(model):
+        saved, flops = _counted(empty.to(torch.bfloat16 if low else torch.float32))
     layers, hidden = len(layers_of(empty)), int(empty.config.get_text_config().hidden_size)
     inputs = layers * hidden * (2 if low and shards > 1 else 4)  # autocast leaves what layers add up in float32
     kept, again = (inputs, saved / layers) if memory.recompute else (saved, 0.0)
@@ -192,18 +193,14 @@ def _logits_bytes(vocabulary: int, scored: int, memory: Memory, cuda: bool, low:
 
 
 def _empty(model: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    model_config(model)
+    with _of_config(model):
+        return empty_model(model, [])
 
-    try:
-        model_config(model)
-        config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ReadError(
-            f"{model}: no causal language model can be built from its config.json: {first_line(error)}. Memory and "
-            "time cannot be told. Give --model a folder of save_pretrained."
-        ) from error
+
+def _of_config(model: Path) -> AbstractContextManager[None]:
+    because = "Memory and time cannot be told. Give --model a folder of save_pretrained"
+    return refused(f"{model}: no causal language model can be built from its config.json", because)
 
 
 def _counted(model: Any) -> tuple[float, float]:

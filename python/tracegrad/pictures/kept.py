@@ -4,6 +4,7 @@ Here are `arrays_of` and `images_of`, which turn `Images` into named arrays and 
 pictures again from `media.bin`. Each distinct picture stands there once, as it was recorded.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +61,9 @@ class MediaFile:
         start, end = self._place[digest]
         try:
             with self.path.open("rb") as file:
-                file.seek(start)
-                found = file.read(end - start)
+                size = os.fstat(file.fileno()).st_size
+                file.seek(min(start, size))
+                found = file.read(min(end, size) - min(start, size))
         except OSError as error:
             raise ReadError(
                 f"{self.path}: {error.strerror}. The pictures of these traces are in it. Copy the folder again."

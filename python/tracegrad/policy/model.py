@@ -39,8 +39,8 @@ def media_ids(model: nn.Module) -> tuple[int, ...]:
         if folder and (path := Path(folder) / "config.json").is_file():
             said = read_json(path)
             told += [said] if isinstance(said, dict) else []
-        found = {value for each in told for name, value in each.items() if _PLACEHOLDER.fullmatch(name)}
-        _media[model] = tuple(sorted(value for value in found if isinstance(value, int)))
+        found = (value for each in told for name, value in each.items() if _PLACEHOLDER.fullmatch(name))
+        _media[model] = tuple(sorted({value for value in found if type(value) is int}))
     return _media[model]
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from tracegrad import manifest
 from tracegrad.account import Account
 from tracegrad.config import Data, Map
-from tracegrad.errors import FormatError, ReadError
 from tracegrad.inputs import Progress
 from tracegrad.inputs.options import Options
-from tracegrad.inputs.reading import InputStream, of_part
+from tracegrad.inputs.reading import BLANK, InputStream, of_part
+from tracegrad.inputs.tally import Tally, added
 from tracegrad.prepare.parts import Part
 from tracegrad.prepare.place import Bucket, Folder, encoded, place_of
 from tracegrad.prepare.shard import aligned, shards_of
@@ -101,12 +100,17 @@ def _stream(job: Job, part: Part, aside: Path, how_far: HowFar | None) -> InputS
 
 
 def kept(place: Folder | Bucket, part: Part) -> Record | None:
-    """The record of a part that is whole: it is there, and all shards that it names."""
-    with suppress(ReadError, FormatError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    """The record of a part that is whole: it is there, its counts can be added, and all shards that it names are."""
+    try:
         record = json.loads(place.read(f"{part.name}.json", _LIMIT))
         if record["format"] == FORMAT and record["part"] == part.index and place.holds(shards_in(record)):
-            Account("").join(record["account"])
+            trial = Account("")
+            trial.join(record["account"])
+            added([Tally(**record["tally"])], Map()).lines(Map(), trial.read, BLANK)
+            encoded(trial.as_dict())
             return record
+    except Exception:  # whatever a changed record leads to: its part is done anew
+        return None
     return None
 
 

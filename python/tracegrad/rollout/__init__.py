@@ -2,7 +2,7 @@
 
 In come a contract (`async (task, policy) -> float | dict | None`), a task and servers; out goes a record that
 `tracegrad.read` takes. `play` plays one. No trainer and no torch here. Its files, each using those before it alone:
-`jsons`, `http`, `session`, `policy` (the calls of one trajectory); `progress`, `server`, `keeper`, `launch`,
+`jsons`, `http`, `shapes`, `session`, `policy` (the calls of one trajectory); `progress`, `server`, `keeper`, `launch`,
 `engine`, `inside` (who answers); `schema`, `tools`, `environment`; `verifiers_worker`, `verifiers`; `tokens`, `play`,
 `adapters`; `exchange`, `passing`, `journal`, `proxy` (any program, recorded).
 """

@@ -4,7 +4,6 @@ No sessions and no records here. Called by `proxy`.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tracegrad.errors import TracegradError
+from tracegrad.rollout.shapes import parsed
 
 HEAD_S, HEAD_BYTES = 20.0, 1 << 16
 """How long the head of a request may take, from its connection or its first byte, and how large it may be."""
@@ -129,10 +129,15 @@ class Upstream:
 
 async def answer(send: Any, status: int, body: bytes, kind: str = "application/json", *, close: bool = False) -> None:
     """Sends a whole answer; `close` ends the connection, on which an unread body may still come."""
-    headers = [(b"content-type", kind.encode("latin-1")), (b"content-length", str(len(body)).encode())]
-    headers += [(b"connection", b"close")] if close else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    more = [(b"connection", b"close")] if close else []
+    await start(send, status, kind, (b"content-length", str(len(body)).encode()), *more)
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def start(send: Any, status: int, kind: str, *headers: tuple[bytes, bytes]) -> None:
+    """Sends the head of an answer, whatever a server calls its content."""
+    headers = ((b"content-type", kind.encode("latin-1", "replace")), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
 
 async def disconnected(receive: Any) -> None:
@@ -169,8 +174,8 @@ async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> byte
 def object_of(body: bytes) -> dict[str, Any]:
     """A body as a JSON object."""
     try:
-        told = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        told = parsed(body, halves=True)
+    except ValueError as error:
         raise Refusal(400, f"the request is not JSON: {error}") from None
     if not isinstance(told, dict):
         raise Refusal(400, "the request is not a JSON object")

@@ -31,10 +31,11 @@ from tracegrad.rollout.exchange import (
     body_of,
     disconnected,
     object_of,
+    start,
     whole,
 )
 from tracegrad.rollout.journal import Entry, Journal
-from tracegrad.rollout.passing import ROADS, Added, Events, Road, dumped, response_of
+from tracegrad.rollout.passing import ROADS, Added, Events, MalformedAnswer, Road, dumped, response_of
 from tracegrad.rollout.play import checked
 from tracegrad.rollout.policy import LimitReached, Limits, Policy
 from tracegrad.rollout.session import Call, Session, UnfitRequest
@@ -175,8 +176,20 @@ class Proxy:
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
+        begun = False
+
+        async def sending(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         try:
-            await self._answer(scope, receive, send)
+            try:
+                await self._answer(scope, receive, sending)
+            except Exception as error:
+                if begun or isinstance(error, Refusal):
+                    raise
+                raise Refusal(500, f"the proxy failed: {type(error).__name__}: {error}", "server_error") from error
         except Refusal as refused:
             body = {"error": {"message": shown(refused), "type": refused.kind, "param": None, "code": refused.status}}
             await answer(send, refused.status, dumped(body), close=True)
@@ -269,17 +282,18 @@ class Proxy:
             raise Refusal(400, str(error)) from None
         await self._landed(seat)
         seat.rewards = told
+        calls = len(seat.policy.session.calls)
         if not seat.own and name in self._seats:
             if isinstance(group := body.get("group"), str | int):
                 seat.group = str(group)
             try:
-                await self._finish(name, seat, body.get("metadata"), "done")
+                calls = await self._finish(name, seat, body.get("metadata"), "done")
             except Exception as error:
                 raise Refusal(507, f"session {name} could not be kept, send its reward again: {error}") from error
-        await answer(send, 200, dumped({"calls": len(seat.policy.session.calls)}))
+        await answer(send, 200, dumped({"calls": calls}))
 
-    async def _finish(self, name: str, seat: Seat, metadata: Any, ended: str) -> None:
-        """Hands on the record of a session, which is open again where that fails."""
+    async def _finish(self, name: str, seat: Seat, metadata: Any, ended: str) -> int:
+        """Hands on the record of a session, which is open again where that fails; gives the number of its calls."""
         del self._seats[name]
         self._ended[name] = None
         about = {**(metadata if isinstance(metadata, dict) else {}), "ended": ended}
@@ -299,6 +313,7 @@ class Proxy:
                 self._journal.end(seat.entry)
         if len(self._ended) > ENDED_NAMES:
             self._ended.popitem(last=False)
+        return len(record.get("calls", ()))
 
     async def _sweep(self) -> None:
         """Finishes sessions that nobody uses."""
@@ -360,32 +375,42 @@ class Proxy:
             response, data = await self._sent(seat, call, road, sent)
             with contextlib.closing(response):
                 if response.status == 200 and response.content_type == "text/event-stream":
-                    events = Events(added)
-                    await self._stream(response, events, send)
-                    rest = events.ended()
-                    if events.text:
-                        call.close(events.text, tokens=events.tokens)
-                        self._keep(seat)
-                    return await send({"type": "http.response.body", "body": rest, "more_body": False})
+                    events = Events(added, road.wrong_in_chunk, self._response_bytes)
+                    why = "the server's stream has no chunk"
+                    return await self._stream(seat, call, response, events, send)
                 data = await whole(response, self._response_bytes) if data is None else data
-            told = response_of(data) if response.status == 200 else None
+            told = response_of(data, road.wrong_in) if response.status == 200 else None
             if told is None:
                 why = f"the server answered {response.status}: {data[:500].decode(errors='replace')}"
             else:
                 call.close(told)
                 self._keep(seat)
                 data = dumped(added.taken_out(told)) if added else data
+            if not 200 <= response.status < 600:
+                raise Refusal(502, why, "upstream_error")
             await answer(send, response.status, data, response.content_type)
         except Refusal as refused:
             why = str(refused)
-            raise
+            if events is None:
+                raise
+            await self._break_off(road, why, send)
+        except MalformedAnswer as error:
+            why = str(error)
+            if events is None:
+                raise Refusal(502, why, "upstream_error") from None
+            await self._break_off(road, why, send)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             why = f"the server's answer broke off: {type(error).__name__}: {error}"
             if events is None:
                 raise Refusal(502, why, "upstream_error") from None
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._break_off(road, why, send)
+        except Exception as error:
+            why = f"the proxy failed: {type(error).__name__}: {error}"
+            if events is None:
+                raise Refusal(500, why, "server_error") from error
+            await self._break_off(road, why, send)
         finally:
-            if events is not None and events.text and not call.closed:
+            if events is not None and events.chunks and not call.closed:
                 call.close(events.text, tokens=events.tokens)
             elif not call.closed:
                 call.lose(why)
@@ -410,19 +435,27 @@ class Proxy:
             self._refused.update(named)
             sent = {key: value for key, value in sent.items() if key not in named}
 
-    async def _stream(self, response: aiohttp.ClientResponse, events: Events, send: Any) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", response.headers["Content-Type"].encode("latin-1"))],
-            }
-        )
+    async def _stream(
+        self, seat: Seat, call: Call, response: aiohttp.ClientResponse, events: Events, send: Any
+    ) -> None:
+        """A stream of events to the client; what it was is recorded before its end is sent."""
+        await start(send, 200, response.headers["Content-Type"])
         async for data in response.content.iter_any():
-            if passed := events.passed(data):
-                await send({"type": "http.response.body", "body": passed, "more_body": True})
-            if events.size > self._response_bytes:
-                break
+            passed: list[bytes] = []
+            try:
+                passed.extend(events.passed(data))
+            finally:  # the events before one that is malformed
+                if any(passed):
+                    await send({"type": "http.response.body", "body": b"".join(passed), "more_body": True})
+        rest = events.ended()
+        if events.chunks:
+            call.close(events.text, tokens=events.tokens)
+            self._keep(seat)
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
+
+    async def _break_off(self, road: Road, why: str, send: Any) -> None:
+        """Ends a stream that has begun by an error."""
+        await send({"type": "http.response.body", "body": road.error(why), "more_body": False})
 
 
 async def _unused(body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:

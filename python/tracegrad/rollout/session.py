@@ -151,7 +151,7 @@ class Session:
             failure: why the trajectory failed, kept beside it.
             messages: what the trajectory began with, for one without any answered call.
         """
-        self._sift()
+        calls, lost, count = self._sifted()
         record: dict[str, Any] = {"id": self.name if id is None else id}
         if group is not None:
             record["group"] = group
@@ -164,23 +164,24 @@ class Session:
             record["metadata"] = dict(metadata)
         if failure:
             record["failure"] = dict(failure)
-        if self._lost:
-            record["lost_calls"] = {"count": self._lost, "last": list(self.lost)}
-        if not self.calls:
+        if count:
+            record["lost_calls"] = {"count": count, "last": lost}
+        if not calls:
             return {"format": "tracegrad/1", **record, "messages": messages or []}
-        return {**record, "calls": list(self.calls)}
+        return {**record, "calls": calls}
 
-    def _sift(self) -> None:
-        """Takes out the calls that could not be read, which would take the others with them."""
-        if not (self.without_ids or self._unsure):
-            return
-        kept = []
+    def _sifted(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+        """The calls that can be read, as one that cannot would take the others with it; what is lost, and how much."""
+        if not (self.without_ids or self._unsure) and _readable(self.calls) is None:
+            return list(self.calls), list(self.lost), self._lost
+        kept, lost, count = [], list(self.lost), self._lost
         for call in self.calls:
-            if (why := _readable(call)) is None:
+            if (why := _readable([call])) is None:
                 kept.append(call)
             else:
-                self._lose(call["request"], why)
-        self.calls = kept
+                lost = [*lost[1 - LOST_CALLS :], _lost(call["request"], why)]
+                count += 1
+        return kept, lost, count
 
     def _add(self, call: dict[str, Any], answered: int, exact: bool) -> None:
         self.calls.append(call)
@@ -189,7 +190,7 @@ class Session:
 
     def _lose(self, request: dict[str, Any], why: str) -> None:
         self._lost += 1
-        self.lost = [*self.lost[1 - LOST_CALLS :], {"request": request, "error": shown(why)[:1000]}]
+        self.lost = [*self.lost[1 - LOST_CALLS :], _lost(request, why)]
 
 
 class Call:
@@ -325,10 +326,15 @@ def _exact(response: Mapping[str, Any], choice: Mapping[str, Any]) -> bool:
     return bool(prompt) and len(ids) == len(logprobs) and all(type(one) is int for one in ids)
 
 
-def _readable(call: dict[str, Any]) -> str | None:
-    """Why a call cannot be read; None where it can."""
+def _lost(request: dict[str, Any], why: str) -> dict[str, Any]:
+    """A call without an answer."""
+    return {"request": request, "error": shown(why)[:1000]}
+
+
+def _readable(calls: list[dict[str, Any]]) -> str | None:
+    """Why calls cannot be read; None where they can."""
     try:
-        Traces.from_records([{"calls": [call]}])
+        Traces.from_records([{"calls": calls}])
     except TracegradError as error:
         return str(error)
     return None

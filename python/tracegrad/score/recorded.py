@@ -236,7 +236,7 @@ def _cached_votes(answer: Any, count: int) -> Any:
     """What a judge said before; None where that is not known, or no line of this cache."""
     try:
         rows = [answer["scores"], *answer["votes"]]
-        return answer if all(len(row) == count and all(map(_is_score, row)) for row in rows) else None
+        return answer if all(len(row) == count and all(map(_is_verdict, row)) for row in rows) else None
     except (TypeError, LookupError):
         return None
 
@@ -245,9 +245,13 @@ def _is_score(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
 
 
+def _is_verdict(value: Any) -> bool:
+    return value is None or (_is_score(value) and 0 <= value <= 1)
+
+
 def _whole(value: Any) -> int:
     """A count of tokens as a server says it; what is none is 0."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    return value if type(value) is int and 0 < value < 1 << 40 else 0
 
 
 def _unscored(done: Rescored) -> int:

@@ -67,7 +67,10 @@ class _App:
             "export": self.export,
         }
         routes = [Route(f"/{{token}}/{path}", _guarded(way), methods=["GET"]) for path, way in ways.items()]
-        return Starlette(routes=routes, middleware=[Middleware(_Door, token=self.token)], lifespan=self._life)
+        app = Starlette(routes=routes, middleware=[Middleware(_Door, token=self.token)], lifespan=self._life)
+        # An address with a slash too many is not found: one that is no UTF-8 could not be redirected.
+        app.router.redirect_slashes = False
+        return app
 
     @asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
