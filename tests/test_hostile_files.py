@@ -5,10 +5,12 @@ import gzip
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import unicodedata
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -195,6 +197,73 @@ def test_a_parquet_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
         "except TracegradError as error: print(type(error).__name__)"
     )
     assert limited(code, path) == ["100", "ReadError"]
+
+
+SAMPLE = json.dumps(
+    {"id": 1, "epoch": 1, "input": "?", "output": {}, "scores": {}}
+    | {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]}
+).encode()
+
+
+def archive(tmp_path, name, names, *, shared=False, extra=b""):
+    """A zip64 of members that all hold one sample, the same bytes of the file if they are shared."""
+    checksum = zlib.crc32(SAMPLE)
+
+    def local(name):
+        sizes = (checksum, len(SAMPLE), len(SAMPLE), len(name), 0)
+        return struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, *sizes) + name + SAMPLE
+
+    def entry(name, at):
+        sizes = (checksum, len(SAMPLE), len(SAMPLE), len(name), len(extra))
+        return struct.pack("<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, *sizes, 0, 0, 0, 0, at) + name + extra
+
+    path, places, at = tmp_path / name, [], 0
+    with open(path, "wb") as file:
+        for number, each in enumerate(names):
+            if not (shared and number):
+                at = file.tell()
+                file.write(local(each))
+            places.append(at)
+        start = file.tell()
+        file.writelines(map(entry, names, places))
+        end, count = file.tell(), len(names)
+        file.write(struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, end - start, start))
+        file.write(struct.pack("<4sIQI", b"PK\6\7", 0, end, 1))
+        file.write(struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 1, 2**32 - 1, 0))
+    return path
+
+
+def test_a_log_whose_list_of_members_does_not_fit_is_refused_before_it_is_read(tmp_path):
+    paths = [
+        archive(tmp_path, "many.eval", [b"samples/%d.json" % each for each in range(300_000)]),
+        archive(tmp_path, "one.eval", [b"samples/a.json"] * 300_000, shared=True),
+        archive(tmp_path, "other.eval", [b"x/%d" % each for each in range(340_000)], shared=True),
+        archive(tmp_path, "long.eval", [b"samples/%d" % each + b"x" * 60_000 for each in range(300)], shared=True),
+        archive(tmp_path, "extra.eval", [b"samples/%d" % each for each in range(300)], extra=b"\x99\x99\0\0" * 15_000),
+    ]
+    code = (
+        "for path in sys.argv[1:]:\n"
+        "    try: print(len(read(path)))\n"
+        "    except TracegradError as error: print(str(error).split(': ')[1].replace(' ', '_'))\n"
+        "print(peak() - before)"
+    )
+    *said, mib = limited(code, *paths)
+    assert said == [
+        "its_list_of_members_has_more_than_16,777,216_bytes._It_would_be_held_whole._Write_the_samples_as_"
+        "JSONL,_or_as_several_logs."
+    ] * len(paths)
+    assert float(mib) < 32
+
+
+def test_members_of_one_name_are_one_sample_and_members_of_the_same_bytes_are_refused(tmp_path):
+    assert len(read(archive(tmp_path, "zip64.eval", [b"samples/a/b/%d.json" % each for each in range(70)]))) == 70
+    assert len(read(archive(tmp_path, "one.eval", [b"samples/a.json"] * 70, shared=True))) == 1
+    with pytest.raises(ReadError, match=r"same\.eval: samples/1\.json and samples/2\.json are the same bytes"):
+        read(archive(tmp_path, "same.eval", [b"samples/1.json", b"samples/2.json"], shared=True))
+    code = "print(len(read(sys.argv[1])), peak() - before)"
+    *count, mib = limited(code, archive(tmp_path, "most.eval", [b"samples/%d.json" % each for each in range(20_000)]))
+    assert count == ["20000"]
+    assert float(mib) < 200
 
 
 def bomb(tmp_path, name, table, **options):
