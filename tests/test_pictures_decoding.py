@@ -82,7 +82,7 @@ def test_a_jpeg_of_very_many_scans_is_refused():
     at = file.rindex(b"\xff\xda")
     last = file[at : file.rindex(b"\xff\xd9")]
     assert pixels(file[:at] + last + file[at:], "it", "image/jpeg", (57, 31)).shape == (31, 57, 3)
-    with pytest.raises(ReadError, match="it: a JPEG of 1,0.. scans, and at most 100 are decoded"):
+    with pytest.raises(ReadError, match=r"it: a JPEG of 1,0.. scans, and at most 100 are decoded"):
         pixels(file[:at] + last * 1000 + file[at:], "it", "image/jpeg", (57, 31))
 
 
