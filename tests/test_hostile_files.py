@@ -4,11 +4,14 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import unicodedata
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -197,6 +200,73 @@ def test_a_parquet_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     assert limited(code, path) == ["100", "ReadError"]
 
 
+SAMPLE = json.dumps(
+    {"id": 1, "epoch": 1, "input": "?", "output": {}, "scores": {}}
+    | {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]}
+).encode()
+
+
+def archive(tmp_path, name, names, *, shared=False, extra=b""):
+    """A zip64 of members that all hold one sample, the same bytes of the file if they are shared."""
+    checksum = zlib.crc32(SAMPLE)
+
+    def local(name):
+        sizes = (checksum, len(SAMPLE), len(SAMPLE), len(name), 0)
+        return struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, *sizes) + name + SAMPLE
+
+    def entry(name, at):
+        sizes = (checksum, len(SAMPLE), len(SAMPLE), len(name), len(extra))
+        return struct.pack("<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, *sizes, 0, 0, 0, 0, at) + name + extra
+
+    path, places, at = tmp_path / name, [], 0
+    with open(path, "wb") as file:
+        for number, each in enumerate(names):
+            if not (shared and number):
+                at = file.tell()
+                file.write(local(each))
+            places.append(at)
+        start = file.tell()
+        file.writelines(map(entry, names, places))
+        end, count = file.tell(), len(names)
+        file.write(struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, end - start, start))
+        file.write(struct.pack("<4sIQI", b"PK\6\7", 0, end, 1))
+        file.write(struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 1, 2**32 - 1, 0))
+    return path
+
+
+def test_a_log_whose_list_of_members_does_not_fit_is_refused_before_it_is_read(tmp_path):
+    paths = [
+        archive(tmp_path, "many.eval", [b"samples/%d.json" % each for each in range(300_000)]),
+        archive(tmp_path, "one.eval", [b"samples/a.json"] * 300_000, shared=True),
+        archive(tmp_path, "other.eval", [b"x/%d" % each for each in range(340_000)], shared=True),
+        archive(tmp_path, "long.eval", [b"samples/%d" % each + b"x" * 60_000 for each in range(300)], shared=True),
+        archive(tmp_path, "extra.eval", [b"samples/%d" % each for each in range(300)], extra=b"\x99\x99\0\0" * 15_000),
+    ]
+    code = (
+        "for path in sys.argv[1:]:\n"
+        "    try: print(len(read(path)))\n"
+        "    except TracegradError as error: print(str(error).split(': ')[1].replace(' ', '_'))\n"
+        "print(peak() - before)"
+    )
+    *said, mib = limited(code, *paths)
+    assert said == [
+        "its_list_of_members_has_more_than_16,777,216_bytes._It_would_be_held_whole._Write_the_samples_as_"
+        "JSONL,_or_as_several_logs."
+    ] * len(paths)
+    assert float(mib) < 32
+
+
+def test_members_of_one_name_are_one_sample_and_members_of_the_same_bytes_are_refused(tmp_path):
+    assert len(read(archive(tmp_path, "zip64.eval", [b"samples/a/b/%d.json" % each for each in range(70)]))) == 70
+    assert len(read(archive(tmp_path, "one.eval", [b"samples/a.json"] * 70, shared=True))) == 1
+    with pytest.raises(ReadError, match=r"same\.eval: samples/1\.json and samples/2\.json are the same bytes"):
+        read(archive(tmp_path, "same.eval", [b"samples/1.json", b"samples/2.json"], shared=True))
+    code = "print(len(read(sys.argv[1])), peak() - before)"
+    *count, mib = limited(code, archive(tmp_path, "most.eval", [b"samples/%d.json" % each for each in range(20_000)]))
+    assert count == ["20000"]
+    assert float(mib) < 200
+
+
 def bomb(tmp_path, name, table, **options):
     path = tmp_path / name
     pq.write_table(table, path, **options)
@@ -240,6 +310,117 @@ def test_a_text_that_many_rows_share_is_held_once(tmp_path):
     # 128 records of 1 MiB each, their text in a message of each, and pyarrow.
     assert rows == 128
     assert mib < 600
+
+
+def multiplied(name):
+    """A column of few bytes whose rows have more than any memory, each by another way of Arrow's to share bytes."""
+    zeros, text = np.zeros(1 << 20, np.int32), pa.array(["x" * (64 << 10)])
+    whole = pa.array([0, len(zeros)], pa.int32())
+    shared = pa.DictionaryArray.from_arrays(zeros.astype(np.int8), text)
+    if name == "dictionary":
+        return pa.ListArray.from_arrays(whole, shared)
+    if name == "dictionaries":
+        lists = pa.ListArray.from_arrays(whole, shared)
+        return pa.ListArray.from_arrays(whole, pa.DictionaryArray.from_arrays(zeros.astype(np.int8), lists))
+    if name == "structs":
+        return pa.StructArray.from_arrays([pa.ListArray.from_arrays(whole, shared)] * 2, ["a", "b"])
+    if name == "map":
+        return pa.MapArray.from_arrays(whole, pa.array(["k"] * len(zeros)), shared)
+    if name == "fixed":
+        return pa.FixedSizeListArray.from_arrays(shared, len(zeros))
+    if name == "runs":
+        return pa.RunEndEncodedArray.from_arrays(pa.array([1 << 14], pa.int32()), text)
+    if name == "union":
+        return pa.UnionArray.from_dense(pa.array(zeros[: 1 << 14].astype(np.int8)), pa.array(zeros[: 1 << 14]), [text])
+    if name == "list views":
+        lists = text
+        for _ in range(3):
+            sizes = pa.array(np.full(300, len(lists), np.int32))
+            lists = pa.ListViewArray.from_arrays(pa.array(zeros[:300]), sizes, lists)
+        return lists
+    views = np.array([[64 << 10, 0x78787878, 0, 0]] * (1 << 14), np.int32)
+    return pa.Array.from_buffers(pa.string_view(), 1 << 14, [None, pa.py_buffer(views), text.buffers()[2]])
+
+
+MULTIPLIED = ["dictionary", "dictionaries", "structs", "map", "fixed", "runs", "union", "list views", "text views"]
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_columns_whose_values_multiply_are_refused_before_they_are_written_out(tmp_path, name):
+    if name in ("runs", "list views", "text views") and not hasattr(pa, "ListViewArray"):
+        pytest.skip("this pyarrow has no such type")
+    column = multiplied(name)
+    table = pa.table({"prompt": column, "completion": column})
+    path = tmp_path / "rows.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    code = (
+        "import pyarrow.parquet, pyarrow.compute\n"
+        "before = peak()\n"
+        "try: print(sum(map(len, stream(sys.argv[1]))))\n"
+        "except TracegradError as error: print(str(error).replace(' ', '_'))\n"
+        "print(peak() - before)"
+    )
+    said, mib = limited(code, path, cpu=60)
+    assert re.search(r"rows\.arrow:\d+:.*(become.*bytes|its_records_have_more)", said), said
+    # No batch of the last three alone grows too far, so that some are read, of 128 MiB of text each.
+    is_read = name in ("runs", "union", "text views")
+    assert float(mib) < (1200 if is_read else 400)
+    if not is_read:
+        with pytest.raises(FormatError, match=r"<table>:\d+: the columns.* become"):
+            from_arrow(table)
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_batches_that_unpack_beyond_measure_are_refused_before_they_are_unpacked(tmp_path, new):
+    zeros = pa.array(np.zeros(1 << 26, np.int64))
+    lists = pa.ListArray.from_arrays(pa.array([0, len(zeros)], pa.int32()), zeros)
+    text = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(["x" * (300 * MIB)]))
+    tables = {
+        "values": pa.table({"prompt_ids": lists}),
+        "dictionary": pa.table({"prompt": text}),
+        "nulls": pa.table({"prompt": pa.nulls(1 << 26)}),
+    }
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    for name, table in tables.items():
+        path = tmp_path / f"{name}.arrow"
+        with pa.OSFile(str(path), "wb") as file, new(file, table.schema, options=options) as out:
+            out.write_table(table)
+    code = (
+        "import pyarrow.parquet\n"
+        "before = peak()\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: print(len(read(path)))\n"
+        "    except TracegradError as error: print(str(error).split(': ')[1].replace(' ', '_'))\n"
+        "print(peak() - before)"
+    )
+    *said, mib = limited(code, *(tmp_path / f"{name}.arrow" for name in tables))
+    assert all("bytes_and_would_be" in each for each in said), said
+    assert float(mib) < 64
+    good = pa.table({"prompt": ["a", "b"], "completion": pa.array(["c", "d"]).dictionary_encode()})
+    path = tmp_path / "good.arrow"
+    with pa.OSFile(str(path), "wb") as file, new(file, good.schema, options=options) as out:
+        for _ in range(3):
+            out.write_table(good)
+    assert len(read(path)) == 6
+    data = path.read_bytes()
+    for place in range(0, len(data), 3):
+        path.write_bytes(data[:place] + b"\xff\xff\xff\x7f" + data[place + 4 :])
+        with contextlib.suppress(TracegradError):
+            read(path)
+
+
+def test_small_dictionaries_views_and_runs_are_read_as_they_are():
+    prompts = pa.array(["a", "b"])
+    columns = [pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, 1], pa.int32()), prompts)]
+    if hasattr(pa, "ListViewArray"):
+        columns += [
+            columns[0].cast(pa.string()).cast(pa.string_view()),
+            pa.RunEndEncodedArray.from_arrays(pa.array([1, 2, 3, 4], pa.int32()), pa.array(["a", "b", "a", "b"])),
+        ]
+    for column in columns:
+        traces = from_arrow(pa.table({"prompt": column, "completion": ["x"] * 4}))
+        assert [json.loads(trace.record)["prompt"] for trace in traces] == ["a", "b", "a", "b"]
 
 
 def test_a_footer_that_claims_rows_without_values_is_refused(tmp_path):

@@ -20,6 +20,7 @@ FLOORS = [
     {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook", "outputs", "sampling", "user_code"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"}
+    | {"arrow_messages", "row_sizes"}
     | {"bucket", "mirror", "pictures", "trace_columns"},
     {"alignment", "sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},

@@ -77,6 +77,15 @@ def test_size_by_the_header_and_pixels_are_those_of_others(name, file):
     assert np.array_equal(ours, np.asarray(theirs.convert("RGB")))
 
 
+def test_a_jpeg_of_very_many_scans_is_refused():
+    file = saved(soft(57, 31), "JPEG", progressive=True)
+    at = file.rindex(b"\xff\xda")
+    last = file[at : file.rindex(b"\xff\xd9")]
+    assert pixels(file[:at] + last + file[at:], "it", "image/jpeg", (57, 31)).shape == (31, 57, 3)
+    with pytest.raises(ReadError, match=r"it: a JPEG of 1,0.. scans, and at most 100 are decoded"):
+        pixels(file[:at] + last * 1000 + file[at:], "it", "image/jpeg", (57, 31))
+
+
 def test_what_is_transparent_is_white():
     image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
     image.putpixel((1, 0), (0, 0, 255, 0))

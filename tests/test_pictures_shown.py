@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,34 @@ def test_a_page_draws_so_many_distinct_pictures_and_says_of_the_others_their_siz
     assert ">picture 16 x 32</span>" in found[4]
     own.room = 0  # as after 2 MB of them
     assert not drawn(own.html(table, 0))
+
+
+def test_the_pictures_that_are_decoded_for_a_page_have_so_many_pixels_together(monkeypatch):
+    monkeypatch.setattr(thumbnails, "MOST_PIXELS", 400)
+    monkeypatch.setattr(thumbnails, "PAGE_PIXELS", 1000)
+    broken = vlm.picture(20, 20, 9)[:-60]
+    table = tables_of([vlm.picture(20, 20, 1), broken, vlm.picture(21, 20, 2), vlm.picture(20, 20, 3)])
+    cache = {}
+    own = Thumbnails(drawn=cache)
+    found = [own.html(table, row) for row in (0, 1, 2, 3, 0)]
+    assert [len(drawn(each)) for each in found] == [1, 0, 0, 0, 1]
+    assert "cannot be decoded" in found[1]  # and took as long as another
+    assert "at most 400 are decoded" in found[2]  # and took nothing
+    assert "the pictures of this page have more than 1,000 pixels" in found[3]
+    # The next page has what was drawn for another one, and pixels of its own.
+    assert [len(drawn(Thumbnails(drawn=cache).html(table, row))) for row in (0, 3)] == [1, 1]
+
+
+def test_a_page_of_the_largest_pictures_takes_seconds(tmp_path):
+    side = int(thumbnails.MOST_PIXELS**0.5)
+    files = []
+    for number in range(40):
+        out = io.BytesIO()
+        Image.new("1", (side, side - number)).save(out, "PNG")
+        files.append(out.getvalue())
+    table, own, started = tables_of(files), Thumbnails(), time.process_time()
+    assert sum(len(drawn(own.html(table, row))) for row in range(40)) == 4
+    assert time.process_time() - started < 20
 
 
 def test_boxes_of_many_places_leave_the_page_small(tokenizer, tmp_path):

@@ -1,15 +1,16 @@
 """Files of Parquet and Arrow as batches of rows, in bounded memory; `tables` makes traces of them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tracegrad.arrow_messages import messages
 from tracegrad.errors import ReadError, TracegradError
 from tracegrad.footer import row_groups
 from tracegrad.tables import ROWS, RowStream, check_batch, pyarrow
 
-# A file may hold so many times its own bytes, and always so many: what it repeats is written once.
-MOST_GROWTH, ALWAYS = 1000, 1 << 28
+# A batch may hold so many times its own bytes, and always so many, as may the records of a whole file.
+MOST_GROWTH, ALWAYS, ALWAYS_ROWS = 1000, 1 << 28, 1 << 29
 
 
 class ParquetStream(RowStream):
@@ -29,7 +30,15 @@ class ParquetStream(RowStream):
         self, path: str | os.PathLike[str], *, batch: int = ROWS, format: str = "auto", on_error: str = "raise"
     ) -> None:
         path = os.fspath(path)
-        super().__init__(parquet_batches(path, batch), path, format=format, on_error=on_error)
+        super().__init__(parquet_batches(path, batch), path, format=format, on_error=on_error, most=most_bytes(path))
+
+
+def most_bytes(path: str) -> int:
+    """Return how many bytes the records of a file may have."""
+    try:
+        return max(ALWAYS_ROWS, MOST_GROWTH * os.path.getsize(path))
+    except OSError:  # of which the reader tells
+        return ALWAYS_ROWS
 
 
 def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
@@ -40,6 +49,7 @@ def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
         with parquet.ParquetFile(path) as file:
             columns = [file.schema.column(at) for at in range(len(file.schema))]
             texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        _check_parquet(path, [column.length for column in columns])
         # Not mapped, as a file that then shrinks ends the process; not read ahead whole; shared text is held once.
         with parquet.ParquetFile(path, memory_map=False, pre_buffer=False, read_dictionary=texts) as file:
             yield from file.iter_batches(batch_size=rows)
@@ -53,6 +63,7 @@ def arrow_batches(path: str) -> Iterator[Any]:
     """The record batches of an Arrow file (Feather) or stream, as `datasets` keeps them."""
     pa = pyarrow("pyarrow")
     try:
+        check_arrow(path)
         with pa.OSFile(path, "rb") as file:
             if file.read(6) == b"ARROW1":
                 table = pa.ipc.open_file(file)
@@ -75,12 +86,36 @@ def _cut(batch: Any, name: str) -> Iterator[Any]:
         yield batch.slice(start, ROWS)
 
 
-def _check_parquet(path: str) -> None:
-    """Refuses what would not fit the memory, from what the file says of itself before a value is read."""
+def check_arrow(path: str) -> None:
+    """Refuse an Arrow file whose batches would not fit the memory, before one is unpacked.
+
+    Raises:
+        ValueError: for such a file, or one that contradicts itself.
+    """
+    stored = held = 0
+    for number, message in enumerate(messages(path)):
+        if message.is_dictionary:
+            # All of them are held together.
+            stored, held = stored + message.stored, held + message.held
+        else:
+            _check_growth(f"batch {number}", message.stored, message.held)
+        _check_growth("its dictionaries", stored, held)
+
+
+def _check_growth(name: str, stored: int, held: int) -> None:
+    if held > max(ALWAYS, MOST_GROWTH * stored):
+        raise ValueError(f"{name} has {stored} bytes and would be {held} in memory")
+
+
+def _check_parquet(path: str, widths: Sequence[int] = ()) -> None:
+    """Refuse what would not fit the memory, from what the file says of itself before a value is read.
+
+    Args:
+        widths: bytes of each value of a column, 0 if they differ; a dictionary holds a wide value once.
+    """
     for number, group in enumerate(row_groups(path)):
         if min(group.values, default=-1) < group.rows:
             raise ValueError(f"row group {number} claims {group.rows} rows, and a column has fewer values")
-        held = sum(max(8 * values, plain) for values, plain in zip(group.values, group.plain, strict=True))
-        stored = sum(group.stored)
-        if held > max(ALWAYS, MOST_GROWTH * stored):
-            raise ValueError(f"row group {number} has {stored} bytes and would be {held} in memory")
+        columns = zip(group.values, group.plain, widths or [0] * len(group.values), strict=True)
+        held = sum(max(max(8, width) * values, plain) for values, plain, width in columns)
+        _check_growth(f"row group {number}", sum(group.stored), held)

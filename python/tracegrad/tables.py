@@ -15,11 +15,15 @@ import numpy as np
 from tracegrad import _core
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.read_report import ReadReport, summed
+from tracegrad.row_sizes import row_sizes
 from tracegrad.trace import Line, Traces
 
 ROWS = 1024
 # Bytes of JSON that are made at once, and that one `Traces` of a stream has, but for its last rows.
 PART_BYTES, BATCH_BYTES = 1 << 24, 1 << 30
+# Bytes that a row may become, that all rows of a batch always may, and how many times the batch's own bytes: as often
+# as each of `ROWS` rows may share all of them, and as much again.
+RECORD_BYTES, ALWAYS_BYTES, MOST_GROWTH = 1 << 30, 1 << 28, 2 * ROWS
 # Levels of nested types, as Parquet's own readers have it.
 DEPTH = 100
 
@@ -45,7 +49,7 @@ def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Tr
     """
     parts, report, first = [], ReadReport(), 1
     for batch in batches_of(table):
-        for rows, _ in _parts(batch, name):
+        for rows, _ in _parts(batch, name, _spans(batch, name, first)):
             core, found = _core.Traces.compose(rows, name, first, format)
             parts.append(core)
             report = summed(report, ReadReport(**found))
@@ -61,12 +65,21 @@ class RowStream(Iterator[Traces]):
         name: stands for the file in errors.
         format: as for `tracegrad.read`.
         on_error: "raise", or "skip" to leave a bad row out, counted in `read_report`.
+        most: about how many bytes all records may have; default no limit.
 
     Raises:
         FormatError: for a bad row, with "raise".
     """
 
-    def __init__(self, batches: Iterable[Any], name: str, *, format: str = "auto", on_error: str = "raise") -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        name: str,
+        *,
+        format: str = "auto",
+        on_error: str = "raise",
+        most: int | None = None,
+    ) -> None:
         if on_error not in ("raise", "skip"):
             raise ArgumentError(
                 f"on_error is {on_error!r} for {name}, whose records are rows. A row has no bytes of its own to write "
@@ -75,6 +88,7 @@ class RowStream(Iterator[Traces]):
         self.read_report = ReadReport()
         self._batches, self._path = iter(batches), name
         self._format, self._skip = format, on_error == "skip"
+        self._most, self._spent = most, 0
         self.known: Callable[[Line, bytes], Traces | None] | None = None
         self._traces = self._all()
 
@@ -84,22 +98,21 @@ class RowStream(Iterator[Traces]):
         if first is None:
             return []
         self._batches = itertools.chain([first], self._batches)
-        return [to_json(_without_none(head)) for head in _heads(first.slice(0, 1), self._path)]
+        row = first.slice(0, 1)
+        check_batch(row, self._path)
+        for _ in _spans(row, self._path, 1):
+            return [to_json(_without_none(head)) for head in _heads(row, self._path)]
+        return []
 
     def records(self) -> Iterator[list[tuple[Line, bytes]]]:
         """The rows as JSON with their numbers, from 1, for a caller that changes them; `decode` reads what it made."""
         first = 1
         for batch in self._batches:
             check_batch(batch, self._path)
-            start, count = 0, 1
-            while start < batch.num_rows:
-                heads = _heads(batch.slice(start, count), self._path)
-                rows: list[tuple[Line, bytes]] = [
-                    (first + at, to_json(_without_none(head))) for at, head in enumerate(heads)
-                ]
-                yield rows
-                start, first, size = start + len(rows), first + len(rows), sum(len(text) for _, text in rows)
-                count = max(1, min(2 * count, ROWS, PART_BYTES * len(rows) // max(size, 1)))
+            for start, end, _ in self._spans(batch, first):
+                heads = _heads(batch.slice(start, end - start), self._path)
+                yield [(first + start + at, to_json(_without_none(head))) for at, head in enumerate(heads)]
+            first += batch.num_rows
 
     def decode(self, rows: list[tuple[Line, bytes]]) -> Traces:
         """The traces of rows that were changed."""
@@ -112,7 +125,7 @@ class RowStream(Iterator[Traces]):
     def _of(self, batch: Any) -> Iterator[Traces]:
         parts: list[_core.Traces] = []
         waiting = 0
-        for rows, size in _parts(batch, self._path):
+        for rows, size in _parts(batch, self._path, self._spans(batch, self.read_report.records + 1)):
             first = self.read_report.records + 1
             parts.append(self._read(rows, list(range(first, first + len(rows)))).core)
             waiting += size
@@ -120,6 +133,16 @@ class RowStream(Iterator[Traces]):
                 yield Traces(_core.Traces.concatenate(parts))
                 parts, waiting = [], 0
         yield Traces(_core.Traces.concatenate(parts))
+
+    def _spans(self, batch: Any, first: int) -> Iterator[tuple[int, int, int]]:
+        for start, end, size in _spans(batch, self._path, first):
+            self._spent += size
+            if self._most is not None and self._spent > self._most:
+                raise FormatError(
+                    f"{self._path}:{first + start}: its records have more than {self._most:,} bytes up to here, far "
+                    "more than the file. Values that rows share are written out for each of them. Split the file."
+                )
+            yield start, end, size
 
     def __next__(self) -> Traces:
         for traces in self._traces:
@@ -167,23 +190,42 @@ class RowStream(Iterator[Traces]):
         self.read_report = summed(self.read_report, bad)
 
 
-def _parts(batch: Any, name: str) -> Iterator[tuple[list[list[Any]], int]]:
-    """The rows of a batch as pieces, some at a time, and about how long their JSON is.
-
-    A value that many rows share is written out for each, and how many are taken follows from how long the last were.
-    """
+def _parts(batch: Any, name: str, spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[list[list[Any]], int]]:
+    """The rows of a batch as pieces, a span at a time, and about how many bytes they have."""
     check_batch(batch, name)
     numbers = {field: _number_lists(column) for field, column in zip(batch.schema.names, batch.columns, strict=True)}
     others = batch.select([field for field, lists in numbers.items() if lists is None])
     lists = {field: found for field, found in numbers.items() if found is not None}
-    start, count = 0, 1
-    while start < batch.num_rows:
-        end = min(start + count, batch.num_rows)
+    for start, end, size in spans:
         heads = _heads(others.slice(start, end - start), name)
-        rows = [_row(head, lists, start + at) for at, head in enumerate(heads)]
-        size = sum(len(piece) if isinstance(piece, str) else 8 * len(piece) for row in rows for piece in row)
-        yield rows, size
-        count = max(1, min(2 * count, ROWS, PART_BYTES * (end - start) // max(size, 1)))
+        yield [_row(head, lists, start + at) for at, head in enumerate(heads)], size
+
+
+def _spans(batch: Any, name: str, first: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts in which a checked batch is read: first row, end, and about how many bytes its records have.
+
+    Raises:
+        FormatError: if its rows would not fit the memory, as what several of them share is written out for each.
+    """
+    if not batch.num_rows:
+        return
+    sizes = np.minimum(row_sizes(batch), RECORD_BYTES + 1)
+    until = np.cumsum(sizes)
+    most = max(ALWAYS_BYTES, MOST_GROWTH * batch.nbytes)
+    if sizes.max() > RECORD_BYTES or until[-1] > most:
+        long = sizes > RECORD_BYTES
+        row = int(np.argmax(long)) if long.any() else int(np.searchsorted(until, most, side="right"))
+        what = f"a record of more than {RECORD_BYTES:,} bytes" if long.any() else f"more than {most:,} bytes of records"
+        raise FormatError(
+            f"{name}:{first + row}: the columns, which have {batch.nbytes:,} bytes, become {what}. Values that rows "
+            "or lists share are written out for each of them. Write fewer rows in a batch, or the values themselves."
+        )
+    start = 0
+    while start < batch.num_rows:
+        before = int(until[start - 1]) if start else 0
+        end = int(np.searchsorted(until, before + PART_BYTES, side="right"))
+        end = min(max(end, start + 1), start + ROWS, batch.num_rows)
+        yield start, end, int(until[end - 1]) - before
         start = end
 
 
@@ -311,11 +353,12 @@ def _number_lists(column: Any) -> tuple[Any, Any, Any, Any] | None:
         return None
     elif pa.types.is_fixed_size_list(kind):
         column = column.cast(pa.large_list(inner))
-    values = column.values
+    offsets = column.offsets.to_numpy(zero_copy_only=False)
+    first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
+    values, offsets = column.values.slice(first, last - first), offsets - first
     if values.null_count:
         if not pa.types.is_floating(values.type):
             return None
         values = values.fill_null(float("nan"))
-    offsets = column.offsets.to_numpy(zero_copy_only=False)
     valid = None if column.null_count == 0 else column.is_valid().to_numpy(zero_copy_only=False)
     return np.ascontiguousarray(values.to_numpy(zero_copy_only=False)), offsets[:-1], offsets[1:], valid

@@ -5,9 +5,11 @@ by `stream`.
 """
 
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tracegrad import _core, arrow_files, tables
@@ -238,7 +240,8 @@ def _rows_of(place: Place, options: Options) -> tables.RowStream:
     if place.kind == "parquet":
         return arrow_files.ParquetStream(place.path, batch=options.batch, **told)
     if place.kind == "arrow":
-        return tables.RowStream(arrow_files.arrow_batches(place.path), place.path, **told)
+        most = arrow_files.most_bytes(place.path)
+        return tables.RowStream(arrow_files.arrow_batches(place.path), place.path, most=most, **told)
     if place.kind == "saved":
         return tables.RowStream(tables.batches_of(_saved(place.path)), place.path, **told)
     return JsonRows(evals.samples(place.path), place.path, **told)
@@ -253,6 +256,8 @@ def _saved(path: str) -> Any:
             "files in it."
         ) from error
     try:
+        for file in sorted(Path(path).rglob("*.arrow")):
+            arrow_files.check_arrow(os.fspath(file))
         return datasets.load_from_disk(path)
     except (OSError, ValueError, FileNotFoundError) as error:
         raise FormatError(f"{path}: {error}. It cannot be read as a saved dataset. Save it again.") from error

@@ -14,6 +14,8 @@ from tracegrad.errors import ArgumentError, ReadError
 
 MOST_PIXELS = 178_956_970
 """Pixels of the largest picture that is decoded: what Pillow and vLLM take."""
+MOST_SCANS = 100
+"""Scans of a JPEG, each of which goes over all its pixels; encoders write about ten."""
 KINDS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 
 
@@ -45,6 +47,11 @@ def pixels(
         raise ReadError(
             f"{name}: {width:,} x {height:,} pixels, and at most {most:,} are decoded. One picture would take all "
             "memory. Leave its trace out."
+        )
+    if media_type == "image/jpeg" and (scans := file.count(b"\xff\xda")) > MOST_SCANS:
+        raise ReadError(
+            f"{name}: a JPEG of {scans:,} scans, and at most {MOST_SCANS} are decoded. Each of them takes as long as a "
+            "whole picture. Leave its trace out."
         )
     try:
         with warnings.catch_warnings():

@@ -22,6 +22,8 @@ SIDE = 96
 """Pixels of the longer side of what is drawn."""
 MOST_PIXELS = 40_000_000
 """Of a picture that is decoded to be drawn small: a camera's, and no bomb."""
+PAGE_PIXELS = 4 * MOST_PIXELS
+"""Of all pictures that are decoded for one page."""
 MOST_HTML = 2_000_000
 """Characters of all that is drawn on a page: one picture may stand at many places."""
 
@@ -36,7 +38,7 @@ class Thumbnails:
     """
 
     def __init__(self, most: int = MOST, drawn: dict[bytes, tuple[str, str]] | None = None) -> None:
-        self.most, self.room = most, MOST_HTML
+        self.most, self.room, self.pixels = most, MOST_HTML, PAGE_PIXELS
         self.drawn = {} if drawn is None else drawn
         self._here: set[bytes] = set()
 
@@ -74,12 +76,16 @@ class Thumbnails:
         """An address of data, or why there is none; both are empty where there are enough."""
         if self.room <= 0 or (digest not in self._here and len(self._here) >= self.most):
             return "", ""
-        self._here.add(digest)
         if digest not in self.drawn:
+            count = int(pictures.width[row]) * int(pictures.height[row])
+            if self.pixels < count <= MOST_PIXELS:
+                return "", f"the pictures of this page have more than {PAGE_PIXELS:,} pixels"
+            self.pixels -= count if count <= MOST_PIXELS else 0
             try:
                 self.drawn[digest] = "data:image/png;base64," + base64.b64encode(small(pictures, row)).decode(), ""
             except TracegradError as error:
                 self.drawn[digest] = "", str(error)[:400]
+        self._here.add(digest)
         return self.drawn[digest]
 
 
