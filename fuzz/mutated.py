@@ -261,6 +261,21 @@ async def addresses(out: Path) -> AsyncIterator[Case]:
             time.sleep(0.01)
         app = application(session, "secret")
 
+        async def ask(path: str, query: bytes) -> list[int]:
+            scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", b"127.0.0.1:1")]}
+            scope |= {"query_string": query, "http_version": "1.1", "scheme": "http", "root_path": "", "client": None}
+            statuses: list[int] = []
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": b"", "more_body": False}
+
+            await app({**scope, "server": ("127.0.0.1", 1)}, receive, send)
+            return statuses
+
         async def case(draw: random.Random) -> None:
             asked = "/secret/" + draw.choice(paths)
             for _ in range(draw.choice([1, 1, 2, 4])):
@@ -272,23 +287,13 @@ async def addresses(out: Path) -> AsyncIterator[Case]:
             path, _, query = asked.partition("?")
             # As a server gives a path to its application: bytes that are no UTF-8 included.
             path = unquote_to_bytes(path).decode("utf-8", draw.choice(["replace", "surrogateescape"]))
-            scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", b"127.0.0.1:1")]}
-            scope |= {"query_string": query.encode("utf-8", "surrogatepass"), "http_version": "1.1", "scheme": "http"}
-            statuses: list[int] = []
-
-            async def send(message: Any) -> None:
-                if message["type"] == "http.response.start":
-                    statuses.append(message["status"])
-
-            async def receive() -> Any:
-                return {"type": "http.request", "body": b"", "more_body": False}
-
-            await app({**scope, "root_path": "", "client": None, "server": ("127.0.0.1", 1)}, receive, send)
+            statuses = await ask(path, query.encode("utf-8", "surrogatepass"))
             assert len(statuses) == 1, asked
             assert statuses[0] < 500, (statuses, asked)
             if statuses[0] >= 400:
                 raise TracegradError("refused")
 
+        await ask("/secret/search", b"q=amber")  # begins the process that searches
         yield case
 
 
