@@ -51,11 +51,11 @@ pub(super) fn refuse(reason: &str) -> Box<dyn std::error::Error + Send + Sync> {
     reason.into()
 }
 
-/// Whether the call has time left, and its caller still waits for it.
-pub(super) fn in_time() -> tokenizers::Result<()> {
+/// Whether the call has time left, and its caller still waits for it; `what` is run, for the error.
+pub(super) fn in_time(what: &str) -> tokenizers::Result<()> {
     stop::check();
     let over = ALLOWANCE.with_borrow(|allowance| allowance.as_ref().is_some_and(|it| Instant::now() > it.until));
-    if over { Err(refuse("its regular expressions take too long")) } else { Ok(()) }
+    if over { Err(refuse(&format!("the {what} takes too long"))) } else { Ok(()) }
 }
 
 /// Whether the call may make a text of this many bytes by a part of the tokenizer.

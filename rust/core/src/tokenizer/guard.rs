@@ -66,7 +66,7 @@ impl Normalizer for Normalise {
                 Change::Other(other) => other.normalize(text)?,
             }
             in_bytes(text.len(), "normalizer")?;
-            in_time()?;
+            in_time("normalizer")?;
         }
         spend(text.len());
         Ok(())
@@ -123,7 +123,7 @@ impl PreTokenizer for PreTokenise {
                 other.pre_tokenize(text)?;
                 let parts = text.get_splits(OffsetReferential::Normalized, OffsetType::None);
                 in_bytes(parts.iter().map(|(part, ..)| part.len()).sum(), "pre-tokenizer")?;
-                in_time()
+                in_time("pre-tokenizer")
             }
         })
     }

@@ -5,7 +5,7 @@
 //! ours. Chat templates are `template`'s. Called by `align` and the Python border.
 //!
 //! Its files, each using those before it alone: `allowance`, `outline`, `model`, `config`, `check` (what a
-//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `rebuilt` (what transformers makes of a file), `fast`, `backends` (two
+//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `cost`, `pattern`, `guard`, `reference`, `rebuilt` (what transformers makes of a file), `fast`, `backends` (two
 //! encoders); `kept` (what an earlier load found out); `cut`,
 //! `context` (pieces apart), `memo`, `probe`, `encoder`; `loaded`, and on it `load` and `encode`.
 
@@ -14,6 +14,7 @@ mod backends;
 mod check;
 mod config;
 mod context;
+mod cost;
 mod cut;
 mod encode;
 mod encoder;
