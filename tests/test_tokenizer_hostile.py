@@ -98,6 +98,12 @@ CASES: dict[str, tuple[Document | str, str, str | None]] = {
     "nested repetition": (document(pre_tokenizer=split("(a+)+$")), "a" * 40 + "b", "gives up"),
     "many repetitions": (document(pre_tokenizer=split("a*a*a*a*a*a*a*[bc]$")), "a" * 300 + "bd", "gives up|too long"),
     "no retries": (document(pre_tokenizer=split("(?>a*)[cd]")), "a" * 200_000, "too long"),
+    "looks ahead in a repetition": (document(pre_tokenizer=split("(?:a(?=.*))*c")), "a" * 100_000, r"\(\?=.* gives up"),
+    "looks far back": (document(normalizer=replace("b", Regex="(?:a(?<=a*))*c")), "a" * 100_000, r"\(\?<=.* gives up"),
+    "possessive": (document(pre_tokenizer=split("a*a*+c")), "a" * 100_000, r'"a\*a\*\+c" gives up'),
+    "the same group again": (document(pre_tokenizer=split(r"(a*)(?:a\1?)*c")), "a" * 100_000, "gives up"),
+    "counted in counted": (document(pre_tokenizer=split("(?:(?:(?:x?){999}){999}){999}c")), TEXT, "gives up"),
+    "calls of groups": (document(pre_tokenizer=split(r"(?<a>\g<b>\g<b>)(?<b>x)")), TEXT, "has no bound"),
     "replace nested": (document(normalizer=replace("b", Regex="(a+)+$")), "a" * 40 + "b", "gives up"),
     "replace nothing": (document(normalizer=replace("x", String="")), "ab", "cannot encode|$"),
     "replace maybe nothing": (document(normalizer=replace("x", Regex="a*")), "ab", "cannot encode|$"),
@@ -391,7 +397,7 @@ def mutated(draw: st.DrawFn) -> Document:
         if kind == 0:
             del parent[path[-1]]
         elif kind == 1:
-            parent[path[-1]] = draw(HOSTILE)
+            parent[path[-1]] = copy.deepcopy(draw(HOSTILE))
         elif kind == 2:
             other = draw(st.sampled_from(_paths(made)))
             value: Any = made

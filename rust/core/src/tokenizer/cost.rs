@@ -110,6 +110,7 @@ struct Reader<'s> {
 }
 
 /// A part that is read before it is known what stands behind it.
+#[derive(Clone, Copy)]
 enum Part {
     Plain(Cost),
     Repeated(Cost, u64, Option<u64>),
