@@ -80,7 +80,7 @@ def _of_plain(column: Any) -> Sizes:
         views = np.frombuffer(column.buffers()[1], np.int32)[: 4 * (column.offset + rows)]
         return np.maximum(views[4 * column.offset :: 4], 0).astype(np.int64) + _VALUE
     if types.is_binary(kind) or types.is_string(kind) or types.is_large_binary(kind) or types.is_large_string(kind):
-        lengths = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+        lengths = pc.call_function("binary_length", [column]).fill_null(0).to_numpy(zero_copy_only=False)
         return lengths.astype(np.int64) + _VALUE
     if types.is_fixed_size_binary(kind):
         return np.full(rows, kind.byte_width + _VALUE, np.int64)

@@ -236,7 +236,7 @@ def of_place(place: Place, options: Options, folder: str | None = None) -> Sourc
 
 
 def _rows_of(place: Place, options: Options) -> tables.RowStream:
-    told = {"format": options.format, "on_error": options.on_error}
+    told: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
     if place.kind == "parquet":
         return arrow_files.ParquetStream(place.path, batch=options.batch, **told)
     if place.kind == "arrow":
@@ -265,7 +265,7 @@ def _saved(path: str) -> Any:
 
 def of_object(given: Any, options: Options) -> Source:
     """The source of what Python has already: a table, a dataset, or records."""
-    told = {"format": options.format, "on_error": options.on_error}
+    told: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
     if isinstance(given, Mapping) and not hasattr(given, "features"):
         given = [given]
     is_table = hasattr(given, "__arrow_c_stream__") or (hasattr(given, "with_format") and hasattr(given, "features"))
