@@ -39,10 +39,10 @@ def fault(server, out, **told):
     ("sampling", "named"),
     [
         ({"top_p": 0.8}, r"with top_p 0\.8"),
-        ({"top_k": 3}, "with top_k 3,"),
-        ({"min_p": 0.2}, r"with min_p 0\.(1[5-9]|2)"),
+        pytest.param({"top_k": 3}, "with top_k 3,", marks=pytest.mark.nightly),
+        pytest.param({"min_p": 0.2}, r"with min_p 0\.(1[5-9]|2)", marks=pytest.mark.nightly),
         ({"frequency_penalty": 1.5}, r"with frequency_penalty 1\.5,"),
-        ({"presence_penalty": 0.7}, r"with presence_penalty 0\.7,"),
+        pytest.param({"presence_penalty": 0.7}, r"with presence_penalty 0\.7,", marks=pytest.mark.nightly),
         ({"repetition_penalty": 1.3}, r"with repetition_penalty 1\.3,"),
         ({"top_k": 5, "top_p": 0.9}, "likeliest tokens alone"),
     ],
@@ -128,6 +128,7 @@ def test_one_of_several_servers_is_named(tmp_path):
     assert f"Of 2 servers it is {bad.url} alone. They still run the weights of the version before" in str(raised.value)
 
 
+@pytest.mark.nightly
 def test_a_second_server_behind_one_address_is_said(tmp_path):
     said = fault(PolicyServer("half"), tmp_path, steps=4)
     assert re.search(r"\d+ of \d+ answers agree: more than one server may stand behind one address", said)
@@ -180,6 +181,7 @@ def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeyp
     assert "nats likelier to them on average, which rounding does not explain" in said
 
 
+@pytest.mark.nightly
 def test_a_penalty_within_the_bounds_of_bf16_is_named(tmp_path, monkeypatch):
     """It moves few tokens, those up and others down: neither the bounds nor an average show it."""
     monkeypatch.setattr(canary, "TOKENS", 256)

@@ -72,6 +72,7 @@ def test_a_run_ends_where_its_collectors_have_no_more_tasks(tmp_path):
     assert sorted(path.name for path in (out / "played").glob("*.ended")) == ["0-of-2.ended", "1-of-2.ended"]
 
 
+@pytest.mark.nightly
 def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
     out = tmp_path / "run"
     process = collector(out, 0, 1)

@@ -39,7 +39,11 @@ def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "at", "why"), [("before", 3, "adapter of the step before"), ("bare", 2, "step before, or with none")]
+    ("mistake", "at", "why"),
+    [
+        pytest.param("before", 3, "adapter of the step before", marks=pytest.mark.nightly),
+        ("bare", 2, "step before, or with none"),
+    ],
 )
 @pytest.mark.parametrize("steps_ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake, at, why, steps_ahead):

@@ -351,6 +351,8 @@ def test_the_example_of_a_judge_writes_nothing_here_and_says_that_its_judge_is_g
     monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
     monkeypatch.syspath_prepend(example.parent / "online")
     relative = runpy.run_path(str(example.parent / "online" / "judge.py"))["relative"]
+    servers = relative.__globals__["Servers"]
+    relative.__globals__["Servers"] = lambda urls, **told: servers(urls, **{**told, "timeout_s": 1})
     said = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
     with pytest.raises(ConnectionError, match=r"the judge does not answer: .*127\.0\.0\.1:9"):
         asyncio.run(relative([START] * 2, said))
