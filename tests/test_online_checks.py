@@ -11,7 +11,7 @@ import pytest
 import tracegrad as tg
 from policy_server import AGAIN, MODEL, PolicyServer
 from test_online import CONFIG, run
-from tracegrad.online import Play, SyncFault
+from tracegrad.online import Play, SyncFault, check
 from tracegrad.online.canary import LENGTH, Canary, Row, Sample, probe_of
 from tracegrad.online.causes import distributions
 from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof, explains, share_given
@@ -244,8 +244,6 @@ def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
 @pytest.mark.parametrize("tokens", [64, 0], ids=["asked", "not asked"])
 def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch, tokens):
     """All that the step trains says that it is of version 0, and comes from elsewhere."""
-    from tracegrad.online import check
-
     monkeypatch.setattr(check, "BESIDE", 1.0)
     monkeypatch.setattr(canary, "TOKENS", tokens)
     with PolicyServer() as server:
@@ -266,6 +264,67 @@ def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, mon
             run(server, tmp_path, agent=agent, steps=4, steps_ahead=1)
     assert "played a version ago, and are compared with the weights of then" in str(raised.value)
     assert "temperature 1.5" in str(raised.value)
+
+
+class Noise:
+    """A sample of so many tokens that are so many nats off."""
+
+    def __init__(self, nats, tokens=64):
+        self.off = np.float32(nats) * np.sin(np.arange(tokens, dtype=np.float32))
+
+    def gap(self):
+        return Gap.of(np.zeros_like(self.off), self.off)
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """`Check._search` of a bf16 run after `taken` pushes, where no cause explains anything: what it asks anew."""
+    told = {"tried": 0, "salts": [], "fresh": 0.1}
+
+    def explain(*_):
+        told["tried"] += 1
+        return check.UNKNOWN
+
+    def ask(salt):
+        told["salts"].append(salt)
+        return Noise(told["fresh"])
+
+    monkeypatch.setattr(check, "explain", explain)
+    driven = SimpleNamespace(taken=1, ranks=SimpleNamespace(shared=lambda value: value))
+    looked = check.Check(driven, None, Proof(bf16=True), SimpleNamespace(ask=ask))
+
+    def searched(nats, taken=None, spent=None):
+        driven.taken = driven.taken if taken is None else taken
+        looked._spent = looked._spent if spent is None else spent
+        looked._search(2, Noise(nats))
+        return told["tried"], len(told["salts"])
+
+    return searched, told
+
+
+def test_keys_and_values_of_older_weights_are_found_where_new_prompts_are_nearer(search):
+    """0.9 nats against 0.1 of prompts with a new salt: more than `CERTAIN` standard errors of 64 and 64 ranks."""
+    searched, told = search
+    with pytest.raises(SyncFault, match="keys and values of older weights are left in their caches"):
+        searched(0.9)
+    assert told["salts"] == ["check-1"]
+
+
+def test_noise_that_new_prompts_have_too_is_no_fault_and_is_what_later_noise_is_compared_with(search):
+    searched, told = search
+    told["fresh"] = 0.9
+    assert searched(0.9) == (1, 1)
+    # Of the same push, no noisier, and the time is spent: nothing is tried. A hundredth of the time is enough again.
+    assert searched(1.2, spent=1e9) == (1, 1)
+    assert searched(0.9, spent=0.0) == (2, 1)
+    # Twice the squares are noisier, and each of the first three pushes is looked at, whatever it costs.
+    assert searched(1.3, spent=1e9) == (3, 2)
+    assert [searched(0.9, taken=taken, spent=1e9) for taken in (2, 3, 4)] == [(4, 2), (5, 2), (5, 2)]
+
+
+def test_before_the_first_push_causes_are_tried_and_no_cache_is_blamed(search):
+    searched, _ = search
+    assert searched(0.9, taken=0) == (1, 0)
 
 
 def test_a_short_gap_in_float32_is_clean_to_a_ten_thousandth():
