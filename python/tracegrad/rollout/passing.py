@@ -198,12 +198,7 @@ class Events:
         return head + b"data: " + dumped(self._added.taken_out(chunk)) + b"\n\n"
 
     def _chunk(self, payload: bytes) -> dict[str, Any]:
-        try:
-            chunk = shapes.parsed(payload)
-        except ValueError as error:
-            raise MalformedAnswer(f"the server sent a chunk that is not JSON: {error}: {_quoted(payload)}") from None
-        if not isinstance(chunk, dict):
-            raise MalformedAnswer(f"the server sent a chunk that is not a JSON object: {_quoted(payload)}")
+        chunk = _object(payload, "the server sent a chunk that is")
         # An error of the server passes as it is.
         if chunk.get("error") is None and (why := self._wrong_in_chunk(chunk)) is not None:
             raise MalformedAnswer(f"the server sent a chunk of another shape: {why}")
@@ -228,17 +223,23 @@ def response_of(data: bytes, wrong_in: Wrong) -> dict[str, Any] | None:
     Raises:
         MalformedAnswer: if it is not what the API says.
     """
-    try:
-        told = shapes.parsed(data)
-    except ValueError as error:
-        raise MalformedAnswer(f"the server's answer is not JSON: {error}: {_quoted(data)}") from None
-    if not isinstance(told, dict):
-        raise MalformedAnswer(f"the server's answer is not a JSON object: {_quoted(data)}")
+    told = _object(data, "the server's answer is")
     if told.get("error") is not None:
         return None
     if (why := wrong_in(told)) is not None:
         raise MalformedAnswer(f"the server's answer has another shape: {why}")
     return told
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object of these bytes; `what` begins the error if they are none."""
+    try:
+        value = shapes.parsed(data)
+    except ValueError as error:
+        raise MalformedAnswer(f"{what} not JSON: {error}: {_quoted(data)}") from None
+    if not isinstance(value, dict):
+        raise MalformedAnswer(f"{what} not a JSON object: {_quoted(data)}")
+    return value
 
 
 def _quoted(data: bytes) -> str:
