@@ -149,7 +149,7 @@ def test_a_gradient_is_scaled_in_float32_and_without_a_copy(device, row_major):
 
 def test_a_default_chunk_fits_the_memory_that_is_free_and_asking_waits_for_nothing(device):
     hidden, weight, rows = inputs(device)
-    hidden, target = hidden.repeat(8000, 1), rows.target.repeat(8000)
+    hidden, target = hidden.repeat(30000, 1), rows.target.repeat(30000)  # more rows than a chunk of 4 GiB has
     problem = Problem.of(hidden, weight, None, Rows(target, None), Setting(None, 1.0, None, Chunk))
     if device.type != "cuda":
         assert problem.chunk_rows(None, Wants()) >= 64
