@@ -167,10 +167,13 @@ def test_wheels_and_caches_are_unpacked_outside_the_results(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     site = Path(seen.read_text().split(os.pathsep)[0])
     assert {path.name for path in site.iterdir()} == {"peer.py", "beside.py", "peer-1.data"}
-    logs = [f"check_{name}.log" for name in ("gemma3", "kernels", "qwen3", "rest", "step")]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cache.tgz", *logs, "day.txt"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cache.tgz.0", "checks.log", "day.txt"]
+    headings = re.findall("^==> .*check_(.*).log <==$", (tmp_path / "out" / "checks.log").read_text(), re.MULTILINE)
+    assert headings == ["gemma3", "kernels", "qwen3", "rest", "step"]
     assert not (tmp_path / "out").samefile(site.parent)
-    (tmp_path / "out" / "cache.tgz").rename(tmp_path / "wheels" / "cache.tgz")
+    cache = (tmp_path / "out" / "cache.tgz.0").read_bytes()
+    (tmp_path / "wheels" / "cache.tgz.0").write_bytes(cache[:50])  # as a large one comes home: in pieces
+    (tmp_path / "wheels" / "cache.tgz.1").write_bytes(cache[50:])
     call("2", tmp_path, P=stub(tmp_path, "exit 0"), SCRATCH=str(tmp_path / "other"))
     assert (tmp_path / "other" / "cache" / "triton" / "kernel").is_file()
 
@@ -193,7 +196,7 @@ def test_the_rehearsal_of_a_call_ends_and_writes_its_results(number, tmp_path):
     assert list(dict.fromkeys(record["row"] for record in records)) == rows
     assert all(record["ours"] > 0 for record in records)
     if number == "1":
-        assert "cache.tgz" in files
+        assert "cache.tgz.0" in files
     else:
         parts = json.loads((tmp_path / "out" / "where_cpu-rehearsal.json").read_text())
         assert parts["step"]["kernels"]

@@ -33,7 +33,10 @@ class Problem:
 
     @classmethod
     def of(cls, rows: int, width: int, vocabulary: int, device: str, peaked: bool) -> Problem:
-        """Logits of standard deviation 3, or peaked on their targets with an entropy of about half a nat."""
+        """Logits of standard deviation 3, or peaked on their targets with an entropy of about half a nat.
+
+        Advantages are those of eight traces of one length, as Liger's loss takes one for each.
+        """
         g = torch.Generator(device).manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=g, device=device)  # noqa: E731
         weight = draw(vocabulary, width)
@@ -45,7 +48,8 @@ class Problem:
             hidden = hidden / 6 + reach * chosen / chosen.square().sum(-1, keepdim=True)
         dtype = torch.bfloat16
         old = -draw(rows).abs() - 1
-        return cls(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target, old, draw(rows))
+        advantages = draw(traces_of(rows)).repeat_interleave(rows // traces_of(rows))
+        return cls(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target, old, advantages)
 
     def frozen(self) -> Problem:
         """The same under a head that takes no gradient, as with LoRA."""
@@ -66,6 +70,11 @@ class Problem:
     def loss(self, logp: Tensor, entropy: Tensor | None = None) -> Tensor:
         """The same clipped loss for every head."""
         return OBJECTIVE(logp.float(), entropy, self.terms()).loss
+
+
+def traces_of(rows: int) -> int:
+    """Of how many traces a problem's rows are: eight where that is possible."""
+    return 8 if rows % 8 == 0 else 1
 
 
 Arm = Callable[[Problem], Tensor]
@@ -100,13 +109,13 @@ def trl_chunked(problem: Problem) -> Tensor:
 
 
 def liger(problem: Problem) -> Tensor:
-    """LigerFusedLinearGRPOLoss on one long row, as it takes [B, T] alone."""
+    """LigerFusedLinearGRPOLoss, which takes [B, T] and an advantage for each of B traces."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     on_gpu = problem.hidden.is_cuda
     loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="dapo", compiled=on_gpu)
-    rows = 8 if len(problem.old) % 8 == 0 else 1
-    shaped = lambda value: value.reshape(rows, -1, *value.shape[1:])  # noqa: E731
+    traces = traces_of(len(problem.old))
+    shaped = lambda value: value.reshape(traces, -1, *value.shape[1:])  # noqa: E731
     mask = torch.ones_like(shaped(problem.target))
     given = shaped(problem.hidden), problem.weight, shaped(problem.target), mask, shaped(problem.advantages)[:, 0]
     return loss(*given, old_per_token_logps=shaped(problem.old), num_items_in_batch=mask.sum())[0]

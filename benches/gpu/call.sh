@@ -2,7 +2,7 @@
 # Everything that is run on one GPU without a network, in two calls. README.md in this folder lists what to bring.
 #
 #   OUT=out/gpu/1 benches/gpu/call.sh 1    # tests/gpu, then the rows head-narrow and trainer; at most 480 s
-#   OUT=out/gpu/2 benches/gpu/call.sh 2    # the other rows, the profile of a step, ncu; at most 260 s
+#   OUT=out/gpu/2 benches/gpu/call.sh 2    # the other rows, the profile of a step, ncu; at most 480 s
 #
 # OUT is an empty folder for the results, P the interpreter (python3), LIMIT the seconds of the whole call, MOST those of
 # one part, WHEELS the folder of wheels, SCRATCH a folder for what is unpacked. REHEARSE=1 runs the same on a CPU at tiny
@@ -12,7 +12,7 @@ set -uo pipefail
 CALL=${1:-}
 case $CALL in
 1) LIMIT=${LIMIT:-480} RESERVE=20 ;; # the last seconds pack the caches
-2) LIMIT=${LIMIT:-260} RESERVE=5 ;;
+2) LIMIT=${LIMIT:-480} RESERVE=5 ;;
 *) echo "usage: [OUT=DIR] [P=python3] [REHEARSE=1] benches/gpu/call.sh 1|2" >&2 && exit 2 ;;
 esac
 P=${P:-python3}
@@ -45,7 +45,7 @@ unpack() { # wheels and caches; a tracegrad wheel goes before the tree's own pac
     [ -d "$wheel" ] && cp -r "$wheel/." "$SCRATCH/site"
   done
   if [ ! -d "$SCRATCH/site/tracegrad" ] && [ -f python/tracegrad/_core.abi3.so ]; then path+=":$PWD/python"; fi
-  if [ -f "$WHEELS/cache.tgz" ]; then tar xzf "$WHEELS/cache.tgz" -C "$SCRATCH/cache"; fi
+  if [ -f "$WHEELS/cache.tgz.0" ]; then cat "$WHEELS"/cache.tgz.* | tar xz -C "$SCRATCH/cache"; fi
   export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 }
 
@@ -110,7 +110,7 @@ call_1() { # is it right, and the two headlines
   if [ -n "$REHEARSE" ] && [ -z "$PLAN" ] && ! interprets >>"$OUT/day.txt" 2>&1; then
     echo "== stopped: the kernels cannot be rehearsed" >>"$OUT/day.txt" && return
   fi
-  local tests=("$P" -m pytest -m gpu -v -rA --tb=short -p no:cacheprovider) kernels qwen3 right=0
+  local tests=("$P" -m pytest -m gpu -v -rA --tb=short -p no:cacheprovider -p no:logging) kernels qwen3 right=0
   check kernels "${INTERPRET[@]}" "${tests[@]}" tests/gpu/test_gpu_kernels.py & kernels=$!
   check qwen3 "${tests[@]}" tests/gpu/test_gpu_forward.py -k Qwen3 & qwen3=$!
   check gemma3 "${tests[@]}" tests/gpu/test_gpu_forward.py -k Gemma3 &
@@ -119,28 +119,31 @@ call_1() { # is it right, and the two headlines
   wait $kernels || right=1
   wait $qwen3 || right=1
   wait
+  if [ -z "$PLAN" ]; then
+    tail -v -n +1 "$OUT"/check_*.log >"$OUT/checks.log" && rm "$OUT"/check_*.log # few files come back
+  fi
   if [ $right != 0 ]; then
     echo "== stopped: the kernels or Qwen3 are wrong, so nothing is timed. Fix them first." >>"$OUT/day.txt" && return
   fi
   row head-narrow 130
-  row trainer 150
+  row trainer 220
 }
 
 call_2() { # the rest, and where time goes
   local profiler=(ncu --clock-control none --set roofline -k "regex:_statistics|_gradient" -c 2)
   if [ -n "$REHEARSE" ]; then profiler=(env); fi
   row small 110
-  part where where.log 100 "$P" benches/gpu/where.py --out "$OUT" "${ON_CPU[@]}"
-  row shared 70
+  part where where.log 150 "$P" benches/gpu/where.py --out "$OUT" "${ON_CPU[@]}"
+  row shared 110
   row mask 50
   part ncu ncu.log 60 "${profiler[@]}" "$P" benches/gpu/where.py --head "${ON_CPU[@]}"
-  row head 100
+  row head 120
   row longest 200
 }
 
 screen() { # failures and the diary last; 12,000 characters of the screen come back
   if [ "$CALL" = 1 ]; then
-    grep -hE "^(FAILED|ERROR|E  )|^=+ .*(passed|failed|error).* in " "$OUT"/check_*.log | cut -c 1-200 | head -c 5000
+    grep -hE "^(FAILED|ERROR|E  )|^=+ .*(passed|failed|error).* in " "$OUT/checks.log" | cut -c 1-200 | head -c 5000
   else
     tail -n 30 "$OUT/where.log" | cut -c 1-110
     grep -E "Duration|Throughput|==ERROR==" "$OUT/ncu.log" | cut -c 1-110
@@ -152,6 +155,8 @@ if [ -n "$PLAN" ]; then "call_$CALL" && exit; fi
 unpack
 versions >>"$OUT/day.txt" 2>&1
 "call_$CALL"
-if [ "$CALL" = 1 ]; then timeout $((RESERVE - 2)) tar czf "$OUT/cache.tgz" -C "$SCRATCH/cache" .; fi
+if [ "$CALL" = 1 ]; then # in pieces, since one file of 16 MiB is too large for some ways home
+  timeout $((RESERVE - 2)) tar cz -C "$SCRATCH/cache" . | split -b 15M -d -a 1 - "$OUT/cache.tgz."
+fi
 screen
 ! grep -qE "^== (stopped|.*: exit status [1-9]|.*: not begun)" "$OUT/day.txt"

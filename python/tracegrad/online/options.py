@@ -25,7 +25,7 @@ class Online:
     """Steps between evaluations; 0: before the first step and after the last alone."""
     sync: Literal["file", "lora", "nccl"] = "file"
     """How weights reach the servers: whole by a file, adapters (`train.lora_rank`) by a name for each version, or whole
-    by NCCL from CUDA to CUDA, which no GPU has run yet."""
+    by NCCL from CUDA to CUDA, which has not run between two GPUs yet."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("refill", 1), ("steps_ahead", 0), ("eval_every", 0)):
