@@ -29,6 +29,7 @@ from tracegrad.arrow_files import ParquetStream
 from tracegrad.cli import main
 from tracegrad.config import Data
 from tracegrad.errors import FormatError, ReadError, TracegradError, shown
+from tracegrad.footer import row_groups
 from tracegrad.inputs import read, stream
 from tracegrad.prepare import prepare
 from tracegrad.tables import from_arrow
@@ -296,6 +297,86 @@ def test_parquet_files_that_grow_beyond_measure_are_refused_before_they_are_read
     assert "bytes_and_would_be" in first
     assert "bytes_and_would_be" in second
     assert float(mib) < 200, "pyarrow itself has 100"
+
+
+def zigzag(number, width=0):
+    """A count as Thrift has it, padded to a width."""
+    number, out = 2 * number, []
+    while number or len(out) < max(width, 1):
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*out[:-1], out[-1] & 127])
+
+
+def replace_in_footer(path, old, new):
+    """Replace a count of a Parquet file wherever its footer has it, by one that claims less."""
+    data = path.read_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    assert zigzag(old) in data[start:]
+    path.write_bytes(data[:start] + data[start:].replace(zigzag(old), zigzag(new, len(zigzag(old)))))
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_a_page_larger_than_its_footer_says_is_refused_before_it_is_unpacked(tmp_path, dictionary):
+    """pyarrow unpacks a page to what its own header says: 16 KB became 2.7 GB."""
+    text = "x" * (1 << 29)
+    table = pa.table({"prompt": ["a"], "completion": ["b"], "note": [text]})
+    path = bomb(tmp_path, "page.parquet", table, compression="zstd", use_dictionary=dictionary, write_statistics=False)
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    replace_in_footer(path, group.column(2).total_uncompressed_size, 2000)
+    if group.total_byte_size > 1 << 20:
+        replace_in_footer(path, group.total_byte_size, 4000)
+    assert pq.ParquetFile(path).metadata.row_group(0).column(2).total_uncompressed_size == 2000
+    assert path.stat().st_size < 1 << 16
+    code = (
+        "from tracegrad.arrow_files import ParquetStream\n"
+        "try: print(len(next(ParquetStream(sys.argv[1]))))\n"
+        "except TracegradError as error: print(str(error).replace(' ', '_'))\n"
+        "print(peak() - before)"
+    )
+    told, mib = limited(code, path)
+    assert "bytes_and_would_be" in told
+    assert float(mib) < 200, "pyarrow itself has 100"
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+def test_pages_are_what_the_footer_says(tmp_path, version, compression):
+    """Of files that pyarrow writes, with small pages, and headers of more than 512 bytes. A dictionary has own values."""
+    rows = [{"prompt": f"{at % 7}" * 900, "completion": str(at), "ids": [at] * (at % 5)} for at in range(3000)]
+    options = {"data_page_size": 2000, "data_page_version": version, "compression": compression}
+    path = bomb(tmp_path, "pages.parquet", pa.Table.from_pylist(rows), row_group_size=1000, **options)
+    for told, seen in zip(row_groups(path), row_groups(path, pages=True), strict=True):
+        assert (told.rows, told.stored) == (seen.rows, seen.stored)
+        assert all(a <= b <= 2 * a for a, b in zip(told.values, seen.values, strict=True))
+        assert seen.values[0] == told.values[0] + 7
+        # What is before compression has the headers in the footer's count.
+        assert told.plain == seen.plain
+    assert sum(map(len, ParquetStream(path))) == len(rows)
+
+
+def test_a_place_where_no_page_begins_is_an_error(tmp_path):
+    path = bomb(tmp_path, "page.parquet", pa.table({"prompt": ["a" * 99], "completion": ["b"]}), use_dictionary=False)
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + b"\xff" * 30 + data[34:])
+    with pytest.raises(ReadError, match="no page begins at byte 4"):
+        list(ParquetStream(path))
+
+
+@pytest.mark.parametrize("values", [1, 1000])
+def test_a_column_of_pages_without_values_is_an_error(tmp_path, values):
+    """A million headers in a small file would be read for nothing. Written by parquet.thrift."""
+    empty = b"\x15\x00" * 3 + b"\x2c\x15\x00\x00\x00"  # a data page of 0 bytes and 0 values
+    pages = empty * 3000
+    column = b"\x56" + zigzag(values) + b"\x16" + zigzag(1) + b"\x16" + zigzag(len(pages)) + b"\x26" + zigzag(4)
+    group = b"\x19\x1c\x3c" + column + b"\x00\x00\x26" + zigzag(1) + b"\x00"
+    footer = b"\x49\x1c" + group + b"\x00"
+    path = tmp_path / "pages.parquet"
+    path.write_bytes(b"PAR1" + pages + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    [told] = row_groups(path)
+    assert (told.rows, told.values, told.stored, told.plain) == (1, [values], [len(pages)], [1])
+    with pytest.raises(ValueError, match="more pages than values"):
+        list(row_groups(path, pages=True))
 
 
 def test_a_text_that_many_rows_share_is_held_once(tmp_path):

@@ -111,9 +111,10 @@ def _check_parquet(path: str, widths: Sequence[int] = ()) -> None:
     """Refuse what would not fit the memory, from what the file says of itself before a value is read.
 
     Args:
-        widths: bytes of each value of a column, 0 if they differ; a dictionary holds a wide value once.
+        widths: bytes of each value of a column, 0 if they differ; a dictionary holds a wide value once. Given, the
+            headers of all pages are looked at too.
     """
-    for number, group in enumerate(row_groups(path)):
+    for number, group in enumerate(row_groups(path, pages=bool(widths))):
         if min(group.values, default=-1) < group.rows:
             raise ValueError(f"row group {number} claims {group.rows} rows, and a column has fewer values")
         columns = zip(group.values, group.plain, widths or [0] * len(group.values), strict=True)
