@@ -342,7 +342,7 @@ def test_a_page_larger_than_its_footer_says_is_refused_before_it_is_unpacked(tmp
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 def test_pages_are_what_the_footer_says(tmp_path, version, compression):
-    """Of files that pyarrow writes, with small pages, and headers of more than 512 bytes. A dictionary has own values."""
+    """Of files of pyarrow, with small pages, and headers of more than 512 bytes. Dictionaries have values too."""
     rows = [{"prompt": f"{at % 7}" * 900, "completion": str(at), "ids": [at] * (at % 5)} for at in range(3000)]
     options = {"data_page_size": 2000, "data_page_version": version, "compression": compression}
     path = bomb(tmp_path, "pages.parquet", pa.Table.from_pylist(rows), row_group_size=1000, **options)
@@ -455,6 +455,76 @@ def test_columns_whose_values_multiply_are_refused_before_they_are_written_out(t
     if not is_read:
         with pytest.raises(FormatError, match=r"<table>:\d+: the columns.* become"):
             from_arrow(table)
+
+
+def saved(folder, table, state=None, name="data-00000-of-00001.arrow"):
+    """A folder as `datasets` saves it: a stream, and which files it has."""
+    folder.mkdir()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as stream:
+        stream.write_table(table)
+    state = {"_data_files": [{"filename": name}]} if state is None else state
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_saved_dataset_is_read_without_datasets(tmp_path):
+    table = pa.table({"prompt": ["a", "b"], "completion": ["c", "d"]})
+    folder = saved(
+        tmp_path / "saved", table, {"_data_files": [{"filename": "b.arrow"}, {"filename": "a.bin"}]}, "a.bin"
+    )
+    (folder / "b.arrow").write_bytes((folder / "a.bin").read_bytes())
+    (folder / "other.arrow").write_bytes(b"none of it")
+    found, modules = limited(
+        "print(sum(map(len, stream(sys.argv[1]))), 'datasets' in sys.modules)",
+        folder,
+    )
+    assert (found, modules) == ("4", "False")
+
+
+@pytest.mark.parametrize("name", ["data.arrow", "data.bin"])
+def test_a_saved_dataset_that_unpacks_beyond_measure_is_refused_before_it_is_unpacked(tmp_path, name):
+    """Whatever its files are called: those that are named are read."""
+    text = pa.table({"prompt": pa.array(["x" * (600 * MIB)])})
+    folder = saved(tmp_path / "saved", text, name=name)
+    assert (folder / name).stat().st_size < 1 << 17
+    code = (
+        "before = peak()\n"
+        "try: print(sum(map(len, stream(sys.argv[1]))))\n"
+        "except TracegradError as error: print(str(error).replace(' ', '_'))\n"
+        "print(peak() - before)"
+    )
+    told, mib = limited(code, folder)
+    assert "bytes_and_would_be" in told
+    assert float(mib) < 200
+
+
+def test_a_saved_dataset_whose_state_is_strange_is_an_error(tmp_path):
+    table = pa.table({"prompt": ["a"], "completion": ["b"]})
+    saved(tmp_path / "elsewhere", table)
+    strange = [
+        [],
+        {},
+        {"_data_files": None},
+        {"_data_files": ["a"]},
+        {"_data_files": [{}]},
+        {"_data_files": [{"filename": 3}]},
+        {"_data_files": [{"filename": "a\0b"}]},
+        {"_data_files": [{"filename": ""}]},
+        {"_data_files": [{"filename": ".."}]},
+        {"_data_files": [{"filename": "../elsewhere/data-00000-of-00001.arrow"}]},
+        {"_data_files": [{"filename": str(tmp_path / "elsewhere" / "data-00000-of-00001.arrow")}]},
+        {"_data_files": [{"filename": "missing.arrow"}]},
+        {"_data_files": [{"filename": "pipe"}]},
+        {"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]},
+    ]
+    for number, state in enumerate(strange):
+        folder = saved(tmp_path / f"{number}", table, state)
+        os.mkfifo(folder / "pipe")
+        with pytest.raises((FormatError, ReadError)) as caught:
+            read(folder)
+        assert str(folder) in str(caught.value), state
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from tracegrad.arrow_messages import messages
-from tracegrad.errors import ReadError, TracegradError
+from tracegrad.errors import FormatError, ReadError, TracegradError
 from tracegrad.footer import row_groups
+from tracegrad.plain_files import read_json, refuse_special
 from tracegrad.tables import ROWS, RowStream, check_batch, pyarrow
 
 # A batch may hold so many times its own bytes, and always so many, as may the records of a whole file.
@@ -77,6 +79,28 @@ def arrow_batches(path: str) -> Iterator[Any]:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ReadError(f"{path}: {error}. It cannot be read as Arrow. Write it again.") from None
+
+
+def saved_files(folder: str) -> list[str]:
+    """Return the Arrow files of a folder that `datasets` has saved, in their order.
+
+    Raises:
+        FormatError: if it is none, or names files that do not stand in it.
+    """
+    try:
+        state = read_json(Path(folder) / "state.json")
+        names = [file["filename"] for file in state["_data_files"]]
+        if state.get("_indices_data_files"):
+            raise ValueError("rows are chosen by an index, as old versions of datasets saved them")
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} stands elsewhere")
+        files = [os.path.join(folder, name) for name in names]
+        for file in files:
+            refuse_special(Path(file))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{error!r} in its state.json" if isinstance(error, (KeyError, TypeError, AttributeError)) else error
+        raise FormatError(f"{folder}: {why}. It cannot be read as a saved dataset. Save it again.") from None
+    return files
 
 
 def _cut(batch: Any, name: str) -> Iterator[Any]:

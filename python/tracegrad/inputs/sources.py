@@ -5,11 +5,9 @@ by `stream`.
 """
 
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tracegrad import _core, arrow_files, tables
@@ -243,24 +241,11 @@ def _rows_of(place: Place, options: Options) -> tables.RowStream:
         most = arrow_files.most_bytes(place.path)
         return tables.RowStream(arrow_files.arrow_batches(place.path), place.path, most=most, **told)
     if place.kind == "saved":
-        return tables.RowStream(tables.batches_of(_saved(place.path)), place.path, **told)
+        files = arrow_files.saved_files(place.path)
+        most = sum(map(arrow_files.most_bytes, files))
+        batches = itertools.chain.from_iterable(map(arrow_files.arrow_batches, files))
+        return tables.RowStream(batches, place.path, most=most, **told)
     return JsonRows(evals.samples(place.path), place.path, **told)
-
-
-def _saved(path: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ArgumentError(
-            f"{path}: {error}. It is a folder that `datasets` has saved. pip install datasets, or name the .arrow "
-            "files in it."
-        ) from error
-    try:
-        for file in sorted(Path(path).rglob("*.arrow")):
-            arrow_files.check_arrow(os.fspath(file))
-        return datasets.load_from_disk(path)
-    except (OSError, ValueError, FileNotFoundError) as error:
-        raise FormatError(f"{path}: {error}. It cannot be read as a saved dataset. Save it again.") from error
 
 
 def of_object(given: Any, options: Options) -> Source:
