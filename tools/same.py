@@ -113,32 +113,32 @@ def objectives(_: Path, __: argparse.Namespace) -> Found:
     import torch
 
     from tracegrad import presets
-    from tracegrad.objective import Terms
+    from tracegrad.objective import padded_loss
 
     rng = np.random.default_rng(0)
-    count = 64
-    draw = lambda: torch.from_numpy(rng.normal(-1.5, 0.5, count))  # noqa: E731
+    rows, length = 16, 12
+    draw = lambda: torch.from_numpy(rng.normal(-1.5, 0.5, (rows, length)))  # noqa: E731
     theta, old, rollout, ref = (draw() for _ in range(4))
-    entropy = draw().abs()
-    trace = torch.arange(count) // 8
-    terms = Terms(
-        old=old,
-        rollout=rollout,
-        ref=ref,
-        advantages=torch.from_numpy(rng.normal(size=8)).repeat_interleave(8),
-        scale=torch.full((count,), 1 / count, dtype=torch.float64),
-        trace=trace,
-    )
+    entropy, mask = draw().abs(), torch.arange(length) < torch.from_numpy(rng.integers(1, length + 1, rows))[:, None]
+    rollout[0, 0] = float("nan")
+    given = {
+        "mask": mask,
+        "advantages": torch.from_numpy(rng.normal(size=rows)),
+        "old": old,
+        "rollout": rollout,
+        "ref": ref,
+        "group": np.arange(rows) // 4,
+        "alpha": torch.full((rows, length), 0.5, dtype=torch.float64),
+    }
     for name in sorted(name for name in presets.__all__ if name.isupper()):
         leaves = [each.clone().requires_grad_() for each in (theta, entropy)]
         try:
-            loss = presets.find(name)(*leaves, terms).loss
+            loss = padded_loss(presets.find(name), leaves[0], entropy=leaves[1], **given).loss
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         except Exception as error:
             yield name, f"{type(error).__name__}: {error}"
             continue
-        told = [None if each is None else digest(each.numpy().tobytes()) for each in gradients]
-        yield name, [loss.item(), *told]
+        yield name, [loss.item(), *(None if each is None else digest(each.numpy().tobytes()) for each in gradients)]
 
 
 def trained(out: Path, _: argparse.Namespace) -> Found:
