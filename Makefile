@@ -132,13 +132,13 @@ fuzz-%: $(VENV)/dev  ## an hour of a fuzzer
 gpu-test:  ## tests/gpu and two rows on a CUDA device, with the Python that has torch: PYTHON=... make gpu-test
 	rm -rf out/gpu/1 && P=$(PYTHON) OUT=out/gpu/1 benches/gpu/call.sh 1
 
-gpu-rehearsal: $(VENV)/dev  ## both calls that are run on a GPU, on this CPU by the same code
+gpu-rehearsal: $(VENV)/dev  ## both calls that are run on a GPU, on this CPU by the same code: ENVIRONMENT=.venv-oldest
 	rm -rf out/gpu/rehearsal
-	for call in 1 2; do P=$(CURDIR)/$(BIN)/python REHEARSE=1 OUT=out/gpu/rehearsal/$$call benches/gpu/call.sh $$call || exit 1; done
+	for call in 1 2; do P=$(CURDIR)/$(or $(ENVIRONMENT),$(VENV))/bin/python REHEARSE=1 OUT=out/gpu/rehearsal/$$call benches/gpu/call.sh $$call || exit 1; done
 
 test-oldest: .venv-oldest/ready  ## the tests of what uses torch, under the oldest torch that is supported (Python 3.12)
 	$(TWO) .venv-oldest/bin/python -m pytest $(SPREAD) -m "not vllm and not gpu and not nightly" $(USES_TORCH)
-	$(MAKE) gpu-rehearsal BIN=.venv-oldest/bin
+	$(MAKE) gpu-rehearsal ENVIRONMENT=.venv-oldest
 
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python -m tracegrad.recipes.describe docs/losses.md
