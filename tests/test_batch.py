@@ -365,12 +365,15 @@ def test_packing_needs_no_torch():
 
 
 def test_a_trace_of_which_nothing_was_sampled_stands_beside_those_that_have_branches():
-    """The second of three records ends with the question; its neighbours are trained as if it were not there."""
+    """The second of three records ends with the question; its neighbours are trained as if it were not there.
+
+    Its branch has no token.
+    """
     model = tracegrad.Tokenizer.from_pretrained(Path(__file__).parents[1] / "examples" / "quickstart" / "model")
     ask, say = {"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"}
     records = [{"messages": turns, "reward": 1} for turns in ([ask, say], [ask], [ask, say])]
     found = tracegrad.align(tracegrad.read(records), model, text_only=True)
-    assert (found.traces, found.trace.tolist()) == (3, [0, 2])
+    assert (found.traces, found.trace.tolist(), np.diff(found.cu_seqlens).argmin()) == (3, [0, 1, 2], 1)
     [step] = pack(found, [1.0, 0.5, -1.0], token_budget=512)
     neighbours = tracegrad.align(tracegrad.read([records[0], records[2]]), model, text_only=True)
     [alone] = pack(neighbours, [1.0, -1.0], token_budget=512)

@@ -11,6 +11,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,26 @@ def prepared(example, traces, tmp_path):
 
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_trace_of_which_nothing_is_left_stands_between_those_that_are_trained(example, prepared, tmp_path):
+    """Its prompt has an id beyond the vocabulary. `prepare` refused all traces for the sake of one."""
+    ids = [[5, 6], [5, 99999], [5, 7], [99999]]
+    records = [
+        {"prompt_ids": prompt, "completion_ids": [8, 9], "logprobs": [-0.5, -0.25], "reward": row, "group": "a"}
+        for row, prompt in enumerate(ids)
+    ]
+    source = tmp_path / "t.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    prepared(source=source)
+    found = tg.Shards.open(tmp_path / "o").take(np.arange(4))
+    assert found.trace.tolist() == [0, 1, 2, 3]
+    assert np.diff(found.cu_seqlens).tolist() == [4, 0, 4, 0]
+    told = tg.align(tg.read(source), tg.Tokenizer.from_pretrained(example / "model"))
+    for s in (found, told):
+        [step] = tg.pack(s, [1.0, 2.0, -1.0, 3.0], token_budget=64)
+        assert sorted(step.trace.tolist()) == [0, 0, 2, 2]
+        assert step.batches[0].ids.tolist() == [5, 6, 8, 9, 5, 7, 8, 9]
 
 
 # --- where shards are cut ---

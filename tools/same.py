@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ QUICKSTART, IMAGES = ROOT / "examples" / "quickstart", ROOT / "examples" / "imag
 VOLATILE = {"seconds", "tokens_per_s", "commit", "version", "checkpoint", "device_idle", "bytes", "crc32"}
 """Keys whose values differ from run to run, or stand for the bytes of a file with such a value."""
 PLAIN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-SMALL = ["--train.max_steps", "8", "--train.epochs", "8", "--pack.step_groups", "6", "--train.eval_every", "0"]
+SMALL = ["--train.max_steps", "8", "--train.epochs", "8", "--pack.step_groups", "6"]
+RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 Found = Iterator[tuple[str, Any]]
 
 
-def tracegrad(*arguments: Any, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def tracegrad(*arguments: Any, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Run a command; what it prints comes back, whatever its exit status."""
-    command = [sys.executable, "-m", "tracegrad", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **PLAIN}, capture_output=True, text=True, check=False)
+    command = [sys.executable, *launcher, "-m", "tracegrad", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **PLAIN}, capture_output=True, text=True, check=False)
 
 
 def recordings() -> list[Path]:
@@ -156,12 +157,13 @@ def trained(out: Path, _: argparse.Namespace) -> Found:
         "adapters": [[*text, "--train.lora_rank", "4"]],
         "images": [images],
         "resumed": [[*text, "--train.max_steps", "4"], [*text, "--resume"]],
-        "two ranks": [[*text, "--ranks", "2"]],
+        "two ranks": [text],
     }
     for name, runs in variants.items():
         folder = out / name.replace(" ", "-")
         for run in runs:
-            done = tracegrad("train", *run, "--out", folder)
+            launcher = RANKS if name == "two ranks" else ()
+            done = tracegrad("train", *run, "--out", folder, launcher=launcher)
             if done.returncode:
                 yield f"{name}: failed", plain(re.sub(r"\d+\.\d+ s", "", done.stderr[-500:]), out)
         for key, value in files_of(folder, out) if folder.exists() else ():

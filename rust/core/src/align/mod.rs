@@ -62,6 +62,7 @@ use crate::error::{Kind, Result};
 use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
+use branch::Branch;
 use pictures::Keyed;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -95,6 +96,9 @@ pub fn align(
     for (row, ((trace, keyed), woven)) in given.iter().zip(woven).enumerate() {
         match woven {
             Ok(mut woven) => {
+                if woven.branches.is_empty() {
+                    woven.branches.push(Branch::default()); // of which nothing is left: traces stay in their order
+                }
                 aligned.images.push(*keyed, &mut woven.branches);
                 aligned.push(trace, woven, options, &mut groups, &mut branches);
             }

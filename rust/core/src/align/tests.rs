@@ -92,6 +92,13 @@ fn a_text_of_ids_that_the_model_lacks_is_left_out_as_a_whole() {
 }
 
 #[test]
+fn a_trace_of_which_nothing_is_left_keeps_its_place() {
+    let traces = [9, 99_999, 9].map(|id| trace(vec![sampled(&[10], Prompt::Ids(vec![id]))])).concat();
+    let found = align(&traces, &tokenizer(), None, Options::default()).unwrap();
+    assert_eq!((found.trace, found.cu_seqlens), (vec![0, 1, 2], vec![0, 2, 2, 4]));
+}
+
+#[test]
 fn what_the_reader_noticed_is_passed_on() {
     let mut generation = sampled(&[10], Prompt::Ids(vec![5]));
     generation.notes = vec![Note { reason: Reason::StreamIncomplete, count: 3, detail: "3 chunks are missing".into() }];
