@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import tracegrad as tg
 from tracegrad import prepare, shards
 from tracegrad.cli import main
 from tracegrad.config import Data, Map
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.prepare import MOST_SHARDFULS, shards_of
 from tracegrad.prepare import run as run_of_parts
 from tracegrad.prepare.place import Folder
@@ -75,6 +76,48 @@ def test_a_trace_of_which_nothing_is_left_stands_between_those_that_are_trained(
         [step] = tg.pack(s, [1.0, 2.0, -1.0, 3.0], token_budget=64)
         assert sorted(step.trace.tolist()) == [0, 0, 2, 2]
         assert step.batches[0].ids.tolist() == [5, 6, 8, 9, 5, 7, 8, 9]
+
+
+def places_of(value, place=()):
+    """Where a value of JSON holds others."""
+    yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from places_of(each, (*place, key))
+
+
+def with_value(value, place, new):
+    """A copy of JSON with one value replaced."""
+    if not place:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[place[0]] = with_value(value[place[0]], place[1:], new)
+    return copy
+
+
+def test_every_value_of_a_shards_names_that_is_of_another_kind_is_an_error(prepared, tmp_path):
+    """Sealed by the checksums of the manifest, as a forger would: an AttributeError stopped a fuzzer after minutes."""
+    prepared(shard_traces=100)
+    shard = tmp_path / "o" / "shard-00000"
+    told = json.loads((shard / "sequences.json").read_text())
+    places = [place for place in places_of(told) if place != ("drift", "server_profiles", "vllm")]
+    assert len(places) > 8
+    refused = 0
+    for place in places:
+        for new in (None, True, -1, 3, 1.5, "x", [], {}, [[]], [{}], {"a": []}, 1 << 70, "\ud800"):
+            data = json.dumps(with_value(told, place, new)).encode()
+            (shard / "sequences.json").write_bytes(data)
+            for path in (shard / "manifest.json", tmp_path / "o" / "manifest.json"):
+                manifest = json.loads(path.read_text())
+                files = manifest["files"] if "files" in manifest else manifest["shards"]["shard-00000"]["files"]
+                files["sequences.json"] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+                path.write_text(json.dumps(manifest))
+            try:
+                found = tg.Sequences.load(tmp_path / "o", verify=True)
+                assert found.traces == 24
+            except (FormatError, ReadError) as error:
+                refused += str(shard) in str(error)
+    assert refused > len(places) * 6
 
 
 # --- where shards are cut ---

@@ -125,8 +125,7 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
         names = {name: _names(table[name]) for name in NAMES}
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
         drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
-        profiles = table["drift"].get("server_profiles", {})  # not written by earlier versions
-        drift["server_profiles"] = {str(name): manifest.count(traces) for name, traces in profiles.items()}
+        drift["server_profiles"] = _counts(table["drift"].get("server_profiles", {}))  # later versions write it
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown, where it was not yet written
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         images = None
@@ -158,6 +157,12 @@ def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise TypeError("a list of names holds something else")
     return tuple(values)
+
+
+def _counts(values: Any) -> dict[str, int]:
+    if not isinstance(values, dict):
+        raise TypeError("counts stand under no names")
+    return {name: manifest.count(each) for name, each in values.items()}
 
 
 def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
