@@ -49,6 +49,11 @@ def recordings() -> list[Path]:
     return sorted([*named, QUICKSTART / "traces.jsonl.zst", IMAGES / "traces.jsonl.zst"])
 
 
+def model_of(path: Path) -> Path:
+    """The model that a recording is aligned with."""
+    return (IMAGES if path.parent == IMAGES else QUICKSTART) / "model"
+
+
 def plain(value: Any, out: Path) -> Any:
     """A value of JSON without what differs from run to run."""
     if isinstance(value, dict):
@@ -89,10 +94,9 @@ def prepared(out: Path, _: argparse.Namespace) -> Found:
     """Folders that `prepare` makes of every recording by one process, and of the largest by two."""
     cases = [(path, 1) for path in recordings()] + [(QUICKSTART / "traces.jsonl.zst", 2)]
     for number, (path, workers) in enumerate(cases):
-        model = IMAGES / "model" if path.parent == IMAGES else QUICKSTART / "model"
         folder = out / f"{number}"
-        given = [path, "--model", model, "--out", folder, "--workers", workers, "--on-error", "skip", "--lenient"]
-        done = tracegrad("prepare", *given)
+        given = [path, "--model", model_of(path), "--out", folder, "--workers", workers]
+        done = tracegrad("prepare", *given, "--on-error", "skip", "--lenient")
         name = f"{path.relative_to(ROOT)}, {workers} workers"
         yield f"{name}: says", [done.returncode, plain(done.stdout, folder), plain(done.stderr, folder)]
         for key, value in files_of(folder, folder) if folder.exists() else ():
@@ -102,8 +106,8 @@ def prepared(out: Path, _: argparse.Namespace) -> Found:
 def examined(_: Path, __: argparse.Namespace) -> Found:
     """What `doctor --json` says of every recording."""
     for path in recordings():
-        model = IMAGES / "model" if path.parent == IMAGES else QUICKSTART / "model"
-        done = tracegrad("doctor", path.relative_to(ROOT), "--model", model.relative_to(ROOT), "--json")
+        model = model_of(path).relative_to(ROOT)
+        done = tracegrad("doctor", path.relative_to(ROOT), "--model", model, "--json")
         found = json.loads(done.stdout) if done.stdout.startswith("{") else done.stdout + done.stderr
         yield str(path.relative_to(ROOT)), [done.returncode, found]
 

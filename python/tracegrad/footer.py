@@ -97,7 +97,7 @@ def _header(file: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
 
 def _struct(value: Any) -> dict[int, Any]:
     if not isinstance(value, dict):
-        raise ValueError("its footer lacks a part")
+        raise ValueError("its footer or a page lacks a part")
     return value
 
 
@@ -109,7 +109,7 @@ def _list(value: Any) -> list[Any]:
 
 def _number(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError("its footer lacks a count")
+        raise ValueError("its footer or a page lacks a count")
     return value
 
 

@@ -125,7 +125,7 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
         names = {name: _names(table[name]) for name in NAMES}
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
         drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
-        drift["server_profiles"] = _counts(table["drift"].get("server_profiles", {}))  # later versions write it
+        drift["server_profiles"] = _counts(table["drift"].get("server_profiles", {}))  # earlier versions lack it
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown, where it was not yet written
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         images = None

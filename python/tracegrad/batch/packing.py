@@ -220,7 +220,7 @@ def _measured(
     """Tokens laid out and terms of each branch; terms lost by trace, and which are too long; the traces that have a
     branch, and which of these each branch is of.
     """
-    # Arrays of others may have traces without a branch, and the core counts those that have one.
+    # Folders of earlier versions may end in traces without a branch; the core counts those that have one.
     present, place = np.unique(_contiguous(sequences.trace, np.int32), return_inverse=True)
     place = place.astype(np.int32)
     names = [sequences.trace_ids[row] for row in present] if sequences.trace_ids else []

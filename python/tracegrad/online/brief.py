@@ -50,7 +50,7 @@ class Brief:
             told = json.loads(held)
             online, play = Online(**told["online"]), Play(**told["play"])
             return cls(text(told["model"]), text(told["objective"]), online, play, dict(told["engine"]))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
                 f"{out / NAME}: not what a trainer writes ({str(error)[:80]!r}). What the run was told is not known. "
                 "Copy it again, or start the trainer again, which writes it anew."
