@@ -9,7 +9,10 @@ from typing import Any, Literal
 from tracegrad.config.mapping import Map
 from tracegrad.dotted import Scalar, split_names
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics.dashboards import DASHBOARDS
+
+
+DASHBOARDS = ("tensorboard", "wandb", "trackio")
+"""Where metrics may go beside metrics.jsonl."""
 
 
 @dataclass(frozen=True)

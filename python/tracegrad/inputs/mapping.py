@@ -17,7 +17,7 @@ from tracegrad.config import Map, nearest, split_names
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import chat, paths
 from tracegrad.inputs.sources import Made
-from tracegrad.sequence import LOGPROB_KINDS
+from tracegrad.codes import LOGPROB_KINDS
 from tracegrad.trace import Trace, of_json
 
 MOST_LOOKED, MOST_PATHS = 64, 2000

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
 from tracegrad import outputs
@@ -53,7 +53,7 @@ def write(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _collective(save, {**tensors, **state}, storage_writer=storage, ranks=ranks)
+            _collective(save_distributed, {**tensors, **state}, storage_writer=storage, ranks=ranks)
     except CheckpointException as error:
         raise _cause(error) from error
     if ranks.first:

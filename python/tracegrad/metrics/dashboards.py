@@ -30,7 +30,7 @@ def opened(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:
         out: folder of the run, which has its name on the dashboard. It keeps the id under which a resumed run goes on.
         config: options by dotted name, shown beside the curves.
     """
-    return [DASHBOARDS[name](out, config) for name in split_names(told)]
+    return [_SINKS[name](out, config) for name in split_names(told)]
 
 
 class TensorBoard:
@@ -114,7 +114,7 @@ class Trackio:
             self._run.finish()
 
 
-DASHBOARDS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
+_SINKS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,
