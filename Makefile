@@ -27,7 +27,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables prepared images bodies addresses scores
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
+.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -141,14 +141,12 @@ test-oldest: .venv-oldest/ready  ## the tests of what uses torch, under the olde
 	$(MAKE) gpu-rehearsal ENVIRONMENT=.venv-oldest
 
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
-	$(BIN)/python -m tracegrad.recipes.describe docs/losses.md
-	$(BIN)/python -m tracegrad.recipes.coming docs/coming-from.md
-	$(BIN)/python -m tracegrad.doctor docs/doctor.md
+	$(BIN)/python tools/generate_docs.py
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
 
-house: $(VENV)/dev  ## the picture of the rooms in DESIGN.md, from the imports
-	$(BIN)/python tests/picture.py docs/house.svg
+layout: $(VENV)/dev  ## the picture of the packages in DESIGN.md, from the imports
+	$(BIN)/python tools/draw_layout.py docs/layout.svg
 
 site: $(VENV)/dev  ## the pages of docs/ and of the public names in out/site, warnings being errors, links looked at
 	$(BIN)/python .ci/site/build.py out/site

@@ -21,11 +21,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 from clock import Allocated
-from tracegrad import config, presets
-from tracegrad.learner import train
-from tracegrad.learner.feed import Feed
-from tracegrad.learner.forecast import forecast
-from tracegrad.sequence import Sequences
+from tracegrad import config
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.objective import presets
+from tracegrad.trainer import train
+from tracegrad.trainer.resource_estimate import forecast
+from tracegrad.trainer.steps import Feed
 
 HEADER = "| `train.memory` | steps, tokens | peak, predicted | counted | ratio | a step, at least | taken | ratio |"
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tracegrad import policy
-from tracegrad.batch import Batch, pack
-from tracegrad.kernels.head import token_logprobs
-from tracegrad.sequence import Sequences
+from tracegrad import model as policy
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.model.lm_head import token_logprobs
+from tracegrad.packing import Batch, pack
 
 
 def sequences(shared: int) -> Sequences:

@@ -21,9 +21,9 @@ from typing import IO
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"
 READER = """
 import resource, sys
-from tracegrad.inputs import stream
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.alignment import align
+from tracegrad.data import stream
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.alignment.align import align
 tokenizer = Tokenizer.from_pretrained(sys.argv[1]) if len(sys.argv) > 1 else None
 traces = stream("-")
 tokens = 0
@@ -36,7 +36,7 @@ print(report.traces, report.tokens, report.bytes, tokens, resource.getrusage(res
 
 def lines() -> bytes:
     """The example's records as JSONL."""
-    from tracegrad.inputs import read
+    from tracegrad.data import read
 
     return b"".join(trace.record + b"\n" for trace in read(EXAMPLE / "traces.jsonl.zst"))
 

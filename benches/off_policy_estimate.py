@@ -6,7 +6,7 @@ The bundled model at temperature 1 is the policy that is recorded. The policies 
 lower temperatures, which are ever surer of the same answers, as a policy is that trains on its own successes.
 
 - For each seed the recorded policy plays `--groups` fresh prompts eight times: 16 are what a run of the bundled example
-  holds out. `learner.estimate` says from the logprobs what the success of each policy is, and whether that is known.
+  holds out. `trainer.estimate` says from the logprobs what the success of each policy is, and whether that is known.
 - The truth is the success of `--episodes` episodes that the policy plays itself.
 
 It prints how many estimates are known and how many of these have the truth in their interval, by policy and over all.
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tracegrad import learner
+from tracegrad import trainer
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -96,7 +96,7 @@ def main() -> None:
         for seed in range(options.seeds):
             own = slice(seed * options.groups * GROUP_SIZE, (seed + 1) * options.groups * GROUP_SIZE)
             given = total[policy, own], total[0, own], np.arange(own.stop - own.start), rewards[own], group[own]
-            rows.append({"temperature": temperature, "truth": truth, "seed": seed, **learner.estimate(*given).row()})
+            rows.append({"temperature": temperature, "truth": truth, "seed": seed, **trainer.estimate(*given).row()})
     told = {"command": f"python benches/off_policy_estimate.py --out {options.out}", "estimates": rows}
     options.out.write_text(json.dumps(told, indent=1) + "\n")
     print(f"{table(rows)}\n{time.process_time() - began:.0f} s of CPU time")

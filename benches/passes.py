@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 import tracegrad as tg
-from tracegrad import learner, presets
-from tracegrad.algebra import Importance, Objective, Ratio
+from tracegrad import trainer
 from tracegrad.config import load
-from tracegrad.learner.checkpoint import list_checkpoints
+from tracegrad.objective import Importance, Objective, Ratio, presets
+from tracegrad.trainer.checkpoint import list_checkpoints
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -62,7 +62,7 @@ def run(name: str, seed: int, sequences: tg.Sequences, prompts: int) -> dict:
     config = load(QUICKSTART / "run.toml", [*changes, ("train.updates_per_old", arm.every)])
     with tempfile.TemporaryDirectory() as folder:
         told = {"objective": arm.objective, "config": config, "out": folder, "tokenizer": QUICKSTART / "model"}
-        done = learner.train(sequences, model, **told, sinks=(), say=lambda _: None)
+        done = trainer.train(sequences, model, **told, sinks=(), say=lambda _: None)
         places = list_checkpoints(Path(folder))
         after = [rollout.success(*rollout.load(place), prompts, seed)[0] for place in places]
     names = ("step", "off_policy_value", "off_policy_value_low", "off_policy_value_high", "off_policy_value_ess")

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tracegrad.algebra import Clamp, Gate, Level, Ratio, Weight
-from tracegrad.correction import correct
+from tracegrad.objective import Clamp, Gate, Level, Ratio, Weight
+from tracegrad.objective.correction import correct
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 MISMATCH = Ratio("old", "rollout")

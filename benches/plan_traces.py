@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tracegrad import manifest, shards, trace_columns
+from tracegrad.alignment import store
+from tracegrad.storage import manifest, safetensors_file
 
 SHARD = 4096
 GROUP = 8
@@ -30,7 +31,7 @@ def made(folder: Path, traces: int) -> None:
         count = len(rows)
         terms = np.minimum(rng.lognormal(6, 1, count) + 1, 30_000).astype(np.int32)
         group = (rows // GROUP).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        columns = {name: np.zeros(count, kind) for name, kind in trace_columns.COLUMNS.items()}
+        columns = {name: np.zeros(count, kind) for name, kind in store.TRACE_COLUMNS.items()}
         columns |= {"group": np.stack([group, ~group], 1), "trace": np.stack([rows, rows], 1).astype(np.uint64)}
         columns |= {"terms": terms, "known": terms, "tokens": terms + 300, "longest": terms + 300}
         columns |= {"branches": np.ones(count, np.int32), "turns": np.ones(count, np.int32)}
@@ -38,19 +39,20 @@ def made(folder: Path, traces: int) -> None:
         columns |= {"logprob_kind": np.full(count, 2, np.uint8), "ending": np.ones(count, np.uint8)}
         place = folder / manifest.shard_name(number)
         place.mkdir(parents=True)
-        told = {"format": trace_columns.FORMAT, "reward_names": '["reward"]'}
-        written = shards.write(place / trace_columns.NAME, columns, told)
+        told = {"format": store.FORMAT, "reward_names": '["reward"]'}
+        written = safetensors_file.write(place / store.NAME, columns, told)
         totals = {name: int(columns[name].sum(dtype=np.int64)) for name in ("branches", "tokens", "terms")}
-        manifest.write(place, {"traces": count, **totals}, {trace_columns.NAME: written})
+        manifest.write(place, {"traces": count, **totals}, {store.NAME: written})
     manifest.seal(folder)
 
 
 def planned(folder: str, ranks: int, rank: int) -> None:
     """One rank: opens, compares, cuts."""
     began = time.perf_counter()
-    from tracegrad import config, presets
-    from tracegrad.catalog import Shards
-    from tracegrad.learner.feed import Feed
+    from tracegrad import config
+    from tracegrad.objective import presets
+    from tracegrad.trainer.dataset import Shards
+    from tracegrad.trainer.steps import Feed
 
     imported, before = time.perf_counter(), _status("VmRSS")
     opened = Shards.open(folder)

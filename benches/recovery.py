@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.codes import TIERS
-from tracegrad.inputs import read
-from tracegrad.recover import recover_ids
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces
+from tracegrad.alignment.align import recover_ids
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data import read
+from tracegrad.data.codes import TIERS
+from tracegrad.data.trace import Traces
 
 ROOT = Path(__file__).parent.parent
 MARK = "<!-- recovery: python benches/recovery.py -->"

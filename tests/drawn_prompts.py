@@ -2,7 +2,7 @@
 
 import random
 
-from tracegrad.sync import canary
+from tracegrad.weight_sync import probe_requests
 
 
 def drawn(ids, seed, length=192):
@@ -12,9 +12,11 @@ def drawn(ids, seed, length=192):
 
 async def ask(servers, *prompts, salt=None, **told):
     """What each server samples after each prompt; `number` is the prompt's."""
-    probes = [canary.Probe(canary.COMPLETIONS, {"prompt": ids, "max_tokens": 8, **told}) for ids in prompts]
+    probes = [
+        probe_requests.Probe(probe_requests.COMPLETIONS, {"prompt": ids, "max_tokens": 8, **told}) for ids in prompts
+    ]
     return [
-        await canary.ask_one(servers, url, probe, number, salt)
+        await probe_requests.ask_one(servers, url, probe, number, salt)
         for url in servers.ready
         for number, probe in enumerate(probes)
     ]

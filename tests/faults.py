@@ -95,9 +95,9 @@ def forked(work: Any, folder: Path, last: int | None) -> tuple[int, int]:
 def prepares(out: Path, **cut: int) -> tuple[Any, Any, Any]:
     """Preparing 24 traces in three shards; what is refused before it is whole; the bytes it comes to."""
     from tracegrad import prepare
+    from tracegrad.alignment.sequences import Sequences
     from tracegrad.config import Data
     from tracegrad.errors import ReadError
-    from tracegrad.sequence import Sequences
 
     example = Path(__file__).parent.parent / "examples" / "quickstart"
 
@@ -124,7 +124,7 @@ def trains(out: Path) -> tuple[Any, Any, Any]:
 
     import killed
     from tiny import sampled, tiny_model
-    from tracegrad.sequence import Sequences
+    from tracegrad.alignment.sequences import Sequences
 
     torch.set_num_threads(1)
     if os.fork() == 0:  # this process runs no model: what it forks must find torch as it was imported

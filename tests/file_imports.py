@@ -1,9 +1,10 @@
-"""Which file of the sources imports which, and the circles among them; test_house.py asks.
+"""Which file of the sources imports which, and the circles among them; test_layers.py asks.
 
 Rust: a file imports the file in which one of its paths ends, in a `use` or in code: `crate::a::b::C` ends in a/b.rs,
 `super::C` in the mod.rs above. A `mod b;` alone imports nothing. `pub use b::C` imports b.rs as any other `use`: a b.rs
 that takes something from that mod.rs is in a circle. What stands under `#[cfg(test)]` is not read; a method that is
-called on a value is no import. Python: every import statement, also within a function or for types alone.
+called on a value is no import. Python: every import statement, also within a function, but none for types alone
+(`if TYPE_CHECKING:`).
 """
 
 import ast
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 Imports = dict[str, set[str]]
+DESIGN = Path(__file__).parent.parent / "DESIGN.md"
 NOT_CODE = re.compile(
     r"//[^\n]*|/\*.*?\*/"
     r"""|b?r(?P<marks>\#*)".*?"(?P=marks)|b?"(?:\\.|[^"\\])*"|b?'(?:\\.[^'\n]*|[^'\\\n])'""",
@@ -21,6 +23,27 @@ FOR_TESTS = re.compile(r"^( *)#\[cfg\(test\)\][^{;]*(;|\{.*?^\1\})", re.DOTALL |
 WITHIN = re.compile(r"^( *)(?:pub\S* )?mod (\w+) \{(.*?)^\1\}", re.DOTALL | re.MULTILINE)
 USE = re.compile(r"\buse\s+([^;]+);")
 PATH = re.compile(r"(?<![\w:])(?<!pub\(in )[a-z_]\w*(?:::\w+)+")
+
+
+def package_order() -> list[list[str]]:
+    """The packages of `tracegrad`, bottom up, from the table of DESIGN.md; those of a row do not import each other."""
+    rows = re.findall(r"^\| \d+ \| ([^|]+) \|", DESIGN.read_text(), re.MULTILINE)
+    return [re.findall(r"`(\w+)`", row) for row in rows]
+
+
+def package_of(path: str) -> str:
+    """The package, or the module at the top, that holds a path beneath `tracegrad`."""
+    return Path(path).parts[0].removesuffix(".py")
+
+
+def upward(imports: Imports) -> Iterator[str]:
+    """The imports of a package that does not stand below the importing one."""
+    place = {name: number for number, row in enumerate(package_order()) for name in row}
+    for path, others in sorted(imports.items()):
+        for other in sorted(others):
+            here, there = package_of(path), package_of(other)
+            if here != there and place[there] >= place[here]:
+                yield f"{path} imports {other}"
 
 
 def rust_imports(root: Path) -> Imports:
@@ -93,7 +116,7 @@ def python_imports(package: Path) -> Imports:
     imports: Imports = {}
     for path in files.values():
         named: set[tuple[str, ...]] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _run(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 named |= {tuple(alias.name.split(".")) for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -102,6 +125,14 @@ def python_imports(package: Path) -> Imports:
         ends = {files[parts] for parts in named if parts in files}
         imports[str(path.relative_to(package))] = {str(end.relative_to(package)) for end in ends - {path}}
     return imports
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree that are not for types alone."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from _run(child)
 
 
 def circles(imports: Imports) -> list[str]:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from tiny import VOCABULARY
-from tracegrad import policy
-from tracegrad.algebra import Objective
-from tracegrad.batch import Batch, Step
-from tracegrad.learner.step import detached
-from tracegrad.sequence import Sequences
+from tracegrad import model as policy
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.objective import Objective
+from tracegrad.packing import Batch, Step
+from tracegrad.trainer.step import detached
 
 NAN = float("nan")
 

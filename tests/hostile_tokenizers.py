@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from tracegrad import _core
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.errors import TracegradError
-from tracegrad.tokenizer import Tokenizer
 
 CPU_S, SPACE = 60, 6 << 30
 

@@ -17,9 +17,11 @@ def main(model, out):
 
     import online
     import tracegrad as tg
-    from tracegrad import sync
-    from tracegrad.online import Online, Play, SyncFault, serve, ways
-    from tracegrad.rollout import engine, inside
+    from tracegrad import weight_sync
+    from tracegrad.online import Online, Play, SyncFault
+    from tracegrad.online import servers as serve
+    from tracegrad.online import servers as ways
+    from tracegrad.rollout import in_process
 
     torch.set_num_threads(1)
     found = {}
@@ -40,7 +42,7 @@ def main(model, out):
             sinks=(),
         )
 
-    real, made = engine.Engine, []
+    real, made = in_process.Engine, []
 
     def once(model, arguments):
         """One engine for all runs: it takes a minute to start."""
@@ -49,19 +51,19 @@ def main(model, out):
             made[0].close = lambda: None
         return made[0]
 
-    engine.Engine = once
+    in_process.Engine = once
     for steps_ahead, ids in ((0, "chat"), (1, "chat"), (0, "tokens")):
         rows = run(f"quiet-{steps_ahead}-{ids}", ids, steps_ahead=steps_ahead).rows
         keys = ("sync_terms", "sync_max", "sync_pause", "tokens_lost", "trajectories_failed", "reward")
         found[f"quiet {steps_ahead} {ids}"] = [{key: row[key] for key in keys} for row in rows]
-    ways.File = lambda servers, folder: sync.File(servers, folder, clear_cache=False)
+    ways.File = lambda servers, folder: weight_sync.File(servers, folder, clear_cache=False)
     try:
         found["stale"] = [row["sync_max"] for row in run("stale", steps_ahead=0, steps=6).rows]
     except SyncFault as error:
         found["stale"] = str(error)
 
     async def asked():
-        async with inside.Inside(made[0], model=serve.NAME) as servers:
+        async with in_process.Inside(made[0], model=serve.NAME) as servers:
             for name, work in (("sleep", servers.sleep()), ("wake", servers.wake()), ("where", servers.where("s"))):
                 found[name] = str((await asyncio.gather(work, return_exceptions=True))[0])
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -73,9 +75,9 @@ def main(model, out):
             await asyncio.sleep(1.0)
             found["left"] = len(made[0]._answers)
             found["after"] = (await servers.chat(body, session="s"))["choices"][0]["finish_reason"]
-            wrong = await servers.ask(inside.HERE, "/v1/chat/completions", {"messages": 3, "model": "policy"})
+            wrong = await servers.ask(in_process.HERE, "/v1/chat/completions", {"messages": 3, "model": "policy"})
             found["wrong"] = [wrong.status, wrong.words]
-            other = await servers.ask(inside.HERE, "/v1/chat/completions", {**body, "model": "another"})
+            other = await servers.ask(in_process.HERE, "/v1/chat/completions", {**body, "model": "another"})
             found["other"] = [other.status, other.words]
 
     asyncio.run(asked())

@@ -19,8 +19,8 @@ import torch
 
 from ranks import told, vector
 from tiny import sampled, tiny_model
-from tracegrad import presets
-from tracegrad.learner import checkpoint, train
+from tracegrad.objective import presets
+from tracegrad.trainer import checkpoint, train
 
 
 def run(out: Path, traces: Any, resume: bool) -> None:
@@ -56,7 +56,7 @@ def main(out: Path, kills: int) -> int:
         sampled(tiny_model()).save(recorded)
         os._exit(0)
     os.wait()
-    from tracegrad.sequence import Sequences
+    from tracegrad.alignment.sequences import Sequences
 
     traces = Sequences.load(recorded)
     began = time.perf_counter()

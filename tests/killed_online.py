@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart")
 import torch
 
 import tracegrad as tg
+from collect_run import questions
 from policy_server import MODEL, PolicyServer
 from stand_in import free_port
-from test_online import CONFIG, questions, split
-from tracegrad.online.frames import Follower
-from tracegrad.online.ledger import Ledger
-from tracegrad.online.link import Link
+from test_online import CONFIG, split
+from tracegrad.online.buffer import Follower, Ledger
+from tracegrad.online.server_pool import Link
 
 GROUPS = CONFIG.pack.step_groups
 BOOT_S = 1.5
@@ -61,7 +61,12 @@ class Killed:
         config = tg.config.update(CONFIG, [("checkpoint.every", 2)])
         steps = self.plan["steps"]
         options = split(steps=steps, steps_ahead=1, max_tokens=6)
-        told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [self.url], "out": self.out / "run"}
+        told = {
+            "objective": tg.presets.DAPO_DIRECT,
+            "config": config,
+            "servers": [self.url],
+            "out": self.out / "run",
+        }
         opened = Link.__enter__
 
         def opens(link: Link) -> Link:

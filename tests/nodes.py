@@ -22,11 +22,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import forked, joined, told, vector
 from tiny import sampled, tiny_model
-from tracegrad import addresses, presets
-from tracegrad.algebra import with_kl
-from tracegrad.learner import run as run_module
-from tracegrad.learner import train
-from tracegrad.learner.adapters import with_adapters
+from tracegrad.objective import presets, with_kl
+from tracegrad.storage import remote
+from tracegrad.trainer import train
+from tracegrad.trainer import trainer as run_module
+from tracegrad.trainer.lora import with_adapters
 
 BUCKET = "s3://runs"
 QUICK: dict[str, Any] = {"checkpoint__every": 1, "train__epochs": 1, "parallel__mode": "fsdp", "train__timeout": 60.0}
@@ -64,7 +64,7 @@ def fail() -> None:
     raise ZeroDivisionError("of somebody's own")
 
 
-STEP, SEND = (run_module, "optimizer_step"), (addresses, "upload")
+STEP, SEND = (run_module, "optimizer_step"), (remote, "upload")
 FAULTS: dict[str, tuple[int, Any, int, Callable[[], None]]] = {
     "killed in a step": (1, STEP, 3, die),
     "killed while sending": (1, SEND, 6, die),

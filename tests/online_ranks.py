@@ -16,9 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
 
 import tracegrad as tg
+from collect_run import questions
 from policy_server import MODEL
 from ranks import forked, joined
-from test_online import CONFIG, questions, split
+from test_online import CONFIG, split
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "quiet": ("fsdp", {"steps_ahead": 1, "steps": 3}),
@@ -44,7 +45,12 @@ def case(name: str, url: str, out: Path) -> dict[str, Any]:
         message = await policy.chat(task["prompt"])
         return -float(len(message["content"] or "")) / 10
 
-    told: dict[str, Any] = {"objective": tg.presets.DAPO_DIRECT, "config": config(name), "servers": [url], "out": out}
+    told: dict[str, Any] = {
+        "objective": tg.presets.DAPO_DIRECT,
+        "config": config(name),
+        "servers": [url],
+        "out": out,
+    }
     options = split(**CASES[name][1])
     tasks = iter(questions(count=3)) if name == "tasks" else questions(count=50)
     try:

@@ -16,8 +16,9 @@ async def answers(task, policy):
 
 def main():
     import tracegrad as tg
+    from collect_run import questions
     from policy_server import MODEL
-    from test_online import CONFIG, questions, split
+    from test_online import CONFIG, split
 
     url, out, steps, *resume = sys.argv[1:]
     config = tg.config.update(CONFIG, [("checkpoint.every", 2)])

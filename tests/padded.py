@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracegrad.algebra import Objective
-from tracegrad.correction import Corrected
-from tracegrad.objective import PerTerm
-from tracegrad.objective import terms_of as objective_terms
+from tracegrad.objective import Objective
+from tracegrad.objective.correction import Corrected
+from tracegrad.objective.torch_loss import PerTerm
+from tracegrad.objective.torch_loss import terms_of as objective_terms
 
 NAN = float("nan")
 LOGPROBS = ("logprobs", "old", "rollout", "ref")

@@ -19,8 +19,8 @@ from transformers.utils import chat_template_utils
 
 from test_template import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, _as_servers_do, pinned
 from test_template_expressions import EXPRESSIONS
+from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TracegradError
-from tracegrad.tokenizer import Template
 
 BEGIN, END = "<!-- made by tests/parity_templates.py -->", "<!-- end of what it made -->"
 # DeepSeek's, Llama's and others print a date: pinned on both sides.

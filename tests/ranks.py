@@ -27,17 +27,16 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import VOCABULARY, sampled, tiny_model
-from tracegrad import config, presets
-from tracegrad.algebra import Clamp, Entropy, Gate, Level, Penalty, Ratio, Reduce, Weight, with_kl
-from tracegrad.batch import Step, pack
-from tracegrad.catalog import Shards
+from tracegrad import config
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.learner import train
-from tracegrad.learner.adapters import with_adapters
-from tracegrad.learner.parallel import Placed, Policy, placed, prepare, whole
-from tracegrad.learner.ranks import Ranks
-from tracegrad.learner.step import measure, optimizer_step
-from tracegrad.sequence import Sequences
+from tracegrad.objective import Clamp, Entropy, Gate, Level, Penalty, Ratio, Reduce, Weight, presets, with_kl
+from tracegrad.packing import Step, pack
+from tracegrad.trainer import train
+from tracegrad.trainer.dataset import Shards
+from tracegrad.trainer.distributed import Placed, Policy, Ranks, placed, prepare, whole
+from tracegrad.trainer.lora import with_adapters
+from tracegrad.trainer.step import measure, optimizer_step
 
 _PER_TRACE = Reduce("trace", "mean")
 _MISMATCH = Ratio("old", "rollout")
@@ -393,7 +392,7 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
     """What each of two ranks says: of a bare model, of gathered parameters after a measurement, and of lost memory."""
     from torch.distributed.tensor import DTensor
 
-    import tracegrad.learner.run as run
+    import tracegrad.trainer.trainer as run
 
     joined(port, ranks, rank)
     [step, *_] = steps_of(0, presets.DAPO, ranks, rank)
@@ -424,7 +423,7 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
 
 def raising_main(port: int, ranks: int, rank: int, out: Path) -> None:
     """What each of two ranks says of an error of a stranger's that the second meets alone."""
-    import tracegrad.learner.run as run
+    import tracegrad.trainer.trainer as run
 
     joined(port, ranks, rank)
     run.optimizer_step = Failing(rank, ZeroDivisionError("of somebody's own"))

@@ -20,13 +20,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import forked, joined, told
 from tiny import sampled, tiny_model
-from tracegrad import advantage, presets
-from tracegrad.algebra import with_kl
-from tracegrad.batch import Step, pack
-from tracegrad.learner import Run
-from tracegrad.learner.parallel import whole
-from tracegrad.learner.ranks import Ranks
-from tracegrad.sequence import Sequences
+from tracegrad import advantage
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.objective import presets, with_kl
+from tracegrad.packing import Step, pack
+from tracegrad.trainer import Run
+from tracegrad.trainer.distributed import Ranks, whole
 
 OBJECTIVE = with_kl(presets.DAPO, 0.05)
 MODES = {"fsdp": {"parallel__mode": "fsdp"}, "ddp": {"parallel__mode": "ddp"}}

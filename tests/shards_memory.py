@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tracegrad import manifest, store
-from tracegrad.sequence import Sequences
+from tracegrad.alignment import store
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.storage import manifest
 
 TRACES, LENGTH, TERMS, GROUP, VOCABULARY = 800, 2000, 24, 8, 48
 
@@ -54,10 +55,11 @@ def status(name: str) -> int:
 def main() -> None:
     folder, count, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     size = made(folder / "data", count)
-    from tracegrad import config, presets
-    from tracegrad.catalog import Shards
-    from tracegrad.learner import train
-    from tracegrad.learner.feed import Feed
+    from tracegrad import config
+    from tracegrad.objective import presets
+    from tracegrad.trainer import train
+    from tracegrad.trainer.dataset import Shards
+    from tracegrad.trainer.steps import Feed
 
     told = config.load(overrides=[("pack.token_budget", 512), ("pack.step_groups", 16), ("train.epochs", 2)])
     told = config.update(told, [("train.updates_per_old", 2), ("terms.megabytes", 4)])

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from test_ranks import told  # noqa: E402
+from test_ranks import told
 
 SCRIPT = Path(__file__).parent / "accelerated.py"
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]

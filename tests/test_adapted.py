@@ -13,19 +13,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file, save_file
 
-from policy_server import MODEL, PolicyServer  # noqa: E402
-from test_loop import assert_same, told  # noqa: E402
-from test_online import CONFIG as PLAYED  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import config, learner, online, presets  # noqa: E402
-from tracegrad.algebra import with_kl  # noqa: E402
-from tracegrad.cli import main  # noqa: E402
-from tracegrad.errors import ArgumentError, ReadError, ServerError  # noqa: E402
-from tracegrad.learner.adapted import load_model, merge_adapters  # noqa: E402
-from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.forecast import forecast  # noqa: E402
+from policy_server import MODEL, PolicyServer
+from test_loop import assert_same, told
+from test_online import CONFIG as PLAYED
+from tiny import sampled, tiny_model
+from tracegrad import config, online, trainer
+from tracegrad.cli import main
+from tracegrad.errors import ArgumentError, ReadError, ServerError
+from tracegrad.objective import presets, with_kl
+from tracegrad.trainer.lora import load_model, merge_adapters
+from tracegrad.trainer.resource_estimate import forecast
+from tracegrad.trainer.steps import Feed
 
 LORA = {"train__epochs": 1, "optimizer__lr": 5e-2}
 
@@ -52,7 +52,7 @@ def trained(traces, tmp_path_factory):
 def train(traces, model, out, *, objective=presets.DAPO, tokenizer=None, say=lambda _: None, **changes):
     chosen = told(**{**LORA, **changes})
     given = {"tokenizer": tokenizer, "sinks": (), "say": say}
-    return learner.train(traces, model, objective=objective, out=out, config=chosen, **given)
+    return trainer.train(traces, model, objective=objective, out=out, config=chosen, **given)
 
 
 def theirs(checkpoint):
@@ -128,7 +128,7 @@ def test_an_online_run_starts_from_adapters(tmp_path):
     async def agent(task, policy):
         return -float(len((await policy.chat(task["prompt"]))["content"] or "")) / 10
 
-    from test_online import questions
+    from collect_run import questions
 
     chosen = config.update(PLAYED, [("train.lora_rank", 4), ("optimizer.lr", 5e-2)])
     plain = config.update(chosen, [("train.lora_rank", 0)])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tracegrad import presets
-from tracegrad.algebra import (
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     Adapt,
     Budget,
     Clamp,
@@ -28,9 +28,9 @@ from tracegrad.algebra import (
     Window,
     override,
     override_all,
+    presets,
     with_kl,
 )
-from tracegrad.errors import ArgumentError
 
 MISMATCH = Ratio("old", "rollout")
 OLD, DIRECT = Ratio("theta", "old"), Ratio("theta", "rollout")

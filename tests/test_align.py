@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.codes import ENDINGS
+from tracegrad.data.codes import ENDINGS
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"
 NAN = float("nan")

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import tracegrad as tg
 from oracle import Oracle, shown
 from test_align_laws import QUIET, trace, turns
-from tracegrad.recover import recover_ids
+from tracegrad.alignment.align import recover_ids
 from vocabulary import EXAMPLE, align, ids_of, load, model, reasons, record, said, trained, user
 
 CHATML = (EXAMPLE / "chat_template.jinja").read_text()

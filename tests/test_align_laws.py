@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tracegrad as tg
+from tracegrad.alignment.align import recover_ids
 from tracegrad.doctor import lag_test
-from tracegrad.recover import recover_ids
 from vocabulary import EXAMPLE, align, load, record, said, user
 
 EOS = 2

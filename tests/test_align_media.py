@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import tracegrad as tg
 from spoil import MODEL, diagnosed, names, recorded, spoiled
 from test_align_laws import QUIET
-from tracegrad.account import Account
+from tracegrad.prepare.summary import Account
 from vocabulary import align, ids_of, load, model, reasons, record, said, trained, user
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}

@@ -56,7 +56,7 @@ def test_a_rendered_token_that_is_several_sampled_ones_is_masked_and_strict_mask
     assert summed.rollout_logprobs[summed.trainable][start] == pytest.approx(expected, abs=1e-6)
 
 
-def test_case_28_in_align_mode_only_the_changed_interval_is_masked(family):  # noqa: F811
+def test_case_28_in_align_mode_only_the_changed_interval_is_masked(family):
     tokenizer = family("qwen2_5")
     sampled = '<tool_call>\n{"name": "look", "arguments": {"a":1}}\n</tool_call><|im_end|>'
     found = align(tokenizer, tool_turn(tokenizer, sampled), mode="align", strict=False)
@@ -68,14 +68,14 @@ def test_case_28_in_align_mode_only_the_changed_interval_is_masked(family):  # n
     assert "R13" in reasons(found)
 
 
-def test_case_33_in_align_mode_trimmed_tokens_have_no_place(family):  # noqa: F811
+def test_case_33_in_align_mode_trimmed_tokens_have_no_place(family):
     tokenizer = family("llama3")
     sampled = ids_of(tokenizer, "\n\nred lamp<|eot_id|>")
     found = align(tokenizer, record(user("q"), said("\n\nred lamp", sampled)), mode="align", strict=False)
     assert text(tokenizer, trained(found)) == "red lamp<|eot_id|>"
 
 
-def test_case_08_a_harmony_tool_call_is_exact_when_spliced_and_its_drift_is_named_when_rendered(family):  # noqa: F811
+def test_case_08_a_harmony_tool_call_is_exact_when_spliced_and_its_drift_is_named_when_rendered(family):
     tokenizer = family("gptoss")
     sampled = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
     sampled += '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"a":1}<|call|>'

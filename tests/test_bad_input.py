@@ -12,9 +12,9 @@ import zstandard
 
 from peak import PEAK
 from test_trace import line, save
+from tracegrad.data import read, stream
+from tracegrad.data.trace import Traces, write
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.inputs import read, stream
-from tracegrad.trace import Traces, write
 
 BAD = {
     "not_json": (b"hello", "not JSON"),
@@ -121,7 +121,7 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path):
 
 def test_a_file_streams_in_bounded_memory(tmp_path):
     code = PEAK + (
-        "import sys; from tracegrad.inputs import stream\n"
+        "import sys; from tracegrad.data import stream\n"
         "before = peak()\n"
         "count = sum(len(part) for part in stream(sys.argv[1], batch=64, chunk_bytes=1 << 20))\n"
         "print(count, int(peak() - before))"
@@ -141,7 +141,7 @@ def test_a_limit_stops_before_a_later_bad_record(tmp_path):
 
 def test_a_full_disk_is_one_clear_error_and_leaves_no_half_file(tmp_path):
     code = (
-        "import resource, sys; from tracegrad.trace import Traces, write\n"
+        "import resource, sys; from tracegrad.data.trace import Traces, write\n"
         "traces = Traces.from_records([{'messages': [{'role': 'user', 'content': 'x' * 100_000}]}])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "try: write(traces, sys.argv[1])\n"

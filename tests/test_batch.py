@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracegrad
-from tracegrad.algebra import Reduce
-from tracegrad.batch import Batch, Step, TooLong, Totals, pack
-from tracegrad.batch.step import Skipped
-from tracegrad.correction import Corrected
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
-from tracegrad.sequence import Sequences
+from tracegrad.objective import Reduce
+from tracegrad.objective.correction import Corrected
+from tracegrad.packing import Batch, Step, TooLong, Totals, pack
+from tracegrad.packing.batch import Skipped
 
 WHOLE = SimpleNamespace(old=False, rollout=False, ref=False, trace_ratio=True)
 
@@ -360,7 +360,7 @@ def test_packing_needs_no_torch():
     import subprocess
     import sys
 
-    code = "import sys, tracegrad.batch; sys.exit('torch' in sys.modules)"
+    code = "import sys, tracegrad.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from tracegrad import _core
-from tracegrad.alignment import align
-from tracegrad.batch import pack
+from tracegrad.alignment.align import align
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data import read
+from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.inputs import read
-from tracegrad.sequence import Sequences
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces
+from tracegrad.packing import pack
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "quickstart" / "model"

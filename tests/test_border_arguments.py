@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracegrad as tg
-from tracegrad import advantage, arrays
-from tracegrad.algebra import Reduce
-from tracegrad.correction import proximal_alpha
+from tracegrad import _validation, advantage
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.metrics.offpolicy import OffPolicy
-from tracegrad.metrics.rewards import Rewards
+from tracegrad.metrics.off_policy import OffPolicy
+from tracegrad.metrics.training import Rewards
+from tracegrad.objective import Reduce
+from tracegrad.objective.correction import proximal_alpha
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 NAN = float("nan")
@@ -225,4 +225,4 @@ def test_what_stands_otherwise_in_memory_gives_the_same_numbers():
     unaligned = np.frombuffer(b"\0" + TERM.tobytes(), np.uint8)[1:].view(np.float64)
     for old in (TERM.astype(">f8"), np.repeat(TERM, 2)[::2], unaligned, TERM.tolist()):
         assert tg.correct(old, TERM - 0.5, trace=np.array([0, 0, 1], ">i4")).metrics == whole
-    assert arrays.floats(unaligned, "x").flags.aligned
+    assert _validation.floats(unaligned, "x").flags.aligned

@@ -14,7 +14,7 @@ CODE = """
 import os, resource, signal, sys, threading, time
 import numpy as np
 import tracegrad as tg
-from tracegrad.algebra import Clamp, Ratio, Reduce, Weight
+from tracegrad.objective import Clamp, Ratio, Reduce, Weight
 path, model = sys.argv[1:]
 at = [0.0]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored

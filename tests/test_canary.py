@@ -5,25 +5,25 @@ import asyncio
 import pytest
 
 from stand_in import StandIn, free_port, until
-from tracegrad.rollout.server import Servers
-from tracegrad.sync import SyncError, canary
+from tracegrad.rollout.client import Servers
+from tracegrad.weight_sync import SyncError, probe_requests
 
 FAST = {"model": "clerk", "probe_s": 0.05, "connect_s": 30.0}
 MESSAGES = [{"role": "user", "content": "?"}]
-CHAT = canary.Probe(canary.CHAT, {"messages": MESSAGES, "max_tokens": 3})
-TEXT = canary.Probe(canary.COMPLETIONS, {"prompt": "?"}, 0.5)
-IDS = canary.Probe(canary.GENERATE, {"token_ids": [4, 5], "sampling_params": {"logprobs": 0}})
+CHAT = probe_requests.Probe(probe_requests.CHAT, {"messages": MESSAGES, "max_tokens": 3})
+TEXT = probe_requests.Probe(probe_requests.COMPLETIONS, {"prompt": "?"}, 0.5)
+IDS = probe_requests.Probe(probe_requests.GENERATE, {"token_ids": [4, 5], "sampling_params": {"logprobs": 0}})
 
 
 def reply(request, body):
     """Three tokens as each path lists them."""
     ids, logprobs = [7, 8, 9], [-0.5, -0.25, -1.0]
     content = [{"logprob": each} for each in logprobs]
-    listed = {"token_logprobs": logprobs} if request.path == canary.COMPLETIONS else {"content": content}
+    listed = {"token_logprobs": logprobs} if request.path == probe_requests.COMPLETIONS else {"content": content}
     choice = {"token_ids": ids, "logprobs": listed}
-    if request.path == canary.COMPLETIONS:
+    if request.path == probe_requests.COMPLETIONS:
         choice["prompt_token_ids"] = [1, 2]
-    return {"choices": [choice], **({"prompt_token_ids": [1, 3]} if request.path == canary.CHAT else {})}
+    return {"choices": [choice], **({"prompt_token_ids": [1, 3]} if request.path == probe_requests.CHAT else {})}
 
 
 async def gone(stand):
@@ -42,15 +42,15 @@ def test_a_server_that_is_gone_is_left_out_and_asked_no_more_until_it_is_let_in(
                 return admitted.is_set()
 
             servers.admission = admission
-            said = await canary.ask(servers, [CHAT], tokens=1)
+            said = await probe_requests.ask(servers, [CHAT], tokens=1)
             assert {one.url for one in said} == {first.url}
             assert servers.ready == [first.url]
             async with StandIn(reply, second.port) as back:
-                await canary.ask(servers, [CHAT], tokens=1)  # it is back, and has not got the weights
-                assert back.asked(canary.CHAT) == []
+                await probe_requests.ask(servers, [CHAT], tokens=1)  # it is back, and has not got the weights
+                assert back.asked(probe_requests.CHAT) == []
                 admitted.set()
                 await until(lambda: servers.ready == servers.urls)
-                said = await canary.ask(servers, [CHAT], tokens=1)
+                said = await probe_requests.ask(servers, [CHAT], tokens=1)
                 assert {one.url for one in said} == set(servers.urls)
 
     asyncio.run(run())
@@ -60,12 +60,12 @@ def test_the_only_server_is_waited_for():
     async def run():
         first = StandIn(reply, free_port())
         async with Servers([await gone(first)], **FAST) as servers:
-            asking = asyncio.ensure_future(canary.ask(servers, [CHAT], tokens=1))
+            asking = asyncio.ensure_future(probe_requests.ask(servers, [CHAT], tokens=1))
             await until(lambda: servers.state()[0]["out"])
             async with StandIn(reply, first.port):
-                assert len(await asking) == canary.AT_ONCE + 1
+                assert len(await asking) == probe_requests.AT_ONCE + 1
             with pytest.raises(SyncError, match=r"No server was there to be asked after a push, within 0\.2 s"):
-                await canary.ask(servers, [CHAT], wait_s=0.2)
+                await probe_requests.ask(servers, [CHAT], wait_s=0.2)
 
     asyncio.run(run())
 
@@ -73,18 +73,21 @@ def test_the_only_server_is_waited_for():
 def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_are_enough_tokens():
     async def run():
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            said = await canary.ask(servers, [CHAT, TEXT, IDS], tokens=100, salt="v1")
-            asked = {path: stand.asked(path) for path in (canary.CHAT, canary.COMPLETIONS, canary.GENERATE)}
+            said = await probe_requests.ask(servers, [CHAT, TEXT, IDS], tokens=100, salt="v1")
+            asked = {
+                path: stand.asked(path)
+                for path in (probe_requests.CHAT, probe_requests.COMPLETIONS, probe_requests.GENERATE)
+            }
             return said, asked
 
     said, asked = asyncio.run(run())
     # 16 requests of three tokens each; 18 for the 52 tokens that lack; and the first request once more.
     assert [one.number for one in said] == [number % 3 for number in range(34)] + [0]
-    prompts = {canary.CHAT: [1, 3], canary.COMPLETIONS: [1, 2], canary.GENERATE: [4, 5]}
+    prompts = {probe_requests.CHAT: [1, 3], probe_requests.COMPLETIONS: [1, 2], probe_requests.GENERATE: [4, 5]}
     for probe, one in zip((CHAT, TEXT, IDS), said, strict=False):
         assert (one.prompt_ids, one.ids, one.logprobs) == (prompts[probe.path], [7, 8, 9], [-0.5, -0.25, -1.0])
     assert {path: len(bodies) for path, bodies in asked.items()} == dict(zip(asked, (13, 11, 11), strict=True))
-    body = asked[canary.CHAT][0]
+    body = asked[probe_requests.CHAT][0]
     assert body == {
         **{"messages": MESSAGES, "max_tokens": 3, "model": "clerk", "cache_salt": "v1"},
         **{"logprobs": True, "top_logprobs": 0, "return_token_ids": True},
@@ -94,9 +97,12 @@ def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_a
 def test_a_server_whose_answers_are_short_is_asked_for_no_more_than_some_rounds():
     async def run():
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            return await canary.ask(servers, [CHAT], tokens=10**6)
+            return await probe_requests.ask(servers, [CHAT], tokens=10**6)
 
-    assert len(asyncio.run(run())) == canary.AT_ONCE + (canary.ROUNDS - 1) * canary.MOST_AT_ONCE + 1
+    assert (
+        len(asyncio.run(run()))
+        == probe_requests.AT_ONCE + (probe_requests.ROUNDS - 1) * probe_requests.MOST_AT_ONCE + 1
+    )
 
 
 @pytest.mark.parametrize(("length", "requests"), [(3.0, 37), (4.0, 28 + 6), (1.0, 64)])
@@ -105,7 +111,7 @@ def test_as_many_are_asked_at_once_as_the_length_of_answers_says(length, request
 
     async def run():
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            return await canary.ask(servers, [CHAT], tokens=100, length=length, again=False)
+            return await probe_requests.ask(servers, [CHAT], tokens=100, length=length, again=False)
 
     assert len(asyncio.run(run())) == requests
 
@@ -131,6 +137,6 @@ def test_an_answer_that_cannot_be_compared_is_an_error(answer, why):
     async def run():
         async with StandIn(lambda *_: answer) as stand, Servers([stand.url], **FAST) as servers:
             with pytest.raises(SyncError, match=why):
-                await canary.ask_one(servers, stand.url, CHAT)
+                await probe_requests.ask_one(servers, stand.url, CHAT)
 
     asyncio.run(run())

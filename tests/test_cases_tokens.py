@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 
 import tracegrad as tg
+from tracegrad.alignment.align import recover_ids
 from tracegrad.errors import FormatError
-from tracegrad.recover import recover_ids
 from vocabulary import EXAMPLE, align, branch, ids_of, load, reasons, record, said, text, trained, user
 
 EOS = 2

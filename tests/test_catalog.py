@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from test_steps_alone import traces
-from tracegrad.catalog import Catalog, InMemory, numbered, selected, source_of
-from tracegrad.catalog.select import PER_TOKEN, PER_TRACE
-from tracegrad.sequence import Sequences
-from tracegrad.terms import subset
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.trainer.dataset import PER_TOKEN, PER_TRACE, Catalog, InMemory, numbered, selected, source_of
+from tracegrad.trainer.token_log import subset
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=30))
@@ -65,7 +64,7 @@ def test_a_hash_is_another_where_any_column_is():
 def test_room_for_the_logprobs_of_every_term_is_taken_or_refused(tmp_path):
     pytest.importorskip("torch")
     from tracegrad.errors import TracegradError
-    from tracegrad.learner.known import scratch
+    from tracegrad.trainer.loop import scratch
 
     for folder in (None, tmp_path / "new"):
         values = scratch(3_000_000, folder)
@@ -82,7 +81,7 @@ def test_room_for_the_logprobs_of_every_term_is_taken_or_refused(tmp_path):
 
 def test_room_for_logprobs_is_taken_before_it_is_used_on_systems_without_posix_fallocate(tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    from tracegrad.learner.known import scratch
+    from tracegrad.trainer.loop import scratch
 
     monkeypatch.delattr("os.posix_fallocate", raising=False)
     values = scratch(3_000_000, tmp_path / "new")
@@ -93,12 +92,12 @@ def test_room_for_logprobs_is_taken_before_it_is_used_on_systems_without_posix_f
 def test_a_full_disk_is_an_error_before_the_first_logprob(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     from tracegrad.errors import TracegradError
-    from tracegrad.learner import known
+    from tracegrad.trainer import loop
 
     def full(path):
         path.touch()
         return open("/dev/full", "r+b", buffering=0)
 
-    monkeypatch.setattr(known.outputs, "create", full)
+    monkeypatch.setattr(loop.files, "create", full)
     with pytest.raises(TracegradError, match=r"No space left on device\. The logprobs of 5 terms have no place"):
-        known.scratch(5, tmp_path)
+        loop.scratch(5, tmp_path)

@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tiny import tiny_model  # noqa: E402
-from tracegrad import shards  # noqa: E402
-from tracegrad.errors import ReadError, TracegradError  # noqa: E402
-from tracegrad.learner import checkpoint, progress, record  # noqa: E402
-from tracegrad.learner.adapted import load_model  # noqa: E402
-from tracegrad.learner.ranks import Ranks  # noqa: E402
+from tiny import tiny_model
+from tracegrad.errors import ReadError, TracegradError
+from tracegrad.storage import safetensors_file
+from tracegrad.trainer import checkpoint, result
+from tracegrad.trainer.distributed import Ranks
+from tracegrad.trainer.lora import load_model
 
 PROGRESS = checkpoint.Progress(3, "abc", {"optimizer.lr": 0.1}, {"old": np.array([np.nan, -1.0], np.float32)})
 
@@ -209,9 +209,9 @@ def sealed_anew(path):
     folder = path / "resume"
     said = json.loads((folder / "progress.json").read_text())
     said["files"] = {
-        n: [w.bytes, f"{w.crc32:08x}"] for n, w in progress._measured(folder, progress._files(folder)).items()
+        n: [w.bytes, f"{w.crc32:08x}"] for n, w in checkpoint._measured(folder, checkpoint._files(folder)).items()
     }
-    (folder / "progress.json").write_text(json.dumps(progress.sealed(said)))
+    (folder / "progress.json").write_text(json.dumps(checkpoint.sealed(said)))
 
 
 def header(file):
@@ -288,7 +288,7 @@ def test_a_random_state_of_a_wrong_size_is_refused_before_one_is_set(run, name, 
     sealed_anew(path)
     before = (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())  # noqa: NPY002
     with pytest.raises((ValueError, KeyError)):
-        progress.set_random(file)
+        checkpoint.set_random(file)
     assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before  # noqa: NPY002
     with pytest.raises(ReadError, match="damaged"):
         resume(path)
@@ -338,7 +338,7 @@ def test_forged_words_are_refused(run, file, place, value):
     for name in place[:-1]:
         node = node[name]
     node[place[-1]] = value
-    there.write_text(json.dumps(progress.sealed(told) if file == "progress.json" else told))
+    there.write_text(json.dumps(checkpoint.sealed(told) if file == "progress.json" else told))
     if file != "progress.json":
         sealed_anew(path)
     with pytest.raises(ReadError, match=r"damaged|format") as raised:
@@ -348,8 +348,8 @@ def test_forged_words_are_refused(run, file, place, value):
 
 def test_terms_for_the_report_come_back_and_other_arrays_are_refused(run, tmp_path):
     model, optimizer, tmp = run
-    columns = {name: np.arange(2).astype(kind) for name, kind in record._COLUMNS.items()}
-    terms = [record.TermRecord(step, **columns) for step in (1, 3)]
+    columns = {name: np.arange(2).astype(kind) for name, kind in result._COLUMNS.items()}
+    terms = [result.TermRecord(step, **columns) for step in (1, 3)]
     path = checkpoint.save(tmp / "out", model, optimizer, PROGRESS, tokenizer=None, keep=1, terms=terms)
     back = checkpoint.read_terms(path, Ranks())
     assert [term.step for term in back] == [1, 3]
@@ -362,7 +362,7 @@ def test_terms_for_the_report_come_back_and_other_arrays_are_refused(run, tmp_pa
         {"step": np.array([3, 1, 1, 1])},
     ):
         arrays = {name: np.tile(column, 2) for name, column in columns.items()} | {"step": np.array([1, 1, 3, 3])}
-        shards.write(path / "resume" / "terms-0.safetensors", arrays | change)
+        safetensors_file.write(path / "resume" / "terms-0.safetensors", arrays | change)
         with pytest.raises(ReadError, match="damaged"):
             checkpoint.read_terms(path, Ranks())
 

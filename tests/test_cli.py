@@ -212,11 +212,11 @@ def test_a_dry_run_says_what_would_be_done_and_touches_no_weights(example, forty
 
 def test_a_dry_run_packs_each_step_once(example, forty, tmp_path, capsys, monkeypatch):
     pytest.importorskip("torch")
-    from tracegrad.learner import feed
+    from tracegrad.trainer import steps
 
     packed = []
-    real = feed.pack_alone
-    monkeypatch.setattr(feed, "pack_alone", lambda *given, **how: packed.append(given) or real(*given, **how))
+    real = steps.pack_alone
+    monkeypatch.setattr(steps, "pack_alone", lambda *given, **how: packed.append(given) or real(*given, **how))
     assert main(train(example, forty, tmp_path / "out", "--dry-run", "--json")) == 0
     assert len(packed) == json.loads(capsys.readouterr().out)["would"]["steps_per_epoch"] == 2
 

@@ -1,7 +1,5 @@
 """One run.toml for the process that trains and for those that play: `--trainer-only` and `--collect i/n`."""
 
-# ruff: noqa: F811  a test takes the fixtures of shop_files by their names
-
 import os
 import re
 import signal
@@ -16,7 +14,7 @@ import torch
 from policy_server import MODEL, PolicyServer
 from shop_files import dry, folder, played, rows, written  # noqa: F401
 from tracegrad.cli import main
-from tracegrad.online.frames import Follower
+from tracegrad.online.buffer import Follower
 
 torch.set_num_threads(1)
 

@@ -1,7 +1,5 @@
 """`--json`: one object on standard output, what is told meanwhile on standard error; and the table of exit codes."""
 
-# ruff: noqa: F811  a test takes the fixtures of shop_files by their names
-
 from __future__ import annotations
 
 import json

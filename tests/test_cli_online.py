@@ -1,7 +1,5 @@
 """`tracegrad online run.toml` against a policy behind HTTP: all that a file and the command line can tell arrives."""
 
-# ruff: noqa: F811  a test takes the fixtures of shop_files by their names
-
 import json
 import os
 import re
@@ -15,7 +13,7 @@ import tracegrad as tg
 from policy_server import MODEL, PolicyServer
 from shop_files import PLAY, dry, folder, played, rows, server, written  # noqa: F401
 from tracegrad import config
-from tracegrad.cli import main, runfile
+from tracegrad.cli import main, run_file
 from tracegrad.online import Online, Play
 
 torch.set_num_threads(1)
@@ -75,8 +73,8 @@ def test_a_dry_run_prints_a_file_that_says_the_same_and_changes_nothing(folder, 
     assert not (folder / "done").exists()
     (folder / "again.toml").write_text("\n".join(line for line in toml.splitlines() if not line.startswith("#")))
     ours, theirs = (
-        runfile.read(folder / "run.toml", {}, [("train.seed", "3"), ("engine.max_num_seqs", "7")], False),
-        runfile.read(folder / "again.toml", {}, [], False),
+        run_file.read(folder / "run.toml", {}, [("train.seed", "3"), ("engine.max_num_seqs", "7")], False),
+        run_file.read(folder / "again.toml", {}, [], False),
     )
     assert (ours.named, ours.config, ours.online, ours.engine) == (
         theirs.named,

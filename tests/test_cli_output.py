@@ -1,7 +1,5 @@
 """Standard output under `--json` holds one object, whatever the code that a command loads prints, and however."""
 
-# ruff: noqa: F811  a test takes the fixtures of shop_files by their names
-
 from __future__ import annotations
 
 import json
@@ -12,7 +10,7 @@ import sys
 import pytest
 
 from shop_files import folder, server, written  # noqa: F401
-from tracegrad.cli import main, output, words
+from tracegrad.cli import args, main
 
 COMMAND = [sys.executable, "-m", "tracegrad.cli"]
 NOISE = """
@@ -120,11 +118,11 @@ def test_a_caller_with_a_stream_of_its_own_reads_it_there(tmp_path, capsys, monk
     said = capsys.readouterr()
     assert json.loads(said.out)["groups"] == 1
     assert "import by print" in said.err
-    assert output.stream() is sys.stdout
+    assert args.stream() is sys.stdout
 
 
 def test_a_number_that_is_none_is_told_as_json_has_it(capsys):
-    words.tell({"last": {"low": float("nan"), "ok": 0.5}, "all": [float("inf"), (float("-inf"), 1)]}, line=True)
+    args.tell({"last": {"low": float("nan"), "ok": 0.5}, "all": [float("inf"), (float("-inf"), 1)]}, line=True)
     assert capsys.readouterr().out == '{"last": {"low": null, "ok": 0.5}, "all": [null, [null, 1]]}\n'
 
 

@@ -1,7 +1,5 @@
 """`tracegrad record` and `tracegrad proxy`: what is played or passed is on the disk by whole groups, and reads."""
 
-# ruff: noqa: F811  a test takes the fixtures of shop_files by their names
-
 import asyncio
 import contextlib
 import json
@@ -23,12 +21,11 @@ from shop_files import folder, played, server  # noqa: F401
 from stand_in import Scripted, Served, always, free_port, until
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.mirror import Mirror
-from tracegrad.online.collector import Collector
-from tracegrad.online.frames import Unscored
-from tracegrad.online.players import GroupScore
-from tracegrad.online.signal import Signal
+from tracegrad.online.buffer import Unscored
+from tracegrad.online.collector import Collector, Signal
+from tracegrad.online.rollout_workers import GroupScore
 from tracegrad.rollout.proxy import Proxy
+from tracegrad.storage.run_dir import Mirror
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "online"
 AGENT = """

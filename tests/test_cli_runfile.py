@@ -1,7 +1,5 @@
 """A run.toml: every option arrives, and what cannot be played or would have no effect is said before anything is."""
 
-# ruff: noqa: F811  a test takes the fixtures of shop_files by their names
-
 import re
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,9 +9,9 @@ import pytest
 from policy_server import MODEL
 from shop_files import dry, folder, written  # noqa: F401
 from tracegrad import online
-from tracegrad.cli import main, runfile
+from tracegrad.cli import main, run_file
 from tracegrad.errors import ArgumentError
-from tracegrad.learner import merge_adapters
+from tracegrad.trainer import merge_adapters
 
 
 def other(value):
@@ -23,14 +21,14 @@ def other(value):
 
 
 def test_every_option_of_playing_comes_from_the_file_and_from_the_command_line(folder):
-    names = {name: {f.name: other(f.default) for f in fields(part)} for name, part in runfile.PLAYING.items()}
+    names = {name: {f.name: other(f.default) for f in fields(part)} for name, part in run_file.PLAYING.items()}
     path = folder / "run.toml"
-    path.write_text("".join(runfile._table(name, values) + "\n" for name, values in names.items()))
-    found = runfile.read(path, {}, [], False)
+    path.write_text("".join(run_file._table(name, values) + "\n" for name, values in names.items()))
+    found = run_file.read(path, {}, [], False)
     assert {"online": asdict(found.online), "play": asdict(found.play)} == names
     path.write_text("")
     told = [(f"{name}.{key}", str(value)) for name, values in names.items() for key, value in values.items()]
-    found = runfile.read(path, {}, told, False)
+    found = run_file.read(path, {}, told, False)
     assert {"online": asdict(found.online), "play": asdict(found.play)} == names
 
 
@@ -130,7 +128,7 @@ def test_an_address_is_refused_where_out_is_read_again_while_it_is_written(folde
 def test_an_address_in_the_file_or_from_python_is_refused_too(folder, capsys):
     code, _, err = dry(capsys, written(folder, out="s3://bucket/run"))
     assert (code, "out is s3://bucket/run, an address" in err) == (1, True)
-    assert runfile.read(folder / "run.toml", {"out": "file:///data/run"}, [], False).place("out") == Path("/data/run")
+    assert run_file.read(folder / "run.toml", {"out": "file:///data/run"}, [], False).place("out") == Path("/data/run")
     for begin in (
         lambda out: online.train(MODEL, ["hi"], out=out),
         lambda out: online.replay(folder, MODEL, out=out),
@@ -142,7 +140,7 @@ def test_an_address_in_the_file_or_from_python_is_refused_too(folder, capsys):
             begin("s3://bucket/run")
 
 
-@pytest.mark.parametrize("name", runfile.OF_FILES)
+@pytest.mark.parametrize("name", run_file.OF_FILES)
 def test_what_is_of_training_from_files_is_refused_on_the_command_line_too(folder, capsys, name):
     code, _, err = dry(capsys, written(folder, out="o"), f"--{name}", "1")
     assert (code, f"{name} has no effect" in err) == (1, True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tracegrad.cli import main, unexpected
-from tracegrad.cli.words import Parser
+from tracegrad.cli.args import Parser
 
 ARGUMENTS = {
     "init": ["t.jsonl"],

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad import provenance
 from tracegrad.cli import main
-from tracegrad.cli.words import AS_FLAGS, MEANT, as_flags, meant
+from tracegrad.cli.args import AS_FLAGS, MEANT, as_flags, meant
 from tracegrad.config import options
+from tracegrad.data import provenance
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 TRAIN = ["train", "t.jsonl", "--model", "m", "--out", "o"]
@@ -189,13 +189,13 @@ ARGUMENT = re.compile(r"""(?<![-\w])[a-z_]{2,}=(?:True|False|None|["'A-Z\d]|[.,]
 # No argument of ours; and commands read every file with it.
 OTHERS = ('mode="json"', 'format="auto"')
 # Raised where Python passes arguments that no command takes: their messages name them.
-FROM_PYTHON = ("advantage", "algebra", "correction", "integrations", "metrics", "objective", "presets", "recipes")
+FROM_PYTHON = ("advantage", "integrations", "metrics", "objective", "recipes")
 FROM_PYTHON += (
-    "batch/packing.py",
-    "inputs/options.py",
-    "learner/rates.py",
-    "learner/run.py",
-    "prepare/shard.py",
+    "packing/packing.py",
+    "data/read_options.py",
+    "trainer/optim.py",
+    "trainer/trainer.py",
+    "prepare/part.py",
     "rollout/policy.py",
 )
 

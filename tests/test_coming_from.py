@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad import presets, recipes
+from generate_docs import PEERS, coming_from_page
+from tracegrad import recipes
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
-from tracegrad.recipes.coming import PEERS, describe
-from tracegrad.recipes.peer import read
+from tracegrad.objective import presets
+from tracegrad.recipes.import_config import read
 
 FROM = {"trl": recipes.from_trl, "verl": recipes.from_verl, "skyrl": recipes.from_skyrl, "art": recipes.from_art}
 
 
 def test_the_page_is_the_one_that_the_code_makes():
     page = Path(__file__).parent.parent / "docs" / "coming-from.md"
-    assert page.read_text(encoding="utf-8") == describe()
+    assert page.read_text(encoding="utf-8") == coming_from_page()
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)

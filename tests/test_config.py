@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad import config
-from tracegrad.config.reading import field_docs
+from tracegrad.config.parse import field_docs
 from tracegrad.errors import ArgumentError
 from tracegrad.online import Online, Play
 
@@ -214,10 +214,11 @@ def test_text_that_no_file_can_hold_is_refused():
 
 
 def test_a_field_and_a_field_below_it_are_not_both_told():
-    from tracegrad import algebra, presets
+    from tracegrad import objective
+    from tracegrad.objective import presets
 
     with pytest.raises(ArgumentError, match="one value already"):
-        algebra.override_all(presets.DAPO, {"surrogate": 3, "surrogate.high": 0.3})
+        objective.override_all(presets.DAPO, {"surrogate": 3, "surrogate.high": 0.3})
 
 
 def test_the_page_shows_the_table_of_options():

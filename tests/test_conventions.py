@@ -7,12 +7,24 @@ import pytest
 import torch
 
 from padded import NAN, hard, run
-from tracegrad import presets, recipes
+from tracegrad import recipes
 from tracegrad.advantage import group_mean, rloo
-from tracegrad.algebra import Clamp, Clip, Gate, Level, Objective, PolicyGradient, Ratio, Reduce, Weight, Window
-from tracegrad.correction import correct
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Terms, evaluate
+from tracegrad.objective import (
+    Clamp,
+    Clip,
+    Gate,
+    Level,
+    Objective,
+    PolicyGradient,
+    Ratio,
+    Reduce,
+    Weight,
+    Window,
+    presets,
+)
+from tracegrad.objective.correction import correct
+from tracegrad.objective.torch_loss import Terms, evaluate
 
 OLD, MISMATCH, DIRECT = Ratio("theta", "old"), Ratio("old", "rollout"), Ratio("theta", "rollout")
 

@@ -12,8 +12,8 @@ from stand_in import prompts
 from test_rollout_play import Clerk, correct, shop_tools
 from test_with_vllm import recomputed
 from tracegrad.rollout import Limits, Tokens, play, with_tools
-from tracegrad.rollout.server import Servers
-from tracegrad.sync import File
+from tracegrad.rollout.client import Servers
+from tracegrad.weight_sync import File
 
 pytestmark = pytest.mark.vllm
 TURNS, CONVERSATIONS = 40, 8

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from padded import Outcome, run  # noqa: E402
-from tracegrad import recipes  # noqa: E402
-from tracegrad.algebra import Objective, PolicyGradient, TopEntropy  # noqa: E402
+from padded import Outcome, run
+from tracegrad import recipes
+from tracegrad.objective import Objective, PolicyGradient, TopEntropy
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 CAP = "max_negative_advantage_importance_sampling_weight"

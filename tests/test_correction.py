@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peer_code import trl_importance_ratio
-from tracegrad import presets
-from tracegrad.algebra import LOG_RATIO_LIMIT, Clamp, Gate, Identity, Level, Ratio, Reduce, Weight, Window
-from tracegrad.correction import correct, proximal_alpha
 from tracegrad.errors import ArgumentError
+from tracegrad.objective import LOG_RATIO_LIMIT, Clamp, Gate, Identity, Level, Ratio, Reduce, Weight, Window, presets
+from tracegrad.objective.correction import correct, proximal_alpha
 
 NAN = float("nan")
 MISMATCH = Ratio("old", "rollout")
@@ -185,7 +184,7 @@ class TestLayouts:
 
     def test_torch_is_not_imported_for_numpy(self):
         code = (
-            "import sys, numpy as np; from tracegrad.correction import correct; "
+            "import sys, numpy as np; from tracegrad import correct; "
             "correct(np.zeros(1), np.zeros(1), trace=np.zeros(1, int)); assert 'torch' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from tracegrad.algebra import (
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     LOG_RATIO_LIMIT,
     Budget,
     Clamp,
@@ -19,8 +20,7 @@ from tracegrad.algebra import (
     Weight,
     Window,
 )
-from tracegrad.correction import correct
-from tracegrad.errors import ArgumentError
+from tracegrad.objective.correction import correct
 
 NAN = float("nan")
 MISMATCH = Ratio("old", "rollout")

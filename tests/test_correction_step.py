@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracegrad.algebra import Budget, Clamp, Gamma, Gate, Gaussian, Level, Ratio, Reduce, Weight, Window
-from tracegrad.correction import correct
 from tracegrad.errors import ArgumentError
+from tracegrad.objective import Budget, Clamp, Gamma, Gate, Gaussian, Level, Ratio, Reduce, Weight, Window
+from tracegrad.objective.correction import correct
 
 NAN = float("nan")
 MISMATCH = Ratio("old", "rollout")

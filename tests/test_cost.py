@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tracegrad.batch import ModelShape, pack
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
-from tracegrad.sequence import Sequences
+from tracegrad.packing import ModelShape, pack
 
 QWEN3_4B = ModelShape()
 QWEN3_06B = ModelShape(hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocab=151936)

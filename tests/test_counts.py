@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benches"))
 
-import counts  # noqa: E402
+import counts
 
 ROW = {"unit": "token", "units": 10, "instructions": 20_000_000, "allocations": 1_000, "peak": 2_000_000}
 

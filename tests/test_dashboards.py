@@ -11,7 +11,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import dashboards
+from tracegrad.metrics import loggers
 
 ROWS = [{"step": 1, "loss": 0.5, "kl": math.nan, "value": None}, {"step": 2, "loss": 0.25, "ratio/turn_0": 1.5}]
 CONFIG = {"optimizer.lr": 1e-5, "train.seed": 3}
@@ -21,7 +21,7 @@ TRACE = {"id": "a", "group": "g", "reward": 1.0, "messages": [{"role": "user", "
 def log(name, out):
     """Two rows by two processes' worth of sinks: the second goes on with the run of the first."""
     for row in ROWS:
-        [sink] = dashboards.opened(name, out, CONFIG)
+        [sink] = loggers.opened(name, out, CONFIG)
         sink.log(row)
         sink.close()
         time.sleep(1.1)  # wandb names a run's folder by the second
@@ -76,13 +76,13 @@ TRACKIO = """
 import json, sys
 import tracegrad as tg
 from pathlib import Path
-from tracegrad.metrics import dashboards
+from tracegrad.metrics import loggers
 sys.path.insert(0, sys.argv[1])
 from test_dashboards import CONFIG, TRACE, log
 out = Path(sys.argv[2])
 log("trackio", out)
-[sink] = dashboards.opened("trackio", out, CONFIG)
-dashboards.log_traces([sink], tg.Traces.from_records([TRACE]), 2)
+[sink] = loggers.opened("trackio", out, CONFIG)
+loggers.log_traces([sink], tg.Traces.from_records([TRACE]), 2)
 sink.close()
 from trackio.sqlite_storage import SQLiteStorage as Kept
 [run] = Kept.get_runs("tracegrad")
@@ -111,10 +111,10 @@ def test_trackio_gets_numbers_and_traces(tmp_path):
 def test_a_package_that_is_not_there_is_said(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(ArgumentError, match=rf"pip install 'tracegrad\[{name}\]'"):
-        dashboards.opened(name, tmp_path, CONFIG)
+        loggers.opened(name, tmp_path, CONFIG)
 
 
 def test_no_dashboard_is_opened_unless_it_is_named(tmp_path):
-    assert dashboards.opened("", tmp_path, CONFIG) == []
+    assert loggers.opened("", tmp_path, CONFIG) == []
     with pytest.raises(ArgumentError, match="no dashboard but"):
         tg.config.Train(log_to="tensorboard,comet")

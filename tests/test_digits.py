@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TracegradError
-from tracegrad.tokenizer import Template
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,6 +169,6 @@ def test_an_integer_of_more_digits_than_python_reads_is_a_text_and_ends_no_scori
     def length(completions, n):
         return [float(len(str(one))) for one in n]
 
-    done = tg.score(traces, length)
+    done = tg.rewards(traces, length)
     assert [done.rows[at][0] for at in range(2)] == [5000.0, 1.0]
     assert many in done.traces[0].record.decode()

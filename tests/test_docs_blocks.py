@@ -15,7 +15,7 @@ import pytest
 
 import tracegrad as tg
 from doc_blocks import PAGES, ROOT, blocks, commands, indented
-from tracegrad import algebra, config
+from tracegrad import config, objective
 from tracegrad.cli import _parse, main
 from tracegrad.online import Online, Play
 
@@ -136,7 +136,7 @@ def test_the_python_of_a_page_runs_from_its_first_line_to_its_last(page, at_home
         tg.train("model", "traces.jsonl", out="out", options=told, say=lambda _: None)
     module = type(json)("page")
     monkeypatch.setitem(__import__("sys").modules, "page", module)
-    vars(module).update(known, **(vars(algebra) if page == "losses.md" else {}))
+    vars(module).update(known, **(vars(objective) if page == "losses.md" else {}))
     for block in (block for block in PYTHON if block.page == page):
         vars(module).update(given(block.text, known))
         code = compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import tracegrad
+from generate_docs import with_findings
 from spoil import MODEL, entries, recorded, save, spoiled
 from tracegrad.cli import main
 from tracegrad.doctor import CHECKS, examine
-from tracegrad.doctor.page import with_findings
-from tracegrad.doctor.text import printable
+from tracegrad.doctor.render import printable
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,7 +98,7 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
 
 def test_more_than_ten_findings_are_cut_to_ten_and_the_others_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tracegrad.doctor.examination.SHOWN", 1)
-    monkeypatch.setattr("tracegrad.doctor.text.SHOWN", 1)
+    monkeypatch.setattr("tracegrad.doctor.render.SHOWN", 1)
     path = save(spoiled(lambda record: (zero(record), record.pop("group"))), tmp_path / "t.jsonl")
     assert doctor(path) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -211,7 +211,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path, capsys, more, said):
 
 def test_the_page_is_current_and_every_check_says_what_it_sees_its_threshold_and_the_cure():
     page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert with_findings(page) == page, "run: python -m tracegrad.doctor docs/doctor.md"
+    assert with_findings(page) == page, "run: python tools/generate_docs.py"
     for check in CHECKS:
         sees, threshold = (check.run.__doc__ or "").split("\n\n")
         assert sees.startswith("Sees "), check.name

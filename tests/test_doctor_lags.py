@@ -8,7 +8,7 @@ import pytest
 import tracegrad as tg
 from spoil import EXAMPLE, MODEL
 from tracegrad.doctor import bigram_logprobs, lag_test
-from tracegrad.doctor.shift import shifted_to
+from tracegrad.doctor.checks_shift import shifted_to
 from tracegrad.errors import ArgumentError
 
 

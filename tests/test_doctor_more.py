@@ -11,7 +11,7 @@ import pytest
 import tracegrad as tg
 from spoil import MODEL, answers, diagnosed, entries, names, recorded, responses, save, spoiled
 from tracegrad.doctor import examine
-from tracegrad.doctor.whole import Hashes
+from tracegrad.doctor.stats import Hashes
 
 THOUGHT = "<think>\nA price is asked for.\n</think>\n"
 
@@ -237,10 +237,10 @@ def test_calls_of_tools_that_were_not_recorded_are_found(tmp_path):
 
 def test_what_the_model_says_outweighs_what_counts_say_of_a_shift(tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    from tracegrad.doctor import shift
+    from tracegrad.doctor import checks_shift
 
     records = recorded()[:48]
-    monkeypatch.setattr(shift, "judge", lambda turns: (-1, shift.tested(turns), turns[0].place))
+    monkeypatch.setattr(checks_shift, "judge", lambda turns: (-1, checks_shift.tested(turns), turns[0].place))
     guessed = diagnosed(records, tmp_path)
     assert names(guessed) == {"shifted_logprobs": "WRONG"}
     assert guessed.following.startswith("tracegrad doctor ")
@@ -376,8 +376,8 @@ def test_equal_answers_of_one_record_with_unlike_rewards_are_found(tmp_path):
 def test_records_of_a_mixture_of_experts_are_named(record, seen):
     from types import SimpleNamespace
 
+    from tracegrad.doctor.checks_tokens import mixture_of_experts
     from tracegrad.doctor.finding import Hits
-    from tracegrad.doctor.tokens import mixture_of_experts
 
     class Records(list):
         core = SimpleNamespace(record=[b"{}", record].__getitem__)

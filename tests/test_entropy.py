@@ -1,4 +1,4 @@
-"""learner.entropy: the adaptive coefficient, step by step and against TRL's own controller."""
+"""trainer.optim: the adaptive coefficient, step by step and against TRL's own controller."""
 
 from dataclasses import replace
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from peer_code import trl_loss_of, trl_trainer
-from tracegrad import presets
-from tracegrad.algebra import Adapt, Entropy
 from tracegrad.errors import ArgumentError
-from tracegrad.learner.entropy import Control
+from tracegrad.objective import Adapt, Entropy, presets
+from tracegrad.trainer.optim import Control
 
 ADAPT = Adapt(target=0.5, delta=0.1, low=0.05, high=0.3)
 

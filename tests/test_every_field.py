@@ -19,8 +19,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracegrad import algebra, presets  # noqa: E402
-from tracegrad.algebra import (  # noqa: E402
+from tracegrad import objective as algebra
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     Adapt,
     Budget,
     Clamp,
@@ -49,11 +50,11 @@ from tracegrad.algebra import (  # noqa: E402
     TopEntropy,
     Weight,
     Window,
+    presets,
 )
-from tracegrad.correction import correct  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner.entropy import Control  # noqa: E402
-from tracegrad.objective import Terms  # noqa: E402
+from tracegrad.objective.correction import correct
+from tracegrad.objective.torch_loss import Terms
+from tracegrad.trainer.optim import Control
 
 SUM = Reduce("constant", norm=1.0)
 OLD, DIRECT, MISMATCH, REF = (

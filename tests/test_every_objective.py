@@ -10,10 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_loop import SignalAfter, assert_same, run  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import presets  # noqa: E402
-from tracegrad.algebra import Adapt, Entropy, Objective, Penalty, Ratio, Reduce, with_kl  # noqa: E402
+from test_loop import SignalAfter, assert_same, run
+from tiny import sampled, tiny_model
+from tracegrad.objective import Adapt, Entropy, Objective, Penalty, Ratio, Reduce, presets, with_kl
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 VERSIONS = 5

@@ -22,28 +22,28 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import test_loop_options as loops  # noqa: E402
-import tracegrad as tg  # noqa: E402
-from test_every_field import ignored  # noqa: E402
-from test_from_shards import weights  # noqa: E402
-from test_pictures_learner import images_tower  # noqa: E402
-from test_reward_kl import reward_kl  # noqa: E402
-from test_terms import terms_kept, terms_megabytes  # noqa: E402
-from tiny import PROMPT, sampled, spoilt, tiny_model  # noqa: E402
-from tracegrad import config, prepare, presets  # noqa: E402
-from tracegrad.algebra import with_kl  # noqa: E402
-from tracegrad.cli import main  # noqa: E402
-from tracegrad.codes import LOGPROB_KINDS  # noqa: E402
-from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
-from tracegrad.learner.checkpoint import list_checkpoints  # noqa: E402
-from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.off_policy_value import held_out  # noqa: E402
-from tracegrad.learner.plan import Plan  # noqa: E402
-from tracegrad.learner.setup import device_of  # noqa: E402
-from tracegrad.learner.step import measure  # noqa: E402
-from tracegrad.metrics import Stopwatch  # noqa: E402
-from tracegrad.sampling import options_on  # noqa: E402
-from watched import GROUPS, SIZE, told, traces, watched  # noqa: E402
+import tracegrad as tg
+from test_every_field import ignored
+from test_from_shards import weights
+from test_loop_options import OF_FILTER, attention, by_trace, timeout
+from test_pictures_learner import images_tower
+from test_reward_kl import reward_kl
+from test_terms import terms_kept, terms_megabytes
+from tiny import PROMPT, sampled, spoilt, tiny_model
+from tracegrad import config, prepare
+from tracegrad.cli import main
+from tracegrad.data.codes import LOGPROB_KINDS
+from tracegrad.data.sampling import options_on
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.metrics import Stopwatch
+from tracegrad.objective import presets, with_kl
+from tracegrad.trainer.checkpoint import list_checkpoints
+from tracegrad.trainer.off_policy_eval import held_out
+from tracegrad.trainer.schedule import Plan
+from tracegrad.trainer.setup import device_of
+from tracegrad.trainer.step import measure
+from tracegrad.trainer.steps import Feed
+from watched import GROUPS, SIZE, told, traces, watched
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 KL = with_kl(presets.DAPO, 0.05)
@@ -536,9 +536,9 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "mixture.weights": (None, weights),
     **{f"map.{name}": (None, map_fields) for name in MAPPED},
     **{f"map.{name}": (None, map_session) for name in ("session", "order")},
-    **{f"filter.{of.__name__}": (None, of) for of in loops.OF_FILTER},
-    **{f"filter.{end}_{name}": (None, loops.by_trace) for end in ("min", "max") for name in ("reward", "turns")},
-    **{f"filter.{name}": (None, loops.by_trace) for name in ("worst_tier", "max_lag")},
+    **{f"filter.{of.__name__}": (None, of) for of in OF_FILTER},
+    **{f"filter.{end}_{name}": (None, by_trace) for end in ("min", "max") for name in ("reward", "turns")},
+    **{f"filter.{name}": (None, by_trace) for name in ("worst_tier", "max_lag")},
     **{f"reward_kl.{name}": (None, reward_kl) for name in ("coef", "kind", "cap", "target", "horizon")},
     "pack.token_budget": (None, token_budget),
     "pack.step_groups": (None, step_groups),
@@ -562,7 +562,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.missing": ("cadence", missing),
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
-    "attention.implementation": (None, loops.attention),
+    "attention.implementation": (None, attention),
     "train.off_policy_value_per_epoch": ("cadence", off_policy_value_per_epoch),
     "stop.below_ess": ("drifting", stop_below_ess),
     "stop.worse": ("spoiling", stop_worse),
@@ -573,7 +573,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.ref_every": ("renewed", ref_every),
     "train.ref_mixup_alpha": ("mixed", ref_mixup_alpha),
     "train.ref_model": (None, ref_model),
-    "train.timeout": (None, loops.timeout),
+    "train.timeout": (None, timeout),
     "parallel.mode": (None, mode),
     "checkpoint.every": ("cadence", checkpoint_every),
     "checkpoint.keep": ("cadence", checkpoint_keep),

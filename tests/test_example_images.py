@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tracegrad as tg
-from tracegrad.learner.model import load_whole
-from tracegrad.policy import logprobs
+from tracegrad.model import logprobs
+from tracegrad.trainer.load_model import load_whole
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "images"
 

@@ -14,9 +14,8 @@ import torch
 
 import tracegrad as tg
 from tiny import sampled, tiny_model
-from tracegrad import presets
-from tracegrad.algebra import override
 from tracegrad.errors import ArgumentError
+from tracegrad.objective import override, presets
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
@@ -65,7 +64,7 @@ def test_own_trainer_takes_the_step_of_our_learner(page, tmp_path):
         model.zero_grad()
         page.loss_of(model, batch, objective).backward()
         (step,) = tg.pack(data, advantages, token_budget=512, needs=objective.needs)
-        run = tg.learner.Run(other, objective, out=tmp_path / "run")
+        run = tg.trainer.Run(other, objective, out=tmp_path / "run")
         outcome = run.step(step.with_logprobs(old=run.measure(step)))
         norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
         assert norm.item() == pytest.approx(outcome.grad_norm, rel=1e-4)
@@ -117,7 +116,8 @@ def test_a_gate_and_a_format_are_patches_that_build_and_run(tmp_path):
     environment |= {"PYTHONPATH": str(tree / "python")}
     subprocess.run(["cargo", "build", "--release", "-q", "-p", "tracegrad-py"], cwd=tree, env=environment, check=True)
     shutil.copy(target / "release" / "lib_core.so", tree / "python" / "tracegrad" / "_core.abi3.so")
-    twins = [sys.executable, "-m", "pytest", "tests/test_twins.py", "-k", "hellinger", "-v", "-p", "no:cacheprovider"]
+    which = ["tests/test_twins.py", "-k", "hellinger"]
+    twins = [sys.executable, "-m", "pytest", *which, "-v", "-p", "no:cacheprovider"]
     done = subprocess.run(twins, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     assert "2 passed" in done.stdout, done.stdout
     cells = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]

@@ -15,20 +15,21 @@ transformers = pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benches" / "gpu"))
 
-import forked as cases  # noqa: E402
-from rehearsal import flex_attention_on_the_cpu, fused_attention_alone  # noqa: E402
-from tracegrad import policy, presets  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.config import load  # noqa: E402
-from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
-from tracegrad.learner import settle, setup  # noqa: E402
-from tracegrad.learner.memory import compile_layers  # noqa: E402
-from tracegrad.learner.parallel import prepare  # noqa: E402
-from tracegrad.learner.settle import describe_attention, settle_rows  # noqa: E402
-from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
-from tracegrad.policy import blocks, compilation, forward  # noqa: E402
-from tracegrad.policy.blocks import attend_in_blocks  # noqa: E402
-from waits import Waits  # noqa: E402
+import forked as cases
+from rehearsal import flex_attention_on_the_cpu, fused_attention_alone
+from tracegrad import model as policy
+from tracegrad.config import load
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.model import attention, forward
+from tracegrad.model.attention import attend_in_blocks
+from tracegrad.objective import presets
+from tracegrad.packing import pack
+from tracegrad.trainer import setup, verify_attention
+from tracegrad.trainer.distributed import prepare
+from tracegrad.trainer.memory import compile_layers
+from tracegrad.trainer.step import measure, optimizer_step
+from tracegrad.trainer.verify_attention import describe_attention, settle_rows
+from waits import Waits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SHAPE = {
@@ -162,19 +163,19 @@ def test_torchs_own_limit_of_graphs_does_not_make_attention_unfused(graphs, case
     with torch._dynamo.config.patch(recompile_limit=2):
         for size in (8, 16, 24):
             query = torch.ones(1, 2, tokens, size)
-            out, _ = blocks._attend(torch.nn.Module(), query, query, query, mask)
+            out, _ = attention._attend(torch.nn.Module(), query, query, query, mask)
             assert out.shape == (1, tokens, 2, size)
     assert len(graphs) == 3
 
 
 def test_another_graph_than_the_limit_allows_is_an_error(graphs, monkeypatch):
-    monkeypatch.setattr(compilation, "GRAPHS", 1)
+    monkeypatch.setattr(attention, "GRAPHS", 1)
     config = torch._dynamo.config
     query = torch.ones(1, 2, 16, 8)
     with config.patch(recompile_limit=1):
-        blocks._attend(torch.nn.Module(), query, query, query, None)
+        attention._attend(torch.nn.Module(), query, query, query, None)
         with pytest.raises(TracegradError, match=r"compiled _flex 1 times.*torch\.compiler\.reset"):
-            blocks._attend(torch.nn.Module(), *[query.double()] * 3, None)
+            attention._attend(torch.nn.Module(), *[query.double()] * 3, None)
         assert config.recompile_limit == 1
     assert len(graphs) == 1
     assert not config.fail_on_recompile_limit_hit
@@ -183,7 +184,7 @@ def test_another_graph_than_the_limit_allows_is_an_error(graphs, monkeypatch):
 
 def test_a_compiled_layer_past_the_limit_is_an_error(monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(compilation, "GRAPHS", 1)
+    monkeypatch.setattr(attention, "GRAPHS", 1)
     compile_by = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_by(function, backend="eager", **how))
     model = model_of()
@@ -200,9 +201,9 @@ def test_attention_that_torch_does_not_compile_is_an_error(graphs):
 
     query = torch.ones(1, 2, 16, 8)
     with TorchDispatchMode(), pytest.raises(TracegradError, match="would run uncompiled"):
-        blocks._attend(torch.nn.Module(), query, query, query, None)
+        attention._attend(torch.nn.Module(), query, query, query, None)
     with torch.compiler.set_stance("force_eager"), pytest.raises(TracegradError, match="would run uncompiled"):
-        blocks._attend(torch.nn.Module(), query, query, query, None)
+        attention._attend(torch.nn.Module(), query, query, query, None)
     assert not graphs
 
 
@@ -211,7 +212,7 @@ def test_what_counts_waits_leaves_compilation_on(graphs, case):
     batch = step_of(case).batches[0].to("cpu")
     with Waits() as waits:
         query = torch.ones(1, 2, len(batch.ids), 8)
-        blocks._attend(torch.nn.Module(), query, query, query, policy.block_mask(batch))
+        attention._attend(torch.nn.Module(), query, query, query, policy.block_mask(batch))
         batch.ids.sum().item()
     assert len(graphs) == 1
     assert waits.seen == {"_local_scalar_dense": 1}
@@ -251,7 +252,7 @@ def test_a_table_is_added_to_the_scores(graphs):
     query, key, value = torch.randn(3, 1, 2, 16, 8)
     table = torch.zeros(16, 16).masked_fill(torch.ones(16, 16).triu(1).bool(), -1e30)[None, None]
     theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=table)
-    ours, _ = blocks._attend(torch.nn.Module(), query, key, value, table)
+    ours, _ = attention._attend(torch.nn.Module(), query, key, value, table)
     torch.testing.assert_close(ours.transpose(1, 2), theirs)
     assert len(graphs) == 1
 
@@ -259,7 +260,7 @@ def test_a_table_is_added_to_the_scores(graphs):
 def test_dropout_is_refused():
     query = torch.ones(1, 2, 16, 8)
     with pytest.raises(ArgumentError, match="no dropout"):
-        blocks._attend(torch.nn.Module(), query, query, query, None, dropout=0.1)
+        attention._attend(torch.nn.Module(), query, query, query, None, dropout=0.1)
 
 
 # --- a kernel that cannot run ---
@@ -280,7 +281,7 @@ def too_large(monkeypatch):
 
 
 def as_cuda(monkeypatch):
-    for module in (settle, forward):
+    for module in (verify_attention, forward):
         monkeypatch.setattr(module, "must_be_fused", lambda device: True)
 
 
@@ -311,8 +312,8 @@ def test_a_kernel_that_does_not_fit_leads_elsewhere_to_the_attention_without_blo
 
 
 def test_the_check_for_cuda_looks_at_the_device():
-    assert blocks.must_be_fused(torch.device("cuda", 1))
-    assert not blocks.must_be_fused(torch.device("cpu"))
+    assert attention.must_be_fused(torch.device("cuda", 1))
+    assert not attention.must_be_fused(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benches" / "gpu"))
 
-from rehearsal import flex_attention_on_the_cpu  # noqa: E402
-from tracegrad.batch import Batch  # noqa: E402
-from tracegrad.policy import block_mask, blocks  # noqa: E402
+from rehearsal import flex_attention_on_the_cpu
+from tracegrad.model import attention, block_mask
+from tracegrad.packing import Batch
 
 SHARED_BYTES = 232448  # that a block of threads may have on an H100
 CARD = {"multi_processor_count": 132, "major": 9, "regs_per_multiprocessor": 65536, "warp_size": 32}
@@ -97,7 +97,7 @@ def generated(tokens, *, heads, keys, size, dtype, window=None, softcap=None, si
     try:
         lowered_at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         with h100(), lowered_at_once, flex_attention_on_the_cpu(backend), pytest.raises(GeneratedError):
-            blocks._compiled(backend)(*given, block_mask(batch, window=window), size**-0.5, softcap, sink)
+            attention._compiled(backend)(*given, block_mask(batch, window=window), size**-0.5, softcap, sink)
     finally:
         torch.compiler.reset()
     return code

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad import presets
 from tracegrad.errors import ArgumentError
-from tracegrad.recipes.for_data import Measured, advise, for_data, measure
+from tracegrad.objective import presets
+from tracegrad.recipes.recommendation import Measured, advise, for_data, measure
 
 TERMS = 40
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.data.trace import Trace, Traces, strip_logprobs
 from tracegrad.errors import FormatError
-from tracegrad.trace import Trace, Traces, strip_logprobs
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden" / "dumps"

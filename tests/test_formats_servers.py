@@ -223,7 +223,7 @@ def test_the_real_vllm_records_give_ids():
 def test_stripped_of_numbers_a_response_holds_no_id_and_no_logprob():
     for path in sorted((Path(__file__).parent / "golden" / "servers").glob("*.jsonl")):
         for trace in tg.read(path):
-            bare = tg.trace.strip_logprobs(trace)
+            bare = tg.data.trace.strip_logprobs(trace)
             assert (bare.id, bare.group, bare.reward) == (trace.id, trace.group, trace.reward)
             assert bare.messages == trace.messages, path.name
             for generation in bare.generations:

@@ -12,16 +12,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import tracegrad as tg  # noqa: E402
-from test_loop import SignalAfter, assert_same, run, told, without_times  # noqa: E402
-from test_steps_alone import assert_same as assert_same_step  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import algebra, manifest, presets, shards, trace_columns  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.catalog import Shards, selected  # noqa: E402
-from tracegrad.errors import ArgumentError, FormatError, ReadError  # noqa: E402
-from tracegrad.learner import planned, shown  # noqa: E402
-from tracegrad.learner.feed import Feed  # noqa: E402
+import tracegrad as tg
+from test_loop import SignalAfter, assert_same, run, told, without_times
+from test_steps_alone import assert_same as assert_same_step
+from tiny import sampled, tiny_model
+from tracegrad import objective as algebra
+from tracegrad.alignment import store
+from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.objective import presets
+from tracegrad.packing import pack
+from tracegrad.storage import manifest, safetensors_file
+from tracegrad.trainer import steps, token_log_writer
+from tracegrad.trainer.dataset import Shards, selected
+from tracegrad.trainer.steps import Feed
 
 
 def prepared(found, folder, cuts):
@@ -110,7 +113,7 @@ def test_groups_of_which_every_one_stands_in_both_shards_are_trained_as_in_memor
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop, monkeypatch):
-    monkeypatch.setattr(shown, "MOST", 1)  # the pull of the others is in the checkpoint
+    monkeypatch.setattr(token_log_writer, "MOST", 1)  # the pull of the others is in the checkpoint
     changes = {"data__holdout": 0.25, "train__updates_per_old": 3, "stop__worse": True, "optimizer__lr": 1e-3}
     objective = algebra.with_kl(presets.GRPO, 0.05)
     whole, parameters = run(tg.Sequences.load(folder), tmp_path / "whole", objective=objective, **changes)
@@ -129,7 +132,7 @@ def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop
 def test_held_out_traces_are_measured_in_pieces_and_value_is_the_same(folder, tmp_path, monkeypatch):
     changes = {"data__holdout": 0.5, "train__epochs": 1}
     whole, _ = run(tg.Sequences.load(folder), tmp_path / "whole", **changes)
-    monkeypatch.setattr(planned, "TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(steps, "TOKENS_AT_ONCE", 100)
     feed = Feed.of(Shards.open(folder), presets.DAPO, told(**changes))
     pieces = feed.held_pieces()
     assert len(pieces) > 3
@@ -166,9 +169,9 @@ def test_a_step_takes_from_shards_what_it_takes_from_memory(folder):
 
 
 def test_the_report_keeps_the_traces_that_it_would_show(folder, tmp_path, monkeypatch):
-    from tracegrad.report.tokens import PerToken, examples
+    from tracegrad.report.token_map import PerToken, examples
 
-    monkeypatch.setattr(shown, "MOST", 3)
+    monkeypatch.setattr(token_log_writer, "MOST", 3)
     sequences = tg.Sequences.load(folder)
     held, _ = run(sequences, tmp_path / "memory")
     found, _ = run(Shards.open(folder), tmp_path / "shards")
@@ -220,7 +223,7 @@ def test_what_is_too_long_is_refused_in_the_words_of_packing_all_at_once(monkeyp
     found = sampled(tiny_model())
     with pytest.raises(ArgumentError) as wanted:
         pack(found, np.ones(found.traces), per="trace", token_budget=9)
-    monkeypatch.setattr(planned, "TOKENS_AT_ONCE", 60)
+    monkeypatch.setattr(steps, "TOKENS_AT_ONCE", 60)
     with pytest.raises(ArgumentError) as raised:
         Feed.of(found, presets.DAPO, told(data__holdout=0, pack__token_budget=9)).cut(0)
     assert str(raised.value) == str(wanted.value)
@@ -233,11 +236,11 @@ def test_columns_that_are_not_of_the_tokens_are_refused(folder, tmp_path):
     sequences = tg.Sequences.load(folder)
     other = prepared(sequences, tmp_path / "other", [20])
     place = other / "shard-00001"
-    columns, told_ = shards.read(place / trace_columns.NAME)
+    columns, told_ = safetensors_file.read(place / store.NAME)
     columns["longest"] = columns["longest"] + 1
-    written = shards.write(place / trace_columns.NAME, columns, told_)
+    written = safetensors_file.write(place / store.NAME, columns, told_)
     said = json.loads((place / "manifest.json").read_text())
-    said["files"][trace_columns.NAME] = {"bytes": written.bytes, "crc32": f"{written.crc32:08x}"}
+    said["files"][store.NAME] = {"bytes": written.bytes, "crc32": f"{written.crc32:08x}"}
     (place / "manifest.json").write_text(json.dumps(said))
     (other / "manifest.json").unlink()
     manifest.seal(other)
@@ -245,7 +248,7 @@ def test_columns_that_are_not_of_the_tokens_are_refused(folder, tmp_path):
     with pytest.raises(FormatError, match=r"traces.safetensors is not of its tokens, by the column longest"):
         opened.take(np.array([25]))
     columns["terms"] = columns["terms"] + 1
-    shards.write(place / trace_columns.NAME, columns, told_)
+    safetensors_file.write(place / store.NAME, columns, told_)
     with pytest.raises(FormatError, match="the counts of its manifest are not those"):
         Shards.open(other)
 
@@ -278,9 +281,9 @@ def test_a_folder_of_before_there_were_columns_is_trained_from_as_well(folder, t
     old = prepared(tg.Sequences.load(folder), tmp_path / "old", [30])
     for place in sorted(old.glob("shard-*")):
         said = json.loads((place / "manifest.json").read_text())
-        del said["files"][trace_columns.NAME]
+        del said["files"][store.NAME]
         (place / "manifest.json").write_text(json.dumps(said))
-        (place / trace_columns.NAME).unlink()
+        (place / store.NAME).unlink()
     (old / "manifest.json").unlink()
     manifest.seal(old)
     assert Shards.open(old).catalog.hash == Shards.open(folder).catalog.hash
@@ -316,10 +319,14 @@ def test_several_folders_are_trained_from_as_one(two, folder, tmp_path):
 
 def weights(place):
     """A row of tests/test_every_option.py."""
-    test_a_weight_is_the_share_of_an_inputs_groups_that_an_epoch_takes(halves(place, sampled(tiny_model())))
+    check_shares_of_inputs(halves(place, sampled(tiny_model())))
 
 
 def test_a_weight_is_the_share_of_an_inputs_groups_that_an_epoch_takes(two):
+    check_shares_of_inputs(two)
+
+
+def check_shares_of_inputs(two):
     opened = Shards.open(two)
     feed = Feed.of(opened, presets.DR_GRPO, told(mixture__weights="3, 1", data__holdout=0, pack__step_groups=5))
     seen = []

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
-from tracegrad import algebra, presets
-from tracegrad.algebra import Entropy, Function, Gate, Level, Objective, Ratio, Reduce, Weight, with_kl
+from tracegrad import objective as algebra
 from tracegrad.errors import ArgumentError
-from tracegrad.integrations.gives import TAKES, Gives, same_scale, takes
+from tracegrad.integrations._common import TAKES, Gives, same_scale, takes
+from tracegrad.objective import Entropy, Function, Gate, Level, Objective, Ratio, Reduce, Weight, presets, with_kl
 
 OLD, MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
 

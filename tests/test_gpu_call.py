@@ -116,7 +116,7 @@ def test_every_row_flag_and_kernel_that_a_call_names_exists(number, tmp_path, mo
             assert options.head == (name == "ncu")
         if name == "ncu":
             kernels = command[command.index("-k") + 1].removeprefix("regex:").split("|")
-            source = (ROOT / "python/tracegrad/kernels/triton_rows.py").read_text()
+            source = (ROOT / "python/tracegrad/model/lm_head_triton.py").read_text()
             jitted = re.findall(r"@triton\.jit\ndef (\w+)", source)
             assert all(any(kernel in name for name in jitted) for kernel in kernels), jitted
 

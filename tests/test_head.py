@@ -8,20 +8,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from largest import Largest  # noqa: E402
-from tracegrad.algebra import Clip, Objective, Ratio  # noqa: E402
-from tracegrad.batch import Batch  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.kernels import head as kernels_head  # noqa: E402
-from tracegrad.kernels.chunk import Chunk, Rows  # noqa: E402
-from tracegrad.kernels.fused import _scaled  # noqa: E402
-from tracegrad.kernels.head import Problem, Setting  # noqa: E402
-from tracegrad.kernels.plan import Size, Wants, device_chunk_bytes  # noqa: E402
-from tracegrad.objective import Terms  # noqa: E402
-from tracegrad.policy import loss as policy_loss_module  # noqa: E402
-from tracegrad.policy import policy_loss, token_logprobs  # noqa: E402
+from largest import Largest
+from tracegrad.errors import ArgumentError
+from tracegrad.model import lm_head as kernels_head
+from tracegrad.model import loss as policy_loss_module
+from tracegrad.model import policy_loss, token_logprobs
+from tracegrad.model.lm_head import Problem, Setting, Size, Wants, device_chunk_bytes
+from tracegrad.model.lm_head_chunked import Chunk, Rows
+from tracegrad.model.lm_head_fused import _scaled
+from tracegrad.objective import Clip, Objective, Ratio
+from tracegrad.objective.torch_loss import Terms
+from tracegrad.packing import Batch
 
 
 def inputs(rows=7, hidden=5, vocab=11, dtype=torch.float64):

@@ -9,11 +9,11 @@ import warnings
 import pytest
 
 from test_model_code import MODEL
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.cli import main
+from tracegrad.data.sampling import model_defaults
 from tracegrad.doctor.examination import positions
 from tracegrad.errors import TracegradError
-from tracegrad.sampling import model_defaults
-from tracegrad.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -88,11 +88,10 @@ def folder(tmp_path):
 
 def uses(folder, file):
     """What the package does with a folder, by name."""
-    from tracegrad.learner import forecast
-    from tracegrad.learner.adapted import load_model
-    from tracegrad.pictures.processor import image_processor
-    from tracegrad.pictures.rule import Rule
-    from tracegrad.policy.model import media_ids
+    from tracegrad.images.processor import Rule, image_processor
+    from tracegrad.model.structure import media_ids
+    from tracegrad.trainer import resource_estimate
+    from tracegrad.trainer.lora import load_model
 
     def tokens():
         tokenizer = Tokenizer.from_pretrained(folder, cache=False)
@@ -105,9 +104,9 @@ def uses(folder, file):
         model(input_ids=torch.tensor([[1, 2, 3]]))
 
     def forecasts():
-        empty = forecast._empty(folder)
-        with forecast._of_config(folder):
-            forecast._counted(empty)
+        empty = resource_estimate._empty(folder)
+        with resource_estimate._of_config(folder):
+            resource_estimate._counted(empty)
 
     yield from [tokens, lambda: positions(folder), lambda: model_defaults(folder), lambda: Rule.of(folder)]
     if file in ("config.json", "generation_config.json", "adapter_config.json"):
@@ -169,7 +168,7 @@ SIZES += [
 
 @pytest.mark.parametrize(("key", "value"), SIZES)
 def test_a_model_that_is_larger_than_its_weights_is_refused_before_it_is_built(key, value, folder):
-    from tracegrad.learner.model import load_whole
+    from tracegrad.trainer.load_model import load_whole
 
     spoilt(folder, "config.json", key, str(value))
     with pytest.raises(TracegradError, match=re.escape(str(folder))):

@@ -24,17 +24,17 @@ from hypothesis import strategies as st
 from peak import PEAK
 from test_trace import line, save
 from tracegrad import errors
-from tracegrad.alignment import align
-from tracegrad.arrow_files import ParquetStream
+from tracegrad.alignment.align import align
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.cli import main
 from tracegrad.config import Data
+from tracegrad.data import read, stream
+from tracegrad.data.arrow import from_arrow
+from tracegrad.data.arrow_files import ParquetStream
+from tracegrad.data.parquet_footer import row_groups
+from tracegrad.data.trace import Traces, write
 from tracegrad.errors import FormatError, ReadError, TracegradError, shown
-from tracegrad.footer import row_groups
-from tracegrad.inputs import read, stream
 from tracegrad.prepare import prepare
-from tracegrad.tables import from_arrow
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces, write
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def limited(code, *arguments, cpu=20):
     head = (
         "import resource, sys\n"
         f"resource.setrlimit(resource.RLIMIT_CPU, ({cpu}, {cpu}))\n"
-        "from tracegrad.inputs import read, stream\n"
+        "from tracegrad.data import read, stream\n"
         "from tracegrad.errors import TracegradError\n"
         "before = peak()\n"
     )
@@ -191,7 +191,7 @@ def test_a_parquet_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100, compression="none", use_dictionary=False)
     code = (
-        "import os; from tracegrad.arrow_files import ParquetStream\n"
+        "import os; from tracegrad.data.arrow_files import ParquetStream\n"
         "traces = ParquetStream(sys.argv[1], batch=100)\n"
         "print(len(next(traces)))\n"
         "os.truncate(sys.argv[1], 10_000)\n"
@@ -287,7 +287,7 @@ def test_parquet_files_that_grow_beyond_measure_are_refused_before_they_are_read
         ),
     ]
     code = (
-        "from tracegrad.arrow_files import ParquetStream\n"
+        "from tracegrad.data.arrow_files import ParquetStream\n"
         "for path in sys.argv[1:]:\n"
         "    try: print(len(next(ParquetStream(path))))\n"
         "    except TracegradError as error: print(str(error).replace(' ', '_'))\n"
@@ -329,7 +329,7 @@ def test_a_page_larger_than_its_footer_says_is_refused_before_it_is_unpacked(tmp
     assert pq.ParquetFile(path).metadata.row_group(0).column(2).total_uncompressed_size == 2000
     assert path.stat().st_size < 1 << 16
     code = (
-        "from tracegrad.arrow_files import ParquetStream\n"
+        "from tracegrad.data.arrow_files import ParquetStream\n"
         "try: print(len(next(ParquetStream(sys.argv[1]))))\n"
         "except TracegradError as error: print(str(error).replace(' ', '_'))\n"
         "print(peak() - before)"
@@ -384,7 +384,7 @@ def test_a_text_that_many_rows_share_is_held_once(tmp_path):
     table = pa.table({"prompt": text, "completion": pa.array(["y"] * 2048)})
     path = bomb(tmp_path, "text.parquet", table)
     code = (
-        "from tracegrad.arrow_files import ParquetStream\n"
+        "from tracegrad.data.arrow_files import ParquetStream\n"
         "print(len(next(ParquetStream(sys.argv[1], batch=128))), peak() - before)"
     )
     rows, mib = map(float, limited(code, path))

@@ -8,14 +8,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from forked import apart, forked, gradient  # noqa: E402
-from tiny import VOCABULARY  # noqa: E402
-from tracegrad import policy, presets  # noqa: E402
-from tracegrad.algebra import Objective, PolicyGradient, with_entropy, with_kl  # noqa: E402
-from tracegrad.batch import Skipped, pack  # noqa: E402
-from tracegrad.correction import Corrected  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner.step import detached  # noqa: E402
+from forked import apart, forked, gradient
+from tiny import VOCABULARY
+from tracegrad import model as policy
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import Objective, PolicyGradient, presets, with_entropy, with_kl
+from tracegrad.objective.correction import Corrected
+from tracegrad.packing import Skipped, pack
+from tracegrad.trainer.step import detached
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

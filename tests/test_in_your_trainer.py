@@ -40,7 +40,7 @@ def test_its_first_loss_is_that_of_packed_rows(trained, example):
     (step,) = tg.pack(some, advantages, token_budget=4096, needs=objective.needs)
     model = AutoModelForCausalLM.from_pretrained(example / "model", dtype=torch.float32)
     with torch.no_grad():
-        old = np.concatenate([tg.policy.logprobs(model, batch).numpy() for batch in step.batches])
+        old = np.concatenate([tg.model.logprobs(model, batch).numpy() for batch in step.batches])
     order = np.concatenate([batch.term for batch in step.batches])
     step = step.with_logprobs(old=old[np.argsort(order)])
     fixed = tg.correct(
@@ -48,8 +48,7 @@ def test_its_first_loss_is_that_of_packed_rows(trained, example):
         weights=objective.weights, reduce=objective.reduce, totals=step.totals,
     )  # fmt: skip
     loss = sum(
-        objective(tg.policy.logprobs(model, batch), None, step.terms(batch, fixed)).loss.item()
-        for batch in step.batches
+        objective(tg.model.logprobs(model, batch), None, step.terms(batch, fixed)).loss.item() for batch in step.batches
     )
     _, losses = trained
     assert losses[0] == pytest.approx(loss, rel=1e-4, abs=1e-6)

@@ -12,8 +12,8 @@ import threading
 import pytest
 
 import tracegrad as tg
+from tracegrad.data import Bar, Progress
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.inputs import Bar, Progress
 
 
 def record(number: int, **more):
@@ -196,7 +196,7 @@ def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):
             return True
 
     now = [0.0]
-    monkeypatch.setattr("tracegrad.inputs.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tracegrad.data.reader.time.monotonic", lambda: now[0])
     for stream, ends in ((Terminal(), "\r"), (io.StringIO(), "\n")):
         bar = Bar(stream)
         for second in range(1, 70):
@@ -211,5 +211,5 @@ def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):
 
 
 def test_a_file_in_a_known_form_does_not_pass_through_python(folder, monkeypatch):
-    monkeypatch.setattr("tracegrad.inputs.reading.InputStream._made", None)
+    monkeypatch.setattr("tracegrad.data.reader.InputStream._made", None)
     assert len(tg.read(folder)) == 7

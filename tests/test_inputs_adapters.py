@@ -10,9 +10,9 @@ import tracemalloc
 import pytest
 
 import tracegrad as tg
+from tracegrad.data import infer_fields
+from tracegrad.data.formats import adapt, generic, record_fields, registry
 from tracegrad.errors import FormatError
-from tracegrad.inputs import candidates, first_calls
-from tracegrad.inputs.adapters import adapt, fitting, shapes, table
 
 USER, SAID = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 LISTED = {"content": [{"token": "4", "logprob": -0.5}]}
@@ -176,11 +176,11 @@ def spoiled(record):
 
 
 @pytest.mark.parametrize(
-    "name", dict.fromkeys(name for each in table.ADAPTERS for name in (each.name, each.talks) if name)
+    "name", dict.fromkeys(name for each in registry.ADAPTERS for name in (each.name, each.talks) if name)
 )
 def test_a_value_of_another_type_is_at_most_a_bad_record(name, tmp_path):
     for example in EXAMPLES[name]:
-        found = table.made_of(example)
+        found = registry.made_of(example)
         assert found is not None
         assert found.name == name
         tg.read([example], on_error="skip" if name == "failed_call" else "raise")
@@ -193,7 +193,7 @@ def test_a_value_of_another_type_is_at_most_a_bad_record(name, tmp_path):
             assert read.startswith(f"{path}:")
         tg.read(path, on_error="skip", map={"session": "prefix"})
         for row in rows:
-            candidates.find([row])
+            infer_fields.find([row])
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_record_that_cannot_even_be_looked_at_is_bad(tmp_path, monkeypatch):
     def knows(record):
         return record["never"]
 
-    monkeypatch.setattr(table, "ADAPTERS", (table.Adapter("odd", knows),))
+    monkeypatch.setattr(registry, "ADAPTERS", (registry.Adapter("odd", knows),))
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"question": 1}))
     with pytest.raises(FormatError, match="it cannot be read as odd: KeyError") as found:
@@ -306,7 +306,7 @@ def test_answers_share_no_more_than_is_held():
 
 
 def test_no_adapter_makes_more_of_a_record_than_is_held(monkeypatch):
-    monkeypatch.setattr(fitting, "MOST_BYTES", 1000)
+    monkeypatch.setattr(record_fields, "MOST_BYTES", 1000)
     pool = {"events_data": {"messages": [{**USER, "content": "x" * 1000}]}}
     event = {**EVENT, "input": [], "input_refs": [[0, 1]] * 100}
     with pytest.raises(FormatError, match="it would become 1 traces"):
@@ -361,12 +361,12 @@ def test_messages_that_only_ask_are_no_trace():
 
 def test_many_answers_are_looked_at_once_for_what_they_share(monkeypatch):
     prompts, values = [], []
-    prompt_of, add = first_calls.prompt_of, candidates._Column.add
-    monkeypatch.setattr(first_calls, "prompt_of", lambda trace: prompts.append(trace) or prompt_of(trace))
-    monkeypatch.setattr(candidates._Column, "add", lambda *told: values.append(told[1]) or add(*told))
+    prompt_of, add = infer_fields.prompt_of, infer_fields._Column.add
+    monkeypatch.setattr(infer_fields, "prompt_of", lambda trace: prompts.append(trace) or prompt_of(trace))
+    monkeypatch.setattr(infer_fields._Column, "add", lambda *told: values.append(told[1]) or add(*told))
     record = {"prompt": "q" * 1000, "completions": ["y" * 1000] * 500, "rewards": [1, 0] * 250, "meta": {"score": 0.5}}
     tracemalloc.start()
-    found = candidates.find([record, {**record, "meta": {"score": 0.25}}])
+    found = infer_fields.find([record, {**record, "meta": {"score": 0.25}}])
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
     tracemalloc.stop()
     assert (found.records, len(prompts), values.count(0.5), values.count(0.25)) == (1000, 2, 1, 1)
@@ -374,14 +374,14 @@ def test_many_answers_are_looked_at_once_for_what_they_share(monkeypatch):
     assert '1,000 of 1,000 records have a number "reward" (0 to 1, mean 0.5, 2 values)' in whys
     assert '1,000 of 1,000 records have a number "meta.score" (0.25 to 0.5, mean 0.375, 2 values)' in whys
     values.clear()
-    assert not candidates.find([record], wanted=["session"]).found
+    assert not infer_fields.find([record], wanted=["session"]).found
     assert not values, "no name of them is that of a session"
 
 
 def test_a_session_alone_needs_no_trace_of_each_record(monkeypatch):
     rows = [{"messages": [USER, {**SAID, "content": str(at)}], "score": at} for at in range(4)]
-    monkeypatch.setattr(first_calls, "prompt_of", lambda trace: pytest.fail("a prompt is only for groups"))
-    assert not candidates.find(rows, wanted=["session"]).found
+    monkeypatch.setattr(infer_fields, "prompt_of", lambda trace: pytest.fail("a prompt is only for groups"))
+    assert not infer_fields.find(rows, wanted=["session"]).found
 
 
 @pytest.mark.parametrize(
@@ -413,10 +413,10 @@ def test_a_response_that_a_message_keeps_gives_it_its_logprobs():
 
 def test_a_record_is_looked_through_once_by_its_shape(monkeypatch):
     looks = []
-    look = shapes._look
-    monkeypatch.setattr(shapes, "_look", lambda record: looks.append(record) or look(record))
+    look = generic._look
+    monkeypatch.setattr(generic, "_look", lambda record: looks.append(record) or look(record))
     record = {"chatHistory": [USER, SAID], "score": 1}
-    assert table.made_of(record).name == "renamed_messages"
+    assert registry.made_of(record).name == "renamed_messages"
     assert looks == [record]
 
 

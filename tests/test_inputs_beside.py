@@ -11,8 +11,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import _core
 from tracegrad.cli import main
-from tracegrad.inputs import candidates
-from tracegrad.inputs.adapters import loggers, pairs, samples, table
+from tracegrad.data import infer_fields
+from tracegrad.data.formats import openai, prompt_response, registry
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 USER = {"role": "user", "content": "2+2?"}
@@ -44,13 +44,13 @@ FREE = ("chunks", "reply", "llm_output", "assistantMessage", "bot")
 
 def beside():
     """Names of adapters and of nobody, and what each may hold as the answer."""
-    for key in loggers.RESPONSES:
+    for key in openai.RESPONSES:
         yield from ((key, kind, value) for kind, value in {**RAW, **OTHERS}.items())
-    for key in pairs.ANSWERS:
+    for key in prompt_response.ANSWERS:
         yield from (
             (key, kind, value) for kind, value in {"words": ANSWER, "message": SAID, "messages": [SAID]}.items()
         )
-    for key in samples.ANSWERS:
+    for key in prompt_response.ANSWER_LISTS:
         if key != "choices":
             yield key, "list of words", [ANSWER]
         yield key, "list of objects", [{"text": ANSWER}]
@@ -78,7 +78,7 @@ def test_the_trained_text_is_the_answer_beside_the_messages(name, tmp_path):
         assert [trace.messages[each.message]["content"] for each in trace.generations] == [ANSWER], where
         assert [each["content"] for each in trace.messages] == [*(each["content"] for each in talk), ANSWER], where
         assert trace.reward == outer.get("reward"), where
-        assert not _core.Traces.plain([json.dumps(record).encode()], table._KEYS)[0], where
+        assert not _core.Traces.plain([json.dumps(record).encode()], registry._KEYS)[0], where
 
 
 def said(trace):
@@ -111,8 +111,8 @@ def test_a_conversation_that_was_cut_off_is_read_as_it_stands(name):
     [trace] = tg.read([record])
     assert said(trace) == [each["content"] for each in record["messages"] if each["role"] == "assistant"]
     assert len(trace.messages) == len(record["messages"])
-    assert table.made_of(record) is None
-    assert not _core.Traces.plain([json.dumps(record).encode()], table._KEYS)[0], (
+    assert registry.made_of(record) is None
+    assert not _core.Traces.plain([json.dumps(record).encode()], registry._KEYS)[0], (
         "whether more is beside it is looked at"
     )
 
@@ -125,8 +125,8 @@ def test_what_is_plain_to_python_is_plain_to_the_core():
     calls = [{"request": {"messages": [USER]}, "response": {"choices": [CHOICE] * count}} for count in (1, 2)]
     rows = [talk, {**talk, "response": None}, *weighed, *calls, {"calls": calls[:1]}, *CUT.values()]
     rows += [{"messages": TALKS["two"], key: value} for key, value in CASES.values()]
-    plain = _core.Traces.plain([json.dumps(row).encode() for row in rows], table._KEYS)
-    assert [table._is_plain(row) for row in rows] == plain
+    plain = _core.Traces.plain([json.dumps(row).encode() for row in rows], registry._KEYS)
+    assert [registry._is_plain(row) for row in rows] == plain
     assert sum(plain) == 4
 
 
@@ -180,20 +180,20 @@ def sessions():
 
 def test_a_key_that_is_suggested_joins_what_it_says():
     rows = list(sessions())
-    flags = candidates.find(rows).flags(["reward", "session"])
+    flags = infer_fields.find(rows).flags(["reward", "session"])
     assert flags == ["--map.reward", "thumbs", "--map.session", "session_id", "--map.order", "turn"]
     one, two = tg.read(rows, map={"reward": "thumbs", "session": "session_id"})
     assert [(len(each.generations), each.reward) for each in (one, two)] == [(3, 1.0), (3, 0.0)]
     assert said(one) == [ANSWER] * 3
     whole = [{"session_id": name, "messages": [USER, *BEFORE], "score": at} for at, name in enumerate("aabb")]
-    found = candidates.find([*rows[:2], *whole]).of("session")
+    found = infer_fields.find([*rows[:2], *whole]).of("session")
     assert [each.path for each in found] == ["prefix"], "these are no calls, and cannot be joined by a key"
     with pytest.raises(tg.errors.FormatError, match="Only single calls can be joined"):
         tg.read(whole, map={"session": "session_id"})
 
 
 def test_prompts_are_counted_of_conversations_where_calls_are_joined():
-    [found] = [each for each in candidates.find(list(sessions())).of("group") if each.path == "prompt"]
+    [found] = [each for each in infer_fields.find(list(sessions())).of("group") if each.path == "prompt"]
     assert found.why == "2 conversations begin with the same prompt"
 
 
@@ -261,7 +261,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("key", loggers.REQUESTS)
+@pytest.mark.parametrize("key", openai.REQUESTS)
 @pytest.mark.parametrize("api", ASKED)
 def test_a_request_is_found_beside_its_response_under_any_of_its_names(api, key, tmp_path):
     asked, response = ASKED[api]
@@ -271,4 +271,4 @@ def test_a_request_is_found_beside_its_response_under_any_of_its_names(api, key,
     for trace in traces:
         said = [(message["role"], message["content"]) for message in trace.messages if message["role"] != "system"]
         assert said == [("user", "2+2?"), ("assistant", ANSWER)]
-    assert candidates.find(path).of("group")[0].path == "doc"
+    assert infer_fields.find(path).of("group")[0].path == "doc"

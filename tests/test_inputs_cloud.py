@@ -64,13 +64,13 @@ def breaks_off(monkeypatch):
     """Files in memory end with an error behind their first block; returns the sizes that were asked for since."""
     from fsspec.implementations.memory import MemoryFile
 
-    from tracegrad.inputs import remote
+    from tracegrad.data import sources
 
     blocks, real = [], MemoryFile.read
 
     def read(self, size=-1):
         blocks.append(size)
-        if blocks.count(remote.BLOCK) > 1:
+        if blocks.count(sources.BLOCK) > 1:
             raise OSError("cut")
         return real(self, size)
 
@@ -92,12 +92,12 @@ def test_an_address_that_breaks_off_in_the_middle_is_an_error(monkeypatch, on_er
 def test_bad_records_do_not_count_towards_the_limit_of_an_address_that_breaks_off(monkeypatch):
     import fsspec
 
-    from tracegrad.inputs import remote
+    from tracegrad.data import sources
 
     bad = '{"none": "of ours"}' + " " * (len(line(10_000)) - 20) + "\n"
     fsspec.filesystem("memory").pipe("/mixed.jsonl", "".join(bad + line(n) for n in range(30000)).encode())
     blocks = breaks_off(monkeypatch)
-    records = remote.BLOCK // len(line(10_000))  # that came before it broke off; every other one is bad
+    records = sources.BLOCK // len(line(10_000))  # that came before it broke off; every other one is bad
     with pytest.raises(ReadError, match="OSError: cut"):
         tg.read("memory://mixed.jsonl", on_error="skip", limit=records * 3 // 4)
     blocks.clear()

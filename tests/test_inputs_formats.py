@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.data import infer_fields
+from tracegrad.data.formats import adapt, eval_log
 from tracegrad.errors import FormatError, ReadError
-from tracegrad.inputs import candidates, evals
-from tracegrad.inputs.adapters import adapt
 
 GOLDEN = Path(__file__).parent / "golden" / "inputs"
 LOGPROBS = [-0.25, -0.5, -0.75, -1.0]
@@ -97,7 +97,7 @@ def test_an_inspect_log_gives_samples_by_their_epochs_with_scores():
     assert len({trace.group for trace in traces}) == 2
     assert [dict(trace.rewards) for trace in traces] == [{"match": each} for each in (1.0, 1.0, 0.0, 0.0)]
     asks_and_answers(traces[0], temperature=1.0)
-    whole = {"eval": {}, "samples": [json.loads(each) for each in evals.samples(str(GOLDEN / "inspect.eval"))]}
+    whole = {"eval": {}, "samples": [json.loads(each) for each in eval_log.samples(str(GOLDEN / "inspect.eval"))]}
     assert [trace.id for trace in tg.read([whole])] == [trace.id for trace in traces]
 
 
@@ -266,7 +266,7 @@ def test_what_says_that_more_is_worse_is_no_reward_and_words_are_told_as_numbers
     rows = [
         {"question": "A?", "response": "3", "quality": word, "is_incorrect": at > 0} for at, word in enumerate(words)
     ]
-    [found] = candidates.find(rows, wanted=["reward"]).found
+    [found] = infer_fields.find(rows, wanted=["reward"]).found
     assert found.path == "quality"
     assert found.why.endswith("3 values, 'excellent' is 0.95, 'fair' is 0.5, 'poor' is 0.3)")
 

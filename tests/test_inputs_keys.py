@@ -8,8 +8,8 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import _core
-from tracegrad.inputs.adapters import chunks, table
-from tracegrad.inputs.mapping import loads
+from tracegrad.data.field_map import loads
+from tracegrad.data.formats import openai, registry
 
 HERE = Path(__file__).parent
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -36,29 +36,29 @@ BOTH = {
 
 
 def plain(record):
-    return _core.Traces.plain([json.dumps(record).encode()], table._KEYS)[0]
+    return _core.Traces.plain([json.dumps(record).encode()], registry._KEYS)[0]
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_a_record_that_the_core_would_read_too_goes_to_the_adapter_that_knows_it(name):
     record = BOTH[name]
-    found = table.made_of(record)
+    found = registry.made_of(record)
     assert found is not None
     assert found.name == name.split(" ")[0]
-    assert not any(each.weak for each in table.ADAPTERS if each.name == found.name)
-    assert table._core_reads(record)
-    assert table.needed([json.dumps(record).encode()], "x")
+    assert not any(each.weak for each in registry.ADAPTERS if each.name == found.name)
+    assert registry._core_reads(record)
+    assert registry.needed([json.dumps(record).encode()], "x")
 
 
 def test_what_the_core_never_reads_needs_no_key():
-    strong = {each.name for each in table.ADAPTERS if not each.weak}
+    strong = {each.name for each in registry.ADAPTERS if not each.weak}
     assert strong - {"chunk_list", "spans_of_several"} == {name.split(" ")[0] for name in BOTH}
     said = {"key": "gen_ai.output.messages", "value": {"stringValue": '[{"role": "assistant", "content": "4"}]'}}
     spans = [{"traceId": name, "attributes": [said]} for name in "ab"]
     export = [{"resourceSpans": [{"scopeSpans": [{"spans": some}]}]} for some in (spans, spans[:1])]
     assert [plain(each) for each in export] == [False, True]
     chunk = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "4"}}]}
-    assert chunks.is_chunk(chunk)
+    assert openai.is_chunk(chunk)
     assert [plain(chunk), plain([chunk])] == [False, False]
 
 
@@ -72,12 +72,12 @@ def recorded():
 def test_what_producers_wrote_is_read_as_it_stands_only_where_no_adapter_knows_it():
     lines = list(recorded())
     assert len(lines) > 300
-    is_plain = _core.Traces.plain(lines, table._KEYS)
-    assert not [line for line, alone in zip(lines, is_plain, strict=True) if alone and table._is_ours(loads(line))]
+    is_plain = _core.Traces.plain(lines, registry._KEYS)
+    assert not [line for line, alone in zip(lines, is_plain, strict=True) if alone and registry._is_ours(loads(line))]
 
 
 def test_calls_and_conversations_are_not_parsed_in_python(tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "loads", None)
+    monkeypatch.setattr(registry, "loads", None)
     call = {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES[:1]}}
     for record in ({"messages": TALK, "reward": 1.0}, call, {"calls": [call]}):
         path = tmp_path / "traces.jsonl"

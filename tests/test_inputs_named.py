@@ -7,10 +7,10 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import config
+from tracegrad.data import infer_fields, json_path
 from tracegrad.errors import ArgumentError
-from tracegrad.inputs import candidates, paths
-from tracegrad.learner.feed import reward_column
-from tracegrad.online.signal import Signal
+from tracegrad.online.collector import Signal
+from tracegrad.trainer.steps import reward_column
 
 SCORES = [
     {"name": "tone", "value": "good", "comment": "x"},
@@ -29,12 +29,15 @@ def said(text):
 
 
 def test_a_list_of_scores_is_looked_into_by_their_names():
-    assert paths.named(SCORES) == {"tone": "good", "right": "correct"}
+    assert json_path.named(SCORES) == {"tone": "good", "right": "correct"}
     record = {"info": {"checks": SCORES}, "messages": [user("a"), said("b")]}
-    assert paths.at(record, "info.checks.right") == "correct"
-    assert paths.at(record, "info.checks.1.score") == 0
-    assert dict(paths.leaves({"info": record["info"]})) == {"info.checks.tone": "good", "info.checks.right": "correct"}
-    found = candidates.find([record, {**record, "info": {"checks": [{**SCORES[2], "feedback": {"value": "wrong"}}]}}])
+    assert json_path.at(record, "info.checks.right") == "correct"
+    assert json_path.at(record, "info.checks.1.score") == 0
+    assert dict(json_path.leaves({"info": record["info"]})) == {
+        "info.checks.tone": "good",
+        "info.checks.right": "correct",
+    }
+    found = infer_fields.find([record, {**record, "info": {"checks": [{**SCORES[2], "feedback": {"value": "wrong"}}]}}])
     [reward] = [each for each in found.of("reward") if "right" in each.path]
     assert (reward.path, "mean 0.5, 2 values, 'correct' is 1, 'wrong' is 0" in reward.why) == (
         "info.checks.right",
@@ -45,7 +48,7 @@ def test_a_list_of_scores_is_looked_into_by_their_names():
 
 @pytest.mark.parametrize("value", [[1, 2], [{"name": "a"}], [{"name": "a", "value": {}}], ["name"], [], "name", None])
 def test_other_lists_name_nothing(value):
-    assert paths.named(value) is None
+    assert json_path.named(value) is None
 
 
 def rewarded(rows, names):
@@ -182,9 +185,9 @@ def call(asked, answer, model="m", **more):
 
 def test_the_name_of_a_reward_counts_more_than_where_it_stands():
     rows = [{**call([user(str(at))], "b"), "feedback": {"brief": at % 2, "correct": 1 - at % 2}} for at in range(4)]
-    assert [each.path for each in candidates.find(rows).of("reward")[:2]] == ["feedback.correct", "feedback.brief"]
+    assert [each.path for each in infer_fields.find(rows).of("reward")[:2]] == ["feedback.correct", "feedback.brief"]
     rows = [{**call([user(str(at))], "b"), "outcome": {"success": at % 2, "reward": at % 2}} for at in range(4)]
-    assert candidates.find(rows).of("reward")[0].path == "outcome.reward"
+    assert infer_fields.find(rows).of("reward")[0].path == "outcome.reward"
 
 
 def model_event(span, text, asked="a", role=None):
@@ -225,7 +228,7 @@ def test_a_request_that_no_answer_stands_beside_is_no_conversation():
 @pytest.mark.parametrize("name", ["recompensa", "Bewertung", "оценка", "得分", "スコア"])
 def test_a_reward_has_its_name_in_other_languages_too(name):
     rows = [{"messages": [user("a"), said("b")], name: at} for at in (-2.5, 1, 3)]
-    assert [each.path for each in candidates.find(rows).of("reward")] == [name]
+    assert [each.path for each in infer_fields.find(rows).of("reward")] == [name]
 
 
 def test_spans_whose_calls_go_on_one_another_are_one_conversation_whoever_began_them():

@@ -9,10 +9,10 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import config
+from tracegrad.data import infer_fields
+from tracegrad.data.formats import registry
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.inputs import candidates, first_calls
-from tracegrad.inputs.adapters import table
-from tracegrad.learner.feed import reward_column
+from tracegrad.trainer.steps import reward_column
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 ASKED = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 1}
@@ -104,7 +104,7 @@ def test_traces_whose_prompt_is_text_are_grouped_by_it_and_those_without_one_are
     bare = tg.stream([{"messages": [{"role": "assistant", "content": "4"}]}] * 2, map={"group": "prompt"})
     assert tg.Traces.concatenate(list(bare)).groups == [None, None]
     assert "map      group: 2 traces have no prompt and are alone" in bare.lines()
-    assert candidates.find(dump).of("group")[0].why == "2 records begin with the same prompt"
+    assert infer_fields.find(dump).of("group")[0].why == "2 records begin with the same prompt"
 
 
 def test_streamed_calls_go_on_one_another():
@@ -119,7 +119,7 @@ def test_a_key_that_parts_runs_or_counts_is_no_session():
     calls = [
         {"request": ASKED, "response": answered(str(n)), "run_id": n % 2, "rollout_index": n % 4} for n in range(200)
     ]
-    assert candidates.find(calls, config.Map(group="run_id")).of("session") == []
+    assert infer_fields.find(calls, config.Map(group="run_id")).of("session") == []
 
 
 def test_several_rewards_without_a_total_are_told_apart_by_the_user():
@@ -166,7 +166,7 @@ def test_a_list_of_calls_is_one_conversation_or_several_records():
     entries = [{"messages": ASKED["messages"], "said": answered(text), "stars": text} for text in "45"]
     export = {"version": 3, "entries": entries}
     assert tg.read([export], map={"reward": "stars"}).reward.tolist() == [4.0, 5.0]
-    assert candidates.find([export]).flags(["reward"]) == ["--map.reward", "stars"]
+    assert infer_fields.find([export]).flags(["reward"]) == ["--map.reward", "stars"]
 
 
 def test_a_row_without_a_call_says_the_reward_of_its_conversation():
@@ -179,7 +179,7 @@ def test_a_row_without_a_call_says_the_reward_of_its_conversation():
             rows.append({"context": {"trace_id": name}, "parent_id": "x", **told})
         rows.append({"context": {"trace_id": name}, "parent_id": None, "attributes": {"eval.score": score}})
     rows.append({"context": {"trace_id": "c"}, "parent_id": None, "attributes": {"eval.score": 1}})
-    found = candidates.find(rows)
+    found = infer_fields.find(rows)
     assert found.lines(["reward"]) == [
         'found    3 of 3 records without a call have a number "attributes.eval.score" (0 to 1, mean 0.667, 2 values): '
         "--map.reward attributes.eval.score"
@@ -196,7 +196,7 @@ def test_a_row_without_a_call_says_the_reward_of_its_conversation():
 def test_words_that_say_good_or_bad_are_rewards_and_which_are_which_is_said():
     talk = [*ASKED["messages"], {"role": "assistant", "content": "4"}]
     rows = [{"messages": talk, "human_vote": word} for word in ("Up", "down", "up")]
-    assert candidates.find(rows).flags(["reward"]) == ["--map.reward", "human_vote"]
+    assert infer_fields.find(rows).flags(["reward"]) == ["--map.reward", "human_vote"]
     stream = tg.stream(rows, map={"reward": "human_vote"})
     assert tg.Traces.concatenate(list(stream)).reward.tolist() == [1.0, 0.0, 1.0]
     assert stream.lines()[0].endswith("0 to 1, 'Up' is 1, 'down' is 0, 'up' is 1")
@@ -279,7 +279,7 @@ def test_finished_conversations_that_begin_alike_are_not_joined(tmp_path):
 
 
 def read_found(path):
-    return candidates.find([json.loads(line) for line in path.read_text().splitlines()])
+    return infer_fields.find([json.loads(line) for line in path.read_text().splitlines()])
 
 
 def test_anthropics_blocks_in_messages_become_messages_that_templates_write():
@@ -323,7 +323,7 @@ def test_of_blocks_what_is_hidden_is_left_out_and_what_has_the_form_of_openai_st
     record = {"messages": [{"role": "user", "content": "2+2?"}, said], "tools": [schema]}
     [trace] = tg.read([record])
     assert (trace.messages[1], trace.tools) == ({"role": "assistant", "content": "4"}, [schema])
-    found = table.made_of({**record, "response": answered("5")})
+    found = registry.made_of({**record, "response": answered("5")})
     assert found is None or found.name != "anthropic_talk", "the answer stands beside the messages"
 
 
@@ -345,10 +345,10 @@ def answer_to(prompt, answer="4", **more):
 def test_the_prompts_of_an_export_are_counted_one_by_one():
     prompts = ["a", "a", "b", "b", "b", "c"]
     export = {"made": 1, "runs": [answer_to(prompt, str(at), score=at % 2) for at, prompt in enumerate(prompts)]}
-    [found] = candidates.find([export]).of("group")
+    [found] = infer_fields.find([export]).of("group")
     assert (found.why, found.partial) == ("5 records begin with one of 2 prompts that others share", True)
     calls = [{"calls": [{"request": {}, "response": {}}], "input": prompt} for prompt in prompts]
-    assert first_calls._by_prompt(calls) == [(each, 1) for each in calls], "no messages say that they are alike"
+    assert infer_fields._by_prompt(calls) == [(each, 1) for each in calls], "no messages say that they are alike"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_p
     following = tg.doctor.examine(path, MODEL).following
     assert "--map.group" not in following
     assert following.endswith("--advantage.baseline batch_mean")
-    [found] = candidates.find(path).of("group")
+    [found] = infer_fields.find(path).of("group")
     assert found.line() == "found    2 records begin with the same prompt: --map.group prompt", "it is still said"
 
 
@@ -392,6 +392,6 @@ def test_of_several_ratings_that_of_all_is_first_and_a_weight_is_last():
     rows = [
         answer_to(q, accuracy=at % 5, overall=at % 4, weight=at / 9, tone=at % 3) for at, q in enumerate("aabbaabb")
     ]
-    assert [each.path for each in candidates.find(rows).of("reward")] == ["overall", "accuracy", "weight"]
-    [alone] = candidates.find([answer_to(q, weight=at / 9) for at, q in enumerate("aabb")]).of("reward")
+    assert [each.path for each in infer_fields.find(rows).of("reward")] == ["overall", "accuracy", "weight"]
+    [alone] = infer_fields.find([answer_to(q, weight=at / 9) for at, q in enumerate("aabb")]).of("reward")
     assert alone.path == "weight"

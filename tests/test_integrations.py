@@ -17,12 +17,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 import tracegrad as tg
 from tiny import ONE_STEP, sampled, tiny_model
-from tracegrad import presets
-from tracegrad.algebra import Clamp, Clip, Entropy, Gate, Level, Ratio, Reduce, Weight, with_beta, with_kl
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
 from tracegrad.integrations.transformers import TraceLoss
 from tracegrad.integrations.trl import FromTraces
+from tracegrad.objective import Clamp, Clip, Entropy, Gate, Level, Ratio, Reduce, Weight, presets, with_beta, with_kl
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "trainers"))
 LR = 3.0
@@ -206,7 +205,7 @@ def branched(start):
 
 def own_step(branched, objective, lr=LR):
     """The parameters after one step of our own learner on packed rows."""
-    from tracegrad.learner.step import measure, optimizer_step
+    from tracegrad.trainer.step import measure, optimizer_step
 
     model = copy.deepcopy(branched.model)
     (step,) = tg.pack(branched.data, branched.advantages, token_budget=64, needs=objective.needs)
@@ -361,7 +360,7 @@ def test_token_weights_of_the_page_give_any_trainer_our_learners_step(branched):
         model = copy.deepcopy(branched.model)
         (step,) = tg.pack(branched.data, branched.advantages, token_budget=512, needs=objective.needs)
         (batch,) = step.batches
-        logprobs = tg.policy.logprobs(model, batch.to("cpu"))
+        logprobs = tg.model.logprobs(model, batch.to("cpu"))
         order = np.argsort(batch.term)
         weights = scope["token_weights"](step, logprobs.detach().numpy()[order], objective)
         (-torch.from_numpy(weights[batch.term]) * logprobs).sum().backward()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tracegrad.config import load
-from tracegrad.interrupt import Interrupt
-from tracegrad.learner.off_policy_value import SUM_LIMIT, difference, estimate, good_and_bad, held_out
-from tracegrad.learner.plan import Plan
+from tracegrad.trainer.off_policy_eval import SUM_LIMIT, difference, estimate, good_and_bad, held_out
+from tracegrad.trainer.schedule import Plan
+from tracegrad.trainer.signals import Interrupt
 
 
 def test_each_epoch_has_a_seed_of_its_own_and_the_run_seed_changes_all():

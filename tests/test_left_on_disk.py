@@ -15,9 +15,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tracegrad.data import read
+from tracegrad.data.trace import Traces, write
 from tracegrad.errors import ReadError
-from tracegrad.inputs import read
-from tracegrad.trace import Traces, write
 
 LONG = 64 << 10
 """A file of so many bytes is not kept in memory."""

@@ -13,16 +13,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import tracegrad as tg  # noqa: E402
-from tiny import sampled, spoilt, tiny_model  # noqa: E402
-from tracegrad import advantage, algebra, config, metrics, presets  # noqa: E402
-from tracegrad.codes import CUT, ENDINGS  # noqa: E402
-from tracegrad.correction import Corrected  # noqa: E402
-from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
-from tracegrad.learner import Outcome, train  # noqa: E402
-from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.row import off_policy, tally  # noqa: E402
-from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
+import tracegrad as tg
+from tiny import sampled, spoilt, tiny_model
+from tracegrad import advantage, config, metrics
+from tracegrad import objective as algebra
+from tracegrad.data.codes import CUT, ENDINGS
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.objective import presets
+from tracegrad.objective.correction import Corrected
+from tracegrad.trainer import Outcome, train
+from tracegrad.trainer.step import measure, optimizer_step
+from tracegrad.trainer.step_metrics import off_policy, tally
+from tracegrad.trainer.steps import Feed
 
 TIMES = {"seconds", "tokens_per_s"}
 
@@ -317,8 +319,8 @@ def test_a_folder_that_cannot_be_written_is_one_error(traces, tmp_path):
 
 
 def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
-    from tracegrad.batch import pack
-    from tracegrad.sequence import Sequences
+    from tracegrad.alignment.sequences import Sequences
+    from tracegrad.packing import pack
 
     ids, trainable = [5, 6, 7, 8, 9, 3], [0, 1, 1, 1, 0, 1]
     logprobs = [np.nan, -1, -2, -1, np.nan, -1]
@@ -349,11 +351,11 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
 
 def test_metrics_are_worked_by_hand():
     """Three terms of two traces; the last has no rollout logprob and was dropped by a gate."""
-    from tracegrad.sequence import Sequences
+    from tracegrad.alignment.sequences import Sequences
 
     nan = float("nan")
     two = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], [nan, -1, -2, nan, nan], [0, 1, 1, 0, 1], group=[0, 0])
-    from tracegrad.batch import pack
+    from tracegrad.packing import pack
 
     [step] = pack(two, [1.0, 0.0], token_budget=16)
     step = step.with_logprobs(old=np.array([-1.0, -1.0, -1.0], np.float32))

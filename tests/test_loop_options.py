@@ -11,15 +11,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_loop import run, told, without_times  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import presets  # noqa: E402
-from tracegrad.algebra import Gate, Level, Ratio, with_entropy  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.ranks import Ranks  # noqa: E402
-from tracegrad.learner.setup import choose_attention  # noqa: E402
-from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
+from test_loop import run, told, without_times
+from tiny import sampled, tiny_model
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import Gate, Level, Ratio, presets, with_entropy
+from tracegrad.trainer.distributed import Ranks
+from tracegrad.trainer.setup import choose_attention
+from tracegrad.trainer.step import measure, optimizer_step
+from tracegrad.trainer.steps import Feed
 
 GATED = replace(presets.GRPO, gates=(Gate(Ratio("old", "rollout"), level=Level("trace", "mean"), low=0.99, high=1.01),))
 """Drops the terms of many traces before a logprob of theta is known."""
@@ -36,7 +35,7 @@ def traces():
 
 
 def truncated(_=None):
-    """A row of tests/test_every_option.py. A trace that was cut off counts with its reward and as a trace, no more."""
+    """A row of test_every_option.py. A trace that was cut off counts with its reward and as a trace, no more."""
     found = sampled(tiny_model())
     ending = np.ones(found.traces, np.uint8)
     ending[0] = 2

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 import online
 import tracegrad as tg
-from tracegrad import sync
-from tracegrad.online import Online, Play, SyncFault, start
+from tracegrad import weight_sync
+from tracegrad.online import Online, Play, SyncFault, training_loop
 
 pytestmark = pytest.mark.vllm
 CONFIG = tg.config.Config(pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=4e-4))
@@ -43,7 +43,11 @@ def test_each_step_is_proven_and_the_run_is_its_replay(served, example, tmp_path
         assert row["sync_max"] < 1e-4
         assert row["tokens_lost"] == 0
     again = tg.online.replay(
-        tmp_path / "run", example / "model", objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again"
+        tmp_path / "run",
+        example / "model",
+        objective=tg.presets.DAPO_DIRECT,
+        config=CONFIG,
+        out=tmp_path / "again",
     )
     ours, theirs = (load_file(each.checkpoint / "model.safetensors") for each in (found, again))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -51,9 +55,9 @@ def test_each_step_is_proven_and_the_run_is_its_replay(served, example, tmp_path
 
 def test_a_cache_that_is_not_cleared_ends_the_run_by_its_name(served, example, tmp_path, monkeypatch):
     def careless(driven, _told):
-        return lambda servers: sync.File(servers, driven.out / "weights", clear_cache=False)
+        return lambda servers: weight_sync.File(servers, driven.out / "weights", clear_cache=False)
 
-    monkeypatch.setattr(start, "sync_of", careless)
+    monkeypatch.setattr(training_loop, "sync_of", careless)
     with pytest.raises(SyncFault, match="prompt that they have never seen they agree"):
         run(example, served, tmp_path, steps=6)
 

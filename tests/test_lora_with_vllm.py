@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 import tracegrad as tg
 from drawn_prompts import ask, drawn
 from test_loop_with_vllm import run
-from tracegrad.online import SyncFault, ways
+from tracegrad.online import SyncFault
+from tracegrad.online import servers as ways
+from tracegrad.rollout.client import ServerError, Servers
 from tracegrad.rollout.launch import launch
-from tracegrad.rollout.server import ServerError, Servers
-from tracegrad.sync import Lora, vllm_arguments
+from tracegrad.weight_sync import Lora, vllm_arguments
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # a second server, with adapters
 KEY = "a token of this test"

@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from tiny import tiny_model  # noqa: E402
-from tracegrad.learner.forecast import _logits_bytes  # noqa: E402
-from tracegrad.learner.memory import Memory, draws_random_numbers, layers_of, recompute_layers  # noqa: E402
+from tiny import tiny_model
+from tracegrad.trainer.memory import Memory, draws_random_numbers, layers_of, recompute_layers
+from tracegrad.trainer.resource_estimate import _logits_bytes
 
 
 class Noisy(nn.Module):

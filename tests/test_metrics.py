@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import generate_docs
 from tracegrad import metrics
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
-from tracegrad.metrics import Rows, Sums, peers
-from tracegrad.metrics.__main__ import TABLES
+from tracegrad.integrations import metrics as peers
+from tracegrad.metrics import Rows, Sums
 
 ROW = {
     "step": 1,
@@ -37,12 +38,12 @@ def test_the_names_peers_use_are_there_with_their_ratio():
 
 def test_the_page_shows_the_tables():
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert metrics.with_tables(page, TABLES) == page, "run: python -m tracegrad.metrics docs/metrics.md"
+    assert generate_docs.with_tables(page, generate_docs.TABLES) == page, "run: python tools/generate_docs.py"
 
 
 def test_a_page_that_leaves_a_table_out_is_refused():
     with pytest.raises(ArgumentError, match="the page shows one; there are one, two"):
-        metrics.with_tables("<!-- table: one --><!-- end -->", {"one": metrics.REWARDS, "two": metrics.REWARDS})
+        generate_docs.with_tables("<!-- table: one --><!-- end -->", {"one": metrics.REWARDS, "two": metrics.REWARDS})
 
 
 def test_no_two_rows_of_a_table_bear_one_name():
@@ -106,10 +107,6 @@ def test_peers_refuse_what_they_have_no_number_for():
         peers.as_verl(one, one, rows, rollout_is="turn")
     with pytest.raises(ArgumentError, match="Leave missing terms out"):
         peers.as_skyrl(one, np.array([np.nan]), rows)
-    with pytest.raises(ArgumentError, match="NeMo-RL has no kl_type 'k4'"):
-        peers.as_nemo(one, one, one, rows, kl_type="k4")
-    with pytest.raises(ArgumentError, match="the rows have 1 terms"):
-        peers.as_nemo(one, np.zeros(2), one, rows)
     with pytest.raises(ArgumentError, match="Pass flat arrays"):
         peers.as_art(one, np.zeros(2), rows, advantages=one)
     with pytest.raises(ArgumentError, match="2 names"):

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
-from tracegrad import addresses
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
-from tracegrad.mirror import Mirror
+from tracegrad.storage import remote
+from tracegrad.storage.run_dir import Mirror
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import told, vector  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import presets  # noqa: E402
-from tracegrad.learner import train  # noqa: E402
+from ranks import told, vector
+from tiny import sampled, tiny_model
+from tracegrad.objective import presets
+from tracegrad.trainer import train
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_folder_of_this_machine_is_left_as_it_is(tmp_path):
 def test_the_folder_of_this_machine_is_removed_at_the_end_of_the_process_that_made_it(tmp_path):
     code = """if True:
         import os
-        from tracegrad.mirror import Mirror
+        from tracegrad.storage.run_dir import Mirror
         path = Mirror("memory://a").path
         if os.fork() == 0:
             raise SystemExit
@@ -116,7 +116,7 @@ def test_a_run_at_an_address_is_that_of_a_folder_and_goes_on_from_an_empty_machi
     assert (done.checkpoint / "model.safetensors").read_bytes() == (
         wanted.checkpoint / "model.safetensors"
     ).read_bytes()
-    names = addresses.sizes("memory://runs/b")
+    names = remote.sizes("memory://runs/b")
     local = {path.relative_to(tmp_path / "whole").as_posix() for path in (tmp_path / "whole").rglob("*")}
     assert {name for name in names if "checkpoint" in name} == {
         name for name in local if name.startswith("checkpoints/") and "." in name.rpartition("/")[2]
@@ -153,7 +153,7 @@ def test_a_run_that_stands_at_an_address_is_not_overwritten_and_is_taken_up(file
     assert (found == parameters).all()
     assert [row["step"] for row in done.rows] == [row["step"] for row in wanted.rows]
     assert not files.exists("/runs/a/checkpoints/step-00000002/resume/state/x")
-    rows = addresses.read("memory://runs/a/metrics.jsonl", 1 << 20).splitlines()
+    rows = remote.read("memory://runs/a/metrics.jsonl", 1 << 20).splitlines()
     assert [json.loads(row)["step"] for row in rows] == [row["step"] for row in wanted.rows]
 
 
@@ -172,7 +172,7 @@ def test_an_address_that_takes_nothing_ends_the_run_with_what_it_says(files, mon
     def refuse(path, address):
         raise ReadError(f"{address}: PermissionError: not yours.")
 
-    monkeypatch.setattr(addresses, "upload", refuse)
+    monkeypatch.setattr(remote, "upload", refuse)
     with pytest.raises(TracegradError, match=r"memory://.*not yours\. This checkpoint is not written"):
         run("memory://runs/a")
 
@@ -185,10 +185,10 @@ def test_the_command_leaves_everything_at_the_address_and_resumes_there(files, e
     said = capsys.readouterr().out
     assert "memory://runs/c/checkpoints/step-00000001  loads with" in said
     assert "memory://runs/c/report.html" in said
-    names = addresses.sizes("memory://runs/c")
+    names = remote.sizes("memory://runs/c")
     assert {"config.toml", "metrics.jsonl", "summary.json", "report.html"} <= names.keys()
     assert "checkpoints/step-00000001/README.md" in names
-    summary = json.loads(addresses.read("memory://runs/c/summary.json", 1 << 20))
+    summary = json.loads(remote.read("memory://runs/c/summary.json", 1 << 20))
     assert summary["checkpoint"] == "memory://runs/c/checkpoints/step-00000001"
     assert main([*words, "--resume", "--train.epochs", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -51,25 +51,25 @@ def spoilt(folder, file, more):
 
 
 def load(folder):
-    from tracegrad.learner.model import load_whole
+    from tracegrad.trainer.load_model import load_whole
 
     return load_whole(folder)
 
 
 def forecast(folder):
-    from tracegrad.learner.forecast import _empty
+    from tracegrad.trainer.resource_estimate import _empty
 
     return _empty(folder)
 
 
 def picture(folder):
-    from tracegrad.pictures.processor import image_processor
+    from tracegrad.images.processor import image_processor
 
     return image_processor(folder)
 
 
 def whole(folder):
-    from tracegrad.pictures.processor import whole_processor
+    from tracegrad.images.processor import whole_processor
 
     return whole_processor(folder)
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from moves import Move, bodies, left, read_moves  # noqa: E402
+from moves import Move, bodies, left, read_moves
 
 HEAD = "old_path,new_path,old_name,new_name\n"
 OLD = "import os\n\nLIMIT = 3\n\n\ndef length(x):\n    return min(len(x), LIMIT)\n\n\nclass Reader:\n    size = 1\n"
@@ -49,6 +49,7 @@ def test_an_old_name_is_found_in_code_text_and_paths(tree):
         "--ignore-glob tracegrad/a.py",
         "tracegrad.ab, my.tracegrad.a, tracegrad.b",
     ]
+    (tree / "python" / "tracegrad" / "a.py").unlink()
     write(tree, {"tools/moves.csv": table, "notes.txt": "\n".join(lines)})
     named = ["tracegrad.a", "tracegrad.a", "tracegrad/a.py", "tracegrad/a.py"]
     assert list(left(tree)) == [f"notes.txt:{number}: names {name}" for number, name in enumerate(named, 1)]

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracegrad.batch import pack, prefetch  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.sequence import Sequences  # noqa: E402
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.errors import ArgumentError
+from tracegrad.packing import pack, prefetch
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

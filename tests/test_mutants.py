@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "fuzz"))
 
-import mutants  # noqa: E402
+import mutants
 
 SOURCE = '''"""One."""
 

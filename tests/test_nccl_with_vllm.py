@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine, NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo)
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../examples/quickstart"]
 from stand_in import StandIn
-from tracegrad.rollout.server import Servers
-from tracegrad.sync import Nccl
+from tracegrad.rollout.client import Servers
+from tracegrad.weight_sync import Nccl
 
 groups, sent = [], []
 nccl_engine.open_trainer_endpoint = lambda info: groups.append((info.master_port, info.world_size))
@@ -101,8 +101,8 @@ def test_weights_that_are_on_no_gpu_are_refused_by_name(tmp_path):
     import torch
 
     from tracegrad.errors import ArgumentError
-    from tracegrad.rollout.server import Servers
-    from tracegrad.sync import Nccl
+    from tracegrad.rollout.client import Servers
+    from tracegrad.weight_sync import Nccl
 
     async def run():
         async with Servers(["http://127.0.0.1:9"], model="m") as servers:

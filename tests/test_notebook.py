@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 import tracegrad as tg
+from tracegrad.alignment.ragged import Ragged
 from tracegrad.doctor.examination import Diagnosis
 from tracegrad.errors import ArgumentError
-from tracegrad.ragged import Ragged
 
 NAN = float("nan")
 EVIL = "<script>alert(1)</script>\x1b[2J\u202e"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from padded import NAN, hard, run, spoilt
-from tracegrad import presets
-from tracegrad.algebra import (
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     Clamp,
     Clip,
     Entropy,
@@ -25,11 +25,11 @@ from tracegrad.algebra import (
     Sigmoid,
     Surrogate,
     Weight,
+    presets,
     with_kl,
 )
-from tracegrad.correction import correct
-from tracegrad.errors import ArgumentError
-from tracegrad.objective import Terms, evaluate, padded_loss
+from tracegrad.objective.correction import correct
+from tracegrad.objective.torch_loss import Terms, evaluate, padded_loss
 
 THETA_OLD = Ratio("theta", "old")
 NP = np.array([-1.0])

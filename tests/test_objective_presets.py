@@ -7,10 +7,20 @@ import pytest
 import torch
 
 from padded import NAN, hard, run, spoilt, terms_of
-from tracegrad import presets
-from tracegrad.algebra import Adapt, Entropy, FutureClip, Level, Objective, Ratio, Reduce, TopEntropy, with_kl
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Terms, evaluate
+from tracegrad.objective import (
+    Adapt,
+    Entropy,
+    FutureClip,
+    Level,
+    Objective,
+    Ratio,
+    Reduce,
+    TopEntropy,
+    presets,
+    with_kl,
+)
+from tracegrad.objective.torch_loss import Terms, evaluate
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 GROUPS = torch.arange(8) // 2

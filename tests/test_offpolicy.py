@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import OFF_POLICY, OffPolicy, histogram
+from tracegrad.metrics import OFF_POLICY, OffPolicy, aggregate
 
 NAN = math.nan
 
@@ -211,9 +211,9 @@ def test_percentiles_are_within_the_resolution():
         found = OffPolicy.of(log - 25.0, np.full(len(log), -25.0), trace=np.arange(len(log)) // 10).named()
         for name, share in {"p1": 0.01, "p25": 0.25, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}.items():
             exact = np.quantile(log, share, method="inverted_cdf")
-            bound = histogram.RESOLUTION * math.hypot(exact, histogram.FINE) * 1.01 + 1e-12
+            bound = aggregate.RESOLUTION * math.hypot(exact, aggregate.FINE) * 1.01 + 1e-12
             assert math.log(found[f"mismatch_{name}"]) == pytest.approx(exact, abs=bound, rel=0), (scale, name)
-    assert histogram.RESOLUTION < 0.0013
+    assert aggregate.RESOLUTION < 0.0013
 
 
 def test_on_policy_every_ratio_is_1():

@@ -23,12 +23,11 @@ from collect_run import questions
 from policy_server import AGAIN, MODEL, PolicyServer
 from stand_in import free_port, until
 from tracegrad.cli import main
-from tracegrad.learner import checkpoint
-from tracegrad.online import Online, Play, SyncFault, frames
-from tracegrad.online.frames import Writer
-from tracegrad.online.ledger import Ledger
-from tracegrad.online.signal import Signal
-from tracegrad.sync import canary
+from tracegrad.online import Online, Play, SyncFault, buffer
+from tracegrad.online.buffer import Ledger, Writer
+from tracegrad.online.collector import Signal
+from tracegrad.trainer import checkpoint
+from tracegrad.weight_sync import probe_requests
 
 torch.set_num_threads(1)
 PLAY = {"steps": 2, "samples": 4, "steps_ahead": 0, "refill": 1, "max_tokens": 12, "turns": 1}
@@ -43,8 +42,8 @@ CONFIG = tg.config.Config(
 def few():
     """Fewer tokens of each server at each check: this one samples one request after the other."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(canary, "TOKENS", 16)
-        patch.setattr(canary, "AT_ONCE", 2)
+        patch.setattr(probe_requests, "TOKENS", 16)
+        patch.setattr(probe_requests, "AT_ONCE", 2)
         yield
 
 
@@ -418,7 +417,7 @@ def test_a_trainer_that_waits_says_for_what(tmp_path):
 
 
 def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("tracegrad.online.link.PATIENCE_S", 1)
+    monkeypatch.setattr("tracegrad.online.server_pool.PATIENCE_S", 1)
     played, port, said = itertools.count(1), free_port(), []
 
     async def agent(task_, policy):
@@ -578,7 +577,7 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
     before, row, after = found.rows
     [step] = Ledger(tmp_path).steps
     assert (len(step.groups), len(step.trained)) == (3, 2)
-    groups = [frames.read(tmp_path / "played", place) for place in step.trained]
+    groups = [buffer.read(tmp_path / "played", place) for place in step.trained]
     rewards = []
     for trace in (trace for traces in groups for trace in traces):
         text, value = trace.messages[-1]["content"] or "", trace.metadata["task"]["answer"]
@@ -605,7 +604,7 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
     assert row["reward"] == pytest.approx(np.mean(rewards))
     assert (row["groups_dull"], row["trajectories_failed"], row["trajectories_without_reward"]) == (1, 4, 0)
     [place] = set(step.groups) - set(step.trained)
-    failed = frames.read(tmp_path / "played", place)
+    failed = buffer.read(tmp_path / "played", place)
     assert {trace.metadata["task"]["answer"] for trace in failed} == {None}
     assert np.isnan(failed.reward).all()
     group = failed[0].group
@@ -653,8 +652,8 @@ def test_the_trainer_hears_of_a_group_and_of_the_end_of_the_tasks_without_lookin
         heard.append(link.news.wait(seconds))
         link.news.clear()
 
-    monkeypatch.setattr("tracegrad.online.loop.POLL_S", 60.0)
-    monkeypatch.setattr("tracegrad.online.link.Link.wait", wait)
+    monkeypatch.setattr("tracegrad.online.training_loop.POLL_S", 60.0)
+    monkeypatch.setattr("tracegrad.online.server_pool.Link.wait", wait)
     with PolicyServer() as server:
         found = run(server, tmp_path / "run", tasks=iter(questions(count=4)), steps=3)
     assert found.stopped == "tasks"

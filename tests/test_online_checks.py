@@ -11,11 +11,11 @@ import pytest
 import tracegrad as tg
 from policy_server import AGAIN, MODEL, PolicyServer
 from test_online import CONFIG, run
-from tracegrad.online import Play, SyncFault, check
-from tracegrad.online.canary import LENGTH, Canary, Row, Sample, probe_of
-from tracegrad.online.causes import distributions
-from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof, explains, share_given
-from tracegrad.sync import canary
+from tracegrad.online import Play, SyncFault, weight_check
+from tracegrad.online.logprob_gap import BF16_MEDIAN, BF16_P99, Gap, Proof, explains, share_given
+from tracegrad.online.mismatch_causes import distributions
+from tracegrad.online.weight_sample import LENGTH, Canary, Row, Sample, probe_of
+from tracegrad.weight_sync import probe_requests
 
 BF16 = tg.config.update(CONFIG, [("train.dtype", "bf16")])
 ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 2e-2)])
@@ -24,8 +24,8 @@ ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 2e
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Fewer tokens of each server: the stand-in samples one request after the other."""
-    monkeypatch.setattr(canary, "TOKENS", 64)
-    monkeypatch.setattr(canary, "AT_ONCE", 6)
+    monkeypatch.setattr(probe_requests, "TOKENS", 64)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 6)
 
 
 def fault(server, out, **told):
@@ -63,14 +63,14 @@ def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampli
     ],
 )
 def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypatch):
-    monkeypatch.setattr(canary, "TOKENS", 256 if mistake == "cached" else 64)
+    monkeypatch.setattr(probe_requests, "TOKENS", 256 if mistake == "cached" else 64)
     said = fault(PolicyServer(mistake), tmp_path)
     assert said.startswith(f"step {step}:") or not step
     assert named in said
 
 
 def test_an_answer_that_is_given_again_after_a_push_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(canary, "TOKENS", 256)
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
     server = PolicyServer("cached")
 
     class Before(dict):
@@ -98,15 +98,17 @@ def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypat
 
     async def ask(servers, probes, *, length, again, salt):
         told.append(([probe.body["prompt"] for probe in probes], length, again))
-        return [canary.Said("http://a", n, [1], [2] * 3, [-0.5] * 3, f"{len(told)}-{n}") for n in range(len(probes))]
+        return [
+            probe_requests.Said("http://a", n, [1], [2] * 3, [-0.5] * 3, f"{len(told)}-{n}") for n in range(len(probes))
+        ]
 
-    monkeypatch.setattr(canary, "ask", ask)
+    monkeypatch.setattr(probe_requests, "ask", ask)
     monkeypatch.setattr(Canary, "_measured", lambda self, said, temperatures: said)
     ranks = SimpleNamespace(shared=lambda value: value)
     link = SimpleNamespace(run=lambda work: asyncio.run(work(None, None)))
     asking = Canary(SimpleNamespace(ranks=ranks), link, Play(), None)
     for prompts, salt in (("ab", None), ("cd", "new"), ("cd", None), ("ef", None)):
-        asking.probes = [canary.Probe(canary.COMPLETIONS, {"prompt": each}) for each in prompts]
+        asking.probes = [probe_requests.Probe(probe_requests.COMPLETIONS, {"prompt": each}) for each in prompts]
         asking.ask(salt)
     assert told == [(["a", "b"], None, True), *[(["a", "c", "d"], 3.0, False)] * 2, (["c", "e", "f"], 3.0, False)]
 
@@ -136,7 +138,7 @@ def test_a_second_server_behind_one_address_is_said(tmp_path):
 
 def test_a_second_server_behind_one_address_is_said_of_conversations(tmp_path, monkeypatch):
     """The first answer of each is of the pushed weights, the second of those before: no conversation agrees whole."""
-    monkeypatch.setattr(canary, "TOKENS", 0)
+    monkeypatch.setattr(probe_requests, "TOKENS", 0)
     server = PolicyServer()
     answer = server._answer
 
@@ -165,8 +167,8 @@ def test_a_second_server_behind_one_address_is_said_of_conversations(tmp_path, m
 )
 def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path, mistake, monkeypatch):
     """Every push but the first is missed, the second among them: nothing is learnt from it what clean is."""
-    monkeypatch.setattr(canary, "TOKENS", 256)
-    monkeypatch.setattr(canary, "AT_ONCE", 16)
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
     said = fault(PolicyServer(mistake), tmp_path, config=BF16, steps=6)
     assert said.startswith("step 2:")
     if mistake == "deaf":
@@ -175,8 +177,8 @@ def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path
 
 def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeypatch):
     """A top_p that moves no token beyond the bounds moves all of them one way."""
-    monkeypatch.setattr(canary, "TOKENS", 256)
-    monkeypatch.setattr(canary, "AT_ONCE", 16)
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
     said = fault(PolicyServer(sampling={"top_p": 0.9}), tmp_path, config=BF16, steps=4)
     assert "nats likelier to them on average, which rounding does not explain" in said
 
@@ -184,8 +186,8 @@ def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeyp
 @pytest.mark.nightly
 def test_a_penalty_within_the_bounds_of_bf16_is_named(tmp_path, monkeypatch):
     """It moves few tokens, those up and others down: neither the bounds nor an average show it."""
-    monkeypatch.setattr(canary, "TOKENS", 256)
-    monkeypatch.setattr(canary, "AT_ONCE", 16)
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
     said = fault(PolicyServer(sampling={"presence_penalty": 0.3}), tmp_path, config=BF16, steps=4)
     assert re.search(r"They sample with (presence|frequency)_penalty 0\.\d+, which", said), said
 
@@ -244,8 +246,8 @@ def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
 @pytest.mark.parametrize("tokens", [64, 0], ids=["asked", "not asked"])
 def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch, tokens):
     """All that the step trains says that it is of version 0, and comes from elsewhere."""
-    monkeypatch.setattr(check, "BESIDE", 1.0)
-    monkeypatch.setattr(canary, "TOKENS", tokens)
+    monkeypatch.setattr(weight_check, "BESIDE", 1.0)
+    monkeypatch.setattr(probe_requests, "TOKENS", tokens)
     with PolicyServer() as server:
         answer = server._answer
 
@@ -283,15 +285,15 @@ def search(monkeypatch):
 
     def explain(*_):
         told["tried"] += 1
-        return check.UNKNOWN
+        return weight_check.UNKNOWN
 
     def ask(salt):
         told["salts"].append(salt)
         return Noise(told["fresh"])
 
-    monkeypatch.setattr(check, "explain", explain)
+    monkeypatch.setattr(weight_check, "explain", explain)
     driven = SimpleNamespace(taken=1, ranks=SimpleNamespace(shared=lambda value: value))
-    looked = check.Check(driven, None, Proof(bf16=True), SimpleNamespace(ask=ask))
+    looked = weight_check.Check(driven, None, Proof(bf16=True), SimpleNamespace(ask=ask))
 
     def searched(nats, taken=None, spent=None):
         driven.taken = driven.taken if taken is None else taken
@@ -364,14 +366,14 @@ def test_a_request_is_asked_again_as_it_was_sent_but_for_its_length():
     messages = [{"role": "user", "content": "?"}]
     request = {"messages": messages, "temperature": 0.5, "stream": True, "n": 2, "max_tokens": 900, "tools": [{}]}
     probe = probe_of({"calls": [{"request": request, "response": {}}]}, Play())
-    assert probe.path == canary.CHAT
+    assert probe.path == probe_requests.CHAT
     assert probe.body == {"messages": messages, "temperature": 0.5, "max_tokens": 16, "tools": [{}]}
     assert probe.temperature == 0.5
     text = probe_of({"calls": [{"request": {"prompt": "2+2="}, "response": {}}]}, Play())
-    assert (text.path, text.temperature) == (canary.COMPLETIONS, 1.0)
+    assert (text.path, text.temperature) == (probe_requests.COMPLETIONS, 1.0)
     told = {"calls": [{"request": {"messages": messages}, "response": {"prompt_token_ids": [1, 2]}}]}
     ids = probe_of(told, Play(ids="tokens"))
-    assert (ids.path, ids.body["token_ids"]) == (canary.GENERATE, [1, 2])
+    assert (ids.path, ids.body["token_ids"]) == (probe_requests.GENERATE, [1, 2])
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     for other in ({"temperature": 0}, {"response_format": {"type": "json_object"}}, {"messages": [picture]}):
         assert probe_of({"calls": [{"request": {**request, **other}, "response": {}}]}, Play()) is None
@@ -383,7 +385,7 @@ def test_the_distributions_of_a_sample_are_the_models_own(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tracegrad.learner import Run
+    from tracegrad.trainer import Run
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     driven = Run(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, steps=1)

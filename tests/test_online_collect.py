@@ -18,9 +18,8 @@ from policy_server import MODEL, PolicyServer
 from stand_in import until
 from test_online import CONFIG, assert_same, run, split, weights
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
-from tracegrad.online.frames import Follower
-from tracegrad.online.ledger import Ledger
-from tracegrad.online.state import State
+from tracegrad.online.buffer import Follower, Ledger
+from tracegrad.online.remote_collectors import State
 
 torch.set_num_threads(1)
 
@@ -57,7 +56,12 @@ def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_
     assert 8 <= sum(map(len, played.values())) <= 10  # what lag 1 lets begin, and no more
     assert sum(len(step.groups) for step in Ledger(out).steps) == 8
     again = tg.online.replay(
-        out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again", say=lambda _: None
+        out,
+        MODEL,
+        objective=tg.presets.DAPO_DIRECT,
+        config=CONFIG,
+        out=tmp_path / "again",
+        say=lambda _: None,
     )
     assert_same(weights(again.checkpoint), weights(found.checkpoint))
 

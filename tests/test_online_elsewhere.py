@@ -9,16 +9,14 @@ import pytest
 from stand_in import StandIn, until
 from tracegrad.config import Config
 from tracegrad.errors import FormatError, ReadError, ServerError
-from tracegrad.interrupt import Interrupt
-from tracegrad.online import Online, Play, apart, elsewhere
-from tracegrad.online.brief import Brief
-from tracegrad.online.collector import Collector
-from tracegrad.online.elsewhere import Elsewhere
-from tracegrad.online.frames import Follower
-from tracegrad.online.link import Interrupted, Link
-from tracegrad.online.pace import Pace
-from tracegrad.online.state import State
-from tracegrad.rollout.server import Servers
+from tracegrad.online import Online, Play, collector_process, remote_collectors
+from tracegrad.online.buffer import Follower
+from tracegrad.online.collector import Collector, Pace
+from tracegrad.online.remote_collectors import Elsewhere, State
+from tracegrad.online.run_info import Brief
+from tracegrad.online.server_pool import Interrupted, Link
+from tracegrad.rollout.client import Servers
+from tracegrad.trainer.signals import Interrupt
 
 
 class Versioned(StandIn):
@@ -45,12 +43,12 @@ def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monk
             async with Versioned("2") as gone:
                 pass
             urls = [each.url for each in (right, anew, silent, gone)]
-            monkeypatch.setattr(elsewhere, "LOOK_S", 3600.0)
+            monkeypatch.setattr(remote_collectors, "LOOK_S", 3600.0)
             with Link(lambda: Servers(urls, model="m", probe_s=60)) as link:
                 player = Elsewhere(link, Pace(1), tmp_path, 60, State(version=2))
                 await asyncio.to_thread(player.check)
                 assert set(out(link).values()) == {None}  # they were seen a moment ago
-                monkeypatch.setattr(elsewhere, "LOOK_S", 0.0)
+                monkeypatch.setattr(remote_collectors, "LOOK_S", 0.0)
                 await asyncio.to_thread(player.check)
                 return out(link), urls
 
@@ -77,7 +75,7 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
                 player = Collector(waiting, iter([(0, "?")]), link, None, Pace(1), Play(samples=1))
                 interrupt = Interrupt()
                 told = (tmp_path, state, player, Follower(tmp_path / "played"), interrupt)
-                following = asyncio.create_task(asyncio.to_thread(apart._follow, *told))
+                following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
                 try:
                     await until(lambda: link.servers.admission is not None)
                     State(2, 3, 1, (a.url,), "m").write(tmp_path)
@@ -142,7 +140,7 @@ def test_what_waits_for_a_server_that_has_ended_raises_why():
 
 
 def test_that_no_server_can_be_asked_is_said_once(monkeypatch):
-    monkeypatch.setattr("tracegrad.online.link.PATIENCE_S", 1)
+    monkeypatch.setattr("tracegrad.online.server_pool.PATIENCE_S", 1)
     urls, said = ["http://127.0.0.1:9", "http://127.0.0.1:10"], []
 
     async def gone(servers, sync, url):

@@ -13,10 +13,8 @@ import zstandard
 import tracegrad as tg
 from peak import PEAK
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.online.frames import Follower, Place, Writer, read
-from tracegrad.online.ledger import Ledger
-from tracegrad.online.pace import Pace
-from tracegrad.online.tasks import Tasks
+from tracegrad.online.buffer import Follower, Ledger, Place, Writer, read
+from tracegrad.online.collector import Pace, Tasks
 
 
 def group(number, count=2, text="hi"):
@@ -72,7 +70,7 @@ def test_a_group_that_was_changed_is_said(tmp_path):
 GROWTH = """
 import sys
 from pathlib import Path
-from tracegrad.online.frames import Follower
+from tracegrad.online.buffer import Follower
 before = peak()
 print(sum(len(traces) for _, traces in Follower(Path(sys.argv[1])).each()), peak() - before)
 """

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 import tracegrad as tg
 from test_online import CONFIG, PLAY, assert_same
-from tracegrad.online.frames import Follower
-from tracegrad.online.ledger import Ledger
+from tracegrad.online.buffer import Follower, Ledger
 
 HERE = Path(__file__).parent
 

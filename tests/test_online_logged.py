@@ -9,9 +9,9 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.metrics import completions, tools
-from tracegrad.online.logged import beside, functions_of, tools_of
-from tracegrad.online.players import GroupScore
-from tracegrad.rollout.play import restored
+from tracegrad.online.remote_collectors import beside, functions_of, tools_of
+from tracegrad.online.rollout_workers import GroupScore
+from tracegrad.rollout.run_agent import restored
 
 
 def traces(*metadata):

@@ -6,7 +6,7 @@ import tracegrad as tg
 from policy_server import MODEL, PolicyServer
 from test_online import run
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online, Play, serve
+from tracegrad.online import Online, Play, servers
 
 
 async def twice(task, policy):
@@ -60,7 +60,7 @@ def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
     for ids in ("chat", "tokens"):
         with (
             pytest.raises(Stop),
-            serve.served(MODEL, [], None, "python", {}, Online(), Play(ids=ids), tmp_path / ids, print),
+            servers.served(MODEL, [], None, "python", {}, Online(), Play(ids=ids), tmp_path / ids, print),
         ):
             pass
     assert ["--enable-scale-out" in arguments for arguments in started] == [False, True]

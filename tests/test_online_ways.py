@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 import tracegrad as tg
+from collect_run import questions
 from policy_server import MODEL, PolicyServer
 from stand_in import StandIn
-from test_online import CONFIG, questions, run
+from test_online import CONFIG, run
 from tracegrad.errors import ArgumentError
 from tracegrad.online import Online, SyncFault
-from tracegrad.rollout.server import Servers
-from tracegrad.sync import Lora
+from tracegrad.rollout.client import Servers
+from tracegrad.weight_sync import Lora
 
 ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 5e-2)])
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from drawn_prompts import ask, drawn
-from tracegrad.rollout.server import Servers
-from tracegrad.sync import File
+from tracegrad.rollout.client import Servers
+from tracegrad.weight_sync import File
 
 pytestmark = pytest.mark.vllm
 EXACT, SEEN = 1e-4, 1e-2
@@ -203,7 +203,7 @@ def test_an_update_that_fails_is_said_and_the_next_one_is_exact(served, trainer,
     spoil(trainer.weights(51), tmp_path / "spoilt.safetensors")
 
     async def run():
-        from tracegrad.sync import SyncError
+        from tracegrad.weight_sync import SyncError
 
         async with opened(served) as servers:
             await File(servers, tmp_path).push(trainer.weights(50), 50)

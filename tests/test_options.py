@@ -9,13 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_loop import assert_same, told  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import presets  # noqa: E402
-from tracegrad.algebra import with_kl  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner import train  # noqa: E402
-from tracegrad.learner.adapters import with_adapters  # noqa: E402
+from test_loop import assert_same, told
+from tiny import sampled, tiny_model
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import presets, with_kl
+from tracegrad.trainer import train
+from tracegrad.trainer.lora import with_adapters
 
 KL = with_kl(presets.DAPO, 0.05)
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad import manifest, outputs, shards
 from tracegrad.errors import ReadError
 from tracegrad.metrics import JsonLines
 from tracegrad.report.page import write_page
-from tracegrad.rollout.journal import Journal
-from tracegrad.score.cache import Cache
+from tracegrad.rewards.recorded import Cache
+from tracegrad.rollout.proxy_journal import Journal
+from tracegrad.storage import files as outputs
+from tracegrad.storage import manifest, safetensors_file
 from tracegrad.view import database
 
 TRACE = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
@@ -42,8 +43,8 @@ WRITERS = {
     "write": ("out", lambda path: outputs.write(path, b"x")),
     "append": ("out", lambda path: outputs.append(path).close()),
     "create": ("out", lambda path: outputs.create(path).close()),
-    "whole": ("out", lambda path: shards.write_bytes(path, [b"x"])),
-    "arrays": ("out", lambda path: shards.write(path, {"a": np.zeros(3)})),
+    "whole": ("out", lambda path: safetensors_file.write_bytes(path, [b"x"])),
+    "arrays": ("out", lambda path: safetensors_file.write(path, {"a": np.zeros(3)})),
     "page": ("out.html", lambda path: write_page(path, b"x")),
     "metrics": ("metrics.jsonl", lambda path: JsonLines(path).close()),
     "scores": ("out.scores", lambda path: Cache(path).put("a", 1)),
@@ -85,7 +86,7 @@ def test_a_link_under_the_name_of_a_draft_is_removed_and_not_followed(tmp_path):
     assert target.read_bytes() == b"theirs"
     (tmp_path / f"out.{os.getpid()}.tmp").symlink_to(target)
     with pytest.raises(ReadError, match="symbolic link"):
-        shards.write_bytes(path, [b"x"])
+        safetensors_file.write_bytes(path, [b"x"])
     assert target.read_bytes() == b"theirs"
 
 
@@ -140,9 +141,8 @@ def test_a_device_is_refused_and_stays(name, writer):
 # Calls that make or rename files, and the files that may: the helper itself; what reads; folders that were just made.
 CALLS = {"write_text", "write_bytes", "symlink_to", "touch"}
 MOVES = {("os", "replace"), ("os", "rename"), ("shutil", "copyfile"), ("shutil", "copy"), ("shutil", "move")}
-OWN = {"outputs.py"}
-PAGES = {"doctor/__main__.py", "metrics/__main__.py", "recipes/describe.py", "recipes/coming.py"}  # of our own docs
-RENAMES = {"learner/checkpoint.py"}
+OWN = {"storage/files.py"}
+RENAMES = {"trainer/checkpoint.py"}
 
 
 def writes(path):
@@ -155,19 +155,19 @@ def writes(path):
         of = getattr(getattr(function, "value", None), "id", "")
         modes = [a for a in arguments if isinstance(a, str) and a and set(a) <= set("rwaxbt+") and set(a) & set("wax+")]
         opens = name == "open" and of != "os" and modes
-        opens = opens or (isinstance(function, ast.Attribute) and name in CALLS and of != "shards")
+        opens = opens or (isinstance(function, ast.Attribute) and name in CALLS and of != "safetensors_file")
         if opens or (of, name) in MOVES:
             yield node.lineno
 
 
 def test_no_other_file_of_the_package_opens_one_to_write():
-    known = OWN | PAGES | RENAMES
+    known = OWN | RENAMES
     known |= {
-        "cli/output.py",
+        "cli/args.py",
         "cli/unexpected.py",
-        "aside/processes.py",
-        "rollout/keeper.py",
+        "user_code.py",
+        "rollout/watchdog.py",
     }  # descriptors and temporary files
-    known |= {"sync/arguments.py", "sync/lora.py"}  # a folder that was just made
+    known |= {"weight_sync/vllm_args.py", "weight_sync/lora_adapter.py"}  # a folder that was just made
     files = (path for path in HOUSE.rglob("*.py") if path.relative_to(HOUSE).as_posix() not in known)
     assert [f"{path.relative_to(HOUSE)}:{line}" for path in files for line in writes(path)] == []

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import tracegrad as tg
 from tiny import sampled, tiny_model
-from tracegrad.algebra import Objective, Ratio, Surrogate
+from tracegrad.objective import Objective, Ratio, Surrogate
 
 
 @dataclass(frozen=True)
@@ -20,5 +20,5 @@ class Squared(Surrogate, locality="term"):
 def test_it_trains_as_a_class_and_as_a_function(tmp_path):
     for name, loss in {"class": Squared(), "function": lambda view: Squared().loss(view)}.items():
         objective, model = Objective(loss, Ratio("theta", "rollout")), tiny_model()
-        done = tg.learner.train(sampled(model), model, objective=objective, out=tmp_path / name)
+        done = tg.trainer.train(sampled(model), model, objective=objective, out=tmp_path / name)
         assert done.rows[-1]["loss"] < done.rows[1]["loss"]

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
-from tracegrad import cli, manifest, outputs, prepare, training
+from tracegrad import cli, prepare
 from tracegrad.config import Config, Data
 from tracegrad.errors import ArgumentError
-from tracegrad.mirror import Mirror
 from tracegrad.online import Online, Play
-from tracegrad.online.brief import Brief
+from tracegrad.online.run_info import Brief
+from tracegrad.storage import files, manifest
+from tracegrad.storage.run_dir import Mirror
+from tracegrad.trainer import api
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 RECORD = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
@@ -81,7 +83,7 @@ def replay(out):
     if not run.exists():
         run.mkdir()
         (run / "config.toml").write_text("")
-        Brief(str(MODEL), repr(training.objective_of(Config())), Online(), Play()).write(run, Config())
+        Brief(str(MODEL), repr(api.objective_of(Config())), Online(), Play()).write(run, Config())
     tg.online.replay(run, MODEL, out=out)
 
 
@@ -134,7 +136,7 @@ def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
     """The second is refused before it reads: what cannot be read would be put aside into the folder of the first."""
     code = (
-        "import sys; from tracegrad.mirror import Mirror\n"
+        "import sys; from tracegrad.storage.run_dir import Mirror\n"
         "with Mirror(sys.argv[1]).locked(): print('in', flush=True); sys.stdin.read()"
     )
     (tmp_path / "t.jsonl").write_text("no record\n")
@@ -215,9 +217,9 @@ def test_a_quarantine_that_is_read_is_not_written(tmp_path):
 
 
 def test_what_is_not_read_may_be_written(tmp_path):
-    outputs.check_not_read([tmp_path / "new"], [traces(tmp_path / "t.jsonl"), "-", tmp_path / "none"], "--out")
+    files.check_not_read([tmp_path / "new"], [traces(tmp_path / "t.jsonl"), "-", tmp_path / "none"], "--out")
     with pytest.raises(ArgumentError, match="is read"):
-        outputs.check_not_read([tmp_path / "set" / "new"], [tmp_path], "--out")
+        files.check_not_read([tmp_path / "set" / "new"], [tmp_path], "--out")
 
 
 @pytest.mark.parametrize("name", ["itself", "dots", "link", "hard link"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from padded import hard, run
-from tracegrad import presets
+from tracegrad.objective import presets
 
 
 @pytest.mark.parametrize("seed", range(4))

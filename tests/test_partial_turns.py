@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad import presets
-from tracegrad.codes import SAMPLED
 from tracegrad.config import Config, Data
-from tracegrad.learner.feed import check_ratios
+from tracegrad.data.codes import SAMPLED
+from tracegrad.objective import presets
+from tracegrad.trainer.steps import check_ratios
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 PIECES = ["L", "et", " ", "me", " ", "l", "ook", "."]

@@ -11,11 +11,11 @@ from PIL import Image
 
 import tracegrad as tg
 import vlm
-from tracegrad.alignment import align
+from tracegrad.alignment.align import align
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.learner.model import load_whole
-from tracegrad.policy import logprobs
-from tracegrad.sequence import Sequences
+from tracegrad.model import logprobs
+from tracegrad.trainer.load_model import load_whole
 
 START, END, PAD = 640, 641, 642
 
@@ -197,8 +197,8 @@ def test_another_models_processor_is_refused(tokenizer, folder, tmp_path):
 
 
 def test_traces_selected_joined_and_subset_keep_their_pictures(tokenizer):
-    from tracegrad.catalog.select import selected
-    from tracegrad.terms import subset
+    from tracegrad.trainer.dataset import selected
+    from tracegrad.trainer.token_log import subset
 
     records = [call(tokenizer, shown(*numbers), id=str(n)) for n, numbers in enumerate([(0, 1), (2,), (1, 0)])]
     found = align(read(*records), tokenizer)
@@ -257,7 +257,7 @@ def test_a_family_whose_pictures_see_one_another_is_refused(tmp_path):
     """Gemma 3: its own forward opens the mask within a picture, and no causal row does."""
     from dataclasses import replace
 
-    from tracegrad.pictures import RowImages, Rule
+    from tracegrad.images import RowImages, Rule
 
     batch = replace(vlm.row([[3, 4, *[vlm.PAD] * 4, 5, 6, 7]], vlm.Files([]), None), images=None)
     inputs = ({"pixel_values": torch.randn(1, 3, 56, 56, generator=torch.Generator().manual_seed(0))},)
@@ -268,7 +268,7 @@ def test_a_family_whose_pictures_see_one_another_is_refused(tmp_path):
 
 
 def test_rows_for_other_trainers_do_not_drop_pictures(tokenizer):
-    from tracegrad.integrations.padded import Recorded
+    from tracegrad.integrations._common import Recorded
 
     found = align(read(call(tokenizer, shown(0))), tokenizer)
     with pytest.raises(ArgumentError, match="carry none"):
@@ -279,7 +279,7 @@ def test_what_a_tower_costs_is_balanced_over_ranks(tokenizer, policy):
     """One trace with a picture and three of text alone: its rank gets less of them where its tower is counted."""
     from dataclasses import replace
 
-    from tracegrad.batch import ModelShape
+    from tracegrad.packing import ModelShape
 
     shape = ModelShape.of(policy.config)
     assert (shape.tower_layers, shape.tower_hidden, shape.tower_intermediate, shape.tower_patches) == (3, 32, 48, 4)

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tracegrad import _core
-from tracegrad.inputs import read
-from tracegrad.trace import Traces
+from tracegrad.data import read
+from tracegrad.data.trace import Traces
 
 COUNT, BYTES = 600, 30_000
 

@@ -10,7 +10,7 @@ import tracegrad as tg
 import vlm
 from tracegrad import _core
 from tracegrad.errors import ReadError
-from tracegrad.pictures.decoding import pixels
+from tracegrad.images.processor import pixels
 
 KINDS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 

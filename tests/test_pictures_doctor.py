@@ -16,8 +16,8 @@ from test_pictures import PAD, call, read, shown
 from test_pictures_shown import golden
 from test_view import written
 from tracegrad.doctor import examine
-from tracegrad.learner.model import load_whole
-from tracegrad.policy import logprobs
+from tracegrad.model import logprobs
+from tracegrad.trainer.load_model import load_whole
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ import vlm
 from test_pictures_recorded import GOLDEN
 from tracegrad import prepare
 from tracegrad.config import Config, Data
-from tracegrad.config.options import Images
+from tracegrad.config.schema import Images
 from tracegrad.errors import ArgumentError
-from tracegrad.learner.model import loaded_by
-from tracegrad.learner.setup import check_ranks_see
+from tracegrad.trainer.load_model import loaded_by
+from tracegrad.trainer.setup import check_ranks_see
 
 
 @pytest.fixture(scope="module")

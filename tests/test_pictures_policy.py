@@ -10,9 +10,9 @@ from PIL import Image
 
 import vlm
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.pictures import Rule
-from tracegrad.policy import hidden_states, logprobs, pictures
-from tracegrad.policy.model import tower_of
+from tracegrad.images import Rule
+from tracegrad.model import hidden_states, logprobs, vision
+from tracegrad.model.structure import tower_of
 
 ONE = [3, 4, vlm.START, ("p", 0), vlm.END, 5, 6, 7, 8]
 TWO = [9, vlm.START, ("p", 1), vlm.END, vlm.START, ("p", 2), vlm.END, 10, 11, 12]
@@ -116,13 +116,13 @@ def test_each_silent_fault_would_show(model, files, rule, spoil, monkeypatch):
     batch = vlm.row([ONE, TWO], files, rule).to("cpu")
     right = hidden_states(model, batch)
     if spoil == "positions":
-        monkeypatch.setattr(pictures, "_positions", lambda body, row, seen: row.positions[None])
+        monkeypatch.setattr(vision, "_positions", lambda body, row, seen: row.positions[None])
         wrong = hidden_states(model, batch)
     elif spoil == "picture":
         swapped = replace(batch.images, picture=np.array([2, 1, 0], np.int32))
         wrong = hidden_states(model, replace(batch, images=replace(swapped, inputs=None).to("cpu")))
     elif spoil == "mask":
-        monkeypatch.setattr(pictures, "dense_mask", lambda *_, **__: None)
+        monkeypatch.setattr(vision, "dense_mask", lambda *_, **__: None)
         wrong = hidden_states(model, batch)
     elif spoil == "pixels":
         dark = [{**each, "pixel_values": torch.zeros_like(each["pixel_values"])} for each in batch.images.inputs]
@@ -145,7 +145,7 @@ def test_each_silent_fault_would_show(model, files, rule, spoil, monkeypatch):
 def test_a_model_that_is_not_its_own_forward_is_refused(files, rule, monkeypatch):
     model = vlm.qwen3_vl()
     batch = vlm.row([ONE, TWO], files, rule).to("cpu")
-    monkeypatch.setattr(pictures, "_positions", lambda body, row, seen: row.positions[None])
+    monkeypatch.setattr(vision, "_positions", lambda body, row, seen: row.positions[None])
     with pytest.raises(ArgumentError, match="than its own forward: hidden states would differ"):
         hidden_states(model, batch)
 
@@ -155,7 +155,7 @@ def test_a_row_that_no_mask_keeps_apart_runs_branch_by_branch_and_is_not_shared(
     batch = vlm.row([ONE, TWO], files, rule).to("cpu")
     right = hidden_states(model, batch)
     fresh = vlm.qwen3_vl()
-    monkeypatch.setattr(pictures, "dense_mask", lambda *_, **__: None)
+    monkeypatch.setattr(vision, "dense_mask", lambda *_, **__: None)
     assert torch.allclose(hidden_states(fresh, batch), right, atol=1e-9)
     with pytest.raises(ArgumentError, match="prefixes with pictures cannot be shared"):
         hidden_states(fresh, vlm.row([ONE, SIBLING], files, rule, shared=5).to("cpu"))

@@ -1,6 +1,7 @@
 """What a real vLLM 0.32 answered to calls with pictures: each term has the logprob that the server gave.
 
-tests/record_pictures.py asked it. The model is made again from its seed, so the recording is of the same weights.
+tests/record_pictures.py asked it. The model is made again from its seed, so that the recording is of the same
+weights.
 """
 
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 import tracegrad as tg
 import vlm
 from record_pictures import PROMPTS
-from tracegrad.learner.model import load_whole
-from tracegrad.policy import logprobs
+from tracegrad.model import logprobs
 from tracegrad.rollout.launch import launch
+from tracegrad.trainer.load_model import load_whole
 
 GOLDEN = Path(__file__).parent / "golden" / "pictures.jsonl.zst"
 CASES = [*PROMPTS, "sampled_pads", "turns", "generate", "doubled"]

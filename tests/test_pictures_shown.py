@@ -17,12 +17,12 @@ import tracegrad as tg
 import vlm
 from test_pictures import PAD, PICTURES, call, read, shown
 from test_view import whole, written
-from tracegrad.account import Account
 from tracegrad.cli import main
-from tracegrad.pictures.kept import MediaFile
-from tracegrad.report import thumbnails, write_report
-from tracegrad.report.thumbnails import Thumbnails, small
-from tracegrad.terms import subset
+from tracegrad.images.image_files import MediaFile
+from tracegrad.prepare.summary import Account
+from tracegrad.report import token_map, write_report
+from tracegrad.report.token_map import Thumbnails, small
+from tracegrad.trainer.token_log import subset
 from tracegrad.view import Session, app, detail, export, pieces
 
 GOLDEN = Path(__file__).parent / "golden" / "pictures.jsonl.zst"
@@ -135,8 +135,8 @@ def test_a_page_draws_so_many_distinct_pictures_and_says_of_the_others_their_siz
 
 
 def test_the_pictures_that_are_decoded_for_a_page_have_so_many_pixels_together(monkeypatch):
-    monkeypatch.setattr(thumbnails, "MOST_PIXELS", 400)
-    monkeypatch.setattr(thumbnails, "PAGE_PIXELS", 1000)
+    monkeypatch.setattr(token_map, "MOST_PIXELS", 400)
+    monkeypatch.setattr(token_map, "PAGE_PIXELS", 1000)
     broken = vlm.picture(20, 20, 9)[:-60]
     table = tables_of([vlm.picture(20, 20, 1), broken, vlm.picture(21, 20, 2), vlm.picture(20, 20, 3)])
     cache = {}
@@ -151,7 +151,7 @@ def test_the_pictures_that_are_decoded_for_a_page_have_so_many_pixels_together(m
 
 
 def test_a_page_of_the_largest_pictures_takes_seconds(tmp_path):
-    side = int(thumbnails.MOST_PIXELS**0.5)
+    side = int(token_map.MOST_PIXELS**0.5)
     files = []
     for number in range(40):
         out = io.BytesIO()
@@ -202,7 +202,7 @@ def test_a_picture_that_is_broken_or_gone_is_a_box_with_the_reason(tokenizer, tm
     box = Thumbnails().html(table, 0)
     assert not drawn(box)
     assert "cannot be decoded" in box
-    monkeypatch.setattr(thumbnails, "MOST_PIXELS", 100)
+    monkeypatch.setattr(token_map, "MOST_PIXELS", 100)
     assert "at most 100 are decoded" in Thumbnails().html(tables_of([PICTURES[0]]), 0)
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     html = page(found, tokenizer, tmp_path / "bare.html")

@@ -6,13 +6,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import forked as cases  # noqa: E402
-from tracegrad import policy  # noqa: E402
-from tracegrad.batch import Batch, pack  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.policy import blocks, token_logprobs  # noqa: E402
-from tracegrad.policy.blocks import attend_in_blocks  # noqa: E402
-from tracegrad.sequence import Sequences  # noqa: E402
+import forked as cases
+from tracegrad import model as policy
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.errors import ArgumentError
+from tracegrad.model import attention, token_logprobs
+from tracegrad.model.attention import attend_in_blocks
+from tracegrad.packing import Batch, pack
 
 SMALL = {
     "vocab_size": 61,
@@ -394,7 +394,7 @@ def test_compiled_flex_attention_under_the_block_mask_equals_sdpa_under_the_dens
     q, k, v = torch.randn(3, 1, 2, len(batch.ids), 16)
     dense = policy.dense_mask(batch, window=window)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
-    ours, _ = blocks._attend(torch.nn.Module(), q, k, v, policy.block_mask(batch, window=window))
+    ours, _ = attention._attend(torch.nn.Module(), q, k, v, policy.block_mask(batch, window=window))
     assert torch.allclose(ours.transpose(1, 2), theirs, atol=1e-5)
 
 
@@ -402,13 +402,13 @@ def test_compiled_flex_attention_under_the_block_mask_equals_sdpa_under_the_dens
 def attended(monkeypatch):
     """Masks and dtypes that our compiled flex_attention was called with; it is traced, and not compiled to kernels."""
     calls = []
-    compiled = blocks._compiled("aot_eager")
+    compiled = attention._compiled("aot_eager")
 
     def call(query, key, value, mask, *others):
         calls.append((mask, query.dtype, key.dtype, value.dtype))
         return compiled(query, key, value, mask, *others)
 
-    monkeypatch.setattr(blocks, "_compiled", lambda _backend: call)
+    monkeypatch.setattr(attention, "_compiled", lambda _backend: call)
     return calls
 
 

@@ -8,14 +8,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from families import families, model_of  # noqa: E402
-from test_policy import one_by_one, relative  # noqa: E402
-from tracegrad import policy  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.policy import roads  # noqa: E402
-from tracegrad.policy.roads import Road, why_not  # noqa: E402
-from tracegrad.sequence import Sequences  # noqa: E402
+from families import families, model_of
+from test_policy import one_by_one, relative
+from tracegrad import model as policy
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.errors import ArgumentError
+from tracegrad.model import verify
+from tracegrad.model.verify import Road, why_not
+from tracegrad.packing import pack
 
 TELLING = {  # how a plain row and a tree run, "" for a refusal
     "qwen3": ("stack", "mask"),
@@ -139,8 +139,8 @@ def test_a_cap_on_logits_is_found_where_ordinary_logits_do_not_reach_it():
 
 def test_a_model_is_compared_once_for_each_length_it_meets(monkeypatch):
     model, runs = model_of("qwen3"), []
-    compared = roads._compared
-    monkeypatch.setattr(roads, "_compared", lambda *how: runs.append(how[2]) or compared(*how))
+    compared = verify._compared
+    monkeypatch.setattr(verify, "_compared", lambda *how: runs.append(how[2]) or compared(*how))
     for longest in (0, 0, 100, 90, 0):
         taken(model, case(longest=longest), True)
     assert runs == [40, 64, 185]  # 42 and 133 tokens: the next power of two, or all that the row holds

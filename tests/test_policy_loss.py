@@ -8,9 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-from largest import Largest  # noqa: E402
-from tracegrad import presets  # noqa: E402
-from tracegrad.algebra import (  # noqa: E402
+from largest import Largest
+from tracegrad.errors import ArgumentError
+from tracegrad.model import loss as room
+from tracegrad.model import policy_loss, token_logprobs
+from tracegrad.model.lm_head import Size, Wants, choose
+from tracegrad.objective import (
     Clamp,
     Function,
     Gate,
@@ -20,16 +23,13 @@ from tracegrad.algebra import (  # noqa: E402
     Ratio,
     TopEntropy,
     Weight,
+    presets,
     with_entropy,
     with_kl,
 )
-from tracegrad.batch import Batch  # noqa: E402
-from tracegrad.correction import correct  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.kernels.plan import Size, Wants, choose  # noqa: E402
-from tracegrad.objective import PerTerm, Terms  # noqa: E402
-from tracegrad.policy import loss as room  # noqa: E402
-from tracegrad.policy import policy_loss, token_logprobs  # noqa: E402
+from tracegrad.objective.correction import correct
+from tracegrad.objective.torch_loss import PerTerm, Terms
+from tracegrad.packing import Batch
 
 U, H, V = 40, 6, 23
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]

@@ -18,13 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tracegrad as tg
-from tracegrad import prepare, shards
+from tracegrad import prepare
 from tracegrad.cli import main
 from tracegrad.config import Data, Map
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.prepare import MOST_SHARDFULS, shards_of
 from tracegrad.prepare import run as run_of_parts
-from tracegrad.prepare.place import Folder
+from tracegrad.prepare.output import Folder
+from tracegrad.storage import safetensors_file
 
 HERE = Path(__file__).parent
 SOURCE = Path(tg.__file__).parents[1]
@@ -190,8 +191,8 @@ def test_training_on_a_part_of_the_shards_is_refused_with_the_cure(prepared, tmp
 
 def rewritten(shard):
     """Other values of the same length, which a shard may have."""
-    arrays, metadata = shards.read(shard / "sequences.safetensors")
-    shards.write(shard / "sequences.safetensors", {**arrays, "version": arrays["version"] + 1}, metadata)
+    arrays, metadata = safetensors_file.read(shard / "sequences.safetensors")
+    safetensors_file.write(shard / "sequences.safetensors", {**arrays, "version": arrays["version"] + 1}, metadata)
 
 
 def test_going_on_mends_what_is_missing_cut_or_changed_to_the_same_bytes(prepared, tmp_path):

@@ -10,12 +10,13 @@ import pytest
 
 import tracegrad as tg
 from buckets import served
-from tracegrad import addresses, bucket, manifest, prepare
+from tracegrad import prepare
 from tracegrad.cli import main
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.metrics import Stopwatch
-from tracegrad.prepare.place import Bucket
+from tracegrad.prepare.output import Bucket
+from tracegrad.storage import manifest, remote
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -66,18 +67,18 @@ def test_a_folder_in_a_bucket_is_loaded_and_its_shards_one_by_one(s3, example, t
     assert np.array_equal(found.ids, wanted.ids)
     told = prepare.load("s3://data/three", example / "model", Data(), tmp_path, Stopwatch())[0]
     assert told.trace_ids == wanted.trace_ids
-    shard = bucket.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
+    shard = manifest.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["shard-00001-00000"]  # no other was brought
     before = (shard / "sequences.json").stat().st_mtime_ns
     text = (shard / "traces.safetensors").read_bytes()
     (shard / "traces.safetensors").write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
-    bucket.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
+    manifest.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert (shard / "sequences.json").stat().st_mtime_ns == before  # what was right is not brought again
     with pytest.raises(ReadError, match="no shard-00009 is in its manifest"):
-        bucket.local("s3://data/three", "shard-00009")
-    bucket.forget(shard)
+        manifest.local("s3://data/three", "shard-00009")
+    manifest.forget(shard)
     assert not shard.exists()
 
 
@@ -88,7 +89,7 @@ def test_a_shard_of_which_a_file_is_not_written_again_is_not_whole(s3, example, 
     def broken(path, address):
         raise ReadError(f"{address}: the line is cut")
 
-    monkeypatch.setattr(addresses, "upload", broken)
+    monkeypatch.setattr(remote, "upload", broken)
     with pytest.raises(ReadError, match="the line is cut"):
         make(example, "s3://data/ten", resume=True)
     s3.invalidate_cache()
@@ -153,7 +154,7 @@ def test_bytes_that_are_not_those_of_the_manifest_are_not_taken(s3, example, tmp
     text = s3.cat_file(path)
     s3.pipe(path, text[:-1] + bytes([text[-1] ^ 1]))
     with pytest.raises(FormatError, match="with checksum"):
-        bucket.local("s3://data/six", into=tmp_path)
+        manifest.local("s3://data/six", into=tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -215,7 +216,7 @@ def test_addresses_that_cannot_be_asked_hold_nothing_prepared(s3):
     with pytest.raises(ReadError, match="s3://data/none: holds no manifest"):
         manifest.read("s3://data/none")
     with pytest.raises(FormatError, match="longer than 3 bytes"):
-        addresses.read("s3://data/in/a.jsonl", 3)
-    addresses.remove("s3://data/none/file")
-    assert json.loads(json.dumps(sorted(addresses.sizes("s3://data/in")))) == ["a.jsonl", "b.jsonl"]
-    assert addresses.path_of(Path("x")) == Path("x")
+        remote.read("s3://data/in/a.jsonl", 3)
+    remote.remove("s3://data/none/file")
+    assert json.loads(json.dumps(sorted(remote.sizes("s3://data/in")))) == ["a.jsonl", "b.jsonl"]
+    assert remote.path_of(Path("x")) == Path("x")

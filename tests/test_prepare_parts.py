@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracegrad as tg
-from tracegrad import manifest, prepare
+from tracegrad import prepare
 from tracegrad.config import Data, Map
+from tracegrad.data.read_options import Options
+from tracegrad.data.reader import of_part
 from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
-from tracegrad.inputs.options import Options
-from tracegrad.inputs.reading import of_part
 from tracegrad.prepare.part import Job
 from tracegrad.prepare.workers import MOST_LOST, Workers
+from tracegrad.storage import manifest
 
 PART = 40_000
 
@@ -362,7 +363,7 @@ def test_all_processes_end_with_the_one_that_asks(inputs, job):
 
 def test_a_process_that_nobody_asks_any_more_ends_and_holds_the_lock_so_long(job, inputs, tmp_path):
     ours, theirs = Pipe()
-    code = "import sys; from tracegrad.prepare.worker import main; main(int(sys.argv[1]))"
+    code = "import sys; from tracegrad.prepare.workers import main; main(int(sys.argv[1]))"
     own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with manifest.lock(tmp_path) as lock:
         told = {"env": own, "pass_fds": (theirs.fileno(), lock)}

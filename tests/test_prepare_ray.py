@@ -19,11 +19,12 @@ import pytest
 
 import tracegrad as tg
 from doc_blocks import blocks
-from tracegrad import manifest, prepare
+from tracegrad import prepare
 from tracegrad.config import Data, Map
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
-from tracegrad.prepare import on_ray
+from tracegrad.prepare import ray_backend
 from tracegrad.prepare.part import Job
+from tracegrad.storage import manifest
 
 HOUSE = str(Path(tg.__file__).parents[1])
 
@@ -87,25 +88,27 @@ def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkey
 
 def test_who_listens_and_is_no_cluster_is_refused_within_the_time_it_has(make, monkeypatch):
     """Who is asked is a process, as the one that asks could not be interrupted within Ray."""
-    monkeypatch.setattr(on_ray, "ANSWER_S", 2.0)
-    monkeypatch.setattr(on_ray, "_JOIN", "import time; time.sleep(60)")
-    monkeypatch.setattr(on_ray.importlib, "import_module", lambda name: SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setattr(ray_backend, "ANSWER_S", 2.0)
+    monkeypatch.setattr(ray_backend, "_JOIN", "import time; time.sleep(60)")
+    monkeypatch.setattr(
+        ray_backend.importlib, "import_module", lambda name: SimpleNamespace(is_initialized=lambda: False)
+    )
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address, began = f"127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
         with pytest.raises(ArgumentError, match=rf"--ray {address}: no answer as a cluster gives it within 2 s"):
-            on_ray.check(address)
-        monkeypatch.setattr(on_ray, "_JOIN", "raise ConnectionError('no cluster of this version')")
+            ray_backend.check(address)
+        monkeypatch.setattr(ray_backend, "_JOIN", "raise ConnectionError('no cluster of this version')")
         with pytest.raises(ArgumentError, match=rf"--ray {address}: ConnectionError: no cluster of this version\. "):
-            on_ray.check(address)
-        on_ray.check("")  # none was told and none was found: one is started
+            ray_backend.check(address)
+        ray_backend.check("")  # none was told and none was found: one is started
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.nightly
 def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, monkeypatch):
-    monkeypatch.setattr(on_ray, "ANSWER_S", 10.0)
+    monkeypatch.setattr(ray_backend, "ANSWER_S", 10.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -120,14 +123,14 @@ def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, ex
     parts, _ = prepare.cut(str(tmp_path / "t.jsonl"), 40_000)
     (tmp_path / "two").mkdir()
     told = ("t.jsonl", str(example / "model"), str(tmp_path / "two"), Data(), Map(), 8)
-    rows = [on_ray._closed((Job(*told), part, str(tmp_path))) for part in parts]
-    actor = on_ray.Preparer()
-    found = [on_ray._opened(outcome) for outcome in actor({"part": rows})["outcome"]]
+    rows = [ray_backend._closed((Job(*told), part, str(tmp_path))) for part in parts]
+    actor = ray_backend.Preparer()
+    found = [ray_backend._opened(outcome) for outcome in actor({"part": rows})["outcome"]]
     assert [part for part, _ in found] == parts
     wanted = contents(tmp_path / "one")
     assert all(wanted[name] == text for name, text in contents(tmp_path / "two").items())
     (tmp_path / "t.jsonl").write_bytes(b"{}\n" * (1 << 17))
-    [(part, error)] = map(on_ray._opened, actor({"part": rows[:1]})["outcome"])
+    [(part, error)] = map(ray_backend._opened, actor({"part": rows[:1]})["outcome"])
     assert (part, type(error), error.line) == (parts[0], FormatError, 1)
 
 
@@ -137,10 +140,10 @@ def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, examp
     monkeypatch.chdir(tmp_path)
     prepare.prepare("t.jsonl", Path("model"), Data(), "one", shard_traces=8, part_bytes=40_000)
     [part, *_], _ = prepare.cut("t.jsonl", 40_000)
-    row = on_ray._closed((Job("t.jsonl", "model", "two", Data(), Map(), 8), part, str(tmp_path)))
+    row = ray_backend._closed((Job("t.jsonl", "model", "two", Data(), Map(), 8), part, str(tmp_path)))
     (tmp_path / "two").mkdir()
     monkeypatch.chdir("/")
-    [(_, record)] = map(on_ray._opened, on_ray.Preparer()({"part": [row]})["outcome"])
+    [(_, record)] = map(ray_backend._opened, ray_backend.Preparer()({"part": [row]})["outcome"])
     assert record == json.loads((tmp_path / "one" / "part-00000.json").read_text())
     wanted, found = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert found == {name: wanted[name] for name in found}
@@ -165,13 +168,13 @@ def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
     assert found.value.line == 65
 
 
-class Unknown(on_ray.Preparer):
+class Unknown(ray_backend.Preparer):
     """Which no actor can import."""
 
 
 @pytest.mark.nightly
 def test_what_the_cluster_lacks_is_said_in_a_line(ray, make, monkeypatch):
-    monkeypatch.setattr(on_ray, "Preparer", Unknown)
+    monkeypatch.setattr(ray_backend, "Preparer", Unknown)
     with pytest.raises(
         TracegradError, match=r"Ray: ModuleNotFoundError: No module named 'test_prepare_ray'\. .*Install"
     ):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tracegrad.probe import probe
-from tracegrad.tokenizer import Template
+from tracegrad.alignment.template_probe import probe
+from tracegrad.alignment.tokenizer import Template
 from vocabulary import EXAMPLE, load, trl_template
 
 # Template: prompt is prefix, history is prefix, trims, drops thoughts, prints the date, default system prompt.

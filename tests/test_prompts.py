@@ -26,7 +26,7 @@ from prompt_cases import (
     tools,
     user,
 )
-from tracegrad.codes import SAMPLED, SERVERS
+from tracegrad.data.codes import SAMPLED, SERVERS
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm_prompts.json").read_text())

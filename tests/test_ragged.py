@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tracegrad import manifest
+from tracegrad.alignment.ragged import Ragged
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
-from tracegrad.ragged import Ragged
-from tracegrad.sequence import Sequences
+from tracegrad.storage import manifest
 
 NAN = float("nan")
 

@@ -18,9 +18,9 @@ import tracegrad
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import CRASHED, OBJECTIVES, QUICK  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner.ranks import Ranks  # noqa: E402
+from ranks import CRASHED, OBJECTIVES, QUICK
+from tracegrad.errors import ArgumentError
+from tracegrad.trainer.distributed import Ranks
 
 HERE = Path(__file__).parent
 BOUND = {"float64": 1e-6, "float32": 1e-5}

@@ -10,18 +10,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from policy_server import MODEL, PolicyServer  # noqa: E402
-from test_loop import SignalAfter, assert_same, run, told  # noqa: E402
-from test_online import CONFIG, questions, weights  # noqa: E402
-from test_online import run as play  # noqa: E402
-from test_run import steps_of  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import presets  # noqa: E402
-from tracegrad.config import Schedule, update  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner import Run, checkpoint  # noqa: E402
-from tracegrad.learner.rates import check_rates, share  # noqa: E402
-from tracegrad.online import replay  # noqa: E402
+from collect_run import questions
+from policy_server import MODEL, PolicyServer
+from test_loop import SignalAfter, assert_same, run, told
+from test_online import CONFIG, weights
+from test_online import run as play
+from test_run import steps_of
+from tiny import sampled, tiny_model
+from tracegrad.config import Schedule, update
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import presets
+from tracegrad.online import replay
+from tracegrad.trainer import Run, checkpoint
+from tracegrad.trainer.optim import check_rates, share
 
 STEPS = 40
 
@@ -174,7 +175,7 @@ def test_a_run_of_ones_own_steps_must_be_told_how_many(traces, tmp_path):
 
 
 def test_each_group_of_an_optimizer_of_ones_own_keeps_its_part_of_the_rate(traces, tmp_path):
-    from tracegrad.learner import train
+    from tracegrad.trainer import train
 
     seen = []
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import tracegrad as tg
-from tracegrad import presets, recipes
-from tracegrad.algebra import override_all
+from generate_docs import documented, losses_page
+from tracegrad import recipes
 from tracegrad.cli import main
 from tracegrad.config import Advantage, Config, as_dict, load
 from tracegrad.errors import ArgumentError
+from tracegrad.objective import override_all, presets
 from tracegrad.recipes import Recipe
-from tracegrad.recipes.describe import describe, documented
 from tracegrad.recipes.recipe import named
 
 NAMES = [name for name in recipes.__all__ if isinstance(getattr(recipes, name), Recipe)]
@@ -88,7 +88,8 @@ def test_a_text_that_is_no_objective_is_refused_and_never_executed(text, why):
 
 def test_a_recipe_is_found_by_its_name_or_in_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from tracegrad import presets, recipes\nMINE = recipes.Recipe(presets.GSPO, missing='mask')\n")
+    lines = ["import tracegrad as tg", "MINE = tg.recipes.Recipe(tg.presets.GSPO, missing='mask')"]
+    file.write_text("\n".join(lines))
     assert recipes.find(f"{file}:MINE") == Recipe(presets.GSPO, missing="mask")
     with pytest.raises(ArgumentError, match="Did you mean GRPO"):
         recipes.find("GRPPO")
@@ -110,9 +111,9 @@ def test_a_penalty_is_told_by_its_short_spelling():
 
 
 def test_the_page_lists_every_recipe_with_its_paper():
-    told = {name: text for name, _, text in documented(recipes.papers, Recipe)}
-    assert set(told) == set(recipes.papers.__all__)
-    assert all("Paper:" in text and f"\n| {name} | " in describe() for name, text in told.items())
+    told = {name: text for name, _, text in documented(recipes.recipe, Recipe)}
+    assert set(told) == set(recipes.recipe.__all__)
+    assert all("Paper:" in text and f"\n| {name} | " in losses_page() for name, text in told.items())
 
 
 def test_the_command_line_says_a_recipe_and_what_was_told_otherwise(capsys, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 import tracegrad as tg
 from oracle import Oracle
-from tracegrad.recover import recover_ids
+from tracegrad.alignment.align import recover_ids
 
 RECORDING = Path(__file__).parent / "data" / "random_model.jsonl.gz"
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tracegrad._html import escape, visible
+from tracegrad.alignment.sequences import Drift, Sequences
 from tracegrad.errors import ReadError
 from tracegrad.report import add_success, write_report
-from tracegrad.report.curves import Panel, _thinned, chart, curves
-from tracegrad.report.text import escape, visible
-from tracegrad.report.tokens import PerToken, examples
-from tracegrad.sequence import Drift, Sequences
+from tracegrad.report.charts import Panel, _thinned, chart, curves
+from tracegrad.report.token_map import PerToken, examples
 
 HOSTILE = (
     "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;`\x00\u202e=https://evil.example/</style></details>"

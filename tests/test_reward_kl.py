@@ -14,16 +14,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import tracegrad as tg  # noqa: E402
-from test_loop import SignalAfter, run  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import online, presets  # noqa: E402
-from tracegrad.advantage import AdaptiveKl, group_mean, kl_in_reward  # noqa: E402
-from tracegrad.cli import main  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.reward_kl import Charge  # noqa: E402
-from watched import told, traces, watched  # noqa: E402
+import tracegrad as tg
+from test_loop import SignalAfter, run
+from tiny import sampled, tiny_model
+from tracegrad import online
+from tracegrad.advantage import AdaptiveKl, group_mean, kl_in_reward
+from tracegrad.cli import main
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import presets
+from tracegrad.trainer.advantages import Charge
+from tracegrad.trainer.steps import Feed
+from watched import told, traces, watched
 
 CHARGED = {"reward_kl__coef": 0.5, "data__holdout": 0, "train__updates_per_old": 2, "optimizer__lr": 3e-2}
 
@@ -76,7 +77,7 @@ def charge(**changes) -> Charge:
 
 
 def reward_kl(_: Path) -> None:
-    """A row of tests/test_every_option.py for each option: what the batch then pays, and what the next one would."""
+    """A row of test_every_option.py for each option: what the batch then pays, and what the next one would."""
     plain, same = charge(), one_batch().feed.advantages
     assert not np.allclose(plain.advantages, same, atol=1e-2)
     np.testing.assert_allclose(plain.advantages - same, (charge(coef=1.0).advantages - same) / 2, atol=1e-6)
@@ -153,6 +154,6 @@ def test_the_reference_that_is_given_is_measured_for_the_reward_alone(tmp_path):
     found = []
     for at, given in enumerate((plain, moved)):
         how = {"objective": presets.TOPR_POSITIVE, "config": told(**CHARGED), "sinks": (), "say": lambda _: None}
-        found.append(tg.learner.train(one, tiny_model(), out=tmp_path / str(at), **how, **given).rows[1]["reward_kl"])
+        found.append(tg.trainer.train(one, tiny_model(), out=tmp_path / str(at), **how, **given).rows[1]["reward_kl"])
     assert found[0] == pytest.approx(0.0, abs=1e-6)
     assert abs(found[1]) > 1e-3

@@ -15,7 +15,7 @@ from policy_server import MODEL
 from stand_in import until
 from tracegrad.errors import ArgumentError, ServerError
 from tracegrad.online import Online
-from tracegrad.rollout.engine import Engine
+from tracegrad.rollout.in_process import Engine
 
 
 class StandIn:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.rollout.journal import Journal
+from tracegrad.rollout.proxy_journal import Journal
 from tracegrad.rollout.session import LOST_CALLS, Session
 
 TOOLS = [{"type": "function", "function": {"name": "price"}}]

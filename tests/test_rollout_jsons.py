@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.rollout import jsons
+from tracegrad.rollout import client
 
 VALUES = st.recursive(
     st.none()
@@ -25,23 +25,23 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_both_ways_are_the_standard_librarys(value):
-    line = jsons.dumps(value)
+    line = client.dumps(value)
     assert b"\n" not in line
-    assert json.loads(line) == value == jsons.loads(json.dumps(value).encode())
+    assert json.loads(line) == value == client.loads(json.dumps(value).encode())
 
 
 @pytest.mark.parametrize("beside", ["", "\ud83d"], ids=["by orjson", "by the standard library"])
 def test_nan_and_the_infinities_are_null(beside):
     value = {"beside": beside, "numbers": [math.nan, math.inf, -math.inf, 1e-7]}
-    assert json.loads(jsons.dumps(value)) == {"beside": beside, "numbers": [None, None, None, 1e-7]}
+    assert json.loads(client.dumps(value)) == {"beside": beside, "numbers": [None, None, None, 1e-7]}
 
 
 def test_what_servers_send_against_the_rules_is_read_as_before():
-    assert jsons.loads(b'{"half": "\\ud800", "many": 1e999}') == {"half": "\ud800", "many": math.inf}
-    assert math.isnan(jsons.loads(b"[NaN]")[0])
-    assert jsons.loads(b"[" * 500 + b"]" * 500)
+    assert client.loads(b'{"half": "\\ud800", "many": 1e999}') == {"half": "\ud800", "many": math.inf}
+    assert math.isnan(client.loads(b"[NaN]")[0])
+    assert client.loads(b"[" * 500 + b"]" * 500)
     with pytest.raises(ValueError, match="Expecting value"):
-        jsons.loads(b"no JSON")
+        client.loads(b"no JSON")
 
 
 @dataclass
@@ -54,14 +54,14 @@ class Of:
 )
 def test_what_json_cannot_say_is_refused(value):
     with pytest.raises(TypeError):
-        jsons.dumps({"metadata": value})
+        client.dumps({"metadata": value})
 
 
 def test_a_ring_is_refused_and_deep_nesting_is_not():
     deep = []
     for _ in range(400):
         deep = [deep]
-    assert jsons.dumps(deep) == b"[" * 401 + b"]" * 401
+    assert client.dumps(deep) == b"[" * 401 + b"]" * 401
     deep[0] = deep
     with pytest.raises((ValueError, RecursionError)):
-        jsons.dumps(deep)
+        client.dumps(deep)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.online import Online, Play, serve
+from tracegrad.online import Online, Play, servers
 from tracegrad.rollout import launch, progress
 
 # A stand-in for vLLM's module: it starts a child as vLLM does its engine, answers /health, and does not end when told.
@@ -76,7 +76,7 @@ def test_a_server_of_a_run_asks_for_a_token_that_only_its_environment_holds(fake
     keys = []
     for given in (None, None, "the user's own"):
         out, pids = tmp_path / f"run-{len(keys)}", tmp_path / f"pids-{len(keys)}"
-        told = serve.served(pids, [], given, sys.executable, {}, Online(), Play(), out, print)
+        told = servers.served(pids, [], given, sys.executable, {}, Online(), Play(), out, print)
         with told as (pool, _, _):
             keys.append(pool().key)
             [server, _] = pids.read_text().split()
@@ -84,7 +84,7 @@ def test_a_server_of_a_run_asks_for_a_token_that_only_its_environment_holds(fake
                 Path(f"/proc/{server}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
             )
             assert f"VLLM_API_KEY={keys[-1]}".encode() in environment
-            assert command[command.index(b"--middleware") + 1] == b"tracegrad.sync.guard.Guard"
+            assert command[command.index(b"--middleware") + 1] == b"tracegrad.weight_sync.auth.Guard"
             files = [path for path in out.rglob("*") if path.is_file() and "package" not in path.parts]
             assert files
             assert not any(keys[-1].encode() in text for text in [*command, *(path.read_bytes() for path in files)])

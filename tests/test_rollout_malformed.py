@@ -8,9 +8,9 @@ from aiohttp import web
 
 import tracegrad as tg
 from proxied import QUESTION, driven
-from tracegrad.rollout import shapes
-from tracegrad.rollout.journal import Journal
-from tracegrad.rollout.passing import ROADS, Added, Events, MalformedAnswer
+from tracegrad.rollout import responses
+from tracegrad.rollout.proxy import ROADS, Added, Events, MalformedAnswer
+from tracegrad.rollout.proxy_journal import Journal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -316,7 +316,7 @@ def test_odd_requests_are_refused_or_passed_on_and_spoil_no_record(example, capf
 
 
 def test_a_large_event_in_small_pieces_takes_linear_time():
-    events = Events(Added({}, {}), shapes.wrong_in_chat_chunk, 1 << 30)
+    events = Events(Added({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     data = event(chunk(delta={"content": "y" * 20_000_000}))
     pieces = [data[at : at + 4096] for at in range(0, len(data), 4096)]
     out = b"".join(b"".join(events.passed(piece)) for piece in pieces)
@@ -326,14 +326,14 @@ def test_a_large_event_in_small_pieces_takes_linear_time():
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_events_are_found_however_their_bytes_come(cut):
     data = b"data: {}\n\ndata: {}\r\n\r\n: x\r\n\r\ndata: [DONE]\n\n"
-    events = Events(Added({}, {}), shapes.wrong_in_chat_chunk, 1 << 30)
+    events = Events(Added({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     passed = [one for at in range(0, len(data), cut) for one in events.passed(data[at : at + cut])]
     assert passed == [b"data: {}\n\n", b"data: {}\r\n\r\n", b": x\r\n\r\n", b"data: [DONE]\n\n"]
     assert events.ended() == b""
 
 
 def test_a_malformed_end_is_malformed_too():
-    events = Events(Added({}, {}), shapes.wrong_in_chat_chunk, 1 << 30)
+    events = Events(Added({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     assert list(events.passed(b"data: 5")) == []
     with pytest.raises(MalformedAnswer, match="not a JSON object: '5'"):
         events.ended()

@@ -13,8 +13,8 @@ from proxied import KEY, QUESTION, driven
 from stand_in import Scripted, Served, always, good_clerk, prompts
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout import Limits, play
+from tracegrad.rollout.client import Servers
 from tracegrad.rollout.proxy import Proxy
-from tracegrad.rollout.server import Servers
 
 
 async def agent(task, policy):

@@ -7,8 +7,7 @@ from aiohttp import web
 
 from stand_in import CHAT, StandIn, drop, hang, until
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.http import checked_url
-from tracegrad.rollout.server import ServerError, Servers
+from tracegrad.rollout.client import ServerError, Servers, checked_url
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "vllm_xargs": {"a": [1, None]}}
 FAST = {"model": "clerk", "probe_s": 0.05, "timeout_s": 60.0, "connect_s": 30.0}

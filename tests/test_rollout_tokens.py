@@ -14,8 +14,8 @@ from test_rollout_play import read, shop_tools
 from tracegrad.errors import ArgumentError
 from tracegrad.online import Play
 from tracegrad.rollout import Limits, NoAnswer, one_turn, play, with_tools
-from tracegrad.rollout.server import Servers
-from tracegrad.rollout.tokens import DERENDER, GENERATE, Tokens, sampling_params
+from tracegrad.rollout.client import Servers
+from tracegrad.rollout.token_client import DERENDER, GENERATE, Tokens, sampling_params
 
 
 class Policy:

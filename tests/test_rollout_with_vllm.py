@@ -18,11 +18,11 @@ import task as clerk
 import tracegrad as tg
 from test_rollout_play import Clerk, TrlShop, correct, shop_tools
 from test_score_judge import GROUP
+from tracegrad.rewards import Judge
 from tracegrad.rollout import Limits, play, trl_environment, with_tools
+from tracegrad.rollout.client import Servers
 from tracegrad.rollout.proxy import Proxy
-from tracegrad.rollout.server import Servers
-from tracegrad.score import Judge
-from tracegrad.sync import File
+from tracegrad.weight_sync import File
 
 pytestmark = pytest.mark.vllm
 PROMPTS, SAMPLES = 6, 2

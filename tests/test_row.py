@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from forked import forked
-from tracegrad import metrics, presets
-from tracegrad.batch import pack
-from tracegrad.correction import Corrected
-from tracegrad.learner.row import row_of
-from tracegrad.learner.step import Outcome
-from tracegrad.sequence import Sequences
+from tracegrad import metrics
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.objective import presets
+from tracegrad.objective.correction import Corrected
+from tracegrad.packing import pack
+from tracegrad.trainer.step import Outcome
+from tracegrad.trainer.step_metrics import row_of
 
 SHARES = {row.name for row in metrics.METRICS if row.unit == "share"} - {"device_idle"}
 """Metrics that are a part of a whole."""

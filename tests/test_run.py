@@ -10,15 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tiny import VOCABULARY, sampled, tiny_model  # noqa: E402
-from tracegrad import advantage, config, presets  # noqa: E402
-from tracegrad.algebra import Adapt, Entropy, with_kl  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.errors import ArgumentError, ReadError, TracegradError  # noqa: E402
-from tracegrad.learner import Run, train  # noqa: E402
-from tracegrad.learner.adapted import load_model  # noqa: E402
-from tracegrad.learner.adapters import adapters_off, with_adapters  # noqa: E402
-from tracegrad.learner.plan import Plan  # noqa: E402
+from tiny import VOCABULARY, sampled, tiny_model
+from tracegrad import advantage, config
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.objective import Adapt, Entropy, presets, with_kl
+from tracegrad.packing import pack
+from tracegrad.trainer import Run, train
+from tracegrad.trainer.lora import adapters_off, load_model, with_adapters
+from tracegrad.trainer.schedule import Plan
 
 OF_THE_LOOP = {"seconds", "tokens_per_s", "epoch"}
 
@@ -185,7 +184,7 @@ def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_rea
 
 def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
     """Two traces of four terms: versions 3, 3, unknown; 5. The trainer is at 6."""
-    from tracegrad.sequence import Sequences
+    from tracegrad.alignment.sequences import Sequences
 
     nan = float("nan")
     ids, trainable = [5, 6, 7, 8, 9, 3], [0, 1, 1, 1, 0, 1]
@@ -217,7 +216,7 @@ def test_a_batch_that_is_stale_throughout_is_not_of_lag_0(traces, tmp_path):
 
 def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkeypatch):
     """`old` would be measured every third step. alpha = (proximal - recorded) / (current - recorded)."""
-    import tracegrad.learner.run as module
+    import tracegrad.trainer.trainer as module
 
     seen, whole = [], module.optimizer_step
     monkeypatch.setattr(
@@ -356,7 +355,7 @@ def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
 
 
 def test_without_memory_the_error_names_the_step(traces, tmp_path, monkeypatch):
-    import tracegrad.learner.run as module
+    import tracegrad.trainer.trainer as module
 
     run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.data.formats.openai import opened
+from tracegrad.data.json_path import lines
 from tracegrad.doctor import Place, bigram_logprobs, examine, lag_test, rescore
-from tracegrad.doctor.shift import shifted_to
+from tracegrad.doctor.checks_shift import shifted_to
 from tracegrad.errors import FormatError
-from tracegrad.inputs.adapters.loggers import opened
-from tracegrad.inputs.paths import lines
 from vocabulary import (
     EXAMPLE,
     align,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad.sampling import MASKS, NEUTRAL, OFF, mismatch, several
+from tracegrad.data.sampling import MASKS, NEUTRAL, OFF, mismatch, several
 
 NO_MATTER = {
     *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "temperature", "repetition_detection"),

@@ -12,13 +12,14 @@ import pytest
 
 import tracegrad as tg
 from spoil import diagnosed, names
-from tracegrad import presets, sampling
 from tracegrad.config import Config, Data, load
-from tracegrad.doctor.tops import kept_mass as by_tops
+from tracegrad.data import sampling
+from tracegrad.data.infer_fields import find
+from tracegrad.doctor.checks_logprobs import kept_mass as by_tops
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.inputs.candidates import find
 from tracegrad.integrations.vllm import traces_from_outputs
-from tracegrad.learner.feed import check_ratios
+from tracegrad.objective import presets
+from tracegrad.trainer.steps import check_ratios
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 USER = [{"role": "user", "content": "2+2?"}]
@@ -360,8 +361,8 @@ def test_a_temperature_that_is_not_read_is_unknown_and_offered_as_a_flag(record,
 
 def test_an_accepted_run_prints_the_kept_mass_and_keeps_the_option_in_its_files(tokenizer, tmp_path):
     from tracegrad.doctor.rescore import _recomputed
-    from tracegrad.learner import train
-    from tracegrad.learner.adapted import load_model
+    from tracegrad.trainer import train
+    from tracegrad.trainer.lora import load_model
 
     sequences = aligned(tokenizer, rows(tokenizer, 8, "processed", temperature=1.0, top_p=0.8))
     # As if 0.9 of each distribution had been kept: the recorded probability is p / 0.9.
@@ -421,7 +422,7 @@ def test_the_doctor_looks_again_with_the_temperature_that_it_found(tokenizer, tm
     assert found.following.startswith("tracegrad doctor ")
     assert f"--map.sampling {holder}" in found.following
     assert "--logprob-kind" not in found.following
-    again = diagnosed(records, tmp_path, map=tg.inputs.Map(sampling=holder, reward="score", group="task"))
+    again = diagnosed(records, tmp_path, map=tg.data.Map(sampling=holder, reward="score", group="task"))
     assert names(again)["raw_at_temperature"] == "WRONG"
     assert ("reshaped_sampling" in names(again)) == ("top_p" in more[holder])
 

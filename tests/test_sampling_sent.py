@@ -10,10 +10,10 @@ from aiohttp import web
 import tracegrad as tg
 from stand_in import StandIn
 from tracegrad import rollout
+from tracegrad.data.sampling import NEUTRAL, refused_fields
 from tracegrad.errors import RefusedFields
+from tracegrad.rollout.client import ServerError, Servers
 from tracegrad.rollout.proxy import Proxy
-from tracegrad.rollout.server import ServerError, Servers
-from tracegrad.sampling import NEUTRAL, refused_fields
 
 USER = [{"role": "user", "content": "2+2?"}]
 LISTED = {"content": [{"token": "token_id:19", "logprob": -0.1}, {"token": "token_id:2", "logprob": -0.2}]}

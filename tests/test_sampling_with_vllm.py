@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+from tracegrad.data.sampling import NEUTRAL
 from tracegrad.rollout import play
+from tracegrad.rollout.client import Servers
 from tracegrad.rollout.launch import launch
-from tracegrad.rollout.server import Servers
-from tracegrad.sampling import NEUTRAL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 SAMPLES = 12

@@ -18,9 +18,10 @@ import tracegrad as tg
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import config, presets  # noqa: E402
-from tracegrad.learner import train  # noqa: E402
+from tiny import sampled, tiny_model
+from tracegrad import config
+from tracegrad.objective import presets
+from tracegrad.trainer import train
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 QUICK = {"pack.step_groups": 1, "pack.token_budget": 1024, "data.holdout": 0, "optimizer.lr": 2e-4}

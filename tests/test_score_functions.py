@@ -14,7 +14,7 @@ import torch
 
 from stand_in import until
 from tracegrad.errors import ArgumentError
-from tracegrad.score import Rewards, columns_of, rewards
+from tracegrad.rewards import Rewards, columns_of, rewards
 
 CHAT = [[{"role": "user", "content": f"{n}+{n}?"}] for n in range(4)]
 ANSWERS = [

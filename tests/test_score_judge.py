@@ -9,8 +9,8 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.errors import ArgumentError
-from tracegrad.score import Judge, Judged, Verdict
-from tracegrad.score.verdict import Unusable, read
+from tracegrad.rewards import Judge, Judged, Verdict
+from tracegrad.rewards.judge import Unusable, read
 
 START = [{"role": "system", "content": "You are a clerk."}, {"role": "user", "content": "2 lamps?"}]
 

@@ -16,8 +16,7 @@ import pytest
 import tracegrad as tg
 from peak import PEAK
 from tracegrad.cli import main
-from tracegrad.score.cache import Cache
-from tracegrad.score.recorded import _given, _parted
+from tracegrad.rewards.recorded import Cache, _given, _parted
 
 
 def trace(number, **more):
@@ -71,7 +70,7 @@ def test_a_second_run_scores_only_what_is_new(tmp_path, functions, capsys):
     assert functions() == 4
     # A function that was changed is asked again.
     (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "\nx = 1\n")
-    done = tg.score.recorded(tg.read(path), _right(tmp_path), cache=tmp_path / "s.jsonl.scores")
+    done = tg.rewards.recorded(tg.read(path), _right(tmp_path), cache=tmp_path / "s.jsonl.scores")
     assert done.cached == 0
 
 
@@ -117,7 +116,7 @@ def test_a_column_that_is_null_for_tasks_of_another_kind_is_given_as_none(form):
             columns_ = {"record": columns, "metadata": {"metadata": columns}}
             columns_["task"] = {"metadata": {"task": {"prompt": "q", "messages": [], **columns}}}
             rows.append({"group": group, "messages": said, **columns_[form]})
-    done = tg.score(tg.Traces.from_records(rows), [solved, passing])
+    done = tg.rewards(tg.Traces.from_records(rows), [solved, passing])
     assert [done.rows[at][0] for at in range(4)] == [1.0, 0.0, 0.5, 0.5]
     assert not done.counts
     # A trace of a group may have a key that another has not.
@@ -135,8 +134,8 @@ def test_a_line_of_the_cache_that_is_no_answer_is_scored_anew(tmp_path, function
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}], "usage": {"prompt_tokens": "many"}}
 
     for score in (
-        lambda: tg.score(traces, _right(tmp_path), cache=tmp_path / "c"),
-        lambda: asyncio.run(tg.score.judged(traces, even, cache=tmp_path / "c")),
+        lambda: tg.rewards(traces, _right(tmp_path), cache=tmp_path / "c"),
+        lambda: asyncio.run(tg.rewards.judged(traces, even, cache=tmp_path / "c")),
     ):
         first = score()
         [key] = [json.loads(each)["key"] for each in (tmp_path / "c").read_text().splitlines()]
@@ -161,7 +160,7 @@ def test_an_odd_score_in_a_cache_is_none_and_the_others_stay(tmp_path, functions
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}]}
 
     def judge():
-        return asyncio.run(tg.score.judged(traces, even, votes=1, cache=tmp_path / "c"))
+        return asyncio.run(tg.rewards.judged(traces, even, votes=1, cache=tmp_path / "c"))
 
     first = judge()
     lines = (tmp_path / "c").read_text().splitlines()
@@ -179,13 +178,13 @@ def test_an_odd_score_in_a_cache_is_none_and_the_others_stay(tmp_path, functions
 @pytest.mark.parametrize("value", ["true", '"5"', "NaN", "1e999", "[0.5]", "10" + "0" * 400, "9" * 5000, '"\\ud800"'])
 def test_an_odd_reward_of_functions_in_a_cache_is_none(tmp_path, functions, value):
     traces = tg.Traces.from_records([trace(number) for number in range(6)])
-    first = tg.score(traces, _right(tmp_path), cache=tmp_path / "c")
+    first = tg.rewards(traces, _right(tmp_path), cache=tmp_path / "c")
     lines = (tmp_path / "c").read_text().splitlines()
     answer = json.loads(lines[0])
     for at in range(2):
         told = json.dumps({**answer, "value": [["@", "@"] if at else [{"right": "@"}, 1.0]] * len(answer["value"])})
         (tmp_path / "c").write_text("\n".join([told.replace('"@"', value), *lines[1:]]) + "\n")
-        again = tg.score(traces, _right(tmp_path), cache=tmp_path / "c")
+        again = tg.rewards(traces, _right(tmp_path), cache=tmp_path / "c")
         assert (again.cached, again.rows) == (len(lines) - 1, first.rows)
 
 
@@ -194,7 +193,7 @@ def test_weights_texts_and_the_room_itself(tmp_path):
         return [len(prompt) + len(text) for prompt, text in zip(prompts, completions, strict=True)]
 
     traces = tg.Traces.from_records([trace(number) for number in (0, 10)])
-    done = tg.score(traces, length, weights=[0.5], texts=True)
+    done = tg.rewards(traces, length, weights=[0.5], texts=True)
     assert [one.reward for one in done.traces] == [1.5, 2.0]
     assert done.traces[1].rewards == {"length": 4.0}
 
@@ -293,7 +292,7 @@ def test_two_orders_that_disagree_are_told():
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}]}
 
     records = [{**trace(number), "group": "g"} for number in range(8)]
-    done = asyncio.run(tg.score.judged(tg.Traces.from_records(records), first_wins, votes=2))
+    done = asyncio.run(tg.rewards.judged(tg.Traces.from_records(records), first_wins, votes=2))
     assert 0.1 < done.agreement < 0.9
     assert done.unscored == 0
 
@@ -305,7 +304,7 @@ def test_a_count_of_tokens_that_is_none_is_not_counted(count):
         usage = {"prompt_tokens": count, "completion_tokens": 3}
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}], "usage": usage}
 
-    done = asyncio.run(tg.score.judged(tg.Traces.from_records([trace(0), trace(1)]), odd, votes=1))
+    done = asyncio.run(tg.rewards.judged(tg.Traces.from_records([trace(0), trace(1)]), odd, votes=1))
     assert (done.prompt_tokens, done.completion_tokens, done.unscored) == (0, 3, 0)
     assert done.cost((1.0, 10.0)) == 30e-6
 
@@ -316,7 +315,7 @@ def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):
 
     traces = tg.Traces.from_records([trace(0), trace(1)])
     for _ in range(2):
-        done = asyncio.run(tg.score.judged(traces, mute, votes=1, cache=tmp_path / "c"))
+        done = asyncio.run(tg.rewards.judged(traces, mute, votes=1, cache=tmp_path / "c"))
         assert (done.unscored, done.cached, done.counts["judge: unusable"]) == (2, 0, 1)
         assert done.failures["judge: unusable"].words.startswith("<records>:1, group 'g0': there is no JSON")
 
@@ -364,7 +363,7 @@ def test_an_error_of_the_input_is_not_one_of_the_temporary_file_which_is_closed(
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error") as raised:
-        tg.score.Spool(parts())
+        tg.rewards.Spool(parts())
     assert not isinstance(raised.value, tg.TracegradError)
     assert opened[0].closed
 
@@ -377,7 +376,7 @@ def test_a_function_gets_the_prompt_and_the_columns_of_a_record_of_texts():
         return [float(said == want) for said, want in zip(completions, gold, strict=True)]
 
     rows = [{"prompt": "2+2=", "completion": text, "gold": "4", "step": 1, "reward": 7, "group": "g"} for text in "45"]
-    found = tg.score(tg.read(rows), [asynchronous(right)], texts=True)
+    found = tg.rewards(tg.read(rows), [asynchronous(right)], texts=True)
     assert [found.rows[at][0] for at in (0, 1)] == [1.0, 0.0]
     [(prompts, columns)] = seen
     assert prompts == ["2+2=", "2+2="]

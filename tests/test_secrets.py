@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
-from tracegrad import config, prepare, provenance
-from tracegrad.cli import words
+from tracegrad import config, prepare
+from tracegrad.cli import args
 from tracegrad.config import Data
+from tracegrad.data import provenance
 from tracegrad.errors import ReadError, redacted
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
@@ -57,9 +58,9 @@ def test_an_address_is_shown_without_its_secrets(address):
 def test_neither_errors_nor_lines_nor_objects_tell_a_secret(address, capsys):
     error = ReadError(f"{address}: 403, url='{address}'. Check it.")
     assert is_clean(f"{error}{error!r}")
-    words.say(f"read {address}")
-    words.aside(f"read {address}")
-    words.tell({"source": address, "named": [address]})
+    args.say(f"read {address}")
+    args.aside(f"read {address}")
+    args.tell({"source": address, "named": [address]})
     shown = capsys.readouterr()
     assert is_clean(shown.out + shown.err)
     assert json.loads(shown.out.partition("\n")[2])["source"] == ADDRESSES[address]

@@ -9,15 +9,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from families import model_of  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import config, policy, presets  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.learner import train  # noqa: E402
-from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary, device_of  # noqa: E402
-from tracegrad.sequence import Sequences  # noqa: E402
+from families import model_of
+from tiny import sampled, tiny_model
+from tracegrad import config
+from tracegrad import model as policy
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import presets
+from tracegrad.packing import pack
+from tracegrad.trainer import train
+from tracegrad.trainer.setup import bucket_of, check_media, check_vocabulary, device_of
+from tracegrad.trainer.steps import Feed
 
 
 def told(**changes):

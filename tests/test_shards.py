@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracegrad import manifest, shards
+from tracegrad.alignment.sequences import Drift, Sequences
 from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
-from tracegrad.sequence import Drift, Sequences
+from tracegrad.storage import manifest, safetensors_file
 
 ARRAYS = {
     "flags": np.array([True, False, True]),
@@ -39,8 +39,8 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 def test_arrays_come_back_memory_mapped_and_aligned(tmp_path):
-    shards.write(tmp_path / "a.safetensors", ARRAYS, {"of": "tests"})
-    arrays, metadata = shards.read(tmp_path / "a.safetensors")
+    safetensors_file.write(tmp_path / "a.safetensors", ARRAYS, {"of": "tests"})
+    arrays, metadata = safetensors_file.read(tmp_path / "a.safetensors")
     assert metadata == {"of": "tests"}
     assert set(arrays) == set(ARRAYS)
     for name, array in arrays.items():
@@ -54,11 +54,11 @@ def test_arrays_come_back_memory_mapped_and_aligned(tmp_path):
 
 def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
-    shards.write(tmp_path / "ours.safetensors", ARRAYS, {"of": "tests"})
+    safetensors_file.write(tmp_path / "ours.safetensors", ARRAYS, {"of": "tests"})
     theirs = safetensors.load_file(tmp_path / "ours.safetensors")
     assert all(same(theirs[name], array) for name, array in ARRAYS.items())
     safetensors.save_file(dict(ARRAYS), tmp_path / "theirs.safetensors")
-    ours, _ = shards.read(tmp_path / "theirs.safetensors")
+    ours, _ = safetensors_file.read(tmp_path / "theirs.safetensors")
     assert all(same(ours[name], array) for name, array in ARRAYS.items())
 
 
@@ -91,32 +91,32 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
 )
 def test_a_hostile_header_is_refused(tmp_path, header, message):
     with pytest.raises(FormatError, match=message):
-        shards.read(file(tmp_path / "x", header, b"\0" * 8))
+        safetensors_file.read(file(tmp_path / "x", header, b"\0" * 8))
 
 
 @pytest.mark.parametrize("claim", [2**63, 2**40, 100])
 def test_a_header_longer_than_the_file_is_refused_before_it_is_read(tmp_path, claim):
     (tmp_path / "x").write_bytes(struct.pack("<Q", claim) + b"{}")
     with pytest.raises(FormatError, match=f"claims {claim} bytes"):
-        shards.read(tmp_path / "x")
+        safetensors_file.read(tmp_path / "x")
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
-    shards.write(tmp_path / "a", ARRAYS)
+    safetensors_file.write(tmp_path / "a", ARRAYS)
     whole = (tmp_path / "a").read_bytes()
     for size in range(len(whole)):
         (tmp_path / "cut").write_bytes(whole[:size])
         with pytest.raises(FormatError):
-            shards.read(tmp_path / "cut")
+            safetensors_file.read(tmp_path / "cut")
 
 
 def test_what_cannot_be_held_or_written_says_so(tmp_path):
     with pytest.raises(FormatError, match="array 'x' has dtype complex128"):
-        shards.write(tmp_path / "a", {"x": np.zeros(1, complex)})
+        safetensors_file.write(tmp_path / "a", {"x": np.zeros(1, complex)})
     with pytest.raises(ReadError, match="cannot be written"):
-        shards.write(tmp_path / "missing" / "a", ARRAYS)
+        safetensors_file.write(tmp_path / "missing" / "a", ARRAYS)
     with pytest.raises(ReadError, match="cannot be read"):
-        shards.read(tmp_path / "missing")
+        safetensors_file.read(tmp_path / "missing")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -190,14 +190,14 @@ def test_a_folder_from_before_endings_were_kept_says_that_they_are_unknown(tmp_p
     known = replace(example(), ending=np.array([0, 1, 2], np.uint8))
     known.save(tmp_path / "new")
     assert Sequences.load(tmp_path / "new").ending.tolist() == [0, 1, 2]
-    arrays, _ = shards.read(tmp_path / "new" / "sequences.safetensors")
+    arrays, _ = safetensors_file.read(tmp_path / "new" / "sequences.safetensors")
     table = json.loads((tmp_path / "new" / "sequences.json").read_bytes().decode("utf-8", "surrogatepass"))
     written_again(tmp_path / "new", {n: np.array(a) for n, a in arrays.items() if n != "ending"}, table)
     assert Sequences.load(tmp_path / "new").ending.tolist() == [0, 0, 0]
 
 
 def test_loaded_sequences_are_packed_like_the_ones_in_memory(tmp_path):
-    from tracegrad.batch import pack
+    from tracegrad.packing import pack
 
     s = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], [-1] * 5, [False, True, True, False, True])
     s.save(tmp_path)
@@ -209,8 +209,8 @@ def test_loaded_sequences_are_packed_like_the_ones_in_memory(tmp_path):
 def written_again(folder, arrays, table):
     """The folder of a saver without checks: its manifest says what is there."""
     (folder / "sequences.json").write_bytes(json.dumps(table).encode("utf-8", "surrogatepass"))
-    shards.write(folder / "sequences.safetensors", arrays)
-    files = {name: shards.measure(folder / name) for name in ("sequences.safetensors", "sequences.json")}
+    safetensors_file.write(folder / "sequences.safetensors", arrays)
+    files = {name: safetensors_file.measure(folder / name) for name in ("sequences.safetensors", "sequences.json")}
     manifest.write(folder, {"traces": 3, "branches": 4, "tokens": 9, "terms": 6}, files)
 
 
@@ -257,7 +257,7 @@ def flags(values):
 def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, value):
     example().save(tmp_path)
     table = json.loads((tmp_path / "sequences.json").read_bytes().decode("utf-8", "surrogatepass"))
-    arrays, _ = shards.read(tmp_path / "sequences.safetensors")
+    arrays, _ = safetensors_file.read(tmp_path / "sequences.safetensors")
     written_again(tmp_path, arrays, table)
     check_same(Sequences.load(tmp_path, verify=True), example())
     written_again(tmp_path, {**arrays, name: value}, table)
@@ -283,7 +283,7 @@ def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, v
 def test_a_table_that_does_not_fit_is_refused(tmp_path, change, message):
     example().save(tmp_path)
     table = json.loads((tmp_path / "sequences.json").read_bytes().decode("utf-8", "surrogatepass"))
-    written_again(tmp_path, shards.read(tmp_path / "sequences.safetensors")[0], {**table, **change})
+    written_again(tmp_path, safetensors_file.read(tmp_path / "sequences.safetensors")[0], {**table, **change})
     with pytest.raises(FormatError, match=message):
         Sequences.load(tmp_path)
 
@@ -309,8 +309,10 @@ def test_a_folder_without_one_of_its_files_is_refused_with_the_cure(tmp_path, na
 
 def test_a_changed_byte_is_found_by_its_checksum_and_a_cut_by_its_length(tmp_path):
     example().save(tmp_path)
-    arrays, _ = shards.read(tmp_path / "sequences.safetensors")
-    shards.write(tmp_path / "sequences.safetensors", {**arrays, "version": arrays["version"] + 1}, {"format": "x" * 21})
+    arrays, _ = safetensors_file.read(tmp_path / "sequences.safetensors")
+    safetensors_file.write(
+        tmp_path / "sequences.safetensors", {**arrays, "version": arrays["version"] + 1}, {"format": "x" * 21}
+    )
     Sequences.load(tmp_path)  # a value that may be
     with pytest.raises(FormatError, match="checksum"):
         Sequences.load(tmp_path, verify=True)

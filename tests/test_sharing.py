@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from forked import apart, forked, gradient, padded_gradient  # noqa: E402
-from tiny import VOCABULARY, tiny_model  # noqa: E402
-from tracegrad import policy, presets  # noqa: E402
-from tracegrad.algebra import (  # noqa: E402
+from forked import apart, forked, gradient, padded_gradient
+from tiny import VOCABULARY, tiny_model
+from tracegrad import model as policy
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     Clamp,
     Entropy,
     Importance,
@@ -20,12 +22,11 @@ from tracegrad.algebra import (  # noqa: E402
     Ratio,
     Reduce,
     Weight,
+    presets,
     with_entropy,
     with_kl,
 )
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.sequence import Sequences  # noqa: E402
+from tracegrad.packing import pack
 
 BOUND = {torch.float64: 1e-6, torch.float32: 1e-5}
 OBJECTIVES = {

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 SITE = str(ROOT / ".ci" / "site")
 sys.path.insert(0, SITE)
 
-import build  # noqa: E402
-import tracegrad as tg  # noqa: E402
-from links import wrong_links  # noqa: E402
+import build
+import tracegrad as tg
+from links import wrong_links
 
 
 def built(code, *arguments):

@@ -9,10 +9,10 @@ import socket
 import pytest
 
 from tracegrad import doctor
+from tracegrad.data import read
 from tracegrad.errors import ReadError, TracegradError
-from tracegrad.inputs import read
-from tracegrad.plain_files import read_json, refuse_special
-from tracegrad.score.cache import Cache
+from tracegrad.rewards.recorded import Cache
+from tracegrad.storage.files import read_json, refuse_special
 from tracegrad.user_code import module_of
 
 RECORD = {"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}], "group": "g"}

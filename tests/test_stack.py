@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from families import model_of  # noqa: E402
-from tracegrad.kernels.stack import stacked  # noqa: E402
+from families import model_of
+from tracegrad.model.attention import stacked
 
 
 class Said(dict):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracegrad import presets
-from tracegrad.batch import Batch, Step, measure, pack, steps_of
-from tracegrad.catalog import InMemory, selected
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
-from tracegrad.sequence import Sequences
+from tracegrad.objective import presets
+from tracegrad.packing import Batch, Step, measure, pack, steps_of
+from tracegrad.trainer.dataset import InMemory, selected
 
 GLOBAL = {"origin": "first_token", "branch": "first_branch"}
 

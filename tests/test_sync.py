@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from stand_in import CHAT, StandIn, drop, free_port, hang, until
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.server import Servers
-from tracegrad.sync import Evicted, File, SyncError, vllm_arguments
-from tracegrad.sync.guard import Guard
-from tracegrad.sync.weights import distinct, write
+from tracegrad.rollout.client import Servers
+from tracegrad.weight_sync import Evicted, File, SyncError, vllm_arguments
+from tracegrad.weight_sync.auth import Guard
+from tracegrad.weight_sync.weights import distinct, write
 
 PUSH = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 INIT = "/init_weight_transfer_engine"
@@ -381,7 +381,7 @@ def test_what_a_server_must_be_started_with(tmp_path):
     flags, environment = vllm_arguments("file", beside=tmp_path / "beside", guard=True)
     assert '{"backend": "tracegrad_file"}' in flags
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert (tmp_path / "beside" / "tracegrad" / "sync" / "worker.py").exists()
+    assert (tmp_path / "beside" / "tracegrad" / "weight_sync" / "worker.py").exists()
     assert vllm_arguments("lora", versions=4)[0] == ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"]
     with pytest.raises(ArgumentError, match="'file', 'nccl' or 'lora'"):
         vllm_arguments("disk")

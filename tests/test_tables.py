@@ -6,16 +6,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tracegrad.alignment import align
-from tracegrad.arrow_files import ParquetStream
+from tracegrad.alignment.align import align
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Data
+from tracegrad.data import read
+from tracegrad.data.arrow import from_arrow
+from tracegrad.data.arrow_files import ParquetStream
+from tracegrad.data.trace import Traces, write
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.inputs import read
 from tracegrad.prepare import prepare
-from tracegrad.sequence import Sequences
-from tracegrad.tables import from_arrow
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces, write
 
 ROWS = [
     {

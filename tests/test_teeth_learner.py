@@ -10,15 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tiny import tiny_model  # noqa: E402
-from tracegrad import policy, presets  # noqa: E402
-from tracegrad.algebra import Adapt, Entropy, Gate, Ratio  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.learner import run as driven  # noqa: E402
-from tracegrad.learner.adapters import with_adapters  # noqa: E402
-from tracegrad.learner.entropy import Control  # noqa: E402
-from tracegrad.policy.forward import read_states  # noqa: E402
-from watched import traces, watched  # noqa: E402
+from tiny import tiny_model
+from tracegrad import model as policy
+from tracegrad.model.forward import read_states
+from tracegrad.objective import Adapt, Entropy, Gate, Ratio, presets
+from tracegrad.packing import pack
+from tracegrad.trainer import trainer as driven
+from tracegrad.trainer.lora import with_adapters
+from tracegrad.trainer.optim import Control
+from watched import traces, watched
 
 
 def test_the_proximal_lies_where_old_would_have_been_measured(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracegrad import policy  # noqa: E402
-from tracegrad.algebra import (  # noqa: E402
+from tracegrad import model
+from tracegrad.objective import (
     Adapt,
     Clamp,
     Clip,
@@ -30,8 +30,8 @@ from tracegrad.algebra import (  # noqa: E402
     Weight,
     Window,
 )
-from tracegrad.batch import Batch  # noqa: E402
-from tracegrad.objective import Terms, evaluate  # noqa: E402
+from tracegrad.objective.torch_loss import Terms, evaluate
+from tracegrad.packing import Batch
 
 SUM = Reduce("constant", norm=1.0)
 OLD, DIRECT, REF = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("theta", "ref")
@@ -143,10 +143,10 @@ def test_a_block_is_seen_whole_only_where_every_pair_of_it_is(window):
     length, size = 16, 4
     index, ones = torch.arange(length), torch.ones(length)
     batch = Batch(index, index, torch.full((length,), length), index, index, ones, index, np.arange(length))
-    mask = policy.block_mask(batch, window=window, block=size)
+    mask = model.block_mask(batch, window=window, block=size)
     distance = index[:, None] - index[None, :]
     pairs = (distance >= 0) & (distance < window)
-    assert torch.equal(pairs, policy.dense_mask(batch, window=window)[0, 0])
+    assert torch.equal(pairs, model.dense_mask(batch, window=window)[0, 0])
     pairs = pairs.view(4, size, 4, size).transpose(1, 2)  # [query block, key block, 4, 4]
     for query in range(4):
         whole = set(mask.full_kv_indices[0, 0, query, : mask.full_kv_num_blocks[0, 0, query]].tolist())

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tracegrad.alignment.tokenizer import FIELDS, Rendered, Template
 from tracegrad.errors import ArgumentError, TemplateError
-from tracegrad.tokenizer import FIELDS, Rendered, Template
 
 
 def pinned(date: str) -> type[datetime.datetime]:

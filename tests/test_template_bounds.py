@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TemplateError
-from tracegrad.tokenizer import Template
 
 LONGEST = 512 << 10
 # What stands before a link, the link that is repeated, and what stands behind.
@@ -69,7 +69,7 @@ CHAINS = [
 SMALL_STACK = """
 import resource, sys, threading, time
 from tracegrad.errors import TemplateError
-from tracegrad.tokenizer import Template
+from tracegrad.alignment.tokenizer import Template
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 threading.stack_size(256 << 10)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from test_template import CONVERSATIONS, pinned, theirs
+from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TemplateError
-from tracegrad.tokenizer import Template
 
 # Operators, formats, floats, JSON, and what Python refuses.
 EXPRESSIONS = [

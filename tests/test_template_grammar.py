@@ -14,8 +14,8 @@ import pytest
 
 from peak import PEAK
 from test_template_work import LONG, MEASURED, METHODS, OPERANDS
+from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TemplateError
-from tracegrad.tokenizer import Template
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>é</think> yes"}]
 BEFORE = (

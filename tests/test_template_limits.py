@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from peak import PEAK
+from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TemplateError
-from tracegrad.tokenizer import Template
 
 
 def _user(text: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ GROWING = [
 MEASURED = """
 import sys, time
 from tracegrad.errors import TemplateError
-from tracegrad.tokenizer import Template
+from tracegrad.alignment.tokenizer import Template
 Template("{{ 1 }}").render_text([])
 for source in sys.stdin.read().split("\\0"):
     before, began = peak(), time.process_time()

@@ -18,7 +18,7 @@ from peak import PEAK
 MEASURED = """
 import json, os, resource, sys
 from tracegrad.errors import TemplateError
-from tracegrad.tokenizer import Template
+from tracegrad.alignment.tokenizer import Template
 Template("{{ 1 }}").render([])
 for source, messages, tools in map(json.loads, sys.stdin):
     sys.stdout.flush()

@@ -9,15 +9,14 @@ import torch
 
 import tracegrad as tg
 from tiny import tiny_model
-from tracegrad import presets, terms
-from tracegrad.algebra import Gate, Ratio
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config
-from tracegrad.config.options import Kept
+from tracegrad.config.schema import Kept
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.learner import Run, keeper
-from tracegrad.learner.keeper import Keeper, reasons
-from tracegrad.sequence import Sequences
-from tracegrad.terms import CLIPPED, KEPT, LATE, UNKNOWN, Terms, subset
+from tracegrad.objective import Gate, Ratio, presets
+from tracegrad.trainer import Run, token_log, token_log_writer
+from tracegrad.trainer.token_log import CLIPPED, KEPT, LATE, UNKNOWN, Terms, subset
+from tracegrad.trainer.token_log_writer import Keeper, reasons
 from tracegrad.view.tokens import summed
 from watched import GROUPS, SIZE, traces, watched
 
@@ -50,10 +49,10 @@ def stepped(tmp_path_factory):
 
 def kept(tmp_path, stepped, **options):
     found, objective, step, outcome = stepped
-    keeper = Keeper(tmp_path, Kept(**options), objective)
-    keeper.step(1, step, outcome, found)
-    keeper.close()
-    assert not keeper.problem
+    token_log_writer = Keeper(tmp_path, Kept(**options), objective)
+    token_log_writer.step(1, step, outcome, found)
+    token_log_writer.close()
+    assert not token_log_writer.problem
     return Terms(tmp_path)
 
 
@@ -89,15 +88,15 @@ def test_each_term_says_which_gate_dropped_it(stepped):
 
 def test_sampled_terms_are_whole_groups_within_the_bound(tmp_path, stepped, monkeypatch):
     found, objective, step, outcome = stepped
-    from tracegrad.learner import keeper as room
+    from tracegrad.trainer import token_log_writer as room
 
     monkeypatch.setattr(room, "_MEGA", 2400)  # a bound of 2,400 bytes: half of 12 traces * (9 * 24 + 6 * 41)
 
     def sampled(world):
-        keeper = Keeper(tmp_path, Kept(megabytes=1), objective, world=world)
+        token_log_writer = Keeper(tmp_path, Kept(megabytes=1), objective, world=world)
         for number in range(1, 40):
-            keeper.step(number, step, outcome, found, passes=1)
-        keeper.close()
+            token_log_writer.step(number, step, outcome, found, passes=1)
+        token_log_writer.close()
         read = Terms(tmp_path)
         return read, sorted(int(name) for name in read.sequences(read.sets()[0]).trace_ids)
 
@@ -115,10 +114,10 @@ def test_nothing_is_kept_where_that_is_told(tmp_path, stepped):
 
 def test_a_resumed_run_takes_back_what_it_takes_again(tmp_path, stepped):
     found, objective, step, outcome = stepped
-    keeper = Keeper(tmp_path, Kept(keep="all"), objective)
+    token_log_writer = Keeper(tmp_path, Kept(keep="all"), objective)
     for number in (1, 2, 3):
-        keeper.step(number, step, outcome, found)
-    keeper.close()
+        token_log_writer.step(number, step, outcome, found)
+    token_log_writer.close()
     Keeper(tmp_path, Kept(keep="all"), objective, taken=1).close()
     assert [number for number, _ in Terms(tmp_path).files()] == [1]
     Keeper(tmp_path, Kept(keep="all"), objective, taken=0).close()
@@ -127,13 +126,13 @@ def test_a_resumed_run_takes_back_what_it_takes_again(tmp_path, stepped):
 
 def test_a_full_disk_ends_the_keeping_and_not_the_run(tmp_path, stepped):
     found, objective, step, outcome = stepped
-    keeper = Keeper(tmp_path, Kept(keep="all"), objective)
+    token_log_writer = Keeper(tmp_path, Kept(keep="all"), objective)
     (tmp_path / "terms").rmdir()
     (tmp_path / "terms").write_text("in the way")
     for number in range(1, 9):
-        keeper.step(number, step, outcome, found)
-    keeper.close()
-    assert "kept no further" in keeper.problem
+        token_log_writer.step(number, step, outcome, found)
+    token_log_writer.close()
+    assert "kept no further" in token_log_writer.problem
 
 
 def test_a_part_of_sequences_is_those_traces_alone():
@@ -150,7 +149,7 @@ def test_a_step_file_that_points_elsewhere_is_refused(tmp_path, stepped):
     read = kept(tmp_path, stepped, keep="all")
     [(_, path)] = read.files()
     held = read.read(path)
-    terms.write_step(path, replace(held, place=held.place + 10_000))
+    token_log.write_step(path, replace(held, place=held.place + 10_000))
     with pytest.raises(FormatError, match="do not belong together"):
         read.read(path)
 
@@ -173,7 +172,9 @@ def terms_kept(folder):
 
 def terms_megabytes(folder):
     """The row of `terms.megabytes` there."""
-    with mock.patch.object(keeper, "_MEGA", 20_000):  # 20 kB and not 256 times as much, which would hold everything
+    with mock.patch.object(
+        token_log_writer, "_MEGA", 20_000
+    ):  # 20 kB and not 256 times as much, which would hold everything
         watched(traces(), folder, terms__megabytes=1)
     [name] = Terms(folder).sets()
     assert 0 < Terms(folder).sequences(name).traces < GROUPS * SIZE

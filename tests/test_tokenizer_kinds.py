@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from test_tokenizer import CORPUS, EXAMPLE, _adversarial, _byte_level, _check_ids, _installed, _small, _write
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.errors import TokenizerError
-from tracegrad.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

@@ -16,9 +16,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tracegrad.data import read, stream
+from tracegrad.data.trace import Trace, Traces, strip_logprobs, write
 from tracegrad.errors import FormatError
-from tracegrad.inputs import read, stream
-from tracegrad.trace import Trace, Traces, strip_logprobs, write
 
 USER = {"role": "user", "content": "¿2+2?"}
 ENTRIES = [
@@ -186,7 +186,7 @@ def test_members_and_frames_follow_one_another(tmp_path):
 
 
 def test_standard_input_is_read():
-    code = "from tracegrad.inputs import read; print([trace.id for trace in read('-')])"
+    code = "from tracegrad.data import read; print([trace.id for trace in read('-')])"
     data = gzip.compress(line("a") + b"\n" + line("b"))
     result = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
     assert result.stdout == b"['a', 'b']\n"

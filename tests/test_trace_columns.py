@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad import manifest, shards, trace_columns
-from tracegrad.codes import MEDIA
-from tracegrad.drift import Drift
+from tracegrad.alignment import store
+from tracegrad.alignment.mismatch import Drift
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.data.codes import MEDIA
 from tracegrad.errors import FormatError, ReadError
-from tracegrad.sequence import Sequences
+from tracegrad.storage import manifest, safetensors_file
 
 NAN = float("nan")
 
@@ -48,7 +49,7 @@ def example():
 
 
 def test_a_trace_is_a_row():
-    found = {name: array.tolist() for name, array in trace_columns.columns_of(example()).items()}
+    found = {name: array.tolist() for name, array in store.columns_of(example()).items()}
     words = np.frombuffer(blake2b("é".encode(), digest_size=16).digest(), "<u8").tolist()
     assert found.pop("trace")[0] == words
     assert found.pop("group")[1] == np.frombuffer(blake2b(b"h", digest_size=16).digest(), "<u8").tolist()
@@ -74,15 +75,15 @@ def test_a_trace_is_a_row():
 
 
 def test_one_term_of_an_unknown_version_makes_the_lowest_unknown():
-    found = trace_columns.columns_of(replace(example(), version=np.array([0, -1, 6, 0, 4, 0], np.int32)))
+    found = store.columns_of(replace(example(), version=np.array([0, -1, 6, 0, 4, 0], np.int32)))
     assert (found["version_min"].tolist(), found["version_max"].tolist()) == ([-1, -1], [6, -1])
 
 
 def test_a_trace_of_a_group_without_a_name_is_its_own_group():
-    found = trace_columns.columns_of(replace(example(), group_names=()))
+    found = store.columns_of(replace(example(), group_names=()))
     assert np.array_equal(found["group"], found["trace"])
-    found = trace_columns.columns_of(replace(example(), group_names=(), trace_ids=()))
-    assert np.array_equal(found["group"], trace_columns.hashes(["0", "1"]))
+    found = store.columns_of(replace(example(), group_names=(), trace_ids=()))
+    assert np.array_equal(found["group"], store.hashes(["0", "1"]))
 
 
 tokens = st.lists(st.tuples(st.booleans(), st.sampled_from([0, 3, 6, 255]), st.integers(-1, 3)), max_size=4)
@@ -101,8 +102,8 @@ def test_the_columns_are_those_of_a_loop_over_tokens(traces):
         version=np.array([version for _, _, version in flat], np.int32),
     )
     one = replace(one, tier=np.array([tier for _, tier, _ in flat], np.uint8))
-    found = trace_columns.columns_of(one)
-    assert {name: array.dtype for name, array in found.items()} == trace_columns.COLUMNS
+    found = store.columns_of(one)
+    assert {name: array.dtype for name, array in found.items()} == store.TRACE_COLUMNS
     at = 0
     for row, trace in enumerate(traces):
         own = [token for branch in trace for token in branch]
@@ -131,10 +132,10 @@ def test_the_columns_are_those_of_a_loop_over_tokens(traces):
 
 
 def test_no_traces_are_no_rows(tmp_path):
-    [column] = {len(array) for array in trace_columns.columns_of(none()).values()}
+    [column] = {len(array) for array in store.columns_of(none()).values()}
     assert column == 0
     none().save(tmp_path)
-    assert trace_columns.read(tmp_path)[0]["rewards"].shape == (0, 1)
+    assert store.read(tmp_path)[0]["rewards"].shape == (0, 1)
 
 
 def none():
@@ -150,10 +151,10 @@ def none():
 
 def test_a_saved_folder_has_the_columns_beside_the_tokens(tmp_path):
     example().save(tmp_path)
-    found, names = trace_columns.read(tmp_path)
+    found, names = store.read(tmp_path)
     assert names == ("a", "b")
     assert "traces.safetensors" in manifest.read(tmp_path).files
-    for name, array in trace_columns.columns_of(example()).items():
+    for name, array in store.columns_of(example()).items():
         assert np.array_equal(found[name], array, equal_nan=array.dtype.kind == "f"), name
     (tmp_path / "traces.safetensors").unlink()
     with pytest.raises(ReadError, match=r"traces\.safetensors"):
@@ -168,7 +169,7 @@ def test_a_folder_from_before_there_were_columns_still_loads(tmp_path):
     (tmp_path / "traces.safetensors").unlink()
     assert Sequences.load(tmp_path, verify=True).trace_ids == ("é", "b")
     with pytest.raises(ReadError, match=r"traces\.safetensors"):
-        trace_columns.read(tmp_path)
+        store.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_folder_from_before_there_were_columns_still_loads(tmp_path):
 )
 def test_a_file_that_is_not_of_columns_is_refused(tmp_path, change):
     example().save(tmp_path)
-    arrays, told = shards.read(tmp_path / "traces.safetensors")
-    shards.write(tmp_path / "traces.safetensors", *change(arrays, told))
+    arrays, told = safetensors_file.read(tmp_path / "traces.safetensors")
+    safetensors_file.write(tmp_path / "traces.safetensors", *change(arrays, told))
     with pytest.raises(FormatError, match="not the columns of traces"):
-        trace_columns.read(tmp_path)
+        store.read(tmp_path)

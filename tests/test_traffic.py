@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from test_ranks import told
 from tiny import tiny_model
-from tracegrad.learner.memory import Memory
-from tracegrad.learner.traffic import Traffic, groups_of, traffic
+from tracegrad.trainer.memory import Memory
+from tracegrad.trainer.resource_estimate import Traffic, groups_of, traffic
 from traffic_run import RUNS
 
 HERE = Path(__file__).parent

@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("torch")
 
 import tracegrad as tg
-from tracegrad.algebra import Objective, Ratio
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
+from tracegrad.objective import Objective, Ratio
 
 OPTIONS = {"data.holdout": 0.0, "pack.step_groups": 2, "optimizer.lr": 1e-4, "train.seed": 3}
 

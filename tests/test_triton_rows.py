@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.policy import token_logprobs  # noqa: E402
+from tracegrad.errors import ArgumentError
+from tracegrad.model import token_logprobs
 
 THREADS = 4 * 32  # Triton's default of four warps; the launch asks for no other number
 VOCABULARY = 151_936  # Qwen3's. Rows of a multiple of 16 numbers begin at a multiple of 16 bytes.
@@ -23,11 +23,11 @@ def compiled(name, raw, out, flags):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tracegrad.kernels import triton_rows
+    from tracegrad.model import lm_head_triton
 
     assert VOCABULARY % 16 == 0
-    kernel = getattr(triton_rows, name)
-    block = {"_statistics": triton_rows._BLOCK, "_gradient": triton_rows._PIECE}[name]
+    kernel = getattr(lm_head_triton, name)
+    block = {"_statistics": lm_head_triton._BLOCK, "_gradient": lm_head_triton._PIECE}[name]
     constants = {"CAPPED": flags, "SCALED": flags, "BY_ENTROPY": flags, "BLOCK": block}
     kinds = {"raw": f"*{raw}", "out": f"*{out}", "target": "*i64", "stride": "i32", "vocabulary": "i32"}
     kinds |= {"logit_scale": "fp32", "softcap": "fp32", **dict.fromkeys(constants, "constexpr")}

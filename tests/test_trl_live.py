@@ -17,10 +17,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 import tracegrad as tg
 from tiny import ONE_STEP
-from tracegrad import presets
-from tracegrad.algebra import Clamp, Gate, Level, Objective, Ratio, Reduce, Weight, with_beta
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations.trl import WithObjective
+from tracegrad.objective import Clamp, Gate, Level, Objective, Ratio, Reduce, Weight, presets, with_beta
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "trainers"))
 GROUP, LR = 4, 0.05

@@ -9,7 +9,8 @@ import itertools
 import pytest
 import torch
 
-from tracegrad.algebra import (
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     Clamp,
     Gamma,
     Gate,
@@ -22,11 +23,10 @@ from tracegrad.algebra import (
     Weight,
     Window,
 )
-from tracegrad.algebra.gate import STATS
-from tracegrad.algebra.ratio import HOLDS
-from tracegrad.correction import correct
-from tracegrad.errors import ArgumentError
-from tracegrad.objective import Terms, evaluate
+from tracegrad.objective.correction import correct
+from tracegrad.objective.ratio import HOLDS
+from tracegrad.objective.rejection import STATS
+from tracegrad.objective.torch_loss import Terms, evaluate
 
 SIZE = 150
 AGGS = ("sum", "mean", "max", "prefix_sum", "prefix_min")

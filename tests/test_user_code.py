@@ -8,14 +8,16 @@ import sys
 
 import pytest
 
-from tracegrad import presets, recipes
-from tracegrad.cli import named
+from tracegrad import recipes
+from tracegrad.cli import user_functions
+from tracegrad.objective import presets
 from tracegrad.user_code import module_of
 
 OBJECTIVE = """
 from bounds import HIGH
-from tracegrad import presets, recipes
-from tracegrad.algebra import override
+from tracegrad import recipes
+from tracegrad.objective import presets
+from tracegrad.objective import override
 MINE = override(presets.DAPO, "surrogate.high", str(HIGH))
 RECIPE = recipes.DAPO
 def reward(): return HIGH
@@ -43,16 +45,16 @@ def test_objectives_recipes_and_rewards_import_the_files_next_to_theirs(tmp_path
     file = folder(tmp_path / "a", 0.3)
     assert presets.find(f"{file}:MINE").surrogate.high == 0.3
     assert recipes.find(f"{file}:RECIPE").advantage.scale == "std"
-    assert named.find("losses.py:reward", file.parent)() == 0.3
-    assert presets.find(f"{file}:MINE") is named.find("losses.py:MINE", file.parent)  # the file was run once
+    assert user_functions.find("losses.py:reward", file.parent)() == 0.3
+    assert presets.find(f"{file}:MINE") is user_functions.find("losses.py:MINE", file.parent)  # the file was run once
 
 
 def test_two_folders_may_have_files_of_one_name(tmp_path):
     first, second = folder(tmp_path / "a", 0.3), folder(tmp_path / "b", 0.4)
     assert presets.find(f"{first}:MINE").surrogate.high == 0.3
     assert presets.find(f"{second}:MINE").surrogate.high == 0.4
-    assert named.find("losses.py:reward", second.parent)() == 0.4
-    assert named.find("losses.py:reward", first.parent)() == 0.3
+    assert user_functions.find("losses.py:reward", second.parent)() == 0.4
+    assert user_functions.find("losses.py:reward", first.parent)() == 0.3
 
 
 def test_a_file_that_was_changed_is_run_again(tmp_path):

@@ -19,11 +19,11 @@ from PIL import Image
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
-import tracegrad as tg  # noqa: E402
-from test_view import HOSTILE, MODEL, record, whole, written  # noqa: E402
-from tracegrad.config import load  # noqa: E402
-from tracegrad.view import Session, write  # noqa: E402
-from tracegrad.view.app import application  # noqa: E402
+import tracegrad as tg
+from test_view import HOSTILE, MODEL, record, whole, written
+from tracegrad.config import load
+from tracegrad.view import Session, write
+from tracegrad.view.app import application
 
 SOURCE = MODEL.parent / "traces.jsonl.zst"
 PATIENCE_MS = 60_000
@@ -60,15 +60,16 @@ class Served:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of the example's model over some of its traces: two passes, each trace in two steps."""
-    from tracegrad import learner, presets
-    from tracegrad.learner.adapted import load_model
+    from tracegrad import trainer
+    from tracegrad.objective import presets
+    from tracegrad.trainer.lora import load_model
 
     out = tmp_path_factory.mktemp("runs") / "first"
     sequences = tg.align(tg.read(SOURCE, limit=48), tg.Tokenizer.from_pretrained(MODEL), on_error="skip")
     told = {"train.epochs": 2, "pack.step_groups": 3, "data.holdout": 0.0, "optimizer.lr": 1e-3}
     chosen = load(overrides=list(told.items()))
     model = load_model(MODEL)
-    learner.train(
+    trainer.train(
         sequences, model, objective=presets.DAPO, config=chosen, out=out, tokenizer=MODEL, sinks=[], say=lambda _: None
     )
     return out

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations.vllm import traces_from_outputs
-from tracegrad.trace import Traces
 
 
 @dataclass

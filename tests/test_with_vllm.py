@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tracegrad as tg
-from tracegrad.rollout.server import Servers
-from tracegrad.sync import File
+from tracegrad.rollout.client import Servers
+from tracegrad.weight_sync import File
 
 pytestmark = pytest.mark.vllm
 GROUPS = 4

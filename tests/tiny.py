@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import transformers
 
-from tracegrad.learner.off_policy_value import held_out
-from tracegrad.sequence import Sequences
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.trainer.off_policy_eval import held_out
 
 VOCABULARY = 48
 PROMPT = 4

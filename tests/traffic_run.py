@@ -22,13 +22,13 @@ from forecast import traces_of
 
 from clock import Allocated
 from ranks import code_of, forked, joined
-from tracegrad import config, presets
-from tracegrad.algebra import with_kl
-from tracegrad.batch import ModelShape
-from tracegrad.learner import run as run_module
-from tracegrad.learner import train
-from tracegrad.learner.feed import Feed
-from tracegrad.learner.forecast import forecast
+from tracegrad import config
+from tracegrad.objective import presets, with_kl
+from tracegrad.packing import ModelShape
+from tracegrad.trainer import train
+from tracegrad.trainer import trainer as run_module
+from tracegrad.trainer.resource_estimate import forecast
+from tracegrad.trainer.steps import Feed
 
 VOCABULARY, UNIT = 4096, 16
 OBJECTIVE = with_kl(presets.DAPO, 0.05)

@@ -43,7 +43,7 @@ def ready() -> None:
 def train(out: Path, run: str, words: list[str]) -> int:
     """The command; in the run called killed the second rank dies in its third step, once."""
     from tracegrad.cli import main
-    from tracegrad.learner import run as run_module
+    from tracegrad.trainer import trainer as run_module
 
     mark, real, count = out / "died", run_module.optimizer_step, [0]
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 import vocabulary
-from tracegrad.batch import Batch
-from tracegrad.pictures import Pictures, RowImages, Rule
+from tracegrad.images import Pictures, RowImages, Rule
+from tracegrad.packing import Batch
 
 PAD, START, END, VIDEO = 90, 91, 92, 93
 TEXT = {

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from tiny import sampled, tiny_model
-from tracegrad import config, presets
-from tracegrad.algebra import Objective
-from tracegrad.learner import run, train
-from tracegrad.learner.step import optimizer_step
-from tracegrad.sequence import Sequences
+from tracegrad import config
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.objective import Objective, presets
+from tracegrad.trainer import train, trainer
+from tracegrad.trainer.step import optimizer_step
 
 GROUPS, SIZE = 12, 4
 
@@ -54,6 +54,6 @@ def watched(data: Sequences, out: Path, *, objective: Objective = presets.DAPO, 
         return outcome
 
     model, chosen = tiny_model(), told(**changes)
-    with mock.patch.object(run, "optimizer_step", taken):
+    with mock.patch.object(trainer, "optimizer_step", taken):
         done = train(data, model, objective=objective, out=out, config=chosen, sinks=None, say=lambda _: None)
     return SimpleNamespace(done=done, steps=steps, model=model, out=out, data=data)

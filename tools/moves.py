@@ -38,8 +38,8 @@ class Move:
     def module(self) -> str:
         """The dotted name that the old file had, empty if it was no module of the package.
 
-        >>> Move("python/tracegrad/learner/run.py", "python/tracegrad/trainer/run.py").module
-        'tracegrad.learner.run'
+        >>> Move("python/tracegrad/trainer/trainer.py", "python/tracegrad/trainer/run.py").module
+        'tracegrad.trainer.trainer'
         """
         if not self.old_path.startswith(PACKAGE) or not self.old_path.endswith(".py"):
             return ""
@@ -57,10 +57,17 @@ def git(root: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
+def _is_there(root: Path, name: str) -> bool:
+    """Whether a path or a dotted name is that of a file or package of today."""
+    path = root / PACKAGE / (name if name.endswith(".py") else name.replace(".", "/"))
+    return path.is_file() or path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
 def left(root: Path) -> Iterator[str]:
     """Yield the places in tracked text files at which an old path or module is named."""
     moved = {move.old_path: move for move in read_moves(root) if move.old_path != move.new_path}
     names = [name for move in moved.values() for name in (move.old_path.removeprefix(PACKAGE), move.module) if name]
+    names = [name for name in names if not _is_there(root, name)]
     if not names:
         return
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
@@ -77,13 +84,40 @@ def left(root: Path) -> Iterator[str]:
                 yield f"{path}:{number}: names {found.group(1)}"
 
 
-class _Renamed(ast.NodeTransformer):
-    """Old names become new ones wherever code uses them."""
+class _Normal(ast.NodeTransformer):
+    """Old names become new ones, and what names a module is left out, as moving changes it."""
 
-    def __init__(self, names: dict[str, str]) -> None:
-        self.names = names
+    def __init__(self, names: dict[str, str], modules: set[str], dotted: dict[str, str]) -> None:
+        self.names, self.modules, self.dotted = names, modules, dotted
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Take `f` for `module.f`."""
+        if isinstance(node.value, ast.Name) and node.value.id in self.modules:
+            return ast.Name(self.names.get(node.attr, node.attr))
+        return self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Leave imports out."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Leave imports out."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        """Replace dotted names in texts, and leave out how the lines of a docstring are broken."""
+        if isinstance(node.value, str):
+            longest_first = sorted(self.dotted, key=len, reverse=True)
+            text = re.sub(
+                r"\b(?:tracegrad|tg)\.[\w.]+", lambda found: _replaced(found[0], longest_first, self.dotted), node.value
+            )
+            return ast.Constant(" ".join(text.split()))
+        return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Replace names, and take annotations in quotes as they are without."""
+        for field in ("annotation", "returns"):
+            value = getattr(node, field, None)
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                setattr(node, field, ast.parse(value.value, mode="eval").body)
         for field in ("id", "attr", "arg", "name"):
             value = getattr(node, field, None)
             if isinstance(value, str):
@@ -91,14 +125,45 @@ class _Renamed(ast.NodeTransformer):
         return super().generic_visit(node)
 
 
-def definitions(source: str, names: dict[str, str]) -> dict[str, str]:
-    """Return the functions, classes and values of a module by name, as trees without places and imports.
+def _replaced(text: str, longest_first: list[str], dotted: dict[str, str]) -> str:
+    whole = re.sub(r"^tg\.", "tracegrad.", text)
+    for name in longest_first:
+        if whole == name or whole.startswith(f"{name}."):
+            return dotted[name] + whole[len(name) :]
+    return whole
+
+
+def _imported(tree: ast.AST, renamed: dict[str, dict[str, str]]) -> dict[str, str]:
+    """The new names of what a file imports from modules whose names changed."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                names = renamed.get(node.module, {})
+                if alias.name in names:
+                    found[alias.asname or alias.name] = names[alias.name]
+                found |= renamed.get(f"{node.module}.{alias.name}", {})
+    return found
+
+
+def _modules(tree: ast.AST) -> set[str]:
+    """The names that imports of this package bind in a file, and that it uses as modules."""
+    bound = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tracegrad"):
+            bound |= {alias.asname or alias.name for alias in node.names if (alias.asname or alias.name).islower()}
+    return bound
+
+
+def definitions(source: str, names: dict[str, str], dotted: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the functions, classes and values of a module by name, as trees without places, imports and modules.
 
     >>> definitions("import os\\ndef f(x): return x", {"f": "g"}) == definitions("def g(x):\\n    return x", {})
     True
     """
     found = {}
-    for node in _Renamed(names).visit(ast.parse(source)).body:
+    tree = ast.parse(source)
+    for node in _Normal(names, _modules(tree), dotted or {}).visit(tree).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found[node.name] = ast.dump(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -112,11 +177,18 @@ def definitions(source: str, names: dict[str, str]) -> dict[str, str]:
 def bodies(root: Path, commit: str) -> Iterator[str]:
     """Yield the definitions of moved Python files that are gone, or are not what they were at a commit."""
     moves = read_moves(root)
-    names = {move.old_name: move.new_name for move in moves if move.old_name and move.new_name}
     deleted = {(move.old_path, move.old_name) for move in moves if move.old_name and not move.new_name}
+    dotted = {move.module: Move(move.new_path, "").module for move in moves if move.module and move.new_path}
+    renamed: dict[str, dict[str, str]] = {}
+    for move in moves:
+        if move.old_name and move.new_name:
+            renamed.setdefault(move.old_path, {})[move.old_name] = move.new_name
+    of_module = {Move(path, "").module: names for path, names in renamed.items()}
     for old, new in sorted({(m.old_path, m.new_path) for m in moves if m.new_path and m.old_path.endswith(".py")}):
-        before = definitions(git(root, "show", f"{commit}:{old}"), names)
-        after = definitions((root / new).read_text(), {})
+        source = git(root, "show", f"{commit}:{old}")
+        names = _imported(ast.parse(source), of_module) | renamed.get(old, {})
+        before = definitions(source, names, dotted)
+        after = definitions((root / new).read_text(), {}, {})
         gone = {names.get(name, name) for path, name in deleted if path == old}
         for name, tree in before.items():
             if name in gone:

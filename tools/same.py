@@ -117,8 +117,8 @@ def objectives(_: Path, __: argparse.Namespace) -> Found:
     import numpy as np
     import torch
 
-    from tracegrad import presets
-    from tracegrad.objective import padded_loss
+    from tracegrad.objective import presets
+    from tracegrad.objective.torch_loss import padded_loss
 
     rng = np.random.default_rng(0)
     rows, length = 16, 12

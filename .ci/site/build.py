@@ -18,7 +18,7 @@ from links import wrong_links
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "tracegrad"
-BEHIND = ("algebra", "metrics", "terms", "view")
+BEHIND = ("metrics", "objective.presets", "trainer.token_log", "view")
 """Rooms that pages name and that `import tracegrad` does not list."""
 ABOUT = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md", "PARITY.md", "SECURITY.md")
 
@@ -39,8 +39,8 @@ def rooms() -> list[str]:
 
 def module(name: str) -> Path:
     """The file of a room."""
-    folder = PACKAGE / name / "__init__.py"
-    return folder if folder.exists() else PACKAGE / f"{name}.py"
+    path = PACKAGE / name.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def api() -> dict[str, str]:
@@ -48,7 +48,11 @@ def api() -> dict[str, str]:
     own = [name for name in public(PACKAGE / "__init__.py") if name not in rooms() and name != "__version__"]
     pages = {"tracegrad": _page("tracegrad", PACKAGE / "__init__.py", own)}
     for name in rooms():
-        names = [each for each in public(module(name)) if not each.isupper() or name in ("algebra", "config")]
+        names = [
+            each
+            for each in public(module(name))
+            if not each.isupper() or name in ("objective", "objective.presets", "config")
+        ]
         pages[f"tracegrad.{name}"] = _page(f"tracegrad.{name}", module(name), names)
     return pages
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracegrad.algebra import Clip, Objective, Ratio
-from tracegrad.batch import Batch
-from tracegrad.objective import Terms
-from tracegrad.policy import policy_loss, token_logprobs
+from tracegrad.model import policy_loss, token_logprobs
+from tracegrad.objective import Clip, Objective, Ratio
+from tracegrad.objective.torch_loss import Terms
+from tracegrad.packing import Batch
 
 OBJECTIVE = Objective(Clip(), Ratio("theta", "old"))
 

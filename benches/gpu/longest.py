@@ -13,10 +13,10 @@ import torch
 import trl_arms
 from clock import Clock, skipped
 from models import OBJECTIVE, Place, Traces, adamw, model_of
-from tracegrad.learner.adapters import with_adapters
-from tracegrad.learner.memory import Memory, recompute_layers
-from tracegrad.learner.parallel import prepare
-from tracegrad.learner.step import optimizer_step
+from tracegrad.trainer.distributed import prepare
+from tracegrad.trainer.lora import with_adapters
+from tracegrad.trainer.memory import Memory, recompute_layers
+from tracegrad.trainer.step import optimizer_step
 
 Step = Callable[[int], None]
 _TINY_MEMORY = 32 << 20  # stands for a device's on a CPU

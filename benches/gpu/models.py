@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracegrad import policy
-from tracegrad.algebra import Clip, Objective, Ratio
-from tracegrad.batch import ModelShape, Step, pack
-from tracegrad.learner.step import detached, optimizer_step
-from tracegrad.policy.blocks import attend_in_blocks
-from tracegrad.sequence import Sequences
+from tracegrad import model as policy
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.model.attention import attend_in_blocks
+from tracegrad.objective import Clip, Objective, Ratio
+from tracegrad.packing import ModelShape, Step, pack
+from tracegrad.trainer.step import detached, optimizer_step
 
 OBJECTIVE = Objective(Clip(), Ratio("theta", "rollout"))
 VOCABULARY = 151936
@@ -217,7 +217,7 @@ def gradient(model: Any) -> torch.Tensor:
 
 def tree_of_trl(packed: dict[str, torch.Tensor], device: str) -> Any:
     """The layout of one of TRL's trie rows as a `Batch`, whose masks are ours: what sees whom is the same."""
-    from tracegrad.batch import Batch
+    from tracegrad.packing import Batch
 
     ends = packed["tree_cu_seqlens_q"].tolist()
     paths = packed["tree_cu_seqlens_k"].tolist()

@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch.nn.attention import flex_attention as torchs
 
-from tracegrad.policy import blocks
+from tracegrad.model import attention
 
 
 def _anywhere(*_: Any) -> None:
@@ -30,7 +30,7 @@ def flex_attention_on_the_cpu(backend: Any = "aot_eager") -> Iterator[None]:
     Args:
         backend: of torch.compile; one that ends in aot_eager.
     """
-    with mock.patch.object(blocks, "BACKEND", backend), mock.patch.object(torchs, "_validate_device", _anywhere):
+    with mock.patch.object(attention, "BACKEND", backend), mock.patch.object(torchs, "_validate_device", _anywhere):
         yield
 
 

@@ -31,10 +31,10 @@ from models import (
     shape_of,
     updates,
 )
-from tracegrad import policy
-from tracegrad.batch import pack
-from tracegrad.kernels.plan import MOST_CHUNK_BYTES, Size
-from tracegrad.learner.memory import compile_layers
+from tracegrad import model as policy
+from tracegrad.model.lm_head import MOST_CHUNK_BYTES, Size
+from tracegrad.packing import pack
+from tracegrad.trainer.memory import compile_layers
 
 Found = dict[str, dict[str, Any]]
 BF16 = torch.bfloat16

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from models import Place, Traces, tree_of_trl
-from tracegrad import policy
+from tracegrad import model as policy
 
 
 def tensors(traces: Traces, device: str) -> dict[str, torch.Tensor]:

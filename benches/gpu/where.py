@@ -26,7 +26,7 @@ from arms import Problem, fused
 from clock import replace_text, skipped
 from models import OBJECTIVE, Place, adamw, model_of, passes, recorded_groups
 from rehearsal import flex_attention_on_the_cpu
-from tracegrad.learner.step import optimizer_step
+from tracegrad.trainer.step import optimizer_step
 from waits import Waits
 
 PEAK_FLOPS = 989e12  # dense bfloat16 of one H100 or H200, from its data sheet

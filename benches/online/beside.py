@@ -15,7 +15,7 @@ the tests' stand-in in a process of its own: slower, and alike to what is counte
 With --asked, trainer and server compute in bf16, so that each step asks the server for the tokens that its weights are
 checked by, and measures them with this version and the one before. The CPU seconds of that in both processes are
 compared with those of the step: first for the steps that try all causes of a mistake, whatever that costs
-(`tracegrad.online.check.PUSHES`), then for the others.
+(`tracegrad.online.weight_check.PUSHES`), then for the others.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from typing import Any
 import machine
 import online
 import tracegrad as tg
-from tracegrad.online import Online, Play, canary, check, ledger, loop
-from tracegrad.online.frames import Follower, Writer
-from tracegrad.online.signal import Signal
+from tracegrad.online import Online, Play, buffer, training_loop, weight_check, weight_sample
+from tracegrad.online.buffer import Follower, Writer
+from tracegrad.online.collector import Signal
 from tracegrad.rollout.session import Call, Session
 from with_ours import started
 
@@ -83,18 +83,18 @@ def metered() -> Meter:
     meter = Meter()
     for owner, name in ((Session, "open"), (Session, "record"), (Call, "close"), (Writer, "write")):
         meter.wrap(owner, name, "record")
-    meter.wrap(sys.modules["tracegrad.rollout.play"], "conversation", "record")
+    meter.wrap(sys.modules["tracegrad.rollout.run_agent"], "conversation", "record")
     for name in ("check", "of_records"):
         meter.wrap(Signal, name, "record")
     meter.wrap(Follower, "look", "prepare")
-    meter.wrap(ledger.Ledger, "add", "prepare")
-    meter.wrap(loop.Loop, "_groups", "prepare")
+    meter.wrap(buffer.Ledger, "add", "prepare")
+    meter.wrap(training_loop.Loop, "_groups", "prepare")
     # Nothing is played meanwhile, so that threads of the core count as well.
-    meter.wrap(loop, "align", "prepare", time.process_time)
-    meter.wrap(loop.Loop, "_packed", "prepare", time.process_time)
-    meter.wrap(loop.Loop, "_step", "prepare", time.process_time)
-    meter.wrap(loop.Run, "step", "train", time.process_time)
-    meter.wrap(loop.Loop, "_push", "sync", time.process_time)
+    meter.wrap(training_loop, "align", "prepare", time.process_time)
+    meter.wrap(training_loop.Loop, "_packed", "prepare", time.process_time)
+    meter.wrap(training_loop.Loop, "_step", "prepare", time.process_time)
+    meter.wrap(training_loop.Run, "step", "train", time.process_time)
+    meter.wrap(training_loop.Loop, "_push", "sync", time.process_time)
     return meter
 
 
@@ -190,12 +190,12 @@ def main() -> None:
         tempfile.TemporaryDirectory() as name,
         served(options.vllm_python, Path(name), "bfloat16" if options.asked else "float32") as (url, pid),
     ):
-        watch = Watch(meter, pid, check.PUSHES + 1 if options.asked else 1)
+        watch = Watch(meter, pid, weight_check.PUSHES + 1 if options.asked else 1)
         if options.asked:
-            meter.wrap(check.Check, "gap", "check: compare", watch.all)
-            meter.wrap(check.Check, "_search", "check: try all causes", watch.all)
-            meter.wrap(canary.Canary, "ask", "check: ask and measure", watch.all)
-            meter.wrap(check, "previous", "check: measure with the version before", watch.all)
+            meter.wrap(weight_check.Check, "gap", "check: compare", watch.all)
+            meter.wrap(weight_check.Check, "_search", "check: try all causes", watch.all)
+            meter.wrap(weight_sample.Canary, "ask", "check: ask and measure", watch.all)
+            meter.wrap(weight_check, "previous", "check: measure with the version before", watch.all)
         tg.online.train(
             machine.MODEL,
             online.tasks("traces", 0),

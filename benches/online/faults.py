@@ -14,7 +14,7 @@ from machine import MODEL, keep, row
 from fault_proxy import FAULTS  # isort: skip
 from fault_runs import played  # isort: skip
 from tracegrad.rollout.launch import launch
-from tracegrad.sync import vllm_arguments
+from tracegrad.weight_sync import vllm_arguments
 
 COMMAND = "python benches/online/faults.py --vllm-python .venv-vllm/bin/python --out benches/results/faults.json"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"

@@ -33,7 +33,7 @@ import zstandard
 
 import machine
 import tracegrad as tg
-from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.buffer import Follower, Writer
 
 COMMAND = "python benches/online/folder.py --out benches/results/online.json"
 COUNTED = "python benches/online/folder.py --instructions --copies 2 --out benches/results/online.json"

@@ -108,9 +108,9 @@ def drive(url: str, calls: int, clients: int, stream: bool) -> None:
 
 async def measure(calls: int, clients: int, stream: bool, out: Path) -> dict[str, float]:
     """Seconds of wall and of the proxy's CPU for so many calls, recorded and written."""
-    from tracegrad.online.frames import FOLDER, Writer
-    from tracegrad.rollout.journal import Journal
+    from tracegrad.online.buffer import FOLDER, Writer
     from tracegrad.rollout.proxy import Proxy
+    from tracegrad.rollout.proxy_journal import Journal
 
     context = multiprocessing.get_context("spawn")
     listening = socket.create_server(("127.0.0.1", 0))

@@ -6,8 +6,8 @@ Five tiny models of different families play one-turn tasks; each takes steps at 
 servers are asked as the check of weights asks them. What they say is compared with the policy that was pushed (clean)
 and, after the next update, with the policy that they would have missed (missed). After a clean push every cause is
 tried as well: the shares of the difference that the nearest one gives, and how far the servers are on the way back to
-the version before. The bounds in `online/proof.py` come from the table that this prints. A check that ends a clean run
-is counted as a false alarm.
+the version before. The bounds in `online/logprob_gap.py` come from the table that this prints. A check that ends
+a clean run is counted as a false alarm.
 """
 
 import argparse
@@ -30,12 +30,12 @@ import online  # noqa: E402
 import task  # noqa: E402
 import tracegrad as tg  # noqa: E402
 from machine import keep, row  # noqa: E402
-from tracegrad.online import Online, Play, proof  # noqa: E402
-from tracegrad.online.canary import Canary, Sample  # noqa: E402
-from tracegrad.online.proof import Proof, SyncFault, share_given, slope_of  # noqa: E402
-from tracegrad.online.suspects import causes, previous  # noqa: E402
+from tracegrad.online import Online, Play, logprob_gap  # noqa: E402
+from tracegrad.online.logprob_gap import Proof, SyncFault, share_given, slope_of  # noqa: E402  # noqa: E402
+from tracegrad.online.mismatch_causes import causes, previous  # noqa: E402
+from tracegrad.online.weight_sample import Canary, Sample  # noqa: E402  # noqa: E402
 from tracegrad.rollout.launch import launch  # noqa: E402
-from tracegrad.sync import vllm_arguments  # noqa: E402
+from tracegrad.weight_sync import vllm_arguments  # noqa: E402
 
 BUNDLED = ROOT / "examples" / "quickstart" / "model"
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "olmo2": "Olmo2"}
@@ -107,14 +107,14 @@ class Watch:
 @contextlib.contextmanager
 def watched(watch: Watch):
     """No bound ends the run meanwhile."""
-    ask, bounds = Canary.ask, (proof.BF16_MEDIAN, proof.BF16_P99)
+    ask, bounds = Canary.ask, (logprob_gap.BF16_MEDIAN, logprob_gap.BF16_P99)
     try:
         Canary.ask = lambda self, salt=None: watch(self, ask(self, salt))
-        proof.BF16_MEDIAN = proof.BF16_P99 = float("inf")
+        logprob_gap.BF16_MEDIAN = logprob_gap.BF16_P99 = float("inf")
         yield
     finally:
         Canary.ask = ask
-        proof.BF16_MEDIAN, proof.BF16_P99 = bounds
+        logprob_gap.BF16_MEDIAN, logprob_gap.BF16_P99 = bounds
 
 
 def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
@@ -179,7 +179,7 @@ def main() -> None:
 
 def summary(found: list[dict[str, float]]) -> dict[str, object]:
     """Of one run: the range of each figure over its steps, and the alarms by bound."""
-    bound = [row["p50"] > proof.BF16_MEDIAN or row["p99"] > proof.BF16_P99 for row in found]
+    bound = [row["p50"] > logprob_gap.BF16_MEDIAN or row["p99"] > logprob_gap.BF16_P99 for row in found]
     lean = [row["lean"] > 0 for row in found]
     ranges = {
         name: [round(float(f([row[name] for row in found])), 4) for f in (np.min, np.median, np.max)]

@@ -21,13 +21,13 @@ import machine
 import online
 import tracegrad as tg
 from tracegrad.online import Online, Play
-from tracegrad.rollout import engine
+from tracegrad.rollout import in_process
 from tracegrad.rollout.launch import flags, launch
 
 
 def started(python: str, out: Path, **engine: Any) -> Any:
     """A vLLM server on the example's model, as `make online` starts one."""
-    told, environment = tg.sync.vllm_arguments("file", beside=out / "package")
+    told, environment = tg.weight_sync.vllm_arguments("file", beside=out / "package")
     arguments = [*told, *flags({"generation_config": "vllm", **online.ENGINE, **engine})]
     environment |= online.ENVIRONMENT
     return launch(
@@ -52,9 +52,9 @@ def inside() -> Iterator[Player]:
     """`vllm.LLM` in this process, one engine for all runs."""
     os.environ.update(online.ENVIRONMENT)
     told = {"generation_config": "vllm", **online.ENGINE}
-    made = engine.Engine(machine.MODEL, {**tg.sync.engine_arguments("file"), **told})
+    made = in_process.Engine(machine.MODEL, {**tg.weight_sync.engine_arguments("file"), **told})
     close, made.close = made.close, lambda: None
-    engine.Engine = lambda *_: made
+    in_process.Engine = lambda *_: made
     yield Player({"servers": "in-process", "engine": told})
     close()
 

@@ -16,8 +16,8 @@ import numpy as np
 import tracegrad as tg
 from timing import fastest
 from tracegrad import _core
-from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES
-from tracegrad.tokenizer import Template
+from tracegrad.alignment.tokenizer import Template
+from tracegrad.data.read_options import CHUNK_BYTES, MAX_RECORD_BYTES
 
 Found = dict[str, Any]
 # Bytes that `Sequences` holds of a token: ids, turn, version, logprob and inverse temperature of 4, three of 1.
@@ -175,7 +175,7 @@ def prompts(folder: Path, file: str, rounds: int) -> Found:
     seconds = {}
     for name, pick in {"shared": lambda at: at // 8, "own": lambda at: at}.items():
         records = [prompted(chats[pick(at)], at) for at in range(len(chats) // 8 * 8)]
-        traces = tg.trace.Traces.from_records(records)
+        traces = tg.data.trace.Traces.from_records(records)
         run = lambda tokenizer, traces=traces: tg.align(traces, tokenizer)  # noqa: E731
         seconds[name] = fastest(run, rounds, lambda: fresh(folder)).seconds
     return {"seconds": seconds["shared"], "own_s": seconds["own"], "traces": len(records)}

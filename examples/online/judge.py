@@ -13,7 +13,7 @@ from pathlib import Path
 from clerk import correct, customers, told
 
 import tracegrad as tg
-from tracegrad.rollout.server import Servers
+from tracegrad.rollout.client import Servers
 
 URL, MODEL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8001"), os.environ.get("JUDGE_MODEL", "judge")
 RUBRIC = "- A friendly answer with the right total scores most.\n- A wrong total scores 0."
@@ -22,7 +22,7 @@ RUBRIC = "- A friendly answer with the right total scores most.\n- A wrong total
 async def relative(prompts, completions, **columns):
     """A reward function that may be asynchronous, as it only waits for the judge."""
     async with Servers([URL], model=MODEL, timeout_s=60) as servers:
-        judge = tg.score.Judge(servers.chat, rubric=RUBRIC, sampling={"max_tokens": 512}, told=keep)
+        judge = tg.rewards.Judge(servers.chat, rubric=RUBRIC, sampling={"max_tokens": 512}, told=keep)
         judged = await judge.score([[*prompt, *said] for prompt, said in zip(prompts, completions, strict=True)])
     if judged.errors and not any(answer for verdict in judged.verdicts for answer in verdict.answers):
         raise ConnectionError(f"the judge does not answer: {judged.errors[0]}")

@@ -26,9 +26,9 @@ import torch
 import rollout
 import task
 import tracegrad as tg
-from tracegrad.algebra import Objective
 from tracegrad.config import Config, load
-from tracegrad.learner.step import measure
+from tracegrad.objective import Objective
+from tracegrad.trainer.step import measure
 
 HERE = Path(__file__).parent
 SAMPLES = 8
@@ -124,7 +124,7 @@ def configure(options: argparse.Namespace, seed: int, policy: str = "mask", epoc
 def trained(model, sequences: tg.Sequences, objective: Objective, config: Config) -> torch.nn.Module:
     """`model` after training on the sequences; changed in place."""
     with tempfile.TemporaryDirectory() as folder:
-        tg.learner.train(sequences, model, objective=objective, out=folder, config=config, sinks=(), say=_nothing)
+        tg.trainer.train(sequences, model, objective=objective, out=folder, config=config, sinks=(), say=_nothing)
     return model.eval()
 
 

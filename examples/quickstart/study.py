@@ -66,7 +66,7 @@ def run(way: Way, sequences: tg.Sequences, options: argparse.Namespace, seed: in
     model, _ = rollout.load(options.model)
     with tempfile.TemporaryDirectory() as folder:
         data = with_rewards(sequences, way.rewards, seed)
-        tg.learner.train(
+        tg.trainer.train(
             data, model, objective=way.objective, out=folder, config=config, tokenizer=options.model, sinks=(),
             say=lambda _: None,
         )  # fmt: skip

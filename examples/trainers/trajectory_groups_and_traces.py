@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tracegrad as tg
-from tracegrad.integrations import art, art_groups
+from tracegrad.integrations import art
 
 
 def policy_logprobs(data, model):
@@ -20,7 +20,7 @@ def policy_logprobs(data, model):
     found = np.empty(len(step), np.float32)
     for batch in step.batches:
         with torch.no_grad():
-            found[batch.term] = tg.policy.logprobs(model, batch.to("cpu")).numpy()
+            found[batch.term] = tg.model.logprobs(model, batch.to("cpu")).numpy()
     return found
 
 
@@ -29,7 +29,7 @@ def run(traces, model, limit=64):
     recorded = tg.read(traces, limit=limit)
     data = tg.align(recorded, tokenizer)
     logprobs = policy_logprobs(data, model)
-    groups = art_groups.to_groups(recorded, data)  # for ART's backends: each Choice has the ids that were sampled
+    groups = art.to_groups(recorded, data)  # for ART's backends: each Choice has the ids that were sampled
     data = tg.align(art.to_traces(groups), tokenizer)  # from ART's rollouts: groups, rewards and logprobs as they were
     advantages = tg.advantage.group_mean(data.reward, data.group, scale="std", ddof=0, eps=1e-6)
     owner = np.repeat(data.trace, np.diff(data.cu_seqlens))[data.terms]

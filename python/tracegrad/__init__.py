@@ -1,47 +1,72 @@
-"""A trace goes in, a gradient comes out: exact off-policy GRPO from recorded LLM trajectories.
+"""Train language models with GRPO on recorded LLM trajectories, with exact off-policy correction.
 
     import tracegrad as tg
 
     traces = tg.read("traces.jsonl")
-    sequences = tg.align(traces, tg.Tokenizer.from_pretrained("model"))
+    data = tg.align(traces, tg.Tokenizer.from_pretrained("model"))
 
-The rooms are modules: `tg.advantage`, `tg.presets`, `tg.objective`, `tg.policy`, `tg.learner`. Those that need torch
-are imported when they are used, and importing tracegrad changes nothing in the process.
+`tg.advantage` and `tg.objective` take and return arrays; `tg.model`, `tg.trainer` and `tg.online` need torch and are
+imported on use. Importing tracegrad changes nothing in the process and needs numpy alone.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tracegrad import _alone as _alone
-from tracegrad import advantage, presets
+# numpy and the compiled core exist once in a process, so any other interpreter is refused before they are imported.
+try:
+    import _interpreters
+except ImportError:
+    try:
+        import _xxsubinterpreters as _interpreters  # until Python 3.12
+    except ImportError:
+        _interpreters = None
+
+if _interpreters is not None and _interpreters.get_current() != _interpreters.get_main():
+    raise ImportError(
+        "tracegrad was imported in a sub-interpreter. numpy and the compiled core exist once in a process, and their "
+        "memory would be shared without a lock. Use it in the main interpreter, in threads, or in processes."
+    )
+
+from tracegrad import advantage, objective
 from tracegrad._core import __version__
-from tracegrad.alignment import align
-from tracegrad.batch import Batch, Step, pack
-from tracegrad.catalog import Shards
-from tracegrad.conversation import Conversation
-from tracegrad.correction import Corrected, correct
+from tracegrad.alignment.align import align
+from tracegrad.alignment.conversation import Conversation
+from tracegrad.alignment.sequences import Drift, Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data import Map, read, stream
+from tracegrad.data.trace import Trace, Traces, strip_logprobs, write
 from tracegrad.errors import TracegradError
-from tracegrad.inputs import Map, read, stream
-from tracegrad.sequence import Drift, Sequences
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Trace, Traces, strip_logprobs, write
+from tracegrad.objective import presets
+from tracegrad.objective.correction import Corrected, correct
+from tracegrad.packing import Batch, Step, pack
+from tracegrad.trainer.dataset import Shards
 
 if TYPE_CHECKING:
-    from tracegrad import config, doctor, learner, objective, online, policy, recipes, report, rollout, score, sync
-    from tracegrad.training import train
+    from tracegrad import (
+        config,
+        doctor,
+        model,
+        online,
+        recipes,
+        report,
+        rewards,
+        rollout,
+        trainer,
+        weight_sync,
+    )
+    from tracegrad.trainer.api import train
 
 _ON_USE = (
     "config",
     "doctor",
-    "learner",
-    "objective",
+    "trainer",
     "online",
-    "policy",
+    "model",
     "recipes",
     "report",
     "rollout",
-    "score",
-    "sync",
+    "rewards",
+    "weight_sync",
 )
 
 __all__ = [
@@ -63,21 +88,21 @@ __all__ = [
     "config",
     "correct",
     "doctor",
-    "learner",
+    "model",
     "objective",
     "online",
     "pack",
-    "policy",
     "presets",
     "read",
     "recipes",
     "report",
+    "rewards",
     "rollout",
-    "score",
     "stream",
     "strip_logprobs",
-    "sync",
     "train",
+    "trainer",
+    "weight_sync",
     "write",
 ]
 
@@ -88,7 +113,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "train":
-        return import_module("tracegrad.training").train
+        return import_module("tracegrad.trainer.api").train
     if name in _ON_USE:
         return import_module(f"tracegrad.{name}")
     raise AttributeError(f"module 'tracegrad' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Every error tracegrad raises: what was found, where, why it matters, what to do.
 
-Raised by all rooms, defined in the core; each is a ValueError and carries `file`, `line`, `trace`, `turn`, `token`
+Raised by all packages, defined in the core; each is a ValueError and carries `file`, `line`, `trace`, `turn`, `token`
 where they are known. Their text is for terminals and logs: `shown` makes it one line that says what it seems to say.
 """
 

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 
-import record  # noqa: E402
+import record
 
 OUT = ROOT / "tests" / "data" / "random_model.jsonl.gz"
 TEMPERATURES = (0.7, 1.0, 1.3)

@@ -19,13 +19,12 @@ import torch.multiprocessing
 import forked
 from rehearsal import flex_attention_on_the_cpu, fused_attention_alone
 from tiny import tiny_model
-from tracegrad import presets
-from tracegrad.batch import Step, pack
-from tracegrad.learner import parallel
-from tracegrad.learner.parallel import Placed, Policy, whole
-from tracegrad.learner.ranks import Ranks
-from tracegrad.learner.step import optimizer_step
-from tracegrad.policy.blocks import attend_in_blocks
+from tracegrad.model.attention import attend_in_blocks
+from tracegrad.objective import presets
+from tracegrad.packing import Step, pack
+from tracegrad.trainer import distributed
+from tracegrad.trainer.distributed import Placed, Policy, Ranks, whole
+from tracegrad.trainer.step import optimizer_step
 
 
 def model_of() -> Any:
@@ -95,13 +94,13 @@ def wrapped(model: Any, mode: str, device: torch.device) -> Placed:
     """As `prepare` wraps it; it refuses a mode on one rank, whose wrapper is what one rank over NCCL is to try."""
     ranks = Ranks.of_open_group()
     if not ranks.alone:
-        return parallel.prepare(model, mode, ranks=ranks, device=device)  # type: ignore[arg-type]
+        return distributed.prepare(model, mode, ranks=ranks, device=device)  # type: ignore[arg-type]
     if mode == "fsdp":
-        policy = parallel._fsdp(model, ranks, device, torch.float32, parallel.SPEED)
+        policy = distributed._fsdp(model, ranks, device, torch.float32, distributed.SPEED)
         return Placed(model, policy, "fsdp", ranks)
     within = [device.index] if device.type == "cuda" else None
     policy = torch.nn.parallel.DistributedDataParallel(Policy(model.to(device)), device_ids=within)
-    policy.register_comm_hook(None, parallel._summed)
+    policy.register_comm_hook(None, distributed._summed)
     return Placed(model, policy, "ddp", ranks)
 
 

@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import forked as cases  # noqa: E402
-from tiny import tiny_model  # noqa: E402
-from tracegrad.kernels.chunk import Chunk, Head, Rows  # noqa: E402
-from tracegrad.learner.memory import compile_layers  # noqa: E402
-from tracegrad.policy.blocks import attend_in_blocks  # noqa: E402
+import forked as cases
+from tiny import tiny_model
+from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.lm_head_chunked import Chunk, Head, Rows
+from tracegrad.trainer.memory import compile_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture
 def chunk(rehearsal, monkeypatch):
     """The class under test. The rehearsal traces it in one graph and leaves out Inductor, which takes half a minute."""
-    from tracegrad.kernels import compiled as room
+    from tracegrad.model import lm_head_chunked as room
 
     if rehearsal:
         for name in ("_statistics", "_gradient"):

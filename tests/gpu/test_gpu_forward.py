@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import forked as cases  # noqa: E402
-from tracegrad import policy  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.policy.blocks import attend_in_blocks  # noqa: E402
+import forked as cases
+from tracegrad import model as policy
+from tracegrad.model.attention import attend_in_blocks
+from tracegrad.packing import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 SHAPE = {

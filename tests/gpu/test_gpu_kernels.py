@@ -9,11 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from tracegrad.kernels.chunk import Chunk, Head, Rows  # noqa: E402
-from tracegrad.kernels.fused import _scaled  # noqa: E402
-from tracegrad.kernels.head import Problem, Setting, free_bytes  # noqa: E402
-from tracegrad.kernels.plan import MOST_CHUNK_BYTES, Wants  # noqa: E402
-from tracegrad.policy import token_logprobs  # noqa: E402
+from tracegrad.model import token_logprobs
+from tracegrad.model.lm_head import MOST_CHUNK_BYTES, Problem, Setting, Wants, free_bytes
+from tracegrad.model.lm_head_chunked import Chunk, Head, Rows
+from tracegrad.model.lm_head_fused import _scaled
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -31,7 +30,7 @@ def kernels(rehearsal):
     """The class under test. Triton decides at import whether it interprets."""
     if rehearsal and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("the rehearsal of the kernels needs TRITON_INTERPRET=1")
-    from tracegrad.kernels.triton_rows import TritonChunk
+    from tracegrad.model.lm_head_triton import TritonChunk
 
     return TritonChunk
 
@@ -102,7 +101,7 @@ def test_token_logprobs_through_the_kernels(kernels, device, frozen):
 
 
 def test_the_kernels_are_what_a_cuda_device_is_given(kernels, device, rehearsal):
-    from tracegrad.kernels.head import chunk_kind
+    from tracegrad.model.lm_head import chunk_kind
 
     hidden, _, _ = inputs(device)
     assert chunk_kind(hidden, None, "triton" if rehearsal else None) is kernels

@@ -10,15 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import forked as cases  # noqa: E402
-from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import config, policy, presets  # noqa: E402
-from tracegrad.algebra import with_kl  # noqa: E402
-from tracegrad.batch import pack  # noqa: E402
-from tracegrad.learner import train  # noqa: E402
-from tracegrad.learner.adapters import with_adapters  # noqa: E402
-from tracegrad.learner.step import detached, optimizer_step  # noqa: E402
-from tracegrad.policy.blocks import attend_in_blocks  # noqa: E402
+import forked as cases
+from tiny import sampled, tiny_model
+from tracegrad import config
+from tracegrad import model as policy
+from tracegrad.model.attention import attend_in_blocks
+from tracegrad.objective import presets, with_kl
+from tracegrad.packing import pack
+from tracegrad.trainer import train
+from tracegrad.trainer.lora import with_adapters
+from tracegrad.trainer.step import detached, optimizer_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 OBJECTIVE = with_kl(presets.DAPO, 0.1)

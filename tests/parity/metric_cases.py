@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tracegrad.metrics import Rows
-from tracegrad.objective import Terms
+from tracegrad.objective.torch_loss import Terms
 
 KINDS = ("random", "outliers", "empty rows", "single terms", "one row", "equal")
 

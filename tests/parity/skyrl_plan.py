@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tracegrad.algebra import Clamp, Gate, Level, Ratio, Reduce, Weight
+from tracegrad.objective import Clamp, Gate, Level, Ratio, Reduce, Weight
 
 OLD, MISMATCH, DIRECT = Ratio("theta", "old"), Ratio("old", "rollout"), Ratio("theta", "rollout")
 MEAN, PRODUCT = Level("trace", "mean"), Level("trace", "sum")

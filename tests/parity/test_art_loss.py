@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from padded import hard, per_position, run
-from tracegrad import presets
-from tracegrad.algebra import (
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     Clamp,
     Clip,
     Gate,
@@ -23,8 +23,8 @@ from tracegrad.algebra import (
     Shift,
     Weight,
     Window,
+    presets,
 )
-from tracegrad.errors import ArgumentError
 
 art = pytest.importorskip("art.loss")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from metric_cases import KINDS, compare, drawn, merged
-from tracegrad.metrics import peers
+from tracegrad.integrations import metrics
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_loss(close, fired, loss, kind, missing):
     theirs = loss.loss_fn(inputs, theta, ref, None, {"kl_penalty_coef": 0.1})
     ours = merged(
         data,
-        lambda rows, part: peers.as_art(
+        lambda rows, part: metrics.as_art(
             part(data.theta), part(recorded), rows, advantages=part(data.advantages), ref=part(data.ref)
         ),
     )
@@ -76,7 +76,7 @@ def test_diagnostics(close, fired, loss, kind, ppo):
     gathered.add(diagnostics)
     ours = merged(
         data,
-        lambda rows, part: peers.as_art(
+        lambda rows, part: metrics.as_art(
             part(data.theta), part(data.rollout), rows, advantages=part(data.advantages), ppo=ppo
         ),
     )

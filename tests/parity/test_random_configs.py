@@ -18,7 +18,7 @@ from padded import hard
 from tracegrad import recipes
 from tracegrad.errors import ArgumentError
 from tracegrad.recipes.art import ART
-from tracegrad.recipes.peer import Peer
+from tracegrad.recipes.import_config import Peer
 from tracegrad.recipes.skyrl import SKYRL
 from tracegrad.recipes.trl import TRL
 from tracegrad.recipes.verl import VERL

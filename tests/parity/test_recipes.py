@@ -17,18 +17,19 @@ from trl import GRPOConfig
 import whole_configs
 from padded import hard, run
 from peer_code import trl_advantages, trl_loss
-from tracegrad import presets, recipes
+from tracegrad import recipes
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
-from tracegrad.learner.feed import Feed
+from tracegrad.objective import presets
 from tracegrad.recipes.art import ART
-from tracegrad.recipes.peer import Peer, flat
+from tracegrad.recipes.import_config import Peer, flat
 from tracegrad.recipes.skyrl import SKYRL
 from tracegrad.recipes.trl import TRL
 from tracegrad.recipes.verl import VERL
-from tracegrad.recipes.verl_options import A as ACTOR
-from tracegrad.recipes.verl_options import C as CORRECTION
-from tracegrad.recipes.verl_options import G as ALGORITHM
-from tracegrad.sequence import Sequences
+from tracegrad.recipes.verl import A as ACTOR
+from tracegrad.recipes.verl import C as CORRECTION
+from tracegrad.recipes.verl import G as ALGORITHM
+from tracegrad.trainer.steps import Feed
 from whole_configs import ours, without_empty, without_last
 
 ALGO, POLICY = "trainer.algorithm.", "trainer.policy.optimizer_config."

@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from tiny import tiny_model
-from tracegrad import presets, recipes
-from tracegrad.algebra import with_kl
-from tracegrad.learner.step import measure
+from tracegrad import recipes
+from tracegrad.objective import presets, with_kl
+from tracegrad.trainer.step import measure
 from watched import traces, watched
 
 

@@ -12,8 +12,8 @@ from padded import hard
 from test_kl_in_reward import VERL, Rows, taken
 from test_truncated import REWARDS, padded, recorded
 from tracegrad import recipes
-from tracegrad.learner.feed import Feed
-from tracegrad.learner.reward_kl import Charge
+from tracegrad.trainer.advantages import Charge
+from tracegrad.trainer.steps import Feed
 
 
 @pytest.mark.parametrize("kind", VERL)

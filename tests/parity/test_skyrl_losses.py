@@ -10,8 +10,8 @@ import torch
 
 from padded import hard, per_position, run, spoilt
 from skyrl_plan import DIRECT, MEAN, MISMATCH, OLD, REDUCTIONS, Correction, algorithm
-from tracegrad import presets
-from tracegrad.algebra import (
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import (
     Clamp,
     Clip,
     CrossEntropy,
@@ -28,9 +28,9 @@ from tracegrad.algebra import (
     TopCovariance,
     Weight,
     Window,
+    presets,
 )
-from tracegrad.correction import correct
-from tracegrad.errors import ArgumentError
+from tracegrad.objective.correction import correct
 
 correction_utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
 ppo_utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.ppo_utils")

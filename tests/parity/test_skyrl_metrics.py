@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged, run_statement
-from tracegrad.algebra import Clip, Level, Objective, Ratio
-from tracegrad.metrics import peers
+from tracegrad.integrations import metrics
+from tracegrad.objective import Clip, Level, Objective, Ratio
 
 CASES = (
     {"tis_ratio_type": "token"},
@@ -53,7 +53,7 @@ def test_off_policy_correction(close, fired, kind, case):
         token_mask_is_threshold_high=(told["token_mask"] or (None, None))[1],
     )
     _, theirs, _ = module.compute_off_policy_correction(data.old, data.rollout, data.mask.double(), settings)
-    ours = merged(data, lambda rows, part: peers.as_skyrl(part(data.old), part(data.rollout), rows, **case))
+    ours = merged(data, lambda rows, part: metrics.as_skyrl(part(data.old), part(data.rollout), rows, **case))
     compare(close, fired, "SkyRL", ours, theirs, 1e-5)  # its ratios are float32
 
 
@@ -66,7 +66,7 @@ def test_minibatch_differences(close, fired, kind):
     mean, square = theirs[prefix + "mean"], theirs[prefix + "sq_mean"]
     theirs[prefix + "std"] = math.sqrt(max(0.0, square - mean**2))  # as finalised where the moments are merged
     ours = merged(
-        data, lambda rows, part: peers.as_skyrl_policy(part(data.theta), part(data.rollout), rows, minibatch=True)
+        data, lambda rows, part: metrics.as_skyrl_policy(part(data.theta), part(data.rollout), rows, minibatch=True)
     )
     compare(close, fired, "SkyRL", ours, theirs)
 
@@ -81,7 +81,7 @@ def test_policy_differences(close, fired, kind):
         "self": SimpleNamespace(all_metrics={}),
     }
     run_statement("skyrl.train.trainer", "if training_input.get('rollout_logprobs', None) is not None", scope)
-    ours = merged(data, lambda rows, part: peers.as_skyrl_policy(part(data.old), part(data.rollout), rows))
+    ours = merged(data, lambda rows, part: metrics.as_skyrl_policy(part(data.old), part(data.rollout), rows))
     compare(close, fired, "SkyRL", ours, scope["self"].all_metrics)
 
 
@@ -109,7 +109,7 @@ def test_policy_losses(close, fired, kind, loss):
     given = {"ratio": ratio} if loss == "importance_sampling" else {"clipped": clipped}
     ours = merged(
         data,
-        lambda rows, part: peers.as_skyrl_policy(
+        lambda rows, part: metrics.as_skyrl_policy(
             part(data.old), part(data.rollout), rows, **{name: part(value) for name, value in given.items()}
         ),
     )

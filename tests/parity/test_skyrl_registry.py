@@ -11,10 +11,9 @@ import pytest
 from padded import hard
 from skyrl_plan import Correction, algorithm
 from test_skyrl_losses import objective_of, ppo_utils, scaled
-from tracegrad import presets
-from tracegrad.algebra import Function, Gate, Level, Objective, Ratio, Reduce, Weight, with_entropy, with_kl
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import skyrl
+from tracegrad.objective import Function, Gate, Level, Objective, Ratio, Reduce, Weight, presets, with_entropy, with_kl
 
 cloudpickle = pytest.importorskip("cloudpickle")
 REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import tracegrad as tg
-from tracegrad import presets, recipes
-from tracegrad.algebra import Gate, Ratio, Reduce, with_kl
+from tracegrad import recipes
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import art as from_art
 from tracegrad.integrations import verl as in_verl
-from tracegrad.integrations.art_groups import to_groups
+from tracegrad.integrations.art import to_groups
+from tracegrad.objective import Gate, Ratio, Reduce, presets, with_kl
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # ART imports litellm, which asks the network otherwise
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")

@@ -11,7 +11,7 @@ import torch
 
 from padded import hard, run
 from peer_code import trl_importance_ratio, trl_loss
-from tracegrad.algebra import (
+from tracegrad.objective import (
     Clamp,
     Clip,
     Entropy,

@@ -13,11 +13,12 @@ import torch
 import peer_code
 from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
 from tracegrad import metrics
-from tracegrad.algebra import Clip, Gate, Level, Objective, Ratio, TopEntropy
+from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import Rows, peers
-from tracegrad.online.logged import functions_of
-from tracegrad.trace import Traces
+from tracegrad.integrations import metrics as peers
+from tracegrad.metrics import Rows
+from tracegrad.objective import Clip, Gate, Level, Objective, Ratio, TopEntropy
+from tracegrad.online.remote_collectors import functions_of
 
 MEAN = Level("trace", "mean")
 

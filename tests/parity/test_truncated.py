@@ -11,9 +11,9 @@ import torch
 from padded import hard
 from peer_code import trl_advantages, trl_loss, trl_mask_truncated
 from tracegrad import recipes
-from tracegrad.learner.feed import Feed
-from tracegrad.learner.step import detached
-from tracegrad.sequence import Sequences
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.trainer.step import detached
+from tracegrad.trainer.steps import Feed
 
 STOP, PAD = 2, 0
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.5, 0.0, 2.0, 1.0], dtype=torch.float64)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from padded import hard, spoilt
-from tracegrad.algebra import Reduce
-from tracegrad.correction import correct
+from tracegrad.objective import Reduce
+from tracegrad.objective.correction import correct
 from verl_plan import THRESHOLDS, gates_of, thresholds_of, weights_of
 
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")

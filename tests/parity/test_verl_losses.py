@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from padded import hard, per_position, run, spoilt
-from tracegrad.algebra import (
+from tracegrad.objective import (
     Clamp,
     Clip,
     DropCovariance,

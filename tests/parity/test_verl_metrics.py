@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
-from tracegrad.algebra import Clip, Level, Objective, Ratio
-from tracegrad.metrics import Rows, peers
+from tracegrad.integrations import metrics
+from tracegrad.metrics import Rows
+from tracegrad.objective import Clip, Level, Objective, Ratio
 
 IS = (
     (None, (None, 2.0)),
@@ -47,7 +48,7 @@ def test_rollout_corr(close, fired, kind, level, bounds, rs, normalize):
     options = {"rollout_is": level, "rollout_is_bounds": bounds, "rollout_rs": rs}
     ours = merged(
         data,
-        lambda rows, part: peers.as_verl(
+        lambda rows, part: metrics.as_verl(
             part(data.old), part(data.rollout), rows, batch_normalize=normalize, **options
         ),
     )
@@ -60,7 +61,7 @@ def test_where_icepop_drops_all_verl_divides_by_zero_and_ours_is_0():
     with pytest.raises(ZeroDivisionError):
         helper.compute_rollout_correction_weights(data.old - data.rollout + 9.0, data.mask, "token", "0.5_2.0")
     rows, mask = Rows.padded(data.mask), data.mask
-    ours = peers.as_verl(
+    ours = metrics.as_verl(
         data.old[mask] + 9.0, data.rollout[mask], rows, rollout_is="token", rollout_is_bounds=(0.5, 2.0)
     )
     assert ours.named()["rollout_corr/rollout_is_eff_sample_size"] == 0.0
@@ -91,7 +92,7 @@ def test_actor(close, fired, loss, kind):
     flags = flags_of(loss, data, advantages, logprobs.grad, config)
     ours = merged(
         data,
-        lambda rows, part: peers.as_verl_actor(
+        lambda rows, part: metrics.as_verl_actor(
             part(data.theta), part(data.old), rows, loss=loss, **{k: part(v) for k, v in flags.items()}
         ),
     )

@@ -10,7 +10,7 @@ import torch
 
 from padded import hard, per_position, run
 from tracegrad import recipes
-from tracegrad.algebra import Clip, Objective, PolicyGradient, Ratio
+from tracegrad.objective import Clip, Objective, PolicyGradient, Ratio
 from verl_plan import REDUCTIONS, THRESHOLDS, actor_config, gates_of, thresholds_of, weights_of
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracegrad.algebra import Clamp, Gate, Level, Ratio, Reduce, Weight, Window
-from tracegrad.recipes.verl_options import REJECTIONS
+from tracegrad.objective import Clamp, Gate, Level, Ratio, Reduce, Weight, Window
+from tracegrad.recipes.verl import REJECTIONS
 
 OLD, MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
 IS_LEVELS = {"token": Level(), "sequence": Level("trace", "sum")}

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from padded import per_position, run
 from peer_code import trl_importance_ratio, trl_loss
-from tracegrad.algebra import Objective
-from tracegrad.recipes.peer import Peer
-from tracegrad.recipes.verl_options import A as ACTOR
-from tracegrad.recipes.verl_options import C as CORRECTION
+from tracegrad.objective import Objective
+from tracegrad.recipes.import_config import Peer
+from tracegrad.recipes.verl import A as ACTOR
+from tracegrad.recipes.verl import C as CORRECTION
 
 ALGORITHM = "trainer.algorithm."
 

@@ -2,9 +2,7 @@
 
 In come rewards, group ids and, for rewards of turns or terms, the lengths of traces; out go advantages per trace [R]
 or per term [M], float32, computed in float64. Groups are ragged, by id. NaN is a reward that is not known: it stands
-outside every baseline and its advantage is 0. numpy alone, no tokens, no model. Its files, each using those before it
-alone: `groups`, `scale`, `runs`; `outcome`, `several` (one number per trace); `divergence`, `tokens`, `turns`,
-`token_baseline`.
+outside every baseline and its advantage is 0. numpy alone, no tokens, no model.
 
     GRPO, Dr. GRPO          group_mean(rewards, groups, scale="std", ddof=1) and without scale
     RLOO, OPO, GPG          rloo, opo, gpg
@@ -21,14 +19,39 @@ alone: `groups`, `scale`, `runs`; `outcome`, `several` (one number per trace); `
     rewards of turns        turns_to_terms(turn_returns(...), ...) or returns(at_turn_ends(...), ...)
 """
 
-from tracegrad.advantage.divergence import AdaptiveKl, Penalised, kl_in_reward
-from tracegrad.advantage.groups import GroupCounts, Singleton, group_counts
-from tracegrad.advantage.outcome import Counted, a_star, batch_mean, gpg, group_mean, max_rl, opo, pass_at_k, rloo
-from tracegrad.advantage.scale import EpsIn, Scale, by_mean_size, whiten
-from tracegrad.advantage.several import normalize_then_sum, overlong, weighted_sum
-from tracegrad.advantage.token_baseline import Tail, optimal_token_baseline
-from tracegrad.advantage.tokens import Gae, gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, returns
-from tracegrad.advantage.turns import at_turn_ends, turn_returns, turns_to_terms
+from tracegrad.advantage.kl import AdaptiveKl, Penalised, kl_in_reward
+from tracegrad.advantage.multi_reward import normalize_then_sum, overlong, weighted_sum
+from tracegrad.advantage.outcome import (
+    Counted,
+    EpsIn,
+    GroupCounts,
+    Scale,
+    Singleton,
+    a_star,
+    batch_mean,
+    by_mean_size,
+    gpg,
+    group_counts,
+    group_mean,
+    max_rl,
+    opo,
+    pass_at_k,
+    rloo,
+    whiten,
+)
+from tracegrad.advantage.token import (
+    Gae,
+    Tail,
+    at_turn_ends,
+    gae,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    returns,
+    turn_returns,
+    turns_to_terms,
+)
 
 __all__ = [
     "AdaptiveKl",

@@ -1,19 +1,313 @@
-"""One reward per trace, one advantage per trace: what a reward says in comparison with its group's.
+"""Compute advantages from one reward per trace: group means, RLOO, OPO, MaxRL and their scalings.
 
-Each function is a baseline, a rule for the group of one, and a scale; the arithmetic is float64. Several rewards at
-once are `several`, rewards within a trace `tokens` and `turns`. Called with the rewards and groups of `Sequences`, or
-any two arrays.
+Groups are ragged and summed with `np.bincount`. An advantage is divided by the standard deviation of its group, of the
+batch, or not at all.
 """
 
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import arrays
-from tracegrad.advantage.groups import Floats, Grouped, Singleton
-from tracegrad.advantage.scale import Scale, check_scale, divided, scaled
+from tracegrad import _validation
 from tracegrad.errors import ArgumentError
+
+Singleton = Literal["refuse", "zero", "keep"]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class GroupCounts:
+    """What the groups of a batch are like, and which of them teach nothing.
+
+    Args:
+        traces: traces.
+        unscorable: traces whose reward is NaN; they stand outside baselines and have advantage 0.
+        groups: groups with a scorable trace.
+        singletons: groups with exactly one.
+        equal: groups of two or more whose rewards are all the same: they teach nothing. Over `groups` this is TRL's
+            `frac_reward_zero_std`.
+        singleton_ids: ids of the singletons.
+        equal_ids: ids of the equal groups.
+        equal_rewards: the one reward of each of them: tells "all solved" from "none solved".
+        unscorable_ids: ids of groups without any scorable trace.
+    """
+
+    traces: int
+    unscorable: int
+    groups: int
+    singletons: int
+    equal: int
+    singleton_ids: tuple[Any, ...] = field(default=(), repr=False)
+    equal_ids: tuple[Any, ...] = field(default=(), repr=False)
+    equal_rewards: tuple[float, ...] = field(default=(), repr=False)
+    unscorable_ids: tuple[Any, ...] = field(default=(), repr=False)
+
+
+def group_counts(rewards: ArrayLike, groups: ArrayLike) -> GroupCounts:
+    """Counts what the baselines meet: groups of one, groups without variance, traces without a score.
+
+    Args:
+        rewards: [R], NaN where a trace could not be scored.
+        groups: [R] ids.
+
+    Raises:
+        ArgumentError: for infinite rewards or lengths that differ.
+
+    >>> found = group_counts([1.0, 1.0, 0.0, float("nan")], [7, 7, 9, 9])
+    >>> found
+    GroupCounts(traces=4, unscorable=1, groups=2, singletons=1, equal=1)
+    >>> found.equal_ids, found.equal_rewards, found.singleton_ids
+    ((7,), (1.0,), (9,))
+    """
+    group = Grouped.of(rewards, groups)
+    alone = group.count == 1
+    return GroupCounts(
+        traces=len(group.reward),
+        unscorable=int((~group.known).sum()),
+        groups=int((group.count > 0).sum()),
+        singletons=int(alone.sum()),
+        equal=int(group.equal.sum()),
+        singleton_ids=tuple(group.names[alone].tolist()),
+        equal_ids=tuple(group.names[group.equal].tolist()),
+        equal_rewards=tuple(group.extent[1][group.equal].tolist()),
+        unscorable_ids=tuple(group.names[group.count == 0].tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rewards and the groups they stand in.
+
+    Args:
+        reward: [R] float64, 0 where it is not known.
+        known: [R] bool.
+        index: [R], row of each trace's group in `names`.
+        names: [G] ids.
+        count: [G] known rewards.
+    """
+
+    reward: Floats
+    known: NDArray[np.bool_]
+    index: NDArray[np.intp]
+    names: NDArray[Any]
+    count: NDArray[np.intp]
+
+    @classmethod
+    def of(cls, rewards: ArrayLike, groups: ArrayLike) -> "Grouped":
+        """From [R] rewards, NaN where unknown, and [R] ids of any type that sorts."""
+        reward, group = _validation.real(rewards, "rewards"), _validation.labels(groups, "groups")
+        if reward.ndim != 1 or group.shape != reward.shape:
+            raise ArgumentError(
+                f"rewards are {reward.shape} and groups {group.shape}. Each trace is compared with its own group. "
+                "Pass one of each per trace, both flat."
+            )
+        refuse_infinite(reward)
+        names, index = np.unique(group, return_inverse=True)
+        index, known = index.reshape(-1), ~np.isnan(reward)
+        return cls(np.where(known, reward, 0.0), known, index, names, np.bincount(index[known], minlength=len(names)))
+
+    def sum(self, values: Floats) -> Floats:
+        """[G]: [R] values summed over the known rewards of each group."""
+        return np.bincount(self.index, np.where(self.known, values, 0.0), len(self.names)).astype(np.float64)
+
+    @cached_property
+    def mean(self) -> Floats:
+        """[G] mean of the known rewards, 0 where there are none."""
+        return self.sum(self.reward) / np.maximum(self.count, 1)
+
+    @cached_property
+    def extent(self) -> tuple[Floats, Floats]:
+        """[G] lowest and highest known reward; infinities where there are none."""
+        low, high = np.full(len(self.names), np.inf), np.full(len(self.names), -np.inf)
+        np.minimum.at(low, self.index[self.known], self.reward[self.known])
+        np.maximum.at(high, self.index[self.known], self.reward[self.known])
+        return low, high
+
+    @property
+    def equal(self) -> NDArray[np.bool_]:
+        """[G]: two or more known rewards, all the same."""
+        low, high = self.extent
+        return (self.count > 1) & (low == high)
+
+    @property
+    def alone(self) -> NDArray[np.bool_]:
+        """[R]: the only known reward of its group."""
+        return (self.count == 1)[self.index] & self.known
+
+    def settle(self, advantage: Floats, singleton: str) -> Floats:
+        """[R] float64: 0 for unknown rewards, exactly 0 in equal groups, and what `singleton` says for a lone one."""
+        if not isinstance(singleton, str) or singleton not in ("refuse", "zero", "keep"):
+            raise ArgumentError(
+                f"singleton is {_validation.described(singleton)}. It says what becomes of a group of one. "
+                "It must be 'refuse', 'zero' or 'keep'."
+            )
+        alone = self.alone
+        if singleton == "refuse" and alone.any():
+            first = int(np.flatnonzero(alone)[0])
+            raise ArgumentError(
+                f"trace {first}: group {self.names[self.index[first]]!s} has one scorable trace; there are "
+                f"{int(alone.sum())} such groups. A baseline needs two. Pass singleton='zero' or 'keep', or use "
+                "batch_mean for one sample a prompt."
+            )
+        settled = np.where(self.equal[self.index] | ~self.known, 0.0, advantage)
+        return np.where(alone, self.reward if singleton == "keep" else 0.0, settled)
+
+
+def refuse_infinite(reward: Floats) -> None:
+    """Raises ArgumentError for an infinite reward, naming the first."""
+    bad = np.flatnonzero(np.isinf(reward))
+    if len(bad):
+        raise ArgumentError(
+            f"trace {bad[0]}: the reward is {reward[bad[0]]}. It would make the whole group infinite. "
+            "Pass NaN for a trace that could not be scored."
+        )
+
+
+Scale = Literal["none", "std", "batch_std"]
+EpsIn = Literal["variance", "deviation"]
+
+_EPS = 1e-4
+
+
+def check_scale(scale: str, ddof: int | None, eps: float | None) -> float:
+    """The eps to use.
+
+    Raises:
+        ArgumentError: for an unknown scale, a ddof that is missing, or a ddof or eps without effect.
+    """
+    if not isinstance(scale, str) or scale not in ("none", "std", "batch_std"):
+        raise ArgumentError(
+            f"scale is {_validation.described(scale)}. It says what a difference is divided by. "
+            "It must be 'none' or 'std' (of the group) or 'batch_std'."
+        )
+    if scale == "none" and (ddof is not None or eps is not None):
+        raise ArgumentError(
+            "ddof and eps have no effect with scale='none': nothing is divided. An option that does nothing hides a "
+            "mistake. Leave them out, or pass scale='std'."
+        )
+    if scale != "none":
+        check_ddof(ddof, f"scale={scale!r}")
+    return _EPS if eps is None else eps
+
+
+def check_ddof(ddof: int | None, where: str) -> None:
+    """Raises ArgumentError unless ddof is 0 or 1."""
+    if ddof not in (0, 1):
+        raise ArgumentError(
+            f"ddof is {ddof} with {where}. Peers differ here, by a factor of sqrt(n / (n - 1)): "
+            "pass 1 (TRL, verl, SkyRL) or 0 (ART)."
+        )
+
+
+def scaled(advantage: Floats, group: Grouped, scale: str, ddof: int | None, eps: float) -> Floats:
+    """[R] float64: advantage / (deviation of the rewards + eps); a group of one counts as deviation 1."""
+    if scale == "none":
+        return advantage
+    assert ddof is not None
+    if scale == "batch_std":
+        spread = np.full(len(group.names), _deviation(group.reward[group.known], ddof))
+    else:
+        square = group.sum((group.reward - group.mean[group.index]) ** 2)
+        spread = np.where(group.count == 1, 1.0, np.sqrt(square / np.maximum(group.count - ddof, 1)))
+    return divided(advantage, (spread + eps)[group.index])
+
+
+def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArray[np.float32]:
+    """All values minus their mean, divided by their deviation.
+
+    Over traces this is a batch normalisation; over terms (`advantages[trace]`) a trace counts once per term, as verl's
+    and SkyRL's `masked_whiten` have it. NaN stands outside and becomes 0; where all values are equal all are 0.
+
+    Args:
+        values: [R] or [M].
+        ddof: 1 divides the squares by n - 1, 0 by n.
+        eps: what keeps the quotient finite.
+        eps_in: "variance": (x - mean) / sqrt(variance + eps), verl and SkyRL with 1e-8; "deviation":
+            (x - mean) / (deviation + eps), TRL with 1e-4.
+
+    Returns:
+        The shape of `values`, float32.
+
+    Raises:
+        ArgumentError: if exactly one value is known, as its deviation is not defined; for infinities.
+
+    >>> whiten([3.0, 1.0, float("nan")], ddof=0, eps=0.0, eps_in="variance").tolist()
+    [1.0, -1.0, 0.0]
+    """
+    return whitened(_validation.real(values, "values"), ddof, eps, eps_in).astype(np.float32)
+
+
+def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
+    """`whiten` in float64."""
+    if eps_in not in ("variance", "deviation"):
+        raise ArgumentError(
+            f"eps_in is {eps_in!r}. Peers differ in where eps stands. "
+            "It must be 'variance' (verl, SkyRL) or 'deviation' (TRL)."
+        )
+    check_ddof(ddof, "whiten")
+    known = ~np.isnan(values)
+    present = values[known]
+    if len(present) == 1 or np.isinf(present).any():
+        raise ArgumentError(
+            f"{len(present)} of {values.size} values are known and {int(np.isinf(present).sum())} of these are "
+            "infinite. Their deviation is not defined. Whiten two or more finite values."
+        )
+    if not len(present) or present.min() == present.max():
+        return np.zeros_like(values)
+    spread = _deviation(present, ddof)
+    spread = np.sqrt(spread**2 + eps) if eps_in == "variance" else spread + eps
+    return np.where(known, (values - present.mean()) / spread, 0.0)
+
+
+def by_mean_size(
+    advantages: ArrayLike, *, weights: ArrayLike | None = None, balance: float = 0.0
+) -> NDArray[np.float32]:
+    """Advantages of terms divided by their mean size, so that the rate means the same whatever the rewards' spread.
+
+    Args:
+        advantages: [M] of all terms of a batch.
+        weights: [M] that the terms count with in the mean, which is over the sum of the weights; None is alike.
+        balance: from 0 to 1 takes that share off negative advantages first, from 0 to -1 off positive ones.
+
+    Returns:
+        [M] float32; all 0 where all are.
+
+    Raises:
+        ArgumentError: for values that are not finite, weights below 0, shapes that differ, a balance beyond 1.
+
+    Source: ART's packing of tensors, with its weights of 1 / length and its advantage_balance.
+
+    >>> by_mean_size([3.0, -1.0]).tolist(), by_mean_size([3.0, -1.0], balance=1.0).tolist()
+    ([1.5, -0.5], [2.0, 0.0])
+    """
+    if not -1 <= balance <= 1:
+        raise ArgumentError(f"balance is {balance}. More than all of one sign cannot be taken off. Pass -1 to 1.")
+    value = _validation.real(advantages, "advantages")
+    weight = np.ones_like(value) if weights is None else _validation.real(weights, "weights")
+    if weight.shape != value.shape or not np.isfinite(value + weight).all() or (weight < 0).any():
+        raise ArgumentError(
+            f"advantages have shape {value.shape} and weights {weight.shape}; a value may not be finite, or a weight "
+            "is below 0. Their mean size would mean nothing. Pass one of each for every term."
+        )
+    factor = np.where(value > 0, 1 + min(balance, 0.0), 1 - max(balance, 0.0))
+    value = value * factor + 0.0
+    size = float((np.abs(value) * weight).sum())
+    return (value * weight.sum() / size if size > 0 else value * 0.0).astype(np.float32)
+
+
+def divided(numerator: Floats, denominator: Floats) -> Floats:
+    """The quotient, 0 where the denominator is not above 0."""
+    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
+
+
+def _deviation(values: Floats, ddof: int) -> float:
+    if not len(values):
+        return 0.0
+    return float(np.sqrt(((values - values.mean()) ** 2).sum() / max(len(values) - ddof, 1)))
+
 
 Counted = Literal["rewards", "advantages"]
 
@@ -79,7 +373,7 @@ def batch_mean(
     >>> batch_mean([1.0, 0.0, 0.0, 1.0]).tolist()
     [0.5, -0.5, -0.5, 0.5]
     """
-    reward = arrays.real(rewards, "rewards")
+    reward = _validation.real(rewards, "rewards")
     groups = np.zeros(len(np.atleast_1d(reward)), np.int64)
     return group_mean(reward, groups, scale=scale, ddof=ddof, eps=eps, singleton=singleton)
 
@@ -133,7 +427,7 @@ def opo(
     >>> opo([1.0, 0.0], [1, 3], [0, 0]).tolist()
     [0.75, -0.25]
     """
-    group, length = Grouped.of(rewards, groups), arrays.real(lengths, "lengths")
+    group, length = Grouped.of(rewards, groups), _validation.real(lengths, "lengths")
     if length.shape != group.reward.shape or not (length >= 0).all():
         raise ArgumentError(
             f"lengths have shape {length.shape} for {len(group.reward)} traces, the least is "

@@ -1,10 +1,7 @@
-"""The command line: `tracegrad init`, `train`, `merge`, `prepare`, `doctor`, `online`, `replay`, `record`, `proxy`.
+"""Run the command line: one module for each verb, put together here.
 
-In come arguments; out go printed lines, files and an exit code: 0, 1 for an error of ours in one line, 2 for usage,
-128 + signal; `doctor` gives 1 where training would be wrong. Each family of verbs is a file; here they are put
-together. No torch until a verb needs it. Its files, each using those before it alone: `output`, `unexpected` (errors
-that nobody expected), `words` (flags, lines), `key`, `named`, `runfile`, `recipe` (what verbs share); `files`,
-`init`, `merge`, `score`, `train`, `view`, `online`, `record` (the verbs).
+The exit code is 0, 1 for an error in one line (and for `doctor` if training would be wrong), 2 for wrong usage, and
+128 + signal. torch is imported when a verb needs it.
 """
 
 import contextlib
@@ -12,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tracegrad import _core, cache
-from tracegrad.cli import files, init, merge, online, output, record, score, train, unexpected, view
-from tracegrad.cli.words import SHORT, Parser, as_flags, dotted, joined
+from tracegrad import _core
+from tracegrad.cli import args, files, init_command, merge, online, record, score, train, unexpected, view
+from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, joined
 from tracegrad.errors import TracegradError
+from tracegrad.storage import files as cache
 
 __all__ = ["main"]
 
@@ -42,7 +40,7 @@ def _guarded(arguments: list[str]) -> int:
         told, overrides = _parse(arguments)
         with contextlib.ExitStack() as stack:
             if told.json:
-                stack.enter_context(output.kept())
+                stack.enter_context(args.kept())
             if told.no_cache:
                 stack.enter_context(cache.unused())
             return told.run(told, overrides, arguments)
@@ -56,7 +54,7 @@ def _guarded(arguments: list[str]) -> int:
         return 130
     except SystemExit:
         raise
-    except output.OutputFailed as error:
+    except args.OutputFailed as error:
         return _output_failed(error.why)
     except BrokenPipeError:
         unexpected.flush()
@@ -69,7 +67,7 @@ def _guarded(arguments: list[str]) -> int:
 
 
 def _output_failed(error: OSError) -> int:
-    output.nowhere(sys.stdout)
+    args.nowhere(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return 141
     unexpected.say(f"tracegrad: error: {unexpected.of_output(error)}")
@@ -80,7 +78,7 @@ def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     parser = Parser(prog="tracegrad", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for family in (init, score, train, merge, files, view, online, record):
+    for family in (init_command, score, train, merge, files, view, online, record):
         family.add_to(commands)
     told, rest = parser.parse_known_args(joined(arguments))
     given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config, doctor, prepare
-from tracegrad.account import Account
-from tracegrad.cli.words import command, folder_of, inputs_of, say, tell, verb
-from tracegrad.codes import LOGPROB_KINDS, SERVERS
+from tracegrad.cli.args import command, folder_of, inputs_of, say, tell, verb
+from tracegrad.data import Bar
+from tracegrad.data.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.errors import ArgumentError
-from tracegrad.inputs import Bar
+from tracegrad.prepare.summary import Account
 
 
 def add_to(commands: Any) -> None:

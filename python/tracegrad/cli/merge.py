@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tracegrad.cli.words import for_machines, place, say, tell, verb
+from tracegrad.cli.args import for_machines, place, say, tell, verb
 from tracegrad.errors import ArgumentError
 
 
@@ -23,7 +23,7 @@ def _merge(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     if overrides:
         raise ArgumentError(f"{overrides[0][0]} has no effect on merge, which trains nothing. Leave it for train.")
     try:
-        from tracegrad.learner import merge_adapters
+        from tracegrad.trainer import merge_adapters
     except ImportError as error:
         raise ArgumentError(
             f"merge needs {error.name}, which is not installed. No weights can be read. pip install 'tracegrad[lora]'"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tracegrad import config
-from tracegrad.cli import recipe
-from tracegrad.cli.words import aside, for_machines, go_on, place, say, speaker, tell, verb
+from tracegrad.cli import args
+from tracegrad.cli.args import aside, for_machines, go_on, place, say, speaker, tell, verb
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from tracegrad.cli.runfile import RunFile
+    from tracegrad.cli.run_file import RunFile
 
 WARNING = "The files that it names are run as programs: name only what you have written or read."
 
@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
         "--server", action="append", metavar="URL", help="a running server, over the file's; repeatable"
     )
     parser.add_argument("--python", metavar="PATH", help="interpreter that has vLLM, to start a server")
-    recipe.add_to(parser)
+    args.add_to(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--trainer-only", action="store_true", help="play nothing: processes with --collect play")
     parser.add_argument(
@@ -58,12 +58,13 @@ def _replay_command(commands: Any) -> None:
 
 
 def _replay(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    from tracegrad import algebra, online, presets
+    from tracegrad import online
+    from tracegrad.objective import override_all, presets
 
     if idle := [name for name, _ in overrides if not name.startswith("objective")]:
         raise ArgumentError(f"{idle[0]} has no effect on replay, which takes what the run was told. Leave it out.")
     chosen = config.load(overrides=overrides).objective
-    objective = algebra.override_all(presets.find(chosen.preset), dict(chosen.overrides)) if overrides else None
+    objective = override_all(presets.find(chosen.preset), dict(chosen.overrides)) if overrides else None
     found = online.replay(told.folder, told.model, objective=objective, out=told.out, say=speaker(told))
     if told.json:
         tell(_account(found))
@@ -75,18 +76,19 @@ def _replay(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
 def _online(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if told.collect is not None:
         return _collect(told, overrides, arguments)
-    needs("start")
-    from tracegrad import algebra, online, presets
-    from tracegrad.cli import runfile
+    needs("training_loop")
+    from tracegrad import online
+    from tracegrad.cli import run_file
+    from tracegrad.objective import override_all, presets
 
     given = {"model": told.model, "out": told.out, "tasks": told.tasks, "servers": told.server, "python": told.python}
     given = {key: value for key, value in given.items() if value is not None}
-    begins = recipe.told_recipe(told)
-    run = runfile.read(told.run_file, given, overrides, told.resume, begins)
-    of_recipe = [] if begins is None else recipe.lines(told, begins, run.otherwise, runfile.OF_FILES)
+    begins = args.told_recipe(told)
+    run = run_file.read(told.run_file, given, overrides, told.resume, begins)
+    of_recipe = [] if begins is None else args.lines(told, begins, run.otherwise, run_file.OF_FILES)
     speak = speaker(told)
     speak(*(f"# {line}" if told.dry_run else line for line in of_recipe))
-    objective = algebra.override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
+    objective = override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
     model, out, contract = run.place("model"), run.place("out"), _all(run, told.trainer_only)
     if told.dry_run:
         return _dry_run(run, objective, contract, as_json=told.json)
@@ -120,9 +122,9 @@ def _account(found: Any) -> dict[str, Any]:
 
 def _collect(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     """Plays for a trainer that is another process, and that says how."""
-    needs("apart")
+    needs("collector_process")
     from tracegrad import online
-    from tracegrad.cli import named, runfile
+    from tracegrad.cli import run_file, user_functions
 
     trainers = ("model", "server", "python", "objective", "recipe", "like", "resume", "trainer_only", "dry_run")
     idle = [name.replace("_", "-") for name in trainers if getattr(told, name)] + [name for name, _ in overrides]
@@ -135,10 +137,10 @@ def _collect(told: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
             "0/2 and 1/2 for two."
         )
     given = {key: value for key, value in (("out", told.out), ("tasks", told.tasks)) if value is not None}
-    run = runfile.read(told.run_file, given, [], False)
+    run = run_file.read(told.run_file, given, [], False)
     out, _, contract = run.place("out"), run.place("tasks"), _contract(run)
     contract |= {"share": (int(share[1]), int(share[2])), "key": run.key, "say": speaker(told)}
-    found = online.collect(out, named.tasks(run.named["tasks"], run.base), **contract)
+    found = online.collect(out, user_functions.tasks(run.named["tasks"], run.base), **contract)
     if told.json:
         counts = {"trajectories": found.trajectories, "groups": found.groups, "failed": found.failed}
         tell({**counts, "stopped": found.stopped, "exit_code": found.exit_code})
@@ -165,30 +167,30 @@ def needs(module: str) -> None:
 
 def _all(run: RunFile, elsewhere: bool) -> dict[str, Any]:
     """What is played in the trainer's process, by the names of `online.train`: not the tasks that others play."""
-    from tracegrad.cli import named
+    from tracegrad.cli import user_functions
 
     if not elsewhere:
         run.place("tasks")
     told: dict[str, Any] = {} if elsewhere and "evaluation" not in run.named else _contract(run)
-    told["tasks"] = None if elsewhere else named.tasks(run.named["tasks"], run.base)
+    told["tasks"] = None if elsewhere else user_functions.tasks(run.named["tasks"], run.base)
     if "evaluation" in run.named:
-        told["evaluation"] = named.evaluated(run.named["evaluation"], run.base)
+        told["evaluation"] = user_functions.evaluated(run.named["evaluation"], run.base)
     return told
 
 
 def _contract(run: RunFile) -> dict[str, Any]:
     """What is played and what is good, by the names of `online.train`."""
-    from tracegrad.cli import named
-    from tracegrad.online.players import Contract
+    from tracegrad.cli import user_functions
+    from tracegrad.online.rollout_workers import Contract
 
     told: dict[str, Any] = {}
     for key in ("agent", "environment"):
         if key in run.named:
-            told[key] = named.contract(run.named[key], run.base, key)
+            told[key] = user_functions.contract(run.named[key], run.base, key)
     if "tools" in run.named:
-        told["tools"] = named.tools(run.named["tools"], run.base)
+        told["tools"] = user_functions.tools(run.named["tools"], run.base)
     if "rewards" in run.named:
-        told["rewards"] = named.functions(run.named["rewards"], run.base, "rewards")
+        told["rewards"] = user_functions.functions(run.named["rewards"], run.base, "rewards")
     if "weights" in run.named:
         told["weights"] = run.named["weights"]
         if len(told["weights"]) != len(told.get("rewards", ())):
@@ -202,7 +204,7 @@ def _contract(run: RunFile) -> dict[str, Any]:
 
 def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json: bool) -> int:
     """What would be done, and whether it can be: files, names, tasks, servers."""
-    from tracegrad.tokenizer import Tokenizer
+    from tracegrad.alignment.tokenizer import Tokenizer
 
     speak = aside if as_json else say
     speak(*run.to_toml().split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
@@ -230,9 +232,9 @@ def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json:
 
 async def served(urls: list[str], key: str | None) -> str:
     """What servers say of themselves."""
-    from tracegrad.online.link import model_of
     from tracegrad.online.options import IN_PROCESS
-    from tracegrad.rollout.server import Servers
+    from tracegrad.online.server_pool import model_of
+    from tracegrad.rollout.client import Servers
 
     if urls == [IN_PROCESS]:
         return "vLLM runs in this process"

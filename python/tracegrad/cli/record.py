@@ -12,12 +12,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tracegrad import outputs
-from tracegrad.cli.key import read_key
+from tracegrad.cli.args import Parser, for_machines, place, read_key, say, speaker, tell, verb
 from tracegrad.cli.online import WARNING, needs, served
-from tracegrad.cli.words import Parser, for_machines, place, say, speaker, tell, verb
-from tracegrad.dotted import changed
+from tracegrad.config.dotted_keys import changed
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.storage import files
 
 CLOCK_S = 2.0
 """By which times of files may be off."""
@@ -62,24 +61,24 @@ def _common(parser: Parser) -> None:
 
 
 def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    needs("record")
+    needs("recording")
     from tracegrad import online
-    from tracegrad.cli import named
+    from tracegrad.cli import user_functions
 
     here = Path.cwd()
     if idle := [name for name, _ in overrides if name.partition(".")[0] != "play"]:
         raise ArgumentError(f"{idle[0]} has no effect on record, which trains nothing. Leave it for tracegrad online.")
     how: dict[str, Any] = {}
     if told.contract is not None:
-        found = named.contract(told.contract, here, "")
+        found = user_functions.contract(told.contract, here, "")
         how["environment" if isinstance(found, type) else "agent"] = found
     if told.tools:
-        how["tools"] = named.tools(told.tools[0] if len(told.tools) == 1 else told.tools, here)
+        how["tools"] = user_functions.tools(told.tools[0] if len(told.tools) == 1 else told.tools, here)
     if told.rewards:
-        how["rewards"] = named.functions(told.rewards, here, "rewards")
+        how["rewards"] = user_functions.functions(told.rewards, here, "rewards")
     samples = [] if told.samples is None else [("play.samples", told.samples)]
     found = online.record(
-        named.tasks(told.tasks, here),
+        user_functions.tasks(told.tasks, here),
         **how,
         play=changed({"play": online.Play()}, [*overrides, *samples])["play"],
         servers=told.server,
@@ -112,7 +111,7 @@ def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
 
 
 def _proxy(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    needs("record")
+    needs("recording")
     if overrides:
         raise ArgumentError(f"{overrides[0][0]} has no effect on proxy: a program says itself how it samples.")
     return asyncio.run(_recording(told))
@@ -120,10 +119,10 @@ def _proxy(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
 
 async def _recording(told: argparse.Namespace) -> int:
     """Serves until a signal comes; what is finished is on the disk."""
-    from tracegrad.online.frames import FOLDER, Writer
-    from tracegrad.rollout.journal import Journal
+    from tracegrad.online.buffer import FOLDER, Writer
+    from tracegrad.rollout.client import Servers
     from tracegrad.rollout.proxy import Proxy
-    from tracegrad.rollout.server import Servers
+    from tracegrad.rollout.proxy_journal import Journal
 
     key = read_key(told.key_file) if told.key_file else None
     speak = speaker(told)
@@ -175,7 +174,7 @@ async def _recording(told: argparse.Namespace) -> int:
 
 def _recorded(folder: Path, journal: Any) -> set[str]:
     """Sessions of the journal whose records are whole in the folder: a proxy was killed just after it wrote them."""
-    from tracegrad.online.frames import Follower, Place
+    from tracegrad.online.buffer import Follower, Place
 
     left = [path.stat().st_mtime for path in journal.files]
     found = Follower(folder)
@@ -187,6 +186,6 @@ def _recorded(folder: Path, journal: Any) -> set[str]:
 def _own_key(path: Path) -> str:
     """What programs show, kept in a file that only its owner reads."""
     if not path.exists():
-        with outputs.create(path, 0o600) as file:
+        with files.create(path, 0o600) as file:
             file.write(secrets.token_urlsafe(24).encode() + b"\n")
     return read_key(path)

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tracegrad import config, doctor, inputs, outputs
-from tracegrad.cli import named
-from tracegrad.cli.key import read_key
-from tracegrad.cli.words import folder_of, inputs_of, place, say, tell, verb
+from tracegrad import config, data, doctor
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.cli import user_functions
+from tracegrad.cli.args import folder_of, inputs_of, place, read_key, say, tell, verb
+from tracegrad.data.sources import expand
+from tracegrad.data.trace import write
 from tracegrad.errors import ArgumentError
-from tracegrad.inputs.places import expand
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import write
+from tracegrad.storage import files
 
 
 def add_to(commands: Any) -> None:
@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
 
 
 def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    from tracegrad import score
+    from tracegrad import rewards
 
     if idle := [name for name, _ in overrides if not name.startswith(("map.", "data.on_error"))]:
         raise ArgumentError(f"{idle[0]} has no effect on score, which trains nothing. Leave it for train.")
@@ -62,17 +62,17 @@ def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     price = _price(told.price)
     cache = told.cache or told.out.with_name(f"{told.out.name}.scores")
     read = [place.path for place in expand(source)]
-    outputs.check_not_read([told.out], [*read, cache], "--out")
-    outputs.check_not_read([cache], read, "--cache")
+    files.check_not_read([told.out], [*read, cache], "--out")
+    files.check_not_read([cache], read, "--cache")
     chosen = config.load(overrides=overrides)
-    reading = {"map": chosen.map, "on_error": chosen.data.on_error, "progress": inputs.Bar()}
-    functions = named.functions(told.reward, Path.cwd(), "--reward") if told.reward else []
+    reading = {"map": chosen.map, "on_error": chosen.data.on_error, "progress": data.Bar()}
+    functions = user_functions.functions(told.reward, Path.cwd(), "--reward") if told.reward else []
     common = {"cache": cache, "told": _Counter()}
-    stream = inputs.stream(source, batch=score.PART, **reading)
-    with score.Spool(stream) as traces:
+    stream = data.stream(source, batch=rewards.PART, **reading)
+    with rewards.Spool(stream) as traces:
         if told.reward:
             more = {"weights": told.weight, "texts": told.text, "seconds": told.seconds, "parallel": told.parallel or 4}
-            done = score.recorded(traces, functions, **more, **common)
+            done = rewards.recorded(traces, functions, **more, **common)
         else:
             done = asyncio.run(_judge(told, traces, common))
         common["told"].end()
@@ -103,12 +103,12 @@ def _following(out: Path, model: Path | None) -> str:
 
 async def _judge(told: argparse.Namespace, traces: Any, common: dict[str, Any]) -> Any:
     try:
-        from tracegrad.rollout.server import Servers
+        from tracegrad.rollout.client import Servers
     except ImportError as error:
         raise ArgumentError(
             f"--judge needs {error.name}. No server can be asked. pip install 'tracegrad[online]'"
         ) from error
-    from tracegrad import score
+    from tracegrad import rewards
 
     rubric = None
     if told.rubric is not None:
@@ -121,7 +121,7 @@ async def _judge(told: argparse.Namespace, traces: Any, common: dict[str, Any]) 
     key = read_key(told.key_file) if told.key_file else None
     async with Servers([told.judge], model=told.judge_model, key=key, timeout_s=300) as servers:
         more = {"rubric": rubric, "votes": told.votes, "parallel": told.parallel or 8}
-        return await score.judged(traces, servers.chat, model=told.judge_model, **more, **common)
+        return await rewards.judged(traces, servers.chat, model=told.judge_model, **more, **common)
 
 
 def _price(told: str | None) -> tuple[float, float] | None:

@@ -10,15 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tracegrad import config, training
-from tracegrad.account import Account
-from tracegrad.batch import ModelShape
-from tracegrad.cli import recipe
-from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
+from tracegrad import config
+from tracegrad.cli import args
+from tracegrad.cli.args import command, folder_of, for_machines, go_on, say, speaker, tell
 from tracegrad.errors import ArgumentError, redacted
 from tracegrad.metrics import Stopwatch, off_policy_value_of
-from tracegrad.mirror import Mirror
-from tracegrad.plain_files import read_json
+from tracegrad.packing import ModelShape
+from tracegrad.prepare.summary import Account
+from tracegrad.storage.files import read_json
+from tracegrad.storage.run_dir import Mirror
+from tracegrad.trainer import api
 
 
 def add_to(commands: Any) -> None:
@@ -26,7 +27,7 @@ def add_to(commands: Any) -> None:
     train = command(commands, "train", "train a model on recorded traces", _train, Mirror)
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
-    recipe.add_to(run)
+    args.add_to(run)
     run.add_argument(
         "--accept-truncated-sampling",
         action="store_const",
@@ -55,7 +56,7 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
         )
     told.model = folder_of(told.model)
     chosen, of_recipe = _config(told, overrides)
-    objective = training.objective_of(chosen)
+    objective = api.objective_of(chosen)
     speak, quiet = speaker(told), told.json
     speak(*(f"# {line}" if told.print_config or told.dry_run else line for line in of_recipe))
     if (told.print_config or told.dry_run) and not quiet:
@@ -65,8 +66,8 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             tell({"config": config.as_dict(chosen), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    with nullcontext() if told.dry_run or not training.first() else told.out.locked():
-        data, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
+    with nullcontext() if told.dry_run or not api.first() else told.out.locked():
+        data, account = api.aligned(told.traces, told.model, chosen, told.out.path, watch)
         speak(*account.lines())
         if told.dry_run:
             ranks = told.ranks or int(os.environ.get("WORLD_SIZE", "1"))
@@ -76,17 +77,17 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
 
 def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str]]:
     """Defaults, or what the resumed run was told; then the recipe, the file, and the command line; and what to say."""
-    start = training.before(told.out, told.resume)
-    begins = recipe.told_recipe(told)
+    start = api.before(told.out, told.resume)
+    begins = args.told_recipe(told)
     if begins is None:
         return config.load(told.config, overrides, start=start), []
     chosen, otherwise = begins.settle(told.config, overrides, start=start)
-    return chosen, recipe.lines(told, begins, otherwise)
+    return chosen, args.lines(told, begins, otherwise)
 
 
 def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None, ranks: int) -> int:
     """What would be done: steps, rows and their fill, memory and time; one object where the account is given."""
-    from tracegrad.learner.feed import Feed
+    from tracegrad.trainer.steps import Feed
 
     feed = Feed.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
     terms = sum(step.terms for step in feed.sizes)
@@ -132,7 +133,7 @@ def _shape(model: Path) -> ModelShape | None:
 def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> tuple[list[str], dict[str, Any]]:
     """Memory, time and traffic, as far as they are known before a weight is read; says so where torch is not there."""
     try:
-        from tracegrad.learner.forecast import forecast
+        from tracegrad.trainer.resource_estimate import forecast
     except ImportError as error:
         return [f"memory   not known: {error.name} is not installed"], {}
     found = forecast(model, chosen, feed, ranks)
@@ -150,7 +151,7 @@ def _learn(
 ) -> int:
     title = Path(redacted(told.traces[0]).rstrip("/")).name
     run = {"out": told.out, "resume": told.resume, "title": title, "say": speaker(told), "watch": watch}
-    done = training.learn(data, account, told.model, objective, chosen, **run)
+    done = api.learn(data, account, told.model, objective, chosen, **run)
     if told.json:
         places = _places(told.out, done)
         counts = {"steps": done.step, "planned": done.total, "stopped": done.stopped, "exit_code": done.exit_code}
@@ -161,7 +162,7 @@ def _learn(
 
 
 def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[str]:
-    from tracegrad.learner.model import loaded_by
+    from tracegrad.trainer.load_model import loaded_by
 
     reasons = {
         "done": f"trained  {done.step:,} steps",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from tracegrad import _core
-from tracegrad.cli import output
+from tracegrad.cli import args
 from tracegrad.errors import shown
 
 _PACKAGES = ("numpy", "pyarrow", "torch", "transformers", "peft", "starlette", "uvicorn")
@@ -112,12 +112,12 @@ def flush() -> OSError | None:
         if sys.stderr is not None and not sys.stderr.closed:
             sys.stderr.flush()
     except OSError:
-        output.nowhere(sys.stderr)
+        args.nowhere(sys.stderr)
     try:
         if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except OSError as error:
-        output.nowhere(sys.stdout)
+        args.nowhere(sys.stdout)
         return error
     return None
 
@@ -127,7 +127,7 @@ def say(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        output.nowhere(sys.stderr)
+        args.nowhere(sys.stderr)
 
 
 def of_output(error: OSError) -> str:

@@ -1,11 +1,11 @@
-"""What a run can be told: frozen dataclasses, then a TOML file, then `--a.b value`.
+"""Read the options of a run from defaults, a TOML file and `--a.b value`.
 
-In come names and values as text or TOML; out goes an `Options`, or an error with the nearest valid name. Its files,
-each using those before it alone: `mapping`, `options`, `reading`.
+Names and values become frozen dataclasses, or an error with the nearest valid name.
 """
 
-from tracegrad.config.mapping import Map
-from tracegrad.config.options import (
+from tracegrad.config.dotted_keys import nearest, scalar, split_names
+from tracegrad.config.parse import as_dict, describe, field_docs, flatten, load, options, read_toml, to_toml, update
+from tracegrad.config.schema import (
     FEATURES,
     SECTIONS,
     Advantage,
@@ -14,6 +14,7 @@ from tracegrad.config.options import (
     Config,
     Data,
     Filter,
+    Map,
     Mixture,
     Optimizer,
     Pack,
@@ -23,8 +24,6 @@ from tracegrad.config.options import (
     Stop,
     Train,
 )
-from tracegrad.config.reading import as_dict, describe, field_docs, flatten, load, options, read_toml, to_toml, update
-from tracegrad.dotted import nearest, scalar, split_names
 
 __all__ = [
     "FEATURES",

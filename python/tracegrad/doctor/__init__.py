@@ -1,17 +1,14 @@
-"""The doctor: why training on a file of traces would be wrong, what it would cost, and the cure.
+"""Check recorded traces for problems that raise no error and would ruin training.
 
-In comes whatever `read` takes, with a model's tokenizer; out goes a `Diagnosis`: findings with their places, costs
-and cures. Here are `examine` and what it returns, `CHECKS` (docs/doctor.md lists them), and `lag_test`, the test for
-shifted logprobs that any trainer can use. No torch but for `rescore`; the command line calls this. Its files, each
-using those before it alone: `finding`, `vocabulary`, `look` (a batch as columns); `tops`, `history`, `tokens`,
-`numbers`, `pictures` (checks batch by batch); `lags`, `zeros`, `whole`, `rescore`, `shift`, `file` (checks of a whole
-file); `follow`, `examination`; `text`, `page`.
+`examine` takes whatever `read` takes, with a model's tokenizer, and returns a `Diagnosis`: findings with their places,
+costs and cures. `CHECKS` lists the checks (docs/doctor.md), and `lag_test` is the test for shifted logprobs, for any
+trainer. torch is used by `rescore` alone.
 """
 
 from tracegrad.doctor.examination import CHECKS, Diagnosis, examine
 from tracegrad.doctor.finding import Check, Finding, Hits, Place, Severity
-from tracegrad.doctor.lags import LagTest, bigram_logprobs, lag_test
-from tracegrad.doctor.text import lines
+from tracegrad.doctor.render import lines
+from tracegrad.doctor.shift_test import LagTest, bigram_logprobs, lag_test
 
 __all__ = [
     "CHECKS",

@@ -1,6 +1,7 @@
-"""`examine`: a file of traces through all checks, in bounded memory, to a `Diagnosis`."""
+"""Run all checks over a file in bounded memory (`examine`), and suggest the command to run next."""
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,75 +10,205 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import notebook
-from tracegrad.alignment import align
-from tracegrad.config import Map
-from tracegrad.doctor import file, follow, history, numbers, pictures, rescore, shift, tokens
+from tracegrad import _html, data
+from tracegrad.alignment.align import align
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.config import Data, Map
+from tracegrad.data import Progress, infer_fields, stream
+from tracegrad.data.field_map import which_reward
+from tracegrad.data.infer_fields import Candidates
+from tracegrad.data.sampling import model_defaults
+from tracegrad.data.trace import Traces
+from tracegrad.doctor import (
+    checks_dataset,
+    checks_images,
+    checks_logprobs,
+    checks_shift,
+    checks_tokens,
+    checks_trace,
+    rescore,
+)
+from tracegrad.doctor.checks_trace import prompt_hashes
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
-from tracegrad.doctor.history import prompt_hashes
-from tracegrad.doctor.look import Look
-from tracegrad.doctor.vocabulary import Vocabulary
-from tracegrad.doctor.whole import Spread, Whole
-from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.inputs import Progress, candidates, stream
-from tracegrad.plain_files import read_json
+from tracegrad.doctor.stats import Spread, Whole
+from tracegrad.doctor.trace_batch import Look, Vocabulary
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.recipes import Advice
-from tracegrad.sampling import model_defaults
-from tracegrad.tokenizer import Tokenizer
+from tracegrad.storage.files import read_json
+
+SAMPLE = 200
+TOLD = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
+"""Findings that a flag of the command mends."""
+NUMBERS = (
+    "raw_at_temperature",
+    "reshaped_sampling",
+    "wrong_tokenizer",
+    "placeholder_ids",
+    "filled_logprobs",
+    "made_up_zeros",
+    "wrong_sum",
+    "impossible_logprobs",
+)
+"""Findings that spoil logprobs and leave the text as it was said: an objective without a ratio takes it."""
+TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
+
+
+def command(
+    named: Sequence[str],
+    model: Path,
+    told: Map,
+    kind: str | None,
+    found: Sequence[Finding],
+    whole: Whole,
+    seems: tuple[Candidates, Sequence[str]],
+    rescored: bool = False,
+    defaults: str | None = None,
+) -> str:
+    """`tracegrad train`, or `score` where nothing looks like a reward; `doctor --rescore` where only counts speak
+    against it; "" where none could work.
+    """
+    by_name = {finding.name: finding for finding in found}
+    wrong = {finding.name for finding in found if finding.severity == Severity.WRONG}
+    mended = {*TOLD, *NUMBERS, "shifted_logprobs"}
+    if list(named) == ["-"] or wrong - mended or (rescored and "shifted_logprobs" in wrong):
+        return ""
+    candidates, missing = seems
+    mapped = [part for name, path in told.told().items() for part in (f"--map.{name}", path)]
+    if "shifted_logprobs" in wrong:
+        said = [*(["--logprob-kind", kind] if kind else []), *(["--sampling-defaults", defaults] if defaults else [])]
+        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said, "--rescore"])
+    mapped += candidates.flags(missing)
+    if "sampling" in missing and {"--map.sampling", "--map.temperature"} & {*mapped}:
+        # What the numbers are of depends on the temperature: the doctor looks again, with it.
+        said = ["--logprob-kind", kind] if kind else []
+        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said])
+    bare = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
+    foreign = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
+    text = bare is not None and bare.count == bare.of
+    text = text or bool(wrong.intersection(NUMBERS) - {"wrong_tokenizer"})
+    text = text or (foreign is not None and foreign.count * 2 > foreign.of)
+    if not whole.traces:
+        if not (sample := _sample(named, mapped)):
+            return ""
+        text = all(turn.logprobs is None for trace in sample for turn in trace.generations)
+    elif "nothing_to_train" in wrong and not (foreign and text):
+        return ""
+    if "reward" in missing and "--map.reward" not in mapped:
+        out = ["--reward", "mine.py:right", "--text", "--out", "scored.jsonl", "--model", str(model)]
+        skip = ["--on-error", "skip"] if whole.read.bad else []
+        return shlex.join(["tracegrad", "score", *named, *mapped, *out, *skip])
+    flags = [*mapped, *_which(whole), *(TEXT if text else ())]
+    if ("lone_traces" in wrong or "group" in missing) and "--map.group" not in mapped:
+        flags += ["--advantage.baseline", "batch_mean"]
+    elif "lone_traces" in by_name or any(each.partial for each in candidates.taken(missing)):
+        flags += ["--advantage.singleton", "zero"]
+    partly = (bare is not None or foreign is not None) and not text
+    if whole.traces and (whole.read.bad or whole.unaligned or partly):
+        flags += ["--on-error", "skip"]
+    if "equal_rewards" in by_name and not _may_hold_out(by_name["equal_rewards"].hits):
+        flags += ["--data.holdout", "0"]
+    if not text and (kind is not None or whole.unsaid):
+        flags += ["--logprob-kind", kind or "raw"]
+    flags += ["--sampling-defaults", defaults] if defaults == "model" else []
+    return shlex.join(["tracegrad", "train", *named, "--model", str(model), "--out", "runs/first", *flags])
+
+
+def _may_hold_out(equal: Hits) -> bool:
+    """Whether a group whose rewards differ is left to train on where the usual share of groups is held out."""
+    return equal.of - equal.count > max(round(Data().holdout * equal.of), 1)
+
+
+def _which(whole: Whole) -> list[str]:
+    """Which of several rewards, where none is the total: the first that differs between traces, and of traces that
+    never have that one, as those of another task, the first of theirs.
+    """
+    spans, chosen = whole.rewards.spans, list[str]()
+    apart = [name for name, (low, high) in spans.items() if low < high]
+    for name in apart:
+        beside = any(name in each and set(chosen) & set(each) for each in whole.rewards.together)
+        if not chosen or not (beside or "," in name + chosen[0]):
+            chosen.append(name)
+    return ["--data.reward", ",".join(chosen)] if "reward" not in spans and len(spans) > 1 and apart else []
+
+
+def untold(whole: Whole) -> list[str]:
+    """What the records leave open and the user must say: which reward, and what logprobs are of."""
+    out = []
+    if which := _which(whole):
+        spans = list(whole.rewards.spans.items())[:8]
+        names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
+        out.append(f"found    several rewards and no total, {names}: {shlex.join(which)}")
+    out += which_reward(list(whole.rewards.spans))
+    if whole.unsaid:
+        kinds = "--logprob-kind raw, vLLM's default, or processed"
+        out.append(f"found    {whole.unsaid:,} turns do not say what their logprobs are of: {kinds}")
+    return out
+
+
+def _sample(named: Sequence[str], flags: Sequence[str]) -> Traces | None:
+    """The first traces as they would be read, joined or not."""
+    pairs = dict(zip(flags[::2], flags[1::2], strict=True))
+    told = {name.removeprefix("--map."): path for name, path in pairs.items()}
+    kept = {name: path for name, path in told.items() if name not in ("session", "order")}
+    try:
+        return data.together(data.stream(list(named), map=kept, on_error="skip", limit=SAMPLE))
+    except TracegradError:
+        return None
+
 
 BATCH = 128
 SHOWN = 10
 
 OF_BATCHES: tuple[Check, ...] = (
-    tokens.wrong_tokenizer,
-    tokens.placeholder_ids,
-    pictures.media,
-    pictures.picture_unplaced,
-    pictures.doubled_pictures,
-    numbers.count_mismatch,
-    tokens.lost_chunks,
-    tokens.broken_turns,
-    tokens.unlisted_calls,
-    tokens.hidden_reasoning,
-    numbers.filled_logprobs,
-    numbers.raw_at_temperature,
-    numbers.reshaped_sampling,
-    numbers.server_defaults,
-    numbers.wrong_sum,
-    numbers.impossible_logprobs,
-    history.contaminated,
-    numbers.no_logprobs,
-    history.no_rewards,
-    history.unanswered,
-    history.unused_choices,
-    tokens.guessed_ids,
-    tokens.missing_stop_tokens,
-    tokens.double_bos,
-    tokens.injected_system,
-    history.dropped_reasoning,
-    history.history_rewritten,
-    tokens.mixture_of_experts,
-    tokens.truncated,
-    tokens.empty_answers,
-    history.unrecorded_tools,
-    history.overlong,
-    numbers.missing_logprobs,
-    tokens.missing_messages,
-    tokens.other_prompt,
-    pictures.pictures_as_sent,
+    checks_tokens.wrong_tokenizer,
+    checks_tokens.placeholder_ids,
+    checks_images.media,
+    checks_images.picture_unplaced,
+    checks_images.doubled_pictures,
+    checks_logprobs.count_mismatch,
+    checks_tokens.lost_chunks,
+    checks_tokens.broken_turns,
+    checks_tokens.unlisted_calls,
+    checks_tokens.hidden_reasoning,
+    checks_logprobs.filled_logprobs,
+    checks_logprobs.raw_at_temperature,
+    checks_logprobs.reshaped_sampling,
+    checks_logprobs.server_defaults,
+    checks_logprobs.wrong_sum,
+    checks_logprobs.impossible_logprobs,
+    checks_trace.contaminated,
+    checks_logprobs.no_logprobs,
+    checks_trace.no_rewards,
+    checks_trace.unanswered,
+    checks_trace.unused_choices,
+    checks_tokens.guessed_ids,
+    checks_tokens.missing_stop_tokens,
+    checks_tokens.double_bos,
+    checks_tokens.injected_system,
+    checks_trace.dropped_reasoning,
+    checks_trace.history_rewritten,
+    checks_tokens.mixture_of_experts,
+    checks_tokens.truncated,
+    checks_tokens.empty_answers,
+    checks_trace.unrecorded_tools,
+    checks_trace.overlong,
+    checks_logprobs.missing_logprobs,
+    checks_tokens.missing_messages,
+    checks_tokens.other_prompt,
+    checks_images.pictures_as_sent,
 )
 OF_FILES: tuple[Check, ...] = (
-    shift.shifted_logprobs,
-    file.made_up_zeros,
-    file.nothing_to_train,
-    file.unaligned,
-    file.bad_records,
-    file.lone_traces,
-    file.equal_rewards,
-    file.unlike_rewards,
-    file.duplicated,
-    file.stale_versions,
-    file.drift,
+    checks_shift.shifted_logprobs,
+    checks_dataset.made_up_zeros,
+    checks_dataset.nothing_to_train,
+    checks_dataset.unaligned,
+    checks_dataset.bad_records,
+    checks_dataset.lone_traces,
+    checks_dataset.equal_rewards,
+    checks_dataset.unlike_rewards,
+    checks_dataset.duplicated,
+    checks_dataset.stale_versions,
+    checks_dataset.drift,
 )
 OF_MODELS: tuple[Check, ...] = (
     rescore.other_model,
@@ -145,7 +276,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         rows = [(each.severity.name, each.check.title, each.hits.count, each.hits.of) for each in self.findings]
-        return notebook.table(repr(self), ("", "finding", "count", "of"), rows)
+        return _html.table(repr(self), ("", "finding", "count", "of"), rows)
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints: at most ten findings, and the names of the others."""
@@ -230,7 +361,7 @@ def examine(
         hits |= {check.name: check.run(again) for check in OF_MODELS}
         if (mass := again.advice.measured.kept) is not None:
             hits["reshaped_sampling"] = _measured(hits["reshaped_sampling"], mass)
-        told = shift.against_model(again)
+        told = checks_shift.against_model(again)
         hits["shifted_logprobs"] = hits["shifted_logprobs"] if told is None else told
     found = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]
     findings, advice = _sorted([finding for finding in found if finding is not None]), again and again.advice
@@ -242,12 +373,12 @@ def examine(
         )
     map, names = map or Map(), {finding.name for finding in found if finding is not None}
     missing = _missing(map, names, whole)
-    seems = candidates.find(named, map, missing) if missing else candidates.Candidates(0, ())
+    seems = infer_fields.find(named, map, missing) if missing else infer_fields.Candidates(0, ())
     about = (map, logprob_kind, findings, whole, (seems, missing), bool(again), sampling_defaults)
-    following = follow.command(named, model, *about)
+    following = command(named, model, *about)
     if server_profile and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
-    counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *follow.untold(whole))
+    counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *untold(whole))
     return Diagnosis(source, *counts, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
 
 

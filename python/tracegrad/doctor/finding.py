@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from tracegrad.trace import Traces
+from tracegrad.data.trace import Traces
 
 
 class Severity(IntEnum):

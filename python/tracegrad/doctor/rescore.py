@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.alignment import align
-from tracegrad.batch import pack
+from tracegrad.alignment.align import align
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data.trace import Traces
 from tracegrad.doctor.finding import Hits, Place, check
-from tracegrad.doctor.lags import LagTest, lag_test
-from tracegrad.doctor.look import Array
+from tracegrad.doctor.shift_test import LagTest, lag_test
+from tracegrad.doctor.trace_batch import Array
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.pictures.decoding import is_transparent, pixels
+from tracegrad.images.processor import is_transparent, pixels
+from tracegrad.packing import pack
 from tracegrad.recipes import Advice, for_data
-from tracegrad.sequence import Sequences
-from tracegrad.terms import subset
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces
+from tracegrad.trainer.token_log import subset
 
 APART = 0.5  # nats between recorded and recomputed
 FURTHER, ALONE = 0.02, 0.1  # nats behind pictures: above what text shows, and where there is none
@@ -268,8 +268,8 @@ def _recomputed(sequences: Sequences, model: Path) -> Array:
     try:
         import torch
 
-        from tracegrad.learner.adapted import load_model
-        from tracegrad.policy import logprobs
+        from tracegrad.model import logprobs
+        from tracegrad.trainer.lora import load_model
     except ImportError as error:
         raise ArgumentError(
             f"--rescore needs {error.name}, which is not installed. The other checks work without it. "

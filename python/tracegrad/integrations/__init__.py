@@ -1,9 +1,7 @@
-"""tracegrad inside other people's trainers. Each module is thin, and only `integrations/x` imports x, on use.
+"""Use tracegrad inside other trainers. Each module imports its trainer on use.
 
-In come another trainer's own objects; out go ours, or the other way round. Here is `peer`, which finds them.
-docs/trainers.md says what each does, and with which versions it was run. Its files, each using those before it alone:
-`gives` (what an objective takes, what a trainer gives), `padded` (for trainers that pad); `vllm`, `transformers`,
-`art`, `art_groups`, `verl`, `skyrl`; `trl_step`, `trl_live`, `trl`.
+docs/trainers.md says what each does and with which versions it was run. `peer` imports a trainer or says what is
+missing.
 """
 
 import importlib

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from tracegrad.algebra import Missing, Objective, Reduce
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations.gives import Gives, same_scale
-from tracegrad.metrics.groups import Rows
-from tracegrad.metrics.peers import as_skyrl
-from tracegrad.objective import terms_of
+from tracegrad.integrations._common import Gives, same_scale
+from tracegrad.integrations.metrics import as_skyrl
+from tracegrad.metrics.aggregate import Rows
+from tracegrad.objective import Missing, Objective, Reduce
+from tracegrad.objective.torch_loss import terms_of
 
 VERSIONS = "skyrl==0.3.0"
 _UTILS = "skyrl.backends.skyrl_train.utils"

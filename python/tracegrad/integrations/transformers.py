@@ -11,14 +11,12 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from tracegrad import presets
-from tracegrad.algebra import Missing, Objective
-from tracegrad.batch import Totals
+from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations.gives import Gives
-from tracegrad.integrations.padded import Recorded
-from tracegrad.sequence import Sequences
+from tracegrad.integrations._common import Gives, Recorded
+from tracegrad.objective import Missing, Objective, presets
+from tracegrad.packing import Totals
 
 VERSIONS = "transformers==5.23.0"
 _IGNORED = -100

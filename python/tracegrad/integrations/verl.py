@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracegrad.algebra import Missing, Objective
-from tracegrad.correction import correct
 from tracegrad.integrations import peer
-from tracegrad.integrations.gives import Gives, same_scale
-from tracegrad.metrics.groups import Rows
-from tracegrad.metrics.peers import as_verl
-from tracegrad.objective import Terms
+from tracegrad.integrations._common import Gives, same_scale
+from tracegrad.integrations.metrics import as_verl
+from tracegrad.metrics.aggregate import Rows
+from tracegrad.objective import Missing, Objective
+from tracegrad.objective.correction import correct
+from tracegrad.objective.torch_loss import Terms
 
 VERSIONS = "verl==0.9.1"
 _LEVELS = {("token", None): "token", ("trace", "sum"): "seq_sum", ("trace", "mean"): "seq_mean"}

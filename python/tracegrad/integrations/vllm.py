@@ -13,9 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tracegrad import _core
+from tracegrad.data.trace import ReadReport, Traces
 from tracegrad.errors import ArgumentError
-from tracegrad.read_report import ReadReport
-from tracegrad.trace import Traces
 
 FORM = "vllm_offline"
 

@@ -1,18 +1,12 @@
-"""Names, units and denominators of what a run measures, and where the numbers go.
+"""Define what a run measures, and write it.
 
-In come per-term arrays of a step; out go named numbers, whose sums merge over micro-batches and ranks, and sinks for
-them. Here are the rows (`table.Row`) of docs/metrics.md: each has a name, a unit, a denominator and its formula over
-sums, so that a number in metrics.jsonl leads to its row by name. Its files, each using those before it alone: `sums`,
-`histogram`, `groups` (how sums are kept); `columns`, `table`, `offpolicy_rows`, `offpolicy`, `rewards`, `completions`,
-`tally`; `sinks`, `dashboards`; `peers` (other trainers' names).
+Each `Metric` has a name, a unit, a denominator and its formula over sums, so that a number in metrics.jsonl leads to
+its definition by name. Sums merge over micro-batches and ranks. docs/metrics.md lists them.
 """
 
-from tracegrad.metrics.completions import COMPLETIONS, TOOLS, completions, tools
-from tracegrad.metrics.groups import Rows
-from tracegrad.metrics.offpolicy import OffPolicy
-from tracegrad.metrics.offpolicy_rows import OFF_POLICY
-from tracegrad.metrics.rewards import REWARDS, Rewards
-from tracegrad.metrics.sinks import (
+from tracegrad.metrics.aggregate import Moments, Rows, Sums, moments
+from tracegrad.metrics.definition import Measured, Metric, Reading, table
+from tracegrad.metrics.loggers import (
     JsonLines,
     Progress,
     Row,
@@ -24,9 +18,8 @@ from tracegrad.metrics.sinks import (
     progress_line,
     read_rows,
 )
-from tracegrad.metrics.sums import Moments, Sums, moments
-from tracegrad.metrics.table import Measured, Metric, Reading, table, with_tables
-from tracegrad.metrics.tally import TRAINING, Tally
+from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicy
+from tracegrad.metrics.training import COMPLETIONS, REWARDS, TOOLS, TRAINING, Rewards, Tally, completions, tools
 
 METRICS: tuple[Metric, ...] = (*TRAINING, *REWARDS, *COMPLETIONS, *TOOLS, *OFF_POLICY)
 """All that metrics.jsonl may hold, `NAME/turn_0` and the like under the name before the stroke."""
@@ -61,5 +54,4 @@ __all__ = [
     "read_rows",
     "table",
     "tools",
-    "with_tables",
 ]

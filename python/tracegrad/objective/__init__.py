@@ -1,13 +1,96 @@
-"""The differentiated half of a loss, in plain torch: what depends on the policy being trained.
+"""Define losses from parts, correct for off-policy data, and evaluate in Rust and torch. Arrays in, arrays out.
 
-In come logprobs of the policy being trained and `Terms`, the arrays that an objective is called with; out goes a loss
-with its gradient. Weights, gates and denominators that are known before the step arrive as arrays from `correction`.
-Called by learner and any trainer. Its files, each using those before it alone: `evaluate`, `padded` (from tensors to
-a loss in one call).
+An `Objective` holds ratios, weights, rejections, a surrogate, penalties and a normalisation, as frozen values. Each
+formula stands once, next to the fields of its part, in tensor methods that do not import torch. `correction.correct`
+evaluates in Rust what is known before the step, `evaluate` in torch what carries a gradient. `presets` holds published
+methods as values; `override` changes fields by name; your own loss is a `Surrogate` or a function (docs/extending.md).
+
+A *term* is one trained token: one token that the policy sampled in one trace.
 """
 
-from tracegrad.algebra import Objective
-from tracegrad.objective.evaluate import Loss, PerTerm, Terms, evaluate
-from tracegrad.objective.padded import padded_loss, terms_of
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Loss", "Objective", "PerTerm", "Terms", "evaluate", "padded_loss", "terms_of"]
+from tracegrad.objective import presets
+from tracegrad.objective.component import View
+from tracegrad.objective.objective import Missing, Needs, Objective, with_beta, with_entropy, with_kl
+from tracegrad.objective.penalty import Adapt, Entropy, Penalty, Shift
+from tracegrad.objective.ratio import LOG_RATIO_LIMIT, Level, Ratio, Reduce, When
+from tracegrad.objective.rejection import AnyGate, Budget, DropCovariance, Gate, TopCovariance, TopEntropy
+from tracegrad.objective.serialize import override, override_all
+from tracegrad.objective.surrogate import (
+    Clip,
+    CrossEntropy,
+    Function,
+    FutureClip,
+    GeoClip,
+    Importance,
+    PolicyGradient,
+    Regress,
+    Sigmoid,
+    Surrogate,
+)
+from tracegrad.objective.weight import Clamp, Gamma, Gaussian, Identity, Inverse, Shape, Weight, Window
+
+if TYPE_CHECKING:
+    from tracegrad.objective.torch_loss import Loss, PerTerm, Terms, evaluate, padded_loss, terms_of
+
+_WITH_TORCH = ("Loss", "PerTerm", "Terms", "evaluate", "padded_loss", "terms_of")
+
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "Adapt",
+    "AnyGate",
+    "Budget",
+    "Clamp",
+    "Clip",
+    "CrossEntropy",
+    "DropCovariance",
+    "Entropy",
+    "Function",
+    "FutureClip",
+    "Gamma",
+    "Gate",
+    "Gaussian",
+    "GeoClip",
+    "Identity",
+    "Importance",
+    "Inverse",
+    "Level",
+    "Loss",
+    "Missing",
+    "Needs",
+    "Objective",
+    "Penalty",
+    "PerTerm",
+    "PolicyGradient",
+    "Ratio",
+    "Reduce",
+    "Regress",
+    "Shape",
+    "Shift",
+    "Sigmoid",
+    "Surrogate",
+    "Terms",
+    "TopCovariance",
+    "TopEntropy",
+    "View",
+    "Weight",
+    "When",
+    "Window",
+    "evaluate",
+    "override",
+    "override_all",
+    "padded_loss",
+    "presets",
+    "terms_of",
+    "with_beta",
+    "with_entropy",
+    "with_kl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(import_module("tracegrad.objective.torch_loss"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

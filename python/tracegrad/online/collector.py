@@ -1,6 +1,7 @@
-"""Plays groups in the loop of a link, beside the trainer or in a process of its own, and writes each when it is whole.
+"""Roll out groups beside the trainer, and write each group when it is whole.
 
-Nothing passes from here to the trainer but what stands in the folder, counts, and errors. Made by `players`.
+Also the order of tasks, the limit of groups that may be started ahead of the trainer, and the filter of groups whose
+rewards do not differ. A group that was started is never dropped.
 """
 
 from __future__ import annotations
@@ -9,32 +10,213 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tracegrad.aside import Failure
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.config import Config, split_names
+from tracegrad.data.sampling import NEUTRAL, refusal
+from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.online.frames import Follower, Unscored, Writer, unusable
-from tracegrad.online.link import Link
+from tracegrad.online.buffer import Follower, Unscored, Writer, unusable
+from tracegrad.online.logprob_gap import SyncFault, cached_response
 from tracegrad.online.options import Play
-from tracegrad.online.pace import Bound
-from tracegrad.online.proof import SyncFault, cached_response
-from tracegrad.online.signal import Floats, Signal
-from tracegrad.rollout.play import Played, play, restored
+from tracegrad.online.server_pool import Link
+from tracegrad.rollout.client import measured_kind
 from tracegrad.rollout.policy import Limits
 from tracegrad.rollout.progress import left
-from tracegrad.rollout.server import measured_kind
-from tracegrad.rollout.tokens import Tokens
-from tracegrad.sampling import NEUTRAL, refusal
-from tracegrad.tokenizer import Tokenizer
+from tracegrad.rollout.run_agent import Played, play, restored
+from tracegrad.rollout.token_client import Tokens
+from tracegrad.user_code import Failure
 
 if TYPE_CHECKING:
     from tracegrad.rollout.proxy import Proxy
+
+
+class Tasks:
+    """Tasks by the number of their group.
+
+    >>> [task for _, task in zip(range(3), Tasks(["a", "b"], seed=0).after(set()))][2][0]
+    2
+
+    Args:
+        source: a list, whose tasks come again in another order, or what can be iterated once.
+        seed: of the orders.
+    """
+
+    def __init__(self, source: Iterable[Any], seed: int = 0) -> None:
+        if isinstance(source, (str, bytes)) or not isinstance(source, Iterable):
+            raise ArgumentError(f"tasks is a {type(source).__name__}. Each of its entries is played. Pass a list.")
+        if isinstance(source, Sequence) and not len(source):
+            raise ArgumentError("tasks is empty. There is nothing to play. Pass at least one.")
+        self.source, self.seed = source, seed
+
+    def after(self, done: set[int]) -> Iterator[tuple[int, Any]]:
+        """(group, task) of all groups but those that are done, from the first."""
+        for number, task in enumerate(self._all()):
+            if number not in done:
+                yield number, task
+
+    def _all(self) -> Iterator[Any]:
+        if not isinstance(self.source, Sequence):
+            yield from self.source
+            return
+        time = 0
+        while True:
+            order = np.random.default_rng([self.seed, time]).permutation(len(self.source))
+            yield from (self.source[int(index)] for index in order)
+            time += 1
+
+
+class Bound(Protocol):
+    """What says how many groups may be begun."""
+
+    @property
+    def groups(self) -> int:
+        """That are wanted at once."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """That are taken at once."""
+        ...
+
+    def allowed(self, taken: int, dull: int) -> int:
+        """That may have been begun, when so many steps are done and so many groups teach nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The bound on groups.
+
+    >>> pace = Pace(groups=16, steps_ahead=1, refill=3)
+    >>> pace.allowed(taken=0, dull=0), pace.allowed(taken=2, dull=0), pace.allowed(taken=0, dull=5)
+    (32, 64, 37)
+
+    Args:
+        groups: whose rewards differ, in one optimizer step.
+        steps_ahead: steps whose groups may be begun before they are needed; 0 plays and trains in turns.
+        refill: a step is given up to `refill` times as many groups, where the rewards of some are equal.
+        steps: of the run; for none after them is played.
+    """
+
+    groups: int
+    steps_ahead: int = 1
+    refill: int = 3
+    steps: int = 1 << 31
+
+    def __post_init__(self) -> None:
+        for name, least in (("groups", 1), ("steps_ahead", 0), ("refill", 1)):
+            if getattr(self, name) < least:
+                raise ArgumentError(
+                    f"online.{name} is {getattr(self, name)}. Nothing could be played. It must be at least {least}."
+                )
+
+    @property
+    def most(self) -> int:
+        """Groups of one step, those with equal rewards among them."""
+        return self.groups * self.refill
+
+    def allowed(self, taken: int, dull: int) -> int:
+        """Groups that may have been begun since the run began.
+
+        Args:
+            taken: steps that are done, their weights pushed.
+            dull: finished groups whose rewards are equal or unknown.
+        """
+        steps = min(self.steps_ahead + taken + 1, self.steps)
+        return steps * self.groups + min(dull, steps * (self.most - self.groups))
+
+
+Floats = NDArray[np.float32]
+_ENDED = ("stop", "tool_calls", "function_call")
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Which reward is trained on, and how.
+
+    Args:
+        name: of the reward; "" is the scalar one, as for `train`.
+        compared: with the others of its group, so that equal ones teach nothing.
+        free: nobody trains on it yet, so that rewards may have any names.
+        tolerance: rewards within it of one another are equal.
+        zero_truncated: what was cut off, or does not say how it ended, has reward 0.
+    """
+
+    name: str = ""
+    compared: bool = True
+    free: bool = False
+    tolerance: float = 0.0
+    zero_truncated: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> Signal:
+        """As the config of a run says; groups that are to be masked are taken like others."""
+        told = config.filter
+        compared = config.advantage.baseline != "none" and not told.mask_even
+        return cls(config.data.reward, compared, tolerance=told.tolerance, zero_truncated=told.zero_truncated)
+
+    def of_records(self, records: Sequence[Mapping[str, Any]]) -> Floats:
+        """[n] float32, NaN where there is none.
+
+        >>> Signal().of_records([{"reward": 1}, {"reward": None}, {"rewards": {"a": 2}}]).tolist()
+        [1.0, nan, nan]
+        """
+        if self.zero_truncated:
+            return self.of_traces(Traces.from_records(records))
+        places = [{**(record.get("rewards") or {}), "reward": record.get("reward")} for record in records]
+        found = [self._of(place) for place in places]
+        return np.array([np.nan if value is None else value for value in found], np.float32)
+
+    def _of(self, rewards: Mapping[str, Any]) -> Any:
+        """The one that is trained on, None where it is not known; of several names the first that there is."""
+        return next((each for each in map(rewards.get, self._names) if each is not None and math.isfinite(each)), None)
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.name, *split_names(self.name)] if self.name else ["reward"]
+
+    def of_traces(self, traces: Traces) -> Floats:
+        """The same of records that were read."""
+        found = traces.reward
+        if self.name:
+            told = [self._of({**trace.rewards, "reward": trace.reward}) for trace in traces]
+            found = np.array([np.nan if value is None else value for value in told], np.float32)
+        if self.zero_truncated:
+            ended = [any(each.finish_reason in _ENDED for each in trace.generations[-1:]) for trace in traces]
+            found = np.where(np.isnan(found) | ended, found, np.float32(0))
+        return found
+
+    def check(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses rewards by other names than the one that is trained on: no group would ever teach anything.
+
+        One of that name that is not known, as its function failed or does not apply, is not refused.
+        """
+        names = {name for record in records for name in record.get("rewards") or {}}
+        there = names | ({"reward"} if any("reward" in record for record in records) else set())
+        wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
+        if not self.free and names and not there & {*self._names}:
+            raise ArgumentError(
+                f"the rewards are {', '.join(sorted(names))[:200]}, and {wanted}. Nothing would be trained on. "
+                "Set data.reward to the one that is, or return one number."
+            )
+
+    def is_dull(self, rewards: Floats) -> bool:
+        """Whether a group teaches nothing: no known reward, or where they are compared fewer than two unlike ones.
+
+        >>> [Signal().is_dull(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
+        [True, True, False]
+        """
+        known = rewards[~np.isnan(rewards)].astype(np.float64)
+        return not len(known) or (self.compared and bool(np.ptp(known) <= self.tolerance))
 
 
 class Score(Protocol):

@@ -1,4 +1,4 @@
-"""All parts of an input, done here, by processes or on Ray, and what makes one folder of them: the manifest, last."""
+"""Prepare traces on disk: `prepare` reads, aligns and writes shards with a manifest, on one or many workers."""
 
 import json
 import os
@@ -7,25 +7,110 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tracegrad import _core, arrays, manifest
-from tracegrad.account import Account
+from tracegrad import _core, _validation
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Data, Map
+from tracegrad.data import Progress, stream
+from tracegrad.data.reader import BLANK, Tally, added
+from tracegrad.data.sources import expand
+from tracegrad.data.trace import Traces, write
 from tracegrad.errors import ArgumentError, ReadError, TracegradError, redacted, shown
-from tracegrad.inputs import Progress
-from tracegrad.inputs.places import expand
-from tracegrad.inputs.reading import BLANK
-from tracegrad.inputs.tally import Tally, added
-from tracegrad.prepare import on_ray
-from tracegrad.prepare.load import OF_ALIGNING
-from tracegrad.prepare.part import Job, Record, done, kept, shards_in
-from tracegrad.prepare.parts import PART_BYTES, Part, cut
-from tracegrad.prepare.place import PLAN, Bucket, Folder, encoded, place_of
-from tracegrad.prepare.shard import Sources, aside_of, names_of, said
+from tracegrad.metrics import Stopwatch
+from tracegrad.prepare import ray_backend
+from tracegrad.prepare.output import PLAN, Bucket, Folder, encoded, place_of
+from tracegrad.prepare.part import Job, Record, Sources, aligned, aside_of, done, kept, names_of, said, shards_in
+from tracegrad.prepare.split import PART_BYTES, Part, cut
+from tracegrad.prepare.summary import Account
 from tracegrad.prepare.workers import Workers
-from tracegrad.tokenizer import Tokenizer
+from tracegrad.storage import manifest, remote
+
+
+def load(
+    source: Sources,
+    model: Path,
+    data: Data,
+    out: Path,
+    watch: Stopwatch,
+    *,
+    map: Map | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[Sequences, Account]:
+    """Reads and aligns all inputs, or takes what `prepare` has written.
+
+    Args:
+        source: what `tracegrad.read` takes as names, one or several, or a folder of shards, by its path or address.
+        model: folder with tokenizer.json and chat template.
+        data: options of reading and aligning.
+        out: where quarantined records go.
+        watch: takes the seconds of "read" and "align".
+        map: where the records hold what a trace needs.
+        progress: called with how far reading is.
+
+    Raises:
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error; for a
+            folder that is not whole or was changed.
+        ArgumentError: for an option of aligning where a folder of shards is given.
+    """
+    named = names_of(source)
+    account = Account(said(named), named, reward=data.reward)
+    if len(named) == 1 and is_prepared(named[0]):
+        check_prepared(named[0], data, map or Map())
+        with watch("read"):
+            sequences = Sequences.load(named[0], verify=True)
+        account.add(sequences)
+        return sequences, account
+    tokenizer = Tokenizer.from_pretrained(model)
+    with watch("read"):
+        aside = None
+        if data.on_error == "quarantine":
+            place_of(str(out)).make()
+            aside = out / aside_of(named)
+        told = {"map": map, "on_error": data.on_error, "quarantine": aside, "progress": progress}
+        traces = stream(named, **told)
+        whole = Traces.concatenate(traces)
+    with watch("align"):
+        sequences = aligned(whole, tokenizer, data)
+        if aside is not None and sequences.drift.errors:
+            write(whole[sequences.drift.left_out], out / "unaligned-00000.jsonl")
+    account.add(sequences)
+    account.read, account.mapped = traces.read_report, traces.lines()
+    account.look(named, map or Map())
+    account.probe(tokenizer)
+    return sequences, account
+
+
+def is_prepared(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder, by its path or address, holds shards, or one: whole or not."""
+    if isinstance(folder, str) and remote.is_address(folder):
+        return any(remote.exists(remote.joined(folder, name)) for name in (manifest.NAME, PLAN))
+    path = remote.path_of(folder)
+    named = any((path / name).exists() for name in (manifest.NAME, PLAN, "sequences.json"))
+    return path.is_dir() and (named or any(path.glob("shard-*")))
+
+
+OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
+
+
+def check_prepared(source: str, data: Data, map: Map) -> None:
+    """Refuses options of reading and aligning where a prepared folder is given."""
+    default = Data()
+    if map.told():
+        raise ArgumentError(
+            f"map.{next(iter(map.told()))} has no effect on {source}, which is read already. It is of prepare. "
+            "Leave it out, or give the file of traces."
+        )
+    for name in OF_ALIGNING:
+        if getattr(data, name) != getattr(default, name):
+            raise ArgumentError(
+                f"data.{name} has no effect on {source}, which is aligned already. It is an option of prepare. "
+                "Leave it out, or give the file of traces."
+            )
+
 
 _ACCOUNT = "drift.json"
 _TOKENIZER_FILES = (".json", ".jinja", ".tiktoken", ".model")
@@ -69,7 +154,7 @@ def prepare(
         TracegradError: if the process of a part was lost three times.
     """
     for name, value in (("shard_traces", shard_traces), ("workers", workers), ("part_bytes", part_bytes)):
-        arrays.integer(value, name, least=1)
+        _validation.integer(value, name, least=1)
     tokenizer = Tokenizer.from_pretrained(model)
     named, told = names_of(source), map or Map()
     account = Account(said(named), named, reward=data.reward)
@@ -78,7 +163,7 @@ def prepare(
     place = place_of(os.fspath(out))
     _check(place, workers, ray)
     if ray is not None and named != ["-"]:
-        on_ray.check(ray)
+        ray_backend.check(ray)
     _check_own(place)
     place.make()
     with place.lock() as lock:
@@ -91,7 +176,7 @@ def prepare(
         job = Job(aside_of(named), str(model), os.fspath(out), data, told, shard_traces)
         far = _Far(parts, left, progress)
         if ray is not None and not _is_alone(left):
-            made = on_ray.records(job, left, ray, 0 if workers == 1 else workers)
+            made = ray_backend.records(job, left, ray, 0 if workers == 1 else workers)
         elif min(workers, len(left)) > 1:
             made = _by_processes(job, left, min(workers, len(left)), lock, far)
         else:

@@ -1,22 +1,66 @@
-"""Several processes on this machine that do parts; one that is lost has its part done again by another."""
+"""Run the parts of `prepare` in worker processes."""
 
 import os
+import pickle
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.errors import TracegradError
-from tracegrad.prepare.part import Job, Record, threads
-from tracegrad.prepare.parts import Part
+from tracegrad.prepare.part import Job, Record, done, threads
+from tracegrad.prepare.split import Part
+
+
+def main(handle: int) -> None:
+    """Answers on the pipe behind a file descriptor until it ends; with it ends the process, whatever it is doing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks for parts ends this process too
+    pipe = Connection(handle)
+    asked: queue.SimpleQueue[Part] = queue.SimpleQueue()
+    job: Job = pipe.recv()
+    threading.Thread(target=_listen, args=(pipe, asked), daemon=True).start()
+    tokenizer: Tokenizer | None = None
+    while True:
+        part = asked.get()
+        pipe.send(("begun", 0, 0))
+        try:
+            tokenizer = tokenizer or Tokenizer.from_pretrained(Path(job.model))
+            record = done(job, part, tokenizer, lambda taken, records: pipe.send(("far", taken, records)))
+        except Exception as error:
+            pipe.send(("failed", sendable(error), None))
+        else:
+            pipe.send(("done", record, None))
+
+
+def _listen(pipe: Connection, asked: "queue.SimpleQueue[Part]") -> None:
+    try:
+        while True:
+            asked.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(1)  # nobody waits for the part, and another may be given it
+
+
+def sendable(error: Exception) -> Exception:
+    """An error as it can be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return TracegradError(f"{type(error).__name__}: {error}")
+    return error
+
 
 MOST_LOST = 2
 """How often a part is given to another process."""
-_START = "import sys; from tracegrad.prepare.worker import main; main(int(sys.argv[1]))"
+_START = "import sys; from tracegrad.prepare.workers import main; main(int(sys.argv[1]))"
 
 Say = Callable[[Part, int, int], None]
 """Called with a part that is being done, bytes taken and records read of it; with 0 and 0 when it is begun."""

@@ -1,27 +1,23 @@
-"""Recipes: what a paper or a peer's config fixes of a run, the objective and what belongs to it, as values.
+"""Define recipes: an objective with everything else that its paper or another trainer's config sets.
 
-In comes a name, a config of TRL, verl, SkyRL or ART, or measured traces; out goes a `Recipe`. A preset is the loss
-alone; a recipe is the preset with its advantages and whatever else its source says. `tracegrad train --recipe DAPO`
-begins with one. There is no registry. Its files, each using those before it alone: `recipe`, `papers`; `for_data` (by
-what is measured); `peer`, `rates`, `art`, `trl`, `skyrl`, `verl_options`, `verl`, `elsewhere` (configs of others);
-`describe`, `coming` (the pages that list them).
+`find` returns one by name; `from_trl`, `from_verl`, `from_skyrl` and `from_art` import configs; `for_data` recommends
+one from measurements. `tracegrad train --recipe DAPO` starts from one.
 """
 
-from tracegrad import presets
-from tracegrad.algebra import Objective
 from tracegrad.errors import ArgumentError
-from tracegrad.recipes import papers, verl
+from tracegrad.objective import Objective, presets
+from tracegrad.recipes import recipe, verl
 from tracegrad.recipes.art import from_art
-from tracegrad.recipes.elsewhere import like
-from tracegrad.recipes.for_data import Advice, for_data
-from tracegrad.recipes.papers import *  # noqa: F403
+from tracegrad.recipes.config_file import like
+from tracegrad.recipes.recipe import *  # noqa: F403
 from tracegrad.recipes.recipe import Recipe
+from tracegrad.recipes.recommendation import Advice, for_data
 from tracegrad.recipes.skyrl import from_skyrl
 from tracegrad.recipes.trl import from_trl
 from tracegrad.recipes.verl import from_verl
 
 __all__ = ["Advice", "Recipe", "find", "for_data", "from_art", "from_skyrl", "from_trl", "from_verl", "like"]
-__all__ += papers.__all__
+__all__ += recipe.__all__
 
 
 def find(name: str) -> Recipe:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.algebra import Clamp, Clip, Level, Objective, PolicyGradient, Ratio, Reduce, Shift, Weight, Window
 from tracegrad.config import Advantage
-from tracegrad.recipes.peer import Asked, Peer, Without, flat, read
+from tracegrad.objective import Clamp, Clip, Level, Objective, PolicyGradient, Ratio, Reduce, Shift, Weight, Window
+from tracegrad.recipes.import_config import Asked, Peer, Without, flat, read
 from tracegrad.recipes.recipe import Recipe
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.algebra import (
+from tracegrad.config import Advantage
+from tracegrad.objective import (
     Clamp,
     Clip,
     DropCovariance,
@@ -21,9 +22,7 @@ from tracegrad.algebra import (
     Weight,
     Window,
 )
-from tracegrad.config import Advantage
-from tracegrad.recipes.peer import Asked, Peer, Without, flat, read
-from tracegrad.recipes.rates import rates, reward_kl
+from tracegrad.recipes.import_config import Asked, Peer, Without, flat, rates, read, reward_kl
 from tracegrad.recipes.recipe import Options, Recipe
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")

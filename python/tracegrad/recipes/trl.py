@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.algebra import (
+from tracegrad.config import Advantage
+from tracegrad.objective import (
     Adapt,
     Clamp,
     Clip,
@@ -23,8 +24,7 @@ from tracegrad.algebra import (
     with_beta,
     with_kl,
 )
-from tracegrad.config import Advantage
-from tracegrad.recipes.peer import Asked, Peer, Without, flat, read
+from tracegrad.recipes.import_config import Asked, Peer, Without, flat, read
 from tracegrad.recipes.recipe import Options, Recipe
 
 _OLD, _MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
@@ -288,7 +288,7 @@ TRL = Peer(
         "optim": Without(
             ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_npu_fused"),
             "the optimizer is AdamW",
-            "leave it out, or pass learner.train an optimizer of your own",
+            "leave it out, or pass trainer.train an optimizer of your own",
             of_run=True,
         ),
         "optim_args": Without((None,), "the optimizer is AdamW", "optimizer.*", of_run=True),

@@ -14,14 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
-from tracegrad import outputs
-from tracegrad.codes import TIER_TEXT
+from tracegrad._html import escape, number, percent
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.data.codes import TIER_TEXT
 from tracegrad.errors import ReadError
-from tracegrad.report.curves import Rows, curves, interval, step_of
-from tracegrad.report.text import escape, number, percent
-from tracegrad.report.thumbnails import Thumbnails
-from tracegrad.report.tokens import PerToken, TermArrays, examples, trace_html
-from tracegrad.sequence import Sequences
+from tracegrad.report.charts import Rows, curves, interval, step_of
+from tracegrad.report.token_map import PerToken, TermArrays, Thumbnails, examples, trace_html
+from tracegrad.storage import files as outputs
 
 __all__ = ["Counts", "TermArrays", "add_success", "write_report"]
 

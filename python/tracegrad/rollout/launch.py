@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tracegrad import outputs
 from tracegrad.errors import ArgumentError, ServerError, shown
 from tracegrad.rollout.progress import Progress
+from tracegrad.storage import files
 
 GRACE_S = 15.0
-KEEPER = Path(__file__).with_name("keeper.py")
+KEEPER = Path(__file__).with_name("watchdog.py")
 READ_BACK = 65_536
 
 
@@ -87,7 +87,7 @@ class Launched:
         told = {**os.environ, **(environment or {})}
         if key is not None:
             told["VLLM_API_KEY"] = key
-        with outputs.append(self.log) as output:
+        with files.append(self.log) as output:
             self.process = subprocess.Popen(
                 [*keep, *command],
                 stdin=subprocess.DEVNULL,

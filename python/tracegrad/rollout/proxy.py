@@ -1,45 +1,451 @@
-"""An OpenAI-compatible proxy that records: any program in any language, one session for each trajectory.
+"""Record any OpenAI client: a proxy that adds ids and logprobs to requests and hides them from answers.
 
-It asks the server for ids and logprobs in addition, records request and response whole, and hands the client what it
-would have got. It serves in the loop of its caller. `play` opens sessions for contracts; strangers open their own.
+One session per trajectory; requests and responses are recorded whole, and the client gets what it would have got
+without the proxy.
 """
 
 import asyncio
 import contextlib
 import hmac
 import inspect
+import json
 import re
 import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tracegrad.errors import ArgumentError, shown
-from tracegrad.rollout.exchange import (
-    HEAD_BYTES,
-    Connection,
-    Pool,
-    Refusal,
-    Upstream,
-    answer,
-    body_of,
-    disconnected,
-    object_of,
-    start,
-    whole,
-)
-from tracegrad.rollout.journal import Entry, Journal
-from tracegrad.rollout.passing import ROADS, Added, Events, MalformedAnswer, Road, dumped, response_of
-from tracegrad.rollout.play import checked
+from tracegrad.data.sampling import refused_fields
+from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.rollout import responses
+from tracegrad.rollout.client import orjson
 from tracegrad.rollout.policy import LimitReached, Limits, Policy
-from tracegrad.rollout.session import Call, Session, UnfitRequest
-from tracegrad.sampling import refused_fields
+from tracegrad.rollout.proxy_journal import Entry, Journal
+from tracegrad.rollout.responses import parsed
+from tracegrad.rollout.run_agent import checked
+from tracegrad.rollout.session import CHAT, COMPLETIONS, Call, Session, UnfitRequest
+
+HEAD_S, HEAD_BYTES = 20.0, 1 << 16
+"""How long the head of a request may take, from its connection or its first byte, and how large it may be."""
+BODY_S = 60.0
+"""How long a body may take."""
+
+
+class Connection(H11Protocol):
+    """A connection of a client, closed if no request's head has come whole within `HEAD_S` seconds."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEAD_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came, which may begin a head or end it."""
+        if self._late is None and self.conn.their_state is h11.IDLE:
+            self._late = self.loop.call_later(HEAD_S, self.transport.close)
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._in_time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class Refusal(Exception):
+    """A request that is answered by the proxy itself."""
+
+    def __init__(self, status: int, words: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(words)
+        self.status, self.kind = status, kind
+
+
+class Pool(Protocol):
+    """Several servers, as `rollout.server.Servers` gives them."""
+
+    async def where(self, session: str) -> str: ...
+    def leave_out(self, url: str, why: str) -> None: ...
+
+
+class Upstream:
+    """The server, or several, that a proxy asks; an asynchronous context manager.
+
+    Args:
+        url: base URL; or several servers, of which one that cannot be asked is left out until it is healthy, and its
+            sessions ask another, or wait.
+        key: what the server asks for.
+        timeout_s: of one request.
+    """
+
+    def __init__(self, url: str | Pool, key: str | None, timeout_s: float) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._client: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Upstream":
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10.0)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._client = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 18)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def ask(self, method: str, session: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
+        """The server's answer, once its head is there; the caller closes it.
+
+        Raises:
+            Refusal: 502, 503 or 504, where there is none.
+        """
+        assert self._client is not None
+        again, deadline = True, time.monotonic() + self._timeout_s
+        while True:
+            base = await self._where(session)
+            url = base.rstrip("/").removesuffix("/v1") + path
+            try:
+                return await self._client.request(method, url, data=body, headers=self._headers)
+            except asyncio.TimeoutError:
+                raise Refusal(504, f"the server was silent for {self._timeout_s:g} s", "upstream_error") from None
+            except aiohttp.ClientError as error:
+                # Servers close idle connections just when they are used.
+                dropped = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+                if again and dropped and not isinstance(error, aiohttp.ClientConnectorError):
+                    again = False
+                    continue
+                if not isinstance(self._url, str) and time.monotonic() < deadline:
+                    self._url.leave_out(base, f"it cannot be asked: {error}")
+                    continue
+                raise Refusal(502, f"the server cannot be asked: {error}", "upstream_error") from None
+
+    async def _where(self, session: str) -> str:
+        if isinstance(self._url, str):
+            return self._url
+        try:
+            return await self._url.where(session)
+        except TracegradError as error:
+            raise Refusal(503, str(error), "upstream_error") from None
+
+
+async def answer(send: Any, status: int, body: bytes, kind: str = "application/json", *, close: bool = False) -> None:
+    """Sends a whole answer; `close` ends the connection, on which an unread body may still come."""
+    more = [(b"connection", b"close")] if close else []
+    await start(send, status, kind, (b"content-length", str(len(body)).encode()), *more)
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def start(send: Any, status: int, kind: str, *headers: tuple[bytes, bytes]) -> None:
+    """Sends the head of an answer, whatever a server calls its content."""
+    headers = ((b"content-type", kind.encode("latin-1", "replace")), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+
+async def disconnected(receive: Any) -> None:
+    """Returns once the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> bytes:
+    """A request's body, read within `BODY_S` seconds."""
+    told = headers.get(b"content-length", "0")
+    if told.isdigit() and int(told) > most:
+        raise Refusal(413, f"the request has more than {most} bytes")
+
+    async def read() -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal(400, "the client closed")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise Refusal(413, f"the request has more than {most} bytes")
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    try:
+        return await asyncio.wait_for(read(), BODY_S)
+    except asyncio.TimeoutError:
+        raise Refusal(408, f"the request did not come within {BODY_S:g} s") from None
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """A body as a JSON object."""
+    try:
+        told = parsed(body, halves=True)
+    except ValueError as error:
+        raise Refusal(400, f"the request is not JSON: {error}") from None
+    if not isinstance(told, dict):
+        raise Refusal(400, "the request is not a JSON object")
+    return told
+
+
+async def whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body of a server's answer."""
+    data = await response.content.read(most + 1)
+    parts = [data]
+    size = len(data)
+    while data and size <= most:
+        data = await response.content.read(most + 1 - size)
+        parts.append(data)
+        size += len(data)
+    if size > most:
+        raise Refusal(502, f"the server's answer has more than {most} bytes", "upstream_error")
+    return b"".join(parts)
+
+
+_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"data", b"event", b"id", b"retry")
+"""How lines of an event begin; a name alone has an empty value."""
+Wrong = Callable[[Mapping[str, Any]], str | None]
+
+
+class MalformedAnswer(ValueError):
+    """An answer of a server that is not what its API says; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Road:
+    """One kind of request.
+
+    Args:
+        path: at the server.
+        asked: what is asked whatever the client says; empty where the request goes as it came.
+        wrong_in, wrong_in_chunk: say what is wrong with a whole answer, and with a chunk of a stream.
+    """
+
+    path: str
+    asked: Mapping[str, Any]
+    wrong_in: Wrong
+    wrong_in_chunk: Wrong
+
+    def error(self, message: str) -> bytes:
+        """Return the event that ends a stream by an error, in the form that clients of this API read."""
+        error: dict[str, Any] = {"message": shown(message)[:1000], "type": "upstream_error", "param": None, "code": 502}
+        if self.path == "/v1/messages":
+            return b"event: error\ndata: " + dumped({"type": "error", "error": error}) + b"\n\n"
+        if self.path == "/v1/responses":
+            return b"event: error\ndata: " + dumped({**error, "type": "error", "error": error}) + b"\n\n"
+        return b"data: " + dumped({"error": error}) + b"\n\n"
+
+
+ROADS = {
+    road.path: road
+    for road in (
+        Road("/v1/chat/completions", CHAT, responses.wrong_in_chat, responses.wrong_in_chat_chunk),
+        Road("/v1/completions", COMPLETIONS, responses.wrong_in_completion, responses.wrong_in_completion_chunk),
+        Road("/v1/responses", {}, responses.wrong_in_response, responses.wrong_in_response),
+        Road("/v1/messages", {}, responses.wrong_in_message, responses.wrong_in_message),
+    )
+}
+
+
+class Added:
+    """What a client did not ask for, by its request.
+
+    >>> Added({"messages": []}, CHAT).taken_out({"choices": [{"token_ids": [1], "logprobs": {}}], "prompt_token_ids": [2]})
+    {'choices': [{'token_ids': None, 'logprobs': None}], 'prompt_token_ids': None}
+    """  # noqa: E501
+
+    def __init__(self, body: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+        chat = "top_logprobs" in asked
+        told = body.get("logprobs")
+        self.logprobs = "logprobs" in asked and not (told if chat else told is not None)
+        self.ids = "return_token_ids" in asked and not body.get("return_token_ids")
+        self._chat = chat
+
+    def __bool__(self) -> bool:
+        return self.logprobs or self.ids
+
+    def taken_out(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response, or a chunk of one, as the client would have got it; what is given is not changed."""
+        out = dict(response)
+        if self.ids and "prompt_token_ids" in out:
+            out["prompt_token_ids"] = None
+        if isinstance(choices := out.get("choices"), list):
+            out["choices"] = [self._choice(one) if isinstance(one, dict) else one for one in choices]
+        return out
+
+    def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        out = dict(choice)
+        for key in ("token_ids", "prompt_token_ids") if self.ids else ():
+            if key in out:
+                out[key] = None
+        if self.logprobs and "logprobs" in out:
+            out["logprobs"] = None
+        return out
+
+    def alone(self, chunk: dict[str, Any]) -> bool:
+        """Whether a chunk carries nothing but what was added: the server would not have sent it."""
+        choices = chunk.get("choices")
+        if not (self._chat and self.ids and self.logprobs and choices):
+            return False
+        return all(choice.get("delta") == {} and choice.get("finish_reason") is None for choice in choices)
+
+
+class Events:
+    """A stream of server-sent events while it passes: what the client gets, what is recorded, how many tokens.
+
+    `text` is what came, whole events only; `tokens` how many ids its chunks list. An event that is not what the API
+    says is not in `text`: whoever reads on gets `MalformedAnswer`.
+
+    Args:
+        added: what the client did not ask for.
+        wrong_in_chunk: says what is wrong with a chunk.
+        most: bytes of the stream.
+    """
+
+    def __init__(self, added: Added, wrong_in_chunk: Wrong, most: int) -> None:
+        self.tokens = 0
+        self.chunks = 0
+        self._size = 0
+        self._added = added
+        self._wrong_in_chunk = wrong_in_chunk
+        self._most = most
+        self._kept: list[bytes] = []
+        self._rest = bytearray()
+
+    @property
+    def text(self) -> str:
+        """The events that came."""
+        return b"".join(self._kept).decode(errors="replace")
+
+    def passed(self, data: bytes) -> Iterator[bytes]:
+        """Return what the client gets for a piece of the stream, event by event.
+
+        Raises:
+            MalformedAnswer: for an event that is no chunk of this API, and for a stream of too many bytes.
+        """
+        self._size += len(data)
+        for event in self._split(data):
+            yield self._passed(event)
+        if self._size > self._most:
+            raise MalformedAnswer(f"the server's answer has more than {self._most} bytes")
+
+    def ended(self) -> bytes:
+        """Return what the client gets for an end without a blank line.
+
+        Raises:
+            MalformedAnswer: as for `passed`.
+        """
+        rest = bytes(self._rest)
+        self._rest.clear()
+        return self._passed(rest) if rest.strip() else rest
+
+    def _split(self, data: bytes) -> Iterator[bytes]:
+        """Events that are whole."""
+        rest = self._rest
+        # What was searched before holds no end of an event, but may hold the beginning of one.
+        searched = max(len(rest) - 3, 0)
+        rest += data
+        start = 0
+        while True:
+            lines = rest.find(b"\n\n", searched)
+            carriage = rest.find(b"\r\n\r\n", searched, lines if lines >= 0 else len(rest))
+            if lines < 0 and carriage < 0:
+                break
+            end = carriage + 4 if carriage >= 0 else lines + 2
+            yield bytes(rest[start:end])
+            start = searched = end
+        del rest[:start]
+
+    def _passed(self, event: bytes) -> bytes:
+        lines = event.splitlines() if event.find(b"\n", 0, -2) >= 0 else [event.strip()]
+        if self.chunks == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
+            lines[0] = lines[0][3:]
+        said, others = [], []
+        for line in lines:
+            if line.startswith(b"data:"):
+                said.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line or line in _FIELDS or line.startswith(_FIELDS[:5]):
+                others.append(line)
+            else:
+                raise MalformedAnswer(f"the server sent a line that is no event: {_quoted(line)}")
+        payload = b"\n".join(said).strip()
+        if not payload or payload == b"[DONE]":
+            self._kept.append(event)
+            return event
+        chunk = self._chunk(payload)
+        self._kept.append(event)
+        self.chunks += 1
+        if chunk.get("error") is not None:
+            return event
+        for choice in chunk.get("choices") or ():
+            self.tokens += len(choice.get("token_ids") or ())
+        if not self._added:
+            return event
+        if self._added.alone(chunk):
+            return b""
+        head = b"".join(line + b"\n" for line in others if line)
+        return head + b"data: " + dumped(self._added.taken_out(chunk)) + b"\n\n"
+
+    def _chunk(self, payload: bytes) -> dict[str, Any]:
+        chunk = _object(payload, "the server sent a chunk that is")
+        # An error of the server passes as it is.
+        if chunk.get("error") is None and (why := self._wrong_in_chunk(chunk)) is not None:
+            raise MalformedAnswer(f"the server sent a chunk of another shape: {why}")
+        return chunk
+
+
+def dumped(value: Any) -> bytes:
+    """JSON as vLLM writes it: no blanks, no escapes but for what UTF-8 cannot say."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # integers of more than 64 bits, and half a character
+        pass
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def response_of(data: bytes, wrong_in: Wrong) -> dict[str, Any] | None:
+    """Return a server's answer; None if it says that it failed.
+
+    Raises:
+        MalformedAnswer: if it is not what the API says.
+    """
+    told = _object(data, "the server's answer is")
+    if told.get("error") is not None:
+        return None
+    if (why := wrong_in(told)) is not None:
+        raise MalformedAnswer(f"the server's answer has another shape: {why}")
+    return told
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object of these bytes; `what` begins the error if they are none."""
+    try:
+        value = responses.parsed(data)
+    except ValueError as error:
+        raise MalformedAnswer(f"{what} not JSON: {error}: {_quoted(data)}") from None
+    if not isinstance(value, dict):
+        raise MalformedAnswer(f"{what} not a JSON object: {_quoted(data)}")
+    return value
+
+
+def _quoted(data: bytes) -> str:
+    return repr(data[:100].decode(errors="replace"))
+
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 ENDED_NAMES = 65536

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from tracegrad.data.sampling import NEUTRAL, refusal
+from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError, shown
-from tracegrad.sampling import NEUTRAL, refusal
-from tracegrad.trace import Traces
 
 Message = dict[str, Any]
 # What a request must ask for, so that its tokens and their logprobs are known exactly.

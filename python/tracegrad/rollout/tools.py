@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from tracegrad.aside import Failed, Failure, Processes, Thread, located, within
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.schema import misfit, parameters, schema
+from tracegrad.rollout.tool_schema import misfit, parameters, schema
+from tracegrad.user_code import Failed, Failure, Processes, Thread, located, within
 
 Message = dict[str, Any]
 RESULT_CHARACTERS = 65536

@@ -22,9 +22,9 @@ from starlette.routing import Route
 
 from tracegrad.errors import TracegradError, shown
 from tracegrad.view import export, pieces, runs
-from tracegrad.view.page import SCRIPTS, STYLES, page
+from tracegrad.view.html import SCRIPTS, STYLES, page
+from tracegrad.view.loaded import Session
 from tracegrad.view.searcher import Searcher
-from tracegrad.view.session import Session
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

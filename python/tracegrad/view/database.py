@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import outputs
 from tracegrad.errors import ReadError
+from tracegrad.storage import files
 
 COLUMNS = (
     "reward",
@@ -71,7 +71,7 @@ def connect(path: Path, *, write: bool = False) -> sqlite3.Connection:
     """Opens an index; made if it is not there and `write` is asked."""
     if write:
         for ending in ("", "-wal", "-shm", "-journal"):
-            outputs.check(path.with_name(path.name + ending))
+            files.check(path.with_name(path.name + ending))
     try:
         if write:
             new = not path.exists()

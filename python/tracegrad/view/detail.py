@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.alignment import align
+from tracegrad._html import escape, number, percent
+from tracegrad.alignment.align import align
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data.sampling import options
+from tracegrad.data.trace import Trace
 from tracegrad.errors import TracegradError, redacted
-from tracegrad.pictures import Pictures
-from tracegrad.report.text import escape, number, percent
-from tracegrad.report.thumbnails import Thumbnails
-from tracegrad.report.tokens import PerToken, Writer
-from tracegrad.sampling import options
-from tracegrad.sequence import Sequences
-from tracegrad.terms import CLIPPED, StepTerms
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Trace
+from tracegrad.images import Pictures
+from tracegrad.report.token_map import PerToken, Thumbnails, Writer
+from tracegrad.trainer.token_log import CLIPPED, StepTerms
 from tracegrad.view.features import message_parts, tool_calls
 from tracegrad.view.tokens import Shown
 
@@ -245,14 +244,14 @@ def python(path: str, place: int, trace_id: str, *, model: str | None, run: str 
     if path and model:
         lines += [f"sequences = tg.align(trace, tg.Tokenizer.from_pretrained({model!r}))"]
     if run:
-        lines += ["from tracegrad.terms import Terms", f"steps = Terms({run!r}).of({trace_id!r})"]
+        lines += ["from tracegrad.trainer.token_log import Terms", f"steps = Terms({run!r}).of({trace_id!r})"]
     if token is not None and path and model:
         lines += [f"print(sequences.ids[{token}], sequences.rollout_logprobs[{token}])"]
     elif token is not None and run:
         lines += [
             "kept = Terms(" + repr(run) + ")",
             f"name, row = kept.find({trace_id!r})[-1]",
-            "sequences, _ = tg.terms.subset(kept.sequences(name), [row])",
+            "sequences, _ = tg.trainer.token_log.subset(kept.sequences(name), [row])",
             f"print(sequences.ids[{token}], sequences.rollout_logprobs[{token}])",
         ]
     return "\n".join(lines)

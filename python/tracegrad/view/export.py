@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad import outputs
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.report.page import write_page
-from tracegrad.report.thumbnails import Thumbnails
+from tracegrad.report.token_map import Thumbnails
+from tracegrad.storage import files
 from tracegrad.view import pieces, runs
-from tracegrad.view.page import SCRIPTS, page, style
-from tracegrad.view.session import NAMES, Session
+from tracegrad.view.html import SCRIPTS, page, style
+from tracegrad.view.loaded import NAMES, Session
 
 MOST = 2000
 _MOST_TEXT = 20_000  # characters of one trace that its search reads
@@ -60,9 +60,9 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
         ReadError: if it cannot be written.
     """
     of_runs = [file for run in session.runs for file in run.iterdir()]
-    outputs.check_not_read([path], [*(source.path for source in session.sources), *of_runs], "--export")
+    files.check_not_read([path], [*(source.path for source in session.sources), *of_runs], "--export")
     try:
-        outputs.check(path)
+        files.check(path)
         text = page_of(session, rows).encode("utf-8", "replace")
         write_page(path, text)
     except OSError as error:

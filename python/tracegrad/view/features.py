@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.alignment import align
-from tracegrad.codes import NO_TIER, TIERS
-from tracegrad.sequence import Sequences
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces
+from tracegrad.alignment.align import align
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data.codes import NO_TIER, TIERS
+from tracegrad.data.trace import Traces
 from tracegrad.view.database import Row
 
 _HANDLE = re.compile("blake3:([0-9a-f]{64})")  # what reading puts in the place of a picture

@@ -1,7 +1,7 @@
 """Fills the index in a thread while the page is already open, and goes on as files grow.
 
 What is read stays as it is: the index stands in a folder of its own. Traces first, so that the list is there within a
-second; their trigrams after each tenth thousand. Called by `serve`.
+second; their trigrams after each tenth thousand.
 """
 
 import hashlib
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tracegrad import _core
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data import Map, stream
+from tracegrad.data.trace import Traces
 from tracegrad.errors import TracegradError, shown
-from tracegrad.inputs import Map, stream
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces
 from tracegrad.view import database
 from tracegrad.view.features import Codes, rows_of
+from tracegrad.view.inputs import Source
 from tracegrad.view.place import Place
-from tracegrad.view.sources import Source
 from tracegrad.view.tokens import TokenSets
 
 _BATCH, _GRAMS = 500, 10_000

@@ -6,13 +6,13 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+from tracegrad._html import escape, number
+from tracegrad.data.trace import Trace
 from tracegrad.errors import ArgumentError, redacted
-from tracegrad.report.text import escape, number
-from tracegrad.report.thumbnails import Thumbnails
-from tracegrad.trace import Trace
+from tracegrad.report.token_map import Thumbnails
 from tracegrad.view import detail
 from tracegrad.view.features import message_parts, message_text, tool_calls
-from tracegrad.view.session import Session
+from tracegrad.view.loaded import Session
 from tracegrad.view.tokens import Shown
 
 MOST = 16

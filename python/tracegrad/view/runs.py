@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config, metrics, recipes
+from tracegrad._html import escape, number, percent
 from tracegrad.errors import TracegradError
-from tracegrad.report.curves import curves, overlaid
-from tracegrad.report.text import escape, number, percent
+from tracegrad.report.charts import curves, overlaid
 
 _QUIET_S = 180.0
 _MOST_JSON = 16 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.view.session import Session
+from tracegrad.view.loaded import Session
 
 
 def serve(session: Session, *, port: int = 0, token: str | None = None, say: Callable[[str], None] = print) -> None:

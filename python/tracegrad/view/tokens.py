@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import manifest
-from tracegrad.codes import GIVEN, SAMPLED, TIERS
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data.codes import GIVEN, SAMPLED, TIERS
 from tracegrad.errors import TracegradError
-from tracegrad.sequence import Sequences
-from tracegrad.terms import CLIPPED, StepTerms, Terms, subset
-from tracegrad.tokenizer import Tokenizer
+from tracegrad.storage import manifest
+from tracegrad.trainer.token_log import CLIPPED, StepTerms, Terms, subset
 from tracegrad.view.database import Row
 from tracegrad.view.features import Codes, of_sequences
-from tracegrad.view.sources import Source
+from tracegrad.view.inputs import Source
 
 OF_STEPS = ("pull", "ratio", "weight", "clipped", "masked", "entropy", "trained_advantage")
 """Numbers of a trace in the newest step that had it: the sum over its terms of |d loss / d logprob|, and means."""

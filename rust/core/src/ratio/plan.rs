@@ -246,7 +246,7 @@ pub enum Missing {
     Refuse,
 }
 
-/// What the scale of a term is 1 over; see `tracegrad.algebra.Reduce`.
+/// What the scale of a term is 1 over; see `tracegrad.objective.Reduce`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Per {
     /// The terms of the step.

@@ -1,0 +1,123 @@
+"""KL in the reward: what a trace pays for having left the reference, before it is compared with others.
+
+The logprobs are of the policy before the step and of the reference, so both are measured before advantages are known.
+The recorded policy may stand for the first. A coefficient that follows a target is a value of its own.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tracegrad import _validation
+from tracegrad.advantage.outcome import Floats, refuse_infinite
+from tracegrad.advantage.token import rows, terms
+from tracegrad.errors import ArgumentError
+
+_LIMIT = 20.0
+_MOST = 0.2
+"""What the controller's error is held within, in Ziegler et al. and all that took it from there."""
+
+
+class Penalised(NamedTuple):
+    """What `kl_in_reward` gives.
+
+    Args:
+        rewards: [R] float64, each less what the terms of its trace pay together.
+        per_term: [M] float64, -coef times the estimate at each term: add it to rewards of terms (`at_turn_ends`).
+        kl: the estimate, its mean over each trace and then over traces with a term: what `AdaptiveKl.after` takes.
+    """
+
+    rewards: Floats
+    per_term: Floats
+    kl: float
+
+
+def kl_in_reward(
+    rewards: ArrayLike,
+    old: ArrayLike,
+    ref: ArrayLike,
+    trace: ArrayLike,
+    *,
+    coef: float,
+    kind: Literal["k1", "k2", "k3", "abs"] = "k1",
+    cap: float | None = None,
+) -> Penalised:
+    """Takes coef times an estimate of KL(old||ref) at each term out of the reward of its trace.
+
+    With l = log old - log ref: k1 is l, abs |l|, k2 l^2 / 2, k3 exp(-l) - 1 + l.
+
+    Args:
+        rewards: [R], NaN where a trace could not be scored; it stays NaN.
+        old: [M] logprobs of the policy before the step (or of the one that sampled), nats.
+        ref: [M] logprobs of the reference, nats.
+        trace: [M] row of each term's trace in `rewards`.
+        coef: 0 or more.
+        kind: the estimate.
+        cap: the estimate is held within this on both sides; verl holds k3 within 10.
+
+    Raises:
+        ArgumentError: for logprobs that are not finite, a coefficient or cap below 0, shapes that differ.
+
+    Source: verl's `apply_kl_penalty` (use_kl_in_reward), SkyRL's `apply_reward_kl_penalty`; Ouyang et al. 2022,
+    arXiv 2203.02155.
+
+    >>> found = kl_in_reward([1.0, 0.0], [-1.0, -2.0, -1.0], [-1.5, -2.5, -1.0], [0, 0, 1], coef=0.1)
+    >>> found.rewards.round(3).tolist(), found.per_term.round(3).tolist(), found.kl
+    ([0.9, 0.0], [-0.05, -0.05, 0.0], 0.25)
+    """
+    _validation.one_of(kind, "kind", ("k1", "k2", "k3", "abs"))
+    for name, value in (("coef", coef), ("cap", cap)):
+        if value is not None and not value >= 0:
+            raise ArgumentError(f"{name} is {value}. A trace would be paid for leaving the reference. Pass 0 or more.")
+    reward = _validation.real(rewards, "rewards")
+    refuse_infinite(reward)
+    owner = rows(trace, len(reward))
+    one, _ = terms(owner, old=old)
+    other, _ = terms(owner, ref=ref)
+    gap = one - other
+    bad = np.flatnonzero(np.isnan(gap))
+    if len(bad):
+        raise ArgumentError(
+            f"term {bad[0]} of trace {owner[bad[0]]}: old {one[bad[0]]}, ref {other[bad[0]]}. What its trace pays is "
+            "not known. Measure both policies at every term, or leave the trace out."
+        )
+    held = gap.clip(-_LIMIT, _LIMIT)
+    estimates = {"k1": gap, "abs": np.abs(gap), "k2": gap**2 / 2, "k3": np.expm1(-held) + held}
+    estimate = estimates[kind] if cap is None else estimates[kind].clip(-cap, cap)
+    count = np.bincount(owner, minlength=len(reward))
+    total = np.bincount(owner, estimate, len(reward))
+    alive = count > 0
+    mean = float((total[alive] / count[alive]).mean()) if alive.any() else 0.0
+    return Penalised(reward - coef * total, 0.0 - coef * estimate, mean)
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """A coefficient that rises where the divergence is above its target and falls below it.
+
+    Args:
+        coef: now.
+        target: of the divergence, nats.
+        horizon: traces over which an error of 1 would double the coefficient; the error is held within 0.2.
+
+    Source: Ziegler et al. 2019, arXiv 1909.08593; verl's and SkyRL's AdaptiveKLController.
+
+    >>> AdaptiveKl(coef=0.1, target=0.1, horizon=100).after(kl=0.11, traces=10)  # 10 % above, a tenth of the horizon
+    AdaptiveKl(coef=0.101, target=0.1, horizon=100)
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("target", self.target), ("horizon", self.horizon)):
+            if not value > 0:
+                raise ArgumentError(f"AdaptiveKl.{name} is {value}. It divides the error. Pass a number above 0.")
+
+    def after(self, kl: float, traces: int) -> "AdaptiveKl":
+        """The coefficient after a batch of so many traces with this divergence (`Penalised.kl`)."""
+        error = min(max(kl / self.target - 1, -_MOST), _MOST)
+        return replace(self, coef=self.coef * (1 + error * traces / self.horizon))

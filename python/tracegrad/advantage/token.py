@@ -1,0 +1,459 @@
+"""Compute advantages per token or turn: GAE, REINFORCE++, ReMax, turn-level credit, the optimal token baseline."""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tracegrad import _validation
+from tracegrad.advantage.outcome import Floats, Grouped, Singleton, centred, divided, refuse_infinite, whitened
+from tracegrad.errors import ArgumentError
+
+
+def discounted(values: Floats, owner: NDArray[np.int64], gamma: float) -> Floats:
+    """[M] S_t = v_t + gamma * S_(t+1) within each trace, by doubling: after k rounds S_t holds 2**k terms."""
+    order = np.argsort(owner, kind="stable")
+    ids, total = owner[order], values[order]
+    longest = int(np.bincount(np.cumsum(np.diff(ids, prepend=ids[:1]) != 0)).max()) if len(ids) else 0
+    reach = 1
+    while reach < longest and gamma**reach:
+        total[:-reach] += np.where(ids[reach:] == ids[:-reach], gamma**reach * total[reach:], 0.0)
+        reach *= 2
+    return _back(total, order)
+
+
+def following(values: Floats, owner: NDArray[np.int64]) -> Floats:
+    """[M] the value at the next term of the same trace, 0 after the last."""
+    order = np.argsort(owner, kind="stable")
+    ids, given = owner[order], values[order]
+    after = np.zeros_like(given)
+    after[:-1] = np.where(ids[1:] == ids[:-1], given[1:], 0.0)
+    return _back(after, order)
+
+
+def accumulated(values: Floats, owner: NDArray[np.int64]) -> Floats:
+    """[M] the sum from the first term of the trace to this one."""
+    return discounted(values[::-1], owner[::-1], 1.0)[::-1]
+
+
+def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
+    """One [M] float64 array and the [M] ids of traces, checked."""
+    ((name, given),) = values.items()
+    array, owner = _validation.real(given, name), _validation.numbers(trace, "trace")
+    if array.ndim != 1 or owner.shape != array.shape or (owner.dtype.kind not in "iu" and owner.size):
+        raise ArgumentError(
+            f"{name} have shape {array.shape}, trace has shape {owner.shape} of {owner.dtype}. Each term has one value "
+            "and the number of its trace. Pass flat arrays of equal length, trace as integers."
+        )
+    bad = np.flatnonzero(np.isinf(array))
+    if len(bad):
+        raise ArgumentError(
+            f"term {bad[0]} of trace {owner[bad[0]]}: {name} hold {array[bad[0]]}. It would make the whole trace "
+            "infinite. Pass NaN where it is not known."
+        )
+    return array, owner.astype(np.int64)
+
+
+def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
+    """[M] rows of traces, checked against the number of traces."""
+    owner = _validation.integers(trace, "trace")
+    if len(owner) and not 0 <= owner.min() <= owner.max() < total:
+        raise ArgumentError(
+            f"trace runs from {owner.min()} to {owner.max()}, of {total} traces. "
+            "A term would have another trace's reward. Pass the row, from 0, of each term's trace."
+        )
+    return owner
+
+
+def check_share(value: float, name: str) -> None:
+    """Raises ArgumentError unless 0 <= value <= 1."""
+    if not 0 <= value <= 1:
+        raise ArgumentError(f"{name} is {value}. Beyond 0 to 1 far rewards count more than near ones. Pass a share.")
+
+
+def _back(values: Floats, order: NDArray[np.intp]) -> Floats:
+    out = np.empty_like(values)
+    out[order] = values
+    return out
+
+
+_VARIANCE_EPS = 1e-8
+"""verl's and SkyRL's `masked_whiten`."""
+
+
+class Gae(NamedTuple):
+    """What `gae` gives: advantages [M] float64 and returns [M] float64, the target of the value function."""
+
+    advantages: Floats
+    returns: Floats
+
+
+def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
+    """What each term still gets: G_t = r_t + gamma * G_(t+1), to the end of its trace.
+
+    Args:
+        rewards: [M], 0 where a term has none, NaN where it is not known: that adds nothing.
+        trace: [M] id of each term's trace.
+        gamma: 0 to 1. At 1 an early term is credited with all that follows, at 0 with its own reward alone.
+
+    Returns:
+        [M] float64, NaN where no known reward is reached.
+
+    Raises:
+        ArgumentError: for gamma outside 0 to 1, infinite rewards, or shapes that differ.
+
+    >>> returns([0.0, 0.0, 1.0, 5.0], [0, 0, 0, 1], gamma=0.5).tolist()
+    [0.25, 0.5, 1.0, 5.0]
+    """
+    check_share(gamma, "gamma")
+    reward, owner = terms(trace, rewards=rewards)
+    known = ~np.isnan(reward)
+    total = discounted(np.where(known, reward, 0.0), owner, gamma)
+    if known.all():
+        return total
+    return np.where(discounted(known.astype(np.float64), owner, float(gamma > 0)) > 0, total, np.nan)
+
+
+def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> NDArray[np.float32]:
+    """REINFORCE++: discounted returns, whitened over all terms (deviation with n - 1, 1e-8 in the variance).
+
+    Args: as `returns`.
+
+    Returns:
+        [M] float32; 0 where nothing is known.
+
+    Raises:
+        ArgumentError: as `returns` and `whiten`.
+
+    Source: Hu 2025, arXiv 2501.03262. As verl; SkyRL ends a return at a hole in the mask, so that a reward after a tool
+    result does not reach the turns before it.
+
+    >>> reinforce_plus_plus([0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], gamma=1.0).round(3).tolist()
+    [0.8659999966621399, 0.8659999966621399, -0.8659999966621399, -0.8659999966621399]
+    """
+    return whitened(returns(rewards, trace, gamma=gamma), 1, _VARIANCE_EPS, "variance").astype(np.float32)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: ArrayLike, groups: ArrayLike, trace: ArrayLike, *, singleton: Singleton = "refuse"
+) -> NDArray[np.float32]:
+    """REINFORCE++ with a baseline: reward minus the mean of its group, whitened over all terms.
+
+    Args:
+        rewards: [R], NaN where a trace could not be scored: its terms have 0, and stand outside mean and deviation.
+        groups: [R] ids.
+        trace: [M] row of each term's trace in `rewards`.
+        singleton: verl keeps the reward.
+
+    Returns:
+        [M] float32.
+
+    Raises:
+        ArgumentError: as `group_mean` and `whiten`.
+
+    Source: Hu 2025, arXiv 2501.03262.
+
+    >>> reinforce_plus_plus_baseline([3.0, 1.0], [0, 0], [0, 0, 1, 1]).round(3).tolist()
+    [0.8659999966621399, 0.8659999966621399, -0.8659999966621399, -0.8659999966621399]
+    """
+    group = Grouped.of(rewards, groups)
+    advantage = np.where(group.known, centred(group, "none", None, None, singleton), np.nan)
+    return whitened(advantage[rows(trace, len(advantage))], 1, _VARIANCE_EPS, "variance").astype(np.float32)
+
+
+def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np.float32]:
+    """What a term still gets, undiscounted, minus the reward of the greedy answer to the same prompt.
+
+    Args:
+        rewards: [M] per term, as `returns` takes them.
+        greedy: [R] reward of the greedy answer to each trace's prompt, NaN where it is not known.
+        trace: [M] row of each term's trace in `greedy`.
+
+    Returns:
+        [M] float32; 0 where either is not known.
+
+    Raises:
+        ArgumentError: as `returns`, and for rows that `greedy` does not have.
+
+    Source: Li et al. 2023, arXiv 2310.10505.
+
+    >>> remax([0.0, 1.0, 0.0], [0.25, 0.5], [0, 0, 1]).tolist()
+    [0.75, 0.75, -0.5]
+    """
+    baseline = _validation.real(greedy, "greedy")
+    refuse_infinite(baseline)
+    advantages = returns(rewards, trace, gamma=1.0) - baseline[rows(trace, len(baseline))]
+    return np.nan_to_num(advantages, nan=0.0).astype(np.float32)
+
+
+def gae(rewards: ArrayLike, values: ArrayLike, trace: ArrayLike, *, gamma: float, lam: float) -> Gae:
+    """Generalised advantage estimates: A_t = d_t + gamma * lam * A_(t+1), d_t = r_t + gamma * V_(t+1) - V_t.
+
+    V after the last term of a trace is 0. verl and SkyRL end with `whiten(found.advantages, ddof=1, eps=1e-8,
+    eps_in="variance")`; the returns are not whitened.
+
+    Args:
+        rewards: [M], 0 where a term has none.
+        values: [M] of the value function, at the state before each term.
+        trace: [M] id of each term's trace.
+        gamma: 0 to 1.
+        lam: 0 (one step) to 1 (returns minus values).
+
+    Returns:
+        Gae(advantages [M], returns [M]), float64.
+
+    Raises:
+        ArgumentError: for gamma or lam outside 0 to 1, values or rewards that are not finite, shapes that differ.
+
+    Source: Schulman et al. 2016, arXiv 1506.02438, equation 16.
+
+    >>> gae([0.0, 1.0], [0.5, 0.25], [0, 0], gamma=1.0, lam=0.0).advantages.tolist()
+    [-0.25, 0.75]
+    """
+    check_share(gamma, "gamma")
+    check_share(lam, "lam")
+    reward, owner = terms(trace, rewards=rewards)
+    value, _ = terms(trace, values=values)
+    bad = np.flatnonzero(np.isnan(reward + value))
+    if len(bad):
+        raise ArgumentError(
+            f"term {bad[0]}: reward {reward[bad[0]]}, value {value[bad[0]]}. Terms before it would have no advantage. "
+            "Pass 0 where a term has no reward, and leave out traces without a value."
+        )
+    advantages = discounted(reward + gamma * following(value, owner) - value, owner, gamma * lam)
+    return Gae(advantages, advantages + value)
+
+
+Tail = Literal["keep", "zero"]
+
+
+def optimal_token_baseline(
+    rewards: ArrayLike,
+    groups: ArrayLike,
+    trace: ArrayLike,
+    *,
+    logprobs: ArrayLike,
+    sum_pi_squared: ArrayLike,
+    tail: Tail,
+    weights: ArrayLike | None = None,
+    position: ArrayLike | None = None,
+    eps: float = 1e-8,
+    singleton: Singleton = "refuse",
+) -> NDArray[np.float32]:
+    """G_t - B_t, where B_t = sum(G_t * W_t) / (sum(W_t) + eps) over the traces of the group that have a term at step t.
+
+    G_t is the undiscounted return. W_t sums w_j = 1 - 2 * p_j + sum_v p_v**2 over the terms up to t: the squared norm
+    of the gradient of the logprob with respect to the logits, so that B_t is the baseline of least variance.
+
+    Args:
+        rewards: [M] per term, 0 where a term has none; a trace with a NaN is unscorable.
+        groups: [R] ids.
+        trace: [M] row of each term's trace in `groups`.
+        logprobs: [M] nats, of the policy that is trained, at the time of sampling.
+        sum_pi_squared: [M] sum over the vocabulary of p squared.
+        tail: at a step where one trace of a larger group is left: "keep" the return (verl's handle_zero_tail=True), or
+            "zero", as there is nothing to compare with (False).
+        weights: [M] importance weights; w_j is multiplied by their square.
+        position: [M] step of each term, rising within a trace; default its number among the terms of the trace (verl's
+            tir_optimal_token_baseline). Pass offsets within the response for verl's optimal_token_baseline.
+        eps: added to the denominator.
+        singleton: a group in which one scorable trace has terms; verl keeps the return.
+
+    Returns:
+        [M] float32.
+
+    Raises:
+        ArgumentError: for values that are not finite, steps that do not rise, a group of one under "refuse", shapes
+            that contradict one another.
+
+    Source: verl 0.9.1, `compute_optimal_token_baseline_advantage`; the baseline of least variance: Greensmith,
+    Bartlett and Baxter 2004, JMLR 5, section 4.
+
+    >>> sure = dict(logprobs=[-0.5, -0.5], sum_pi_squared=[0.5, 0.5])
+    >>> optimal_token_baseline([1.0, 0.0], [0, 0], [0, 1], tail="keep", **sure).round(3).tolist()
+    [0.5, -0.5]
+    """
+    if tail not in ("keep", "zero"):
+        raise ArgumentError(
+            f"tail is {tail!r}. It says what the last trace of a group keeps. It must be 'keep' or 'zero'."
+        )
+    reward, owner = terms(trace, rewards=rewards)
+    group = _validation.labels(groups, "groups")
+    index = np.unique(group, return_inverse=True)[1].reshape(-1)
+    rows(owner, len(index))
+    known = ~np.isnan(reward)
+    lost = np.isin(owner, owner[~known])
+    total = np.where(lost, np.nan, discounted(np.where(known, reward, 0.0), owner, 1.0))
+    energy = accumulated(_energy(owner, logprobs, sum_pi_squared, weights), owner)
+    step = _steps(owner, position)
+    cells = Grouped.of(total, index[owner] * (step.max(initial=0) + 1) + step)
+    baseline = divided(cells.sum(cells.reward * energy), cells.sum(energy) + eps)
+    advantage = cells.settle(cells.reward - baseline[cells.index], tail)
+    return _with_lone_traces(advantage, total, owner, group, singleton).astype(np.float32)
+
+
+def _energy(owner: NDArray[np.int64], logprobs: ArrayLike, squares: ArrayLike, weights: ArrayLike | None) -> Floats:
+    logprob, square = terms(owner, logprobs=logprobs)[0], terms(owner, sum_pi_squared=squares)[0]
+    energy = 1.0 - 2.0 * np.exp(logprob) + square
+    if weights is not None:
+        energy = energy * terms(owner, weights=weights)[0] ** 2
+    bad = np.flatnonzero(np.isnan(energy))
+    if len(bad):
+        raise ArgumentError(
+            f"term {bad[0]} of trace {owner[bad[0]]}: a logprob, sum_pi_squared or weight is NaN. All later steps of "
+            "its group would have no baseline. Compute them for every term."
+        )
+    return energy
+
+
+def _steps(owner: NDArray[np.int64], position: ArrayLike | None) -> NDArray[np.int64]:
+    if position is None:
+        return accumulated(np.ones(len(owner)), owner).astype(np.int64)
+    step, order = _validation.integers(position, "position"), np.argsort(owner, kind="stable")
+    if step.shape == owner.shape and step.min(initial=0) >= 0:
+        bad = order[1:][(np.diff(owner[order]) == 0) & (np.diff(step[order]) <= 0)]
+        if not len(bad):
+            return step
+        where = f"term {bad[0]} of trace {owner[bad[0]]}: the position {step[bad[0]]} does not rise"
+    else:
+        where = f"position has shape {step.shape} for {len(owner)} terms, or is negative"
+    raise ArgumentError(
+        f"{where}. Terms would be compared at the wrong step. Pass the offset of each term within its trace."
+    )
+
+
+def _with_lone_traces(
+    advantage: Floats, total: Floats, owner: NDArray[np.int64], group: NDArray, singleton: str
+) -> Floats:
+    """The advantages, where a trace is the only scorable one of its group with what `singleton` says."""
+    present, first = np.unique(owner, return_index=True)
+    traces = Grouped.of(total[first], group[present])
+    traces.settle(traces.reward, singleton)
+    lone = np.isin(owner, present[traces.alone])
+    return np.where(lone, total if singleton == "keep" else 0.0, advantage)
+
+
+def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) -> Floats:
+    """What each turn still gets: its own reward and gamma times what the next turn gets.
+
+    gamma=0 credits a turn with its own reward alone; gamma=1 credits it with its own and all later ones; between, a
+    later turn counts less, by turns and not by tokens. `turns_to_terms` brings it to the terms.
+
+    A baseline stands after it, one number for all turns of a trace, from the other traces of its group: then it does
+    not depend on what the trace does. A mean that is taken out of each turn before they are summed, as in the process
+    supervision of DeepSeekMath (Shao et al. 2024, arXiv 2402.03300, section 4.1.3), is paid once for each turn that a
+    trace takes. Where traces choose how many they take, the gradient is biased towards fewer, or more where the mean is
+    below 0 (verl#7244); so it is with a mean over the turns of the group, in which a longer trace counts more often.
+
+    Args:
+        turn_rewards: [K], NaN where a turn has none: it adds nothing.
+        cu_turns: [R+1] offsets: trace r owns turns cu_turns[r]:cu_turns[r+1].
+        gamma: 0 to 1.
+
+    Returns:
+        [K] float64, NaN where no known reward is reached.
+
+    Raises:
+        ArgumentError: for gamma outside 0 to 1, infinite rewards, or offsets that do not rise from 0 to K.
+
+    >>> turn_returns([1.0, 2.0, 4.0], [0, 2, 3], gamma=0.5).tolist()
+    [2.0, 2.0, 4.0]
+
+    Two traces of a group: one ends after a turn that got 1, the other's two turns got 1 and 0. Both got 1 in all, so
+    that nothing speaks for either at the first turn, where they part: 0 and 0. The mean of all three turns, 2/3, taken
+    out before, would have said 1/3 for the one that ended and 1/3 - 2/3 for the one that went on.
+
+    >>> from tracegrad.advantage import group_mean, rloo
+    >>> rewards, cu_turns, group = np.array([1.0, 1.0, 0.0]), np.array([0, 1, 3]), np.array([7, 7])
+    >>> found = turn_returns(rewards, cu_turns, gamma=1.0)
+    >>> whole = found[cu_turns[:-1]]  # of each trace, from its first turn on
+    >>> others = whole - rloo(whole, group)  # the mean of the others: what rloo takes out
+    >>> (found - np.repeat(others, np.diff(cu_turns))).tolist()
+    [0.0, 0.0, -1.0]
+    >>> before = group_mean(rewards, np.repeat(group, np.diff(cu_turns)))
+    >>> turn_returns(before, cu_turns, gamma=1.0).round(3).tolist()
+    [0.333, -0.333, -0.667]
+    """
+    reward = _validation.real(turn_rewards, "turn_rewards")
+    offsets = _offsets(cu_turns, reward)
+    return returns(reward, np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)), gamma=gamma)
+
+
+def turns_to_terms(values: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, turn: ArrayLike) -> NDArray[np.float32]:
+    """Gives every term the value of its turn, 0 where that is NaN.
+
+    Args:
+        values: [K], one per turn.
+        cu_turns: [R+1] offsets.
+        trace: [M] row of each term's trace.
+        turn: [M] which turn of its trace each term is of.
+
+    Returns:
+        [M] float32.
+
+    Raises:
+        ArgumentError: for a turn that its trace does not have, or shapes that contradict one another.
+
+    >>> turns_to_terms([2.0, -1.0, 4.0], [0, 2, 3], [0, 0, 0, 1], [0, 1, 1, 0]).tolist()
+    [2.0, -1.0, -1.0, 4.0]
+    """
+    value = _validation.real(values, "values")
+    return np.nan_to_num(value[_turn_rows(_offsets(cu_turns, value), trace, turn)], nan=0.0).astype(np.float32)
+
+
+def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, turn: ArrayLike) -> Floats:
+    """Puts each turn's reward on the last term of the turn: per-term rewards for `returns`, `gae` and the rest.
+
+    A turn without terms gives its reward to the last term before it; if there is none it can credit nothing.
+
+    Args: as `turns_to_terms`.
+
+    Returns:
+        [M] float64: 0 at the other terms, NaN at those of a turn whose reward is NaN.
+
+    Raises:
+        ArgumentError: as `turns_to_terms`, and for infinite rewards.
+
+    >>> at_turn_ends([2.0, -1.0], [0, 2], [0, 0, 0, 0], [0, 0, 1, 1]).tolist()
+    [0.0, 2.0, 0.0, -1.0]
+    """
+    reward = _validation.real(turn_rewards, "turn_rewards")
+    offsets = _offsets(cu_turns, reward)
+    refuse_infinite(reward)
+    row = _turn_rows(offsets, trace, turn)
+    out = np.where(np.isnan(reward[row]), np.nan, 0.0)
+    order = np.argsort(row, kind="stable")
+    given = np.flatnonzero(~np.isnan(reward))
+    upto = np.searchsorted(row[order], given, side="right")
+    before = np.searchsorted(row[order], np.repeat(offsets[:-1], np.diff(offsets))[given])
+    there = upto > before  # the trace has a term in this turn or an earlier one
+    term = order[upto[there] - 1]
+    hit = np.bincount(term, minlength=len(row)) > 0
+    return np.where(hit, np.bincount(term, reward[given][there], len(row)), out)
+
+
+def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
+    cu = _validation.integers(cu_turns, "cu_turns")
+    rises = cu.ndim == 1 and len(cu) > 0 and cu[0] == 0 and bool((np.diff(cu) >= 0).all())
+    if not rises or values.shape != (cu[-1],):
+        raise ArgumentError(
+            f"cu_turns is {cu.reshape(-1)[:6].tolist()}... for values of shape {values.shape}. It says which turns are "
+            "of which trace. Pass offsets that rise from 0 to the number of turns."
+        )
+    return cu
+
+
+def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) -> NDArray[np.int64]:
+    """[M]: which of all turns each term is of."""
+    owner, number = rows(trace, len(offsets) - 1), _validation.integers(turn, "turn")
+    if number.shape != owner.shape:
+        raise ArgumentError(
+            f"turn has shape {number.shape} for {len(owner)} terms. Each term is of one turn. Pass one number per term."
+        )
+    bad = np.flatnonzero((number < 0) | (number >= np.diff(offsets)[owner]))
+    if len(bad):
+        raise ArgumentError(
+            f"term {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. Its reward is "
+            "not known. Pass the turn of each term as `Sequences.turn` has it, from 0."
+        )
+    return offsets[owner] + number

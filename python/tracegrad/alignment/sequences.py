@@ -1,0 +1,388 @@
+"""Hold aligned tokens as flat arrays: `Sequences`, made by `align` or by `Sequences.from_arrays`.
+
+Every token has one source and one logprob or none.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tracegrad import _html, _validation
+from tracegrad.alignment import store
+from tracegrad.alignment.mismatch import Drift, no_drift
+from tracegrad.alignment.ragged import Ragged
+from tracegrad.data import to_arrow as flat
+from tracegrad.data.codes import ENDINGS, GIVEN, LOGPROB_KINDS, MEDIA, NO_TIER, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
+from tracegrad.errors import ArgumentError
+from tracegrad.images import Images
+from tracegrad.storage import manifest
+
+Array = NDArray[Any]
+
+
+def integers(values: ArrayLike, name: str, length: int) -> NDArray[np.int32]:
+    return _validation.integers(values, name, np.int32, length=length)
+
+
+def check_numbers(values: NDArray[np.int32], name: str, least: int, count: int) -> None:
+    """Refuses numbers that do not count from 0, as tables are as long as the largest."""
+    most = max(count, 1 << 16)
+    if len(values) and not least <= values.min() <= values.max() <= most:
+        raise ArgumentError(
+            f"{name} runs from {values.min()} to {values.max()}. A table would have as many rows. "
+            f"Number them from 0: at least {least}, at most {most}."
+        )
+
+
+def check_offsets(cu: Array, count: int) -> None:
+    if len(cu) < 2 or cu[0] != 0 or cu[-1] != count or np.any(cu[1:] < cu[:-1]):
+        raise ArgumentError(
+            f"cu_seqlens must rise from 0 to the {count} ids, with an end for at least one sequence. "
+            f"It is {cu[:8].tolist()}... Pass where each sequence begins, and the number of ids."
+        )
+
+
+def check_logprobs(logprobs: Array, keep: Array) -> None:
+    bad = np.flatnonzero(keep & (logprobs > 1e-3))
+    if len(bad):
+        raise ArgumentError(
+            f"token {bad[0]}: the rollout logprob {logprobs[bad[0]]:.4g} is positive, and {len(bad)} are. "
+            "A logprob is at most 0, so these are something else. Pass NaN where a logprob is not known."
+        )
+
+
+def rewards_of(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> Array:
+    """[R, K] float32."""
+    _validation.instances(names, "reward_names", str)
+    if rewards is None:
+        return np.full((total, max(len(names), 1)), np.nan, np.float32)
+    table = _validation.narrowed(_validation.numbers(rewards, "rewards"), np.float32, "rewards")
+    if table.shape != (total, len(names)) and not (table.shape == (total,) and len(names) == 1):
+        raise ArgumentError(
+            f"rewards has shape {table.shape} for {total} traces and the names {names!r}. "
+            "Each trace has one number a name. Pass [R], or [R, K] with K reward_names."
+        )
+    return table.reshape(total, -1)
+
+
+def extras_of(extras: Mapping[str, Array | Ragged] | None, count: int) -> dict[str, Any]:
+    """Named arrays of one row a token."""
+    given = dict(_validation.instance({} if extras is None else extras, "extras", Mapping, "Pass names and arrays."))
+    for name, values in given.items():
+        _validation.instance(name, "a name of extras", str, "Name each array.")
+        column = given[name] = (
+            values if isinstance(values, Ragged) else _validation.numbers(values, f"extras[{name!r}]")
+        )
+        if (not isinstance(column, Ragged) and column.ndim == 0) or len(column) != count:
+            raise ArgumentError(f"extras[{name!r}] has not one row for each of the {count} ids. Pass [T, ...].")
+    return given
+
+
+def check_traces(trace: Array) -> None:
+    steps = np.diff(trace.astype(np.int64))
+    if len(trace) and (trace[0] != 0 or np.any((steps != 0) & (steps != 1))):
+        raise ArgumentError("trace must count up from 0 without gaps, branches of a trace side by side.")
+
+
+@dataclass(frozen=True, repr=False)
+class Sequences:
+    """Traces as flat token arrays. Letters: R traces, N branches, T tokens, K rewards.
+
+    Args:
+        ids: [T] int32.
+        source: [T] uint8: 0 given, 1 template, 2 sampled.
+        trainable: [T] bool: the terms, in order.
+        rollout_logprobs: [T] float32, nats, NaN where not known.
+        turn: [T] int32: which generation of its trace sampled it, -1 unsampled.
+        version: [T] int32: policy version that sampled it, -1 unknown.
+        tier: [T] uint8: index into `TIERS`, 255 for unsampled tokens.
+        inv_temperature: [T] float32: 1 for raw logprobs, 1/temperature for processed ones.
+        cu_seqlens: [N+1] int64: branch n is tokens cu_seqlens[n]:cu_seqlens[n+1].
+        trace: [N] int32: the trace of each branch; branches of a trace stand together, in order.
+        group: [R] int32.
+        rewards: [R, K] float32 with NaN where a trace lacks it; `reward_names` gives the columns.
+        turn_rewards: float32, one per generation, NaN where there is none; trace r owns
+            turn_rewards[cu_turns[r]:cu_turns[r+1]].
+        cu_turns: [R+1] int64.
+        logprob_kind: [R] uint8: 0 unknown, 1 raw, 2 processed.
+        temperature: [R] float32: of sampling, NaN if that of any turn is unknown; one that is not 1 if turns differ.
+        reshaped: [R] uint32: bit b is set if option b of `sampling.OPTIONS` was on (top_p below 1, a top_k, a penalty)
+            in a turn with logprobs, so that its tokens follow another distribution than that of their temperature.
+        ending: [R] uint8: how the last generation ended: 0 unknown, 1 by itself, 2 cut off by a limit of length, an
+            abort or a filter. By its finish reason; where none is said, it ended if it shows what stopped it.
+        trace_ids: R names, `group_names`: what the integers of `group` stand for.
+        drift: what did not fit.
+        extras: named per-token arrays [T, ...], or `Ragged` where rows differ in length; sliced along with the tokens.
+            `routed_experts` (-1 where a token has none) and `sampling_mask` come from the records.
+        images: where pictures stand; None where there is none.
+    """
+
+    ids: NDArray[np.int32]
+    source: NDArray[np.uint8]
+    trainable: NDArray[np.bool_]
+    rollout_logprobs: NDArray[np.float32]
+    turn: NDArray[np.int32]
+    version: NDArray[np.int32]
+    tier: NDArray[np.uint8]
+    inv_temperature: NDArray[np.float32]
+    cu_seqlens: NDArray[np.int64]
+    trace: NDArray[np.int32]
+    group: NDArray[np.int32]
+    rewards: NDArray[np.float32]
+    reward_names: tuple[str, ...]
+    turn_rewards: NDArray[np.float32]
+    cu_turns: NDArray[np.int64]
+    logprob_kind: NDArray[np.uint8]
+    temperature: NDArray[np.float32]
+    reshaped: NDArray[np.uint32]
+    ending: NDArray[np.uint8]
+    trace_ids: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()
+    drift: Drift = field(default_factory=no_drift)
+    extras: Mapping[str, Array | Ragged] = field(default_factory=dict)
+    images: Images | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens T."""
+        return len(self.ids)
+
+    @property
+    def branches(self) -> int:
+        """Number of branches N."""
+        return len(self.trace)
+
+    @property
+    def traces(self) -> int:
+        """Number of traces R."""
+        return len(self.group)
+
+    def trace_name(self, trace: int) -> str:
+        """What a trace is called for those who read of it: its id, else its number."""
+        return self.trace_ids[trace] if self.trace_ids else str(trace)
+
+    @property
+    def terms(self) -> NDArray[np.int64]:
+        """[M] int64: positions of the trainable tokens, in order."""
+        return np.flatnonzero(self.trainable)
+
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """Per tier: sampled tokens, of which trainable, and generations that hold one."""
+        owner = np.repeat(self.trace, np.diff(self.cu_seqlens)).astype(np.int64)
+        generation = self.cu_turns[owner] + self.turn
+        table: dict[str, dict[str, int]] = {}
+        for code, name in enumerate(TIERS):
+            # A later branch holds an event again, untrainable and without its logprob: count the event once.
+            own = (self.tier == code) & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
+            if own.any():
+                table[name] = {
+                    "tokens": int(own.sum()),
+                    "trainable": int((own & self.trainable).sum()),
+                    "generations": len(np.unique(generation[own])),
+                }
+        return table
+
+    @property
+    def reward(self) -> NDArray[np.float32]:
+        """[R] float32: the first reward column."""
+        return self.rewards[:, 0]
+
+    def __repr__(self) -> str:
+        size = f"{self.traces} traces, {self.branches} branches, {self.tokens} tokens"
+        return f"Sequences({size}, {int(self.trainable.sum())} trainable, drift {self.drift.rate:.3%})"
+
+    def _repr_html_(self) -> str:
+        tiers = [(name, TIER_TEXT[name], *counts.values()) for name, counts in self.tiers().items()]
+        return _html.table(repr(self), ("tier", "", "tokens", "trainable", "generations"), tiers)
+
+    def to_arrow(self, per: Literal["trace", "token"] = "trace") -> Any:
+        """A `pyarrow.Table` with one row a trace, or one row a token; null where something is not known.
+
+        Per trace: trace, group, a column for each reward, branches, tokens, terms, turns, logprob_kind, temperature,
+        ending, findings (of drift). Per token: trace, branch, position (in its branch), the per-token arrays, and
+        extras of one dimension.
+
+        Raises:
+            ArgumentError: if `per` is neither, or pyarrow is not installed.
+
+        >>> one = Sequences.from_arrays([5, 6], [0, 2], [float("nan"), -0.5], [False, True], rewards=[1.0])
+        >>> one.to_arrow().select(["reward", "tokens", "terms"]).to_pylist()
+        [{'reward': 1.0, 'tokens': 2, 'terms': 1}]
+        >>> one.to_arrow("token").select(["position", "id", "rollout_logprob"]).to_pylist()[1]
+        {'position': 1, 'id': 6, 'rollout_logprob': -0.5}
+        """
+        if per not in ("trace", "token"):
+            raise ArgumentError(f"per is {per!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
+        return flat.arrow().table(flat.by_trace(self) if per == "trace" else flat.by_token(self))
+
+    def to_pandas(self, per: Literal["trace", "token"] = "trace") -> Any:
+        """The table of `to_arrow` as a `pandas.DataFrame`.
+
+        Raises:
+            ArgumentError: as for `to_arrow`; pandas must be installed as well.
+        """
+        return self.to_arrow(per).to_pandas()
+
+    @property
+    def holds_media(self) -> NDArray[np.bool_]:
+        """[R] bool: traces with a picture, sound or video before a turn that its ids do not say (R32, R34).
+
+        Nothing behind it is trained.
+        """
+        held = np.zeros(self.traces, np.bool_)
+        held[self.drift.trace[np.isin(self.drift.reason, MEDIA)]] = True
+        return held
+
+    def of_model(self, folder: str | os.PathLike[str]) -> "Sequences":
+        """The same, whose pictures the image processor of a model's folder makes ready; as they are without pictures.
+
+        Raises:
+            ArgumentError: if they were aligned with another image processor.
+        """
+        return self if self.images is None else replace(self, images=self.images.of_model(Path(folder)))
+
+    @classmethod
+    def from_arrays(
+        cls,
+        ids: ArrayLike,
+        cu_seqlens: ArrayLike,
+        rollout_logprobs: ArrayLike,
+        trainable: ArrayLike,
+        *,
+        trace: ArrayLike | None = None,
+        group: ArrayLike | None = None,
+        rewards: ArrayLike | None = None,
+        reward_names: Sequence[str] = ("reward",),
+        turn: ArrayLike | None = None,
+        version: ArrayLike | None = None,
+        inv_temperature: ArrayLike | None = None,
+        logprob_kind: str = "processed",
+        ending: ArrayLike | None = None,
+        extras: Mapping[str, Array | Ragged] | None = None,
+    ) -> "Sequences":
+        """Takes tokens that a trainer holds already; no JSON on the way.
+
+        Args:
+            ids: [T] integers.
+            cu_seqlens: [N+1] offsets, starting at 0 and ending at T.
+            rollout_logprobs: [T] nats, NaN where not known.
+            trainable: [T] bool.
+            trace: [N], default one trace per sequence.
+            group: [R], default one group for each trace.
+            rewards: [R] or [R, K], default NaN.
+            turn: [T], default 0 where trainable and -1 elsewhere.
+            inv_temperature: [T], default 1.
+            logprob_kind: "raw", "processed" or "unknown".
+            ending: [R] 0 unknown, 1 by itself, 2 cut off; default unknown.
+
+        Raises:
+            ArgumentError: if lengths contradict one another or a trainable token has a positive logprob.
+
+        >>> s = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True], rewards=[1.0])
+        >>> s.traces, s.tokens, s.terms.tolist()
+        (1, 3, [1, 2])
+        """
+        ids_ = _validation.integers(ids, "ids", np.int32)
+        count = len(ids_)
+        cu = _validation.integers(cu_seqlens, "cu_seqlens")
+        check_offsets(cu, count)
+        keep = _validation.flags(trainable, "trainable", length=count)
+        logprobs = _validation.floats(rollout_logprobs, "rollout_logprobs", np.float32, length=count)
+        check_logprobs(logprobs, keep)
+        trace_ = integers(np.arange(len(cu) - 1, dtype=np.int32) if trace is None else trace, "trace", len(cu) - 1)
+        check_traces(trace_)
+        total = int(trace_[-1]) + 1 if len(trace_) else 0
+        group_ = integers(np.arange(total, dtype=np.int32) if group is None else group, "group", total)
+        table = rewards_of(rewards, total, reward_names)
+        turn_ = integers(np.where(keep, 0, -1).astype(np.int32) if turn is None else turn, "turn", count)
+        check_numbers(group_, "group", 0, total)
+        check_numbers(turn_, "turn", -1, count)
+        owner = np.repeat(trace_, np.diff(cu))
+        turns = np.zeros(total, np.int64)
+        np.maximum.at(turns, owner, turn_.astype(np.int64) + 1)
+        cu_turns = np.concatenate([[0], np.cumsum(turns)]).astype(np.int64)
+        _validation.one_of(logprob_kind, "logprob_kind", LOGPROB_KINDS)
+        ended = integers(np.zeros(total, np.int32) if ending is None else ending, "ending", total)
+        if len(ended) and not 0 <= ended.min() <= ended.max() < len(ENDINGS):
+            raise ArgumentError(
+                f"ending runs from {ended.min()} to {ended.max()}. It says how each trace ended. "
+                "Pass 0 where it is unknown, 1 where it ended by itself, 2 where it was cut off."
+            )
+        return cls(
+            ids=ids_,
+            source=np.where(keep, SAMPLED, GIVEN).astype(np.uint8),
+            trainable=keep,
+            rollout_logprobs=logprobs,
+            turn=turn_,
+            version=np.full(count, -1, np.int32)
+            if version is None
+            else _validation.integers(version, "version", np.int32, length=count),
+            tier=np.where(keep, 0, NO_TIER).astype(np.uint8),
+            inv_temperature=np.ones(count, np.float32)
+            if inv_temperature is None
+            else _validation.floats(inv_temperature, "inv_temperature", np.float32, length=count),
+            cu_seqlens=cu,
+            trace=trace_,
+            group=group_,
+            rewards=table,
+            reward_names=tuple(reward_names),
+            turn_rewards=np.full(int(cu_turns[-1]), np.nan, np.float32),
+            cu_turns=cu_turns,
+            logprob_kind=np.full(total, LOGPROB_KINDS.index(logprob_kind), np.uint8),
+            temperature=np.full(total, np.nan, np.float32),
+            reshaped=np.zeros(total, np.uint32),
+            ending=ended.astype(np.uint8),
+            trace_ids=tuple(str(i) for i in range(total)),
+            group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
+            extras=extras_of(extras, count),
+        )
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes `sequences.safetensors`, `sequences.json` with the names and details, and `manifest.json` last.
+
+        Args:
+            directory: made if it is not there; what it held under these names is replaced.
+
+        Raises:
+            ArgumentError: for values that `load` would refuse, or if another process is saving there.
+            ReadError: if the files cannot be written, as on a full disk.
+        """
+        store.save(Path(directory), self.stored())
+
+    def stored(self) -> store.Stored:
+        """The fields as `store` writes them."""
+        names = {name: getattr(self, name) for name in store.NAMES}
+        columns = {name: getattr(self, name) for name in store.COLUMNS}
+        columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
+        drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
+        drift["server_profiles"] = dict(self.drift.server_profiles)
+        return store.Stored(columns, dict(self.extras), names, drift, self.images)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
+        """What `save` wrote, memory-mapped and read-only; or all shards that `prepare` wrote, joined in memory.
+
+        The manifest must be there, every file as long as it says, and every value one that `save` writes. Groups of
+        several shards are one where their names are equal.
+
+        Args:
+            directory: its path, or its address (s3://bucket/path), from which it is brought into the cache.
+            verify: compare the files' checksums as well, which finds a changed logprob; `tracegrad train` does.
+
+        Raises:
+            ReadError: if nothing whole is there.
+            FormatError: if the files are not what `save` writes, or not those of the manifest.
+        """
+        return cls.of_stored(store.load(manifest.here(directory), verify))
+
+    @classmethod
+    def of_stored(cls, found: store.Stored) -> "Sequences":
+        """What `stored` gave."""
+        columns: dict[str, Any] = {**found.columns, **found.names}
+        drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
+        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift), images=found.images)

@@ -1,0 +1,46 @@
+"""How to read: what a caller of `read` and `stream` may say besides the source and the mapping, checked."""
+
+import os
+from dataclasses import dataclass
+
+from tracegrad import _validation
+from tracegrad.errors import ArgumentError
+
+ON_ERROR = ("raise", "skip", "quarantine")
+MAX_RECORD_BYTES = 1 << 30
+CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """As for `tracegrad.read`, but `quarantine` is the prefix of one source alone.
+
+    Raises:
+        ArgumentError: for what no reader takes.
+    """
+
+    batch: int = 1024
+    format: str = "auto"
+    on_error: str = "raise"
+    quarantine: str | os.PathLike[str] | None = None
+    limit: int | None = None
+    max_record_bytes: int = MAX_RECORD_BYTES
+    chunk_bytes: int = CHUNK_BYTES
+
+    def __post_init__(self) -> None:
+        _validation.one_of(self.on_error, "on_error", ON_ERROR)
+        _validation.instance(self.format, "format", str, "Pass 'auto' or the name of a form.")
+        _validation.instance(self.quarantine or "", "quarantine", (str, os.PathLike), "Pass a path.")
+        if self.quarantine is not None and self.on_error != "quarantine":
+            raise ArgumentError(
+                f"quarantine is given but on_error is {self.on_error!r}. Pass on_error='quarantine' as well."
+            )
+        for name in ("batch", "chunk_bytes", "max_record_bytes"):
+            _validation.integer(getattr(self, name), name, least=1)
+        if self.limit is not None:
+            _validation.integer(self.limit, "limit", least=0)
+
+    @property
+    def aside(self) -> str | None:
+        """The prefix of the quarantine as text."""
+        return None if self.quarantine is None else os.fspath(self.quarantine)

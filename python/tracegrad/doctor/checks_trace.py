@@ -1,0 +1,247 @@
+"""Checks of whole traces, batch by batch: what later turns kept of earlier ones, length, rewards, held-out prompts."""
+
+import hashlib
+import json
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad import _core
+from tracegrad.data.trace import Trace, Traces
+from tracegrad.doctor.finding import Hits, check
+from tracegrad.doctor.trace_batch import Look
+
+OPENER, CLOSER = b"<think>", b"</think>"
+_NUMBERED = re.compile(rb'"index"\s*:\s*[1-9]')
+REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
+
+
+@check(
+    "reasoning that later turns no longer have",
+    note=0.0,
+    costs=0.05,
+    hurts="Later turns were sampled after a history without it: each opens a branch, whose prompt is computed again, "
+    "and the policy learns to go on without its thoughts.",
+    cure="Intended (Qwen3's own template does it): leave it. Else serve a template that keeps the reasoning, and send "
+    "it back in the messages.",
+)
+def dropped_reasoning(look: Look) -> Hits:
+    """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it). An
+    empty thought is none.
+
+    Threshold: any turn is a note; it costs from 5 % of turns, where prompts are mostly computed twice.
+    """
+    found = {at: each for at, each in look.drift(STRIPPED).items() if _thinks(_said(look, at))}
+    for generation in look.drift(NOT_EXTENDED):
+        before = generation - 1
+        if look.turn[generation] > 0 and before not in found and _lost_thought(look, before, generation):
+            found[before] = (-1, "sampled reasoning, and the next recorded prompt does not have it")
+    hit = np.zeros(look.generations, bool)
+    hit[list(found)] = True
+    return look.hits(hit, None, lambda g: found[g][1])
+
+
+def _lost_thought(look: Look, before: int, after: int) -> bool:
+    """Whether turn `before` closed a thought that does not stand before turn `after`."""
+    said, span = _said(look, before), _span(look, after)
+    if not len(span) or not _thinks(said):
+        return False
+    start = int(look.sequences.cu_seqlens[look.branch[span[0]]])
+    return said not in look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[start : span[0]])
+
+
+def _span(look: Look, generation: int) -> NDArray[np.int64]:
+    """Where the sampled tokens of a turn stand."""
+    return look.own[slice(*np.searchsorted(look.own_generation, [generation, generation + 1]))]
+
+
+def _said(look: Look, generation: int) -> bytes:
+    """What the sampled tokens of a turn spell."""
+    return look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[_span(look, generation)])
+
+
+def _thinks(said: bytes) -> bool:
+    """Whether a turn closes a thought that is not empty."""
+    thought, closer, _ = said.partition(CLOSER)
+    return bool(closer and thought.replace(OPENER, b"").strip())
+
+
+@check(
+    "a history rewritten between turns",
+    note=0.0,
+    costs=0.05,
+    hurts="The turn was not sampled after what the trace says came before: it opens a branch, its prompt is computed "
+    "again, and what it shares with earlier turns is trained once only.",
+    cure="Compaction on purpose: leave it. Else append to the messages and never edit them: no trimming, no re-parsed "
+    "tool calls, no changed dates. If the text is the same, the server tokenised it anew: send the ids back.",
+)
+def history_rewritten(look: Look) -> Hits:
+    """Sees turns whose prompt extends no earlier turn of their trace (R19, R20), reasoning dropped by templates apart.
+
+    Threshold: any turn is a note; it costs from 5 % of turns, where most prompts are computed twice.
+    """
+    found = {**look.drift(NOT_EXTENDED), **look.drift(REWRITTEN)}
+    thoughts = {generation + 1 for generation in look.drift(STRIPPED)}
+    hit = np.zeros(look.generations, bool)
+    for generation in found:
+        if look.turn[generation] > 0 and generation not in thoughts:
+            hit[generation] = not _lost_thought(look, generation - 1, generation)
+    return look.hits(hit, None, lambda g: found[g][1])
+
+
+@check(
+    "calls of tools that were not recorded",
+    costs=0.0,
+    hurts="Templates write the tools into the prompt. Without them each turn is computed after another text than the "
+    "policy saw, and the ratio is of that text.",
+    cure='Record the schemas beside the messages, {"messages": [...], "tools": [...]}, or the whole request, or '
+    "prompt_token_ids. tracegrad doctor --rescore says how far the logprobs are off.",
+)
+def unrecorded_tools(look: Look) -> Hits:
+    """Sees turns with logprobs of traces in which a turn ended with tool calls, and no tools or prompt ids stand.
+
+    Threshold: any turn, as its prompt is not the one it was sampled after.
+    """
+    calls = np.isin(look.finish, ["tool_calls", "tool_use"])
+    rendered = (look["logprobs"] > 0) & (look["prompt_ids"] < 0)
+    bare = [trace for trace in np.unique(look.trace[calls & rendered]) if not look.traces.core.tools(int(trace))]
+    return look.hits(rendered & np.isin(look.trace, bare))
+
+
+@check(
+    "traces longer than the model reads",
+    "traces",
+    costs=0.0,
+    hurts="What stands past its positions the model never learned to read: it is trained all the same, on logprobs "
+    "that mean little, if its code does not fail there.",
+    cure="Tell doctor a larger --max-tokens if the model reads more. Else leave them out of the records, or train with "
+    "--pack.token_budget at the limit and --pack.too_long drop or truncate: cut, they lose their end.",
+)
+def overlong(look: Look) -> Hits:
+    """Sees traces with a branch longer than --max-tokens, by default the config's max_position_embeddings.
+
+    Threshold: any trace; past its positions a model was never trained, and a forward pass may fail.
+    """
+    if not (limit := getattr(look.options, "max_tokens", None)):
+        return Hits()
+    sequences = look.sequences
+    longest = np.zeros(sequences.traces, np.int64)
+    np.maximum.at(longest, sequences.trace, np.diff(sequences.cu_seqlens))
+    over = np.flatnonzero(longest > limit)
+    if not len(over):
+        return Hits(0, sequences.traces)
+    first = look.trace_at(int(look.rows[over[0]]))
+    return Hits(len(over), sequences.traces, first, f"{longest[over[0]]:,} tokens, the limit is {limit:,}")
+
+
+@check(
+    "traces without a reward",
+    "traces",
+    costs=0.0,
+    wrong=1.0,
+    hurts="Without a reward there is no advantage: such a trace trains nothing, and its group has a baseline of fewer.",
+    cure="Say where the records hold it: --map.reward PATH; what seems to be meant is listed as `found`. Else score "
+    "them: tracegrad score.",
+    hides=("equal_rewards",),
+)
+def no_rewards(look: Look) -> Hits:
+    """Sees traces that have no finite reward, neither `reward` nor any of `rewards`, nor one on a message.
+
+    Threshold: any trace costs itself; wrong where none has one.
+    """
+    sequences = look.sequences
+    owner = np.repeat(np.arange(sequences.traces), np.diff(sequences.cu_turns))
+    told = np.bincount(owner, ~np.isnan(sequences.turn_rewards), minlength=sequences.traces) > 0
+    at = np.flatnonzero(np.isnan(sequences.rewards).all(axis=1) & ~told)
+    return Hits(len(at), sequences.traces, look.trace_at(int(look.rows[at[0]])) if len(at) else None)
+
+
+@check(
+    "prompts that are held out for evaluation",
+    "traces",
+    wrong=0.0,
+    hurts="An evaluation on prompts that were trained on measures memory: its figure says nothing of new prompts.",
+    cure="Take these traces out of the training file, or other prompts for the evaluation.",
+)
+def contaminated(look: Look) -> Hits:
+    """Sees traces whose first prompt is, message for message, one of the file given with --held-out.
+
+    Threshold: any trace. Equal are role and content of all messages before the first turn but system ones, white space
+    at the ends aside; prompt ids where a record has no messages.
+    """
+    held = getattr(look.options, "held_out", None)
+    if held is None:
+        return Hits()
+    at = np.flatnonzero(np.isin(prompt_hashes(look.traces), held))
+    first = look.trace_at(int(at[0])) if len(at) else None
+    return Hits(len(at), len(look.traces), first, f"{len(held):,} prompts are held out" if len(at) else "")
+
+
+@check(
+    "conversations that end before an answer",
+    "traces",
+    note=0.0,
+    costs=0.05,
+    hurts="What was sampled last is not where they end: a reward for the answer that would follow is given to an "
+    "earlier one.",
+    cure="Trajectories that were cut off: leave them. Else the answer was recorded apart: put it behind the messages, "
+    'or write {"request": {"messages": [...]}, "response": {...}}.',
+)
+def unanswered(look: Look) -> Hits:
+    """Sees traces whose last message was not sampled, though one before it was.
+
+    Threshold: any trace is a note, as a limit of turns leaves such ones; it costs from 5 % of traces.
+    """
+    at = look.traces.core.open()
+    return Hits(len(at), len(look.traces), look.trace_at(at[0]) if at else None)
+
+
+@check(
+    "choices of a response that are not read",
+    "choices",
+    costs=0.0,
+    wrong=0.01,
+    hurts="Of several choices the first is read. One reward stands beside them: it may be that of another, and what "
+    "the others said is lost.",
+    cure='Name the one that was used, "choice": 2 counted from 0; or write one reward for each of them as a list '
+    "beside the response: then each is a trace.",
+)
+def unused_choices(look: Look) -> Hits:
+    """Sees single calls whose response has several choices, of which the record does not say which one was used.
+
+    Threshold: any choice; wrong from 1 % of the choices. In a conversation of several calls the next one says it.
+    """
+    counts = np.diff(look.first_generation)
+    unused, first = 0, None
+    for at in np.flatnonzero(counts == 1):
+        record = look.traces.core.record(int(at))
+        if _NUMBERED.search(record):
+            left = _core.Traces.decode([record], "<record>", 1, look.traces.core.format)[1]["unused_choices"]
+            unused, first = unused + left, first or (look.trace_at(int(at)) if left else None)
+    return Hits(unused, unused + int(counts[counts == 1].sum()), first)
+
+
+def prompt_hashes(traces: Traces) -> NDArray[np.uint64]:
+    """[R] a 64-bit hash of what each trace was asked first."""
+    return np.fromiter((_hash(_prompt(trace)) for trace in traces), np.uint64, len(traces))
+
+
+def _prompt(trace: Trace) -> bytes:
+    generations = trace.core.generations(trace.index)[:1]
+    context = generations[0]["context"] if generations else range(len(trace.pool))
+    said = [trace.pool[index] for index in context]
+    asked = [message for message in said if message.get("role") not in ("system", "developer")] or said
+    if not asked and generations and generations[0]["prompt_token_ids"] is not None:
+        return generations[0]["prompt_token_ids"].tobytes()
+    told = [[message.get("role"), _plain(message.get("content"))] for message in asked]
+    return json.dumps(told, ensure_ascii=True, sort_keys=True).encode()
+
+
+def _plain(content: Any) -> Any:
+    return content.strip() if isinstance(content, str) else content
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

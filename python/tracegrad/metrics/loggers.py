@@ -1,0 +1,364 @@
+"""Write metrics: metrics.jsonl, the progress line, TensorBoard, wandb and trackio.
+
+A dashboard is imported when it is chosen. It gets the finite numbers of a row under the step's number, and a run that
+is resumed continues under its name.
+"""
+
+import io
+import json
+import math
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from tracegrad.config.dotted_keys import split_names
+from tracegrad.data.trace import Trace
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.storage import files
+
+Row = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Something that takes one row a step."""
+
+    def log(self, row: Row) -> None:
+        """Takes the row of one step."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is still held back."""
+        ...
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object a step, flushed at once; NaN and infinities are written as null.
+
+    Args:
+        path: the file; appended to.
+        keep_to_step: rows of later steps are dropped first (a run that resumes from a checkpoint repeats them).
+    """
+
+    def __init__(self, path: Path, *, keep_to_step: int | None = None) -> None:
+        self.path = path
+        if path.exists():
+            kept = [] if keep_to_step is None else [row for row in read_rows(path) if row["step"] <= keep_to_step]
+            with files.whole(path) as file:
+                file.write("".join(_line(row) for row in kept).encode())
+        self._file = io.TextIOWrapper(files.append(path), encoding="utf-8")
+
+    def log(self, row: Row) -> None:
+        """Appends one line.
+
+        Raises:
+            TracegradError: if the file cannot be written.
+        """
+        try:
+            self._file.write(_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise TracegradError(
+                f"{self.path}: {error.strerror}. The metrics of step {row.get('step')} are lost. "
+                "Free space there and resume with --resume."
+            ) from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def finite(row: Row) -> dict[str, Any]:
+    """The row with None for NaN and infinities, as JSON has it."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def _line(row: Row) -> str:
+    return json.dumps(finite(row), allow_nan=False) + "\n"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl, a last line that was cut off left out.
+
+    Raises:
+        ReadError: for a line that is no row.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        row = _row(line)
+        if row is None:
+            raise ReadError(
+                f"{path}:{number}: no row of metrics. The file was changed after it was written, and the curves of the "
+                "run cannot be gone on with. Move it away to go on without its rows."
+            )
+        rows.append(row)
+    return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), (int, float)) else None
+
+
+class Progress:
+    """One live line by tqdm: loss, value, ratio mean, clip fraction, ESS, tokens/s.
+
+    Args:
+        total: optimizer steps of the whole run.
+        done: steps taken before this process.
+        stream: where the line goes, default stderr; where that is no terminal, a line of its own at most every 10 s.
+    """
+
+    def __init__(self, total: int, done: int = 0, *, stream: TextIO | None = None) -> None:
+        from tqdm import tqdm
+
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        bar_format = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}"
+        quiet = not self._live
+        self._bar = tqdm(
+            total=total, initial=done, file=self._stream, dynamic_ncols=True, bar_format=bar_format, disable=quiet
+        )
+        self._last: dict[str, Any] = {}
+        self._step, self._total = done, total
+        self._known = False
+        self._shown = time.monotonic()
+
+    def log(self, row: Row) -> None:
+        """Shows the row; a value that was measured earlier stays on the line."""
+        self._last.update({k: v for k, v in row.items() if v is not None})
+        self._known |= bool(row.get("off_policy_value_known"))
+        line = progress_line(self._last, was_known=self._known)
+        self._bar.set_description_str(line, refresh=False)
+        self._bar.update(row["step"] - self._step)
+        self._step = row["step"]
+        if not self._live and (self._step == self._total or time.monotonic() - self._shown > 10):
+            print(f"step {self._step}/{self._total}  {line}", file=self._stream, flush=True)
+            self._shown = time.monotonic()
+
+    def close(self) -> None:
+        """Leaves the last state of the line standing."""
+        self._bar.refresh()
+        self._bar.close()
+
+
+def progress_line(row: Row, was_known: bool = False) -> str:
+    """What the live line says of a row; `was_known`: the value was known at some step before.
+
+    >>> value = {"": 0.41, "_low": 0.33, "_high": 0.49, "_ess_fraction": 0.8, "_known": 1}
+    >>> value = {f"off_policy_value{end}": number for end, number in value.items()}
+    >>> progress_line({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01, "tokens_per_s": 12345.6})
+    'loss -0.0123  value 0.410 (0.330-0.490)  ratio 1.002  clip 1.0%  ESS 80%  12,346 tok/s'
+    """
+    parts = []
+    if "loss" in row:
+        parts.append(f"loss {row['loss']:.4f}")
+    if "off_policy_value" in row:
+        found = off_policy_value_of(row)
+        known = found and "{:.3f} ({:.3f}-{:.3f})".format(*found)
+        parts.append(f"value {known or ('no longer known' if was_known else 'not known')}")
+    if "ratio_mean" in row:
+        parts.append(f"ratio {row['ratio_mean']:.3f}")
+    if "clip_fraction" in row:
+        parts.append(f"clip {row['clip_fraction']:.1%}")
+    if row.get("off_policy_value_ess_fraction"):  # 0 is of no trace with a ratio, not of a small sample
+        parts.append(f"ESS {row['off_policy_value_ess_fraction']:.0%}")
+    if "tokens_per_s" in row:
+        parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+    return "  ".join(parts)
+
+
+def off_policy_value_of(row: Row) -> tuple[float, float, float] | None:
+    """Return the off-policy value of a row and the ends of its interval; None if the row has none that is known.
+
+    What is shown of a value (command line, report, model card, viewer, notebook) is what this returns.
+
+    >>> row = {"off_policy_value": 0.95, "off_policy_value_low": 0.9, "off_policy_value_high": 1.0}
+    >>> off_policy_value_of({**row, "off_policy_value_known": 1})
+    (0.95, 0.9, 1.0)
+    >>> off_policy_value_of({**row, "off_policy_value_known": 0}) is None
+    True
+    """
+    value, low, high = (row.get(f"off_policy_value{end}") for end in ("", "_low", "_high"))
+    if not row.get("off_policy_value_known") or value is None or low is None or high is None:
+        return None
+    return float(value), float(low), float(high)
+
+
+class Stopwatch:
+    """Wall seconds by stage.
+
+    Args:
+        begins: called with the name of each stage as it begins.
+
+    >>> watch = Stopwatch()
+    >>> with watch("read"):
+    ...     pass
+    >>> list(watch.seconds)
+    ['read']
+    """
+
+    def __init__(self, begins: Callable[[str], None] | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begins = begins
+        self._running: list[tuple[str, float]] = []
+
+    def __call__(self, stage: str) -> "Stopwatch":
+        if self._begins is not None:
+            self._begins(stage)
+        self._running.append((stage, time.perf_counter()))
+        return self
+
+    def __enter__(self) -> "Stopwatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stage, began = self._running.pop()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+
+
+def log_all(sinks: Iterable[Sink], row: Row) -> None:
+    """Gives one row to every sink."""
+    for sink in sinks:
+        sink.log(row)
+
+
+PROJECT = "tracegrad"
+_ID = "dashboard_id"
+
+
+def opened(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:
+    """The dashboards that are chosen, ready for rows.
+
+    Args:
+        told: their names, with commas between, as `train.log_to` has them.
+        out: folder of the run, which has its name on the dashboard. It keeps the id under which a resumed run goes on.
+        config: options by dotted name, shown beside the curves.
+    """
+    return [_SINKS[name](out, config) for name in split_names(told)]
+
+
+class TensorBoard:
+    """Scalars in event files below `out/tensorboard`."""
+
+    def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard") from error
+        self._writer = SummaryWriter(str(out / "tensorboard"))
+        self._writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
+
+    def log(self, row: Row) -> None:
+        """Writes the finite numbers of the row."""
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, in the project of WANDB_PROJECT or "tracegrad"; wandb's own variables apply."""
+
+    def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb") from error
+        settings = wandb.Settings(silent=True)
+        project = None if settings.project else PROJECT
+        told: dict[str, Any] = {
+            "id": _id(out),
+            "name": out.name,
+            "dir": str(out),
+            "config": dict(config),
+            "settings": settings,
+        }
+        self._run = wandb.init(project=project, resume="allow", **told)
+
+    def log(self, row: Row) -> None:
+        """Logs the finite numbers of the row."""
+        self._run.log(_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        """Writes what is held back and ends the run."""
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio, in the project "tracegrad", with rows and the traces of steps; its own variables apply."""
+
+    def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio") from error
+        self._trackio = trackio
+        name = f"{out.name}-{_id(out)}"
+        quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        with redirect_stdout(sys.stderr):
+            self._run = trackio.init(PROJECT, name=name, config=dict(config), resume="allow", **quiet)
+
+    def log(self, row: Row) -> None:
+        """Logs the finite numbers of the row."""
+        self._run.log(_numbers(row), step=row["step"])
+
+    def log_traces(self, traces: Iterable[Trace], step: int) -> None:
+        """Logs conversations with their rewards, as trackio shows them."""
+        for trace in traces:
+            about = {"id": trace.id, "group": trace.group, "reward": trace.reward, **trace.rewards}
+            shown = self._trackio.Trace(messages=trace.messages, metadata=about)
+            self._run.log({f"traces/{trace.id}": shown}, step=step)
+
+    def close(self) -> None:
+        """Writes what is held back and ends the run."""
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+_SINKS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
+
+
+def log_traces(sinks: Iterable[Sink], traces: Iterable[Trace], step: int) -> None:
+    """Gives traces to every sink that takes them."""
+    if takers := [sink for sink in sinks if isinstance(sink, Trackio)]:
+        traces = list(traces)
+        for sink in takers:
+            sink.log_traces(traces, step)
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in row.items()
+        if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def _id(out: Path) -> str:
+    """The run's id on dashboards, made once for its folder."""
+    path = out / _ID
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        files.write(path, secrets.token_hex(4) + "\n")
+    return path.read_text(encoding="ascii").strip()
+
+
+def _missing(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"train.log_to names {name}, and that package is not installed. Nothing can be written for it. "
+        f"pip install 'tracegrad[{name}]', or leave the name out: metrics.jsonl is always written."
+    )

@@ -1,0 +1,377 @@
+"""Define the metrics of training, rewards, completions and tools, and collect them over a step."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tracegrad import _validation
+from tracegrad.errors import ArgumentError
+from tracegrad.metrics.aggregate import AllReduce, Groups, Moments, Sums, largest_of, mean_of, moments, per, smallest_of
+from tracegrad.metrics.definition import Measured, Metric, Reading
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Sums over the traces of one part of a step; parts are cut between groups, as a group has one baseline.
+
+    >>> found = Rewards.of([1.0, 1.0, 0.0, float("nan")], [0, 0, 1, 1]).named()
+    >>> round(found["reward"], 3), found["frac_reward_zero_std"], found["frac_unscorable"]
+    (0.667, 0.5, 0.25)
+    """
+
+    sums: Sums
+
+    @classmethod
+    def of(cls, rewards: ArrayLike, group: ArrayLike) -> "Rewards":
+        """Measures traces.
+
+        Args:
+            rewards: [R], NaN where a trace could not be scored.
+            group: [R] ids.
+
+        Raises:
+            ArgumentError: if their lengths differ.
+        """
+        reward, ids = _validation.real(rewards, "rewards"), _validation.labels(group, "group")
+        if reward.ndim != 1 or reward.shape != ids.shape:
+            raise ArgumentError(
+                f"rewards are {reward.shape} and groups {ids.shape}. Which traces share a baseline is not known. "
+                "Pass one of each per trace, both flat."
+            )
+        known = ~np.isnan(reward)
+        counts = {"traces": len(reward), "flat": np.count_nonzero(flat(reward, ids))}
+        return cls(moments("reward", reward[known]) | Sums.of(counts=counts))
+
+    def __add__(self, other: "Rewards") -> "Rewards":
+        """Both parts together."""
+        return Rewards(self.sums + other.sums)
+
+    def all_reduce(self, all_reduce: AllReduce) -> "Rewards":
+        """The same over all ranks."""
+        return Rewards(self.sums.all_reduce(all_reduce))
+
+    def named(self) -> dict[str, float]:
+        """Names of docs/metrics.md to values."""
+        return {row.name: float(row.value(self.sums)) for row in REWARDS if row.value is not None}
+
+
+def flat(reward: NDArray[np.float64], group: NDArray) -> NDArray[np.bool_]:
+    """[R] traces of a group of two or more known rewards that are all equal."""
+    groups, known = Groups.of(group), ~np.isnan(reward)
+    high = groups.largest(np.where(known, reward, -np.inf))
+    low = -groups.largest(np.where(known, -reward, -np.inf))
+    return groups.back((groups.total(known) > 1) & (high == low))
+
+
+def _reward_moments(sums: Sums) -> Moments:
+    return Moments(sums, "reward")
+
+
+REWARDS: tuple[Metric, ...] = (
+    Metric("reward", "reward", "", "scored traces", "Mean recorded reward.", lambda s: _reward_moments(s).mean()),
+    Metric(
+        "reward_std",
+        "reward",
+        "",
+        "scored traces, less one",
+        "Its deviation over all traces: TRL's.",
+        lambda s: _reward_moments(s).deviation(1),
+    ),
+    Metric(
+        "frac_reward_zero_std",
+        "share",
+        "",
+        "traces",
+        "Traces of groups of two or more whose known rewards are all equal: they teach nothing. TRL's.",
+        lambda s: per(s["flat"], s["traces"]),
+    ),
+    Metric(
+        "frac_unscorable",
+        "share",
+        "",
+        "traces",
+        "Traces without a reward.",
+        lambda s: per(s["traces"] - s["reward.n"], s["traces"]),
+    ),
+)
+
+
+def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> Measured:
+    """Measure `num_tokens` and `completions/*` of R traces.
+
+    Args:
+        prompts: [R] integers: tokens before the first sampled one.
+        sampled: [R] integers: tokens that the policy sampled; those of tool results and of the template are not.
+        cut: [R] bool: whether a limit cut the trace off, so that it did not end by itself.
+
+    Raises:
+        ArgumentError: if an array is not flat, of another type or of another length.
+
+    >>> found = completions([10, 10, 12], [4, 8, 6], [False, True, False]).named()
+    >>> found["num_tokens"], found["completions/mean_length"], found["completions/max_terminated_length"]
+    (50.0, 6.0, 6.0)
+    """
+    before = _validation.integers(prompts, "prompts")
+    lengths = _validation.integers(sampled, "sampled", length=len(before))
+    flags = _validation.flags(cut, "cut", length=len(before))
+    counts = {"tokens": before.sum() + lengths.sum(), "cut": np.count_nonzero(flags)}
+    sums = moments("length", lengths) | moments("ended", lengths[~flags]) | Sums.of(counts=counts)
+    return Measured(sums.at("completions/"), (Reading(COMPLETIONS, "completions/"),))
+
+
+def tools(calls: ArrayLike, failed: ArrayLike) -> Measured:
+    """Measure `tools/*` of R traces.
+
+    Args:
+        calls: [R] integers: tool calls of each.
+        failed: [R] integers: those of them that were answered by an error.
+
+    >>> tools([2, 0, 2], [1, 0, 0]).named()
+    {'tools/call_frequency': 1.3333333333333333, 'tools/failure_frequency': 0.25}
+    """
+    called = _validation.integers(calls, "calls")
+    wrong = _validation.integers(failed, "failed", length=len(called))
+    counts = {"traces": len(called), "calls": called.sum(), "failed": wrong.sum()}
+    return Measured(Sums.of(counts=counts).at("tools/"), (Reading(TOOLS, "tools/"),))
+
+
+def _ended(how: str) -> Metric:
+    """Of the traces that ended by themselves; TRL has 0 where there is none."""
+    word, row = {"mean": ("Mean", mean_of), "min": ("Smallest", smallest_of), "max": ("Largest", largest_of)}[how]
+    return Metric(
+        f"completions/{how}_terminated_length",
+        "tokens",
+        "",
+        "traces that ended by themselves" if how == "mean" else "",
+        f"{word} length of the traces that no limit cut off; 0 if there is none.",
+        lambda s: row("ended")(s) if Moments(s, "ended").n else 0.0,
+    )
+
+
+COMPLETIONS: tuple[Metric, ...] = (
+    Metric(
+        "num_tokens",
+        "tokens",
+        "",
+        "",
+        "Tokens of prompts and sampled tokens, tool results left out, of all steps so far: a trace counts in each step "
+        "that trains on it.",
+        lambda s: s["tokens"],
+    ),
+    Metric(
+        "completions/mean_length",
+        "tokens",
+        "",
+        "traces",
+        "Mean number of sampled tokens of a trace; tool results are not counted.",
+        mean_of("length"),
+    ),
+    Metric("completions/min_length", "tokens", "", "", "Smallest such number.", smallest_of("length")),
+    Metric("completions/max_length", "tokens", "", "", "Largest such number.", largest_of("length")),
+    Metric(
+        "completions/clipped_ratio",
+        "share",
+        "",
+        "traces",
+        "Traces whose last turn was cut off by a limit.",
+        lambda s: per(s["cut"], s["length.n"]),
+    ),
+    *map(_ended, ("mean", "min", "max")),
+)
+TOOLS: tuple[Metric, ...] = (
+    Metric(
+        "tools/call_frequency", "calls", "", "traces", "Tool calls of a trace.", lambda s: per(s["calls"], s["traces"])
+    ),
+    Metric(
+        "tools/failure_frequency",
+        "share",
+        "",
+        "tool calls",
+        "Tool calls that were answered by an error; 0 if nothing was called.",
+        lambda s: s["failed"] / max(s["calls"], 1),
+    ),
+)
+
+
+TRAINING: tuple[Metric, ...] = (
+    Metric("step", "optimizer steps", "", "", "Optimizer steps taken, this one included; 0 is before the first."),
+    Metric("epoch", "epochs", "", "", "Epoch of the step, from 0."),
+    Metric("loss", "1", "", "the objective's own denominator", "What was minimised: surrogate plus penalties."),
+    Metric("lr", "1", "", "", "Learning rate of the step."),
+    Metric("grad_norm", "1", "", "", "Euclidean norm of the whole gradient before clipping."),
+    Metric("terms", "terms", "", "", "Trained sampling events of the step."),
+    Metric("traces", "traces", "", "", "Traces of the step with at least one term."),
+    Metric("tokens", "tokens", "", "", "Tokens of the step that went through the model, padding excluded."),
+    Metric("seconds", "s", "", "", "Wall time of the step, its share of the `old` pass excluded."),
+    Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
+    Metric("device_idle", "share", "", "", "Of the device's time since the last step, without work queued; CUDA only."),
+    Metric("imbalance", "1", "", "", "Work of the busiest rank over the mean of all, by plan; several ranks only."),
+    Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
+    Metric(
+        "staleness_mean",
+        "versions",
+        "",
+        "terms whose version is known",
+        "Versions between the policy that is trained and the one that sampled a term; where the trainer's is told.",
+    ),
+    Metric(
+        "staleness_max",
+        "versions",
+        "",
+        "",
+        "The largest such number; `online.steps_ahead` does not bound it: a slow group is trained when it ends.",
+    ),
+    Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
+    Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
+    Metric(
+        "reward_kl", "nats", "", "terms, then traces", "With `reward_kl.coef`: KL(old, ref) of the batch, as charged."
+    ),
+    Metric("reward_kl_coef", "1", "", "", "Likewise: the reward that each nat of it cost."),
+    Metric(
+        "frac_old_logprobs_valid",
+        "share",
+        "",
+        "terms",
+        "Terms with a recorded rollout logprob. `old` is ART's word for the recorded logprobs.",
+    ),
+    Metric(
+        "frac_old_logprobs_valid_all",
+        "share",
+        "",
+        "tokens",
+        "The same over tokens of all kinds, prompts included, of each branch up to its last term: ART's denominator "
+        "without padding. A prefix that branches share counts in each of them.",
+    ),
+    Metric(
+        "ratio_mean",
+        "1",
+        "theta / old, or theta / rollout in objectives without old",
+        "kept terms",
+        "Mean of the ratio inside the surrogate, at the surrogate's level; absent where it takes none.",
+    ),
+    Metric("ratio_max", "1", "as ratio_mean", "", "Largest ratio inside the surrogate over the step's kept terms."),
+    Metric(
+        "clip_fraction",
+        "share",
+        "as ratio_mean",
+        "terms",
+        "Terms whose gradient the clip removed: ratio above 1 + high (A > 0), below 1 - low or above dual (A < 0).",
+    ),
+    Metric(
+        "clip_fraction_any",
+        "share",
+        "as ratio_mean",
+        "terms",
+        "Terms with a ratio outside the clip range, whatever the sign of the advantage: ART's clip_fraction.",
+    ),
+    Metric(
+        "off_policy_value",
+        "reward",
+        "theta / rollout, product over the trace",
+        "weights of held-out traces",
+        "Self-normalised importance-weighted reward on the held-out groups: sum w r / sum w.",
+    ),
+    Metric(
+        "off_policy_value_low",
+        "reward",
+        "as off_policy_value",
+        "",
+        "Lower end of its 95 % interval (delta method over groups), within the rewards of the held-out traces.",
+    ),
+    Metric("off_policy_value_high", "reward", "as off_policy_value", "", "Upper end of its 95 % interval."),
+    Metric(
+        "off_policy_value_recorded",
+        "reward",
+        "",
+        "held-out traces",
+        "Mean recorded reward of the same held-out traces.",
+    ),
+    Metric(
+        "off_policy_value_ess",
+        "traces",
+        "as off_policy_value",
+        "",
+        "Kish effective sample size of the held-out traces: (sum w)^2 / sum w^2.",
+    ),
+    Metric(
+        "off_policy_value_ess_fraction",
+        "share",
+        "as off_policy_value",
+        "held-out traces",
+        "off_policy_value_ess / held-out traces with known ratios.",
+    ),
+    Metric(
+        "off_policy_value_known",
+        "0 or 1",
+        "as off_policy_value",
+        "",
+        "1 if no weight was clamped, at least 10 effective traces and 0.3 of all are left, and there is an interval.",
+    ),
+    Metric("off_policy_value_traces", "traces", "", "", "Held-out traces all of whose terms have a rollout logprob."),
+    Metric(
+        "off_policy_value_clamped",
+        "traces",
+        "as off_policy_value",
+        "",
+        "Held-out traces whose summed log-ratio was clamped.",
+    ),
+    Metric(
+        "logprob_good", "nats", "", "terms", "Mean logprob of held-out traces with a reward above their group's mean."
+    ),
+    Metric("logprob_bad", "nats", "", "terms", "The same for traces with a reward below their group's mean."),
+)
+"""What the learner itself puts into a row."""
+
+_NAMES = {metric.name for metric in TRAINING}
+
+
+@dataclass
+class Tally:
+    """Sums with integer denominators; a mean is taken once, at the end, over everything added.
+
+    >>> tally = Tally()
+    >>> tally.add("entropy", 3.0, 2)
+    >>> tally.add("entropy", 1.0, 2)
+    >>> tally.means()
+    {'entropy': 1.0}
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, total: float, count: int) -> None:
+        """Adds a sum over `count` elements.
+
+        Raises:
+            ArgumentError: if the table does not know `name`.
+        """
+        _known(name)
+        self.sums[name] = self.sums.get(name, 0.0) + float(total)
+        self.counts[name] = self.counts.get(name, 0) + int(count)
+
+    def maximum(self, name: str, value: float) -> None:
+        """Keeps the largest value seen."""
+        _known(name)
+        self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
+
+    def all_reduce(self, all_reduce: AllReduce) -> "Tally":
+        """The same over all ranks, each of which added the same names."""
+        counts = {f"{name}.n": n for name, n in self.counts.items()}
+        found = Sums.of(self.sums, counts, self.maxima).all_reduce(all_reduce)
+        sums, maxima = ({name: float(v) for name, v in part.items()} for part in (found.totals, found.maxima))
+        return Tally(sums, {name: int(found[f"{name}.n"]) for name in self.counts}, maxima)
+
+    def means(self) -> dict[str, float]:
+        """Each sum over its count; NaN where the count is 0."""
+        means = {name: self.sums[name] / n if n else math.nan for name, n in self.counts.items()}
+        return {**means, **self.maxima}
+
+
+def _known(name: str) -> None:
+    if name not in _NAMES:
+        raise ArgumentError(
+            f"metric {name!r} is not in the table. A number without a definition is not logged. Add it to METRICS."
+        )

@@ -1,0 +1,417 @@
+"""Compute token logprobs and entropies of a batch, choosing the implementation for its device and size."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tracegrad.errors import ArgumentError
+from tracegrad.model.lm_head_chunked import Chunk, Head, Rows, Statistics, Sums, logits_of, slices, wide_dtype
+
+Name = Literal["no-grad", "recompute", "one-pass", "frozen"]
+
+MOST_CHUNK_BYTES = 4 << 30  # beyond it the products with the weight of a real vocabulary get no faster
+LEAST_CHUNK_BYTES = 256 << 20  # below it they get slower quickly
+FIXED_CHUNK_BYTES = 1 << 30  # where the size must not depend on the memory that happens to be free
+_ROWS = 256  # a multiple of the tiles of a matrix product: no tile of a chunk is computed for a few rows
+
+
+@dataclass(frozen=True)
+class Wants:
+    """Which gradients are wanted, and whether the loss depends on the entropy with a gradient."""
+
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = False
+    entropy: bool = True
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a backward pass at all."""
+        return self.hidden or self.weight or self.bias
+
+    @property
+    def parameters(self) -> bool:
+        """Whether the head is trained."""
+        return self.weight or self.bias
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """How the head of U rows is computed.
+
+    Args:
+        name: "no-grad": the logits once. "recompute": logits, then again with the gradient, for any loss. "one-pass":
+            the loss of a chunk is known while its logits are in memory, so that they become their own gradient.
+            "frozen": the head takes no gradient; each row's u = d logp / d hidden is kept in place of its logits.
+        why: the reason in words.
+        chunk_rows: rows whose logits are in memory at once; the most, where chunks end with traces.
+        peak_bytes: most memory beyond hidden states and parameters: one chunk's tables and the gradients.
+        flops: of the products with the weight, forward and backward.
+    """
+
+    name: Name
+    why: str
+    chunk_rows: int
+    peak_bytes: int
+    flops: int
+
+    def __str__(self) -> str:
+        cost = f"{self.flops:.2e} FLOPs, {self.peak_bytes / 2**20:,.0f} MiB"
+        return f"{self.name}: {self.why} (chunks of {self.chunk_rows:,} rows, {cost})"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a head: rows U, hidden H, vocabulary V; bytes of a hidden state's number, of a chunk's row and of a sum's."""
+
+    rows: int
+    hidden: int
+    vocabulary: int
+    item: int = 4
+    row_bytes: int = 8
+    wide: int = 4
+
+    def chunk(self, chunk_bytes: int) -> int:
+        """Return the rows of a chunk: those that fit `chunk_bytes`, at least one.
+
+        If there are more rows than fit, it is a multiple of 256 from 256 on.
+        """
+        rows = chunk_bytes // (self.row_bytes * self.vocabulary)
+        return max(1, rows if rows < _ROWS or rows >= self.rows else rows - rows % _ROWS)
+
+    def gradient_bytes(self, wants: Wants) -> int:
+        """Return the bytes of the gradients of hidden states and weight while they are summed."""
+        by_hidden = wants.hidden * self.rows * self.hidden * self.item
+        return by_hidden + wants.weight * self.vocabulary * self.hidden * self.wide
+
+
+def device_chunk_bytes(size: Size, wants: Wants, free_bytes: int) -> int:
+    """Return the bytes of one chunk's tables on a device with `free_bytes` left: 256 MiB to 4 GiB, a power of two.
+
+    At most half of what is left after the gradients: memory that torch has reserved may be in pieces. Powers of two,
+    so that a run that starts again with slightly more or less free memory sums in the same order.
+
+    >>> size, gib = Size(rows=32768, hidden=4096, vocabulary=151936, item=2, row_bytes=2), 1 << 30
+    >>> [device_chunk_bytes(size, Wants(), free * gib) >> 20 for free in (1, 4, 6, 10, 70)]
+    [256, 512, 1024, 2048, 4096]
+    """
+    half = max(1, (free_bytes - size.gradient_bytes(wants)) // 2)
+    return min(max(1 << (half.bit_length() - 1), LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+
+
+def choose(
+    size: Size, wants: Wants, chunk_rows: int, *, fits: bool = False, unfit: str = "", asked: Name | None = None
+) -> HeadPlan:
+    """The cheapest plan that is exact, or the one asked for; `unfit` says why the loss cannot be evaluated by chunks.
+
+    >>> choose(Size(1000, 64, 500), Wants(), 100, fits=True).name
+    'one-pass'
+    """
+    frozen = wants.hidden and not wants.parameters and not wants.entropy
+    reasons: dict[Name, str] = {}
+    if not wants.any:
+        reasons["no-grad"] = "nothing takes a gradient"
+    else:
+        if frozen:
+            reasons["frozen"] = "the head takes no gradient and the loss none by the entropy"
+        if fits:
+            reasons["one-pass"] = "the loss of a chunk is known when its logits are"
+        reasons["recompute"] = unfit or "the loss is not known here"
+    name = asked or next(iter(reasons))
+    if name not in reasons:
+        raise ArgumentError(_impossible(name, wants, unfit))
+    return _costed(size, wants, chunk_rows, name, reasons[name])
+
+
+def _impossible(name: Name, wants: Wants, unfit: str) -> str:
+    why = {
+        "no-grad": "a gradient is wanted",
+        "recompute": "nothing takes a gradient",
+        "one-pass": unfit or "the loss is not known here",
+        "frozen": "the head takes a gradient, or the loss one by the entropy",
+    }[name]
+    if not wants.any:
+        why = "nothing takes a gradient"
+    return f"the plan {name!r} is not possible: {why}. Leave plan=None, and one that is will be taken."
+
+
+def _costed(size: Size, wants: Wants, chunk_rows: int, name: Name, why: str) -> HeadPlan:
+    """A product with the weight is 2 U H V FLOPs: for logits, for hidden states and for the weight."""
+    products = 1 + wants.hidden + wants.weight + (name == "recompute")
+    chunk_rows = max(1, min(chunk_rows, size.rows))
+    peak = chunk_rows * size.vocabulary * size.row_bytes
+    if name != "no-grad":
+        peak += size.gradient_bytes(wants)
+    return HeadPlan(name, why, chunk_rows, peak, 2 * products * size.rows * size.hidden * size.vocabulary)
+
+
+__all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
+
+Epilogue = Literal["torch", "compile", "triton"]
+
+_CPU_CHUNK = 4 << 20  # fits a cache, and
+_CPU_ROWS = 64  # below this many rows the gradient of the weight costs more to add up than to compute
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    inv_temperature: Tensor | float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
+    chunk_bytes: int | None = None,
+    epilogue: Epilogue | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and the entropy of its distribution; never holds [U, V].
+
+        z = inv_temperature * cap(logit_scale * (hidden @ weight.T + bias)),    cap(x) = softcap * tanh(x / softcap)
+        logp = z[target] - logsumexp(z),    entropy = logsumexp(z) - sum softmax(z) * z
+
+    Logits are computed a chunk of rows at a time, and again in backward; sums are float32, float64 for float64 input.
+    Where the head takes no gradient, d logp / d hidden is kept instead, and backward computes no logits unless the loss
+    depends on the entropy.
+
+    Args:
+        hidden: [U, H].
+        weight: [V, H]; used in the dtype of `hidden`. A copy in that dtype is kept for backward.
+        target: [U] int64.
+        inv_temperature: [U] or one number. Takes no gradient.
+        bias: [V].
+        softcap: of the logits, as in Gemma 2.
+        logit_scale: as in Cohere.
+        logits_dtype: what the logits are rounded to before the sums; None: the dtype of `hidden`. Use the sampler's.
+        chunk_bytes: memory for the tables of one chunk of logits. The default on CUDA is 256 MiB to 4 GiB, by the
+            memory that is free (1 GiB under `torch.use_deterministic_algorithms`); on CPU 4 MiB or 64 rows. Results
+            depend on it only by the order in which float32 sums are taken.
+        epilogue: what reads the logits: "triton" (the default on CUDA where it is installed), "compile"
+            (torch.compile) or "torch" (the default elsewhere).
+
+    Returns:
+        logp [U] and entropy [U], float32 or float64, nats; both differentiable once.
+
+    Raises:
+        ArgumentError: if shapes contradict one another.
+
+    >>> logp, entropy = token_logprobs(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([0, 3]))
+    >>> [round(x, 4) for x in (logp.exp()[0].item(), entropy.exp()[1].item())]
+    [0.25, 4.0]
+    """
+    check_shapes(hidden, weight, target, bias)
+    setting = Setting(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
+    rows = Rows(target, inverse_of(inv_temperature, hidden))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _TokenLogprobs.apply(hidden, weight, bias, *rows, setting, chunk_bytes)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a head does beside its product, and what computes it."""
+
+    softcap: float | None
+    logit_scale: float
+    dtype: torch.dtype | None
+    kind: type[Chunk]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A head over U rows, to be computed in chunks.
+
+    Args:
+        hidden: [U, H].
+        head: weight and bias in the dtype of `hidden`.
+        rows: of all U rows.
+        setting: of the head.
+    """
+
+    hidden: Tensor
+    head: Head
+    rows: Rows
+    setting: Setting
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, setting: Setting) -> "Problem":
+        """With the parameters in the dtype of the hidden states."""
+        bias = None if bias is None else bias.to(hidden.dtype)
+        return cls(hidden, Head(weight.to(hidden.dtype), bias, setting.softcap, setting.logit_scale), rows, setting)
+
+    def chunk(self, here: slice) -> Chunk:
+        """The scores of some rows."""
+        return self.setting.kind(self.hidden[here], self.head, self.rows.at(here), self.setting.dtype)
+
+    def statistics(self, chunk_rows: int) -> Statistics:
+        """Of all rows."""
+        found = self._empty()
+        for here in slices(len(self.hidden), chunk_rows):
+            for total, part in zip(found, self.chunk(here).statistics(), strict=True):
+                total[here] = part
+        return found
+
+    def slopes(self, chunk_rows: int) -> tuple[Statistics, Tensor]:
+        """Of all rows, with d logp / d hidden [U, H]."""
+        found = self._empty()
+        sums = Sums(self.hidden, self.head, (True, False, False))
+        one = found.lse.new_ones(min(chunk_rows, len(self.hidden)))
+        for here in slices(len(self.hidden), chunk_rows):
+            chunk = self.chunk(here)
+            part = chunk.statistics()
+            for total, value in zip(found, part, strict=True):
+                total[here] = value
+            sums.add(here, chunk.gradient(part, one[: here.stop - here.start], None))
+            del chunk  # its table: the next one is made before the name is bound again
+        assert sums.hidden is not None
+        return found, sums.hidden
+
+    def gradient(
+        self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None, sums: Sums, chunk_rows: int
+    ) -> None:
+        """Adds to `sums` the gradient by all rows, their logits computed again."""
+        for here in slices(len(self.hidden), chunk_rows):
+            by_entropy = None if d_entropy is None else d_entropy[here]
+            sums.add(here, self.chunk(here).gradient(known.at(here), d_logp[here], by_entropy))
+
+    def size(self) -> Size:
+        """For the choice of a plan."""
+        wide = wide_dtype(self.hidden.dtype)
+        kind, rounded = self.setting.kind, self.setting.dtype or self.hidden.dtype
+        table = rounded.itemsize + (self.hidden.element_size() if rounded != self.hidden.dtype else 0)
+        row_bytes = table if kind.narrow else kind.tables * wide.itemsize
+        rows, width = self.hidden.shape
+        item = self.hidden.element_size()
+        return Size(rows, width, len(self.head.weight), item=item, row_bytes=row_bytes, wide=wide.itemsize)
+
+    def chunk_rows(self, chunk_bytes: int | None, wants: Wants) -> int:
+        """Return the rows whose tables fit `chunk_bytes`; None takes the default of the device."""
+        size = self.size()
+        if chunk_bytes is not None:
+            return size.chunk(chunk_bytes)
+        if self.hidden.device.type == "cpu":
+            return max(size.chunk(_CPU_CHUNK), _CPU_ROWS)
+        if size.rows <= size.chunk(LEAST_CHUNK_BYTES):
+            return size.chunk(LEAST_CHUNK_BYTES)
+        if not self.hidden.is_cuda or torch.are_deterministic_algorithms_enabled():
+            return size.chunk(FIXED_CHUNK_BYTES)
+        return size.chunk(device_chunk_bytes(size, wants, free_bytes(self.hidden.device)))
+
+    def _empty(self) -> Statistics:
+        lse, logp, entropy = (self.hidden.new_empty(len(self.hidden), dtype=self.wide) for _ in range(3))
+        return Statistics(lse, logp, entropy)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What sums are taken in."""
+        return wide_dtype(self.hidden.dtype)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that torch can still allocate on a CUDA device: unused, or reserved and not allocated.
+
+    Does not wait for the device's work.
+    """
+    unused, _ = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    reserved, allocated = (stats.get(f"{kind}_bytes.all.current", 0) for kind in ("reserved", "allocated"))
+    return unused + reserved - allocated
+
+
+def chunk_kind(hidden: Tensor, dtype: torch.dtype | None, epilogue: Epilogue | None) -> type[Chunk]:
+    """What computes a chunk: Triton on CUDA where it is installed and sums are float32, plain torch elsewhere.
+
+    Raises:
+        ArgumentError: for an epilogue that does not exist or cannot run here.
+    """
+    floats = hidden.dtype != torch.float64 and dtype != torch.float64
+    if epilogue is None:
+        epilogue = "triton" if hidden.is_cuda and floats and find_spec("triton") else "torch"
+    if epilogue == "torch":
+        return Chunk
+    if not floats:
+        raise ArgumentError(
+            f"the epilogue {epilogue!r} sums in float32 and the hidden states are float64. Use 'torch'."
+        )
+    if epilogue == "compile":
+        from tracegrad.model.lm_head_chunked import CompiledChunk
+
+        return CompiledChunk
+    if epilogue != "triton" or not find_spec("triton"):
+        raise ArgumentError(f"there is no epilogue {epilogue!r} here. Use 'torch', 'compile', or 'triton' on CUDA.")
+    from tracegrad.model.lm_head_triton import INTERPRETED, TritonChunk
+
+    if not hidden.is_cuda and not INTERPRETED:
+        raise ArgumentError(
+            f"the hidden states are on {hidden.device} and Triton kernels run on CUDA. Use 'torch' or 'compile'. "
+            "TRITON_INTERPRET=1 tries the kernels on CPU."
+        )
+    return TritonChunk
+
+
+def inverse_of(inv_temperature: Tensor | float, hidden: Tensor) -> Tensor | None:
+    """[U] in the dtype of the sums; None for 1, which on CPU is found out."""
+    if not isinstance(inv_temperature, Tensor):
+        if inv_temperature == 1.0:
+            return None
+        inv_temperature = hidden.new_tensor(inv_temperature, dtype=wide_dtype(hidden.dtype))
+    inverse = inv_temperature.detach().to(hidden.device, wide_dtype(hidden.dtype)).expand(len(hidden))
+    return None if inverse.device.type == "cpu" and bool((inverse == 1).all()) else inverse
+
+
+def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    """Refuses what is not [U, H], [V, H], [U] and [V]."""
+    fits = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
+    if not fits or target.shape != hidden.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = ", ".join(str(list(x.shape)) for x in (hidden, weight, target))
+        raise ArgumentError(
+            f"hidden, weight and target have shapes {shapes}, bias {None if bias is None else list(bias.shape)}. "
+            "They must be [U, H], [V, H], [U] and [V]. Select the rows to score before the call."
+        )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Chunks of rows; backward computes the logits again, or scales what forward kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        inverse: Tensor | None,
+        setting: Setting,
+        chunk_bytes: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        problem = Problem.of(hidden, weight, bias, Rows(target, inverse), setting)
+        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is not known: never in one pass
+        ctx.chunk_rows = problem.chunk_rows(chunk_bytes, wants)
+        ctx.set_materialize_grads(False)
+        slopes = None
+        if choose(problem.size(), wants, ctx.chunk_rows).name == "frozen":
+            known, slopes = problem.slopes(ctx.chunk_rows)
+        else:
+            known = problem.statistics(ctx.chunk_rows)
+        # The parameters as they were cast: backward would cast the weight of a float32 model again.
+        ctx.save_for_backward(hidden, problem.head.weight, problem.head.bias, target, inverse, *known, slopes)
+        ctx.setting, ctx.dtypes = setting, (weight.dtype, None if bias is None else bias.dtype)
+        return known.logp, known.entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_logp, d_entropy = grad_outputs
+        hidden, weight, bias, target, inverse, lse, logp, entropy, slopes = ctx.saved_tensors
+        if d_logp is None and d_entropy is None:
+            return (None,) * 7
+        d_logp = torch.zeros_like(lse) if d_logp is None else d_logp
+        if slopes is not None and d_entropy is None:
+            return (d_logp[:, None] * slopes).to(hidden.dtype), *(None,) * 6
+        problem = Problem.of(hidden, weight, bias, Rows(target, inverse), ctx.setting)
+        sums = Sums(hidden, problem.head, ctx.needs_input_grad[:3])
+        problem.gradient(Statistics(lse, logp, entropy), d_logp, d_entropy, sums, ctx.chunk_rows)
+        return *sums.found(*ctx.dtypes), *(None,) * 4

@@ -1,0 +1,245 @@
+"""Define `Component`s' base class `Part`, and `View`, the tensors that they are evaluated on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tracegrad.errors import ArgumentError
+from tracegrad.objective.ratio import TOKEN, Level, Ratio, Reduce, bounded
+
+if TYPE_CHECKING:
+    from tracegrad.objective.objective import Objective
+
+
+class Part:
+    """A piece of an objective."""
+
+    takes_entropy = False
+    """Whether it reads the entropy of the policy being trained."""
+
+    @property
+    def detached(self) -> bool:
+        """True where it is known before the step, so that `correct` evaluates it."""
+        taken = self.ratios()
+        return bool(taken) and all(ratio.detached for ratio, _ in taken)
+
+    @property
+    def microbatch(self) -> bool:
+        """True where a field, or a field of a field, is "microbatch": a statistic of the terms evaluated together."""
+        return any("microbatch" in (value, getattr(value, "scope", None)) for value in vars(self).values())
+
+    @property
+    def reach(self) -> str:
+        """Why its value depends on other traces, by more than integers known before the step; "" where it does not."""
+        return ""
+
+    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
+        """The ratios that it reads, each with its level: by default its field `ratio` at its field `level`."""
+        ratio = getattr(self, "ratio", None)
+        return [] if ratio is None else [(ratio, getattr(self, "level", TOKEN))]
+
+    def check(self, objective: "Objective") -> None:
+        """Raises for an objective in which it would have no effect, or another effect than its fields say."""
+
+    def core(self) -> tuple[Any, ...]:
+        """Its fields as plain numbers, strings and tuples, from which the Rust core evaluates it."""
+        raise NotImplementedError
+
+
+def core_of(name: str, part: Any) -> Any:
+    """`part.core()` of a detached part; raises for a class of your own, whose formula the core does not know."""
+    if "core" not in vars(type(part)):
+        raise ArgumentError(
+            f"{name} is a {type(part).__name__}, and no evaluator knows its formula: what is known before the step the "
+            "core evaluates, and it would compute another in its place. Put theta in its ratio, so that its own "
+            "formula runs, or teach the core (docs/extending.md)."
+        )
+    return part.core()
+
+
+class View:
+    """The terms of one evaluation. Tensors are [m] or [B, S], floats in the dtype of the logprobs.
+
+    Missing logprobs have one rule, made here before anything else. A ratio that names rollout (or the proximal, which
+    leans on it) has a value where the recorded logprob is known, any other at every term. A level runs over the terms
+    that are `present`: known, or kept without it by `correct(missing="neutral")`.
+
+    Args:
+        objective: that is evaluated.
+        arrays: old, rollout, ref, alpha, advantages, trace, turn, group by name.
+        logprobs: of the policy being trained.
+        entropy: of it, or None.
+        counted: bool, False at padding.
+        keep: bool, what `correct` has left of them.
+        scales: by reduction.
+        permutation: a random one of n, for what draws.
+
+    Attributes:
+        advantages: at kept terms, 0 elsewhere; the evaluator takes the shifts out.
+    """
+
+    def __init__(
+        self,
+        objective: "Objective",
+        arrays: Mapping[str, Any],
+        logprobs: Any,
+        entropy: Any,
+        *,
+        counted: Any,
+        keep: Any,
+        scales: Mapping[Reduce, Any],
+        permutation: Callable[[int], Any],
+    ) -> None:
+        self.objective, self.arrays, self.permutation = objective, arrays, permutation
+        self._theta, self._entropy, self._scales, self._segments = logprobs, entropy, scales, {}
+        self.counted, self.keep = counted, keep
+        rollout = arrays["rollout"]
+        self.known = counted if rollout is None else counted & ~rollout.isnan()
+        self.present = counted & (keep | self.known)
+        self.advantages = self.given("advantages", keep)
+
+    @cached_property
+    def logprobs(self) -> Any:
+        """Of the policy being trained at kept terms, with gradient; 0 elsewhere."""
+        return self.log("theta", self.keep)
+
+    @cached_property
+    def log_ratio(self) -> Any:
+        """Log of `ratio`, not clamped."""
+        return self.objective.surrogate.log_ratio(self).where(self.keep, 0)
+
+    @cached_property
+    def ratio(self) -> Any:
+        """The objective's ratio at the level of its surrogate, with gradient, at kept terms; 1 elsewhere."""
+        return bounded(self.log_ratio).exp()
+
+    @property
+    def pair(self) -> Ratio:
+        """The policies of `ratio`.
+
+        Raises:
+            ArgumentError: if the objective has none.
+        """
+        if self.objective.ratio is None:
+            raise ArgumentError(
+                f"the surrogate {self.objective.surrogate} reads a ratio, and its objective has none. Pass one: "
+                "Objective(surrogate, Ratio('theta', 'old'))."
+            )
+        return self.objective.ratio
+
+    @cached_property
+    def clipped(self) -> Any:
+        """bool: terms whose gradient the surrogate's bounds took away."""
+        return self.objective.surrogate.clipped(self)
+
+    @property
+    def entropy(self) -> Any:
+        """Of the next-token distribution at each term, nats.
+
+        Raises:
+            ArgumentError: if it was not passed.
+        """
+        if self._entropy is None:
+            raise ArgumentError("a part of the objective reads the entropy, and it is None. Pass it, and declare it.")
+        return self._entropy
+
+    def array(self, name: str) -> Any:
+        """An array of the terms as it was given.
+
+        Raises:
+            ArgumentError: if the terms have none.
+        """
+        values = self.arrays[name]
+        if values is None:
+            raise ArgumentError(
+                f"the objective needs {name} of every term, and the terms have none. Pass Terms({name}=...)."
+            )
+        return values
+
+    def given(self, name: str, mask: Any) -> Any:
+        """An array in the dtype of the logprobs, 0 where `mask` is False."""
+        return self.array(name).where(mask, 0).to(self._theta.dtype)
+
+    def log(self, policy: str, mask: Any) -> Any:
+        """The logprob under a policy, 0 without a gradient where `mask` is False."""
+        if policy == "theta":
+            return self._theta.where(mask, 0)
+        if policy != "proximal":
+            return self.given(policy, mask)
+        rollout, theta = self.log("rollout", mask), self.log("theta", mask).detach()
+        return rollout + self.given("alpha", mask) * (theta - rollout)
+
+    def between(self, ratio: Ratio, mask: Any) -> Any:
+        """log num - log den, 0 without a gradient where `mask` is False."""
+        return self.log(ratio.num, mask) - self.log(ratio.den, mask)
+
+    def has(self, ratio: Ratio) -> Any:
+        """Where a ratio has a value."""
+        return self.known if ratio.recorded else self.counted
+
+    def inside(self, level: Level) -> Any:
+        """The terms over which the surrogate's level runs."""
+        return self.keep if level.terms == "kept" or level.over == "token" else self.present
+
+    def left(self, gated: bool | str, keep: Any) -> Any:
+        """The terms that a penalty or bonus runs over, as its field `gated` says; `keep` is what all gates left."""
+        return self.keep if gated == "detached" else keep if gated else self.counted
+
+    def at(self, ratio: Ratio, level: Level, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
+        """(log-ratio at a level, clamped; where it has a value): 0 elsewhere.
+
+        Args:
+            factor: what multiplies the ratio of each token.
+            keep: bool, read where the level is over kept terms.
+        """
+        has = self.has(ratio)
+        log_ratio = self.between(ratio, has)
+        if factor is not None:
+            log_ratio = (log_ratio + factor.log()).where(has, 0)
+        inside = has & self.present
+        level_log = level.of(log_ratio, self, inside & keep if keep is not None and level.terms == "kept" else inside)
+        known = has & ~level_log.isnan()
+        return bounded(level_log.where(known, 0)), known
+
+    def scale(self, reduce: Reduce | None) -> Any:
+        """The scale of a reduction, the objective's where None.
+
+        Raises:
+            ArgumentError: if the terms lack it.
+        """
+        wanted = reduce or self.objective.reduce
+        if wanted not in self._scales:
+            raise ArgumentError(
+                f"a penalty or bonus has its own denominators, {wanted}, and the terms have no scale for them. "
+                "Pass correct(reductions=objective.reductions) and Terms(scales=corrected.scales)."
+            )
+        return self._scales[wanted].to(self._theta.dtype)
+
+    def detached(self) -> "View":
+        """The same with logprobs and entropy that carry no gradient."""
+        entropy = None if self._entropy is None else self._entropy.detach()
+        marks = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}
+        view = View(self.objective, self.arrays, self._theta.detach(), entropy, **marks)
+        view._segments, view.advantages = self._segments, self.advantages
+        return view
+
+    def segments(self, over: str) -> Any:
+        """[terms] dense index of the turn, trace, group or batch of each term, flat."""
+        if over not in self._segments:
+            self._segments[over] = self._index(over)
+        return self._segments[over]
+
+    def _index(self, over: str) -> Any:
+        if over == "batch":
+            return self.counted.reshape(-1).long() * 0
+        if over != "turn":
+            return _dense(self.array(over))
+        return _dense(self.segments("trace") * self._theta.numel() + _dense(self.array("turn")))
+
+
+def _dense(ids: Any) -> Any:
+    """[terms] the rank of each id among those present; unlike torch.unique without a wait for the device."""
+    ordered, order = ids.reshape(-1).long().sort()
+    steps = (ordered != ordered.roll(1)).long()
+    steps[:1] = 0
+    return ordered.new_empty(len(ordered)).scatter(0, order, steps.cumsum(0))

@@ -1,0 +1,299 @@
+"""Evaluate what an objective does not differentiate: weight, mask and scale of every trained token.
+
+`correct` runs in Rust, once per optimizer step. `pad` and `flatten` convert between padded and flat arrays.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tracegrad import _core, _validation
+from tracegrad._validation import is_tensor
+from tracegrad.errors import ArgumentError
+from tracegrad.objective.component import core_of
+from tracegrad.objective.objective import Missing
+from tracegrad.objective.ratio import Reduce
+from tracegrad.objective.rejection import AnyGate
+from tracegrad.objective.weight import Weight
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the terms stand in the arrays given, and how results go back there.
+
+    Args:
+        shape: of the logprobs.
+        mask: flat, True at the terms; None where every position is one.
+        dtype: float32 or float64, which all floats are computed in.
+        like: the logprobs, which results resemble.
+    """
+
+    shape: tuple[int, ...]
+    mask: NDArray[np.bool_] | None
+    dtype: type[np.float32] | type[np.float64]
+    like: Any
+
+    @classmethod
+    def of(cls, like: Any, mask: Any, trace: Any) -> "Layout":
+        """The layout of logprobs and their mask."""
+        if like is None:
+            raise ArgumentError("old and rollout are both None. Pass the logprobs that are known.")
+        array = _validation.numbers(like, "the logprobs")
+        flags = None if mask is None else _validation.as_flags(_validation.numbers(mask, "mask"), "mask")
+        if flags is not None and flags.shape != array.shape:
+            raise ArgumentError(
+                f"mask is {flags.shape} but the logprobs are {array.shape}. Pass one flag per position."
+            )
+        if array.ndim == 0:
+            raise ArgumentError("the logprobs are one number, no array. Pass one entry per term.")
+        if array.ndim > 1 and flags is None:
+            raise ArgumentError(
+                f"logprobs of shape {array.shape} need mask=. Which positions are terms is not in them."
+            )
+        if array.ndim == 1 and trace is None:
+            raise ArgumentError(
+                "flat logprobs need trace=, one id per term. Which terms belong together is not in them."
+            )
+        flat = None if flags is None else flags.reshape(-1)
+        return cls(array.shape, flat, np.float64 if array.dtype == np.float64 else np.float32, like)
+
+    @property
+    def width(self) -> int:
+        """Positions to a row."""
+        return self.shape[-1]
+
+    def floats(self, values: Any, name: str) -> NDArray[np.floating] | None:
+        """One number per position, flat."""
+        if values is None:
+            return None
+        array = _validation.numbers(values, name)
+        if self._by_row(array):
+            array = np.broadcast_to(array[..., None], self.shape)
+        self._check(array, name)
+        return _validation.narrowed(array, self.dtype, name).reshape(-1)
+
+    def ids(self, values: Any, name: str) -> NDArray[np.integer] | None:
+        """One integer per position or per row, flat; int32 and int64 as they are."""
+        if values is None:
+            return None
+        array = _validation.numbers(values, name)
+        if not self._by_row(array):
+            self._check(array, name)
+        kind = array.dtype if array.dtype in (np.int32, np.int64) else np.int64
+        return _validation.whole(array, kind, name).reshape(-1)
+
+    def back(self, values: NDArray[Any] | float) -> Any:
+        """Flat results in the shape, kind and device of what was given; a number as a view of itself everywhere."""
+        tensor = is_tensor(self.like)
+        if not isinstance(values, np.ndarray):
+            if not tensor:
+                return np.broadcast_to(self.dtype(values), self.shape)
+            import torch
+
+            kind = torch.float64 if self.dtype == np.float64 else torch.float32
+            return torch.tensor(values, dtype=kind, device=self.like.device).expand(self.shape)
+        values = values.reshape(self.shape)
+        if not tensor:
+            return values
+        import torch
+
+        return torch.from_numpy(values).to(self.like.device)
+
+    def _by_row(self, array: NDArray[Any]) -> bool:
+        return len(self.shape) > 1 and array.shape == self.shape[:-1]
+
+    def _check(self, array: NDArray[Any], name: str) -> None:
+        if array.shape != self.shape:
+            raise ArgumentError(f"{name} is {array.shape} but the logprobs are {self.shape}. Pass one entry per term.")
+
+
+def proximal_alpha(version: ArrayLike, proximal: int, current: int) -> NDArray[np.float32]:
+    """(proximal - version) / (current - version): 0 at the recorded policy, 1 at the trained one.
+
+    Held within [0, 1]; 1 where a token is as new as the trained policy.
+
+    Args:
+        version: [m] integers, the policy version that sampled each token.
+        proximal: the version of the proximal policy: the trained one when `old` would last have been measured.
+        current: the version of the policy being trained.
+
+    Returns:
+        [m] float32, for `Terms.alpha`.
+
+    Source: A-3PO, arXiv 2512.06547; AReaL's prox_logp_method="loglinear".
+
+    >>> proximal_alpha([0, 2, 4], 3, 4).tolist()
+    [0.75, 0.5, 1.0]
+    """
+    recorded = _validation.integers(version, "version")
+    proximal, current = (
+        _validation.integer(value, name, least=-1) for name, value in (("proximal", proximal), ("current", current))
+    )
+    apart = current - recorded
+    alpha = (proximal - recorded) / np.maximum(apart, 1)
+    return np.where(apart > 0, alpha.clip(0.0, 1.0), 1.0).astype(np.float32)
+
+
+AllReduce = Callable[[NDArray[np.float64], str], NDArray[np.float64]]
+
+
+class Totals(Protocol):
+    """Counts of a step over all ranks, as `Step.totals` holds them."""
+
+    @property
+    def terms(self) -> int: ...
+    @property
+    def traces(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What the loss takes of each term, in the shape (and on the device) of the logprobs given.
+
+    Args:
+        weight: float, detached; 0 where masked as missing, 1 where neutral.
+        keep: bool, whether the term trains.
+        scale: float, 1 over the reduction's denominators; a read-only view of one number where all are equal.
+        metrics: what was dropped, missing and truncated (docs/metrics.md); of the ratios themselves, their KL and
+            effective sample `tracegrad.metrics.OffPolicy.of(old, rollout, trace=..., weight=..., keep=...)` tells.
+        scales: the same for `reduce` and every reduction of `reductions`.
+    """
+
+    weight: Any
+    keep: Any
+    scale: Any
+    metrics: Mapping[str, float]
+    scales: Mapping[Reduce, Any] = field(default_factory=dict)
+
+
+def correct(
+    old: Any | None,
+    rollout: Any | None,
+    *,
+    ref: Any | None = None,
+    trace: Any | None = None,
+    turn: Any | None = None,
+    group: Any | None = None,
+    advantages: Any | None = None,
+    mask: Any | None = None,
+    weights: Sequence[Weight] = (),
+    gates: Sequence[AnyGate] = (),
+    reduce: Reduce | None = None,
+    reductions: Sequence[Reduce] = (),
+    totals: Totals | None = None,
+    group_terms: Any | None = None,
+    group_traces: Any | None = None,
+    missing: Missing = "mask",
+    all_reduce: AllReduce | None = None,
+) -> Corrected:
+    """Weights, gates and denominators of the terms of one optimizer step.
+
+    Arrays are flat [M], one entry per term, or [B, S] with `mask`, numpy or torch. float64 is computed in float64, all
+    else in float32. In a padded array each row is a trace unless `trace` says otherwise; per-row arrays may be [B].
+
+    A term is known where its recorded logprob is. Every log-ratio, of a token or aggregated, is held within
+    LOG_RATIO_LIMIT before it is exponentiated. Weights and gates that depend on the policy being trained, or on the
+    log-linear proximal, are passed over: the objective evaluates them.
+
+    Args:
+        old: logprobs of the proximal policy (the model being trained, before the step), nats; None in the direct form.
+        rollout: recorded logprobs, nats, NaN where not known; None where the objective takes no ratio of them.
+        ref: logprobs of the reference model, nats; needed where a weight or gate names it.
+        trace: integer ids; required for flat arrays. Terms of a trace need not stand together.
+        turn: which generation of its trace; needed for turn levels.
+        group: integer ids; needed for group levels and for Reduce(per="group") and "prompt".
+        advantages: needed where a gate or weight says `when`.
+        mask: bool, True at the terms; all others are never read and come back with weight, keep and scale 0.
+        weights, gates, reduce: of an Objective; reduce is the mean over tokens by default.
+        reductions: further ones whose scale is wanted (`Objective.reductions`).
+        totals: counts over all ranks before any gate (`Step.totals`); counted from these arrays by default.
+        group_terms: terms of each term's group over all ranks (`Step.group_terms`).
+        group_traces: traces with a term in it (`Step.group_traces`).
+        missing: a NaN in `rollout` is dropped ("mask": outside level sums and "kept" denominators, inside "all"
+            ones), taken with weight 1 ("neutral": outside sums and means, falls only with its turn, trace, group or
+            batch) or an error ("refuse").
+        all_reduce: all_reduce(array, "sum" or "max") over ranks, returning the reduced float64 array. Every rank makes
+            the same calls, a rank without terms too.
+
+    Raises:
+        ArgumentError: for shapes that differ, a plan that names what was not given, logprobs that are positive,
+            infinite or -9999, `old` or `ref` that is not finite, NaN under "refuse", and group levels over ranks.
+
+    >>> import numpy as np
+    >>> from tracegrad.objective import Clamp, Ratio, Weight
+    >>> tis = Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0))
+    >>> old, rollout = np.array([-1.0, -0.5, -1.0]), np.array([-1.0, -2.5, np.nan])
+    >>> c = correct(old, rollout, trace=np.array([0, 0, 1]), weights=[tis])
+    >>> c.weight.tolist(), c.keep.tolist(), c.metrics["missing"]
+    ([1.0, 2.0, 0.0], [True, True, False], 1.0)
+    """
+    weights, gates = _validation.instances(weights, "weights", Weight), _validation.instances(gates, "gates", AnyGate)
+    reduction: Reduce = _validation.instance(
+        Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
+    )
+    wanted: list[Reduce] = list(dict.fromkeys([reduction, *_validation.instances(reductions, "reductions", Reduce)]))
+    _validation.one_of(missing, "missing", get_args(Missing))
+    if all_reduce is not None and not callable(all_reduce):
+        raise ArgumentError(
+            f"all_reduce is {_validation.described(all_reduce)}. Pass a function of an array and 'sum' or 'max'."
+        )
+    if missing == "neutral" and old is None and rollout is not None:
+        raise ArgumentError(
+            "missing='neutral' without old means theta/rollout in the surrogate, and a ratio of 1 where none is known. "
+            "Use missing='mask', or pass old."
+        )
+    layout = Layout.of(rollout if rollout is not None else old, mask, trace)
+    trace = np.arange(layout.shape[0]) if trace is None else trace
+    columns = {
+        **{name: layout.floats(values, name) for name, values in (("old", old), ("rollout", rollout), ("ref", ref))},
+        "advantages": layout.floats(advantages, "advantages"),
+        "mask": layout.mask,
+        "trace": layout.ids(trace, "trace"),
+        "turn": layout.ids(turn, "turn"),
+        "group": layout.ids(group, "group"),
+        "group_terms": layout.ids(group_terms, "group_terms"),
+        "group_traces": layout.ids(group_traces, "group_traces"),
+        "positions": math.prod(layout.shape),
+        "width": layout.width,
+        "totals": None if totals is None else _counts(totals),
+    }
+    weight, keep, scales, stats = _core.correct_terms(
+        columns,
+        [core_of("a gate", gate) for gate in gates if gate.detached],
+        [core_of("a weight", each) for each in weights if each.detached],
+        [core_of("a reduction", each) for each in wanted],
+        missing,
+        all_reduce,
+    )
+    by_reduction = {each: layout.back(scale) for each, scale in zip(wanted, scales, strict=True)}
+    ratios = old is not None and rollout is not None
+    return Corrected(
+        layout.back(weight), layout.back(keep), by_reduction[reduction], _metrics(stats, ratios), by_reduction
+    )
+
+
+def _counts(totals: Totals) -> tuple[int, ...]:
+    names = ("terms", "traces", "groups")
+    return tuple(_validation.integer(getattr(totals, name, None), f"totals.{name}", least=0) for name in names)
+
+
+def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
+    """What the correction did, and nothing of the ratios themselves: `metrics.OffPolicy` describes those."""
+    terms = max(stats["terms"], 1.0)
+    metrics = {
+        "terms": stats["terms"],
+        "missing": stats["terms"] - stats["known"],
+        "frac_missing": (stats["terms"] - stats["known"]) / terms,
+        "kept": stats["kept"],
+        "masked_fraction": stats["gated"] / terms,
+    }
+    if ratios and stats["known"]:
+        metrics["truncated_fraction"] = stats["truncated"] / stats["known"]
+        metrics |= {"clamped": stats["clamped"], "clamped_levels": stats["clamped_levels"]}
+    return metrics

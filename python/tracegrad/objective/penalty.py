@@ -1,0 +1,209 @@
+"""What is added to the surrogate: divergences from another policy, an entropy bonus, and shifts of the advantage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tracegrad._validation import check_choice, kind_of, no_effect, positive, rising
+from tracegrad.errors import ArgumentError
+from tracegrad.objective.component import Part, View
+from tracegrad.objective.ratio import KINDS, TOKEN, Level, Ratio, Reduce, check_reach
+from tracegrad.objective.rejection import TopCovariance
+
+if TYPE_CHECKING:
+    from tracegrad.objective.objective import Objective
+
+
+Gated = bool | Literal["detached"]
+_GATED: dict[Gated, list[str]] = {True: ["kept terms only"], "detached": ["terms that detached gates keep"], False: []}
+
+
+@dataclass(frozen=True)
+class Penalty(Part):
+    """coef * an estimate of KL(num || den) at each term, with l = log num - log den.
+
+    k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, abs = |l|, square = l^2. For tokens drawn by num k1 and k3 are unbiased
+    in value, and k2 in gradient.
+
+    Args:
+        ratio: theta/ref or another with theta above.
+        kind: one of the above.
+        coef: its factor in the loss.
+        gated: which dropped terms are left out: those of all gates (True), of none (False), or of the "detached" gates
+            alone, and with those what `missing="mask"` dropped, as `Reduce.denominator` counts (verl's KL loss).
+        weighted: whether the weights multiply it.
+        straight_through: the value of `kind` with the gradient of k2 (verl's "k3+").
+        importance: this ratio multiplies it, with gradient, for tokens that another policy drew (TRL's
+            use_bias_correction_kl, DeepSeek-V3.2's unbiased KL); None is without.
+        importance_level: the level of that ratio.
+        cap: the estimate is held between -cap and cap and has no gradient beyond (verl and SkyRL: 10 for k3).
+        where: only on the terms it selects.
+        reduce: its own denominators; None is those of the objective.
+
+    Source: Schulman 2020, "Approximating KL divergence"; straight_through: verl's kl_penalty; importance:
+    DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
+    """
+
+    ratio: Ratio
+    kind: Literal["k1", "k2", "k3", "abs", "square"]
+    coef: float
+    gated: Gated
+    weighted: bool
+    straight_through: bool = False
+    importance: Ratio | None = None
+    importance_level: Level = TOKEN
+    cap: float | None = None
+    where: TopCovariance | None = None
+    reduce: Reduce | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("Penalty.kind", self.kind, tuple(KINDS))
+        check_choice("Penalty.gated", self.gated, tuple(_GATED))
+        if self.ratio.num != "theta":
+            raise ArgumentError(f"the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
+        positive("Penalty.coef", self.coef, "leave the penalty out for none")
+        no_effect(self.straight_through and self.kind == "k2", "Penalty.straight_through", "k2 has its own gradient")
+        if self.importance is not None and self.importance.num != "theta":
+            raise ArgumentError(
+                f"Penalty.importance is {self.importance}. It corrects for the policy that drew the tokens: "
+                "Ratio('theta', 'old') or Ratio('theta', 'rollout')."
+            )
+        no_effect(
+            self.importance is None and self.importance_level != TOKEN, "Penalty.importance_level", "there is no ratio"
+        )
+        if self.importance is not None:
+            check_reach("Penalty.importance", self.importance, self.importance_level)
+        if self.cap is not None:
+            positive("Penalty.cap", self.cap)
+        if self.where is not None:
+            kind_of("Penalty.where", self.where, TopCovariance)
+
+    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
+        importance = [] if self.importance is None else [(self.importance, self.importance_level)]
+        return [(self.ratio, TOKEN), *importance]
+
+    def check(self, objective: "Objective") -> None:
+        no_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
+
+    def at(self, view: View, mask: Any) -> Any:
+        """The estimate at each term in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
+        mask = mask & view.has(self.ratio)
+        if self.where is not None:
+            mask = self.where.of(view, mask)
+        log_ratio = view.between(self.ratio, mask)
+        value = KINDS[self.kind](-log_ratio if self.kind == "k3" else log_ratio)
+        if self.cap is not None:
+            value = value.clamp(-self.cap, self.cap)
+        if self.straight_through:
+            k2 = KINDS["k2"](log_ratio)
+            value = k2 - k2.detach() + value.detach()
+        if self.importance is not None:
+            log_factor, known = view.at(self.importance, self.importance_level)
+            value = value * log_factor.exp().where(mask & known, 1)
+        return value.where(mask, 0)
+
+    def __str__(self) -> str:
+        kind = f"{self.kind}+" if self.straight_through else self.kind
+        level = "" if self.importance_level == TOKEN else f" ({self.importance_level})"
+        factors = f" * {self.importance}{level}" if self.importance else ""
+        touched = [*_GATED[self.gated], *["weighted"] * self.weighted]
+        touched += [str(self.where)] if self.where else []
+        touched += [f"at most {self.cap:g}"] if self.cap else []
+        touched += [f"scale {self.reduce}"] if self.reduce else []
+        return f"{self.coef:g} * {kind}({self.ratio}){factors}" + (f" [{', '.join(touched)}]" if touched else "")
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """An entropy coefficient that seeks a target: up by `delta` after a step at or below it, down after one above.
+
+    The bonus is applied only after a step at or below the target. The state lives in `trainer.optim.Control`.
+
+    Args:
+        target: nats.
+        delta: change of the coefficient after each optimizer step.
+        low, high: bounds of the coefficient.
+
+    Source: Skywork-OR1, arXiv 2505.22312, section 4.2; TRL's use_adaptive_entropy and its defaults.
+    """
+
+    target: float = 0.2
+    delta: float = 0.005
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        rising("Adapt", self.low, self.high)
+        positive("Adapt.target", self.target)
+        positive("Adapt.delta", self.delta)
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """A bonus: -coef * the entropy of the next-token distribution at each term, with gradient.
+
+    Args:
+        coef: its factor, not negative; where it adapts, the one it starts from.
+        gated: which dropped terms are left out, as in `Penalty`.
+        reduce: its own denominators; None is those of the objective.
+        adapt: how the coefficient changes between steps; None keeps it.
+
+    Source: Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms".
+    """
+
+    coef: float
+    gated: Gated
+    reduce: Reduce | None = None
+    adapt: Adapt | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("Entropy.gated", self.gated, tuple(_GATED))
+        if not 0 <= self.coef < float("inf"):
+            raise ArgumentError(f"Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
+        no_effect(self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt")
+        if self.adapt is not None and self.gated == "detached":
+            raise ArgumentError(
+                "Entropy.gated is 'detached', and its coefficient adapts to the entropy of what all gates left, or of "
+                "all terms. Take gated=True or gated=False."
+            )
+
+    def __str__(self) -> str:
+        notes = _GATED[self.gated] + ([f"scale {self.reduce}"] if self.reduce else [])
+        notes += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
+        return f"{self.coef:g} * entropy" + (f" [{', '.join(notes)}]" if notes else "")
+
+
+@dataclass(frozen=True)
+class Shift(Part):
+    """A - coef * l in place of A, l held constant: a divergence paid out of the advantage, term by term.
+
+    Args:
+        ratio: theta/ref, theta/rollout or theta/old.
+        coef: in units of the advantage per nat.
+        center: "microbatch" takes l - mean l over the terms evaluated together, said aloud: the gradient depends on
+            how the step was cut; None takes l.
+
+    Source: Kimi K2, arXiv 2507.20534, as ART's kimi_k2_tau; centred: ART's kl_penalty_coef.
+    """
+
+    ratio: Ratio
+    coef: float
+    center: Literal["microbatch"] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("Shift.center", self.center, ("microbatch", None))
+        positive("Shift.coef", self.coef, "leave the shift out for none")
+        if self.ratio.num != "theta":
+            raise ArgumentError(f"the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
+
+    def of(self, view: View) -> Any:
+        """What is taken out of the advantage of each kept term."""
+        charged = view.keep & view.has(self.ratio)
+        log_ratio = view.between(self.ratio, charged).detach()
+        if self.center is not None:
+            log_ratio = (log_ratio - log_ratio.sum() / charged.sum().clamp(min=1)).where(charged, 0)
+        return self.coef * log_ratio
+
+    def __str__(self) -> str:
+        centre = f" - mean over the {self.center}" if self.center else ""
+        return f"A - {self.coef:g} * (log {self.ratio}{centre}) in place of A"

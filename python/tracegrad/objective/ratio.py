@@ -1,0 +1,304 @@
+"""Define importance ratios, the levels they are aggregated at, and the normalisation of the loss."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tracegrad import _core
+from tracegrad._validation import check_choice, no_effect, positive
+from tracegrad.errors import ArgumentError
+
+LOG_RATIO_LIMIT: float = _core.LOG_RATIO_LIMIT
+"""Log-ratios are clamped to plus or minus this many nats before they are exponentiated."""
+
+INFINITY = float("inf")
+
+Policy = Literal["theta", "old", "rollout", "ref", "proximal"]
+When = Literal["always", "A>0", "A>=0", "A<0", "A<=0"]
+Over = Literal["token", "turn", "trace", "group", "batch"]
+
+POLICIES = ("theta", "old", "rollout", "ref", "proximal")
+OVER = ("token", "turn", "trace", "group", "batch")
+HOLDS = {"always": "+0-", "A>0": "+", "A>=0": "+0", "A<0": "-", "A<=0": "0-"}
+"""Signs of the advantage on which each condition holds."""
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "k1": lambda x: x,
+    "k2": lambda x: x.square() * 0.5,
+    "k3": lambda x: bounded(x).expm1() - bounded(x),
+    "abs": lambda x: x.abs(),
+    "square": lambda x: x.square(),
+}
+"""Statistics of a log-ratio: k3(x) is exp(x) - 1 - x."""
+
+
+def bounded(log_ratio: Any) -> Any:
+    """The log-ratio clamped to +-LOG_RATIO_LIMIT, as it is before every `exp`."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def holds(when: When, advantages: Any) -> Any:
+    """Where a condition on the sign of the advantage is met."""
+    met = {"A>0": advantages.gt, "A>=0": advantages.ge, "A<0": advantages.lt, "A<=0": advantages.le}
+    return met[when](0) if when in met else advantages == advantages
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The probability ratio num / den of one sampled token under two policies.
+
+    Args:
+        num: "theta" (being trained), "old" (recomputed before the step), "rollout" (recorded), "ref" or "proximal":
+            log-linear between the recorded and the trained policy, log rollout + alpha (log theta - log rollout) held
+            constant, which stands in for old without a forward pass (`Terms.alpha`).
+        den: the same.
+
+    Source: proximal: A-3PO, arXiv 2512.06547; AReaL's prox_logp_method="loglinear".
+
+    >>> str(Ratio("old", "rollout"))
+    'old/rollout'
+    """
+
+    num: Policy
+    den: Policy
+
+    def __post_init__(self) -> None:
+        check_choice("Ratio.num", self.num, POLICIES)
+        check_choice("Ratio.den", self.den, POLICIES)
+        if self.num == self.den:
+            raise ArgumentError(f"the ratio {self} is always 1. Name two different policies.")
+
+    def __str__(self) -> str:
+        return f"{self.num}/{self.den}"
+
+    def __contains__(self, policy: object) -> bool:
+        return policy in (self.num, self.den)
+
+    @property
+    def detached(self) -> bool:
+        """True where it does not depend on the policy being trained, so that it is known before the step."""
+        return "theta" not in self and "proximal" not in self
+
+    @property
+    def recorded(self) -> bool:
+        """True where it names rollout, so that it has no value at terms whose recorded logprob is missing."""
+        return "rollout" in self or "proximal" in self
+
+    def core(self) -> tuple[str, str]:
+        """Its plain form."""
+        return (self.num, self.den)
+
+
+def left_over(ratios: Iterable[Ratio]) -> dict[str, int]:
+    """The powers of the policies that stay when ratios are multiplied; the proximal counts as old.
+
+    >>> left_over([Ratio("theta", "old"), Ratio("old", "rollout")])
+    {'theta': 1, 'rollout': -1}
+    """
+    powers: Counter[str] = Counter()
+    for ratio in ratios:
+        powers["old" if ratio.num == "proximal" else ratio.num] += 1
+        powers["old" if ratio.den == "proximal" else ratio.den] -= 1
+    return {policy: power for policy, power in powers.items() if power}
+
+
+@dataclass(frozen=True)
+class Level:
+    """Over which terms a log-ratio is aggregated before it is exponentiated and handed back to each of them.
+
+    A trace is what papers call a sequence, all its branches together; a turn is one generation of it. The product of
+    the token ratios is `Level("trace", "sum")`, their geometric mean `Level("trace", "mean")`: papers call either the
+    "sequence ratio".
+
+    Args:
+        over: "token", "turn", "trace", "group" or "batch", which is all terms of the step.
+        agg: "sum", "mean" or "max"; within a turn or trace also "prefix_sum" and "prefix_min", the sum and the lowest
+            over the terms up to each one, itself included; None where `over` is "token".
+        grad: "through" the aggregate, or only through the term's own "token" (GSPO-token); read in a surrogate only.
+        terms: "all" terms whose logprobs are known, or those still "kept" by the gates.
+        blend: mixes in the token's own ratio: "arithmetic" (r_token + r_level) / 2, "geometric" its geometric form
+            (ART's average and geometric_average).
+        scope: what "batch" and "group" reach over: the whole "step", or the "microbatch" that is evaluated together,
+            which is all that a ratio of the trained policy can see.
+    """
+
+    over: Over = "token"
+    agg: Literal["sum", "mean", "max", "prefix_sum", "prefix_min"] | None = None
+    grad: Literal["through", "token"] = "through"
+    terms: Literal["all", "kept"] = "all"
+    blend: Literal["arithmetic", "geometric"] | None = None
+    scope: Literal["step", "microbatch"] = "step"
+
+    def __post_init__(self) -> None:
+        check_choice("Level.over", self.over, OVER)
+        check_choice("Level.grad", self.grad, ("through", "token"))
+        check_choice("Level.terms", self.terms, ("all", "kept"))
+        check_choice("Level.blend", self.blend, ("arithmetic", "geometric", None))
+        check_choice("Level.scope", self.scope, ("step", "microbatch"))
+        no_effect(self.scope != "step" and not self.wide, "Level.scope", f"a {self.over} stands in one batch whole")
+        if self.over == "token":
+            for name, default in (("agg", None), ("grad", "through"), ("terms", "all"), ("blend", None)):
+                no_effect(getattr(self, name) != default, f"Level.{name}", "a token is not aggregated")
+            return
+        prefixes = () if self.wide else ("prefix_sum", "prefix_min")
+        check_choice("Level.agg", self.agg, ("sum", "mean", "max", *prefixes))
+
+    @property
+    def wide(self) -> bool:
+        """True for group and batch, which reach beyond one trace."""
+        return self.over in ("group", "batch")
+
+    def core(self, kept: bool) -> tuple[str, str | None, bool, str | None]:
+        """Its plain form; `kept` says of which terms."""
+        return (self.over, self.agg, kept, self.blend)
+
+    def of(self, values: Any, view: Any, inside: Any) -> Any:
+        """Log-ratios aggregated and handed back to each term, sums in float64; NaN where a segment has none inside."""
+        if self.over == "token":
+            return values
+        flat, index, inside = values.reshape(-1).double(), view.segments(self.over), inside.reshape(-1)
+        prefix = self.agg in ("prefix_sum", "prefix_min")
+        whole = (_running if prefix else _whole)(self.agg, flat, index, inside).reshape(values.shape).to(values.dtype)
+        if self.blend == "geometric":
+            whole = (whole + values) / 2
+        elif self.blend == "arithmetic":
+            whole = bounded(whole).logaddexp(bounded(values)) - math.log(2)
+        return whole.detach() + values - values.detach() if self.grad == "token" else whole
+
+    def __str__(self) -> str:
+        if self.over == "token":
+            return "each token"
+        named = {"sum": "sum", "mean": "mean", "max": "max", "prefix_sum": "running sum", "prefix_min": "running min"}
+        within = " of the micro-batch" if self.scope == "microbatch" else ""
+        kept = " over kept terms" if self.terms == "kept" else ""
+        blend = f", {self.blend} mean with the token's own" if self.blend else ""
+        return f"{named[self.agg or 'sum']} over the {self.over}{within}{kept}{blend}"
+
+
+TOKEN = Level()
+"""Each term alone."""
+
+
+def _whole(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
+    """[terms] the aggregate of each term's segment."""
+    count = values.new_zeros(len(values)).index_add(0, index, inside.double())
+    if agg == "max":
+        lowest = values.new_full((len(values),), -INFINITY)
+        total = lowest.scatter_reduce(0, index, values.masked_fill(~inside, -INFINITY), "amax")
+    else:
+        total = values.new_zeros(len(values)).index_add(0, index, values.where(inside, 0))
+    if agg == "mean":
+        total = total / count.clamp(min=1)
+    return total.where(count > 0, math.nan)[index]
+
+
+def _running(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
+    """The running sum or minimum within each segment, by doubling: after k rounds over the last 2^k terms."""
+    neutral = 0.0 if agg == "prefix_sum" else INFINITY
+    order = index.argsort(stable=True)
+    segment, running = index[order], values.where(inside, neutral)[order]
+    step = 1
+    while step < len(values):
+        same = segment == segment.roll(step)
+        same[:step] = False
+        before = running.roll(step).where(same, neutral)
+        running = running + before if agg == "prefix_sum" else running.minimum(before)
+        step *= 2
+    in_order = running.new_empty(len(running)).scatter(0, order, running)
+    return in_order if agg == "prefix_sum" else in_order.masked_fill(in_order.isinf(), math.nan)
+
+
+def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:
+    """The sum over the terms of its segment from each one on, a later one times `factor` for each term between.
+
+    By doubling, as the running sums: after k rounds over the next 2^k terms. What is not inside takes no place.
+    """
+    index = index.masked_fill(~inside.reshape(-1), len(index))
+    order = index.argsort(stable=True)
+    segment, running = index[order], values.reshape(-1).double()[order]
+    step = 1
+    while step < len(running):
+        same = segment == segment.roll(-step)
+        same[-step:] = False
+        running = running + factor**step * running.roll(-step).where(same, 0)
+        step *= 2
+    return running.new_empty(len(running)).scatter(0, order, running).reshape(values.shape).to(values.dtype)
+
+
+def check_reach(name: str, ratio: Ratio, level: Level) -> None:
+    """Refuses a statistic of the trained policy over more than a micro-batch can see, unless it says so."""
+    if level.wide and not ratio.detached and level.scope == "step":
+        raise ArgumentError(
+            f"{name}: {ratio} depends on the policy being trained, which sees one micro-batch at a time, and the level "
+            f"is the whole {level.over}. The gradient would depend on how the step was cut. "
+            "Say Level(..., scope='microbatch') to accept that, or take old in place of theta."
+        )
+    no_effect(level.scope != "step" and ratio.detached, f"{name}.level.scope", f"{ratio} is known for the whole step")
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """How terms become one number: gives the `scale` of each term.
+
+    | per | inner "mean" | inner "sum" |
+    |---|---|---|
+    | token | 1 / terms (inner is None) | |
+    | trace | 1 / (traces * terms of the trace) | 1 / (traces * norm) |
+    | group | 1 / (groups * traces of the group * terms of the trace) | 1 / (groups * traces of the group * norm) |
+    | prompt | 1 / (groups * terms of the group) | 1 / (groups * norm) |
+    | constant | | 1 / norm (inner is None) |
+
+    Args:
+        per: "token", "trace", "group" (its traces count alike), "prompt" (its terms count alike) or "constant".
+        inner: "mean" or "sum" within a trace, or within a prompt; None where `per` is "token" or "constant".
+        norm: constant that divides an inner sum, 1 where None; required where `per` is "constant".
+        denominator: "all" counts every term of the step, "kept" those left by the detached gates and by
+            `missing="mask"`.
+
+    >>> print(Reduce("trace", "mean"))
+    1 / (traces * terms of the trace)
+    """
+
+    per: Literal["token", "trace", "group", "prompt", "constant"] = "token"
+    inner: Literal["mean", "sum"] | None = None
+    norm: float | None = None
+    denominator: Literal["all", "kept"] = "all"
+
+    def __post_init__(self) -> None:
+        check_choice("Reduce.per", self.per, ("token", "trace", "group", "prompt", "constant"))
+        check_choice("Reduce.denominator", self.denominator, ("all", "kept"))
+        if self.per in ("token", "constant"):
+            no_effect(self.inner is not None, "Reduce.inner", f"per='{self.per}' has one sum over the step")
+        else:
+            check_choice("Reduce.inner", self.inner, ("mean", "sum"))
+        if self.per == "constant":
+            no_effect(self.denominator == "kept", "Reduce.denominator", "a constant counts nothing")
+            if self.norm is None:
+                raise ArgumentError("Reduce(per='constant') without norm. Say the constant; 1.0 is a plain sum.")
+        else:
+            no_effect(self.norm is not None and self.inner != "sum", "Reduce.norm", "it divides an inner sum")
+        if self.norm is not None:
+            positive("Reduce.norm", self.norm)
+
+    def core(self) -> tuple[Any, ...]:
+        """(per, mean, norm, kept)."""
+        norm = 1.0 if self.norm is None else self.norm
+        return (self.per, self.inner == "mean", norm, self.denominator == "kept")
+
+    def __str__(self) -> str:
+        kept = "kept " if self.denominator == "kept" else ""
+        inner = f"{kept}terms of the {'prompt' if self.per == 'prompt' else 'trace'}"
+        if self.inner == "sum":
+            inner = f"{self.norm or 1:g}"
+        return {
+            "token": f"1 / {kept}terms",
+            "trace": f"1 / (traces * {inner})",
+            "group": f"1 / (groups * traces of the group * {inner})",
+            "prompt": f"1 / (prompts * {inner})",
+            "constant": f"1 / {self.norm or 1:g}",
+        }[self.per]
+
+
+PER_TOKEN = Reduce()
+"""The mean over all terms."""

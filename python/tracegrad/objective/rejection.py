@@ -1,0 +1,345 @@
+"""Define which tokens are dropped: gates on ratios, budgets, and selection by entropy or covariance."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tracegrad._validation import around, around_one, check_choice, no_effect, positive, rising
+from tracegrad.errors import ArgumentError
+from tracegrad.objective.component import Part, View
+from tracegrad.objective.ratio import (
+    HOLDS,
+    INFINITY,
+    KINDS,
+    OVER,
+    TOKEN,
+    Level,
+    Ratio,
+    When,
+    bounded,
+    check_reach,
+    holds,
+)
+
+if TYPE_CHECKING:
+    from tracegrad.objective.objective import Objective
+
+
+Stat = Literal["ratio", "k1", "k2", "k3", "abs", "square", "dprob", "binary_kl"]
+
+STATS: tuple[str, ...] = get_args(Stat)
+_NEVER_NEGATIVE = ("k2", "k3", "abs", "square")
+_KL_EPSILON = 1e-8  # verl's, where a probability is 1
+
+
+class AnyGate(Part):
+    """What drops terms. One of your own is a frozen dataclass below this, with `keeps`."""
+
+    def keeps(self, view: View, keep: Any) -> Any:
+        """`keep` without the terms that this gate drops; asked only of gates that are not detached.
+
+        A term whose logprob is missing is not dropped: look at those in `view.has(ratio) & view.present` alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no keeps(view, keep)")
+
+
+@dataclass(frozen=True)
+class Gate(AnyGate):
+    """Keeps a term iff low <= stat <= high, bounds included; a dropped term has no loss and no gradient.
+
+    With l = log num - log den, p and q the two probabilities: ratio = exp(l), k1 = l, k2 = l^2 / 2,
+    k3 = exp(l) - 1 - l, abs = |l|, square = l^2, dprob = p - q, binary_kl = the KL of (q, 1 - q) from (p, 1 - p) with
+    the sign of p - q. A level aggregates l before the ratio is exponentiated, and the others as they are. (verl's k1 is
+    -l, so its bounds are the inverse of these.)
+
+    Args:
+        ratio: any two policies.
+        stat: one of the above.
+        level: over which terms the statistic is taken; which of them, `terms` says.
+        low, high: bounds in the unit of `stat`; None is unbounded.
+        when: on which sign of the advantage it can drop a term: "always", "A>0", "A>=0", "A<0" or "A<=0".
+        drops: what falls with a term that fails: None is the level itself; "trace" with a token level is a veto.
+        terms: the statistic is of "all" terms whose logprobs are known, or of those "kept" by the gates before.
+
+    >>> print(Gate(Ratio("old", "rollout"), low=1e-4, drops="trace"))
+    drop the trace unless 0.0001 <= ratio(old/rollout) of each token
+    >>> print(Gate(Ratio("old", "rollout"), "abs", high=2.0, when="A<0"))
+    drop the token where A<0 unless abs(old/rollout) of each token <= 2
+    """
+
+    ratio: Ratio
+    stat: Stat = "ratio"
+    level: Level = TOKEN
+    low: float | None = None
+    high: float | None = None
+    when: When = "always"
+    drops: Literal["turn", "trace", "group"] | None = None
+    terms: Literal["all", "kept"] = "all"
+
+    def __post_init__(self) -> None:
+        check_choice("Gate.stat", self.stat, STATS)
+        check_choice("Gate.when", self.when, tuple(HOLDS))
+        check_choice("Gate.drops", self.drops, ("turn", "trace", "group", None))
+        check_choice("Gate.terms", self.terms, ("all", "kept"))
+        no_effect(self.level.grad != "through", "Gate.level.grad", "a gate is detached")
+        no_effect(self.level.blend is not None, "Gate.level.blend", "a gate looks at one level")
+        no_effect(self.level.terms != "all", "Gate.level.terms", "Gate.terms says which terms are counted")
+        no_effect(self.terms == "kept" and self.level.over == "token", "Gate.terms", "a token is not aggregated")
+        wider = self.drops is None or OVER.index(self.drops) > OVER.index(self.level.over)
+        no_effect(not wider, "Gate.drops", f"the level is the {self.level.over} already")
+        check_reach("Gate", self.ratio, self.level)
+        if self.drops == "group" and not self.detached:
+            raise ArgumentError(
+                "Gate.drops is 'group' on a ratio of the policy being trained. The traces of a group stand in several "
+                "micro-batches. Take drops='trace', or old in place of theta."
+            )
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        if self.low is None and self.high is None:
+            raise ArgumentError("a Gate without low and high keeps everything. Give at least one bound.")
+        low, high = self.bounds
+        if self.stat == "ratio":
+            around_one("Gate", max(low, 0.0) if self.low is None else low, high)
+        elif self.stat in _NEVER_NEGATIVE:
+            rising("Gate", low, high)
+            no_effect(self.low is not None, "Gate.low", f"{self.stat} is never negative")
+            positive("Gate.high", high, f"{self.stat} is 0 where the policies agree") if high <= 0 else None
+        else:
+            around("Gate", low, high, 0.0, f"{self.stat} is a difference: write -0.2 and 0.2.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """low and high, infinite where None."""
+        return (-INFINITY if self.low is None else self.low, INFINITY if self.high is None else self.high)
+
+    @property
+    def reach(self) -> str:
+        wide = self.level.over if self.level.wide else "group" if self.drops == "group" else ""
+        return wide and f"'{self}' reaches over a {wide}"
+
+    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
+        return [(self.ratio, Level(self.drops, "max") if self.drops else self.level)]
+
+    def core(self) -> tuple[Any, ...]:
+        """(ratio, stat, level, low, high, when, drops)."""
+        level = self.level.core(self.terms == "kept")
+        return (self.ratio.core(), self.stat, level, *self.bounds, self.when, self.drops or self.level.over)
+
+    def keeps(self, view: View, keep: Any) -> Any:
+        has = view.has(self.ratio)
+        inside = has & view.present
+        values = self._stat(view, has)
+        values = self.level.of(values, view, inside & keep if self.terms == "kept" else inside)
+        if self.stat == "ratio":
+            values = bounded(values).exp()
+        low, high = self.bounds
+        failed = ((values < low) | (values > high)) & (inside if self.level.over == "token" else view.counted)
+        if self.when != "always":
+            failed = failed & holds(self.when, view.given("advantages", view.counted))
+        if self.drops is not None:
+            failed = Level(self.drops, "max").of(failed.to(values.dtype), view, view.counted) > 0
+        return keep & ~failed
+
+    def _stat(self, view: View, has: Any) -> Any:
+        """The statistic of each term; for "ratio" its logarithm, which is what levels aggregate."""
+        log_ratio = view.between(self.ratio, has)
+        if self.stat not in ("dprob", "binary_kl"):
+            return KINDS["k1" if self.stat == "ratio" else self.stat](log_ratio)
+        p, q = (view.log(policy, has).clamp(max=0).exp() for policy in (self.ratio.num, self.ratio.den))
+        if self.stat == "dprob":
+            return p - q
+        rest = (1 - q) * ((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON)).log()
+        return (p - q).sign() * (rest - q * log_ratio)
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{self.low:g} <= "
+        high = "" if self.high is None else f" <= {self.high:g}"
+        kept = " over kept terms" if self.terms == "kept" else ""
+        inner = f"{self.stat}({self.ratio}) of each token"
+        if self.level.over != "token":
+            inner = f"{self.level} of {self.stat}({self.ratio}){kept}"
+            if self.stat == "ratio":
+                inner = f"exp({self.level} of log {self.ratio}{kept})"
+        when = "" if self.when == "always" else f" where {self.when}"
+        return f"drop the {self.drops or self.level.over}{when} unless {low}{inner}{high}"
+
+
+@dataclass(frozen=True)
+class Budget(AnyGate):
+    """Keeps the terms with the smallest stat, as many as leave its mean over the step at most `mean`; at least one.
+
+    Terms of equal stat stand or fall together.
+
+    Args:
+        ratio: two policies, neither of them being trained.
+        stat: "square" (M2PO), "abs", "k2" or "k3".
+        mean: what the mean over the kept terms may be.
+        terms: "all" terms whose logprobs are known, or those "kept" by the gates before.
+        quadrants: "all", or the two "active" ones, which an update moves further away: A > 0 with a ratio above 1, and
+            A < 0 with a ratio below 1. Terms outside these are neither counted in the mean nor dropped.
+
+    Source: M2PO, arXiv 2510.01161, mean (log ratio)^2 <= 0.04: its final version (ICLR 2026, Algorithm 1) and the
+    authors' code take the active quadrants, its first version and AReaL all.
+
+    >>> print(Budget(Ratio("old", "rollout"), quadrants="active"))
+    keep the terms with the smallest square(old/rollout) in the active quadrants whose mean is at most 0.04
+    """
+
+    ratio: Ratio
+    stat: Literal["square", "abs", "k2", "k3"] = "square"
+    mean: float = 0.04
+    terms: Literal["all", "kept"] = "all"
+    quadrants: Literal["all", "active"] = "all"
+
+    def __post_init__(self) -> None:
+        check_choice("Budget.stat", self.stat, ("square", "abs", "k2", "k3"))
+        check_choice("Budget.terms", self.terms, ("all", "kept"))
+        check_choice("Budget.quadrants", self.quadrants, ("all", "active"))
+        positive("Budget.mean", self.mean)
+        if not self.ratio.detached:
+            raise ArgumentError(
+                f"Budget on {self.ratio}: the budget is of the whole step, and the policy being trained sees one "
+                "micro-batch at a time. Take old in place of theta."
+            )
+
+    @property
+    def reach(self) -> str:
+        return f"'{self}' is a budget of the whole step"
+
+    def core(self) -> tuple[Any, ...]:
+        """(ratio, stat, mean, kept, active)."""
+        return (self.ratio.core(), self.stat, self.mean, self.terms == "kept", self.quadrants == "active")
+
+    def __str__(self) -> str:
+        where = " in the active quadrants" if self.quadrants == "active" else ""
+        return f"keep the terms with the smallest {self.stat}({self.ratio}){where} whose mean is at most {self.mean:g}"
+
+
+@dataclass(frozen=True)
+class TopEntropy(AnyGate):
+    """Keeps the share of terms with the highest entropy of the policy being trained, within each micro-batch.
+
+    Those at or above the quantile of the terms, which is torch.quantile's.
+
+    Args:
+        share: of the terms of a micro-batch, in [0, 1); 0 keeps those with the highest entropy of all.
+        scope: "microbatch", said aloud: the gradient depends on how the step was cut.
+
+    Source: Wang et al. 2025, arXiv 2506.01939; TRL's top_entropy_quantile.
+    """
+
+    share: float
+    scope: Literal["microbatch"]
+
+    takes_entropy = True
+
+    def __post_init__(self) -> None:
+        _check(self, zero=True)
+
+    def keeps(self, view: View, keep: Any) -> Any:
+        counted = view.entropy.where(view.counted, math.nan).float().reshape(-1)
+        return keep & (view.entropy >= counted.nanquantile(1 - self.share)) if len(counted) else keep
+
+    def __str__(self) -> str:
+        return f"keep the {self.share:g} of the micro-batch's terms with the highest entropy"
+
+
+@dataclass(frozen=True)
+class DropCovariance(AnyGate):
+    """Drops a random share of the terms whose covariance of advantage and logprob lies between low and high.
+
+    cov = (A - mean A)(logp - mean logp), means over the micro-batch's terms that the gates before have left; terms that
+    the clip has taken are no candidates. `max(int(share * terms), 1)` of the candidates fall, drawn by torch's global
+    generator.
+
+    Args:
+        share: of the terms that are left of a micro-batch, in (0, 1).
+        low, high: bounds of cov, excluded.
+        scope: "microbatch", said aloud: the gradient depends on how the step was cut.
+        scaled: takes A times the scale of its term, as SkyRL's clip_cov does: bounds are then of a mean's order.
+
+    Source: Clip-Cov of Cui et al. 2025, arXiv 2505.22617; verl's clip_cov.
+    """
+
+    share: float
+    low: float
+    high: float
+    scope: Literal["microbatch"]
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+        rising("DropCovariance", self.low, self.high)
+
+    def check(self, objective: "Objective") -> None:
+        if not objective.surrogate.clips:
+            raise ArgumentError("DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate.")
+
+    def keeps(self, view: View, keep: Any) -> Any:
+        counted = keep & view.counted
+        covariance = _covariance(view, counted, self.scaled)
+        between = (covariance > self.low) & (covariance < self.high) & ~view.clipped
+        candidates = between.reshape(-1).nonzero().squeeze(-1)
+        wanted = max(int(self.share * int(counted.sum())), 1)
+        fallen = keep.reshape(-1) & False
+        if len(candidates):
+            fallen[candidates[view.permutation(len(candidates))[:wanted].to(candidates.device)]] = True
+        return keep & ~fallen.reshape(keep.shape)
+
+    def __str__(self) -> str:
+        of = _named(self.scaled)
+        return f"drop a random {self.share:g} of the terms with {self.low:g} < {of} < {self.high:g}"
+
+
+@dataclass(frozen=True)
+class TopCovariance(Part):
+    """Selects the share of terms with the highest covariance of advantage and logprob, for a penalty on them.
+
+    Args:
+        share: of the terms of a micro-batch that the penalty runs over, in (0, 1); at least one term.
+        scope: "microbatch", said aloud.
+        scaled: takes A times the scale of its term, as SkyRL's kl_cov does, where scales may differ.
+
+    Source: KL-Cov of Cui et al. 2025, arXiv 2505.22617; verl's kl_cov.
+    """
+
+    share: float
+    scope: Literal["microbatch"]
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def of(self, view: View, mask: Any) -> Any:
+        """The selected terms in `mask`, at least one where there are any."""
+        covariance = _covariance(view.detached(), mask, self.scaled).reshape(-1)
+        count = mask.sum()
+        wanted = (self.share * count.double()).long().clamp(min=1).minimum(count)
+        order = covariance.argsort(descending=True)
+        rank = order.new_ones(len(order)).cumsum(0) - 1
+        return (mask.reshape(-1) & False).scatter(0, order, rank < wanted).reshape(mask.shape)
+
+    def __str__(self) -> str:
+        return f"on the {self.share:g} of the micro-batch's terms with the highest {_named(self.scaled)}"
+
+
+def _named(scaled: bool) -> str:
+    return "cov(scale A, logp)" if scaled else "cov(A, logp)"
+
+
+def _covariance(view: View, mask: Any, scaled: bool) -> Any:
+    """(A - mean A)(logp - mean logp) of each term in `mask`, minus infinity elsewhere."""
+    advantages, logprobs = view.given("advantages", mask), view.log("theta", mask)
+    advantages = advantages * view.scale(None) if scaled else advantages
+    count = mask.sum().clamp(min=1)
+    covariance = (advantages - advantages.sum() / count) * (logprobs - logprobs.sum() / count)
+    return covariance.where(mask, -INFINITY)
+
+
+def _check(part: TopEntropy | DropCovariance | TopCovariance, *, zero: bool = False) -> None:
+    name = type(part).__name__
+    check_choice(f"{name}.scope", part.scope, ("microbatch",))
+    if not (0 < part.share < 1 or (zero and part.share == 0)):
+        raise ArgumentError(f"{name}.share is {part.share}. It is a share of the terms and lies between 0 and 1.")

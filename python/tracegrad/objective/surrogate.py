@@ -1,0 +1,407 @@
+"""Define the surrogate losses: PPO's clip, policy gradient, regression, cross entropy and others.
+
+`FutureClip` (FIPO) and `GeoClip` (GMPO) look at all tokens of a trace.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tracegrad._validation import around_one, check_choice, kind_of, no_effect, positive
+from tracegrad.errors import ArgumentError
+from tracegrad.objective.component import View
+from tracegrad.objective.ratio import HOLDS, TOKEN, Level, When, bounded, discounted, holds
+from tracegrad.objective.rejection import TopEntropy
+
+if TYPE_CHECKING:
+    from tracegrad.objective.objective import Objective
+
+
+Locality = Literal["term", "turn", "trace", "batch"]
+
+
+def _check_promises(name: str, locality: Locality, reads: tuple[str, ...]) -> None:
+    check_choice(f"{name}.locality", locality, ("term", "turn", "trace", "batch"))
+    for each in reads:
+        check_choice(f"{name}.reads", each, ("old", "rollout", "ref", "entropy"))
+
+
+class Surrogate:
+    """A loss at each term. One of your own is a frozen dataclass below this, with `loss`.
+
+    What it promises stands behind its name, `class Mine(Surrogate, locality="term")`; a promise that is not made is the
+    safe one, in a class below `Clip` too.
+
+    Promises:
+        locality: what it reads beside a term's own arrays and its ratio: nothing ("term"), the other terms of its
+            "turn" or "trace", or all that are evaluated together ("batch": how a step is cut changes its gradient).
+        times_advantage: it is A times something, so that a term with A = 0 pulls on nothing.
+        reads: further arrays: "old", "rollout", "ref" or "entropy".
+        ratio: False for one that takes no ratio, True for one that must have one, None for either.
+    """
+
+    level: Level = TOKEN
+    """The level of its ratio."""
+    locality: Locality = "batch"
+    times_advantage: bool = False
+    reads: tuple[str, ...] = ()
+    takes_ratio: bool | None = None
+    takes_entropy: bool = False
+    """Whether it reads the entropy without a gradient; with one it is in `reads`."""
+    clips: bool = False
+    """Whether it has a bound beyond which a term has no gradient, as it says which (`clipped`)."""
+    holds_tokens: bool = False
+    """Whether its formula changes the log-ratios of tokens before its level aggregates them."""
+
+    def __init_subclass__(
+        cls,
+        locality: Locality = "batch",
+        times_advantage: bool = False,
+        reads: tuple[str, ...] = (),
+        ratio: bool | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init_subclass__(**more)
+        _check_promises(cls.__name__, locality, reads)
+        cls.locality, cls.times_advantage, cls.reads, cls.takes_ratio = locality, times_advantage, reads, ratio
+        cls.clips, cls.holds_tokens = cls.clipped is not Surrogate.clipped, cls.log_ratio is not Surrogate.log_ratio
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The ratios that its clip leaves alone, for metrics; None without a clip of the ratio."""
+        return None
+
+    def loss(self, view: View) -> Any:
+        """The loss at each term, minimised; where `view.keep` is False it is not read."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss(view)")
+
+    def log_ratio(self, view: View) -> Any:
+        """log r at its level, with gradient."""
+        inside = view.inside(self.level)
+        return self.level.of(view.between(view.pair, inside), view, inside)
+
+    def clipped(self, view: View) -> Any:
+        """bool: terms whose gradient the clip took away."""
+        return view.keep & False
+
+    def check(self, objective: "Objective") -> None:
+        """Refuses an objective that it cannot be in."""
+
+
+@dataclass(frozen=True, repr=False)
+class Function(Surrogate):
+    """A function of yours as it is, `loss(view) -> per_term`: what `Objective(function, ratio)` makes of it.
+
+    Args:
+        function: one that its module gives by its name, so that a resumed run and other processes find the same.
+        locality, times_advantage, reads: as in `Surrogate`.
+
+    >>> def squared(view):
+    ...     return (view.log_ratio - view.advantages).square()
+    >>> print(Function(squared, "term"))
+    squared(view)
+    """
+
+    function: Callable[[View], Any]
+    locality: Locality = "batch"
+    times_advantage: bool = False
+    reads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_promises("Function", self.locality, self.reads)
+
+    def loss(self, view: View) -> Any:
+        return self.function(view)
+
+    def __repr__(self) -> str:
+        promised = ", ".join(map(repr, (self.locality, self.times_advantage, self.reads)))
+        return f"Function({getattr(self.function, '__module__', '')}.{self._name}, {promised})"
+
+    def __str__(self) -> str:
+        return f"{self._name}(view)"
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=False):
+    """-A * logp: the plain policy gradient; takes no ratio (weights may).
+
+    Args:
+        when: on which sign of the advantage; elsewhere the surrogate is 0, and denominators still count the term.
+    """
+
+    when: When = "always"
+
+    def __post_init__(self) -> None:
+        check_choice("PolicyGradient.when", self.when, tuple(HOLDS))
+
+    def loss(self, view: View) -> Any:
+        return -view.advantages.where(holds(self.when, view.advantages), 0) * view.logprobs
+
+    def __str__(self) -> str:
+        return "-A log theta" if self.when == "always" else f"-A log theta where {self.when}, else 0"
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Surrogate, locality="term", ratio=False):
+    """-logp: imitation, whatever the advantage says; takes no ratio."""
+
+    def check(self, objective: "Objective") -> None:
+        no_effect(bool(objective.shifts), "Objective.shifts", "A is not read")
+
+    def loss(self, view: View) -> Any:
+        return -view.logprobs
+
+    def __str__(self) -> str:
+        return "-log theta"
+
+
+@dataclass(frozen=True)
+class Importance(Surrogate, locality="term", times_advantage=True, ratio=True):
+    """-A r: the ratio itself, without a clip.
+
+    Args:
+        level: the level of r.
+
+    Source: Tinker's and SkyRL's importance_sampling; prime-rl's default, where gates bound it.
+    """
+
+    level: Level = TOKEN
+
+    def loss(self, view: View) -> Any:
+        return -view.advantages * view.ratio
+
+    def __str__(self) -> str:
+        return "-A r"
+
+
+@dataclass(frozen=True)
+class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), bounded for ratios far above 1 by `dual` or `delta`.
+
+    Args:
+        low, high: distances from 1, as in verl, slime and TRL's GRPO; not absolute bounds.
+        dual: for A < 0 the loss is at most -A dual (dual clip), an absolute ratio above 1; None is without.
+        delta: r of the unclipped branch is at most delta, an absolute ratio above 1 (TRL); None is without.
+        level: the level of r.
+
+    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; dual: Ye et al. 2019, arXiv 1912.09729, eq. 5; delta: TRL,
+    INTELLECT-2, arXiv 2505.07291, which it equals for delta above 1 + high.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+    delta: float | None = None
+    level: Level = TOKEN
+
+    def __post_init__(self) -> None:
+        for name, value in (("low", self.low), ("high", self.high)):
+            if not value >= 0:
+                raise ArgumentError(f"Clip.{name} is {value}. It is a distance from 1 and must not be negative.")
+        if self.low > 1:
+            raise ArgumentError(
+                f"Clip.low is {self.low}: no ratio is below 1 - {self.low}. It is a distance from 1, at most 1."
+            )
+        if 0.5 <= self.low < 1 < self.high <= 1.5:
+            raise ArgumentError(
+                f"Clip({self.low}, {self.high}) reads like bounds of the ratio. As distances from 1 they would let it "
+                f"run from {1 - self.low:g} to {1 + self.high:g}. Write Clip({1 - self.low:g}, {self.high - 1:g})."
+            )
+        for name, value in (("dual", self.dual), ("delta", self.delta)):
+            if value is not None and not value > 1:
+                raise ArgumentError(f"Clip.{name} is {value}. It is a ratio and must be above 1.")
+        if self.dual is not None and self.delta is not None:
+            raise ArgumentError("Clip.dual and Clip.delta bound the same branch. Give one of them.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """1 - low and 1 + high."""
+        return 1 - self.low, 1 + self.high
+
+    def loss(self, view: View) -> Any:
+        a, r, (low, high) = view.advantages, view.ratio, self.bounds
+        free = r if self.delta is None else r.clamp(max=self.delta)
+        value = (-a * free).maximum(-a * r.clamp(low, high))
+        return value if self.dual is None else value.minimum(-a * self.dual).where(a < 0, value)
+
+    def clipped(self, view: View) -> Any:
+        a, r, (low, high) = view.advantages, view.ratio, self.bounds
+        above = high if self.delta is None else min(self.delta, high)
+        outside = ((a > 0) & (r > above)) | ((a < 0) & (r < low))
+        for bound in (self.dual, None if self.delta is None else max(self.delta, high)):
+            outside = outside if bound is None else outside | ((a < 0) & (r > bound))
+        return outside
+
+    def __str__(self) -> str:
+        r = f"min(r, {self.delta:g})" if self.delta is not None else "r"
+        text = f"max(-A {r}, -A clip(r, {1 - self.low:g}, {1 + self.high:g}))"
+        return text if self.dual is None else f"{text}, at most -A * {self.dual:g} where A < 0"
+
+
+@dataclass(frozen=True)
+class Sigmoid(Surrogate, locality="term", times_advantage=True, ratio=True):
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft clip, with slope 1 at r = 1.
+
+    Args:
+        tau_pos, tau_neg: tau where A > 0 and elsewhere.
+        level: the level of r.
+
+    Source: SAPO, arXiv 2511.20347, eq. 5.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    level: Level = TOKEN
+
+    def __post_init__(self) -> None:
+        positive("Sigmoid.tau_pos", self.tau_pos)
+        positive("Sigmoid.tau_neg", self.tau_neg)
+
+    def loss(self, view: View) -> Any:
+        a, r = view.advantages, view.ratio
+        tau = r.new_full(r.shape, self.tau_neg).masked_fill(a > 0, self.tau_pos)
+        return -a * (tau * (r - 1)).sigmoid() * 4 / tau
+
+    def __str__(self) -> str:
+        return f"-A (4 / tau) sigmoid(tau (r - 1)), tau = {self.tau_pos:g} where A > 0, else {self.tau_neg:g}"
+
+
+@dataclass(frozen=True)
+class Regress(Surrogate, locality="term", ratio=True):
+    """(beta * sum over the trace of log-ratios - A)^2: the trace's log-ratio regressed on its advantage.
+
+    Use with `advantage.a_star` and Reduce("trace", "mean"), which counts each trace once.
+
+    Args:
+        beta: factor of the log-ratio, in units of the reward.
+
+    Source: A*-PO, arXiv 2505.20686, eq. 5; OAPL, arXiv 2602.19362.
+    """
+
+    beta: float = 1e-3
+
+    level = Level("trace", "sum")
+
+    def __post_init__(self) -> None:
+        positive("Regress.beta", self.beta)
+
+    def check(self, objective: "Objective") -> None:
+        if objective.weights:
+            raise ArgumentError("Regress fits a residual, which no weight corrects. Leave the weights out.")
+
+    def loss(self, view: View) -> Any:
+        return (self.beta * view.log_ratio - view.advantages).square()
+
+    def __str__(self) -> str:
+        return f"({self.beta:g} log r - A)^2"
+
+
+@dataclass(frozen=True)
+class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
+    """Clip(low, high, dual) times f, held constant: how much likelier the rest of the trace has become, 1 to `most`.
+
+    f = clamp(exp(sum over k >= t of 2^(-(k - t) / half_life) l_k), 1, most), over the trace's terms in their order, l
+    the log-ratio of a term, 0 where the ratio is above `dual`.
+
+    Args:
+        low, high, dual: as in `Clip`.
+        half_life: terms after which one counts half.
+        most: what f is at most.
+
+    Source: FIPO, arXiv 2603.19835 (Future-KL), weights clipped above alone.
+    """
+
+    low: float = 0.2
+    high: float = 0.28
+    dual: float = 10.0
+    half_life: float = 32.0
+    most: float = 1.2
+
+    def __post_init__(self) -> None:
+        positive("FutureClip.half_life", self.half_life)
+        around_one("FutureClip", 1.0, self.most)
+        Clip(self.low, self.high, self.dual)  # which checks them
+
+    @property
+    def clip(self) -> Clip:
+        """What f multiplies."""
+        return Clip(self.low, self.high, self.dual)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """1 - low and 1 + high."""
+        return self.clip.bounds
+
+    def loss(self, view: View) -> Any:
+        return self.clip.loss(view) * self.influence(view)
+
+    def influence(self, view: View) -> Any:
+        """f at each term."""
+        log_ratio = view.log_ratio.detach()
+        inside = log_ratio.where(view.keep & (log_ratio <= math.log(self.dual)), 0)
+        future = discounted(inside, view.segments("trace"), view.counted, 2 ** (-1 / self.half_life))
+        return bounded(future).exp().clamp(1, self.most)
+
+    def clipped(self, view: View) -> Any:
+        return self.clip.clipped(view)
+
+    def __str__(self) -> str:
+        future = f"clamp(exp(sum of what follows of 2^(-places / {self.half_life:g}) log r), 1, {self.most:g})"
+        return f"f ({self.clip}), f = {future}"
+
+
+@dataclass(frozen=True)
+class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
+    """-A exp(mean over the trace of clipped log-ratios), each log-ratio clipped on the side that A would push it to.
+
+    Args:
+        low, high: bounds of the log-ratio, nats, as distances from 0.
+        where: the terms over which the mean runs; the denominators stay those of all terms. A trace of which none is
+            left has the ratio 1. TRL's top_entropy_quantile with GMPO.
+
+    Source: GMPO, arXiv 2507.20673, eq. 4; bounds of 0.4.
+    """
+
+    low: float = 0.4
+    high: float = 0.4
+    where: TopEntropy | None = None
+
+    level = Level("trace", "mean")
+
+    def __post_init__(self) -> None:
+        positive("GeoClip.low", self.low)
+        positive("GeoClip.high", self.high)
+        if self.where is not None:
+            kind_of("GeoClip.where", self.where, TopEntropy)
+            object.__setattr__(self, "locality", "batch")  # it looks at all terms of a micro-batch
+
+    @property
+    def takes_entropy(self) -> bool:  # type: ignore[override]
+        return self.where is not None
+
+    def log_ratio(self, view: View) -> Any:
+        a, log_ratio, inside = view.advantages, self._of_tokens(view), view.inside(self.level)
+        clipped = log_ratio.clamp(max=self.high).where(a > 0, log_ratio.clamp(min=-self.low)).where(a != 0, 0)
+        if self.where is None:
+            return self.level.of(clipped, view, inside)
+        mean = self.level.of(clipped, view, inside & self.where.keeps(view.detached(), view.keep))
+        return mean.where(~mean.isnan(), 0)
+
+    def loss(self, view: View) -> Any:
+        return -view.advantages * view.ratio
+
+    def clipped(self, view: View) -> Any:
+        a, log_ratio = view.advantages, self._of_tokens(view)
+        return ((a > 0) & (log_ratio > self.high)) | ((a < 0) & (log_ratio < -self.low))
+
+    def _of_tokens(self, view: View) -> Any:
+        return view.between(view.pair, view.inside(self.level))
+
+    def __str__(self) -> str:
+        held = f"held above -{self.low:g} where A < 0 and below {self.high:g} where A > 0"
+        return f"-A r, each l {held}" + (f", of those left: {self.where}" if self.where else "")

@@ -1,0 +1,287 @@
+"""Evaluate an objective in torch: what depends on the policy being trained, with its gradient.
+
+`evaluate` takes flat arrays, `padded_loss` the padded tensors of other trainers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tracegrad.errors import ArgumentError
+from tracegrad.objective.component import View
+from tracegrad.objective.correction import AllReduce, Corrected, Totals, correct
+from tracegrad.objective.objective import Missing, Objective
+from tracegrad.objective.ratio import Reduce
+from tracegrad.objective.weight import weighed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What an objective needs of each term beside its logprob: [m] each, or [B, S]; tensors on any device, or numpy.
+
+    As in `correct`: in padded arrays a row is a trace unless `trace` says otherwise, and per-row arrays may be [B].
+
+    Args:
+        old, rollout, ref: float logprobs, nats; None where the objective does not need them.
+        advantages: float.
+        scale: float, 1 over the reduction's denominators (`Corrected.scale`); 0 marks padding.
+        weight: float, detached factor; None is 1, and refused where the objective has weights that `correct` evaluates.
+        keep: bool; None keeps all, and is refused where the objective has gates that `correct` evaluates. Where it is
+            False nothing is read, so NaN may stand there.
+        trace, turn, group: integer ids, needed for levels above the token.
+        alpha: float in [0, 1], where the proximal lies between rollout (0) and theta (1): `correction.proximal_alpha`.
+        scales: `Corrected.scales`, for penalties and bonuses with their own reduction.
+
+    >>> from tracegrad.objective import presets
+    >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    >>> terms = Terms(old=logprobs.detach(), advantages=torch.tensor([1.0, -1.0]), scale=torch.tensor([0.5, 0.5]))
+    >>> presets.VERL_DEFAULT(logprobs, None, terms).loss.backward()
+    >>> logprobs.grad.tolist()  # the gradient of -A * ratio, over two terms
+    [-0.5, 0.5]
+    """
+
+    advantages: Any
+    scale: Any
+    old: Any = None
+    rollout: Any = None
+    ref: Any = None
+    weight: Any = None
+    keep: Any = None
+    trace: Any = None
+    turn: Any = None
+    group: Any = None
+    alpha: Any = None
+    scales: Mapping[Reduce, Any] | None = None
+
+    def __post_init__(self) -> None:
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scales"}
+        arrays = {name: _tensor(value) for name, value in given.items() if value is not None}
+        shape, scales = arrays["scale"].shape, {key: _tensor(value) for key, value in (self.scales or {}).items()}
+        if len(shape) > 1:
+            arrays.setdefault("trace", torch.arange(shape[0], device=arrays["scale"].device))
+            arrays = {name: a[..., None].expand(shape) if a.shape == shape[:-1] else a for name, a in arrays.items()}
+        for name, value in {**arrays, "scales": scales}.items():
+            object.__setattr__(self, name, value)
+
+    def select(self, where: Any) -> "Terms":
+        """The terms at `where`, a slice or an index: what a part of the loss that looks no further is evaluated on."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scales"}
+        chosen = {name: None if value is None else value[where] for name, value in given.items()}
+        return Terms(**chosen, scales={key: value[where] for key, value in (self.scales or {}).items()})
+
+    def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> "Loss":
+        """The loss of `objective` on these terms: what `objective(logprobs, entropy, terms)` calls."""
+        return evaluate(objective, logprobs, entropy, self)
+
+    def coefficients(self, objective: Objective, logprobs: Any) -> NDArray[Any]:
+        """c with d loss / d logprob = -c, by autograd: what `objective.coefficients(logprobs, terms)` calls.
+
+        Raises:
+            ArgumentError: where the objective takes the entropy, whose gradient needs the whole distribution.
+        """
+        if objective.needs.entropy:
+            raise ArgumentError(
+                "the objective takes the entropy of the next-token distribution, whose gradient does not go through "
+                "the sampled token's logprob. Take the bonus or gate out, or train through objective(...)."
+            )
+        value = torch.as_tensor(logprobs).detach()
+        leaf = value.to(torch.promote_types(value.dtype, torch.float32)).clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(evaluate(objective, leaf, None, self).loss, leaf)
+        return -gradient.cpu().numpy()
+
+
+@dataclass(frozen=True)
+class PerTerm:
+    """Detached values of each term, for metrics and the report.
+
+    Surrogate and penalty are 0 and the weight is 1 where keep is False. Ratio and clipped are of all terms that
+    `Terms.keep` left, whatever the gates on the trained policy do: 1 and False elsewhere.
+
+    Args:
+        surrogate: before weight and scale.
+        ratio: of the surrogate at its level, clamped; 1 where it takes none.
+        clipped: bool, where the clip leaves no gradient: A > 0 above the bounds or above `delta`, A < 0 below them, or
+            above `dual` or above both `delta` and the bounds.
+        penalty: sum of coef * penalty, before scale.
+        weight: the product of all weights.
+        keep: bool, what all gates have left.
+    """
+
+    surrogate: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    penalty: Tensor
+    weight: Tensor
+    keep: Tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A scalar to call backward on, and the detached values it is made of."""
+
+    loss: Tensor
+    per_term: PerTerm
+
+
+def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> Loss:
+    """sum of scale * weight * surrogate over kept terms, plus the penalties, minus the entropy bonus.
+
+    The sum over the batches of a step is the loss of the step, however it was cut.
+
+    Args:
+        logprobs: [m] float32 or float64 of the policy being trained, nats, with gradient.
+        entropy: [m], read by objectives with an entropy bonus or gate only; None is fine without.
+        terms: the other arrays.
+
+    Raises:
+        ArgumentError: if the terms lack what the objective needs, or shapes differ.
+    """
+    view = _view(objective, logprobs, entropy, terms)
+    for shift in objective.shifts:
+        view.advantages = view.advantages - shift.of(view)
+    value = objective.surrogate.loss(view)
+    if getattr(value, "shape", None) != view.keep.shape:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ArgumentError(
+            f"the loss of {objective.surrogate} is {shape} and the terms are {tuple(view.keep.shape)}. It would count "
+            "for other terms than its own. Return one value for each term."
+        )
+    keep, still = view.keep, view.detached()
+    for gate in objective.gates:
+        keep = keep if gate.detached else gate.keeps(still, keep)
+    known = torch.ones_like(view.advantages) if terms.weight is None else terms.weight.to(view.advantages.dtype)
+    weight = weighed(objective.weights, still, known, keep)
+    loss = (view.scale(None) * (weight * value).where(keep, 0)).sum()
+    penalty = torch.zeros_like(weight)
+    for part in objective.penalties:
+        each = part.coef * part.at(view, view.left(part.gated, keep))
+        each = weight * each if part.weighted else each
+        loss, penalty = loss + (view.scale(part.reduce) * each).sum(), penalty + each
+    if objective.entropy is not None:
+        bonus = view.entropy.where(view.left(objective.entropy.gated, keep), 0)
+        loss = loss - objective.entropy.coef * (view.scale(objective.entropy.reduce) * bonus).sum()
+    ratio = torch.ones_like(weight) if objective.ratio is None else view.ratio.detach()
+    per_term = (value.detach().where(keep, 0), ratio, view.clipped & view.keep, penalty.detach(), weight.where(keep, 1))
+    return Loss(loss, PerTerm(*per_term, keep=keep))
+
+
+def _tensor(value: Any) -> Tensor:
+    """A tensor as it is; an array as one, copied where it is read-only (as a scale that is one number may be)."""
+    return torch.as_tensor(value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value)
+
+
+def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:
+    given = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
+    _check_shapes(objective, logprobs, entropy, given)
+    _check_detached(objective, given)
+    logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+    counted = terms.scale != 0
+    keep = counted if terms.keep is None else terms.keep.bool()
+    marks = {"counted": counted, "keep": keep, "scales": {**(terms.scales or {}), objective.reduce: terms.scale}}
+    return View(objective, given, logprobs, entropy, **marks, permutation=torch.randperm)
+
+
+def _check_detached(objective: Objective, given: Mapping[str, Any]) -> None:
+    """Refuses terms without what `correct` makes of the parts that are known before the step."""
+    for name, parts in (("weight", objective.weights), ("keep", objective.gates)):
+        known = [part for part in parts if part.detached]
+        if known and given[name] is None:
+            does = "weighs its terms by" if name == "weight" else "has the gate"
+            raise ArgumentError(
+                f"the objective {does} '{known[0]}', which is known before the step, and the terms have no {name}. "
+                f"It would be passed over without a word. Pass Terms({name}=corrected.{name}) of correct(...), or an "
+                f"objective without it: replace(objective, {'weights' if name == 'weight' else 'gates'}=())."
+            )
+
+
+def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:
+    """Refuses arrays that are not one entry per term, and an entropy that is needed and absent."""
+    for name, value in given.items():
+        if value is not None and value.shape != logprobs.shape:
+            raise ArgumentError(
+                f"terms.{name} is {tuple(value.shape)} but logprobs are {tuple(logprobs.shape)}. "
+                "Pass one entry per term in every tensor."
+            )
+    if objective.needs.entropy and entropy is None:
+        raise ArgumentError(
+            "the objective takes the entropy of the next-token distribution, and entropy is None. "
+            "Pass it, as policy.logprobs_and_entropy returns it."
+        )
+    if entropy is not None and entropy.shape != logprobs.shape:
+        raise ArgumentError(
+            f"entropy is {tuple(entropy.shape)} but logprobs are {tuple(logprobs.shape)}. Pass one entry per term."
+        )
+
+
+def terms_of(
+    objective: Objective,
+    logprobs: Any,
+    *,
+    advantages: Any,
+    mask: Any = None,
+    old: Any = None,
+    rollout: Any = None,
+    ref: Any = None,
+    trace: Any = None,
+    turn: Any = None,
+    group: Any = None,
+    alpha: Any = None,
+    totals: Totals | None = None,
+    missing: Missing = "mask",
+    all_reduce: AllReduce | None = None,
+) -> tuple[Terms, Corrected]:
+    """What an objective takes of terms beside their logprobs, corrected as one step.
+
+    Args:
+        logprobs: [B, S] with `mask`, or flat [M] with `trace`, of the policy being trained, nats; a tensor or numpy.
+        advantages: [B], [B, S] or [M].
+        mask: bool, True at the terms.
+        old: logprobs before the step; None is the policy as it is, whose ratio to itself is 1.
+        rollout, ref: read where the objective needs them; `rollout` is NaN where not known.
+        trace, turn, group, totals, missing, all_reduce: as in `correct`.
+        alpha: as in `Terms`.
+    """
+    needs, theta = objective.needs, torch.as_tensor(logprobs).detach()
+    if old is None or not needs.old:
+        old = theta if needs.old else None if needs.rollout else theta.new_zeros(theta.shape)
+    known = {"rollout": rollout if needs.rollout else None, "ref": ref if needs.ref else None}
+    ids = {"advantages": advantages, "trace": trace, "turn": turn, "group": group}
+    how: Any = {"mask": mask, "totals": totals, "missing": missing, "all_reduce": all_reduce}
+    corrected = correct(old, **known, **ids, **objective.plan, **how)
+    half: Any = {
+        "weight": corrected.weight,
+        "keep": corrected.keep,
+        "scale": corrected.scale,
+        "scales": corrected.scales,
+    }
+    return Terms(old=old if needs.old else None, alpha=alpha, **known, **ids, **half), corrected
+
+
+def padded_loss(
+    objective: Objective, logprobs: Tensor, *, mask: Any, advantages: Any, entropy: Tensor | None = None, **arrays: Any
+) -> Loss:
+    """The loss of one step held as padded tensors, its denominators counted from them.
+
+    Args:
+        logprobs: [B, S] of the policy being trained, nats, with gradient.
+        mask: [B, S] bool, True at the terms; a row is a trace.
+        advantages: [B] or [B, S].
+        entropy: [B, S], for objectives that take it.
+        arrays: old, rollout, ref and the rest, as in `terms_of`.
+
+    >>> import torch
+    >>> from tracegrad.objective import presets
+    >>> logprobs = torch.tensor([[-1.0, -2.0], [-1.0, 0.0]], requires_grad=True)
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> given = {"mask": mask, "advantages": torch.tensor([1.0, -1.0]), "rollout": logprobs.detach()}
+    >>> padded_loss(presets.GRPO, logprobs, **given).loss.backward()
+    >>> logprobs.grad.tolist()  # -A / (2 traces * terms of the trace)
+    [[-0.25, -0.25], [0.5, 0.0]]
+    """
+    terms, _ = terms_of(objective, logprobs, mask=mask, advantages=advantages, **arrays)
+    return objective(logprobs, entropy, terms)

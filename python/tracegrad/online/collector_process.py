@@ -1,0 +1,171 @@
+"""`collect`: plays for a trainer that is another process, as one of several or alone.
+
+What it plays goes into the run's folder, its pace and the weights' versions come from the run's `state.json`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.config import load as load_config
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.online import buffer
+from tracegrad.online.buffer import Follower
+from tracegrad.online.collector import Collector, Counts, Signal, Tasks, counted
+from tracegrad.online.remote_collectors import State
+from tracegrad.online.rollout_workers import Contract, pace_of
+from tracegrad.online.run_info import Brief
+from tracegrad.online.server_pool import Link
+from tracegrad.rollout.client import Servers
+from tracegrad.storage.remote import place_here
+from tracegrad.storage.safetensors_file import write_bytes
+from tracegrad.trainer.signals import Interrupt
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a collector has played.
+
+    Args:
+        groups, trajectories, failed: of this call, all whole.
+        stopped: "done" with the run, "tasks" where these ended first, or "signal".
+        exit_code: 0, or 128 + signal.
+    """
+
+    groups: int = 0
+    trajectories: int = 0
+    failed: int = 0
+    stopped: str = "signal"
+    exit_code: int = 0
+
+
+def collect(
+    run: str | Path,
+    tasks: Iterable[Any],
+    *,
+    rewards: Any = None,
+    weights: Sequence[float] | None = None,
+    tools: Any = None,
+    environment: Any = None,
+    agent: Any = None,
+    share: tuple[int, int] = (0, 1),
+    key: str | None = None,
+    wait_s: float = 600.0,
+    say: Callable[[str], None] = print,
+) -> Collected:
+    """Plays for a run whose `train` was given no tasks, until that run ends, the tasks end, or a signal comes.
+
+    Args:
+        run: folder of the run, on a disk that both see.
+        tasks, rewards, weights, tools, environment, agent: as for `train`.
+        share: (i, n): this is collector i of n, from 0. Each is given the same tasks, and plays every n-th of them.
+        key: token of the servers.
+        wait_s: how long to wait for a trainer that has not begun.
+        say: takes the sentences that a user should read.
+
+    Returns:
+        how much was played.
+
+    Raises:
+        ArgumentError: if arguments do not fit together.
+        TracegradError: if no trainer begins, or what plays fails for good.
+    """
+    run, (mine, of) = place_here(run), share
+    if not 0 <= mine < of:
+        raise ArgumentError(f"share is {share}. Collectors count from 0. Give (i, n) with i below n.")
+    contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
+    with ExitStack() as stack, Interrupt() as interrupt:
+        state = _begun(run, wait_s, interrupt)
+        if state is None:
+            return Collected(exit_code=interrupt.code("signal"))
+        brief, config = Brief.read(run), load_config(run / "config.toml")
+        folder, signal = run / buffer.FOLDER, Signal.of(config)
+        others = Follower(folder)
+        done, there = counted(others, signal)
+        before = len([number for number in done if number % of == mine])
+        counts = Counts(begun=before, finished=before, dull=there.dull)
+        numbered = ((n, task) for n, task in Tasks(tasks, config.train.seed).after(done) if n % of == mine)
+        link = Link(partial(Servers, state.servers, model=state.model, key=key), version=state.version, say=say)
+        tokenizer = Tokenizer.from_pretrained(brief.model) if brief.play.ids == "tokens" else None
+        pace = pace_of(config, brief.online)
+        known = {"signal": signal, "counts": counts, "share": share, "tokenizer": tokenizer}
+        player = contract.collector(stack, numbered, link, folder, pace, brief.play, **known)
+        stack.enter_context(link)
+        others.without = player.file.name
+        say(f"collector {mine} of {of}, from 0, plays into {player.file}")
+        _follow(run, state, player, others, interrupt)
+        if player.over:
+            write_bytes(folder / f"{mine}-of-{of}.ended", [b""])
+        stopped = "tasks" if player.over else "done" if interrupt.received is None else "signal"
+    played = counts.finished - before, counts.trajectories, counts.failed
+    return Collected(*played, stopped, interrupt.code(stopped))
+
+
+def _begun(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
+    """The state of a run that has begun; None where a signal came first."""
+    deadline = time.monotonic() + wait_s
+    while interrupt.received is None:
+        if (state := State.read(run)) is not None and state.servers:
+            return state
+        if time.monotonic() > deadline:
+            raise TracegradError(
+                f"{run}: no trainer has begun within {wait_s:.0f} s. There is nobody to play for. Start train with "
+                "tasks=None and this folder as out."
+            )
+        time.sleep(POLL_S)
+    return None
+
+
+def _follow(run: Path, state: State, player: Collector, others: Follower, interrupt: Interrupt) -> None:
+    """Keeps to the state of the run, until its end."""
+    known = _Known(player.link.servers, state)
+    player.link.servers.admission = known.admit
+    _take(player, known, state)
+    player.begin()
+    while interrupt.received is None and not known.state.over and not player.over:
+        player.check()
+        state = State.read(run) or state
+        if not set(state.servers) <= set(known.pool):
+            raise TracegradError(
+                f"{run}: the run has servers that it had not when this collector began. Start the collector again."
+            )
+        if state != known.state:
+            _take(player, known, state)
+        dull = sum(player.signal.is_dull(player.signal.of_traces(traces)) for _, traces in others.look())
+        if dull:
+            player.others_dull(dull)
+        time.sleep(POLL_S)
+
+
+def _take(player: Collector, known: "_Known", state: State) -> None:
+    """Takes up versions, steps, and which servers are not asked for now."""
+
+    def take() -> None:
+        player.link.version, player.link.coming = state.version, state.coming
+        for url in set(known.state.servers) - set(state.servers):
+            known.servers.leave_out(url, f"the trainer's push of version {state.version} did not reach it")
+        known.state = state
+
+    player.link.soon(take)
+    player.step_taken(state.taken)
+
+
+class _Known:
+    """Which server may be asked again after it was gone: one that says it has the weights that the trainer says."""
+
+    def __init__(self, servers: Servers, state: State) -> None:
+        self.servers, self.state, self.pool = servers, state, state.servers
+
+    async def admit(self, url: str) -> bool:
+        """Whether it may; where servers do not say, that the trainer counts on it."""
+        info = await self.servers.ask(url, "/weight_info", method="GET")
+        if info.ok and isinstance(info.body, dict) and "weight_version" in info.body:
+            return info.body["weight_version"] == str(self.state.version)
+        return url in self.state.servers

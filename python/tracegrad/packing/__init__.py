@@ -1,0 +1,25 @@
+"""Pack sequences into optimizer steps: rows of at most a token budget, and arrays per trained token for each step.
+
+`pack` takes `Sequences` and advantages and returns `Step`s of `Batch`es. Rust computes placement and layout.
+"""
+
+from tracegrad.packing.batch import Batch, Sharing, Skipped, Step, TooLong, Totals
+from tracegrad.packing.cost_model import ModelShape
+from tracegrad.packing.device_prefetch import prefetch
+from tracegrad.packing.packing import advantages_by_token, measure, nothing_to_train, pack, steps_of
+
+__all__ = [
+    "Batch",
+    "ModelShape",
+    "Sharing",
+    "Skipped",
+    "Step",
+    "TooLong",
+    "Totals",
+    "advantages_by_token",
+    "measure",
+    "nothing_to_train",
+    "pack",
+    "prefetch",
+    "steps_of",
+]

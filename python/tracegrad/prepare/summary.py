@@ -1,0 +1,259 @@
+"""How exactly traces were aligned: counts over shards, for drift.json and the terminal."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.store import hashes
+from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.config import Map
+from tracegrad.data import infer_fields
+from tracegrad.data.codes import GUESSED, TIER_TEXT
+from tracegrad.data.field_map import which_reward
+from tracegrad.data.trace import ReadReport, summed
+
+_COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact", "places", "seeing")
+
+
+@dataclass
+class Account:
+    """What was read and how exactly it aligned, added up over shards.
+
+    Args:
+        source: the inputs as the user named them, and `named`, each.
+        read: counts of the reader, and `mapped`, what was mapped, joined and converted.
+        found: where no reward or group is known, what the records seem to hold, as flags to type.
+        traces, groups, branches, tokens, terms: of the aligned sequences.
+        tiers: name to sampled tokens, trainable ones and generations.
+        drift: reason to findings, traces and tokens concerned.
+        recorded, exact: tokens recorded as sampled, and of those held with an exact id and a logprob.
+        group_keys: [uint64] of each shard, one for each of its groups, by its name.
+        places, seeing: of pictures, how many places they stand at, and in how many traces.
+        picture_keys: [uint64] of each shard, one for each of its pictures, by its digest.
+        parts: how many parts the inputs were read in, and `whole`, why there is one alone where there could be more.
+        rewards: names of the rewards that some trace has, and `reward`, the one that is told to be trained on.
+        profiles: traces with a prompt that was rendered, by the server whose rules it was rendered by.
+        errors: one line for each trace that could not be aligned and was left out.
+        template: what the probe found of the chat template, and `warnings` of it.
+    """
+
+    source: str
+    named: list[str] = field(default_factory=list)
+    read: ReadReport = field(default_factory=ReadReport)
+    mapped: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)
+    traces: int = 0
+    branches: int = 0
+    tokens: int = 0
+    terms: int = 0
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    drift: dict[str, dict[str, int]] = field(default_factory=dict)
+    recorded: int = 0
+    exact: int = 0
+    template: dict[str, Any] = field(default_factory=dict)
+    profiles: dict[str, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    group_keys: list[NDArray[np.uint64]] = field(default_factory=list)
+    places: int = 0
+    seeing: int = 0
+    picture_keys: list[NDArray[np.uint64]] = field(default_factory=list)
+    parts: int = 1
+    whole: str = ""
+    rewards: list[str] = field(default_factory=list)
+    reward: str = ""
+
+    @property
+    def groups(self) -> int:
+        """Distinct groups."""
+        return len(np.unique(self._keys))
+
+    @property
+    def pictures(self) -> dict[str, int]:
+        """Places of pictures, distinct pictures, and traces that show one; empty where there is none."""
+        if not self.places:
+            return {}
+        distinct = len(np.unique(np.concatenate(self.picture_keys)))
+        return {"places": self.places, "pictures": distinct, "traces": self.seeing}
+
+    @property
+    def cut_groups(self) -> int:
+        """Groups of which traces stand in several shards."""
+        return int(np.count_nonzero(np.unique(self._keys, return_counts=True)[1] > 1))
+
+    @property
+    def _keys(self) -> NDArray[np.uint64]:
+        return np.concatenate([np.zeros(0, np.uint64), *self.group_keys])
+
+    @property
+    def lone(self) -> bool:
+        """Whether no two traces share a group."""
+        return self.traces > 1 and self.groups == self.traces
+
+    def add(self, sequences: Sequences) -> None:
+        """Counts one shard."""
+        self.traces += sequences.traces
+        self.branches += sequences.branches
+        self.tokens += sequences.tokens
+        self.terms += len(sequences.terms)
+        self.recorded += sequences.drift.recorded
+        self.exact += sequences.drift.exact
+        self.errors += sequences.drift.errors
+        self.group_keys.append(np.unique(hashes(sequences.group_names)[:, 0]))
+        if (images := sequences.images) is not None and len(images):
+            self.places += len(images)
+            self.seeing += len(np.unique(sequences.trace[np.diff(images.cu_images) > 0]))
+            shown = np.ascontiguousarray(images.pictures.digest[np.unique(images.picture), :8])
+            self.picture_keys.append(shown.view("<u8").reshape(-1).astype(np.uint64))
+        known = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
+        self.rewards += [name for name, is_known in known if is_known and name not in self.rewards]
+        self._add_profiles(sequences.drift.server_profiles)
+        _add(self.tiers, sequences.tiers())
+        _add(self.drift, sequences.drift.table())
+
+    def counts(self) -> dict[str, Any]:
+        """What `join` adds to another account, as JSON has it."""
+        told = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift", "profiles")}
+        told |= {name: _encoded(getattr(self, name)) for name in ("group_keys", "picture_keys")}
+        return {**told, "read": asdict(self.read)}
+
+    def join(self, told: Mapping[str, Any]) -> None:
+        """Adds what `counts` gave of a part.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is none.
+        """
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + int(told[name]))
+        self.errors += told["errors"]
+        for name in ("group_keys", "picture_keys"):
+            keys = np.frombuffer(base64.b64decode(told[name]), "<u8").astype(np.uint64)
+            getattr(self, name).append(keys)
+        self.rewards += [name for name in told["rewards"] if name not in self.rewards]
+        self._add_profiles(told["profiles"])
+        _add(self.tiers, told["tiers"])
+        _add(self.drift, told["drift"])
+        formats = {name: (count, sign) for name, (count, sign) in told["read"]["formats"].items()}
+        self.read = summed(self.read, ReadReport(**{**told["read"], "formats": formats}))
+
+    def look(self, named: list[str], told: Map) -> None:
+        """Looks for what may be meant, where no trace has a reward or every group is of one trace."""
+        missing = ["reward"] * (not self.rewards) + ["group"] * (self.lone and not told.group)
+        if missing:
+            found = infer_fields.find(named, told)
+            self.found = found.lines([*missing, *(["session"] if not told.session else [])])
+
+    def probe(self, tokenizer: Tokenizer) -> None:
+        """Keeps what the tokenizer's chat template does to a conversation."""
+        found = tokenizer.probe()
+        self.template = {**found.as_dict(), "warnings": found.warnings()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """What drift.json holds."""
+        counts = {name: getattr(self, name) for name in ("source", "traces", "groups", "branches", "tokens", "terms")}
+        found = {"tiers": self.tiers, "recorded": self.recorded, "exact": self.exact, "drift": self.drift}
+        return {
+            **counts,
+            **found,
+            **({"pictures": self.pictures} if self.pictures else {}),
+            **({"server_profiles": self.profiles} if self.profiles else {}),
+            "errors": self.errors,
+            "template": self.template,
+            "read": asdict(self.read),
+            "mapped": self.mapped,
+            "parts": self.parts,
+            "groups_in_several_shards": self.cut_groups,
+        }
+
+    def lines(self) -> list[str]:
+        """The account for a terminal."""
+        groups = f"{self.groups:,} group{'s' * (self.groups != 1)}"
+        bad = f", {self.read.bad:,} bad records left out" if self.read.bad else ""
+        out = [
+            f"read     {self.traces:,} traces in {groups} from {self.source}{bad}",
+            *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
+            *self.mapped,
+            *self._cut(),
+            *self.found,
+            *which_reward(self.rewards, self.reward),
+            f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
+            *self._pictured(),
+            *self._rendered(),
+        ]
+        if self.errors:
+            out.append(f"         {len(self.errors):,} traces could not be aligned, the first: {self.errors[0]}")
+        out += [f"template {warning}" for warning in self.template.get("warnings", ())]
+        out += _table("tier", ("tokens", "trainable", "generations"), self.tiers, TIER_TEXT)
+        out += self._guessed()
+        if self.recorded and self.tiers.keys() - {"T6"}:
+            share = 1 - self.exact / self.recorded
+            out.append(f"drift    {share:.3%} of {self.recorded:,} recorded tokens are without an exact id and logprob")
+        out += _table("reason", ("findings", "traces", "tokens"), self.drift, {})
+        return out
+
+    def _cut(self) -> list[str]:
+        """In how many parts the inputs were read, and what that did to groups."""
+        out = [f"parts    {self.parts:,}"] if self.parts > 1 else []
+        out += [f"parts    1: {self.whole}"] if self.whole else []
+        if cut := self.cut_groups:
+            out.append(
+                f"groups   {cut:,} of {self.groups:,} have traces in several shards, by one name: `train` on the "
+                "folder brings them together, a shard read alone has some of their traces"
+            )
+        return out
+
+    def _add_profiles(self, more: Mapping[str, int]) -> None:
+        for name, traces in more.items():
+            self.profiles[name] = self.profiles.get(name, 0) + traces
+
+    def _rendered(self) -> list[str]:
+        """By which servers' rules prompts were rendered that no record has as ids."""
+        named = ", ".join(f"{traces:,} as {name}" for name, traces in sorted(self.profiles.items()))
+        return [f"prompts  rendered for traces without recorded prompt ids: {named}"] if named else []
+
+    def _pictured(self) -> list[str]:
+        """How many pictures stand in how many traces."""
+        if not (told := self.pictures):
+            return []
+        places, pictures, traces = (f"{told[name]:,} {name[:-1]}{'s' * (told[name] != 1)}" for name in told)
+        return [f"pictures {places} of {pictures} in {traces}"]
+
+    def _guessed(self) -> list[str]:
+        """What became of generations whose ids are guessed from their text and the number of logprobs."""
+        guessed = [self.tiers[name] for name in GUESSED if name in self.tiers]
+        generations, tokens, trained = (
+            sum(row[name] for row in guessed) for name in ("generations", "tokens", "trainable")
+        )
+        if not tokens:
+            return []
+        fate = "they are trained" if trained else "they are not trained (tg.align(..., assume_canonical=True) does)"
+        return [
+            f"guessed  {generations:,} turns ({tokens:,} tokens) list logprobs and no tokens: their ids are guessed,",
+            f"         {fate}. Record token ids (return_token_ids on vLLM and SGLang)",
+        ]
+
+
+def _encoded(keys: list[NDArray[np.uint64]]) -> str:
+    return base64.b64encode(np.concatenate([np.zeros(0, "<u8"), *keys]).astype("<u8").tobytes()).decode()
+
+
+def _add(into: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:
+    for name, counts in more.items():
+        row = into.setdefault(name, dict.fromkeys(counts, 0))
+        for key, value in counts.items():
+            row[key] += value
+
+
+def _table(head: str, columns: tuple[str, ...], rows: dict[str, dict[str, int]], texts: dict[str, str]) -> list[str]:
+    if not rows:
+        return []
+    width = max(len(name) for name in [head, *rows])
+    out = ["         " + "  ".join([head.ljust(width), *(name.rjust(11) for name in columns)])]
+    for name, counts in rows.items():
+        cells = [name.ljust(width), *(f"{counts[column]:,}".rjust(11) for column in columns)]
+        out.append(("         " + "  ".join(cells) + "  " + texts.get(name, "")).rstrip())
+    return out

@@ -1,0 +1,453 @@
+"""Draw the tokens of a trace as HTML, coloured by weight and advantage, with thumbnails of its images."""
+
+import base64
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad._html import escape, number, percent, visible
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.data.codes import GIVEN, SAMPLED, TIERS
+from tracegrad.errors import TracegradError
+from tracegrad.images import Pictures
+from tracegrad.images.processor import pixels
+
+MOST = 64
+"""Distinct pictures of a page that are drawn; the others are boxes."""
+SIDE = 96
+"""Pixels of the longer side of what is drawn."""
+MOST_PIXELS = 40_000_000
+"""Of a picture that is decoded to be drawn small: a camera's, and no bomb."""
+PAGE_PIXELS = 4 * MOST_PIXELS
+"""Of all pictures that are decoded for one page."""
+MOST_HTML = 2_000_000
+"""Characters of all that is drawn on a page: one picture may stand at many places."""
+
+
+class Thumbnails:
+    """What stands for pictures on one page.
+
+    Args:
+        most: distinct pictures that are drawn.
+        drawn: what other pages have drawn, by digest: an address of data, or why there is none. It grows by what this
+            page draws.
+    """
+
+    def __init__(self, most: int = MOST, drawn: dict[bytes, tuple[str, str]] | None = None) -> None:
+        self.most, self.room, self.pixels = most, MOST_HTML, PAGE_PIXELS
+        self.drawn = {} if drawn is None else drawn
+        self._here: set[bytes] = set()
+
+    @property
+    def any(self) -> bool:
+        """Whether the page has a picture that was drawn."""
+        return self.room < MOST_HTML
+
+    def html(self, pictures: Pictures, row: int, more: str = "") -> str:
+        """One picture.
+
+        Args:
+            row: of `pictures`.
+            more: what is said of its place when it is pointed at.
+        """
+        digest = pictures.digest[row].tobytes()
+        size = f"picture {pictures.width[row]} x {pictures.height[row]}"
+        told = "  ·  ".join([size, pictures.media_type[row], f"blake3 {digest.hex()[:16]}", *([more] if more else [])])
+        source, why = self._drawn(pictures, row, digest)
+        if not source:
+            return (
+                f'<span class="picture box" data-n="{escape(told)}">{escape(f"{size}: {why}" if why else size)}</span>'
+            )
+        alt = escape(f"{size}, blake3 {digest.hex()}")
+        # The address is of our own making, and `=` at its end would look like an attribute of a stranger's.
+        found = f'<span class="picture" data-n="{escape(told)}"><img alt="{alt}" src="{source}"></span>'
+        self.room -= len(found)
+        return found
+
+    def absent(self, name: str) -> str:
+        """What stands for a picture of which the record has a digest alone."""
+        return f'<span class="picture box">{escape(f"picture {name[:23]}: it is not in the record")}</span>'
+
+    def _drawn(self, pictures: Pictures, row: int, digest: bytes) -> tuple[str, str]:
+        """An address of data, or why there is none; both are empty where there are enough."""
+        if self.room <= 0 or (digest not in self._here and len(self._here) >= self.most):
+            return "", ""
+        if digest not in self.drawn:
+            count = int(pictures.width[row]) * int(pictures.height[row])
+            if self.pixels < count <= MOST_PIXELS:
+                return "", f"the pictures of this page have more than {PAGE_PIXELS:,} pixels"
+            self.pixels -= count if count <= MOST_PIXELS else 0
+            try:
+                self.drawn[digest] = "data:image/png;base64," + base64.b64encode(small(pictures, row)).decode(), ""
+            except TracegradError as error:
+                self.drawn[digest] = "", str(error)[:400]
+        self._here.add(digest)
+        return self.drawn[digest]
+
+
+def small(pictures: Pictures, row: int, side: int = SIDE) -> bytes:
+    """A PNG of at most `side` pixels on its longer side and 256 colours, made from the pixels of a picture.
+
+    Raises:
+        ReadError: if it is not here any more, cannot be decoded, or is too large.
+        ArgumentError: if Pillow is not installed.
+    """
+    size = int(pictures.width[row]), int(pictures.height[row])
+    name = f"picture {pictures.digest[row].tobytes().hex()[:16]}"
+    return _png(pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, MOST_PIXELS), side)
+
+
+def _png(found: NDArray[np.uint8], side: int) -> bytes:
+    from PIL import Image
+
+    image: Any = Image.fromarray(found)
+    image.thumbnail((side, side))
+    out = io.BytesIO()
+    image.quantize(256).save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+_NEUTRAL = 8  # colour classes run from 0, far below, over 8, neutral, to 16, far above
+_MOST_TERMS = 1500  # of one trace
+_MOST_HTML = 300_000  # characters of one trace
+_MOST_TOKEN = 256  # bytes of one token: an added token may be a whole book
+_RUN_HEAD, _RUN_TAIL = 160, 60  # tokens shown of a long untrained run
+_FLOATS = ("ratio", "weight", "advantages", "logprobs", "gradient")
+_SURPRISE = 5.0  # nats: what is this unlikely has full colour
+
+
+class TermArrays(Protocol):
+    """Per-term arrays [m] of one optimizer step, as the learner records them.
+
+    Attributes:
+        origin: token of the `Sequences`.
+        ratio, weight, keep, clipped, advantages, logprobs: of the step.
+        gradient: d loss / d logprob.
+    """
+
+    @property
+    def origin(self) -> NDArray[Any]: ...
+    @property
+    def ratio(self) -> NDArray[Any]: ...
+    @property
+    def weight(self) -> NDArray[Any]: ...
+    @property
+    def keep(self) -> NDArray[Any]: ...
+    @property
+    def clipped(self) -> NDArray[Any]: ...
+    @property
+    def advantages(self) -> NDArray[Any]: ...
+    @property
+    def logprobs(self) -> NDArray[Any]: ...
+    @property
+    def gradient(self) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Values of the terms by token [T]: NaN and False where a token is no term, the last where there are several.
+
+    `old` is old over rollout, `entropy` in nats; both are NaN where nobody told them. `why` says what became of a term,
+    by its number in `words`; without words "kept", "clipped" and "masked" are said.
+    """
+
+    ratio: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
+    gradient: NDArray[np.float32]
+    keep: NDArray[np.bool_]
+    clipped: NDArray[np.bool_]
+    old: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+    why: NDArray[np.uint8]
+    words: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: int, terms: Iterable[TermArrays]) -> "PerToken":
+        """Lays the terms of several steps over the tokens."""
+        columns: dict[str, Any] = {name: np.full(tokens, np.nan, np.float32) for name in (*_FLOATS, "old", "entropy")}
+        columns |= {name: np.zeros(tokens, bool) for name in ("keep", "clipped")}
+        for step in terms:
+            for name in (*_FLOATS, "keep", "clipped"):
+                columns[name][step.origin] = getattr(step, name)
+        return cls(**columns, why=np.zeros(tokens, np.uint8))
+
+    @property
+    def term(self) -> NDArray[np.bool_]:
+        """[T]: which tokens are terms."""
+        return np.isfinite(self.gradient)
+
+
+def strongest(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
+    """The traces with the largest share of the gradient, sum of |d loss / d logprob|: (trace, share), largest first.
+
+    Args:
+        whole: what shares are of; default the sum over the values.
+    """
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    pull = np.bincount(owner, np.abs(np.nan_to_num(values.gradient)).astype(np.float64), minlength=sequences.traces)
+    order = np.argsort(-pull, kind="stable")[:most]
+    total = whole or pull.sum()
+    return [(int(trace), float(pull[trace] / total)) for trace in order if pull[trace] > 0]
+
+
+def examples(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
+    """Traces to look at: those that pull hardest, good and bad ones in turn, of as many groups as there are.
+
+    Good is an advantage of at least 0 on average. They come as `strongest` gives them, the largest share first.
+    """
+    ranked = strongest(sequences, values, sequences.traces, whole)
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    total = np.bincount(owner, np.nan_to_num(values.advantages).astype(np.float64), minlength=sequences.traces)
+    sides: tuple[list[tuple[int, float]], list[tuple[int, float]]] = ([], [])
+    for good, side in zip((True, False), sides, strict=True):
+        own = [one for one in ranked if (total[one[0]] >= 0) == good]
+        first = {int(sequences.group[trace]): (trace, share) for trace, share in reversed(own)}
+        heads = set(first.values())
+        side += [one for one in own if one in heads] + [one for one in own if one not in heads]
+    turns = [one for pair in zip_longest(*sides) for one in pair if one is not None]
+    return sorted(turns[:most], key=lambda one: -one[1])
+
+
+def trace_html(
+    sequences: Sequences,
+    values: PerToken,
+    token_bytes: Callable[[int], bytes],
+    trace: int,
+    share: float,
+    rank: int,
+    largest: float,
+    drawn: Thumbnails | None = None,
+) -> str:
+    """One trace, folded but for the first; its bar is as long as its share of the `largest`."""
+    branches = np.flatnonzero(np.asarray(sequences.trace) == trace)
+    spans = [range(int(sequences.cu_seqlens[n]), int(sequences.cu_seqlens[n + 1])) for n in branches]
+    places = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    own = places[np.isfinite(values.gradient[places])]
+    writer = Writer(sequences, values, token_bytes, own, drawn=drawn)
+    parts = []
+    for count, span in enumerate(spans, 1):
+        if writer.room <= 0:
+            parts.append(_note(f"{len(spans) - count + 1:,} more branches are not shown, so that the page stays small"))
+            break
+        parts.append(f'<p class="branch">branch {count} of {len(spans)}</p>' if len(spans) > 1 else "")
+        parts.append(f'<pre class="tokens">{writer.branch(span)}</pre>')
+    head = _head(sequences, values, trace, own, share, rank, share / largest)
+    begin = f'<details id="example-{rank}"{" open" * (rank == 1)}>'
+    return f"{begin}<summary>{head}</summary>{''.join(parts)}</details>"
+
+
+def _head(
+    sequences: Sequences, values: PerToken, trace: int, own: NDArray[np.int64], share: float, rank: int, bar: float
+) -> str:
+    name = sequences.trace_name(trace)
+    group = int(sequences.group[trace])
+    group_name = sequences.group_names[group] if group < len(sequences.group_names) else str(group)
+    rewards = ", ".join(
+        f"{escape(key[:40])} {number(float(value))}"
+        for key, value in zip(sequences.reward_names[:6], sequences.rewards[trace], strict=False)
+    )
+    advantage = float(values.advantages[own].mean())
+    facts = [
+        f"group {escape(group_name[:60])}",
+        rewards,
+        f"advantage {advantage:+.3g}",
+        f"{len(own):,} trained tokens",
+        f"mean ratio {number(float(values.ratio[own].mean()))}",
+        f"{percent(float(values.keep[own].mean()))} kept",
+    ]
+    return (
+        f'<span class="rank">{rank}</span><span class="share"><span style="width:{100 * bar:.1f}%"></span></span>'
+        f'<b>{percent(share)}</b> <span class="name">{escape(name[:120])}</span><small>{" · ".join(facts)}</small>'
+    )
+
+
+class Writer:
+    """Writes branches of one trace until its terms are used up.
+
+    Args:
+        sequences, values: what is written, by token of the `Sequences`.
+        token_bytes: what an id spells.
+        own: [m] tokens of the trace that are terms.
+        numbered: give each sampled token its place as `data-t`, so that it can be pointed at, be it a term or not.
+        drawn: what stands for pictures on the page.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        values: PerToken,
+        token_bytes: Callable[[int], bytes],
+        own: NDArray[np.int64],
+        *,
+        numbered: bool = False,
+        drawn: Thumbnails | None = None,
+    ) -> None:
+        self.sequences, self.values, self.token_bytes = sequences, values, token_bytes
+        self.numbered, self.drawn = numbered, drawn or Thumbnails()
+        self.left, self.room = _MOST_TERMS * (1 + 3 * numbered), _MOST_HTML * (1 + 9 * numbered)
+        self.pull = float(np.abs(values.gradient[own]).sum()) or 1.0
+        self.largest = float(np.abs(values.gradient[own]).max(initial=0.0)) or 1.0
+        self.largest_advantage = float(np.abs(values.advantages[own]).max(initial=0.0)) or 1.0
+
+    def branch(self, span: range) -> str:
+        """The HTML of the tokens of a branch."""
+        out: list[str] = []
+        spans = self._spans(span)
+        for run in self._runs(span, spans):
+            spot = int(spans[run.start - span.start])
+            if spot >= 0 or not self._single(run.start):
+                if self.room <= 0:
+                    rest = span.stop - run.start
+                    out.append(_note(f"{rest:,} more tokens are not shown, so that the page stays small"))
+                    break
+                before = self.drawn.room
+                out.append(self._untrained(run) if spot < 0 else self._picture(span, run, spot))
+                # What is drawn has limits of its own: a few pictures shall not cost a trace its words.
+                self.room -= len(out[-1]) * (self.drawn.room == before)
+                continue
+            shown = run[:0]
+            for place in run[: self.left]:
+                if self.room <= 0:
+                    break
+                out.append(self._term(place))
+                self.room -= len(out[-1])
+                shown = run[: len(shown) + 1]
+            self.left -= len(shown)
+            if len(shown) < len(run):
+                rest = np.abs(self.values.gradient[run.start + len(shown) : span.stop])
+                share = percent(float(np.nansum(rest)) / self.pull)
+                count = int(np.isfinite(rest).sum())
+                out.append(
+                    _note(f"{count:,} more trained tokens of this branch, {share} of the trace's pull, are not shown")
+                )
+                break
+        return "".join(out)
+
+    def _single(self, place: int) -> bool:
+        """Whether a token is written for itself."""
+        sampled = self.numbered and self.sequences.source[place] == SAMPLED
+        return bool(sampled or np.isfinite(self.values.gradient[place]))
+
+    def _spans(self, span: range) -> NDArray[np.int64]:
+        """[tokens of the branch] the place of a picture that each token is of, as `Images` counts them; -1 for text."""
+        out = np.full(len(span), -1)
+        if (images := self.sequences.images) is not None and len(span):
+            branch = int(np.searchsorted(self.sequences.cu_seqlens, span.start, side="right")) - 1
+            places = np.arange(*images.cu_images[branch : branch + 2].tolist())
+            counts = np.diff(images.cu_features)[places]
+            start = int(images.cu_features[images.cu_images[branch]])
+            out[images.at[start : start + int(counts.sum())]] = np.repeat(places, counts)
+        return out
+
+    def _picture(self, span: range, run: range, spot: int) -> str:
+        """A picture where its first token is; nothing where another part of it is, behind marks of rows."""
+        images = self.sequences.images
+        assert images is not None, "a picture without a place"
+        first, last = images.cu_features[spot : spot + 2].tolist()
+        if span.start + int(images.at[first]) != run.start:
+            return ""
+        return self.drawn.html(images.pictures, int(images.picture[spot]), f"{last - first:,} tokens, not trained")
+
+    def _runs(self, span: range, spans: NDArray[np.int64]) -> list[range]:
+        """Neighbours of one kind: trained, untrained of one source, or of one picture."""
+        source = np.asarray(self.sequences.source[span.start : span.stop]).astype(np.int16)
+        single = np.isfinite(self.values.gradient[span.start : span.stop]) | (self.numbered & (source == SAMPLED))
+        kind = np.where(spans >= 0, -2 - spans, np.where(single, -1, source))
+        bounds = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(span)] if len(span) else [0]
+        return [span[start:stop] for start, stop in pairwise(bounds)]
+
+    def _untrained(self, run: range) -> str:
+        kind = int(self.sequences.source[run.start])
+        name = "s" if kind == SAMPLED else "g" if kind == GIVEN else "p"
+        if len(run) <= _RUN_HEAD + _RUN_TAIL + 40:
+            return f'<span class="{name}">{self._text(run)}</span>'
+        hidden = len(run) - _RUN_HEAD - _RUN_TAIL
+        head, tail = self._text(run[:_RUN_HEAD]), self._text(run[-_RUN_TAIL:])
+        note = _note(f"{hidden:,} tokens not shown")
+        return f'<span class="{name}">{head}</span>{note}<span class="{name}">{tail}</span>'
+
+    def _text(self, run: range) -> str:
+        ids = self.sequences.ids[run.start : run.stop]
+        return visible(b"".join(_short(self.token_bytes(int(token))) for token in ids))
+
+    def _term(self, place: int) -> str:
+        v, s = self.values, self.sequences
+        trained = bool(np.isfinite(v.gradient[place]))
+        ratio, weight, advantage = float(v.ratio[place]), float(v.weight[place]), float(v.advantages[place])
+        gradient, kept = float(np.nan_to_num(v.gradient[place])), bool(v.keep[place])
+        clipped = kept and bool(v.clipped[place])
+        colours = {
+            "p": _level(-np.sign(gradient) * (abs(gradient) / self.largest) ** 0.5),
+            "a": _level(advantage / self.largest_advantage),
+            "r": _level(_log(ratio)),
+            "w": _level(_log(weight)),
+        }
+        if self.numbered:
+            colours["o"] = _level(_log(float(v.old[place])))
+            colours["l"] = _level(-float(s.rollout_logprobs[place]) / _SURPRISE)
+            colours["e"] = _level(float(v.entropy[place]) / _SURPRISE)
+        classes = ["t"] if trained else ["s"]
+        classes += [f"{key}{level}" for key, level in colours.items() if level != _NEUTRAL]
+        classes += ["m"] * (trained and not kept) + ["c"] * clipped
+        at = f' data-t="{place}"' if self.numbered else ""
+        facts = self._facts(place) if trained else self._recorded(place)
+        text = visible(_short(self.token_bytes(int(s.ids[place]))))
+        return f'<span class="{" ".join(classes)}"{at} data-n="{escape("  ·  ".join(facts))}">{text}</span>'
+
+    def _recorded(self, place: int) -> list[str]:
+        """What the record alone says of a sampled token."""
+        s, tier = self.sequences, int(self.sequences.tier[place])
+        fate = "a term" if s.trainable[place] else "not trained"
+        found = [f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}", fate]
+        logprob, version = float(s.rollout_logprobs[place]), int(s.version[place])
+        found.append(f"recorded logprob {number(logprob)}" if np.isfinite(logprob) else "no recorded logprob")
+        return found + ([f"version {version}"] if version >= 0 else [])
+
+    def _facts(self, place: int) -> list[str]:
+        v, s = self.values, self.sequences
+        tier, gradient = int(s.tier[place]), float(v.gradient[place])
+        kept, clipped = bool(v.keep[place]), bool(v.clipped[place])
+        fate = "clipped" if kept and clipped else "kept" if kept else "masked"
+        more = [("old/rollout", v.old), ("entropy", v.entropy)]
+        return [
+            f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}",
+            f"ratio {number(float(v.ratio[place]))}",
+            f"weight {number(float(v.weight[place]))}",
+            v.words[int(v.why[place])] if v.words else fate,
+            f"A {float(v.advantages[place]):+.3g}",
+            f"logprob {number(float(v.logprobs[place]))}, recorded {number(float(s.rollout_logprobs[place]))}",
+            *(f"{name} {number(float(column[place]))}" for name, column in more if np.isfinite(column[place])),
+            f"{percent(abs(gradient) / self.pull)} of the trace's pull",
+            *(["pushed up" if gradient < 0 else "pushed down"] * (self.numbered and gradient != 0)),
+        ]
+
+
+def _level(signed: float) -> int:
+    """From -1 .. 1 to 0 .. 16, 8 for nearly nothing."""
+    if not np.isfinite(signed):
+        return _NEUTRAL
+    return int(np.clip(np.rint(_NEUTRAL + _NEUTRAL * signed), 0, 2 * _NEUTRAL))
+
+
+def _log(factor: float) -> float:
+    """Log of a ratio or weight on a scale where a factor of 1.5 is full colour; 0 is full colour below."""
+    if not np.isfinite(factor):
+        return float("nan")
+    return float(np.log(max(factor, 1e-6)) / np.log(1.5))
+
+
+def _short(token: bytes) -> bytes:
+    """The bytes of a token, or its beginning and how many more it has."""
+    more = len(token) - _MOST_TOKEN
+    return token if more <= 0 else token[:_MOST_TOKEN] + f" [{more:,} bytes more] ".encode()
+
+
+def _note(text: str) -> str:
+    return f'<em class="cut">⋯ {escape(text)} ⋯</em>'

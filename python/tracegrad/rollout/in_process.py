@@ -1,0 +1,409 @@
+"""Run `vllm.LLM` in this process behind the interface of HTTP servers.
+
+Bodies and answers are made by vLLM's own serving classes. `vllm.LLM` is synchronous and must not be used by two
+threads, so one thread drives it. vLLM is imported on use; written against vLLM 0.32.
+"""
+
+import asyncio
+import json
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from tracegrad.errors import ArgumentError, ServerError
+from tracegrad.rollout.client import Answer, Servers
+
+T = TypeVar("T")
+OF_SERVING = ("enable_auto_tool_choice", "tool_call_parser")
+"""Arguments of vLLM's server that are none of its engine's; the rest goes to `vllm.LLM` as it is."""
+STOP_S = 30.0
+
+
+class Engine:
+    """One `vllm.LLM` and the thread that alone uses it.
+
+    Args:
+        model: folder or name of the model.
+        arguments: of vLLM's EngineArgs by name, and those of `OF_SERVING`.
+
+    Raises:
+        ArgumentError: if vLLM is not installed here, or does not take the arguments.
+    """
+
+    def __init__(self, model: str | Path, arguments: Mapping[str, Any]) -> None:
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ArgumentError(
+                "vLLM is not installed in this interpreter, and servers='in-process' runs it here. Nothing could be "
+                "played. Install vllm here, or pass python=, the interpreter of an environment that has it."
+            ) from error
+        self.arguments = dict(arguments)
+        told = {name: value for name, value in arguments.items() if name not in OF_SERVING}
+        try:
+            self.llm: Any = LLM(model=str(model), **told)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"vllm.LLM does not take its arguments: {str(error)[:500]}. Nothing could be played. Look at engine=."
+            ) from error
+        self.error: BaseException | None = None
+        self.paused = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: dict[str, Callable[[Any], None]] = {}
+        self._thread = threading.Thread(target=self._run, name="tracegrad-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and the engine; may be called again."""
+        self._work.put(None)
+        self._thread.join(STOP_S)
+        with suppress(Exception):
+            self.llm.llm_engine.engine_core.shutdown()
+
+    def do(self, work: Callable[[Any], T]) -> Future[T]:
+        """What `work(llm)` gives, done between two steps."""
+        found: Future[T] = Future()
+
+        def done() -> None:
+            if not found.set_running_or_notify_cancel():
+                return
+            try:
+                found.set_result(work(self.llm))
+            except BaseException as error:
+                found.set_exception(error)
+
+        if self.error is not None:
+            found.set_exception(self.dead_error)
+        else:
+            self._work.put(done)
+        return found
+
+    def pause(self, clear: bool) -> Future[None]:
+        """Stops sampling; what is under way is kept, and computed anew where caches are cleared."""
+
+        def paused(llm: Any) -> None:
+            llm.sleep(level=0, mode="keep")
+            self.paused = True
+            if clear:
+                if not llm.reset_prefix_cache(reset_running_requests=True):
+                    raise ServerError("vLLM did not reset its prefix cache. Old keys and values would be used.")
+                llm.reset_mm_cache()
+                llm.llm_engine.reset_encoder_cache()
+
+        return self.do(paused)
+
+    def resume(self) -> Future[None]:
+        """Goes on sampling."""
+
+        def resumed(llm: Any) -> None:
+            llm.wake_up(tags=["scheduling"])
+            self.paused = False
+
+        return self.do(resumed)
+
+    # What vLLM's serving classes ask of an engine, by their names.
+
+    @property
+    def model_config(self) -> Any:
+        """As vLLM made it of the arguments."""
+        return self.llm.llm_engine.model_config
+
+    @property
+    def vllm_config(self) -> Any:
+        """All configs together."""
+        return self.llm.llm_engine.vllm_config
+
+    @property
+    def renderer(self) -> Any:
+        """Makes ids of messages."""
+        return self.llm.llm_engine.renderer
+
+    @property
+    def input_processor(self) -> Any:
+        """Makes requests of ids."""
+        return self.llm.llm_engine.input_processor
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has failed for good."""
+        return self.error is not None
+
+    @property
+    def dead_error(self) -> ServerError:
+        """Why."""
+        return ServerError(
+            f"vLLM in this process has ended: {type(self.error).__name__}: {self.error}. It cannot be asked. Look at "
+            "what it printed, and start the run again from its folder."
+        )
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Everything is taken; vLLM queues it."""
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Loads an adapter."""
+        return await asyncio.wrap_future(self.do(lambda llm: llm.llm_engine.add_lora(lora_request)))
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **_: Any
+    ) -> AsyncIterator[Any]:
+        """The whole answer to one request, once; a request that nobody waits for any more is let go."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def found(output: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, answer, output)
+
+        def added(llm: Any) -> str:
+            known = llm.llm_engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request)
+            self._answers[request_id] = found
+            return known
+
+        known = await asyncio.wrap_future(self.do(added))
+        try:
+            yield await answer
+        finally:
+            if not answer.done() or answer.cancelled():
+                self.do(lambda llm: self._let_go(llm, request_id, known))
+
+    def _let_go(self, llm: Any, request_id: str, known: str) -> None:
+        if self._answers.pop(request_id, None) is not None:
+            llm.llm_engine.abort_request([known], internal=True)
+
+    def _run(self) -> None:
+        engine = self.llm.llm_engine
+        try:
+            while True:
+                busy = bool(self._answers) and not self.paused
+                try:
+                    work = self._work.get(block=not busy)
+                except queue.Empty:
+                    for output in engine.step():
+                        if output.finished and (found := self._answers.pop(output.request_id, None)) is not None:
+                            found(output)
+                    continue
+                if work is None:
+                    return
+                work()
+        except BaseException as error:
+            self.error = error
+            for found in self._answers.values():
+                found(self.dead_error)
+            while not self._work.empty():
+                if (work := self._work.get()) is not None:
+                    work()
+
+
+def _settle(answer: asyncio.Future[Any], output: Any) -> None:
+    if answer.done():
+        return
+    if isinstance(output, BaseException):
+        answer.set_exception(output)
+    else:
+        answer.set_result(output)
+
+
+HERE = "http://localhost:0"
+"""What stands where others have a URL; nothing can be asked there."""
+REFUSED = 400
+
+
+class Inside(Servers):
+    """An engine of this process as the only server of a run.
+
+    Args:
+        engine: with the policy.
+        model: the name that it is asked for.
+        limits: as of `Servers`: timeout_s, retries, failures.
+    """
+
+    def __init__(self, engine: Engine, *, model: str, **limits: Any) -> None:
+        super().__init__([HERE], model=model, **limits)
+        self.engine = engine
+
+    async def __aenter__(self) -> "Inside":
+        self._wire = EngineWire(self.engine, self.model)
+        return self
+
+    async def where(self, session: str) -> str:
+        """Refused: an agent that brings its own client needs an address."""
+        raise ServerError(
+            "the policy is served in this process and has no address. An agent that asks by policy.base_url cannot "
+            "reach it. Ask by policy.chat, or leave out servers='in-process'."
+        )
+
+    async def sleep(self, level: int = 1) -> None:
+        """Gives the device's memory back while nothing is played: level 1 keeps the weights in the host's.
+
+        Raises:
+            ArgumentError: where there is no CUDA: vLLM would say yes and keep all of it.
+        """
+        await self._on_cuda("sleep", lambda llm: llm.sleep(level=level))
+
+    async def wake(self) -> None:
+        """Takes it back."""
+        await self._on_cuda("wake_up", lambda llm: llm.wake_up())
+
+    async def _on_cuda(self, name: str, work: Callable[[Any], Any]) -> None:
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda():
+            raise ArgumentError(
+                f"{name} is asked of vLLM on {current_platform.device_type}, which gives no memory back although it "
+                "says so. Leave it out; it is for CUDA."
+            )
+        await asyncio.wrap_future(self.engine.do(work))
+
+
+class EngineWire:
+    """What answers requests in place of a connection.
+
+    Args:
+        engine: asked.
+        model: the name of the model below any adapter.
+    """
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.engine = engine
+        self.serving = _Serving(engine, model)
+        do = engine.do
+        self._roads: dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any] | Any]] = {
+            "/v1/chat/completions": lambda body, _: self.serving.chat(body),
+            "/v1/completions": lambda body, _: self.serving.complete(body),
+            "/inference/v1/generate": lambda body, _: self.serving.generate(body),
+            "/v1/chat/completions/derender": lambda body, _: self.serving.derender(body),
+            "/v1/models": lambda body, _: self.serving.list_models(),
+            "/v1/load_lora_adapter": lambda body, _: self.serving.load(body),
+            "/v1/unload_lora_adapter": lambda body, _: self.serving.unload(body),
+            "/health": lambda body, _: do(lambda llm: None),
+            "/is_paused": lambda body, _: {"is_paused": engine.paused},
+            "/pause": _pause(engine),
+            "/resume": lambda body, _: engine.resume(),
+            "/init_weight_transfer_engine": lambda body, _: do(lambda llm: llm.init_weight_transfer_engine(body)),
+            "/start_weight_update": lambda body, _: do(lambda llm: llm.start_weight_update()),
+            "/update_weights": lambda body, _: do(lambda llm: llm.update_weights(body)),
+            "/finish_weight_update": lambda body, _: do(lambda llm: llm.finish_weight_update(**body)),
+            "/weight_info": lambda body, _: do(lambda llm: {"weight_version": llm.get_weight_version()}),
+            "/reset_prefix_cache": lambda body, _: do(lambda llm: {"success": llm.reset_prefix_cache()}),
+            "/collective_rpc": lambda body, _: do(lambda llm: {"results": llm.collective_rpc(**body)}),
+        }
+
+    async def close(self) -> None:
+        """Nothing is open; the engine is its maker's to close."""
+
+    async def request(
+        self, method: str, url: str, path: str, data: bytes | None, *, timeout_s: float, **_: Any
+    ) -> Answer:
+        """As `http.Wire.request`: an answer or why there is none, within the time; raises nothing but cancellation."""
+        started = time.monotonic()
+        parts = urlsplit(path)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        road = self._roads.get(parts.path)
+        if road is None:
+            return Answer(url, 404, {"error": f"{parts.path} is not served in this process"}, 0.0)
+        try:
+            found = await asyncio.wait_for(_given(road(json.loads(data) if data else {}, query)), timeout_s)
+        except asyncio.TimeoutError:
+            seconds = time.monotonic() - started
+            return Answer(url, 0, None, seconds, f"no answer within {seconds:.1f} s", silent=True)
+        except Exception as error:  # of vLLM, which raises what it likes
+            status = REFUSED if isinstance(error, (ValueError, TypeError, ArgumentError)) else 500
+            words = f"{type(error).__name__}: {error}"
+            return Answer(url, status, {"error": words}, time.monotonic() - started)
+        status, body = found if isinstance(found, tuple) else (200, found)
+        return Answer(url, status, body, time.monotonic() - started)
+
+
+class _Serving:
+    """vLLM's own serving classes over the engine: what it answers is what its server would."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+        from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+        from vllm.entrypoints.scale_out.derender.serving import ServingDerender
+        from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+        from vllm.renderers.online_derenderer import OnlineDerenderer
+        from vllm.renderers.online_renderer import OnlineRenderer
+
+        known: Any = engine
+        told: dict[str, Any] = {"request_logger": None}
+        chat: dict[str, Any] = {
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "enable_auto_tools": bool(engine.arguments.get("enable_auto_tool_choice")),
+            "tool_parser": engine.arguments.get("tool_call_parser"),
+            "reasoning_parser": engine.vllm_config.structured_outputs_config.reasoning_parser,
+        }
+        name = str(engine.model_config.model)
+        self.models = OpenAIServingModels(known, [BaseModelPath(name=model, model_path=name)])
+        renderer = OnlineRenderer(engine.model_config, engine.renderer, **told, **chat)
+        parser = OnlineDerenderer(engine.model_config, engine.renderer, **told, **chat)
+        chat["reasoning_parser"] = chat["reasoning_parser"] or ""
+        self._chat = OpenAIServingChat(known, self.models, "assistant", online_renderer=renderer, **told, **chat)
+        self._complete = OpenAIServingCompletion(known, self.models, online_renderer=renderer, **told)
+        self._generate = ServingTokens(known, self.models, renderer, **told)
+        self._derender = ServingDerender(self.models, parser, **told)
+
+    async def chat(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        return _body(await self._chat.create_chat_completion(ChatCompletionRequest(**body)))
+
+    async def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        return _body(await self._complete.create_completion(CompletionRequest(**body)))
+
+    async def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+        return _body(await self._generate.serve_tokens(GenerateRequest(**body)))
+
+    async def derender(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import DerenderChatRequest
+
+        return _body(await self._derender.derender_chat_response(DerenderChatRequest(**body)))
+
+    async def list_models(self) -> tuple[int, Any]:
+        return _body(await self.models.show_available_models())
+
+    async def load(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        return _body(await self.models.load_lora_adapter(LoadLoRAAdapterRequest(**body)))
+
+    async def unload(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+        return _body(await self.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**body)))
+
+
+def _pause(engine: Engine) -> Callable[[dict[str, Any], dict[str, str]], Any]:
+    def paused(_: dict[str, Any], query: dict[str, str]) -> Any:
+        if query.get("mode") != "keep":
+            raise ArgumentError(f"mode is {query.get('mode')!r}. Requests under way would be lost. Pause with keep.")
+        return engine.pause(query.get("clear_cache", "true") != "false")
+
+    return paused
+
+
+async def _given(found: Any) -> Any:
+    if isinstance(found, (dict, tuple)):
+        return found
+    return await (found if asyncio.iscoroutine(found) else asyncio.wrap_future(found))
+
+
+def _body(response: Any) -> tuple[int, Any]:
+    """Status and JSON of what a serving class gives; an error says its own status."""
+    if isinstance(response, str):
+        return 200, {"message": response}
+    error = getattr(response, "error", None)
+    return (int(error.code) if error is not None else 200), response.model_dump(mode="json")

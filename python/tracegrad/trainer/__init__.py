@@ -1,0 +1,60 @@
+"""Train on recorded sequences: one step, the loop around it, and checkpoints that resume exactly.
+
+Takes `Sequences` or prepared folders with `Options`, or single steps from your own loop. `train` runs over a data set,
+`Run` one step at a time; every step returns a row of metrics.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracegrad.trainer.distributed import Placed, Policy, Ranks, prepare
+    from tracegrad.trainer.loop import train
+    from tracegrad.trainer.lora import merge_adapters
+    from tracegrad.trainer.memory import Memory
+    from tracegrad.trainer.off_policy_eval import OffPolicyValue, estimate
+    from tracegrad.trainer.result import TermRecord, Trained
+    from tracegrad.trainer.step import Outcome, measure, optimizer_step
+    from tracegrad.trainer.trainer import Run
+
+# Name to module: these need torch, and `dataset` does not.
+_WITH_TORCH = {
+    "Placed": "distributed",
+    "Policy": "distributed",
+    "Ranks": "distributed",
+    "prepare": "distributed",
+    "train": "loop",
+    "merge_adapters": "lora",
+    "Memory": "memory",
+    "OffPolicyValue": "off_policy_eval",
+    "estimate": "off_policy_eval",
+    "TermRecord": "result",
+    "Trained": "result",
+    "Outcome": "step",
+    "measure": "step",
+    "optimizer_step": "step",
+    "Run": "trainer",
+}
+__all__ = [
+    "Memory",
+    "OffPolicyValue",
+    "Outcome",
+    "Placed",
+    "Policy",
+    "Ranks",
+    "Run",
+    "TermRecord",
+    "Trained",
+    "estimate",
+    "measure",
+    "merge_adapters",
+    "optimizer_step",
+    "prepare",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

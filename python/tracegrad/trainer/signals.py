@@ -1,0 +1,52 @@
+"""Treat SIGINT and SIGTERM as a request to stop after the current step: `Interrupt`."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupt:
+    """While entered, the first SIGINT or SIGTERM is remembered and the second ends the process as usual.
+
+    Outside the main thread, where Python takes no handlers, it does nothing.
+
+    >>> with Interrupt() as interrupt:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     interrupt.exit_code
+    130
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 + signal, as shells have it; None while none came."""
+        return None if self.received is None else 128 + self.received
+
+    def code(self, stopped: str) -> int:
+        """How a process is to end whose run was `stopped`: as `exit_code` says where it was by a signal, else 0."""
+        return (self.exit_code or 0) if stopped == "signal" else 0
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,12 @@
+"""Send new weights to vLLM servers, by a file, by NCCL or as a LoRA adapter, and repair or refuse what fails.
+
+Whether a server then samples from them is checked by `online.weight_check`. Imports neither torch nor a client.
+"""
+
+from tracegrad.weight_sync.file import File
+from tracegrad.weight_sync.lora_adapter import Lora
+from tracegrad.weight_sync.nccl import Nccl
+from tracegrad.weight_sync.push import Evicted, Pushed, Sync, SyncError
+from tracegrad.weight_sync.vllm_args import engine_arguments, vllm_arguments
+
+__all__ = ["Evicted", "File", "Lora", "Nccl", "Pushed", "Sync", "SyncError", "engine_arguments", "vllm_arguments"]

@@ -1,0 +1,74 @@
+"""Who may change a server's weights: nobody from outside, or who knows its token.
+
+`refuse_open` is the trainer's half. `Guard` is the server's: vLLM asks for its key on /v1 and /inference alone, so that
+whoever reaches the port may pause it, load weights and call methods of its workers. Imports nothing but this package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from tracegrad.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.client import Servers
+
+FREE = {"/health", "/ping"}
+
+
+def loopback(url: str) -> bool:
+    """Whether a URL can be reached from this machine alone.
+
+    >>> loopback("http://127.0.0.1:8000"), loopback("http://[::1]:80"), loopback("http://10.0.0.5:8000")
+    (True, True, False)
+    """
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def refuse_open(servers: Servers, path: str) -> None:
+    """Raise ArgumentError for a server beyond this machine that answers control requests without a token."""
+    far = [url for url in servers.urls if not loopback(url)]
+    answers = await asyncio.gather(*(servers.ask(url, path, method="GET", token=False) for url in far))
+    for url, answer in zip(far, answers, strict=True):
+        if answer.status not in (401, 403):
+            raise ArgumentError(
+                f"{url} lies beyond this machine and answered {path} without a token ({answer.words}). Whoever reaches "
+                "it could load weights of their own and run methods of its workers; vLLM's --api-key covers /v1 alone. "
+                "Start it with --middleware tracegrad.weight_sync.auth.Guard and VLLM_API_KEY, or on 127.0.0.1 behind "
+                "a tunnel."
+            )
+        if servers.key is None:
+            raise ArgumentError(f"{url} asks for a token. No request would be answered. Pass Servers its `key`.")
+
+
+class Guard:
+    """A middleware for vLLM, by `--middleware`: every path but /health asks for VLLM_API_KEY."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]):
+        if not (key := os.environ.get("VLLM_API_KEY", "")):
+            raise ArgumentError("The guard has no token to ask for. Everyone would be let in. Set VLLM_API_KEY.")
+        self.app = app
+        self.token = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Pass on what has the token; answer 401 to the rest, and close websockets."""
+        headers = dict(scope.get("headers") or ())
+        known = hmac.compare_digest(headers.get(b"authorization", b""), self.token)
+        if scope["type"] not in ("http", "websocket") or scope["path"] in FREE or known:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            kind = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": kind})
+            await send({"type": "http.response.body", "body": b'{"error": {"message": "no token, or another one"}}'})

@@ -1,0 +1,117 @@
+"""Whole weights by a file, over vLLM's own protocol of weight updates: pause, start, update, finish, resume.
+
+The server's half is `worker`. Works on CPU and GPU; servers must see the folder under the same path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tracegrad.errors import ArgumentError
+from tracegrad.weight_sync.auth import refuse_open
+from tracegrad.weight_sync.push import Pushed, Pusher, checked_version, do
+from tracegrad.weight_sync.weights import remove_old, write
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.client import Servers
+
+
+class File:
+    """Pushes whole weights as one safetensors file.
+
+    A push holds what the server is generating (`mode=keep`), empties its caches, loads the file and goes on: requests
+    in flight survive and continue under the new weights. An update that fails leaves the server paused, as one with
+    half its weights dies at the next request, and is sent once more; then the server is evicted. A server that was
+    restarted gets the weights before it is asked.
+
+    Args:
+        servers: started with the flags of `vllm_arguments("file")`.
+        folder: where the files go. One on memory (/dev/shm) is quickest.
+        timeout_s: how long one request of a push may take.
+        keep: how many files stay.
+        clear_cache: False leaves keys and values of the old weights in the cache, where requests would find them;
+            only for runs whose every request has the version as its `cache_salt`.
+    """
+
+    def __init__(
+        self, servers: Servers, folder: str | Path, *, timeout_s: float = 300.0, keep: int = 2, clear_cache: bool = True
+    ):
+        if keep < 1:
+            raise ArgumentError(f"keep is {keep}. A server that comes back needs the newest file. Keep at least 1.")
+        self.servers = servers
+        self.folder = Path(folder).absolute()
+        self.timeout_s, self.keep = timeout_s, keep
+        self.pause = "/pause?mode=keep" + ("" if clear_cache else "&clear_cache=false")
+        self._newest: tuple[Path, int] | None = None
+        self._written: list[Path] = []
+        self._ready: set[str] = set()
+        self._pusher = Pusher(servers, self._steps, timeout_s)
+        self._closed = False
+        servers.admission = self._admit
+
+    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
+        """Bring weights to every server.
+
+        Args:
+            weights: name -> tensor, whole, under the names of the checkpoint; or a safetensors file that has them.
+            version: what servers say of tokens sampled with these.
+
+        Raises: SyncError where no server took them; ArgumentError for an open server, or weights that are none.
+        """
+        checked_version(version)
+        if not self._closed:
+            await refuse_open(self.servers, "/is_paused")
+            self._closed = True
+        started = time.monotonic()
+        if isinstance(weights, (str, Path)):
+            path = Path(weights).absolute()
+            if not path.is_file():
+                raise ArgumentError(
+                    f"{path} is no file. The servers would keep their old weights. Name a safetensors file."
+                )
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"weights-{version:08d}.safetensors"
+            await asyncio.to_thread(write, path, weights, version)
+            self._written = [*(each for each in self._written if each != path), path]
+        self._newest = path, version
+        pushed = await self._pusher.push(version, time.monotonic() - started)
+        self._written = remove_old(self._written, self.keep)
+        return pushed
+
+    async def _steps(self, url: str, repeat: bool) -> float:
+        """The requests of one push to one server; the seconds from pause to resume."""
+        assert self._newest is not None
+        path, version = self._newest  # of this push, whatever comes meanwhile
+        if repeat or url not in self._ready:
+            await self._do(url, "/init_weight_transfer_engine", {"init_info": {}})
+            self._ready.add(url)
+        started = time.monotonic()
+        await self._do(url, self.pause, None)
+        if repeat:
+            # An update that was left open, by a timeout or a trainer that died, is closed first; there may be none.
+            await self.servers.ask(url, "/finish_weight_update", {}, timeout_s=self.timeout_s)
+        await self._do(url, "/start_weight_update", None)
+        told = {"path": str(path), "bytes": path.stat().st_size}
+        await self._do(url, "/update_weights", {"update_info": told})
+        await self._do(url, "/finish_weight_update", {"weight_version": str(version)})
+        await self._do(url, "/resume", None)
+        return time.monotonic() - started
+
+    async def _do(self, url: str, path: str, body: Mapping[str, Any] | None) -> None:
+        await do(self.servers, url, path, body, self.timeout_s)
+
+    async def _admit(self, url: str) -> bool:
+        """Whether a server that is back has the newest weights, now at the latest."""
+        if self._newest is None:
+            return True
+        version = str(self._newest[1])
+        info = await self.servers.ask(url, "/weight_info", timeout_s=self.timeout_s, method="GET")
+        if info.ok and isinstance(info.body, dict) and info.body.get("weight_version") == version:
+            return (await self.servers.ask(url, "/resume", timeout_s=self.timeout_s)).ok
+        self._ready.discard(url)
+        return await self._pusher.admit(url)

@@ -1,0 +1,215 @@
+"""Whole weights from GPU to GPUs, by vLLM's own NCCL engine on both sides.
+
+Written against vLLM 0.32's classes and not run on a GPU yet: the handshake is tested against them, the broadcast is
+vLLM's. The trainer's interpreter must hold vLLM. Servers need the flags of `vllm_arguments("nccl")`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tracegrad.errors import ArgumentError
+from tracegrad.weight_sync.auth import refuse_open
+from tracegrad.weight_sync.push import Evicted, Pushed, Refused, SyncError, checked_version, do
+from tracegrad.weight_sync.weights import distinct
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.client import Servers
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor as vLLM's engine announces it."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+class Source:
+    """The weights of the push that is under way, as vLLM's engine reads them: announced, then one by one."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+
+    def metadata(self) -> list[Meta]:
+        """Name, dtype and shape of what iteration gives, in the same order."""
+        return [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.weights.items())
+
+
+class Client:
+    """What vLLM's engine asks servers by, from threads of its own: each request goes to all of them.
+
+    `worlds` says how many ranks each server has; the ranks of one follow those of the server before.
+    """
+
+    def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop, worlds: Mapping[str, int], timeout_s: float):
+        self.servers, self.loop, self.worlds, self.timeout_s = servers, loop, worlds, timeout_s
+        self.version = ""
+        self.refused: dict[str, Refused] = {}
+
+    def _all(self, path: str, body: Callable[[str], Mapping[str, Any] | None]) -> None:
+        async def one(url: str) -> None:
+            try:
+                await do(self.servers, url, path, body(url), self.timeout_s)
+            except Refused as refused:
+                self.refused[url] = refused
+                raise
+
+        async def every() -> None:
+            # All answers are waited for, so that every server that refused is known.
+            for error in await asyncio.gather(*map(one, self.worlds), return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
+
+        asked: Coroutine[Any, Any, None] = every()
+        asyncio.run_coroutine_threadsafe(asked, self.loop).result()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Tell each server how to join the group, and which ranks are its own."""
+        offsets, offset = {}, int(init_info["rank_offset"])
+        for url, world in self.worlds.items():
+            offsets[url] = offset
+            offset += world
+        self._all("/init_weight_transfer_engine", lambda url: {"init_info": {**init_info, "rank_offset": offsets[url]}})
+
+    def start_weight_update(self) -> None:
+        """Make the models ready for weights."""
+        self._all("/start_weight_update", lambda url: None)
+
+    def update_weights(self, update_info: Any) -> None:
+        """Announce what is broadcast; servers answer once they have it."""
+        self._all("/update_weights", lambda url: {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Finish, and name the version; vLLM's engine does not pass it on."""
+        self._all("/finish_weight_update", lambda url: {"weight_version": weight_version or self.version})
+
+
+class Nccl:
+    """Pushes whole weights by NCCL; the process that calls it is rank 0 of a group with all ranks of all servers.
+
+    One server that fails breaks the group for all. So a push that fails evicts those that refused, makes a new group of
+    the others, and is sent once more to them, all paused meanwhile.
+
+    Args:
+        servers: each with a GPU of its own.
+        address, port: where the group meets: an address of this machine that every server reaches.
+        timeout_s: how long one request, and a whole broadcast, may take.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 29_577,
+        timeout_s: float = 300.0,
+        packed: bool = True,
+    ):
+        self.servers, self.address, self.port, self.timeout_s, self.packed = servers, address, port, timeout_s, packed
+        self.source = Source()
+        self.client: Client | None = None
+        self.engine: Any = None
+        self._groups = 0
+
+    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
+        """Broadcast weights to every server; as `File.push`, but tensors alone, on this process's device."""
+        checked_version(version)
+        if isinstance(weights, (str, Path)):
+            raise ArgumentError(f"{weights} is a path; NCCL sends tensors. Pass the model's weights, or use sync.File.")
+        if self._groups == 0:
+            await refuse_open(self.servers, "/is_paused")
+        self.source.weights = distinct(weights)
+        if other := next((name for name, tensor in self.source.weights.items() if not tensor.is_cuda), None):
+            raise ArgumentError(f"{other} is not on a GPU, and NCCL sends from GPUs alone. Use sync.File elsewhere.")
+        started = time.monotonic()
+        evicted: list[Evicted] = []
+        wrong = await self._once(version, evicted)
+        repeated = int(wrong is not None)
+        if wrong is not None and self.servers.urls:
+            wrong = await self._once(version, evicted)
+        if wrong is not None:
+            raise SyncError(
+                f"Version {version} reached no server by NCCL: {type(wrong).__name__}: {wrong}. The servers stay "
+                "paused. Look at their logs, start them again, and the run from its folder."
+            ) from wrong
+        seconds = time.monotonic() - started
+        return Pushed(version, seconds, 0.0, tuple(self.servers.urls), tuple(evicted), repeated=repeated)
+
+    async def _once(self, version: int, evicted: list[Evicted]) -> Exception | None:
+        """Send to all; what went wrong, with the group ended and who refused left out."""
+        try:
+            await self._send(str(version))
+        except Exception as error:
+            evicted += self._evict(version)
+            await self._end_group()
+            return error
+        return None
+
+    async def _send(self, version: str) -> None:
+        urls = list(self.servers.urls)
+        await asyncio.gather(*(do(self.servers, url, "/pause?mode=keep", None, self.timeout_s) for url in urls))
+        if self.engine is None:
+            self.engine = await self._join(urls)
+        if self.client is not None:
+            self.client.version = version
+        # A rank that never comes leaves vLLM's thread waiting in NCCL: it is left behind, not waited for.
+        await asyncio.wait_for(asyncio.to_thread(self.engine.send_weights), self.timeout_s)
+        await asyncio.gather(*(do(self.servers, url, "/resume", None, self.timeout_s) for url in urls))
+
+    async def _join(self, urls: list[str]) -> Any:
+        """vLLM's engine, in a group of this process and all workers."""
+        try:
+            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        except ImportError as error:
+            raise ArgumentError(
+                "sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm here, or use sync.File."
+            ) from error
+        worlds = {}
+        for url in urls:
+            answer = await self.servers.ask(url, "/get_world_size", method="GET", timeout_s=self.timeout_s)
+            if not answer.ok:
+                raise Refused("/get_world_size", answer)
+            worlds[url] = int(answer.body["world_size"])
+        self.client = Client(self.servers, asyncio.get_running_loop(), worlds, self.timeout_s)
+        info = NCCLTrainerInitInfo(
+            master_address=self.address,
+            # A group that broke may still hold its port.
+            master_port=self.port + self._groups,
+            world_size=1 + sum(worlds.values()),
+            packed=self.packed,
+            rank=0,
+        )
+        self._groups += 1
+        join = asyncio.to_thread(
+            WeightTransferTrainerFactory.trainer_init, info, client=self.client, source=self.source
+        )
+        return await asyncio.wait_for(join, self.timeout_s)
+
+    def _evict(self, version: int) -> list[Evicted]:
+        refused = {} if self.client is None else self.client.refused
+        told = [Evicted(url, f"version {version} did not reach it by NCCL: {why}") for url, why in refused.items()]
+        for one in told:
+            self.servers.evict(one.url, one.why)
+        return told
+
+    async def _end_group(self) -> None:
+        """Leave the group; the servers that are left leave it too, and close the update that they are in."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(asyncio.to_thread(engine.shutdown), 10.0)
+        for url in self.servers.urls:
+            for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
+                await self.servers.ask(url, path, timeout_s=self.timeout_s)

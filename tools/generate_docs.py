@@ -1,0 +1,350 @@
+"""Write the parts of docs/ that are made from the code: all of losses.md and coming-from.md, the findings of doctor.md
+and the tables of metrics.md.
+
+    python tools/generate_docs.py
+"""
+
+import ast
+import inspect
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from tracegrad.doctor.examination import CHECKS
+from tracegrad.doctor.finding import Check
+from tracegrad.errors import ArgumentError
+from tracegrad.integrations.metrics import PEERS as METRICS_OF_PEERS
+from tracegrad.metrics import COMPLETIONS, OFF_POLICY, REWARDS, TOOLS, TRAINING, Metric, table
+from tracegrad.objective import Objective, presets
+from tracegrad.objective.serialize import spell
+from tracegrad.recipes import recipe
+from tracegrad.recipes.art import ART
+from tracegrad.recipes.import_config import Peer, Without, changes
+from tracegrad.recipes.recipe import Recipe
+from tracegrad.recipes.skyrl import SKYRL
+from tracegrad.recipes.trl import TRL
+from tracegrad.recipes.verl import VERL
+
+DOCS = Path(__file__).parent.parent / "docs"
+PEERS = (TRL, VERL, SKYRL, ART)
+SAMPLED = (*COMPLETIONS, *TOOLS)
+TABLES = {"learner": TRAINING, "rewards": REWARDS, "completions": SAMPLED, "off-policy": OFF_POLICY, **METRICS_OF_PEERS}
+_T = TypeVar("_T")
+
+_COMING_FROM = """# Coming from elsewhere
+
+`rollouts/` below is a folder of what was recorded there, in [any of these forms](trace-format.md#trajectory-dumps).
+
+- **TRL**: a `GRPOConfig` in YAML, reward functions, completions in Parquet or the rows of a rollout function.
+  `--like trl:grpo.yaml` takes the config; `tg.online.train(model, tasks, rewards=[f])` takes the functions as they are,
+  and `environment=` a class that was written for `environment_factory`. To keep GRPOTrainer, take
+  [`FromTraces` or `WithObjective`](trainers.md).
+- **verl**: a config as verl prints it, rows of `DataProto` or the dump of `rollout_data_dir`.
+  `--like verl:resolved.yaml`, and `--logprob-kind processed`, as verl asks vLLM for such. To keep verl, take
+  [`correct_batch` and `register`](trainers.md).
+- **ART**: trajectories with `messages_and_choices`, a train config, RULER. `--like art:train.json`, and
+  `tracegrad score rollouts/ --judge URL --rubric FILE` compares within groups. To keep ART, take [`to_traces` and
+  `to_groups`](trainers.md).
+- **prime-rl**: rollouts of verifiers, environments of its hub. Its config is not read; its loss is a
+  [preset](losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
+  `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` plays its environments.
+
+What is new to all of them: the recorded logprobs weigh every token, and where they are missing that is said, and
+nothing is made up in their place. The doctor says so first.
+
+```bash
+tracegrad doctor rollouts/ --model model
+tracegrad train rollouts/ --model model --out out/trl --like trl:grpo.yaml
+tracegrad train rollouts/ --model model --out out/verl --like verl:resolved.yaml --logprob-kind processed
+tracegrad train rollouts/ --model model --out out/art --like art:train.json
+tracegrad train rollouts/ --model model --out out/prime --objective PRIME_RL_DEFAULT
+```
+
+## Configs
+
+A config of TRL, verl, SkyRL or ART says which loss it trains. Here it becomes a recipe, whose `print` spells each of
+its options, and which refuses by name what has no counterpart. On the command line it is `--like PEER:FILE`:
+
+```python
+recipe = tg.recipes.from_trl({"epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_skyrl, from_art
+print(recipe)
+objective = recipe.objective  # for a loop of your own: extending.md
+```
+
+What says how a run goes and has no counterpart (TRL's `max_steps`) is refused by a run; the objective is there without
+it. Where the numbers of a config differ from the peer's on purpose, the recipe and `--like` say so, with the size where
+it is known.
+
+What is told by hand or by `--config` wins over a recipe, and is said in a line. A YAML file needs pyyaml, which these
+trainers install; a JSON file needs nothing. Options are those of a config that has been resolved (verl's and SkyRL's
+command lines print it).
+
+Groups in which rewards do not differ: from a file they are left out, or masked, as the config says, and nothing is
+played again; `tracegrad online` plays others in their place, up to `online.refill` times the groups of a step.
+
+The tables are made from the code, `python tools/generate_docs.py`: each row is what changes
+when the option is told (beside what it needs, in brackets). `objective.surrogate.high = 0.28` is also
+`--objective.surrogate.high 0.28`. That each value gives the peer's own loss and gradient is shown by
+`tests/parity/test_recipes.py`; learning rates, optimizer and passes are options of `tracegrad train`, in
+[configuration.md](configuration.md). The standard deviation of a group has 1e-4 added, as in TRL; the others add 1e-6.
+"""
+
+
+def coming_from_page() -> str:
+    """Return docs/coming-from.md: what each option of another trainer is here, found by building recipes."""
+    return "\n".join([_COMING_FROM, *map(_peer_section, PEERS)])
+
+
+def _peer_section(peer: Peer) -> str:
+    whole = peer.recipe({})
+    told = "\n".join(f"{name} = {value}" for name, value in whole.options if name != "objective")
+    parts = [
+        f"## {peer.name}",
+        f"`recipes.from_{peer.name}`, against version {peer.version}. With nothing told it is",
+        f"```text\n{whole.objective}\n{told}\n```",
+        "\n".join(["| option | by default | told | is here |", "|---|---|---|---|", *_rows(peer)]),
+        "Where the numbers are not the peer's, on purpose; a recipe prints those of its config:",
+        "\n".join(["| difference | how |", "|---|---|", *_differences(peer)]),
+        "Without a counterpart, and refused; in italics what only a run refuses, as the objective does not ask for it:",
+        "\n".join(["| option | taken | why not otherwise | instead |", "|---|---|---|---|", *_refused(peer)]),
+        "Not read, as it says how a run runs and not what it minimises: "
+        + ", ".join(f"`{name}`" for name in peer.own.split())
+        + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(peer: Peer) -> list[str]:
+    defaults = {name: _shown(values[0]) for name, values in peer.options.items()}
+    return [
+        f"| `{name}` | {defaults[name]} | {_beside(value, beside)} | {_here(peer, name, value, beside)} |"
+        for name, value, beside in peer.cases()
+    ]
+
+
+def _beside(value: Any, others: Mapping[str, Any]) -> str:
+    more = ", ".join(f"{each.rpartition('.')[2]} {_shown(other)}" for each, other in others.items())
+    return _shown(value) + (f" (with {more})" if more else "")
+
+
+def _here(peer: Peer, name: str, value: Any, beside: Mapping[str, Any]) -> str:
+    whole = peer.recipe({**beside, name: value})
+    try:
+        effect = changes(peer.recipe(beside), whole)
+    except ArgumentError:  # it cannot be left out: what it is together with what it needs
+        effect = changes(peer.recipe({}), whole)
+    return f"`{effect}`" if effect else "the same"
+
+
+def _refused(peer: Peer) -> list[str]:
+    return [
+        f"| {_of(name, each)} | {', '.join(map(_shown, each.harmless))} | {each.why} | {each.cure} |"
+        for name, each in peer.without.items()
+    ]
+
+
+def _differences(peer: Peer) -> list[str]:
+    """Each with the names of its sizes, which a recipe gives."""
+    shown = {name: re.sub(r"{([a-z]+)(:g)?}", r"*\1*", how) for name, how in peer.differs.items()}
+    return [f"| {name} | {how} |" for name, how in shown.items()]
+
+
+def _of(name: str, each: Without) -> str:
+    return f"*`{name}`*" if each.of_run else f"`{name}`"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else f"`{value}`"
+
+
+_LOSSES = """# Losses
+
+Every recipe of `tracegrad.recipes`, and every preset of `tracegrad.objective.presets`: what it says, its formula as
+`print(preset)` shows it, the value as code, its paper, and how peers' conventions differ. Which one to pick:
+[choosing.md](choosing.md). Whose code gives the same numbers: [PARITY.md](../PARITY.md). Generated from the code:
+`python tools/generate_docs.py`.
+
+In the formulas *theta* is being trained, *old* is recomputed before the step, *rollout* is recorded, *ref* is the
+reference model; A is the advantage, a *trace* is what papers call a sequence, *scale* comes from integer counts over
+the whole step. Weights and gates carry no gradient. A preset is changed by its fields' names:
+`override(presets.DAPO, "surrogate.high", 0.3)`, or `--objective DAPO --objective.surrogate.high 0.3`.
+
+Not here: BAPO (arXiv 2510.18927). Its bounds, from [0.6, 1.2] up to [0.9, 3], are searched at every step
+until good tokens make up a given share of the loss of the whole batch, and the policy being trained sees a micro-batch
+at a time ([DESIGN.md](../DESIGN.md));
+`--objective.surrogate.low 0.4 --objective.surrogate.high 0.2` is where it begins.
+"""
+
+
+def losses_page() -> str:
+    """Return docs/losses.md: every recipe, and every preset with its formula, its code and its paper."""
+    parts = [_LOSSES, _recipes(), _preset_index()]
+    for title, rest, names in families():
+        parts.append(f"## {title.rstrip('.')}\n" + (f"\n{rest}\n" if rest else ""))
+        parts += [_preset_section(name, *PRESETS[name]) for name in names]
+    return "\n".join(parts)
+
+
+def documented(module: ModuleType, kind: type[_T]) -> list[tuple[str, _T, str]]:
+    """Name, value and docstring of each value of a kind in a module, in the order of the source."""
+    body = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
+    found = []
+    for here, after in itertools.pairwise([*body, ast.Pass()]):
+        if not (isinstance(here, ast.Assign) and isinstance(here.targets[0], ast.Name)):
+            continue
+        name = here.targets[0].id
+        value = getattr(module, name)
+        if name.startswith("_") or not isinstance(value, kind):
+            continue
+        if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+            raise ValueError(f"{module.__name__}: {name} without a docstring")
+        found.append((name, value, str(after.value.value)))
+    return found
+
+
+PRESETS = {name: (value, text) for name, value, text in documented(presets, Objective)}
+"""Name of a preset to its value and its docstring."""
+
+
+def families() -> list[tuple[str, str, list[str]]]:
+    """Return title, text and presets of each part of presets.py, which begins with a comment `# --- title`."""
+    found: list[tuple[str, str, list[str]]] = []
+    for part in Path(str(presets.__file__)).read_text(encoding="utf-8").split("\n# --- ")[1:]:
+        title, *lines = part.split("\n")
+        text = "\n".join(line[2:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines)).strip()
+        found.append((title, text, [name for name in re.findall(r"^([A-Z]\w+) = ", part, re.M) if name in PRESETS]))
+    return found
+
+
+_RECIPES = """## Recipes
+
+A preset is the loss alone. A recipe says what else its paper fixes, as options of a run, and nothing that it leaves
+open: `tracegrad train --recipe DAPO`, or `tracegrad.recipes.DAPO`, whose `print` shows all of it. What is told by hand
+or in a file wins over a recipe, and is said in a line.
+"""
+
+
+def _recipes() -> str:
+    rows = [_RECIPES, "| recipe | what it is | what it sets |", "|---|---|---|"]
+    for name, value, text in documented(recipe, Recipe):
+        sets = ", ".join(f"`{option} = {told}`" for option, told in value.options)
+        first, *rest = _paragraphs(text)
+        rows.append(f"| {name} | {first} {_linked(' '.join(rest))} | {sets} |")
+    return "\n".join(rows) + "\n"
+
+
+def _preset_index() -> str:
+    rows = ["## Presets\n"]
+    rows += ["| preset | what it is | needs |", "|---|---|---|"]
+    for _, _, names in families():
+        for name in names:
+            value, text = PRESETS[name]
+            needs = value.needs
+            wanted = [each for each in ("old", "rollout", "ref", "proximal") if getattr(needs, each)]
+            whole = ["whole traces in a batch"] if needs.trace_ratio else []
+            told = ", ".join([*wanted, *whole]) or "nothing"
+            first = _paragraphs(text)[0].replace("|", "\\|")
+            rows.append(f"| [{name}](#{name.lower()}) | {first} | {told} |")
+    return "\n".join(rows) + "\n"
+
+
+def _preset_section(name: str, value: Objective, text: str) -> str:
+    first, *rest = _paragraphs(text)
+    parts = [f"### {name}", _linked(first), f"```text\n{value}\n```", f"```python\n{_wrapped(spell(value))}\n```"]
+    return "\n\n".join([*parts, *map(_linked, rest)]) + "\n"
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(each.split()) for each in text.strip().split("\n\n")]
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def _wrapped(code: str, indent: str = "") -> str:
+    """One argument a line where a call or a tuple is long, as a formatter would."""
+    if len(indent) + len(code) <= 100 or not code.endswith(")"):
+        return indent + code
+    opening = code.index("(") + 1
+    parts = [_wrapped(part, indent + "    ") for part in _arguments(code[opening:-1])]
+    return "\n".join([indent + code[:opening], *(f"{part}," for part in parts), f"{indent})"])
+
+
+def _arguments(inner: str) -> list[str]:
+    """The arguments of a call, split at its own commas."""
+    depth, parts = 0, [""]
+    for character in inner:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+BEGIN, END = "<!-- findings: python tools/generate_docs.py -->", "<!-- end of findings -->"
+
+
+def with_findings(page: str) -> str:
+    """The page with everything between its two marks written anew."""
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{_check_index()}\n{''.join(_check_section(check) for check in CHECKS)}{END}{after}"
+
+
+def _check_index() -> str:
+    rows = ["| finding | what | a note from | costs from | wrong from |", "|---|---|---|---|---|"]
+    for check in CHECKS:
+        given = {level.name: share for level, share in check.levels.items()}
+        cells = [_share(given.get(name), check.unit) for name in ("NOTE", "COSTS", "WRONG")]
+        rows.append(f"| [{check.name}](#{check.name}) | {check.title} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _share(share: float | None, unit: str) -> str:
+    if share is None:
+        return ""
+    if share == 0:
+        return "any"
+    return f"all {unit}" if share == 1 else f"{share:.0%} of {unit}"
+
+
+def _check_section(check: Check) -> str:
+    sees, threshold = (" ".join(part.split()) for part in inspect.cleandoc(check.run.__doc__ or "").split("\n\n"))
+    return f"\n### {check.name}\n\n{sees}\n\n- {threshold}\n- Why it hurts: {check.hurts}\n- The cure: {check.cure}\n"
+
+
+def with_tables(page: str, tables: Mapping[str, Iterable[Metric]]) -> str:
+    """The page with every table between `<!-- table: NAME -->` and `<!-- end -->` written anew.
+
+    Raises:
+        ArgumentError: if the page does not show one of the tables, or shows one that there is not.
+    """
+    shown = re.findall(r"<!-- table: (.+?) -->", page)
+    if sorted(shown) != sorted(tables):
+        raise ArgumentError(
+            f"the page shows {', '.join(shown)}; there are {', '.join(tables)}. Each is shown once, so that no metric "
+            "is without a definition. Add <!-- table: NAME --> and <!-- end -->."
+        )
+
+    def anew(found: re.Match[str]) -> str:
+        return f"<!-- table: {found[1]} -->\n\n{table(tables[found[1]])}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (.+?) -->.*?<!-- end -->", anew, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Write the pages."""
+    (DOCS / "losses.md").write_text(losses_page(), encoding="utf-8")
+    (DOCS / "coming-from.md").write_text(coming_from_page(), encoding="utf-8")
+    for name, change in (("doctor.md", with_findings), ("metrics.md", lambda page: with_tables(page, TABLES))):
+        page = DOCS / name
+        page.write_text(change(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
