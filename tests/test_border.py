@@ -83,7 +83,7 @@ def test_every_call_that_works_goes_through_the_border():
         if not re.search(r"\b(detached|attached|Self::decode|self\.with)\b", body)
     ]
     assert [entry for entry in bare if entry[1] not in PLAIN] == []
-    [through] = re.findall(r"\n    fn with<.*?\n    \}", (ROOT / "rust/py/src/reader.rs").read_text(), re.S)
+    [through] = re.findall(r"\n    fn with<.*?\n    \}", (ROOT / "rust/py/src/read.rs").read_text(), re.S)
     assert "detached(py, " in through
 
 

@@ -95,7 +95,7 @@ def test_every_form_has_a_heading_in_the_format_page():
     page = (ROOT / "docs" / "trace-format.md").read_text()
     named = {
         name
-        for path in (ROOT / "rust" / "core" / "src" / "format" / "recorders").glob("*.rs")
+        for path in (ROOT / "rust" / "core" / "src" / "format" / "trajectories").glob("*.rs")
         for name in re.findall(r'Form \{ name: "(\w+)"', path.read_text())
     }
     assert {"tau_bench", "slime", "rllm"} <= named

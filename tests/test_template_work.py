@@ -237,4 +237,4 @@ def test_all_that_a_template_calls_is_added_where_it_pays() -> None:
     rooms = (Path(__file__).parents[1] / "rust/core/src/template").rglob("*.rs")
     kinds = ("filter", "test", "function", "global")
     adding = [path.name for path in rooms if any(f"add_{kind}(" in path.read_text() for kind in kinds)]
-    assert adding == ["charge.rs"]
+    assert adding == ["limits.rs"]

@@ -1,6 +1,6 @@
 //! The one error of the core: what was found, where, why it matters, what to do.
 //!
-//! Every room raises it; the binding crate maps it to Python exceptions in one place. No other error type leaves the
+//! Every module raises it; the binding crate maps it to Python exceptions in one place. No other error type leaves the
 //! core.
 
 use std::fmt::{self, Write as _};

@@ -1,7 +1,6 @@
 //! Files that are made: never through a link, and never in place of what is no regular file.
 //!
-//! A stranger's archive can bring a link under a name that is written to. Called by the quarantine, by `read::write`
-//! and by what keeps tokenizers.
+//! A stranger's archive can bring a link under a name that is written to.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};

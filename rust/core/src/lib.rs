@@ -6,27 +6,26 @@
 #![deny(unsafe_code)]
 
 pub mod align;
-mod caught;
-pub mod drift;
+mod cache;
+pub mod cancel;
 pub mod error;
-pub mod exact;
 mod files;
+pub mod findings;
 pub mod format;
-mod generations;
+pub mod images;
+pub mod json_number;
 mod media;
 pub mod pack;
-pub mod pictures;
+mod panic;
+pub mod pool;
 pub mod ratio;
-pub mod raw;
 pub mod read;
+pub mod record_bytes;
 pub mod sampling;
 pub mod server;
-pub mod stop;
 pub mod template;
-pub mod threads;
 pub mod tokenizer;
 pub mod trace;
-mod written;
 
-pub use caught::caught;
 pub use error::{At, Error, Kind, Location, Result};
+pub use panic::caught;

@@ -4,7 +4,7 @@
 //! A reader of another producer's records takes the text that it knows. What it leaves out is found here in the record
 //! itself, so that no form can drop a picture without a word.
 
-use crate::pictures::{digests, is_handle};
+use crate::images::{digests, is_handle};
 use crate::trace::Message;
 use aho_corasick::AhoCorasick;
 use serde_json::{Map, Value};

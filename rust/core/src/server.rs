@@ -1,6 +1,6 @@
 //! Which server rendered a prompt: servers make something of a request before its chat template gets it.
 //!
-//! What each of them makes of it is in `template::served`, `template::served_message` and `align::prompt`. Read by `format`
+//! What each of them makes of it is in `template::server_request`, `template::server_message` and `align::prompt`. Read by `format`
 //! where a record names its producer; else an option of `align` says it.
 
 /// A server whose rules for prompts are known.

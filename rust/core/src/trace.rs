@@ -3,10 +3,10 @@
 //! Every recorded format is read into this one normal form by `format`; `align` consumes it. Nothing here parses or
 //! tokenizes.
 
-use crate::drift::Reason;
 use crate::error::{Location, Result};
-use crate::pictures::{self, Picture};
-use crate::raw::Raw;
+use crate::findings::Reason;
+use crate::images::{self, Picture};
+use crate::record_bytes::Raw;
 use crate::sampling::Options;
 use crate::server::Server;
 use serde_json::{Map, Value};
@@ -63,7 +63,7 @@ impl Trace {
     /// # Errors
     /// As of [`Trace::record`].
     pub fn file(&self, picture: &Picture) -> Result<Option<Vec<u8>>> {
-        pictures::find(&self.raw, picture).map_err(|error| error.at(&self.location))
+        images::find(&self.raw, picture).map_err(|error| error.at(&self.location))
     }
 
     /// All ids before the first sampled token of generation `turn`, where the record says them.
@@ -126,7 +126,7 @@ pub struct Message {
 impl Message {
     /// A message whose pictures, where the record holds them, become their digests.
     pub fn new(mut value: Value, reward: Option<f32>) -> Self {
-        let pictures = pictures::take(&mut value);
+        let pictures = images::take(&mut value);
         Self { value, reward, pictures }
     }
 

@@ -7,7 +7,7 @@ use crate::errors::to_python;
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use std::cell::RefCell;
-use tracegrad_core::{At, Kind, Location, Result, caught, stop};
+use tracegrad_core::{At, Kind, Location, Result, cancel, caught};
 
 thread_local! {
     /// What the handler of a signal raised while this thread was at work.
@@ -21,7 +21,7 @@ pub fn detached<T: Send>(
     what: &str,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> PyResult<T> {
-    let found = py.detach(|| stop::watched(signals, || caught(kind, what, work)));
+    let found = py.detach(|| cancel::watched(signals, || caught(kind, what, work)));
     if let Some(raised) = RAISED.take() {
         return Err(raised);
     }

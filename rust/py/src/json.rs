@@ -1,6 +1,4 @@
 //! JSON values from what Python holds: plain objects as they are, everything else as `json.dumps` writes it.
-//!
-//! Called by the calls that take messages, tools and template variables.
 
 use crate::errors::to_python;
 use pyo3::exceptions::{PyRecursionError, PyTypeError, PyValueError};
@@ -9,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
-use tracegrad_core::{Error, Kind, Result, exact};
+use tracegrad_core::{Error, Kind, Result, json_number};
 
 /// Depth of nesting that is read here, as `serde_json` has it.
 const DEPTH: usize = 126;
@@ -55,7 +53,7 @@ fn scalar(object: &Bound<'_, PyAny>) -> Option<Value> {
     } else if let Ok(integer) = object.cast_exact::<PyInt>() {
         let signed = integer.extract::<i64>().map(Number::from);
         let held = signed.or_else(|_| integer.extract::<u64>().map(Number::from)).ok().map(Value::Number);
-        held.or_else(|| exact::number(integer.str().ok()?.to_str().ok()?))
+        held.or_else(|| json_number::number(integer.str().ok()?.to_str().ok()?))
     } else {
         Number::from_f64(object.cast_exact::<PyFloat>().ok()?.value()).map(Value::Number)
     }
@@ -108,7 +106,7 @@ fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
 
 /// What JSON text says.
 pub fn parsed<T: DeserializeOwned>(name: &str, json: &str) -> Result<T> {
-    serde_json::from_str(&exact::kept(json)).map_err(|error| refused(name, &error))
+    serde_json::from_str(&json_number::kept(json)).map_err(|error| refused(name, &error))
 }
 
 /// The error for what is no JSON, or not of the form that it must have.

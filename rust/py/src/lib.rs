@@ -1,28 +1,25 @@
 //! The Python border: arrays in and out without copying, errors mapped once, the GIL released around pure calls.
 //!
-//! No decision about the domain is made here; each file binds one room of `tracegrad_core`.
-
+//! No decision about the domain is made here; each file binds one module of `tracegrad_core`.
 #![allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 
-use numpy::{PyArray1, PyArrayMethods};
-use pyo3::prelude::*;
-
 mod align;
+mod bool_array;
 mod border;
 mod compose;
-mod conversation;
 mod errors;
-mod flags;
+mod images;
 mod json;
 mod memory;
 mod pack;
-mod pictures;
 mod ratio;
-mod reader;
+mod read;
 mod template;
 mod tokenizer;
-mod trace_files;
 mod traces;
+
+use numpy::{PyArray1, PyArrayMethods};
+use pyo3::prelude::*;
 
 /// Traces are many small values that live and die together: what the system's allocator does slowest.
 #[global_allocator]
@@ -33,15 +30,15 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     load_numpy(module.py())?;
     errors::register(module)?;
     traces::register(module)?;
-    trace_files::register(module)?;
-    module.add_class::<reader::PyTraceReader>()?;
+    read::register(module)?;
+    module.add_class::<read::PyTraceReader>()?;
     template::register(module)?;
     tokenizer::register(module)?;
     align::register(module)?;
-    conversation::register(module)?;
+    align::register_conversation(module)?;
     ratio::register(module)?;
     pack::register(module)?;
-    pictures::register(module)?;
+    images::register(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 

@@ -1,7 +1,7 @@
 //! `tracegrad_core::pack` for numpy arrays.
 
+use crate::bool_array::Flags;
 use crate::border::detached;
-use crate::flags::Flags;
 use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use tracegrad_core::pack::{self, Branches, Cost, Demand, Gather, Plan, Tokens, TooLong, Whole};

@@ -1,20 +1,18 @@
 //! Binds `tracegrad_core::ratio`: terms and a plan in, weights, keeps, scales and statistics out.
 
-use std::sync::Mutex;
-
+use crate::bool_array::Flags;
+use crate::border::{attached, detached};
+use crate::errors::to_python;
+use crate::traces::locked;
 use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::sync::Mutex;
 use tracegrad_core::ratio::{
     self, Agg, AnyGate, Blend, Budget, Exchange, Gate, Ids, Integers, Level, Missing, Op, Over, Per, Plan, Policy,
     Ratio, Real, Reduction, Scale, Shape, Stat, Terms, Totals, Weight, When,
 };
 use tracegrad_core::{Error, Kind};
-
-use crate::border::{attached, detached};
-use crate::errors::to_python;
-use crate::flags::Flags;
-use crate::traces::locked;
 
 /// (num, den)
 type PlainRatio = (String, String);

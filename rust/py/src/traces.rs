@@ -11,12 +11,12 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList};
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tracegrad_core::drift::NAMES;
+use tracegrad_core::findings::NAMES;
 use tracegrad_core::format::forms;
 use tracegrad_core::read::{Report, decode_all, open, plain};
 use tracegrad_core::sampling::{OPTIONS, Off, SPELLINGS};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
-use tracegrad_core::{Error, Kind, exact, stop};
+use tracegrad_core::{Error, Kind, cancel, json_number};
 
 /// Traces in memory, shared and never changed.
 #[pyclass(frozen, module = "tracegrad._core", name = "Traces")]
@@ -254,7 +254,7 @@ fn restore_traces(py: Python<'_>, rows: Vec<(PyBackedBytes, String, Line)>, form
     let format = form_name(py, format)?;
     let traces = detached(py, Kind::Fault, "reading records", || {
         let read = |(record, name, line): &(PyBackedBytes, String, Line)| {
-            stop::check();
+            cancel::check();
             decode_all(vec![Arc::from(&**record)], name, (*line).into(), format).map(|(traces, _)| traces)
         };
         Ok(rows.iter().map(read).collect::<Result<Vec<_>, _>>()?.concat())
@@ -377,7 +377,7 @@ pub fn to_object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyA
             list.into_any()
         }
         Value::Object(fields) => {
-            if let Some(text) = exact::text_in(fields) {
+            if let Some(text) = json_number::text_in(fields) {
                 let is_integer = text.ends_with(|last: char| last.is_ascii_digit());
                 let kind = if is_integer { py.get_type::<PyInt>() } else { py.get_type::<PyFloat>() };
                 return kind.call1((text,));

@@ -1,11 +1,11 @@
 //! One branch: what a forward pass will see, grown stretch by stretch.
 //!
 //! A branch knows which messages it covers and the rendered prompt of its last generation, so that the next one can
-//! tell whether it extends it. What the tokens of a stretch share is held once, and becomes columns in `columns`. The
-//! decisions are in `weave` and the files beside it.
+//! tell whether it extends it. What the tokens of a stretch share is held once, and becomes columns in `output`. The
+//! decisions are in `trace` and the files beside it.
 
 use super::prompt::Text;
-use super::source;
+use super::types;
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -121,14 +121,14 @@ impl<'a> Branch<'a> {
     pub fn sample(&mut self, ids: &[u32], stretch: Stretch<'a>) {
         let start = self.len();
         self.ids.extend_from_slice(ids);
-        self.source.resize(self.ids.len(), source::SAMPLED);
+        self.source.resize(self.ids.len(), types::SAMPLED);
         self.mark(start, self.ids.len(), stretch);
     }
 
     /// Says what tokens `start..end` have, which stand behind all that were said before.
     pub fn mark(&mut self, start: usize, end: usize, stretch: Stretch<'a>) {
         if start < end {
-            self.source[start..end].fill(source::SAMPLED);
+            self.source[start..end].fill(types::SAMPLED);
             let trained = stretch.trained && self.may_train();
             self.drawn.push(Drawn { start, end, stretch: Stretch { trained, ..stretch } });
         }
@@ -163,7 +163,7 @@ impl<'a> Branch<'a> {
     /// A new branch over the first `length` tokens of `other`, whose sampled tokens are trained only there.
     pub fn stem(other: &Branch<'a>, length: usize) -> Self {
         let ids = other.ids[..length].to_vec();
-        let source = vec![source::GIVEN; length];
+        let source = vec![types::GIVEN; length];
         let mut branch = Self { ids, source, headless: other.headless, ..Self::default() };
         branch.share(other, length);
         branch

@@ -6,8 +6,8 @@
 
 use super::prompt::{JOINED, Scaffold};
 use super::splice::{Ending, splice};
-use crate::drift::{Finding, Reason};
 use crate::error::{Error, Kind, Result};
+use crate::findings::{Finding, Reason};
 use crate::media::part_of;
 use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;

@@ -2,13 +2,13 @@
 //! behind them is trained.
 //!
 //! They are seen by the parts of messages, by what the record holds beside them, by placeholder tokens in a prompt, and
-//! by placeholders that a server repeated. `pictures` gives keys to those that the record holds.
+//! by placeholders that a server repeated. `images` gives keys to those that the record holds.
 
-use super::source;
-use super::weave::{Loom, Part};
-use crate::drift::Reason;
+use super::trace::{Loom, Part};
+use super::types;
+use crate::findings::Reason;
+use crate::images::{handles, why_not};
 use crate::media::part_of;
-use crate::pictures::{handles, why_not};
 use crate::trace::{Generation, Trace};
 use serde_json::Value;
 
@@ -20,7 +20,7 @@ impl Loom<'_, '_> {
         let placeholder = self.tokenizer.model().first_placeholder(&branch.ids[branch.looked..]).and_then(|first| {
             // A placeholder that the policy drew is text to the server, as is one that no picture took.
             let explained = |id: u32| keyed.is_some_and(|keyed| keyed.explains(id));
-            let given = |index: &usize| branch.source[*index] != source::SAMPLED && !explained(branch.ids[*index]);
+            let given = |index: &usize| branch.source[*index] != types::SAMPLED && !explained(branch.ids[*index]);
             let mut found = (branch.looked + first..branch.ids.len()).filter(given);
             found.find(|&index| self.tokenizer.model().first_placeholder(&branch.ids[index..=index]).is_some())
         });

@@ -1,72 +1,48 @@
-//! Recorded traces to the ids the trainer will use: one source for every token, branches, drift.
+//! Aligns recorded traces: gives the ids that the trainer will use, one source for every token, branches and findings.
 //!
-//! `align` weaves each trace (in parallel) and lays the results end to end as flat arrays. It never guesses an id:
-//! what cannot be known ends the trainable part of its branch, counted.
-//!
-//! In come traces, a tokenizer and options; out go flat arrays and findings. Its files, each using those before it
-//! alone: `source`, `tier`, `options`; `spelling`, `lookup`, `recorder`, `segment`, `resolved`, `pieces`, `resolve`,
-//! `recover` (recorded tokens to ids); `prompt`, `branch`, `bridge`, `prompts`, `compare`, `body`, `dates`, `diff`,
-//! `duplicates`, `called`, `stop`, `extras`, `ending`, `pictures`, `images`; `weave`, and on its loom `media`, `shown`, `place`, `sampled`, `splice`,
-//! `rerender`; `conversation`; `aligned`, `columns`.
+//! Each trace is aligned in parallel, and the results are laid end to end as flat arrays. No id is ever guessed: what
+//! cannot be known ends the trainable part of its branch, counted.
 
-mod aligned;
-mod body;
 mod branch;
-mod bridge;
-mod called;
-mod columns;
-mod compare;
 mod conversation;
-mod dates;
 mod diff;
-mod duplicates;
-mod ending;
 mod extras;
+mod generation;
+mod hidden_tokens;
 mod images;
-mod lookup;
 mod media;
-mod options;
-mod pictures;
-mod pieces;
-mod place;
+mod output;
 mod prompt;
-mod prompts;
-mod recorder;
-mod recover;
+mod prompt_cache;
+mod prompt_check;
+mod prompt_diff;
+mod prompt_match;
 mod rerender;
 mod resolve;
-mod resolved;
-mod sampled;
-mod segment;
-mod shown;
-mod source;
-mod spelling;
 mod splice;
-mod stop;
 #[cfg(test)]
 mod tests;
-mod tier;
-mod weave;
+mod tool_calls;
+mod trace;
+mod types;
 
-pub use crate::drift::{Finding, NAMES, Reason, USAGE_SLACK};
-pub use aligned::Aligned;
+pub use crate::findings::{Finding, NAMES, Reason, USAGE_SLACK};
 pub use conversation::Conversation;
 pub use extras::{Column, NO_VALUE};
-pub use images::Images;
-pub use options::{Merge, Mode, Options};
-pub use pictures::PictureRule;
-pub use recover::{Recovered, recover};
+pub use images::{Images, PictureRule};
+pub use output::Aligned;
+pub use resolve::{Recovered, recover};
+pub use types::{Merge, Mode, Options};
 
-use crate::caught;
 use crate::error::{Kind, Result};
-use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
+use crate::{caught, pool};
 use branch::Branch;
-use pictures::Keyed;
+use images::Keyed;
 use std::collections::HashMap;
 use std::sync::Arc;
-use weave::Memory;
+use trace::Memory;
 
 /// Aligns traces with the tokenizer of the model that will be trained; `rule` says how it writes pictures.
 ///
@@ -81,8 +57,8 @@ pub fn align(
     let scaffold = prompt::Scaffold::new(tokenizer, options.server)?;
     let keyed = keyed(traces, rule)?;
     let given: Vec<_> = traces.iter().zip(keyed.iter().map(Option::as_ref).chain(std::iter::repeat(None))).collect();
-    let woven = threads::map(given.as_slice(), Memory::default, |memory, &(trace, keyed)| {
-        let weave = || weave::weave(keyed.map_or(trace, |keyed| &keyed.trace), keyed, &scaffold, options, memory);
+    let woven = pool::map(given.as_slice(), Memory::default, |memory, &(trace, keyed)| {
+        let weave = || trace::weave(keyed.map_or(trace, |keyed| &keyed.trace), keyed, &scaffold, options, memory);
         caught(Kind::Fault, "aligning", weave).map_err(|error| {
             // A fault may have left half of something there.
             *memory = Memory::default();
@@ -109,14 +85,14 @@ pub fn align(
             Err(error) => return Err(error),
         }
     }
-    columns::write(&mut aligned, &branches);
+    output::write(&mut aligned, &branches);
     Ok(aligned)
 }
 
 /// The traces with keys for their pictures; empty where none has any.
 fn keyed<'r>(traces: &[Arc<Trace>], rule: Option<&'r PictureRule>) -> Result<Vec<Option<Keyed<'r>>>> {
     match rule.filter(|_| traces.iter().any(|trace| !trace.pictures.is_empty())) {
-        Some(rule) => threads::map(traces, || (), |(), trace| Keyed::of(trace, rule)).into_iter().collect(),
+        Some(rule) => pool::map(traces, || (), |(), trace| Keyed::of(trace, rule)).into_iter().collect(),
         None => Ok(Vec::new()),
     }
 }

@@ -3,7 +3,7 @@
 //! `Text` is ids with sources; `Scaffold` renders with one tokenizer and caches what is constant for its template.
 //! Sampled tokens are not handled here.
 
-use super::source;
+use super::types;
 use crate::error::Result;
 use crate::server::Server;
 use crate::template::{Ask, Rendered, Session, Span, Template};
@@ -29,7 +29,7 @@ impl Text {
     }
 
     pub fn given(ids: &[u32]) -> Self {
-        Self::new(ids.to_vec(), vec![source::GIVEN; ids.len()])
+        Self::new(ids.to_vec(), vec![types::GIVEN; ids.len()])
     }
 
     pub fn tail(&self, start: usize) -> Self {
@@ -270,7 +270,7 @@ fn set_variables(
 
 /// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: given is what touches a span.
 pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
-    let mut sources = vec![source::TEMPLATE; ends.len()];
+    let mut sources = vec![types::TEMPLATE; ends.len()];
     let end = |index: usize| from + ends[index] as usize;
     let mut at = 0;
     for span in &spans[spans.partition_point(|span| span.end <= from)..] {
@@ -280,7 +280,7 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
         let behind = ends.len().min(at + inside + 1);
         let start = at.checked_sub(1).map_or(from, end);
         if start < span.end {
-            sources[at..behind].fill(source::GIVEN);
+            sources[at..behind].fill(types::GIVEN);
         }
     }
     sources
@@ -332,7 +332,7 @@ mod tests {
                 let before = if index == 0 { 0 } else { ends[index - 1] as usize };
                 let (start, end) = (from + before, from + ends[index] as usize);
                 let touched = spans.iter().any(|span| span.start < end && span.end > start);
-                if touched { source::GIVEN } else { source::TEMPLATE }
+                if touched { types::GIVEN } else { types::TEMPLATE }
             }).collect();
             prop_assert_eq!(sources(&ends, from, &spans), expected);
         }

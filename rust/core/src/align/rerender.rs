@@ -5,17 +5,14 @@
 //! two, has no logprob of its own and is masked; everything behind the first such token of a turn was sampled after
 //! other ids, and is masked too where `strict` asks for it.
 
-use super::body;
 use super::branch::{Branch, Sampling, Stretch};
-use super::diff;
-use super::options::Merge;
 use super::prompt::Text;
-use super::resolved::Resolved;
-use super::spelling::{excerpt, spell_all};
-use super::tier;
-use super::weave::{Loom, Woven};
-use crate::drift::Reason;
+use super::resolve::{Resolved, excerpt, spell_all};
+use super::trace::{Loom, Woven};
+use super::types::{self, Merge};
+use super::{diff, prompt_diff};
 use crate::error::Result;
+use crate::findings::Reason;
 use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;
 use crate::trace::Generation;
@@ -225,7 +222,7 @@ impl<'a> Loom<'a, '_> {
         if spelled == body.as_bytes() {
             return self.find(Reason::NoncanonicalBpe, turn, exact as i32, masked, detail);
         }
-        let difference = body::difference(spelled, spelled, body, message.unwrap_or(&Value::Null));
+        let difference = prompt_diff::difference(spelled, spelled, body, message.unwrap_or(&Value::Null));
         for &reason in difference.reasons {
             self.find(reason, turn, exact as i32, masked, detail.clone());
         }
@@ -254,7 +251,7 @@ impl<'a> Loom<'a, '_> {
             return same.then_some((lent, true));
         }
         let sum = || run.iter().map(|(_, _, token)| resolved.logprob(*token)).sum();
-        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: tier::ASSUMED }, false))
+        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: types::ASSUMED }, false))
     }
 }
 

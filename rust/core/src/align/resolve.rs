@@ -1,19 +1,23 @@
-//! Recorded tokens to ids: the tiers.
+//! Finds the ids of recorded tokens, by tiers.
 //!
 //! T0 and T1 have ids, T2 has every token's own bytes, T3 has text or a run of bytes for several tokens. What a record
-//! determines is recovered; an id that cannot be known stays unknown, with its reason. Nothing is rendered here.
+//! determines is recovered; an id that cannot be known stays unknown, with its reason. A token that shows bytes of its own
+//! is looked up; what hidden and mangled ones were is asked of `hidden_tokens`. How the recorder writes tokens (special
+//! tokens hidden, leading spaces kept) is inferred from all its token lists when first asked.
 
-use super::lookup::Lookup;
-use super::pieces::{Listing, from_pieces, own_bytes};
-use super::recorder::Recorder;
-use super::resolved::Resolved;
-use super::segment::REPLACEMENT;
-use super::spelling::{excerpt, is_special, spell, spell_all};
-use super::tier;
-use crate::drift::Reason;
-use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Pieces, Stop, Tokens};
+#[cfg(test)]
+mod tests;
+
+use super::hidden_tokens::{self, Choice, REPLACEMENT, Seen, Setting, Whole};
+use super::types;
+use crate::findings::{Finding, Reason};
+use crate::pool;
+use crate::tokenizer::{Spelling, Tokenizer};
+use crate::trace::{Generation, Pieces, Stop, Tokens, Trace};
+use serde_json::Value;
 use std::borrow::Cow;
+use std::cell::OnceCell;
+use std::sync::Arc;
 
 /// How vLLM writes an id in the place of a text.
 const PLACEHOLDER: &[u8] = b"token_id:";
@@ -29,7 +33,7 @@ pub fn resolve<'a>(
     let listing = Listing { generation, content: generation.text.as_deref().or(content), tokenizer, recorder };
     let mut resolved = Resolved::default();
     if let Some(ids) = &tokens.ids {
-        let level = if generation.prompt.ids().is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
+        let level = if generation.prompt.ids().is_some() { types::IDS_AND_PROMPT } else { types::IDS };
         from_ids(listing, ids, level, &mut resolved);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
         from_pieces(listing, lookup, &mut resolved);
@@ -185,8 +189,642 @@ fn attach_logprobs<'a>(generation: &'a Generation, resolved: &mut Resolved<'a>) 
     }
 }
 
+/// The sampled tokens of one generation, as far as they can be known.
+#[derive(Debug, Default)]
+pub struct Resolved<'a> {
+    /// Ids; 0 where one is not known.
+    pub ids: Cow<'a, [u32]>,
+    /// Whether each id is known; empty where all are.
+    known: Vec<bool>,
+    /// Tier of each token; empty where all have `level`.
+    tiers: Vec<u8>,
+    level: u8,
+    /// Logprobs, NaN where not known; `None` where none is.
+    pub logprobs: Option<&'a [f32]>,
+    /// What was found on the way.
+    pub findings: Vec<Finding>,
+    /// How many of the ids spell the text, where they begin and end with it, and that was looked at.
+    pub said: Option<usize>,
+    /// The record is of another vocabulary: nothing of it can be used.
+    pub foreign: bool,
+    /// Runs of unknown ids whose text is known, in order.
+    pub runs: Vec<Run>,
+    /// Why ids are unknown: first token of each run of them, and the reason; in order.
+    pub unknown: Vec<(usize, Reason)>,
+}
+
+/// Tokens `first..end`, whose ids are not known and whose bytes are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Run {
+    pub first: usize,
+    pub end: usize,
+    /// What they spell together.
+    pub bytes: Vec<u8>,
+    /// The ordinary one of the entries that have these bytes, for a single token.
+    pub entry: Option<u32>,
+}
+
+impl<'a> Resolved<'a> {
+    /// Takes ids that are all known, all of one tier.
+    pub(super) fn take(&mut self, ids: Cow<'a, [u32]>, level: u8) {
+        (self.ids, self.level) = (ids, level);
+    }
+
+    /// Takes one id of its own tier; not to be mixed with [`Resolved::take`].
+    pub(super) fn push(&mut self, id: Option<u32>, tier: u8) {
+        self.ids.to_mut().push(id.unwrap_or(0));
+        self.known.push(id.is_some());
+        self.tiers.push(tier);
+    }
+
+    /// Takes back that the ids of these tokens are known: other entries may have been shown so too.
+    pub(super) fn doubt(&mut self, tokens: &[usize], reason: Reason, tokenizer: &Tokenizer) {
+        self.known.resize(self.ids.len(), true);
+        for &first in tokens {
+            let id = std::mem::take(&mut self.ids.to_mut()[first]);
+            self.known[first] = false;
+            self.unknown.push((first, reason));
+            let bytes = tokenizer.token_bytes(id).unwrap_or_default().to_vec();
+            let entry = tokenizer.id_of_bytes(&bytes).or(Some(id));
+            self.runs.push(Run { first, end: first + 1, bytes, entry });
+        }
+        self.unknown.sort_by_key(|(first, _)| *first);
+        self.runs.sort_by_key(|run| run.first);
+    }
+
+    /// The run that begins at token `first`.
+    pub fn run_at(&self, first: usize) -> Option<&Run> {
+        self.runs.binary_search_by_key(&first, |run| run.first).ok().map(|at| &self.runs[at])
+    }
+
+    pub fn is_known(&self, index: usize) -> bool {
+        self.known.get(index).copied().unwrap_or(index < self.ids.len())
+    }
+
+    pub fn all_known(&self) -> bool {
+        !self.known.contains(&false)
+    }
+
+    /// How many tokens stand before the first whose id is not known.
+    pub fn known_first(&self) -> usize {
+        self.known.iter().position(|known| !known).unwrap_or(self.ids.len())
+    }
+
+    pub fn tier(&self, index: usize) -> u8 {
+        self.tiers.get(index).copied().unwrap_or(self.level)
+    }
+
+    /// Logprob of token `index`, NaN where it is not known.
+    pub fn logprob(&self, index: usize) -> f32 {
+        self.logprobs.map_or(f32::NAN, |logprobs| logprobs[index])
+    }
+
+    /// One past the last of the known tokens from `start` on, before `end`, that have the tier of the first.
+    pub fn alike(&self, start: usize, end: usize) -> usize {
+        let level = self.tier(start);
+        let known = self.known.get(start..end).map_or(end - start, |known| known.iter().take_while(|k| **k).count());
+        let tiers = self.tiers.get(start..end);
+        let same = tiers.map_or(end - start, |tiers| tiers.iter().take_while(|tier| **tier == level).count());
+        start + known.min(same)
+    }
+
+    /// Why the id of token `index` is not known.
+    pub fn why_unknown(&self, index: usize) -> Reason {
+        let behind = self.unknown.partition_point(|(first, _)| *first <= index);
+        self.unknown[..behind].last().map_or(Reason::PartialUtf8, |(_, reason)| *reason)
+    }
+
+    pub(super) fn find(&mut self, reason: Reason, token: usize, count: usize, detail: String) {
+        let finding = Finding { reason, turn: 0, token: token as i32, count: count as i32, detail };
+        self.findings.push(finding);
+    }
+}
+
+/// What a byte begins with where it is written in hexadecimal.
+const ESCAPE: &[u8] = br"\x";
+
+/// A generation whose tokens are listed, and what tells which they are.
+#[derive(Clone, Copy)]
+pub struct Listing<'a, 'r> {
+    pub generation: &'a Generation,
+    /// What they spell, where the record says that.
+    pub content: Option<&'r str>,
+    pub tokenizer: &'r Tokenizer,
+    /// Is asked what the trace shows of how tokens are written.
+    pub recorder: &'r Recorder<'r>,
+}
+
+/// Resolves a list of tokens with texts or bytes.
+pub fn from_pieces(listing: Listing<'_, '_>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+    let Listing { generation, tokenizer, .. } = listing;
+    let stop = stop_token(generation, tokenizer, generation.tokens.len());
+    by_pieces(listing, stop, lookup, resolved);
+    if resolved.foreign {
+        return;
+    }
+    // The stop token is known by its id.
+    let listed = resolved.ids.len() - usize::from(stop.is_some());
+    doubt_spaces(listing, listed, resolved);
+    if tokenizer.has_shared() {
+        doubt_shared(tokenizer, listed, resolved);
+    }
+}
+
+/// A token is not known where the recorder may have taken its space: `Hello` is spelled with one and without.
+///
+/// Servers that decode tokens one by one take the space of each, others that of the first alone.
+fn doubt_spaces(listing: Listing<'_, '_>, listed: usize, resolved: &mut Resolved<'_>) {
+    let Listing { generation, content, tokenizer, recorder } = listing;
+    if !tokenizer.drops_first_space() {
+        return;
+    }
+    let said =
+        || resolved.all_known() && content.is_some_and(|text| spell(&resolved.ids, tokenizer) == text.as_bytes());
+    let keeps = recorder.keeps_spaces() || (listed > 1 && said());
+    let has_spaced = |bytes: &[u8]| tokenizer.id_of_bytes(&[b" ", bytes].concat()).is_some();
+    let doubtful = |index: &usize| {
+        let (index, id) = (*index, resolved.ids[*index]);
+        let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+        match resolved.is_known(index) {
+            true if keeps => index == 0 && !tokenizer.is_special(id) && !bytes.starts_with(b" ") && has_spaced(bytes),
+            // A token that shows nothing may be a space alone.
+            true if tokenizer.is_special(id) => shows_nothing(&generation.tokens, index) && has_spaced(b""),
+            known => known && has_spaced(bytes),
+        }
+    };
+    let found: Vec<usize> = (0..if keeps { listed.min(1) } else { listed }).filter(doubtful).collect();
+    if let Some(&first) = found.first() {
+        let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
+        let detail =
+            format!("{bytes} is two tokens, with a space before it and without; so are {} in all", found.len());
+        resolved.find(Reason::NormalizerChanged, first, found.len(), detail);
+        resolved.doubt(&found, Reason::NormalizerChanged, tokenizer);
+    }
+}
+
+/// A token is not known where another entry shows the same: `<0x20>` and `▁` are both a space.
+fn doubt_shared(tokenizer: &Tokenizer, listed: usize, resolved: &mut Resolved<'_>) {
+    let shared = |index: &usize| resolved.is_known(*index) && tokenizer.is_shared(resolved.ids[*index]);
+    let found: Vec<usize> = (0..listed).filter(shared).collect();
+    if let Some(&first) = found.first() {
+        let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
+        let detail = format!("two entries of the vocabulary are {bytes}; so it is with {} tokens in all", found.len());
+        resolved.find(Reason::SharedBytes, first, found.len(), detail);
+        resolved.doubt(&found, Reason::SharedBytes, tokenizer);
+    }
+}
+
+fn shows_nothing(tokens: &Tokens, index: usize) -> bool {
+    let empty = |pieces: &Option<Pieces>| pieces.as_ref().and_then(|p| p.get(index)).is_none_or(<[u8]>::is_empty);
+    empty(&tokens.bytes) && empty(&tokens.texts)
+}
+
+fn by_pieces(listing: Listing<'_, '_>, stop: Option<u32>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+    let Listing { generation, content, tokenizer, recorder } = listing;
+    let tokens = &generation.tokens;
+    let count = tokens.len();
+    let listed = count - usize::from(stop.is_some());
+    let level = if tokens.bytes.is_some() { types::BYTES } else { types::TEXT };
+    if let Some(mut ids) = all_by_own_bytes(tokens, listed, tokenizer, lookup) {
+        ids.extend(stop);
+        return resolved.take(Cow::Owned(ids), level);
+    }
+    let mut seen: Vec<Seen<'_>> = Vec::with_capacity(count);
+    let mut glyphs = 0;
+    for index in 0..listed {
+        let after_hidden = matches!(seen.last(), Some(Seen::Nothing));
+        match see(tokens, index, after_hidden, tokenizer, &mut glyphs) {
+            Ok(piece) => seen.push(piece),
+            Err(bytes) => {
+                let shown = excerpt(&bytes);
+                let detail = format!("token {index}, {shown}, is not in the vocabulary; {count} tokens are left out");
+                resolved.find(Reason::TokenizerMismatch, 0, count, detail);
+                resolved.foreign = true;
+                return;
+            }
+        }
+    }
+    if glyphs > 0 {
+        let detail = format!("{glyphs} tokens are written in the byte-level alphabet");
+        resolved.find(Reason::GlyphText, 0, glyphs, detail);
+    }
+    seen.extend(stop.map(Seen::Id));
+    let id = |piece: &Seen<'_>| if let Seen::Id(id) = piece { Some(*id) } else { None };
+    if let Some(ids) = seen.iter().map(id).collect::<Option<Vec<u32>>>() {
+        return ids.into_iter().for_each(|id| resolved.push(Some(id), level));
+    }
+    let setting = Setting { tokenizer, hides_specials: recorder.hides_specials() };
+    if !by_whole(listing, &seen, setting, level, resolved) {
+        let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
+        by_runs(&seen, setting, level, broken, resolved);
+    }
+}
+
+/// The ids of the first `listed` tokens, where each shows bytes of its own that an entry has; as [`see`] sees them.
+fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Option<Vec<u32>> {
+    let pieces = tokens.bytes.as_ref().or(tokens.texts.as_ref())?;
+    let data = pieces.data.as_slice();
+    let has = |what: &[u8]| memchr::memmem::find(data, what).is_some();
+    let is_text = tokens.bytes.is_none();
+    if has(REPLACEMENT) || (is_text && has(ESCAPE)) || pieces.known.get(..listed)?.contains(&false) {
+        return None;
+    }
+    let mut ids = Vec::with_capacity(listed + 1);
+    let mut start = 0;
+    for end in pieces.ends.get(..listed)?.iter().map(|&end| end as usize) {
+        let piece = data.get(start..end).filter(|piece| !piece.is_empty())?;
+        let written = || std::str::from_utf8(piece).ok();
+        let id = match lookup.id(data, (start, end), tokenizer) {
+            Some(id) if !is_text || written().is_some() => id,
+            // A text may also be written in the byte-level alphabet.
+            None if !is_text || piece.is_ascii() => tokenizer.id_of_added(written()?)?,
+            _ => return None,
+        };
+        ids.push(id);
+        start = end;
+    }
+    Some(ids)
+}
+
+/// What the record shows of token `index`; its bytes where the vocabulary does not have them.
+fn see<'a>(
+    tokens: &'a Tokens,
+    index: usize,
+    after_hidden: bool,
+    tokenizer: &Tokenizer,
+    glyphs: &mut usize,
+) -> Result<Seen<'a>, Vec<u8>> {
+    // A recorder that writes glyphs hides nothing: behind a hidden token a text is what it says.
+    let own = own_bytes(tokens, index, tokenizer).filter(|(_, written)| !after_hidden || *written != Written::Glyphs);
+    let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
+    let Some((bytes, written)) = own else {
+        let text = |pieces| shown(pieces).filter(|text| !text.is_empty());
+        let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes));
+        return Ok(shown.map_or(Seen::Nothing, Seen::Text));
+    };
+    *glyphs += usize::from(written == Written::Glyphs);
+    let text = || std::str::from_utf8(&bytes).ok();
+    let id = tokenizer.id_of_bytes(&bytes).or_else(|| tokenizer.id_of_added(text()?));
+    // Behind hidden tokens a text may be theirs too, if its last character is one that can be cut.
+    let may_be_joint = after_hidden && text().is_some_and(|text| !text.ends_with(|last: char| last.is_ascii()));
+    match id {
+        Some(id) if !may_be_joint || tokenizer.is_special(id) => Ok(Seen::Id(id)),
+        _ if !may_be_joint => Err(bytes.into_owned()),
+        _ => {
+            let same = |text: &&str| text.as_bytes() == &*bytes;
+            let text = shown(&tokens.bytes).filter(same).or_else(|| shown(&tokens.texts).filter(same));
+            text.map_or_else(|| id.map(Seen::Id).ok_or_else(|| bytes.into_owned()), |text| Ok(Seen::Text(text)))
+        }
+    }
+}
+
+/// The ids by the whole text of the generation. False where it is not that of these tokens.
+fn by_whole(
+    Listing { generation, content, .. }: Listing<'_, '_>,
+    seen: &[Seen<'_>],
+    setting: Setting<'_>,
+    level: u8,
+    resolved: &mut Resolved<'_>,
+) -> bool {
+    let Some(text) = content.filter(|text| !text.is_empty()) else { return false };
+    let may_go_on = !matches!(generation.finish_reason.as_deref(), Some("length"));
+    let with_stop = match &generation.stop {
+        Stop::Text(string) => Some(format!("{text}{string}")),
+        _ => None,
+    };
+    let texts = with_stop.iter().map(String::as_str).chain([text]);
+    let wholes = texts.flat_map(|text| [false, true].map(|with_specials| Whole { text, may_go_on, with_specials }));
+    for whole in wholes {
+        let Some(found) = hidden_tokens::whole(seen, whole, setting) else { continue };
+        let broken = |index: usize| {
+            let start = found.starts[..=index].iter().rev().find_map(|start| *start).unwrap_or(0) as usize;
+            let end =
+                found.starts[index + 1..].iter().find_map(|start| *start).map_or(whole.text.len(), |end| end as usize);
+            whole.text.get(start..end).is_some_and(|text| text.contains('\u{FFFD}'))
+        };
+        push(seen, &found.choices, level, &broken, resolved);
+        let mut at = 0;
+        while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
+            let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
+            if let (Some(start), Some(end_byte)) = (found.starts[first], found.starts[end]) {
+                let text = whole.text.as_bytes()[start as usize..end_byte as usize].to_vec();
+                resolved.runs.push(Run { first, end, bytes: text, entry: None });
+            }
+            at = end;
+        }
+        return true;
+    }
+    false
+}
+
+/// The ids run by run, where the whole text is not known: by what the token behind hidden ones shows.
+fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved<'_>) {
+    let mut choices = Vec::with_capacity(seen.len());
+    let mut runs = Vec::new();
+    while choices.len() < seen.len() {
+        let at = choices.len();
+        let hidden = seen[at..].iter().take_while(|piece| matches!(piece, Seen::Nothing)).count();
+        match seen.get(at + hidden) {
+            Some(Seen::Text(text)) => {
+                choices.extend(hidden_tokens::run(hidden, Some(text), setting));
+                if !text.contains('\u{FFFD}') && choices[at].id().is_none() {
+                    runs.push(Run { first: at, end: choices.len(), bytes: text.as_bytes().to_vec(), entry: None });
+                }
+            }
+            Some(Seen::Id(id)) => {
+                choices.extend(hidden_tokens::run(hidden, None, setting));
+                choices.push(Choice::One(*id));
+            }
+            Some(Seen::Nothing) | None => choices.extend(hidden_tokens::run(hidden, None, setting)),
+        }
+    }
+    push(seen, &choices, level, &|_| broken, resolved);
+    resolved.runs.extend(runs);
+}
+
+/// Takes over what was found; a finding for each run of ids that are not known.
+fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved<'_>) {
+    for (piece, choice) in seen.iter().zip(choices) {
+        resolved.push(choice.id(), if matches!(piece, Seen::Id(_)) { level } else { types::TEXT });
+    }
+    let mut at = 0;
+    while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
+        let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
+        let lossy = |index: usize| matches!(seen[index], Seen::Text(text) if text.contains('\u{FFFD}'));
+        let mangled = (first..end).any(|index| lossy(index) || broken(index));
+        let reason = if mangled { Reason::LossyText } else { Reason::PartialUtf8 };
+        let shown: Vec<&str> =
+            (first..end).filter_map(|i| if let Seen::Text(t) = seen[i] { Some(t) } else { None }).collect();
+        let shown = if shown.is_empty() { "nothing".to_owned() } else { excerpt(shown.concat().as_bytes()) };
+        let ways = if choices[first..end].contains(&Choice::None) { "no" } else { "more than one" };
+        let detail = format!("{} tokens show {shown}: {ways} way to spell it", end - first);
+        resolved.find(reason, first, end - first, detail);
+        resolved.unknown.push((first, reason));
+        at = end;
+    }
+}
+
+/// How the bytes of a token were written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// As themselves.
+    Plainly,
+    /// As `\x` escapes.
+    Escaped,
+    /// In the byte-level alphabet.
+    Glyphs,
+}
+
+/// The bytes of token `index` alone, or `None` where the record does not give them.
+pub fn own_bytes<'a>(tokens: &'a Tokens, index: usize, tokenizer: &Tokenizer) -> Option<(Cow<'a, [u8]>, Written)> {
+    let has = |bytes: &&[u8]| !bytes.is_empty() && memchr::memmem::find(bytes, REPLACEMENT).is_none();
+    if let Some(bytes) = tokens.bytes.as_ref().and_then(|pieces| pieces.get(index)) {
+        return Some((Cow::Borrowed(bytes), Written::Plainly)).filter(|(bytes, _)| has(&&**bytes));
+    }
+    let shown = tokens.texts.as_ref().and_then(|pieces| pieces.get(index)).filter(has)?;
+    let text = std::str::from_utf8(shown).ok()?;
+    let escaped = escaped_bytes(text).map(|bytes| (Cow::Owned(bytes), Written::Escaped));
+    let glyphs = || glyph_bytes(text, tokenizer).map(|bytes| (Cow::Owned(bytes), Written::Glyphs));
+    Some(escaped.or_else(glyphs).unwrap_or((Cow::Borrowed(shown), Written::Plainly)))
+}
+
+/// `bytes:\xe2\x80` and a token that is nothing but `\x` escapes are bytes, not text.
+fn escaped_bytes(text: &str) -> Option<Vec<u8>> {
+    let escapes = text.strip_prefix("bytes:").unwrap_or(text);
+    if escapes.is_empty() || !escapes.len().is_multiple_of(4) || !escapes.is_ascii() {
+        return None;
+    }
+    let byte = |chunk: &[u8]| {
+        let digits = std::str::from_utf8(chunk.strip_prefix(b"\\x")?).ok()?;
+        u8::from_str_radix(digits, 16).ok()
+    };
+    escapes.as_bytes().chunks(4).map(byte).collect()
+}
+
+/// The byte-level alphabet (`Ġthat`), where the text as it stands is no vocabulary entry.
+fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
+    let spells = tokenizer.spelling() == Spelling::ByteLevel;
+    if !spells || text.is_ascii() || tokenizer.id_of_bytes(text.as_bytes()).is_some() {
+        return None;
+    }
+    tokenizer.glyphs_to_bytes(text).filter(|bytes| tokenizer.id_of_bytes(bytes).is_some())
+}
+
+/// The stop token, where the last listed piece is empty and the record says what stopped it.
+fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> Option<u32> {
+    let last = count.checked_sub(1)?;
+    let tokens = &generation.tokens;
+    if !shows_nothing(tokens, last) {
+        return None;
+    }
+    if matches!(generation.finish_reason.as_deref(), None | Some("length" | "abort" | "content_filter")) {
+        return None;
+    }
+    match generation.stop {
+        Stop::Id(id) => Some(id).filter(|&id| tokenizer.first_outside(&[id]).is_none()),
+        Stop::Unsaid => tokenizer.stop_id(),
+        Stop::Text(_) => None,
+    }
+}
+
+pub struct Recorder<'a> {
+    trace: &'a Trace,
+    pub tokenizer: &'a Tokenizer,
+    hides_specials: OnceCell<bool>,
+    keeps_spaces: OnceCell<bool>,
+}
+
+impl<'a> Recorder<'a> {
+    pub fn new(trace: &'a Trace, tokenizer: &'a Tokenizer) -> Self {
+        Self { trace, tokenizer, hides_specials: OnceCell::new(), keeps_spaces: OnceCell::new() }
+    }
+
+    /// Whether a special token may show nothing: no token list of the trace shows one by its text.
+    pub fn hides_specials(&self) -> bool {
+        let special = |piece: &[u8]| {
+            let id = std::str::from_utf8(piece).ok().and_then(|text| self.tokenizer.id_of_added(text));
+            id.is_some_and(|id| self.tokenizer.is_special(id))
+        };
+        *self.hides_specials.get_or_init(|| !self.lists().any(|pieces| listed(pieces, 0).any(special)))
+    }
+
+    /// Whether tokens behind the first keep the space that they begin with: one shows a space that no other space can
+    /// have stood before.
+    pub fn keeps_spaces(&self) -> bool {
+        let id = |bytes: &[u8]| self.tokenizer.id_of_bytes(bytes);
+        let shows = |piece: &[u8]| {
+            piece.len() > 1 && piece.starts_with(b" ") && id(piece).is_some() && id(&[b" ", piece].concat()).is_none()
+        };
+        *self.keeps_spaces.get_or_init(|| self.lists().any(|pieces| listed(pieces, 1).any(shows)))
+    }
+
+    fn lists(&self) -> impl Iterator<Item = &'a Pieces> {
+        let lists = self.trace.generations.iter().flat_map(|one| [&one.tokens.bytes, &one.tokens.texts]);
+        lists.flatten()
+    }
+}
+
+fn listed(pieces: &Pieces, first: usize) -> impl Iterator<Item = &[u8]> {
+    (first..pieces.len()).filter_map(|index| pieces.get(index))
+}
+
+/// Whether `text` is the bytes of `ids`, special tokens included.
+pub fn spells(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let mut rest = text;
+    let mut goes_on = |bytes: &[u8]| rest.strip_prefix(bytes).map(|behind| rest = behind).is_some();
+    ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).all(&mut goes_on) && rest.is_empty()
+}
+
+/// Whether `id` is a special token; two comparisons decide for most ids.
+pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
+    let special = tokenizer.special_ids();
+    let within = special.first().is_some_and(|first| *first <= id) && special.last().is_some_and(|last| id <= *last);
+    within && special.binary_search(&id).is_ok()
+}
+
+/// Bytes of the ids without special tokens, as a server's text has them.
+pub fn spell(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
+    spelled(ids.iter().filter(|&&id| !is_special(id, tokenizer)), tokenizer)
+}
+
+/// Bytes of the ids, special tokens included.
+pub fn spell_all(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
+    spelled(ids.iter(), tokenizer)
+}
+
+fn spelled<'i>(ids: impl Iterator<Item = &'i u32>, tokenizer: &Tokenizer) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(ids.size_hint().1.unwrap_or(0) * 5);
+    ids.filter_map(|&id| tokenizer.token_bytes(id)).for_each(|piece| bytes.extend_from_slice(piece));
+    bytes
+}
+
+/// At most 40 characters of possibly broken text, quoted.
+pub fn excerpt(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]).into_owned();
+    let mut short: String = text.chars().take(40).collect();
+    if short.len() < text.len() || bytes.len() > 200 {
+        short.push('…');
+    }
+    format!("{short:?}")
+}
+
+/// Slots, a power of two.
+const PLACES: usize = 1 << 13;
+/// Bytes of the longest string that is cached.
+const LONGEST: usize = 16;
+
+#[derive(Debug, Default)]
+pub struct Lookup {
+    /// Empty until the first lookup.
+    places: Vec<Place>,
+}
+
+/// A cached string as two words with its length, and its id. An empty slot has length 0.
+#[derive(Debug, Clone, Copy, Default)]
+struct Place {
+    low: u64,
+    high: u64,
+    length: u32,
+    id: u32,
+}
+
+impl Lookup {
+    /// As [`Tokenizer::id_of_bytes`], for bytes that stand at `start..end` of `data`.
+    #[inline]
+    pub fn id(&mut self, data: &[u8], (start, end): (usize, usize), tokenizer: &Tokenizer) -> Option<u32> {
+        let length = end - start;
+        if length == 0 || length > LONGEST {
+            return tokenizer.id_of_bytes(&data[start..end]);
+        }
+        if self.places.is_empty() {
+            self.places = vec![Place::default(); PLACES];
+        }
+        let (low, high) = words(data, start, length);
+        let place = &mut self.places[place_of(low, high, length)];
+        if (place.low, place.high, place.length) == (low, high, length as u32) {
+            return Some(place.id);
+        }
+        let id = tokenizer.id_of_bytes(&data[start..end])?;
+        *place = Place { low, high, length: length as u32, id };
+        Some(id)
+    }
+}
+
+/// The bytes as two little-endian words, padded with zeros.
+#[inline]
+fn words(data: &[u8], start: usize, length: usize) -> (u64, u64) {
+    let bytes = if let Some(bytes) = data[start..].first_chunk::<LONGEST>() {
+        *bytes
+    } else {
+        let mut bytes = [0; LONGEST];
+        bytes[..length].copy_from_slice(&data[start..start + length]);
+        bytes
+    };
+    let all = u128::from_le_bytes(bytes) & (u128::MAX >> (8 * (LONGEST - length)));
+    (all as u64, (all >> 64) as u64)
+}
+
+#[inline]
+fn place_of(low: u64, high: u64, length: usize) -> usize {
+    let mixed = (low ^ high.rotate_left(23) ^ length as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (mixed >> (64 - PLACES.trailing_zeros())) as usize
+}
+
+/// The sampled tokens of G generations, end to end; shapes as in Python's `Recovered`.
+#[derive(Debug, Default)]
+#[allow(missing_docs, reason = "documented once, at Recovered in Python")]
+pub struct Recovered {
+    pub ids: Vec<i32>,
+    pub tier: Vec<u8>,
+    pub logprobs: Vec<f32>,
+    pub cu_tokens: Vec<i64>,
+    pub trace: Vec<i32>,
+    pub turn: Vec<i32>,
+    pub reason: Vec<u8>,
+}
+
+/// The ids that each generation's record determines; -1 for every other.
+pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
+    let parts = pool::map(traces, Lookup::default, |lookup, trace| recover_one(trace, tokenizer, lookup));
+    let mut all = Recovered { cu_tokens: vec![0], ..Recovered::default() };
+    for (row, part) in parts.into_iter().enumerate() {
+        let base = all.ids.len() as i64;
+        all.cu_tokens.extend(part.cu_tokens.iter().map(|end| base + end));
+        all.trace.extend(std::iter::repeat_n(row as i32, part.turn.len()));
+        all.ids.extend(part.ids);
+        all.tier.extend(part.tier);
+        all.logprobs.extend(part.logprobs);
+        all.turn.extend(part.turn);
+        all.reason.extend(part.reason);
+    }
+    all
+}
+
+fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Recovered {
+    let mut found = Recovered::default();
+    let recorder = Recorder::new(trace, tokenizer);
+    for (turn, generation) in trace.generations.iter().enumerate() {
+        let message = trace.messages.get(generation.message as usize).map(|message| &message.value);
+        let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
+        let resolved = resolve(generation, content, &recorder, lookup);
+        if !resolved.foreign {
+            let known = |index: usize| resolved.is_known(index);
+            let ids = resolved.ids.iter().enumerate();
+            found.ids.extend(ids.map(|(index, &id)| if known(index) { id as i32 } else { -1 }));
+            let count = resolved.ids.len();
+            let reason = |index: usize| if known(index) { 0 } else { resolved.why_unknown(index) as u8 };
+            found.reason.extend((0..count).map(reason));
+            found.tier.extend((0..count).map(|index| resolved.tier(index)));
+            found.logprobs.extend((0..count).map(|index| resolved.logprob(index)));
+        }
+        found.cu_tokens.push(found.ids.len() as i64);
+        found.turn.push(turn as i32);
+    }
+    found
+}
+
 #[cfg(test)]
-mod tests {
+mod resolve_tests {
     use super::*;
     use crate::tokenizer::example;
 
@@ -217,5 +855,27 @@ mod tests {
         assert_eq!(listed(&|at| if at == whole { Some(Vec::new()) } else { own(at) }), whole);
         assert_eq!(listed(&|at| if at == 2 { Some(b"?".to_vec()) } else { own(at) }), 2);
         assert_eq!(listed(&|_| None), 0);
+    }
+}
+
+#[cfg(test)]
+mod lookup_tests {
+    use super::*;
+    use crate::tokenizer::example;
+
+    #[test]
+    fn bytes_have_the_id_that_the_tokenizer_gives() {
+        let (tokenizer, mut lookup) = (example(), Lookup::default());
+        for _ in 0..2 {
+            for bytes in (0..tokenizer.vocab_size()).filter_map(|id| tokenizer.token_bytes(id)) {
+                // Alone, before others, and the beginning of it: zeros may stand in the bytes and behind them.
+                let data = [bytes, b"\0and what stands behind"].concat();
+                for end in [bytes.len(), bytes.len() + 1, bytes.len() / 2] {
+                    let expected = tokenizer.id_of_bytes(&data[..end]);
+                    assert_eq!(lookup.id(&data, (0, end), &tokenizer), expected);
+                    assert_eq!(lookup.id(&data[..end], (0, end), &tokenizer), expected);
+                }
+            }
+        }
     }
 }

@@ -1,15 +1,15 @@
 //! Whether a rendered prompt goes on where a branch ends: the sampled ids stay where the template shows the body.
 //!
 //! The body may be shown in another form (spacing, tool-call JSON), which is a finding; a body from which something was
-//! dropped is another history. Called for recorded traces by `place`, and by `conversation` for the next prompt.
+//! dropped is another history.
 
-use super::body::difference;
 use super::branch::{Branch, common_prefix};
 use super::prompt::{JOINED, Scaffold};
-use super::spelling::{excerpt, spell, spell_all, spells};
-use super::weave::{Loom, Place};
-use crate::drift::{Finding, Reason};
+use super::prompt_diff::difference;
+use super::resolve::{excerpt, spell, spell_all, spells};
+use super::trace::{Loom, Place};
 use crate::error::Result;
+use crate::findings::{Finding, Reason};
 use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;
 use crate::trace::Generation;

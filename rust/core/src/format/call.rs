@@ -1,15 +1,15 @@
 //! One call, `{"request", "response"}`, of any server, whole or streamed, as a part of a log.
 
+use super::build::Body;
+use super::build::calls::{API_DEFAULTS, Call, Log, Request, chat_request, no_response};
+use super::build::message::Entry;
+use super::fields::{Header, Sampling, is_partial};
 use super::form::Form;
 use super::json::diagnose;
-use super::json::fields::{Header, Sampling, is_partial};
 use super::json::object::Kind;
 use super::json::outline::{Outline, Shape};
-use super::normal::body::Body;
-use super::normal::calls::{API_DEFAULTS, Call, Log, Request, chat_request, no_response};
-use super::normal::message::Entry;
 use super::rejection::{Decoded, Reason, Rejection, reject};
-use super::servers::contract::{Asked, Server};
+use super::servers::interface::{Asked, Server};
 use super::servers::{SERVERS, stream};
 use crate::server::Server as Producer;
 

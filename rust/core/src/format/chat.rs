@@ -3,11 +3,10 @@
 //! Every assistant message is a generation of the policy, in the context of all messages before it, unless it says
 //! `"sampled": false`. Token lists may stand on the message, on a choice around it, or in its `generation`.
 
-use super::json::fields::{Fields, Sampling};
+use super::build::message::Entry;
+use super::build::{Body, tokens};
+use super::fields::{Fields, Sampling};
 use super::json::object::{Node, Object};
-use super::normal::body::Body;
-use super::normal::coverage;
-use super::normal::message::Entry;
 use super::rejection::{Decoded, Reason, reject};
 
 /// Where a generation's `generation` object places it: index of the generation, and those fields.
@@ -42,7 +41,7 @@ pub(super) fn append(body: &mut Body, nodes: Vec<Node>, sampling: &Sampling, lis
             generation.message = index;
             generation.context = (0..index).collect();
             let before = index.checked_sub(1).map(|before| &body.messages[before as usize]);
-            coverage::check(&mut generation, &body.messages[index as usize], before);
+            tokens::check(&mut generation, &body.messages[index as usize], before);
             placings.push((body.generations.len(), entry.placing));
             body.generations.push(generation);
         }

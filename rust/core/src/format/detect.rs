@@ -2,17 +2,17 @@
 //!
 //! The tables of recorders and servers are asked in their order; the first that knows the record reads it.
 
+use super::build::Body;
+use super::build::calls::Log;
 use super::call::{add_call, answered, choose, server_of};
+use super::fields::{Fields, HEADER_KEYS, Header};
 use super::form::{CALL, CALLS, Form};
-use super::json::fields::{Fields, HEADER_KEYS, Header};
 use super::json::outline::{Outline, Shape};
-use super::normal::body::Body;
-use super::normal::calls::Log;
-use super::recorders::DUMPS;
-use super::recorders::contract::Dump;
 use super::rejection::{Decoded, Reason, Rejection, reject};
-use super::servers::contract::{Asked, sampling_of};
+use super::servers::interface::{Asked, sampling_of};
 use super::servers::{SERVERS, stream};
+use super::trajectories::DUMPS;
+use super::trajectories::interface::Dump;
 
 /// A record read by a producer's own reader.
 pub(super) struct Foreign {

@@ -1,6 +1,6 @@
 //! Names of the accepted forms, and the sign by which each is known.
 //!
-//! The OpenAI-shaped ones stand here; every producer's own stands in its file under `servers` or `recorders`.
+//! The OpenAI-shaped ones stand here; every producer's own stands in its file under `servers` or `trajectories`.
 
 /// One accepted form of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

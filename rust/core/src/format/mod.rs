@@ -1,43 +1,44 @@
 //! Recorded formats: one small file each, all read into the one normal form of `trace`.
 //!
-//! To add a format: for a recorder of whole trajectories, a file in `recorders` that fills in `recorders::contract`, and its
-//! line in the table of `recorders`; for a server's responses the same in `servers`. examples/extending/format.patch is one.
+//! To add a format: for a dump of whole trajectories, a file in `trajectories` that fills in `trajectories::interface`,
+//! and its line in the table of `trajectories`; for a server's responses the same in `servers`.
+//! examples/extending/format.patch is one.
 //!
-//! In come the bytes of a record; out goes a `Trace` with the form it had, or a located rejection. Here it is decided
-//! whether the record is OpenAI-shaped (`chat`, `native`, and the logs of `normal`) or another producer's (`detect`). Bytes
-//! come from `read`; nothing here touches files, templates or tokenizers. docs/trace-format.md is the specification. The
-//! files, each using those before it alone: `form`, `rejection`, `json`, `normal`, `chat`, `native`; `servers`, `call`,
-//! `recorders`, `detect`.
+//! The bytes of a record become a `Trace` with the form it had, or a located rejection. Here it is decided whether the
+//! record is OpenAI-shaped (`chat`, `native`, and the logs of `build::calls`) or another producer's (`detect`). Bytes come
+//! from `read`; nothing here touches files, templates or tokenizers. docs/trace-format.md is the specification.
 
+mod build;
 mod call;
 mod chat;
 mod detect;
+mod fields;
 mod form;
 mod json;
 mod native;
-mod normal;
-mod recorders;
 mod rejection;
 mod servers;
 #[cfg(test)]
 mod tests;
+mod token_list;
+mod trajectories;
 
-use crate::error::Location;
-use crate::media;
-use crate::pictures::Picture;
-use crate::raw::Raw;
-use crate::trace::Trace;
-use detect::Foreign;
 pub(crate) use detect::is_recorders;
 pub use form::Form;
-use json::diagnose;
-use json::fields::{Header, get, not_finite};
-use json::object::Object;
-use normal::body::Body;
-use normal::calls;
-use normal::images::fill;
 pub(crate) use rejection::reject;
 pub use rejection::{Decoded, Reason, Rejection};
+
+use crate::error::Location;
+use crate::images::Picture;
+use crate::media;
+use crate::record_bytes::Raw;
+use crate::trace::Trace;
+use build::message::fill;
+use build::{Body, calls};
+use detect::Foreign;
+use fields::{Header, get, not_finite};
+use json::diagnose;
+use json::object::Object;
 use serde_json::Value;
 
 /// A decoded record.

@@ -3,10 +3,10 @@
 //! It holds everything that `chat` reads. Beyond that a `generation` may name its `context` by message indices, counted
 //! through `messages` and then `extra_messages`, and its number among the calls.
 
+use super::build::Body;
 use super::chat::{Placings, append};
-use super::json::fields::{Fields, Sampling, count};
+use super::fields::{Fields, Sampling, count};
 use super::json::object::Object;
-use super::normal::body::Body;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Generation;
 use serde_json::Value;

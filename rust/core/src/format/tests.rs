@@ -2,7 +2,7 @@ mod broken;
 mod calls;
 
 use super::*;
-use crate::raw::Raw;
+use crate::record_bytes::Raw;
 use crate::trace::{LogprobKind, Pieces, Prompt, Stop, Tokens};
 use serde_json::json;
 

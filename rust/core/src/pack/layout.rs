@@ -1,12 +1,13 @@
-//! The rows of one rank, written out as flat arrays.
+//! Writes the rows of one rank as flat arrays, and gathers columns of tokens and branches for them.
 
-use super::arrays::{Layout, Piece, Plan, Tokens};
+#[cfg(test)]
+mod tests;
+
 use super::check::{check_inside, check_length};
-use super::lexical::common;
-use super::runs::runs;
-use crate::stop;
-use crate::{Error, Kind, Result};
+use super::prefix::common;
+use crate::{Error, Kind, Result, cancel};
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// Writes the rows of one rank.
 ///
@@ -37,7 +38,7 @@ pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut L
         offsets.push(0);
     }
     for branches in &by_row {
-        stop::check();
+        cancel::check();
         let shares = branches.first().is_some_and(|&branch| plan.shared[plan.step[branch as usize] as usize]);
         let mut row = Row::begin(out, shares);
         let mut before: &[i32] = &[];
@@ -291,5 +292,218 @@ impl<'a> Row<'a> {
     }
 }
 
+/// Per-token arrays of the branches.
+#[derive(Debug, Clone, Copy)]
+pub struct Tokens<'a> {
+    /// [T] token ids.
+    pub ids: &'a [i32],
+    /// [T] whether a token is a term.
+    pub trainable: &'a [bool],
+    /// [T] 1/temperature of sampling where the logprobs are of that distribution, else 1.
+    pub inv_temperature: &'a [f32],
+    /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
+    pub cu_seqlens: &'a [i64],
+}
+
+/// Where the branches of one rank lie.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan<'a> {
+    /// [N] tokens laid out of each branch.
+    pub length: &'a [i32],
+    /// [N] its step, -1 for branches of other ranks.
+    pub step: &'a [i32],
+    /// [N] its row in the step.
+    pub row: &'a [i32],
+    /// [N] rows list their branches by this; in a step that shares prefixes, lexicographically.
+    pub order: &'a [i32],
+    /// [steps] rows of each (more than the rank fills where another rank fills more: those rows are empty).
+    pub rows: &'a [i32],
+    /// [steps] whether branches of a row that begin alike are laid out as a tree.
+    pub shared: &'a [bool],
+}
+
+/// All rows of one rank, step after step, row after row; indices within a row or a step begin at 0 there.
+#[derive(Debug, Default)]
+pub struct Layout {
+    /// [T] token ids; 0 where a row is padded.
+    pub ids: Vec<i32>,
+    /// [T] depth in the tree, which in a plain pack is the position in the branch.
+    pub positions: Vec<i32>,
+    /// [T] a query q of the row sees key k iff `k <= q < tree_end[k]`.
+    pub tree_end: Vec<i32>,
+    /// [rows + 1] where each row's tokens begin.
+    pub cu_tokens: Vec<i64>,
+    /// [U] the position in the row whose hidden state predicts the token. Rows of the head differ in this, `target` or
+    /// `inv_temperature`.
+    pub read: Vec<i32>,
+    /// [U] the token predicted.
+    pub target: Vec<i32>,
+    /// [U] as given, at the predicted token.
+    pub inv_temperature: Vec<f32>,
+    /// [m] head row of each term.
+    pub row: Vec<i32>,
+    /// [m] place of each term in its step.
+    pub term: Vec<i32>,
+    /// [rows + 1] where each row's head rows begin.
+    pub cu_heads: Vec<i64>,
+    /// [rows + 1] where each row's terms begin.
+    pub cu_row_terms: Vec<i64>,
+    /// [steps + 1] where each step's rows begin.
+    pub cu_rows: Vec<i64>,
+    /// [M] of each step's terms, ordered by branch and position: the token of the input it is.
+    pub origin: Vec<i64>,
+    /// [M] its branch.
+    pub branch: Vec<i32>,
+    /// [steps + 1] where each step's terms begin.
+    pub cu_terms: Vec<i64>,
+}
+
+/// What is laid out of one branch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece<'a> {
+    pub ids: &'a [i32],
+    pub trainable: &'a [bool],
+    pub inv_temperature: &'a [f32],
+}
+
+impl<'a> Tokens<'a> {
+    pub(super) fn piece(&self, branch: usize, length: usize) -> Piece<'a> {
+        let start = self.cu_seqlens[branch] as usize;
+        let here = start..start + length;
+        Piece {
+            ids: &self.ids[here.clone()],
+            trainable: &self.trainable[here.clone()],
+            inv_temperature: &self.inv_temperature[here],
+        }
+    }
+}
+
+impl Layout {
+    pub(super) fn clear(&mut self) {
+        let Self { ids, positions, tree_end, read, target, row, term, branch, .. } = self;
+        for column in [ids, positions, tree_end, read, target, row, term, branch] {
+            column.clear();
+        }
+        for column in [&mut self.cu_tokens, &mut self.cu_heads, &mut self.cu_row_terms, &mut self.origin] {
+            column.clear();
+        }
+        self.inv_temperature.clear();
+    }
+
+    pub(super) fn reserve(&mut self, plan: Plan<'_>, terms: &[i64]) {
+        let mine = plan.length.iter().zip(plan.step).filter(|&(_, &step)| step >= 0);
+        let tokens = mine.map(|(&length, _)| length.max(0) as usize).sum();
+        let heads = terms.iter().sum::<i64>() as usize;
+        for column in [&mut self.ids, &mut self.positions, &mut self.tree_end] {
+            column.reserve(tokens);
+        }
+        for column in [&mut self.read, &mut self.target, &mut self.row, &mut self.term] {
+            column.reserve(heads);
+        }
+        self.inv_temperature.reserve(heads);
+    }
+}
+
+/// The terms of a layout as runs of neighbours, which columns are copied by.
+#[derive(Debug)]
+pub struct Gather {
+    /// Runs of terms whose tokens stand together, each with its first token.
+    tokens: Vec<(Range<usize>, usize)>,
+    /// Runs of terms of one branch, each with the branch.
+    branches: Vec<(Range<usize>, usize)>,
+}
+
+impl Gather {
+    /// Of terms with these tokens and branches (`origin` and `branch` of a [`super::Layout`]).
+    pub fn of(origin: &[i64], branch: &[i32]) -> Self {
+        Self { tokens: entry_runs(origin, 1), branches: entry_runs(branch, 0) }
+    }
+
+    /// The values of the terms' tokens.
+    pub fn of_tokens<T: Copy>(&self, values: &[T], out: &mut [T]) {
+        for (round, (terms, first)) in self.tokens.iter().enumerate() {
+            cancel::now_and_then(round);
+            out[terms.clone()].copy_from_slice(&values[*first..first + terms.len()]);
+        }
+    }
+
+    /// The values of the terms' branches.
+    pub fn of_branches<T: Copy>(&self, values: &[T], out: &mut [T]) {
+        for (round, (terms, branch)) in self.branches.iter().enumerate() {
+            cancel::now_and_then(round);
+            out[terms.clone()].fill(values[*branch]);
+        }
+    }
+}
+
+/// The longest runs in which each index is `step` above the one before.
+fn entry_runs<T: Copy + Into<i64>>(indices: &[T], step: i64) -> Vec<(Range<usize>, usize)> {
+    const CHUNK: usize = 32;
+    let (mut start, mut found) = (0, Vec::new());
+    while let Some(&first) = indices.get(start) {
+        let rest = &indices[start..];
+        let goes_on = |(&index, place): (&T, usize)| index.into() == first.into() + step * place as i64;
+        let whole = rest.as_chunks::<CHUNK>().0.iter().zip((0..).step_by(CHUNK));
+        let whole = CHUNK
+            * whole
+                .take_while(|(chunk, from)| chunk.iter().zip(*from..).fold(true, |all, next| all & goes_on(next)))
+                .count();
+        let run = whole + rest[whole..].iter().zip(whole..).take_while(|&next| goes_on(next)).count();
+        found.push((start..start + run, first.into() as usize));
+        start += run;
+    }
+    found
+}
+
+/// Where flags are set, as the longest runs of them, ascending.
+pub fn runs(flags: &[bool]) -> impl Iterator<Item = Range<usize>> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let start = at + alike(&flags[at..], false);
+        at = start + alike(&flags[start..], true);
+        (start < at).then_some(start..at)
+    })
+}
+
+/// How many flags at the beginning are `which`.
+fn alike(flags: &[bool], which: bool) -> usize {
+    const CHUNK: usize = 64;
+    let differs = |chunk: &[bool]| chunk.iter().map(|&flag| flag ^ which).fold(false, |any, other| any | other);
+    let same = CHUNK * flags.chunks_exact(CHUNK).take_while(|chunk| !differs(chunk)).count();
+    same + flags[same..].iter().take_while(|&&flag| flag == which).count()
+}
+
 #[cfg(test)]
-mod tests;
+mod columns_tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_those_of_each_term_alone() {
+        let origin: Vec<i64> = (3..80).chain(90..95).chain(2..4).collect();
+        let branch: Vec<i32> = (0..84).map(|term| i32::from(term < 70)).collect();
+        let (tokens, branches): (Vec<i32>, _) = ((0..100).map(|token| token * 7).collect(), [5_i64, 6]);
+        let gather = Gather::of(&origin, &branch);
+        let (mut by_token, mut by_branch) = (vec![0; 84], vec![0; 84]);
+        gather.of_tokens(&tokens, &mut by_token);
+        gather.of_branches(&branches, &mut by_branch);
+        assert_eq!(by_token, origin.iter().map(|&token| token as i32 * 7).collect::<Vec<_>>());
+        assert_eq!(by_branch, branch.iter().map(|&branch| branches[branch as usize]).collect::<Vec<_>>());
+    }
+}
+
+#[cfg(test)]
+mod runs_tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn they_cover_what_is_set_and_nothing_else(lengths in prop::collection::vec(0usize..200, 0..8), first in any::<bool>()) {
+            let flags: Vec<bool> = lengths.iter().enumerate().flat_map(|(n, &length)| vec![first ^ (n % 2 == 1); length]).collect();
+            let set: Vec<usize> = (0..flags.len()).filter(|&at| flags[at]).collect();
+            prop_assert_eq!(runs(&flags).flatten().collect::<Vec<_>>(), set);
+            let ends: Vec<usize> = runs(&flags).map(|run| run.end).collect();
+            prop_assert!(runs(&flags).skip(1).zip(ends).all(|(run, end)| run.start > end));
+        }
+    }
+}

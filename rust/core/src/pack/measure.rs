@@ -1,9 +1,8 @@
 //! How much of each branch is laid out, and what is longer than a row.
 
 use super::check::{check_budget, check_length};
-use super::lexical::sorted;
-use crate::stop;
-use crate::{Error, Kind, Location, Result};
+use super::prefix::sorted;
+use crate::{Error, Kind, Location, Result, cancel};
 
 /// Branches of traces as flat slices.
 #[derive(Debug, Clone, Copy)]
@@ -69,7 +68,7 @@ pub fn measure(branches: Branches<'_>, token_budget: usize, whole: Whole, too_lo
     let mut refused = 0u64;
     let mut worst = (0, 0, 0);
     for run in branches.trace.chunk_by(|a, b| a == b) {
-        stop::now_and_then(out.lost.len());
+        cancel::now_and_then(out.lost.len());
         let trace = run[0];
         let (mut total, mut longest, mut longest_branch, mut lost) = (0, 0, first, 0);
         for branch in first..first + run.len() {

@@ -2,20 +2,17 @@
 //!
 //! Plain loops without calls or branches on data; gates and weights stand in their own files.
 
-use std::ops::Range;
-
-use super::aligned::Aligned;
-use super::exchange::Exchange;
-use super::lanes::{count, map2, ones};
-use super::limits::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL, SHARE};
-use super::passes::{exponentiate, mismatch};
-use super::plan::{AnyGate, Missing, Over, Plan, Policy, Ratio, When};
-use super::real::{Real, Vector};
+use super::all_reduce::{Exchange, Stats};
+use super::float::{Real, Vector};
+use super::loops::{Aligned, count, exponentiate, map2, mismatch, ones};
+use super::plan::{
+    AnyGate, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, SENTINEL, SHARE, When,
+};
 use super::segments::{Local, Segments};
-use super::stats::Stats;
 use super::terms::Terms;
+use crate::cancel;
 use crate::error::Result;
-use crate::stop;
+use std::ops::Range;
 
 /// The segments of the levels that a plan names.
 #[derive(Debug, Clone, Copy, Default)]
@@ -205,7 +202,7 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
 /// A block is long where segments are scattered, and then every part of the plan takes a while.
 fn check_if(is_long: bool) {
     if is_long {
-        stop::check();
+        cancel::check();
     }
 }
 

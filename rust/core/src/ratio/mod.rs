@@ -1,52 +1,42 @@
 //! Importance ratios of recorded terms: levels, gates, weights and denominators, everything that carries no gradient.
 //!
-//! Flat slices in, vectors out. Its files, each using those before it alone: `real`, `simd`, `floats` (numbers and
-//! vectors of them), `limits`; `lanes`, `aligned`, `passes` (loops); `plan`, `terms`, `exchange`, `stats`, `segments`; `block`,
-//! and on it `level`, `stat`, `gate`, `budget`, `weigh`; `scale`. Blocks of terms that cut no segment run through the whole plan while they are in cache,
+//! Flat slices in, vectors out. Blocks of terms that cut no segment run through the whole plan while they are in cache,
 //! several threads at a time; what the plan says of the batch needs one block, and what it says of ranks an [`Exchange`].
 #![allow(clippy::inline_always, reason = "a kernel is compiled for the vectors of the function it is inlined into")]
 #![allow(clippy::needless_bitwise_bool, reason = "a branch on data is no vector code")]
 
-mod aligned;
+mod all_reduce;
 mod block;
-mod budget;
-mod exchange;
-mod floats;
+mod estimators;
+mod float;
 mod gate;
-mod lanes;
-mod level;
-mod limits;
-mod passes;
+mod loops;
 mod plan;
-mod real;
 mod scale;
 mod segments;
 mod simd;
-mod stat;
-mod stats;
 mod terms;
-mod weigh;
+#[cfg(test)]
+mod tests;
+mod weight;
 
-use std::ops::Range;
+pub use all_reduce::{Alone, Exchange, Op, Stats};
+pub use float::Real;
+pub use plan::{
+    Agg, AnyGate, Blend, Budget, Gate, LOG_RATIO_LIMIT, Level, Missing, Over, Per, Plan, Policy, Ratio, Reduction,
+    Shape, Stat, Weight, When,
+};
+pub use scale::Scale;
+pub use terms::{Ids, Integers, Terms, Totals};
 
 use crate::error::Result;
-use crate::threads;
+use crate::pool;
 use block::{Context, Levels, Scratch, Sums};
-use limits::SHARE;
-use real::{Kernel, Vector};
+use float::{Kernel, Vector};
+use plan::SHARE;
 use segments::{Index, Segments};
+use std::ops::Range;
 use terms::argument;
-
-pub use exchange::{Alone, Exchange, Op};
-pub use limits::LOG_RATIO_LIMIT;
-pub use plan::{
-    Agg, AnyGate, Blend, Budget, Gate, Level, Missing, Over, Per, Plan, Policy, Ratio, Reduction, Shape, Stat, Weight,
-    When,
-};
-pub use real::Real;
-pub use scale::Scale;
-pub use stats::Stats;
-pub use terms::{Ids, Integers, Terms, Totals};
 
 /// Fewest terms of a block: its arrays stay in the first caches.
 const BLOCK: usize = 1024;
@@ -153,7 +143,7 @@ fn in_shares<F: Real>(
         let context = Context { plan, levels, exchange: &Alone };
         F::dispatch(Share { terms, context, blocks, weight, keep })
     };
-    let found: Vec<Result<Sums>> = threads::map(shares, || (), run);
+    let found: Vec<Result<Sums>> = pool::map(shares, || (), run);
     let mut total = Sums::new(plan);
     for sums in found {
         total.merge(&sums?);
@@ -228,6 +218,3 @@ fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) ->
     }
     Ok(())
 }
-
-#[cfg(test)]
-mod tests;

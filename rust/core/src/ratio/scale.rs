@@ -1,14 +1,13 @@
 //! Integer denominators: 1 over how many terms, traces or groups there are.
 
-use super::exchange::{Exchange, Op};
-use super::lanes::ones;
+use super::all_reduce::{Exchange, Op, Stats};
+use super::float::Real;
+use super::loops::ones;
 use super::plan::{Over, Per, Reduction};
-use super::real::Real;
 use super::segments::{Index, Segments};
-use super::stats::Stats;
 use super::terms::{Ids, Terms, argument};
+use crate::cancel;
 use crate::error::Result;
-use crate::stop;
 
 /// The scale of every term, in one number where it is the same for all positions.
 #[derive(Debug, Clone, PartialEq)]
@@ -105,7 +104,7 @@ impl<F: Real> Counting<'_, F> {
     fn spread(&self, segments: &Segments, bottom: impl Fn(usize, usize) -> f64) -> Scale<F> {
         let mut scale = vec![F::ZERO; self.terms.len()];
         for (round, run) in segments.runs.iter().enumerate() {
-            stop::now_and_then(round);
+            cancel::now_and_then(round);
             scale[run.start..run.end].fill(reciprocal(bottom(run.segment, run.start)));
         }
         for (scale, &here) in scale.iter_mut().zip(self.terms.mask.unwrap_or(&[])) {
@@ -134,7 +133,7 @@ fn stated(given: Option<Ids<'_>>, position: usize, here: f64) -> f64 {
 fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let mut counts = vec![0.0; segments.len];
     for (round, run) in segments.runs.iter().enumerate() {
-        stop::now_and_then(round);
+        cancel::now_and_then(round);
         counts[run.segment] += counted.map_or((run.end - run.start) as f64, |flags| ones(&flags[run.start..run.end]));
     }
     counts
@@ -144,7 +143,7 @@ fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
 fn members(groups: &Segments, traces: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let (mut members, mut seen) = (vec![0.0; groups.len], vec![false; traces.len]);
     for (round, run) in traces.runs.iter().enumerate() {
-        stop::now_and_then(round);
+        cancel::now_and_then(round);
         let any = counted.is_none_or(|flags| flags[run.start..run.end].contains(&true));
         if any && !seen[run.segment] {
             seen[run.segment] = true;

@@ -1,14 +1,13 @@
-//! Vectors of eight numbers: portable, and in AVX2 where the processor has it; the one place with unsafe code.
+//! Vectors of eight numbers: portable, and in AVX2 where the processor has it; the one file with unsafe code.
 //!
 //! A kernel is written once over [`Vector`] and compiled for each. Multiplications and additions are fused where the code
 //! says so and nowhere else, so all give the same bits. (A fused operation that the processor lacks is a slow call: that
-//! is an x86-64 from before 2013.)
+//! is an x86-64 from before 2013.) f32 and f64 are [`Real`], each with the widest vectors it has.
 #![allow(unsafe_code, reason = "instructions that not every processor has")]
 
+use super::float::{Kernel, LANES, Real, Single, Vector, exp_k3};
 use std::array::from_fn;
 use std::ops::{Add, Mul, Sub};
-
-use super::real::{Kernel, LANES, Real, Vector};
 
 /// Asks for a cache line that will soon be needed, where the processor can be asked: its own foresight ends with a page.
 #[inline(always)]
@@ -109,7 +108,7 @@ mod avx2 {
     };
     use std::ops::{Add, Mul, Sub};
 
-    use super::super::real::{Kernel, LANES, Single, Vector, exp_k3};
+    use super::super::float::{Kernel, LANES, Single, Vector, exp_k3};
 
     /// Eight f32. Private, so that none is made but by a kernel that [`run`] runs.
     #[derive(Clone, Copy)]
@@ -210,6 +209,103 @@ mod avx2 {
         }
     }
 }
+
+impl Real for f64 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    const NAN: Self = Self::NAN;
+    const BITS: u32 = 63;
+    const EXPONENTS: (Self, Self) = (-708.0, 709.0);
+    fn of(value: f64) -> Self {
+        value
+    }
+    fn wide(self) -> f64 {
+        self
+    }
+    fn from_order(bits: u64) -> Self {
+        Self::from_bits(bits)
+    }
+    fn order(self) -> u64 {
+        self.to_bits()
+    }
+    fn abs(self) -> Self {
+        Self::abs(self)
+    }
+    fn exp_k3(self) -> (Self, Self) {
+        (Self::exp(self), self.exp_m1() - self)
+    }
+    fn dispatch<K: Kernel<Self>>(kernel: K) -> K::Output {
+        run_portable(kernel)
+    }
+    fn times_plus(self, by: Self, plus: Self) -> Self {
+        self.mul_add(by, plus)
+    }
+    #[inline(always)]
+    fn ln(self) -> Self {
+        Self::ln(self)
+    }
+}
+
+impl Real for f32 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    const NAN: Self = Self::NAN;
+    const BITS: u32 = 31;
+    const EXPONENTS: (Self, Self) = (-87.0, 88.0);
+    #[inline(always)]
+    fn of(value: f64) -> Self {
+        value as Self
+    }
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        f64::from(self)
+    }
+    fn from_order(bits: u64) -> Self {
+        Self::from_bits(bits as u32)
+    }
+    fn order(self) -> u64 {
+        u64::from(self.to_bits())
+    }
+    #[inline(always)]
+    fn abs(self) -> Self {
+        Self::abs(self)
+    }
+    #[inline(always)]
+    fn exp_k3(self) -> (Self, Self) {
+        exp_k3(self)
+    }
+    fn dispatch<K: Kernel<Self>>(kernel: K) -> K::Output {
+        run_single(kernel)
+    }
+    #[inline(always)]
+    fn times_plus(self, by: Self, plus: Self) -> Self {
+        self.mul_add(by, plus)
+    }
+    #[inline(always)]
+    fn ln(self) -> Self {
+        Self::ln(self)
+    }
+}
+
+impl Single for f32 {
+    #[inline(always)]
+    fn constant(value: f32) -> Self {
+        value
+    }
+    #[inline(always)]
+    fn times_plus(self, by: Self, plus: Self) -> Self {
+        self.mul_add(by, plus)
+    }
+    #[inline(always)]
+    fn two_to_low_bits(self) -> Self {
+        Self::from_bits((self.to_bits() << 23).wrapping_add(127 << 23))
+    }
+    #[inline(always)]
+    fn if_zero(self, yes: Self, no: Self) -> Self {
+        if self == 0.0 { yes } else { no }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,10 +1,9 @@
 //! What is known of the terms of a step: flat slices, borrowed.
 
-use std::ops::Range;
-
+use super::float::Real;
 use super::plan::Policy;
-use super::real::Real;
 use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// Any integers, narrow or wide.
 #[derive(Debug, Clone, Copy)]
@@ -138,7 +137,7 @@ impl<'a, F: Real> Terms<'a, F> {
                 format!("term {term} (trace {})", self.trace.at(position))
             };
             if let Some(logprob) = self.rollout.map(|rollout| rollout[position].wide()) {
-                if logprob > super::limits::POSITIVE_TOLERANCE || logprob <= super::limits::SENTINEL {
+                if logprob > super::plan::POSITIVE_TOLERANCE || logprob <= super::plan::SENTINEL {
                     return Err(argument(format!("{}: the rollout logprob is {logprob}", place()))
                         .why("No sampled token has it, so the ratio would be an invention")
                         .cure("Pass NaN where a logprob is not known"));

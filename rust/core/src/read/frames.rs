@@ -1,13 +1,12 @@
 //! A file that grows by whole groups of records, each a zstd frame: it is there to its last byte, or not there yet.
 //!
-//! What a frame holds is bounded by what it says of itself, and that by the caller. Called by the Python border for the
-//! folder that a run plays into.
+//! What a frame holds is bounded by what it says of itself, and that by the caller.
 
-use super::outcome::decoded;
+use super::reader::decoded;
 use super::source::{in_file, unreadable};
 use super::split::Piece;
+use crate::cancel;
 use crate::error::{At, Error, Kind, Result};
-use crate::stop;
 use crate::trace::Trace;
 use memchr::memchr_iter;
 use std::fs::{File, metadata};
@@ -107,7 +106,7 @@ impl Frames {
         };
         let (mut text, mut length) = (Vec::with_capacity(claimed.min(ROOM)), 0);
         loop {
-            stop::check();
+            cancel::check();
             if text.len() == text.capacity() {
                 text.reserve_exact((claimed - text.len()).clamp(1, text.len().max(BLOCK)));
             }
@@ -140,7 +139,7 @@ impl Frames {
             match self.file.read(&mut self.block[self.filled..]) {
                 Ok(0) => break,
                 Ok(count) => self.filled += count,
-                Err(error) if error.kind() == ErrorKind::Interrupted => stop::check_now(),
+                Err(error) if error.kind() == ErrorKind::Interrupted => cancel::check_now(),
                 Err(error) => return Err(unreadable(&self.name, &error)),
             }
         }

@@ -2,31 +2,19 @@
 //!
 //! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order, and by the longest record:
 //! a longer one is never held whole. What a record means is decided in `format`.
-//!
-//! Its files, each using those before it alone: `waiting`, `source`, `held`, `events`, `nesting`, `split` (bytes to records);
-//! `report`, `quarantine`, `outcome`, `plain`; `reader`, `cut`, `frames`; `write`.
 
-mod cut;
-mod events;
+mod buffer;
 mod frames;
-mod held;
-mod nesting;
-mod outcome;
-mod plain;
+mod needs_adapter;
 mod quarantine;
 mod reader;
-mod report;
 mod source;
 mod split;
 #[cfg(test)]
 mod tests;
-mod waiting;
 mod write;
 
-pub use cut::{Cut, Made};
 pub use frames::{Frame, Frames};
-pub use outcome::decode_all;
-pub use plain::{open, plain};
-pub use reader::{OnError, Options, Reader, read_all};
-pub use report::Report;
+pub use needs_adapter::{open, plain};
+pub use reader::{Cut, Made, OnError, Options, Reader, Report, decode_all, read_all};
 pub use write::Writer;

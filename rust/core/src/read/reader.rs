@@ -1,17 +1,18 @@
-//! The traces of a stream, chunk by chunk, and what becomes of bad records.
+//! Reads a stream chunk by chunk: gives its traces, or its records before they are decoded, and counts what was bad.
+//!
+//! What is bad is settled by the reader's policy, with the bytes of the file. What a caller changes in a record before it
+//! is decoded is the caller's affair.
 
-use super::held::Bytes;
-use super::outcome::{Outcome, decoded};
+use super::buffer::Bytes;
 use super::quarantine::Quarantine;
-use super::report::Report;
 use super::source::{Source, in_file};
 use super::split::{Piece, Splitter};
-use crate::error::{At, Error, Kind, Result};
-use crate::format::Rejection;
-use crate::raw::Spot;
-use crate::threads;
+use crate::error::{At, Error, Kind, Location, Result};
+use crate::format::{Decoded, Form, Reason, Record, Rejection, decode, reject};
+use crate::record_bytes::{Raw, Spot};
 use crate::trace::Trace;
-use std::collections::VecDeque;
+use crate::{caught, pool};
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -172,8 +173,8 @@ impl Reader {
         let decode = || decoded(pieces, &file, limit, format);
         // Beside a long record not another one is held.
         let ahead = self.ready && !self.exhausted && bytes / 2 < self.options.chunk_bytes;
-        let outcomes = if ahead && threads::count() > 1 {
-            let (outcomes, next) = threads::join(decode, || self.cut());
+        let outcomes = if ahead && pool::count() > 1 {
+            let (outcomes, next) = pool::join(decode, || self.cut());
             self.ahead = Some(next);
             outcomes
         } else {
@@ -195,7 +196,7 @@ impl Reader {
             }
         }
         // One thread gains nothing by larger chunks, and small ones stay in its cache.
-        let factor = if threads::count() == 1 { 1 } else { 4 };
+        let factor = if pool::count() == 1 { 1 } else { 4 };
         self.next_chunk = (self.next_chunk * factor).min(self.options.chunk_bytes).max(1);
         pieces
     }
@@ -271,5 +272,236 @@ impl Iterator for Reader {
         let next = self.advance();
         self.ended |= next.is_err();
         next.transpose()
+    }
+}
+
+/// A record of the file, not yet decoded.
+#[derive(Debug, Clone)]
+pub struct Cut {
+    /// Where it begins.
+    pub at: At,
+    /// Its bytes.
+    pub bytes: Arc<[u8]>,
+}
+
+/// What a caller made of a record.
+#[derive(Debug, Clone)]
+pub enum Made {
+    /// The bytes to decode in its place.
+    Record(Arc<[u8]>),
+    /// Nothing: what was found, why it matters, what to do.
+    Refused([String; 3]),
+}
+
+impl Reader {
+    /// Takes at most `count` records that are not decoded yet, of about `most` bytes together. None: the stream has ended.
+    ///
+    /// For use before `batch`, which cuts ahead of what it gives back.
+    pub fn records(&mut self, count: usize, most: usize) -> Result<Vec<Cut>> {
+        self.spots.clear();
+        let (mut records, mut held) = (Vec::new(), 0);
+        while records.len() < count && held < most && !self.exhausted && !self.limit_reached() {
+            let Some(piece) = self.splitter.next_piece() else {
+                self.exhausted = true;
+                break;
+            };
+            held += piece.len();
+            self.report.bytes += piece.len() as u64;
+            if let Piece::Record { at, bytes, spot } = piece {
+                self.spots.push(spot);
+                records.push(Cut { at, bytes: bytes.own() });
+                continue;
+            }
+            self.exhausted = matches!(piece, Piece::Broken { .. });
+            let outcome = Outcome::of(piece, &self.file, self.limit, None);
+            if let Err(rejection) = outcome.decoded {
+                self.settle(&outcome.bytes, outcome.at, outcome.continued, rejection)?;
+            }
+        }
+        Ok(records)
+    }
+
+    /// Takes at most `count` traces; it ends also before a bad record whose form the caller may know: `settle_refused` or `decode` goes on.
+    pub fn batch_asking(&mut self, count: usize) -> Result<(Vec<Arc<Trace>>, Option<Cut>)> {
+        self.asking = true;
+        let traces = self.batch(count)?;
+        let refused = self.refused.as_ref();
+        Ok((traces, refused.map(|(at, bytes, _)| Cut { at: *at, bytes: bytes.clone().own() })))
+    }
+
+    /// Settles the record that `batch_asking` ended before, which its caller does not know either.
+    pub fn settle_refused(&mut self) -> Result<()> {
+        let Some((at, bytes, rejection)) = self.refused.take() else { return Ok(()) };
+        let settled = self.settle(&bytes, at, false, rejection);
+        self.ended |= settled.is_err();
+        settled
+    }
+
+    /// Takes records back that `records` gave first, all of them and unchanged, to be read before all others.
+    pub fn put_back(&mut self, records: Vec<Cut>) {
+        self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
+        let spots = self.spots.drain(..).chain(std::iter::repeat(None));
+        let pieces = records.into_iter().zip(spots);
+        let pieces = pieces.map(|(Cut { at, bytes }, spot)| Piece::Record { at, bytes: Bytes::Own(bytes), spot });
+        self.ahead = Some(pieces.collect());
+    }
+
+    /// Decodes records in place of those they were made of, and settles what is bad.
+    pub fn decode(&mut self, made: Vec<(Cut, Made)>) -> Result<Vec<Arc<Trace>>> {
+        self.refused = None;
+        let (mut pieces, mut origins) = (Vec::new(), Vec::new());
+        for (cut, made) in made {
+            match made {
+                Made::Record(bytes) => pieces.push(Piece::own(cut.at, bytes)),
+                Made::Refused([what, why, cure]) => {
+                    let problem = reject(Reason::WrongType, what).why(why).cure(cure);
+                    pieces.push(Piece::Broken { at: cut.at, bytes: Vec::new(), problem });
+                }
+            }
+            origins.push(cut.bytes);
+        }
+        let outcomes = decoded(pieces, &self.file, self.limit, self.options.format);
+        let mut traces = Vec::with_capacity(outcomes.len());
+        for (outcome, origin) in outcomes.into_iter().zip(origins) {
+            if self.limit_reached() {
+                break;
+            }
+            match outcome.decoded {
+                Ok(record) => {
+                    self.report.count(&record);
+                    traces.push(Arc::new(record.trace));
+                }
+                Err(rejection) => self.settle(&origin, outcome.at, false, rejection)?,
+            }
+        }
+        Ok(traces)
+    }
+}
+
+/// Bytes of a record whose decoding takes some tenths of a second: no parser looks meanwhile whether it must stop.
+const LONG: usize = 8 << 20;
+
+/// One record after decoding, with what the policy for bad ones needs.
+pub(super) struct Outcome {
+    pub at: At,
+    /// Those of a bad record.
+    pub bytes: Bytes,
+    pub decoded: Decoded<Record>,
+    /// Further bytes of a record that was too long to hold.
+    pub continued: bool,
+}
+
+/// Decodes records that are in memory already; an error names `name` and the record's place, from `first` on.
+pub fn decode_all(
+    records: Vec<Arc<[u8]>>,
+    name: &str,
+    first: At,
+    format: Option<&'static str>,
+) -> Result<(Vec<Arc<Trace>>, Report)> {
+    let file: Arc<str> = name.into();
+    let places = std::iter::successors(Some(first), |at| Some(at.next()));
+    let pieces = places.zip(records).map(|(at, bytes)| Piece::own(at, bytes)).collect();
+    let outcomes = decoded(pieces, &file, usize::MAX, format);
+    let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
+    for outcome in outcomes {
+        let record = outcome.decoded.map_err(|rejection| rejection.error)?;
+        report.count(&record);
+        report.bytes += record.trace.raw.len() as u64;
+        traces.push(Arc::new(record.trace));
+    }
+    Ok((traces, report))
+}
+
+/// Decodes pieces in their order, on all threads.
+pub(super) fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Vec<Outcome> {
+    pool::map(pieces, || (), |(), piece| Outcome::of(piece, file, limit, format))
+}
+
+impl Outcome {
+    pub fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
+        let (at, bytes, continued, problem) = match piece {
+            Piece::Record { at, bytes, spot } => {
+                let raw = spot.map_or_else(|| Raw::Held(bytes.own()), |spot| Raw::left(&bytes, spot));
+                let decoded = if bytes.len() < LONG {
+                    decode_one(&bytes, raw, &at.in_file(file), format)
+                } else {
+                    let (bytes, place) = (bytes.clone(), at.in_file(file));
+                    pool::apart(move || decode_one(&bytes, raw, &place, format))
+                };
+                let bytes = if decoded.is_ok() { Bytes::Cut(Vec::new()) } else { bytes };
+                return Self { at, bytes, decoded, continued: false };
+            }
+            Piece::Overlong { at, bytes, continued } => (at, bytes, continued, too_long(limit)),
+            Piece::Broken { at, bytes, problem } => (at, bytes, false, problem),
+        };
+        Self { at, bytes: Bytes::Cut(bytes), decoded: Err(problem.at(&at.in_file(file))), continued }
+    }
+}
+
+/// Decodes a record; a fault of the code that does is a reason like others.
+fn decode_one(bytes: &[u8], raw: Raw, place: &Location, format: Option<&str>) -> Decoded<Record> {
+    let work = || Ok(decode(bytes, raw, place, format));
+    let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(place) });
+    caught(Kind::Fault, "reading a record", work).unwrap_or_else(fault)
+}
+
+fn too_long(limit: usize) -> Rejection {
+    reject(Reason::TooLong, format!("a record of more than {limit} bytes"))
+        .why("It would have to be held in memory several times over")
+        .cure("Split it, or raise max_record_bytes")
+}
+
+/// What a reader has seen so far.
+#[derive(Debug, Clone, Default)]
+pub struct Report {
+    /// Records, good and bad.
+    pub records: u64,
+    /// Good ones.
+    pub traces: u64,
+    /// Good ones by form.
+    pub forms: BTreeMap<Form, u64>,
+    /// Bad ones.
+    pub bad: u64,
+    /// Bad ones by reason.
+    pub reasons: BTreeMap<Reason, u64>,
+    /// The first few errors, in order.
+    pub first_errors: Vec<Error>,
+    /// Sampling calls in the good ones.
+    pub generations: u64,
+    /// Sampled tokens that they list.
+    pub tokens: u64,
+    /// Logprobs that were null, NaN or -inf.
+    pub missing_logprobs: u64,
+    /// Logprobs that were positive or -9999.0.
+    pub invalid_logprobs: u64,
+    /// Choices that were not used because the record names none and the first was taken.
+    pub unused_choices: u64,
+    /// Bytes of records, after decompression.
+    pub bytes: u64,
+}
+
+const FIRST_ERRORS: usize = 5;
+
+impl Report {
+    pub(super) fn count(&mut self, record: &Record) {
+        self.records += 1;
+        self.traces += 1;
+        *self.forms.entry(record.form).or_default() += 1;
+        self.unused_choices += u64::from(record.unused_choices);
+        for generation in &record.trace.generations {
+            self.generations += 1;
+            self.tokens += generation.tokens.len() as u64;
+            self.missing_logprobs += u64::from(generation.tokens.missing);
+            self.invalid_logprobs += u64::from(generation.tokens.invalid);
+        }
+    }
+
+    pub(super) fn count_bad(&mut self, reason: Reason, error: &Error) {
+        self.records += 1;
+        self.bad += 1;
+        *self.reasons.entry(reason).or_default() += 1;
+        if self.first_errors.len() < FIRST_ERRORS {
+            self.first_errors.push(error.clone());
+        }
     }
 }

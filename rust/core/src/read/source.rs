@@ -1,14 +1,18 @@
-//! Where bytes come from: a file or standard input, decompressed by what the bytes are and not by the suffix.
+//! Opens a file or standard input, and decompresses it by what its bytes are and not by the suffix.
+//!
+//! Reads of pipes and terminals may block for ever: the wait ends when the caller stops the work.
 
-use super::waiting::{self, Waiting};
+use crate::cancel;
 use crate::error::{Error, Kind, Location, Result};
-use crate::raw::Origin;
+use crate::record_bytes::Origin;
 use flate2::read::MultiGzDecoder;
-use std::fs::{File, FileType};
-use std::io::{self, BufReader, Chain, Cursor, IsTerminal, Read};
+use std::fs::{self, File, FileType};
+use std::io::{self, BufReader, Chain, Cursor, ErrorKind, IsTerminal, Read};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::Builder;
 
 /// A byte stream with the name it has in errors.
 pub(super) struct Source {
@@ -62,12 +66,12 @@ impl Source {
     /// `limit`: bytes of the longest record. `name`: stands for the path in errors.
     pub fn open(path: &Path, limit: usize, name: Option<&str>) -> Result<Self> {
         if path == Path::new("-") {
-            let stdin = waiting::stdin().map_err(|error| unreadable("<stdin>", &error))?;
+            let stdin = stdin().map_err(|error| unreadable("<stdin>", &error))?;
             return Self::new(Box::new(Waiting(stdin)), "<stdin>", limit);
         }
         let name = name.map_or_else(|| path.to_string_lossy(), Into::into);
         let fail = |error: &io::Error| unreadable(&name, error);
-        let file = waiting::open(path).map_err(|error| fail(&error))?;
+        let file = open(path).map_err(|error| fail(&error))?;
         let metadata = file.metadata().map_err(|error| fail(&error))?;
         if let Some(what) = no_file(metadata.file_type(), &file) {
             return Err(Error::new(Kind::Io, format!("it is a {what}"))
@@ -177,8 +181,8 @@ fn is_skippable(magic: &[u8]) -> bool {
 
 pub(super) fn unreadable(name: &str, error: &io::Error) -> Error {
     let cure = match error.kind() {
-        io::ErrorKind::NotFound => "Check the path",
-        io::ErrorKind::PermissionDenied => "Check the permissions of the file",
+        ErrorKind::NotFound => "Check the path",
+        ErrorKind::PermissionDenied => "Check the permissions of the file",
         _ => "Check the disk, then try again",
     };
     Error::new(Kind::Io, format!("cannot be read: {error}"))
@@ -189,4 +193,76 @@ pub(super) fn unreadable(name: &str, error: &io::Error) -> Error {
 
 pub(super) fn in_file(name: &str) -> Location {
     Location { file: Some(name.into()), ..Location::default() }
+}
+
+/// Opens a file. A pipe without a writer is waited for, by a thread that is left to wait where the work stops.
+pub(super) fn open(path: &Path) -> io::Result<File> {
+    let waits = fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir());
+    if !waits {
+        return File::open(path);
+    }
+    let ((opened, found), path) = (channel(), path.to_owned());
+    Builder::new().spawn(move || opened.send(File::open(path)))?;
+    loop {
+        match found.recv_timeout(cancel::PAUSE) {
+            Ok(file) => return file,
+            Err(RecvTimeoutError::Timeout) => cancel::check_now(),
+            Err(RecvTimeoutError::Disconnected) => return Err(ErrorKind::Interrupted.into()),
+        }
+    }
+}
+
+/// Standard input, nothing of which is held back in a buffer.
+#[cfg(unix)]
+pub(super) fn stdin() -> io::Result<File> {
+    use std::os::fd::AsFd;
+    Ok(io::stdin().as_fd().try_clone_to_owned()?.into())
+}
+
+#[cfg(not(unix))]
+pub(super) fn stdin() -> io::Result<io::Stdin> {
+    Ok(io::stdin())
+}
+
+/// A stream that looks now and then whether the work must stop while it waits.
+pub(super) struct Waiting<R>(pub R);
+
+#[cfg(unix)]
+impl<R: Read + std::os::fd::AsFd> Read for Waiting<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            // A signal ends no read that has not begun yet, and none of this thread where another has taken it.
+            if has_come(&self.0)? {
+                match self.0.read(buffer) {
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    other => return other,
+                }
+            }
+            cancel::check_now();
+        }
+    }
+}
+
+/// Waits for bytes or their end, at most as long as the caller is not asked; whether there are any.
+#[cfg(unix)]
+fn has_come(stream: &impl std::os::fd::AsFd) -> io::Result<bool> {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let pause = Timespec { tv_sec: 0, tv_nsec: cancel::PAUSE.subsec_nanos().into() };
+    match poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&pause)) {
+        Ok(count) => Ok(count > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(not(unix))]
+impl<R: Read> Read for Waiting<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.0.read(buffer) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => cancel::check_now(),
+                other => return other,
+            }
+        }
+    }
 }

@@ -2,14 +2,16 @@
 //! streams of server-sent events among the lines.
 //!
 //! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
+//!
+//! A stream of events is one record. It begins with a line that is a field of an event, and ends with `data: [DONE]`,
+//! before a line that is an object or begins another stream, or with the file. Its record is `{"response": "its text"}`: a
+//! record is one line of JSON, and nothing of the stream is lost in it.
 
-use super::events;
-use super::held::{BLOCK, Bytes, Held};
-use super::nesting::{Layout, Nesting, count_lines, passes, without_comma};
+use super::buffer::{BLOCK, Bytes, Held};
+use crate::cancel;
 use crate::error::At;
 use crate::format::{Reason, Rejection, reject};
-use crate::raw::{Origin, Spot};
-use crate::stop;
+use crate::record_bytes::{Origin, Spot};
 use std::io::{self, Read};
 use std::sync::Arc;
 
@@ -144,7 +146,7 @@ impl Splitter {
         if self.at_end {
             return false;
         }
-        stop::check();
+        cancel::check();
         self.buffer.forget(self.start);
         self.before += self.start as u64;
         self.scanned -= self.start;
@@ -225,16 +227,16 @@ impl Splitter {
             let line = &self.buffer[self.line_start.min(end)..end];
             // A line whose beginning is gone says nothing.
             let whole = !std::mem::take(&mut self.line_cut);
-            if !(self.in_stream || whole && events::is_field(line)) {
+            if !(self.in_stream || whole && is_field(line)) {
                 return Some(end);
             }
-            if whole && self.in_stream && events::begins_another(line) && self.line_start > self.start {
+            if whole && self.in_stream && begins_another(line) && self.line_start > self.start {
                 // The line break before it ends the record and is counted there.
                 self.line_now -= 1;
                 return Some(self.line_start - 1);
             }
             self.in_stream = true;
-            if whole && events::is_done(line) {
+            if whole && is_done(line) {
                 return Some(end);
             }
             (self.scanned, self.line_start) = (end + 1, end + 1);
@@ -306,7 +308,7 @@ impl Splitter {
             return None;
         }
         if in_stream {
-            return Some(Piece::own(at, events::record(bytes)));
+            return Some(Piece::own(at, record(bytes)));
         }
         let start = self.before + begin as u64;
         let spot = self.origin.as_ref().map(|origin| Spot { origin: Arc::clone(origin), start });
@@ -326,7 +328,7 @@ impl Splitter {
         }
         // A line of a stream of events is judged whole, with the break before it, unless it is long.
         let line = &self.buffer[self.line_start.min(self.scanned)..];
-        let begins = !self.overlong && self.line_start == self.start && events::is_field(line);
+        let begins = !self.overlong && self.line_start == self.start && is_field(line);
         if self.layout == Layout::Lines && (self.in_stream || begins) && !self.line_cut && line.len() < BLOCK {
             return self.line_start.checked_sub(1).filter(|&end| end > self.start);
         }
@@ -338,7 +340,7 @@ impl Splitter {
         let continued = std::mem::replace(&mut self.overlong, true);
         if end == self.scanned && self.layout == Layout::Lines {
             let begins = !continued && self.line_start == self.start && end > self.start;
-            self.in_stream |= begins && events::is_field(&self.buffer[self.start..]);
+            self.in_stream |= begins && is_field(&self.buffer[self.start..]);
             self.line_cut = true;
         }
         let bytes = self.buffer.take(self.start, end);
@@ -376,7 +378,7 @@ impl Splitter {
             return None;
         }
         let first = self.layout == Layout::Lines && !self.overlong;
-        self.in_stream |= first && events::is_field(&self.buffer[self.start..]);
+        self.in_stream |= first && is_field(&self.buffer[self.start..]);
         let piece = self.cut(self.buffer.len());
         self.start = self.buffer.len();
         piece
@@ -387,4 +389,119 @@ impl Splitter {
         (self.start, self.scanned, self.line_start) = (0, 0, 0);
         Piece::Broken { at: self.at(), bytes, problem }
     }
+}
+
+/// How the lines of an event stream begin.
+const FIELDS: [&[u8]; 5] = [b"data:", b"event:", b"id:", b"retry:", b":"];
+
+/// Events that only stand at the beginning of a stream.
+const FIRST: [&[u8]; 2] = [b"event: message_start", b"event: response.created"];
+
+/// Whether a line is a field of an event.
+pub(super) fn is_field(line: &[u8]) -> bool {
+    FIELDS.iter().any(|field| line.starts_with(field))
+}
+
+/// Whether a line says that the stream has ended.
+pub(super) fn is_done(line: &[u8]) -> bool {
+    line.strip_prefix(b"data:").is_some_and(|data| data.trim_ascii() == b"[DONE]")
+}
+
+/// Whether a line in a stream is not of it.
+pub(super) fn begins_another(line: &[u8]) -> bool {
+    line.starts_with(b"{") || FIRST.contains(&line.trim_ascii_end())
+}
+
+/// The record of a stream; bytes that are not UTF-8 stay as they are, and are refused as such.
+pub(super) fn record(stream: &[u8]) -> Arc<[u8]> {
+    let Ok(text) = std::str::from_utf8(stream) else { return stream.into() };
+    format!("{{\"response\":{}}}", serde_json::Value::from(text)).into_bytes().into()
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Layout {
+    /// Not looked at yet.
+    Unknown,
+    /// One a line.
+    Lines,
+    /// Elements of one array; whether a comma must come first, and whether the array has ended.
+    Array { comma_due: bool, closed: bool },
+    /// Objects over several lines, one after another.
+    Objects,
+}
+
+/// Where a scan through one JSON value stands.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Nesting {
+    pub depth: u32,
+    in_string: bool,
+    escaped: bool,
+}
+
+impl Layout {
+    /// The layout of records whose first bytes these are.
+    pub fn of(bytes: &[u8]) -> Self {
+        match bytes {
+            [b'[', ..] => Self::Array { comma_due: false, closed: false },
+            [b'{', b'\n' | b'\r', ..] => Self::Objects,
+            _ => Self::Lines,
+        }
+    }
+}
+
+impl Nesting {
+    /// Whether a value without brackets ends before this byte.
+    pub fn ends_before(self, byte: u8) -> bool {
+        self.depth == 0 && !self.in_string && matches!(byte, b',' | b']' | b' ' | b'\t' | b'\r' | b'\n')
+    }
+
+    /// Takes one byte; whether it closes a value in brackets.
+    pub fn ends_with(&mut self, byte: u8) -> bool {
+        if self.in_string {
+            let escaped = std::mem::take(&mut self.escaped);
+            match byte {
+                b'"' if !escaped => self.in_string = false,
+                b'\\' => self.escaped = !escaped,
+                _ => {}
+            }
+            return false;
+        }
+        match byte {
+            b'"' => self.in_string = true,
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => {
+                self.depth = self.depth.saturating_sub(1);
+                return self.depth == 0;
+            }
+            _ => {}
+        }
+        false
+    }
+}
+
+/// A line of an array that lost its brackets: the comma behind its object is no part of the record.
+pub(super) fn without_comma(line: &[u8]) -> &[u8] {
+    match line.trim_ascii_end().strip_suffix(b",").map(<[u8]>::trim_ascii_end) {
+        Some(record) if record.ends_with(b"}") => record,
+        _ => line,
+    }
+}
+
+/// Behind which byte of some blanks a line of them is longer than `limit`; `before` of it stand before them.
+pub(super) fn passes(blanks: &[u8], before: usize, limit: usize) -> Option<usize> {
+    if before.saturating_add(blanks.len()) <= limit {
+        return None;
+    }
+    let mut count = before;
+    blanks
+        .iter()
+        .position(|&byte| {
+            count = if byte == b'\n' { 0 } else { count + 1 };
+            count > limit
+        })
+        .map(|at| at + 1)
+}
+
+pub(super) fn count_lines(bytes: &[u8]) -> u64 {
+    memchr::memchr_iter(b'\n', bytes).count() as u64
 }

@@ -1,11 +1,12 @@
 //! Whether a template iterates over the parts of a message's content, as vLLM and SGLang find it out from the source.
 //!
-//! vLLM's `_detect_content_format` walks Jinja's syntax tree: it follows assignments of `messages`, finds the loops over them,
-//! and asks whether some loop goes over `content` of such an item, over a macro's parameter that is given one, or, outside
-//! macros, over a variable that is called `content`. Here the same is read from the tokens of the tags. Called by `scan`.
+//! vLLM's `_detect_content_format` walks Jinja's syntax tree: it follows assignments of `messages`, finds the loops
+//! over them, and asks whether some loop goes over `content` of such an item, over a macro's parameter that is given
+//! one, or, outside macros, over a variable that is called `content`. Here the same is read from the tokens of the
+//! tags.
 
-use super::resumable::Tag;
-use super::tokens::{Token, token_at};
+use super::incremental::analyze::Tag;
+use super::lexer::{Token, token_at};
 use std::collections::{HashMap, HashSet};
 
 /// Which servers hand a template the parts of a content, where others join them.

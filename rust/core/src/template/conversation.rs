@@ -1,16 +1,15 @@
 //! Messages as transformers hands them to a template, with marks around their strings where asked.
 //!
-//! Normalisation happens here and nowhere else. Called by `Template::render` for the plain render, and by `marking`.
+//! Normalisation happens here and nowhere else.
 
-use super::containers::{merged, record};
+use super::cache::same;
 use super::marks::{Marker, Used};
 use super::rendered::Field;
-use super::renders::same;
 use super::rewrite::UNMARKED;
-use super::served_message::Rules;
-use super::value::{contained, note, plain, size};
+use super::server_message::Rules;
+use super::value::{contained, merged, note, plain, record, size};
 use crate::error::{Error, Kind, Result};
-use crate::exact;
+use crate::json_number;
 use crate::trace::value_of;
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
@@ -303,7 +302,7 @@ fn part_value(part: &Json, message: u32, field: Field, marker: &mut Marker<'_>) 
 fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(present) = marker else { return plain(json) };
     match json {
-        kept if exact::text(kept).is_some() => plain(kept),
+        kept if json_number::text(kept).is_some() => plain(kept),
         Json::String(text) => Value::from(present.leaf(text, message, Field::ToolCall)),
         Json::Array(items) => {
             let items: Vec<Value> = items.iter().map(|item| argument_value(item, message, marker)).collect();

@@ -1,19 +1,19 @@
-//! The Jinja environment of transformers: its filters, globals, Python methods and limits.
+//! The Jinja environment of transformers: its filters, globals, Python methods, `strftime_now` and limits.
 //!
-//! One environment holds one compiled template. Errors of the engine become ours here. Called by `Template`.
+//! One environment holds one compiled template. Errors of the engine become ours here. A render asks for the time once,
+//! so that its passes agree.
 
-use super::charge::{Paid, Reads, held};
-use super::clock::Clock;
-use super::containers::Tagged;
-use super::filters;
+use super::incremental::messages;
 use super::json::{Style, dumps, python_str};
-use super::limits::{self, Size};
-use super::methods;
-use super::predicates;
-use super::scan::GENERATION_FILTER;
+use super::limits::{self, Paid, Reads, Size, held};
+use super::preprocess::GENERATION_FILTER;
+use super::value::Tagged;
 use super::watch::{self, Tells};
-use super::{comparisons, operators, slices, turns};
+use super::{filters, python_ops};
 use crate::error::{Error, Kind, Result};
+use jiff::Zoned;
+use jiff::civil::DateTime;
+use jiff::fmt::strtime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Object, Value, from_args};
 use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, Output, State, UndefinedBehavior, functions};
@@ -54,10 +54,10 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     env.set_fuel(Some(limits::fuel(longest_text)));
     env.set_recursion_limit(limits::RECURSION);
     env.set_formatter(write_value);
-    env.set_unknown_method_callback(methods::call);
+    env.set_unknown_method_callback(python_ops::call);
     let mut paid = Paid(&mut env);
     filters::add(&mut paid);
-    predicates::add(&mut paid);
+    filters::add_tests(&mut paid);
     add_operators(&mut paid);
     paid.direct("tojson", Reads::Strings, |_, values| tojson(values));
     paid.filter(GENERATION_FILTER, Reads::Strings, mark_generation);
@@ -68,46 +68,46 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     paid.function("strftime_now", Reads::Strings, strftime_now);
     paid.function("__load", Reads::Strings, no_loader);
     paid.direct("__turns", Reads::Strings, |state, values| {
-        from_args(values).and_then(|(items, number)| turns::turns(state, items, number))
+        from_args(values).and_then(|(items, number)| messages::turns(state, items, number))
     });
-    paid.function("__begins", Reads::Strings, |state: &State| turns::begins(state));
-    paid.function("__restores", Reads::Strings, turns::restores);
-    paid.function("__has", Reads::Strings, turns::has);
-    paid.function("__kept", Reads::Strings, turns::kept);
-    paid.function("__ended", Reads::Strings, |state: &State| turns::ended(state));
+    paid.function("__begins", Reads::Strings, |state: &State| messages::begins(state));
+    paid.function("__restores", Reads::Strings, messages::restores);
+    paid.function("__has", Reads::Strings, messages::has);
+    paid.function("__kept", Reads::Strings, messages::kept);
+    paid.function("__ended", Reads::Strings, |state: &State| messages::ended(state));
     env.add_template_owned(NAME, source).map_err(|error| failure(&error))?;
     Ok(env)
 }
 
 /// The filters that `rewrite` writes; what they make is counted by themselves.
 fn add_operators(paid: &mut Paid<'_>) {
-    paid.direct("__add", Reads::Strings, |_, values| operators::add(values));
-    paid.direct("__concat", Reads::Strings, |_, values| operators::concat(values));
-    paid.filter("__multiply", Reads::Strings, operators::multiply);
-    paid.filter("__modulo", Reads::Strings, operators::modulo);
+    paid.direct("__add", Reads::Strings, |_, values| python_ops::add(values));
+    paid.direct("__concat", Reads::Strings, |_, values| python_ops::concat(values));
+    paid.filter("__multiply", Reads::Strings, python_ops::multiply);
+    paid.filter("__modulo", Reads::Strings, python_ops::modulo);
     paid.direct("__in", Reads::Strings, |_, values| {
-        from_args(values).and_then(|(item, container)| comparisons::contains(item, container)).map(Value::from)
+        from_args(values).and_then(|(item, container)| python_ops::contains(item, container)).map(Value::from)
     });
-    paid.direct("__compare", Reads::Strings, |_, values| comparisons::compare(values).map(Value::from));
-    paid.filter("__each", Reads::Strings, operators::each);
-    paid.direct("__slice", Reads::Strings, |_, values| from_args(values).and_then(slices::slice));
-    paid.filter("__sized", Reads::Strings, operators::sized);
+    paid.direct("__compare", Reads::Strings, |_, values| python_ops::compare(values).map(Value::from));
+    paid.filter("__each", Reads::Strings, python_ops::each);
+    paid.direct("__slice", Reads::Strings, |_, values| from_args(values).and_then(filters::slice));
+    paid.filter("__sized", Reads::Strings, python_ops::sized);
     paid.direct("__item", Reads::Strings, |_, values| {
-        from_args(values).and_then(|(value, key)| operators::item(value, key))
+        from_args(values).and_then(|(value, key)| python_ops::item(value, key))
     });
     paid.filter("__key", Reads::All, |key: Value| key);
     paid.filter("__mapping", Reads::All, |value: Value| value);
-    paid.filter("__splat", Reads::Strings, operators::splat);
+    paid.filter("__splat", Reads::Strings, python_ops::splat);
     paid.direct("__held", Reads::Strings, |_, values| {
         from_args::<(&Value,)>(values).and_then(|(value,)| held(value).map(|()| value.clone()))
     });
-    paid.direct("__loop", Reads::Strings, methods::of_loop);
+    paid.direct("__loop", Reads::Strings, python_ops::of_loop);
 }
 
 pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> Result<String> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
-    turns::forget();
+    messages::forget();
     limits::start(size);
     template.render(context).map_err(|error| failure(&error))
 }
@@ -115,17 +115,17 @@ pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> 
 /// A text, and what its run had left.
 #[derive(Debug)]
 pub(super) struct Written {
-    pub text: turns::Text,
+    pub text: messages::Text,
     pub fuel_left: u64,
     pub bytes_left: usize,
 }
 
-/// As [`render`], for a run that `turns` notes.
+/// As [`render`], for a run that `messages` notes.
 pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Size) -> Result<Written> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
     limits::start(size);
-    let mut text = turns::Text::default();
+    let mut text = messages::Text::default();
     let captured = template.render_captured_to(context, &mut text).map_err(|error| failure(&error))?;
     let fuel_left = captured.state().fuel_levels().map_or(u64::MAX, |(_, left)| left);
     drop(captured);
@@ -246,6 +246,34 @@ fn write_limited(out: &mut Output, text: &str) -> Result<(), JinjaError> {
     out.write_str(text).map_err(JinjaError::from)
 }
 
+/// The moment a render happens at.
+#[derive(Debug, Clone)]
+pub(super) enum Clock {
+    Local(Box<Zoned>),
+    Pinned(DateTime),
+}
+
+impl Clock {
+    /// Local time.
+    pub fn now() -> Self {
+        Self::Local(Box::new(Zoned::now()))
+    }
+
+    /// A date or date and time in ISO form.
+    pub fn pinned(text: &str) -> Option<Self> {
+        text.parse().ok().map(Self::Pinned)
+    }
+
+    /// The moment in `format`, as `datetime.strftime` writes it.
+    pub fn format(&self, format: &str) -> Result<String, String> {
+        match self {
+            Self::Local(zoned) => strtime::format(format, &**zoned),
+            Self::Pinned(moment) => strtime::format(format, *moment),
+        }
+        .map_err(|error| error.to_string())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -300,5 +328,20 @@ mod tests {
                 pays(name, &mut |state| drop(arguments[0].call_method(state, name, &arguments[1..])));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod clock_tests {
+    use super::*;
+
+    #[test]
+    fn a_pinned_clock_prints_what_strftime_prints() {
+        // python3 -c "import datetime as d; print(d.datetime(2025, 3, 7, 14, 5).strftime('%d %b %Y|%Y-%m-%d|%A, %B %d|%H:%M:%S|%-d %j'))"
+        let clock = Clock::pinned("2025-03-07T14:05:00").unwrap();
+        let got = clock.format("%d %b %Y|%Y-%m-%d|%A, %B %d|%H:%M:%S|%-d %j").unwrap();
+        assert_eq!(got, "07 Mar 2025|2025-03-07|Friday, March 07|14:05:00|7 066");
+        assert!(Clock::pinned("2025-03-07").is_some());
+        assert!(Clock::pinned("yesterday").is_none());
     }
 }

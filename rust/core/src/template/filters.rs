@@ -1,17 +1,16 @@
-//! Jinja's filters where the engine's are another's: lazy ones, and those whose result has no bounds.
+//! Jinja's filters and tests (`is string` and the like) where the engine's differ or have no bounds, and Python's slices.
 //!
-//! What a filter means is left to the engine wherever both agree. Called by `environment`.
+//! What a filter means is left to the engine wherever both agree.
 
-use super::charge::{Paid, Reads, text_bytes};
-use super::generator::Generator;
+use super::incremental::messages::Messages;
 use super::json::python_str;
-use super::limits::{self, made, make_items};
-use super::methods::{replaced, strip};
-use super::operators::{self, add as plus, allow_format, joined, not_iterable};
+use super::limits::{self, Paid, Reads, items as count_items, made, make_items, text_bytes, work};
+use super::python_ops::{self, add as plus, allow_format, joined, like, not_iterable, refused, replaced, strip, whole};
+use super::value::{Generator, big};
 use super::watch;
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
-use minijinja::{Error, ErrorKind, State, filters};
+use minijinja::{Error, ErrorKind, State, filters, tests};
 use std::borrow::Cow;
 
 pub(super) fn add(paid: &mut Paid<'_>) {
@@ -28,9 +27,9 @@ pub(super) fn add(paid: &mut Paid<'_>) {
         paid.filter(name, Reads::Strings, filters::default);
     }
     for name in ["escape", "e"] {
-        paid.filter(name, Reads::Strings, operators::escape);
+        paid.filter(name, Reads::Strings, python_ops::escape);
     }
-    let escape = |value: &Value| operators::escape(&Value::from(python_str(value)?.into_owned()));
+    let escape = |value: &Value| python_ops::escape(&Value::from(python_str(value)?.into_owned()));
     paid.filter("forceescape", Reads::Strings, escape);
     let safe = |value: &Value| python_str(value).map(|text| Value::from_safe_string(text.into_owned())).and_then(made);
     paid.filter("safe", Reads::Strings, safe);
@@ -39,7 +38,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
     paid.filter("replace", Reads::Texts, replace);
     paid.filter("abs", Reads::Texts, filters::abs);
     paid.filter("round", Reads::Texts, filters::round);
-    paid.filter("attr", Reads::Strings, operators::item);
+    paid.filter("attr", Reads::Strings, python_ops::item);
     paid.filter("first", Reads::Strings, filters::first);
     paid.filter("last", Reads::Items, filters::last);
     paid.filter("list", Reads::Items, list);
@@ -203,7 +202,7 @@ fn join(
     let attribute = attribute.or(kwargs.get("attribute")?);
     kwargs.assert_all_used()?;
     let items = items(state, value, attribute)?;
-    let texts = operators::texts_of(&items)?;
+    let texts = python_ops::texts_of(&items)?;
     let texts: Vec<&str> = texts.iter().map(AsRef::as_ref).collect();
     let between = between.as_ref().map_or(Ok(Cow::Borrowed("")), python_str)?;
     joined(&texts, &between)
@@ -255,4 +254,155 @@ fn format(state: &mut State, inner: &Value, args: &[Value]) -> Result<Value, Err
 fn pprint(value: &Value) -> Result<String, Error> {
     limits::make(text_bytes(value)?.saturating_mul(8))?;
     Ok(filters::pprint(value))
+}
+
+pub(super) fn add_tests(paid: &mut Paid<'_>) {
+    add_kinds(paid);
+    add_comparisons(paid);
+    paid.test("odd", Reads::Strings, |value: &Value| python_ops::leaves(value, &Value::from(2), 1));
+    paid.test("even", Reads::Strings, |value: &Value| python_ops::leaves(value, &Value::from(2), 0));
+    paid.test("divisibleby", Reads::Strings, |value: &Value, by: &Value| python_ops::leaves(value, by, 0));
+    paid.test("iterable", Reads::Strings, iterable);
+    paid.test("lower", Reads::Texts, tests::is_lower);
+    paid.test("upper", Reads::Texts, tests::is_upper);
+    paid.test("filter", Reads::Strings, tests::is_filter);
+    paid.test("test", Reads::Strings, tests::is_test);
+}
+
+fn add_kinds(paid: &mut Paid<'_>) {
+    paid.kind("undefined", tests::is_undefined);
+    paid.kind("defined", tests::is_defined);
+    paid.kind("none", tests::is_none);
+    paid.kind("escaped", tests::is_safe);
+    paid.kind("boolean", tests::is_boolean);
+    paid.kind("number", |value: &Value| tests::is_number(value) || big(value).is_some());
+    paid.kind("integer", |value: &Value| tests::is_integer(value) || big(value).is_some());
+    paid.kind("float", tests::is_float);
+    paid.kind("string", tests::is_string);
+    paid.kind("mapping", tests::is_mapping);
+    paid.kind("true", tests::is_true);
+    paid.kind("false", tests::is_false);
+    // What has a length and items: strings and dicts too.
+    paid.kind("sequence", |value: &Value| match value.kind() {
+        ValueKind::String | ValueKind::Seq | ValueKind::Map => true,
+        ValueKind::Iterable => value.downcast_object_ref::<Generator>().is_none() && value.len().is_some(),
+        _ => false,
+    });
+}
+
+/// Whether a loop may run over it; the engine takes the items out to answer that.
+fn iterable(value: &Value) -> Result<bool, Error> {
+    if value.kind() == ValueKind::String {
+        return Ok(true);
+    }
+    work(count_items(value))?;
+    Ok(!value.is_none() && value.try_iter().is_ok())
+}
+
+fn add_comparisons(paid: &mut Paid<'_>) {
+    paid.test("in", Reads::Strings, |value: &Value, container: &Value| python_ops::contains(value, container));
+    paid.test("sameas", Reads::All, tests::is_sameas);
+    for name in ["==", "eq", "equalto"] {
+        paid.test(name, Reads::Strings, |value: &Value, other: &Value| python_ops::equal(value, other));
+    }
+    for name in ["!=", "ne"] {
+        paid.test(name, Reads::Strings, |value: &Value, other: &Value| {
+            python_ops::equal(value, other).map(|same| !same)
+        });
+    }
+    let names = [("<", "lt", "lessthan"), (">", "gt", "greaterthan"), ("<=", "le", "<="), (">=", "ge", ">=")];
+    for (operator, short, long) in names {
+        for name in [operator, short, long] {
+            paid.test(name, Reads::Strings, move |value: &Value, other: &Value| {
+                python_ops::compare(&[value.clone(), Value::from(operator), other.clone()])
+            });
+        }
+    }
+}
+
+/// `value[start:stop:step]`.
+pub(super) fn slice((value, start, stop, step): (&Value, &Value, &Value, &Value)) -> Result<Value, Error> {
+    let bound = |value: &Value| -> Result<Option<i128>, Error> {
+        if value.is_none() {
+            return Ok(None);
+        }
+        whole(value).map(Some).ok_or_else(|| refused("a slice", value, value))
+    };
+    let (start, stop, step) = (bound(start)?, bound(stop)?, bound(step)?.unwrap_or(1));
+    if step == 0 {
+        return Err(Error::new(ErrorKind::InvalidOperation, "slice step cannot be zero"));
+    }
+    if let (Some(start), None, 1) = (start.unwrap_or(0).try_into().ok(), stop, step)
+        && let Some(messages) = Messages::from(value, start)
+    {
+        return Ok(messages);
+    }
+    match value.kind() {
+        ValueKind::String => {
+            let text = value.as_str().unwrap_or_default();
+            limits::make(text.len())?;
+            let cut = cut_text(text, start, stop, step);
+            Ok(if value.is_safe() { Value::from_safe_string(cut) } else { Value::from(cut) })
+        }
+        ValueKind::Seq => {
+            let length = value.len().unwrap_or(0);
+            make_items(length)?;
+            let picked = Positions::new(length, start, stop, step);
+            let items = picked.filter_map(|at| value.get_item_by_index(at).ok()).collect();
+            Ok(like(value, items))
+        }
+        ValueKind::Iterable if value.len().is_some() => {
+            let items: Vec<Value> = value.try_iter()?.collect();
+            make_items(items.len())?;
+            Ok(Value::from(
+                Positions::new(items.len(), start, stop, step).map(|at| items[at].clone()).collect::<Vec<_>>(),
+            ))
+        }
+        ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "of what is undefined there are no slices")),
+        // Jinja looks for an attribute of that name, and finds none.
+        _ => Ok(Value::UNDEFINED),
+    }
+}
+
+fn cut_text(text: &str, start: Option<i128>, stop: Option<i128>, step: i128) -> String {
+    let ascii = text.is_ascii();
+    let count = if ascii { text.len() } else { text.chars().count() };
+    let mut positions = Positions::new(count, start, stop, step);
+    if step == 1 {
+        let (Some(first), Ok(last)) = (positions.next(), usize::try_from(positions.stop)) else { return String::new() };
+        let byte = |at: usize| {
+            if ascii { at } else { text.char_indices().nth(at).map_or(text.len(), |(byte, _)| byte) }
+        };
+        return text[byte(first)..byte(last)].to_owned();
+    }
+    let chars: Vec<char> = text.chars().collect();
+    positions.map(|at| chars[at]).collect()
+}
+
+/// The positions of a Python slice.
+struct Positions {
+    at: i128,
+    stop: i128,
+    step: i128,
+}
+
+impl Positions {
+    fn new(count: usize, start: Option<i128>, stop: Option<i128>, step: i128) -> Self {
+        let count = count as i128;
+        let (low, high) = if step > 0 { (0, count) } else { (-1, count - 1) };
+        let place = |bound: i128| (if bound < 0 { bound.saturating_add(count) } else { bound }).clamp(low, high);
+        let (first, last) = if step > 0 { (low, high) } else { (high, low) };
+        Self { at: start.map_or(first, place), stop: stop.map_or(last, place), step }
+    }
+}
+
+impl Iterator for Positions {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let inside = if self.step > 0 { self.at < self.stop } else { self.at > self.stop };
+        let at = inside.then(|| usize::try_from(self.at).ok()).flatten()?;
+        self.at = self.at.saturating_add(self.step);
+        Some(at)
+    }
 }

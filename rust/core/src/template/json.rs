@@ -1,11 +1,9 @@
 //! `tojson` as transformers has it: Python's `json.dumps` over template values.
 //!
-//! Separators, indentation, escapes and floats as CPython writes them. Called by the `tojson` filter.
+//! Separators, indentation, escapes and floats as CPython writes them.
 
-use super::charge::text_bytes;
-use super::containers::{Tagged, fields};
-use super::integers::big;
-use super::limits;
+use super::limits::{self, text_bytes};
+use super::value::{Tagged, big, fields};
 use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::borrow::Cow;

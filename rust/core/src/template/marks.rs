@@ -5,7 +5,7 @@
 
 use super::rendered::Field;
 use super::watch::{FINDER, THIRD};
-use crate::stop;
+use crate::cancel;
 use aho_corasick::packed::Searcher;
 use aho_corasick::{AhoCorasick, Input};
 use std::ops::Range;
@@ -80,7 +80,7 @@ pub(super) struct Used(u32);
 impl Used {
     /// Adds those of `text`.
     pub fn note(&mut self, text: &str) {
-        stop::before(text.len());
+        cancel::before(text.len());
         for at in FINDER.find_iter(text.as_bytes()) {
             if let Some(last @ THIRD..=0xAF) = text.as_bytes().get(at + 2) {
                 self.0 |= 1 << (last - THIRD);
@@ -178,7 +178,7 @@ impl<'t> Marker<'t> {
 
     /// The string with every segment between seams enclosed.
     pub fn leaf(&mut self, text: &str, message: u32, field: Field) -> String {
-        stop::before(text.len());
+        cancel::before(text.len());
         let leaf = Leaf { number: self.noted.leaves, text: text.into() };
         self.noted.leaves += 1;
         let mut out = String::with_capacity(text.len() + 32);
@@ -286,7 +286,7 @@ impl Stripped {
         let last = self.ends.last().zip(self.events.last());
         self.text.truncate(last.map_or(kept, |(end, (at, _))| at + (kept - end)));
         let behind = &marked[kept..];
-        stop::before(behind.len());
+        cancel::before(behind.len());
         self.text.reserve(behind.len());
         let mut from = 0;
         while let Some(found) = FINDER.find(&behind.as_bytes()[from..]) {

@@ -1,71 +1,50 @@
 //! Chat templates: messages to text, with the provenance of every byte.
 //!
-//! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
-//! by `tokenizer`, `align` and the Python border. Its files, each using those before it alone: `tokens`, `bounds`,
-//! `limits`, `rewrite`, `resumable`, `content_format`, `scan` (the source, before the engine sees it); `watch`, `generator`, `integers`, `charge`,
-//! `containers`, `json`, `operators`, `comparisons`, `turns`, `slices`, `rendered`, `marks`, `methods`, `filters`,
-//! `predicates`, `clock`, `environment` (what the engine is given); `value`, `served_message`, `renders`, `conversation`, `schemas`, `provenance`, `session`; here the render, and on it
-//! `resume`, `marking`, `served`.
+//! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here.
 //!
-//! Before a render messages are normalised: as a server does (`render_served`), else so: keys whose value is null are left out (and kept for a
-//! template that asks for none and fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
-//! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
+//! Before a render messages are normalised: as a server does (`render_served`), else so: keys whose value is null are left
+//! out (and kept for a template that asks for none and fails without them), `tool_calls[].function.arguments` that is a
+//! string holding a JSON object becomes that object, and reasoning under any of `reasoning_content`, `thinking`,
+//! `reasoning` is also given as the first two.
 
-mod bounds;
-mod charge;
-mod clock;
-mod comparisons;
-mod containers;
+mod cache;
 mod content_format;
 mod conversation;
 mod environment;
 mod filters;
-mod generator;
-mod integers;
+mod incremental;
 mod json;
+mod lexer;
 mod limits;
-mod marking;
 mod marks;
-mod methods;
-mod operators;
-mod predicates;
+mod preprocess;
 mod provenance;
+mod python_ops;
 mod rendered;
-mod renders;
-mod resumable;
-mod resume;
 mod rewrite;
-mod scan;
-mod schemas;
-mod served;
-mod served_message;
-mod session;
-mod slices;
-mod tokens;
-mod turns;
+mod server_message;
+mod server_request;
 mod value;
 mod watch;
 
+pub use incremental::session::Session;
 pub use rendered::{Field, NO_MESSAGE, Rendered, Span};
-pub use session::Session;
 
 use crate::caught;
 use crate::error::{Error, Kind, Result};
 use crate::server::Server;
-use clock::Clock;
+use cache::{Asked, Renders, ToolSets, Tools};
 use content_format::WantsParts;
 use conversation::Conversation;
-use environment::{CLOCK, ClockValue, GENERATION_MARKS};
+use environment::{CLOCK, Clock, ClockValue, GENERATION_MARKS};
+use incremental::analyze::Resumable;
+use incremental::session::{Slot, Slots};
 use limits::Size;
 use marks::{Alphabet, Seams, Used};
 use minijinja::Environment;
 use minijinja::value::Value;
-use renders::{Asked, Renders};
-use resumable::Resumable;
-use schemas::{ToolSets, Tools};
 use serde_json::{Map, Value as Json};
-use served_message::Rules;
-use session::{Slot, Slots};
+use server_message::Rules;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -161,7 +140,7 @@ impl Template {
     }
 
     fn compile_here(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
-        let scanned = scan::scan(source)?;
+        let scanned = preprocess::scan(source)?;
         let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
         let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).take(SEAMS + 1).collect();
         let seams = (words.len() <= SEAMS).then(|| Seams::new(&words)).flatten();
@@ -375,7 +354,7 @@ impl Call<'_, '_> {
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
-        containers::merged(context.iter().map(|(name, value)| (name.as_str(), value.clone())))
+        value::merged(context.iter().map(|(name, value)| (name.as_str(), value.clone())))
     }
 }
 

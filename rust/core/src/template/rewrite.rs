@@ -1,18 +1,14 @@
-//! Expressions of a template, with operators turned into filters of ours.
+//! Rewrites the statements and expressions of a template, with operators turned into filters of ours.
 //!
-//! What Python and the engine take differently, and what makes values without bounds, is left to `operators`. Syntax is
-//! only read here: names, literals and calls stay as they are written. Called by `scan`.
+//! What Python and the engine take differently, and what makes values without bounds, is left to `python_ops`. Syntax is
+//! only read here: names, literals and calls stay as they are written.
 
-mod reader;
-pub(super) mod statements;
-
-use super::tokens::{Token, is_constant};
-use reader::Reader;
+use super::lexer::{Reader, Token, is_constant};
 
 /// Depth of nested expressions, as the engine's parser has it.
 const DEPTH: usize = 150;
 
-/// Functions and variables that only `resumable`, `statements` and the environment write.
+/// Functions and variables that only `analyze`, the rewritten statements and the environment use.
 const OURS: [&str; 8] =
     ["__load", "__begins", "__restores", "__has", "__kept", "__ended", "__clock", "__generation_marks"];
 
@@ -389,4 +385,94 @@ fn applied(left: String, filter: &str, more: &[String]) -> String {
 /// A container whose size is looked at when it is made, unless it holds nothing but constants.
 fn sized(items: &[String], container: String) -> String {
     if items.iter().all(|item| is_constant(item)) { container } else { format!("({container}|__sized)") }
+}
+
+/// The inside of `{% %}` rewritten; `None` for what cannot be read, and for statements that transformers does not know.
+pub(super) fn statement(inside: &str) -> Option<String> {
+    let mut reader = Reader::new(inside);
+    let Token::Name(word) = reader.next else { return None };
+    reader.take();
+    let text = match word {
+        "if" | "elif" => format!("{word} {}", reader.either()?),
+        "for" => reader.for_loop()?,
+        "set" => reader.assignment()?,
+        "with" => format!("with {}", reader.bindings()?),
+        "macro" => reader.definition()?,
+        "call" => reader.call_block()?,
+        "filter" => {
+            let first = reader.filter_name()?;
+            format!("filter {}", reader.filters(first)?)
+        }
+        "autoescape" => format!("autoescape {}", reader.value()?),
+        // Without a loader, as transformers' environment is, these fail where they are run.
+        "include" | "import" | "from" | "extends" => return Some("set __unloaded = __load()".to_owned()),
+        "block" => {
+            let name = reader.name()?;
+            format!("block {name}{}", reader.flags(&["scoped", "required"]))
+        }
+        "endblock" => format!("endblock {}", reader.name().unwrap_or_default()),
+        "else" | "break" | "continue" | "raw" => word.to_owned(),
+        _ if word.starts_with("end") => word.to_owned(),
+        _ => return None,
+    };
+    reader.ended().then_some(text)
+}
+
+impl Reader<'_> {
+    fn for_loop(&mut self) -> Option<String> {
+        let target = self.until(&[Token::Name("in")]);
+        self.word("in").then_some(())?;
+        let first = self.either()?;
+        let items = self.more(first, Self::either)?;
+        let mut text = format!("for {target}in ({items})|__each");
+        if self.word("if") {
+            text = format!("{text} if {}", self.value()?);
+        }
+        if self.word("recursive") {
+            text.push_str(" recursive");
+        }
+        Some(text)
+    }
+
+    fn assignment(&mut self) -> Option<String> {
+        let target = self.until(&[Token::Sign("="), Token::Sign("|")]);
+        if self.sign("=") {
+            let value = self.list()?;
+            let held = target.contains('.') && !is_constant(&value);
+            return Some(if held {
+                format!("set {target}= ({value})|__held")
+            } else {
+                format!("set {target}= {value}")
+            });
+        }
+        Some(format!("set {}", self.filters(target)?))
+    }
+
+    /// `a = 1, b = 2`.
+    fn bindings(&mut self) -> Option<String> {
+        let mut all = Vec::new();
+        while self.next != Token::End {
+            let target = self.until(&[Token::Sign("=")]);
+            self.sign("=").then_some(())?;
+            all.push(format!("{target}= {}", self.value()?));
+            if !self.sign(",") {
+                break;
+            }
+        }
+        Some(all.join(", "))
+    }
+
+    fn definition(&mut self) -> Option<String> {
+        let name = self.name()?;
+        self.sign("(").then_some(())?;
+        Some(format!("macro {name}({})", self.items(")", Self::argument)?.join(", ")))
+    }
+
+    fn call_block(&mut self) -> Option<String> {
+        let mut head = String::from("call");
+        if self.sign("(") {
+            head = format!("call({})", self.items(")", Self::argument)?.join(", "));
+        }
+        Some(format!("{head} {}", self.value()?))
+    }
 }

@@ -1,15 +1,18 @@
-//! JSON to template values: as it is, or in containers that remember their JSON and carry marks.
+//! Template values: JSON as it is or in containers that remember their JSON and carry marks, big integers, lazy iterables.
 //!
-//! What a message means is not known here. Called by `conversation` and, for tool schemas, by `marking`.
+//! Integers that 128 bits do not hold are printed, compared and written as JSON, not calculated with. What Python's lazy
+//! filters give is iterated once, true, without length, and no JSON. What a message means is not known here.
 
-use super::containers::{Tagged, record};
-use super::integers;
 use super::marks::{Marker, Used};
 use super::rendered::{Field, NO_MESSAGE};
 use super::rewrite::UNMARKED;
-use crate::{exact, stop};
-use minijinja::value::Value;
+use crate::{cancel, json_number};
+use minijinja::value::{DynObject, Enumerator, Object, ObjectRepr, Value, ValueKind};
 use serde_json::Value as Json;
+use std::cmp::Ordering;
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering as AtomicOrdering};
+use std::sync::{Arc, OnceLock};
 
 /// JSON as it is.
 pub(super) fn plain(json: &Json) -> Value {
@@ -22,12 +25,12 @@ pub(super) fn plain(json: &Json) -> Value {
             (None, None) => Value::from(number.as_f64().unwrap_or(f64::NAN)),
         },
         Json::String(text) => {
-            stop::before(text.len());
+            cancel::before(text.len());
             Value::from(text.as_str())
         }
         Json::Array(items) => Value::from(items.iter().map(plain).collect::<Vec<_>>()),
-        Json::Object(map) => match exact::text_in(map) {
-            Some(text) => integers::value(text),
+        Json::Object(map) => match json_number::text_in(map) {
+            Some(text) => value(text),
             None => record(map.iter().map(|(key, value)| (key.as_str(), plain(value)))),
         },
     }
@@ -38,7 +41,7 @@ pub(super) fn plain(json: &Json) -> Value {
 /// Strings that templates compare with others stay as they are: types, names of required parameters, and `literals`.
 pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals: &[String]) -> Value {
     let inner = match json {
-        kept if exact::text(kept).is_some() => return plain(kept),
+        kept if json_number::text(kept).is_some() => return plain(kept),
         Json::Array(items) => Value::from(items.iter().map(|item| tools(item, marker, literals)).collect::<Vec<_>>()),
         Json::Object(map) => {
             let mut pairs = Vec::with_capacity(map.len());
@@ -92,5 +95,213 @@ pub(super) fn size(json: &Json) -> usize {
         Json::Array(items) => items.iter().map(size).sum(),
         Json::Object(map) => map.iter().map(|(key, value)| key.len() + size(value)).sum(),
         _ => 8,
+    }
+}
+
+/// A container whose JSON is remembered, and enclosed by marks where it has some.
+#[derive(Debug)]
+pub(super) struct Tagged {
+    pub inner: Value,
+    pub marks: Option<(String, String)>,
+    /// The default `tojson`, enclosed.
+    pub json: OnceLock<Value>,
+}
+
+impl Tagged {
+    pub fn value(inner: Value, marks: Option<(String, String)>) -> Value {
+        Value::from_object(Self { inner, marks, json: OnceLock::new() })
+    }
+
+    /// `text` between the marks of this container.
+    pub fn enclose(&self, text: &str) -> String {
+        match &self.marks {
+            Some((open, close)) => format!("{open}{text}{close}"),
+            None => text.to_owned(),
+        }
+    }
+}
+
+impl Object for Tagged {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        if self.inner.kind() == ValueKind::Map { ObjectRepr::Map } else { ObjectRepr::Seq }
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.inner.as_object()?.get_value(key)
+    }
+
+    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
+        self.inner.as_object()?.get_value_by_str(key)
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        self.inner.as_object().map_or(Enumerator::Empty, DynObject::enumerate)
+    }
+}
+
+/// Keys of a map that is searched one by one.
+const FEW: usize = 16;
+
+/// A map of few keys: found faster by comparing than by hashing, and made without either.
+#[derive(Debug)]
+struct Record {
+    fields: Vec<(Value, Value)>,
+}
+
+/// A map of `pairs`, whose keys differ, in their order.
+pub(super) fn record<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>) -> Value {
+    if pairs.len() > FEW {
+        return Value::from_pairs(pairs);
+    }
+    Value::from_object(Record { fields: pairs.map(|(key, value)| (Value::from(key), value)).collect() })
+}
+
+/// As [`record`]; of a key that is there twice the last value counts.
+pub(super) fn merged<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>) -> Value {
+    if pairs.len() > FEW {
+        return Value::from_pairs(pairs);
+    }
+    let mut fields: Vec<(Value, Value)> = Vec::with_capacity(pairs.len());
+    for (key, value) in pairs {
+        match fields.iter_mut().find(|(known, _)| known.as_str() == Some(key)) {
+            Some(field) => field.1 = value,
+            None => fields.push((Value::from(key), value)),
+        }
+    }
+    Value::from_object(Record { fields })
+}
+
+/// The fields of a map that was made by [`record`], with marks or without.
+pub(super) fn fields(map: &Value) -> Option<&[(Value, Value)]> {
+    let inner = map.downcast_object_ref::<Tagged>().map_or(map, |tagged| &tagged.inner);
+    inner.downcast_object_ref::<Record>().map(|record| record.fields.as_slice())
+}
+
+impl Object for Record {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.get_value_by_str(key.as_str()?)
+    }
+
+    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
+        self.fields.iter().find(|(known, _)| known.as_str() == Some(key)).map(|(_, value)| value.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::RevKeyValueIter(Box::new(self.fields.clone().into_iter()))
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        Some(self.fields.len())
+    }
+}
+
+/// An integer as it is written.
+#[derive(Debug)]
+pub(super) struct Big(String);
+
+impl Big {
+    /// The integer nearest to it that a float is.
+    pub fn float(&self) -> f64 {
+        self.0.parse().unwrap_or(f64::NAN)
+    }
+
+    /// How many bytes its text has.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn is_negative(&self) -> bool {
+        self.0.starts_with('-')
+    }
+
+    pub fn against(&self, other: &Self) -> Ordering {
+        let size = self.len().cmp(&other.len()).then_with(|| self.0.cmp(&other.0));
+        match (self.is_negative(), other.is_negative()) {
+            (false, false) => size,
+            (true, true) => size.reverse(),
+            (negative, _) => {
+                if negative {
+                    Ordering::Less
+                } else {
+                    Ordering::Greater
+                }
+            }
+        }
+    }
+}
+
+impl Object for Big {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Plain
+    }
+
+    fn custom_cmp(self: &Arc<Self>, other: &DynObject) -> Option<Ordering> {
+        Some(self.against(other.downcast_ref::<Self>()?))
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The template's value of a number that JSON's own type does not hold, by `json_number::text`.
+pub(super) fn value(text: &str) -> Value {
+    if let Ok(integer) = text.parse::<i128>() {
+        return Value::from(integer);
+    }
+    if text.ends_with(|last: char| last.is_ascii_digit()) {
+        return Value::from_object(Big(text.to_owned()));
+    }
+    Value::from(text.parse::<f64>().unwrap_or(f64::NAN))
+}
+
+/// The integer, if it is one that 128 bits do not hold.
+pub(super) fn big(value: &Value) -> Option<&Big> {
+    value.downcast_object_ref()
+}
+
+/// Items that are handed out once.
+#[derive(Debug)]
+pub(super) struct Generator {
+    items: Vec<Value>,
+    taken: AtomicUsize,
+}
+
+impl Generator {
+    pub fn value(items: Vec<Value>) -> Value {
+        Value::from_object(Self { items, taken: AtomicUsize::new(0) })
+    }
+
+    /// All of them, taken or not.
+    pub fn items(&self) -> &[Value] {
+        &self.items
+    }
+
+    fn take(&self) -> Option<Value> {
+        let at = self.taken.fetch_add(1, AtomicOrdering::Relaxed);
+        self.items.get(at).cloned()
+    }
+}
+
+impl Object for Generator {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Iterable
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        let generator = Arc::clone(self);
+        Enumerator::Iter(Box::new(std::iter::from_fn(move || generator.take())))
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        None
+    }
+
+    fn is_true(self: &Arc<Self>) -> bool {
+        true
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("<generator object>")
     }
 }

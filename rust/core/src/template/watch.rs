@@ -1,9 +1,9 @@
 //! Whether a run could tell marked strings from plain ones.
 //!
 //! A run with marks does all that the run without them does, and its text without marks is that run's, as long as each
-//! operation gives the same for its arguments without marks: then no other run is needed. Operations that print,
-//! join or keep strings always do. Those that look into strings are asked here, do what they do a second time without
-//! marks, or are noticed. Called by `resume`, `charge` and what a template can call.
+//! operation gives the same for its arguments without marks: then no other run is needed. Operations that print, join
+//! or keep strings always do. Those that look into strings are asked here, do what they do a second time without marks,
+//! or are noticed.
 
 use memchr::memmem::Finder;
 use minijinja::Error;

@@ -1,23 +1,19 @@
 //! From files to a [`Tokenizer`]: checks that what was stated is what was loaded.
 //!
-//! The `tokenizers` crate renumbers added tokens without a word where their ids leave gaps; that is refused here. Called
-//! by `Tokenizer::from_dir` and `Tokenizer::from_json`.
+//! The `tokenizers` crate renumbers added tokens without a word where their ids leave gaps; that is refused here.
 
-use super::backends::{Backends, checked_reference, missing_tokens};
-use super::check::checked;
+use super::cache::{Facts, Place};
+use super::check::{checked, refused, values_under};
 use super::config::{Eos, TokenizerConfig, located, whole};
-use super::encoder::Encoder;
-use super::fast::Fast;
-use super::kept::{Facts, Place};
-use super::loaded::{Source, Tokenizer};
-use super::outline::{refused, values_under};
-use super::pieces::{Pieces, Spelling};
-use super::rebuilt::compared;
-use super::reference::{Reference, prefix};
-use super::tiktoken;
+use super::encoder::{Backends, Encoder, checked_reference, missing_tokens};
+use super::fast_backend::Fast;
+use super::hf_backend::{Reference, prefix};
+use super::transformers::compared;
+use super::vocab_bytes::{Pieces, Spelling};
+use super::{Source, Tokenizer, tiktoken};
 use crate::error::{Error, Kind, Result};
+use crate::pool;
 use crate::template::Template;
-use crate::threads;
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -101,7 +97,7 @@ impl Tokenizer {
             let pieces = spelled(&inner.vocabulary(), &document, &listed)?;
             Ok((inner, listed, pieces))
         };
-        let (fast, built) = threads::join(fast, reference);
+        let (fast, built) = pool::join(fast, reference);
         let (inner, listed, pieces) = built?;
         let eos_ids = eos_ids(&config, &*inner, pieces.size())?;
         let stop_id = config.special_tokens.iter().find(|(name, _)| name == "eos_token");

@@ -1,12 +1,13 @@
 //! tiktoken's files: ranks of byte strings, to the tokenizer.json that gives the same ids.
 //!
 //! Such a file holds neither the pattern that splits a text nor the special tokens; both are known for the families
-//! here, and a family is known by its ranks. Called by `load`.
+//! here, and a family is known by its ranks.
 
 use super::config::{ExtraToken, TokenizerConfig};
-use super::pieces::glyphs;
+use super::vocab_bytes::glyphs;
 use crate::error::{Error, Kind, Result};
-use base64::engine::{Engine, general_purpose::STANDARD};
+use base64::engine::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::{Map, Value, json};
 use std::collections::{HashMap, HashSet};
 

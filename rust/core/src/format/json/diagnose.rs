@@ -1,11 +1,11 @@
 //! From bytes to an `Object`, and from a fault below to a located rejection that a reader of the file understands.
 
-use super::numbers::BARE;
+use super::fallback::{self, Fault, Members, Read, members, members_into};
+use super::fast_scan;
 use super::object::{Kind, Node, Object, describe};
-use super::raw::{Fault, Members, Read, members, members_into};
-use super::{generic, scan};
-use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+use crate::format::token_list::BARE;
+use crate::json_number;
 use serde::de::IgnoredAny;
 use serde_json::Value;
 use serde_json::error::Category;
@@ -18,7 +18,7 @@ const DEPTH: usize = 127;
 pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
     let text = utf8(record)?;
     let kind = Kind::Record(is_sign);
-    if let Some(object) = scan::object(text, kind) {
+    if let Some(object) = fast_scan::object(text, kind) {
         return Ok(object);
     }
     check_depth(text)?;
@@ -31,18 +31,18 @@ pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
 
 /// Parses a record without the scanner.
 pub(super) fn slowly(text: &str, kind: Kind) -> Decoded<Node> {
-    generic::read(text, kind).or_else(|fault| match quote_literals(text) {
+    fallback::read(text, kind).or_else(|fault| match quote_literals(text) {
         Cow::Borrowed(_) => Err(explain(text, &fault)),
         // Python's `json` writes NaN and Infinity bare: they are read as the same words in quotes.
-        Cow::Owned(quoted) => generic::read(&quoted, kind).map_err(|fault| explain(&quoted, &fault)),
+        Cow::Owned(quoted) => fallback::read(&quoted, kind).map_err(|fault| explain(&quoted, &fault)),
     })
 }
 
 /// Parses what stands in a record where an object of some kind is expected.
 pub fn node(text: &str, kind: Kind) -> Read<'_, Node> {
-    match scan::object(text, kind) {
+    match fast_scan::object(text, kind) {
         Some(object) => Ok(Node::Object(Box::new(object))),
-        None => generic::read(text, kind),
+        None => fallback::read(text, kind),
     }
 }
 
@@ -64,7 +64,7 @@ fn not_an_object(found: &str) -> Rejection {
 /// The text of a record, with NaN and Infinity in quotes where they stand bare.
 pub fn text(record: &[u8]) -> Decoded<Cow<'_, str>> {
     let text = utf8(record)?;
-    if scan::is_json(text) {
+    if fast_scan::is_json(text) {
         return Ok(Cow::Borrowed(text));
     }
     check_depth(text)?;
@@ -198,10 +198,10 @@ fn id_before_failure(text: &str) -> Option<String> {
     let mut before = Members::new();
     let _ = members_into(text, &mut before);
     let (_, id) = before.iter().rev().find(|(key, _)| key == "id")?;
-    match exact::parse(id.get()).ok()? {
+    match json_number::parse(id.get()).ok()? {
         Value::String(id) => Some(id),
         Value::Number(id) => Some(id.to_string()),
-        other => exact::text(&other).map(str::to_owned),
+        other => json_number::text(&other).map(str::to_owned),
     }
 }
 

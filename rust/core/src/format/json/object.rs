@@ -1,14 +1,13 @@
 //! A record as JSON objects whose token lists are typed and whose other values are kept as they are.
 //!
 //! The kind of an object (record, message, choice, request, response) says which keys carry numbers, which hold further
-//! objects, and which are of no use here. `scan` and `generic` read it; meaning is given to it by the format files.
+//! objects, and which are of no use here. `fast_scan` and `fallback` read it; meaning is given to it by the format files.
 
-use super::listed::take_placeholders;
-use crate::exact;
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
-use crate::media;
+use crate::format::token_list::take_placeholders;
 use crate::sampling::place_of;
 use crate::trace::{Pieces, Schemas, Tokens};
+use crate::{json_number, media};
 use serde_json::{Map, Value};
 
 /// What an object is, by where it stands.
@@ -275,7 +274,7 @@ pub fn describe(value: &Value) -> &'static str {
         Value::Number(_) => "a number",
         Value::String(_) => "a string",
         Value::Array(_) => "a list",
-        other if exact::text(other).is_some() => "a number",
+        other if json_number::text(other).is_some() => "a number",
         Value::Object(_) => "an object",
     }
 }

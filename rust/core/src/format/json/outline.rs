@@ -3,11 +3,10 @@
 //! The forms beside the OpenAI-shaped ones are told apart by their keys and then read value by value; a value that no
 //! reader asks for costs one scan and nothing else. Complaints name the key.
 
-use super::fields::{Fields, count_of, name_of, number_of};
-use super::raw;
-pub use super::raw::Shape;
-use super::raw::{Fault, Members, Read, ids, members, parse};
-use super::{logprobs, scan};
+pub use super::fallback::Shape;
+use super::fallback::{self, Fault, Members, Read, ids, members, parse};
+use super::fast_scan;
+use crate::format::fields::{Fields, count_of, name_of, number_of};
 use crate::format::rejection::{Decoded, Rejection, not_a_trace, reject};
 use crate::trace::Tokens;
 use serde::Deserialize;
@@ -90,7 +89,7 @@ impl<'a> Outline<'a> {
 
     /// The value of a key as it is; null is nothing.
     pub fn value(&self, key: &str) -> Decoded<Option<Value>> {
-        self.read(key, raw::value).map(|found| found.filter(|value| !value.is_null()))
+        self.read(key, fallback::value).map(|found| found.filter(|value| !value.is_null()))
     }
 
     pub fn text(&self, key: &str) -> Decoded<Option<String>> {
@@ -118,7 +117,7 @@ impl<'a> Outline<'a> {
     }
 
     pub fn ids(&self, key: &str) -> Decoded<Option<Vec<u32>>> {
-        self.read(key, |raw| scan::ids(raw.get()).map_or_else(|| ids(raw), Ok))
+        self.read(key, |raw| fast_scan::ids(raw.get()).map_or_else(|| ids(raw), Ok))
     }
 
     /// Logprobs in any form that a `logprobs` value has.
@@ -135,7 +134,7 @@ impl<'a> Outline<'a> {
         let mut fields = Fields::new();
         for (name, raw) in &self.members {
             if wanted(name) {
-                let value = raw::value(raw).map_err(|fault| complaint(&fault).inside(name))?;
+                let value = fallback::value(raw).map_err(|fault| complaint(&fault).inside(name))?;
                 fields.insert(name.clone().into_owned(), value);
             }
         }
@@ -145,7 +144,7 @@ impl<'a> Outline<'a> {
 
 /// A `logprobs` value of any form, by the scanner where it knows it.
 pub fn logprobs_in(text: &str) -> Read<'_, Option<Tokens>> {
-    scan::logprobs(text).map_or_else(|| logprobs::read(parse(text)?), Ok)
+    fast_scan::logprobs(text).map_or_else(|| fallback::read_logprobs(parse(text)?), Ok)
 }
 
 /// A fault within one value as a rejection of the record.

@@ -4,13 +4,13 @@
 //! note says so. Content blocks become the chat completions API's messages: `thinking` is reasoning, `tool_use` a tool call,
 //! `tool_result` a tool message.
 
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
     sampling_of, stop_under,
 };
-use super::said;
-use crate::drift;
-use crate::pictures::holds;
+use super::messages;
+use crate::findings;
+use crate::images::holds;
 use crate::trace::{LogprobKind, Message, Note};
 use serde_json::{Value, json};
 
@@ -32,10 +32,10 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let usage = response.object("usage")?.unwrap_or_default();
     let count = usage.count("output_tokens")?.unwrap_or(0).unsigned_abs();
     let detail = "the Messages API gives no logprobs: no ratio can be formed".to_owned();
-    generation.notes.push(Note { reason: drift::Reason::MissingLogprob, count, detail });
+    generation.notes.push(Note { reason: findings::Reason::MissingLogprob, count, detail });
     let content = response.value("content")?.unwrap_or_default();
     let message =
-        messages_of("assistant", &content)?.pop().unwrap_or_else(|| said::message("assistant", "", "", vec![]));
+        messages_of("assistant", &content)?.pop().unwrap_or_else(|| messages::message("assistant", "", "", vec![]));
     Ok(Entry::sampled(Message::new(message, None), generation, 0))
 }
 
@@ -43,15 +43,15 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
     let blocks = match content {
         Value::Array(blocks) => blocks,
-        Value::String(text) => return Ok(vec![said::message(role, text.as_str(), "", vec![])]),
-        Value::Null => return Ok(vec![said::message(role, "", "", vec![])]),
+        Value::String(text) => return Ok(vec![messages::message(role, text.as_str(), "", vec![])]),
+        Value::Null => return Ok(vec![messages::message(role, "", "", vec![])]),
         _ => {
             return Err(reject(Reason::WrongType, "`content` is neither a string nor a list of blocks")
                 .why("The text of the message is not known")
                 .cure("Store the message as the API has it"));
         }
     };
-    let (mut said, mut thinking) = (said::Content::default(), String::new());
+    let (mut said, mut thinking) = (messages::Content::default(), String::new());
     let (mut calls, mut messages) = (Vec::new(), Vec::new());
     for block in blocks {
         let string = |key: &str| block.get(key).and_then(Value::as_str).unwrap_or_default();
@@ -59,16 +59,16 @@ fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
             "text" => said.text(string("text")),
             "thinking" => thinking.push_str(string("thinking")),
             "redacted_thinking" => {}
-            "tool_use" => calls.push(said::tool_call(block.get("id"), block.get("name"), block.get("input"))),
+            "tool_use" => calls.push(messages::tool_call(block.get("id"), block.get("name"), block.get("input"))),
             "tool_result" => {
-                messages.push(said::tool_result(block.get("tool_use_id"), None, result_of(block.get("content"))));
+                messages.push(messages::tool_result(block.get("tool_use_id"), None, result_of(block.get("content"))));
             }
             _ => said.part(block.clone()),
         }
     }
     let speaks = !(said.is_empty() && thinking.is_empty() && calls.is_empty());
     if speaks || messages.is_empty() {
-        messages.push(said::message(role, said, &thinking, calls));
+        messages.push(messages::message(role, said, &thinking, calls));
     }
     Ok(messages)
 }
@@ -98,7 +98,8 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         values.extend(messages_of(&role, &message.value("content")?.unwrap_or_default())?);
     }
     let tools = request.value("tools")?;
-    let tools = said::tool_schemas(tools.iter().filter_map(Value::as_array).flatten(), |tool| tool.get("input_schema"));
+    let tools =
+        messages::tool_schemas(tools.iter().filter_map(Value::as_array).flatten(), |tool| tool.get("input_schema"));
     let messages = values.into_iter().map(|value| Message::new(value, None)).collect();
     let sampling = sampling_of(request, "top_p")?;
     let model = request.text("model")?;

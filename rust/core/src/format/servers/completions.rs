@@ -4,11 +4,11 @@
 //! with the prompt, whose first logprob is null; it is cut off here. The list of a server that stops at a stop string may
 //! run past it: those tokens stay and are noted. vLLM adds `token_ids` and `prompt_token_ids`.
 
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
     finish_under, note, reject, sampling_of, spoken, stop_under,
 };
-use crate::drift;
+use crate::findings;
 use crate::format::json::object::Numbers;
 use crate::trace::{Generation, LogprobKind, Pieces, Prompt, Stop, Tokens};
 use serde::Deserialize;
@@ -187,7 +187,7 @@ fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) ->
     if generation.stop == Stop::Unsaid && (matched.is_some() || past > 1) {
         let total = texts.len();
         let detail = format!("the text ends after {body} of {total} listed tokens; the others run past the stop");
-        generation.notes.push(note(drift::Reason::StopStringTruncated, past, detail));
+        generation.notes.push(note(findings::Reason::StopStringTruncated, past, detail));
         generation.stop = matched.map_or(Stop::Unsaid, Stop::Text);
     }
     Ok(())

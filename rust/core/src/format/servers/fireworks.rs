@@ -5,13 +5,13 @@
 //! `processed`; else `logprob`, as `raw`. The legacy list beside it says the same with less.
 
 use super::completions;
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
     either, finish_under, spoken,
 };
+use crate::format::build::calls::chat_request;
+use crate::format::build::message::message_of;
 use crate::format::json::object::Numbers;
-use crate::format::normal::calls::chat_request;
-use crate::format::normal::message::message_of;
 use crate::trace::{LogprobKind, Prompt, Tokens};
 use serde::Deserialize;
 

@@ -3,12 +3,12 @@
 //! Source: google-genai 3.4.0 `types.py`, whose dumps have snake_case keys where the wire has camelCase. `tokenId` is of a closed
 //! tokenizer. What the numbers are of is not documented.
 
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
     either, finish_under, sampling_of,
 };
-use super::said;
-use crate::format::json::fields::Fields;
+use super::messages;
+use crate::format::fields::Fields;
 use crate::trace::{LogprobKind, Message, Schemas, Tokens};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -86,7 +86,7 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
         _ => content.get("parts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default(),
     };
     let role = content.get("role").and_then(Value::as_str).unwrap_or(default_role);
-    let (mut said, mut thought) = (said::Content::default(), String::new());
+    let (mut said, mut thought) = (messages::Content::default(), String::new());
     let (mut calls, mut messages) = (Vec::new(), Vec::new());
     for part in parts {
         if let Some(found) = part.get("text").and_then(Value::as_str) {
@@ -96,10 +96,10 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
                 said.text(found);
             }
         } else if let Some(call) = get(part, "functionCall") {
-            calls.push(said::tool_call(call.get("id"), call.get("name"), call.get("args")));
+            calls.push(messages::tool_call(call.get("id"), call.get("name"), call.get("args")));
         } else if let Some(answer) = get(part, "functionResponse") {
             let content = answer.get("response").map(Value::to_string).unwrap_or_default();
-            messages.push(said::tool_result(answer.get("id").or(answer.get("name")), answer.get("name"), content));
+            messages.push(messages::tool_result(answer.get("id").or(answer.get("name")), answer.get("name"), content));
         } else if get(part, "inlineData").or(get(part, "fileData")).is_some() {
             said.part(part.clone());
         }
@@ -107,7 +107,7 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
     let speaks = !said.is_empty() || !calls.is_empty() || !thought.is_empty();
     if speaks || messages.is_empty() {
         let role = if role == "model" { "assistant" } else { role };
-        messages.push(said::message(role, said, &thought, calls));
+        messages.push(messages::message(role, said, &thought, calls));
     }
     messages
 }
@@ -139,5 +139,5 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
 fn declared(tools: Option<Value>) -> Option<Schemas> {
     let tools = tools?;
     let lists = tools.as_array()?.iter().filter_map(|tool| get(tool, "functionDeclarations")?.as_array());
-    said::tool_schemas(lists.flatten(), |tool| get(tool, "parametersJsonSchema").or_else(|| tool.get("parameters")))
+    messages::tool_schemas(lists.flatten(), |tool| get(tool, "parametersJsonSchema").or_else(|| tool.get("parameters")))
 }

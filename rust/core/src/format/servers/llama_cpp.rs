@@ -5,13 +5,13 @@
 //! taken. Old servers list `{"content", "probs": [{"tok_str", "prob"}]}` for each token. Stop words are not listed, the end
 //! token is.
 
-use super::contract::{
+use super::interface::{
     Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText, sampling_of,
     sampling_under, spoken,
 };
-use crate::drift;
-use crate::format::json::fields::Sampling;
-use crate::format::normal::finish;
+use crate::findings;
+use crate::format::build::message;
+use crate::format::fields::Sampling;
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop};
 use serde::Deserialize;
 use serde_json::Value;
@@ -89,7 +89,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     }
     if probabilities > 0 {
         let detail = format!("{probabilities} probabilities in place of logprobs: their logarithms are taken");
-        generation.notes.push(Note { reason: drift::Reason::InvalidLogprob, count: probabilities, detail });
+        generation.notes.push(Note { reason: findings::Reason::InvalidLogprob, count: probabilities, detail });
     }
     // The response repeats how it sampled.
     let settings = sampling_under(response, "generation_settings")?;
@@ -114,7 +114,7 @@ fn finish_of(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()>
         None if flag("stopped_eos")? => Some("eos".to_owned()),
         None => None,
     };
-    generation.finish_reason = kind.map(|kind| finish::common(&kind).to_owned());
+    generation.finish_reason = kind.map(|kind| message::common(&kind).to_owned());
     generation.stop = word.map_or(Stop::Unsaid, Stop::Text);
     Ok(())
 }

@@ -1,18 +1,18 @@
 //! Servers' own responses: one small file each, all read into an `Entry` and, where the request is there, a `Request`.
 //!
-//! A file knows its response by structure, never by a name that a proxy may rewrite. It fills in the `contract` and
-//! has a line in the table below; `said` makes messages of other APIs' parts, `stream` one response of a stream's chunks.
+//! A file knows its response by structure, never by a name that a proxy may rewrite. It fills in the `interface` and
+//! has a line in the table below; `messages` makes messages of other APIs' parts, `stream` one response of a stream's chunks.
 
 mod anthropic;
 mod completions;
-pub(super) mod contract;
 mod fireworks;
 mod gemini;
+pub(super) mod interface;
 mod llama_cpp;
-mod offline;
+mod messages;
 mod ollama;
+mod request_output;
 mod responses;
-mod said;
 mod sglang;
 pub(super) mod stream;
 #[cfg(test)]
@@ -22,11 +22,11 @@ mod tinker;
 mod vllm_generate;
 
 /// The servers, the most telling signs first.
-pub const SERVERS: &[contract::Server] = &[
+pub const SERVERS: &[interface::Server] = &[
     sglang::SERVER,
     tgi::SERVER,
-    offline::TENSORRT_LLM,
-    offline::VLLM,
+    request_output::TENSORRT_LLM,
+    request_output::VLLM,
     fireworks::SERVER,
     vllm_generate::SERVER,
     tinker::SERVER,

@@ -4,13 +4,13 @@
 //! U+FFFD. Such bytes are no evidence: they are unknown here, and noted. What the logprobs are of
 //! is not documented. `context` is not read: it leaves out which of its ids were sampled.
 
-use super::contract::{
+use super::interface::{
     Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
 };
-use crate::drift;
-use crate::format::json::fields::{Fields, Sampling};
-use crate::format::normal::calls::chat_request;
-use crate::format::normal::message::{message_of, plain};
+use crate::findings;
+use crate::format::build::calls::chat_request;
+use crate::format::build::message::{message_of, plain};
+use crate::format::fields::{Fields, Sampling};
 use crate::trace::{Generation, LogprobKind, Note, Pieces, Prompt};
 use serde_json::Value;
 
@@ -61,7 +61,7 @@ fn forget_lies(generation: &mut Generation) {
     if lies > 0 {
         generation.tokens.bytes = Some(kept).filter(|kept| kept.known.contains(&true));
         let detail = format!("{lies} tokens are given the bytes of U+FFFD, which are not theirs");
-        generation.notes.push(Note { reason: drift::Reason::LossyText, count: lies, detail });
+        generation.notes.push(Note { reason: findings::Reason::LossyText, count: lies, detail });
     }
 }
 

@@ -4,14 +4,14 @@
 //! has them is known in part, and noted. Items become the chat completions API's messages; consecutive items of the model
 //! are one assistant message. What the numbers are of is not documented.
 
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Outline, Reading, Reason, Request, Server, Shape, TokenText,
     reject, sampling_of,
 };
-use super::said;
-use crate::drift;
-use crate::format::normal::finish;
-use crate::pictures::holds;
+use super::messages;
+use crate::findings;
+use crate::format::build::message;
+use crate::images::holds;
 use crate::trace::{Generation, LogprobKind, Message, Note, Prompt};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -79,19 +79,19 @@ fn note_silence(response: &Outline<'_>, generation: &mut Generation, silent: u32
     let sampled = usage.count("output_tokens")?.unwrap_or(0) as usize;
     let count = sampled.saturating_sub(listed) as u32;
     let detail = format!("{silent} items of the output (reasoning, function calls) list no tokens");
-    generation.notes.push(Note { reason: drift::Reason::ReasoningFieldSplit, count, detail });
+    generation.notes.push(Note { reason: findings::Reason::ReasoningFieldSplit, count, detail });
     Ok(())
 }
 
 fn finished(response: &Outline<'_>, turn: &Turn) -> Decoded<Option<String>> {
     let details = response.object("incomplete_details")?.unwrap_or_default();
     if let Some(reason) = details.text("reason")? {
-        return Ok(Some(finish::common(&reason).to_owned()));
+        return Ok(Some(message::common(&reason).to_owned()));
     }
     let status = response.text("status")?;
     Ok(match status.as_deref() {
         Some("completed") if !turn.calls.is_empty() => Some("tool_calls".to_owned()),
-        status => status.map(|status| finish::common(status).to_owned()),
+        status => status.map(|status| message::common(status).to_owned()),
     })
 }
 
@@ -119,7 +119,7 @@ impl Turn {
             "function_call" | "custom_tool_call" => {
                 let id = item.get("call_id").or_else(|| item.get("id"));
                 let arguments = item.get("arguments").or_else(|| item.get("input"));
-                self.calls.push(said::tool_call(id, item.get("name"), arguments));
+                self.calls.push(messages::tool_call(id, item.get("name"), arguments));
             }
             "message" | "" if string(item, "role") == "assistant" => {
                 for part in content {
@@ -135,7 +135,7 @@ impl Turn {
     }
 
     fn message(self) -> Value {
-        let mut message = said::message("assistant", self.text.as_str(), &self.reasoning, self.calls);
+        let mut message = messages::message("assistant", self.text.as_str(), &self.reasoning, self.calls);
         if !self.refusal.is_empty() {
             message["refusal"] = Value::String(self.refusal);
         }
@@ -168,7 +168,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     let prompt = if request.has("previous_response_id") { Prompt::Unknown } else { Prompt::Rendered };
     let tools = request.value("tools")?;
     let functions = tools.iter().filter_map(Value::as_array).flatten().filter(|tool| tool["type"] == "function");
-    let tools = said::tool_schemas(functions, |tool| tool.get("parameters"));
+    let tools = messages::tool_schemas(functions, |tool| tool.get("parameters"));
     let messages = values.into_iter().map(|value| Message::new(value, None)).collect();
     let sampling = sampling_of(request, "top_p")?;
     Ok(Request { messages, tools, model: request.text("model")?, prompt, sampling, ..Request::default() })
@@ -192,7 +192,7 @@ fn history(items: &[Value], messages: &mut Vec<Value>) {
             let output = text(item.get("output"));
             let shows = output.as_array().is_some_and(|parts| parts.iter().any(holds));
             let output = if shows || output.is_string() { output } else { output.to_string().into() };
-            messages.push(said::tool_result(item.get("call_id"), None, output));
+            messages.push(messages::tool_result(item.get("call_id"), None, output));
         } else {
             let role = item.get("role").and_then(Value::as_str).unwrap_or("user");
             messages.push(json!({"role": role, "content": text(item.get("content"))}));

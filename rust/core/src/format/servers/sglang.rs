@@ -4,13 +4,13 @@
 //! may be null or absent. They are log-softmax of the logits divided by the temperature, before top-p and top-k (unless the
 //! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
     TokenText, note, prompt_of, reject, sampling_of, spoken, stop_id,
 };
-use crate::drift;
-use crate::format::normal::extras::{raw_experts, sampling_mask, version, version_spans};
-use crate::format::normal::finish;
+use crate::findings;
+use crate::format::build::extras::{raw_experts, sampling_mask, version, version_spans};
+use crate::format::build::message;
 use crate::trace::{LogprobKind, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
@@ -56,7 +56,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     generation.tokens = tokens(response, &meta)?;
     generation.prompt = prompt(&meta)?;
     let finish = meta.value("finish_reason")?;
-    generation.finish_reason = finish.as_ref().and_then(kind).map(|kind| finish::common(kind).to_owned());
+    generation.finish_reason = finish.as_ref().and_then(kind).map(|kind| message::common(kind).to_owned());
     generation.stop = finish.as_ref().map(stop).unwrap_or_default();
     if generation.policy_version < 0 {
         generation.policy_version = meta.value("weight_version")?.as_ref().map_or(-1, version);
@@ -69,7 +69,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     if generation.finish_reason.as_deref() == Some("abort") {
         let why = finish.as_ref().and_then(|finish| finish.get("message")?.as_str()).unwrap_or("no message");
         let detail = format!("the server aborted the generation: {why}");
-        generation.notes.push(note(drift::Reason::LengthTruncated, sampled, detail));
+        generation.notes.push(note(findings::Reason::LengthTruncated, sampled, detail));
     }
     generation.text.clone_from(&text);
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, 0))

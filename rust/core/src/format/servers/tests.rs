@@ -1,9 +1,9 @@
 //! The golden records of every server, read and compared with what their maker put in.
 
-use crate::drift::NAMES;
 use crate::error::Location;
+use crate::findings::NAMES;
 use crate::format::{Record, decode};
-use crate::raw::Raw;
+use crate::record_bytes::Raw;
 use crate::trace::{Pieces, Prompt, Stop};
 use serde_json::{Value, json};
 use std::fs;

@@ -4,7 +4,7 @@
 //! logprobs are log-softmax of the scores after temperature, penalties, top-k and top-p: `processed`. `prefill` has the
 //! prompt's ids where they were asked for.
 
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
     TokenText, finish_under, reject, sampling_of, spoken,
 };

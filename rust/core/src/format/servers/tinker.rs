@@ -4,7 +4,7 @@
 //! and there is no text. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`. Whether the numbers are raw is
 //! not documented.
 
-use super::contract::{
+use super::interface::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
 };
 use crate::format::json::object::Numbers;

@@ -5,10 +5,10 @@
 //! place of `token_id`. In text mode the text leaves out a stop string that `token_ids` keep. Whether its logprobs are raw is
 //! an option of the server (`--logprobs-mode`) that no response tells.
 
-use super::contract::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of};
-use super::offline::described;
+use super::interface::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of};
+use super::request_output::described;
+use crate::format::build::message::plain;
 use crate::format::json::object::Numbers;
-use crate::format::normal::message::plain;
 use crate::trace::{LogprobKind, Placeholder, Prompt};
 
 pub(super) const SERVER: Server = Server {

@@ -3,11 +3,11 @@
 use super::*;
 use crate::trace::Generation;
 use proptest::prelude::*;
-use recorders::DUMPS;
 use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
+use trajectories::DUMPS;
 
 static GOLDENS: LazyLock<Vec<Value>> = LazyLock::new(|| {
     let folders = ["dumps", "servers"]

@@ -1,15 +1,15 @@
 //! The events of a stream, each the JSON of one chunk; repeated ones dropped.
 
-use super::super::contract::{Decoded, Outline, Reason, Rejection, Shape, note, reject};
-use super::pieces::incomplete;
-use crate::drift;
+use super::super::interface::{Decoded, Outline, Reason, Rejection, Shape, note, reject};
+use super::chunks::incomplete;
+use crate::findings;
 use crate::format::json::diagnose;
 use crate::trace::Note;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
 /// Whether a text is one of events: its first line that says something is a field of one, or a chunk.
-pub(in super::super::super) fn is_events(text: &str) -> bool {
+pub(in crate::format) fn is_events(text: &str) -> bool {
     let first = text.trim_start_matches('\u{FEFF}').lines().find(|line| !line.trim().is_empty());
     first.is_some_and(|line| FIELDS.iter().any(|field| line.starts_with(field)) || line.starts_with('{'))
 }
@@ -104,7 +104,7 @@ pub(super) fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec
     let half = events.len() / 2;
     let even = events.len() >= 4 && events.len().is_multiple_of(2);
     let dropped = |count: usize, what: &str| {
-        note(drift::Reason::DuplicateGeneration, count, format!("{what}: {count} chunks are dropped"))
+        note(findings::Reason::DuplicateGeneration, count, format!("{what}: {count} chunks are dropped"))
     };
     if even && events.chunks_exact(2).all(|pair| pair[0] == pair[1]) {
         notes.push(dropped(half, "every chunk was recorded twice"));
@@ -170,7 +170,7 @@ mod tests {
     fn a_stream_that_breaks_off_is_read_as_far_as_it_goes() {
         let (found, notes) = events("data: {\"a\": 1}\n\ndata: {\"b\":");
         assert_eq!(found, ["{\"a\": 1}"]);
-        assert_eq!(notes[0].reason, drift::Reason::StreamIncomplete);
+        assert_eq!(notes[0].reason, findings::Reason::StreamIncomplete);
     }
 
     #[test]
@@ -178,7 +178,7 @@ mod tests {
         let line = |name: &str| format!("data: {{\"n\": \"{name}\"}}\n");
         let read = |names: &[&str]| events(&names.iter().map(|name| line(name)).collect::<String>());
         let (found, notes) = read(&["a", "a", "b", "b"]);
-        assert_eq!((found.len(), notes[0].reason), (2, drift::Reason::DuplicateGeneration));
+        assert_eq!((found.len(), notes[0].reason), (2, findings::Reason::DuplicateGeneration));
         assert_eq!(read(&["a", "b", "a", "b"]).0.len(), 2);
         let (found, notes) = read(&["a", "b", "b", "c"]);
         assert!(found.len() == 4 && notes.is_empty());

@@ -3,19 +3,17 @@
 //! A stream becomes the whole response that the server would have given without streaming, as JSON; that is then read by
 //! the server's own reader. So a stream and its whole response give the same generation. A list of whole responses, as
 //! servers give it that answer `n` times, is no stream: one of them is read, the others are counted as unused choices.
-//! The files, each using those before it alone: `pieces`, `events`, `chat`, `typed`.
 
-mod chat;
+mod chunks;
 mod events;
-mod pieces;
-mod typed;
+
+pub(in super::super) use events::is_events;
 
 use super::SERVERS;
-use super::contract::{Decoded, Form, Outline, Reason, Rejection, Shape, reject};
-use crate::format::normal::calls::no_response;
-use crate::format::normal::message::no_choice;
+use super::interface::{Decoded, Form, Outline, Reason, Rejection, Shape, reject};
+use crate::format::build::calls::no_response;
+use crate::format::build::message::no_choice;
 use crate::trace::Note;
-pub(in super::super) use events::is_events;
 use serde_json::Value;
 use serde_json::value::RawValue;
 use std::collections::HashSet;
@@ -50,7 +48,7 @@ pub(in super::super) fn assemble(raw: &RawValue, choice: Option<i32>) -> Decoded
     let kind = chunks.iter().find_map(kind_of).ok_or_else(|| no_chunk(&chunks))?;
     let text = match kind {
         Kind::Parts(assemble) => assemble(&chunks, &mut notes)?,
-        Kind::Sglang => pieces::sglang(&chunks, &events, choice)?,
+        Kind::Sglang => chunks::sglang(&chunks, &events, choice)?,
         Kind::Whole if events.len() > 1 => {
             return Err(events::not_a_stream("some of its elements are whole responses"));
         }
@@ -141,27 +139,27 @@ fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
         return Some(if choice.has("message") {
             Kind::Whole
         } else if choice.names("delta") {
-            Kind::Parts(chat::assemble)
+            Kind::Parts(chunks::chat)
         } else {
-            Kind::Parts(pieces::completions)
+            Kind::Parts(chunks::completions)
         });
     }
     let event = chunk.text("type").ok().flatten().unwrap_or_default();
     if event.starts_with("response.") {
-        return Some(Kind::Parts(typed::responses));
+        return Some(Kind::Parts(chunks::responses));
     }
     if ["message_start", "message_delta", "message_stop", "content_block_start", "content_block_delta"]
         .contains(&&*event)
     {
-        return Some(Kind::Parts(typed::anthropic));
+        return Some(Kind::Parts(chunks::anthropic));
     }
     let found = [
         (chunk.is("meta_info", Shape::Object), Kind::Sglang),
-        (chunk.is("token", Shape::Object), Kind::Parts(pieces::tgi)),
+        (chunk.is("token", Shape::Object), Kind::Parts(chunks::tgi)),
         (chunk.is("details", Shape::Object), Kind::Whole),
-        (chunk.is("done", Shape::Bool), Kind::Parts(pieces::ollama)),
-        (chunk.is("candidates", Shape::List), Kind::Parts(pieces::gemini)),
-        (chunk.is("content", Shape::Text) && chunk.names("stop"), Kind::Parts(pieces::llama_cpp)),
+        (chunk.is("done", Shape::Bool), Kind::Parts(chunks::ollama)),
+        (chunk.is("candidates", Shape::List), Kind::Parts(chunks::gemini)),
+        (chunk.is("content", Shape::Text) && chunk.names("stop"), Kind::Parts(chunks::llama_cpp)),
     ];
     found.into_iter().find_map(|(is, kind)| is.then_some(kind))
 }

@@ -1,0 +1,519 @@
+//! Appends a generation to its branch: tokens with their logprobs, or text where the record has no tokens, and how it ended.
+//!
+//! Servers cut the stop string off the text, and keep its tokens in the lists: the text is then shorter than what the
+//! tokens spell, and may end inside a token. Tokens behind a stop string or a stop token, such as those of a second
+//! message, are left out, an id that cannot be known ends the branch, and both are counted.
+
+use super::branch::{Branch, Sampling, Stretch};
+use super::resolve::{Resolved, Run, is_special, spell, spell_all};
+use super::trace::Loom;
+use super::{prompt_diff, tool_calls, types};
+use crate::error::Result;
+use crate::findings::Reason;
+use crate::tokenizer::Tokenizer;
+use crate::trace::{Generation, Pieces, Prompt, Stop, Trace, VersionSpan, value_in};
+use memchr::memmem;
+use serde_json::Value;
+use std::borrow::Cow;
+
+impl<'a> Loom<'a, '_> {
+    pub fn add_sampled(&mut self, turn: usize, generation: &'a Generation, at: usize) -> Result<()> {
+        let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
+        let content = message.and_then(|message| value_in(message, "content")).and_then(Value::as_str);
+        let mut resolved = self.resolve(generation, content);
+        for finding in &mut resolved.findings {
+            finding.turn = turn as i32;
+        }
+        self.woven.findings.append(&mut resolved.findings);
+        self.woven.recorded += generation.tokens.len() as u64;
+        let sampling = self.sampling(turn, generation);
+        let branch = &mut self.woven.branches[at];
+        branch.cut = is_cut(generation);
+        (branch.overrun, branch.unmarked) = (false, false);
+        if resolved.ids.is_empty() || resolved.foreign {
+            return self.add_text(turn, generation, at, resolved.foreign, sampling);
+        }
+        self.check_sum(turn, generation, &resolved);
+        self.check_calls(turn, generation, message, &resolved);
+        let overrun = overrun(generation, message, &resolved, self.tokenizer);
+        let end = self.note_overrun(turn, &resolved, overrun);
+        self.woven.branches[at].overrun = overrun.is_some();
+        self.add_tokens(turn, generation, (&resolved, end), at, sampling)?;
+        let said_stop = matches!(generation.finish_reason.as_deref(), Some("stop" | "tool_calls"));
+        let branch = &self.woven.branches[at];
+        let by_text = matches!(generation.stop, Stop::Text(_)) || branch.overrun;
+        if said_stop && !branch.stopped && !branch.ended && !by_text {
+            let detail = "the record says the turn stopped but lists no stop token".to_owned();
+            self.find(Reason::EosMissingInRecord, turn, -1, 1, detail);
+        }
+        Ok(())
+    }
+
+    /// Compares recorded ids with the tool calls of the message.
+    fn check_calls(&mut self, turn: usize, generation: &Generation, message: Option<&Value>, resolved: &Resolved<'_>) {
+        let Some((ids, message)) = generation.tokens.ids.as_deref().zip(message) else { return };
+        if let Some(unsaid) = tool_calls::unsaid(message, ids, self.tokenizer) {
+            let detail = format!("the listed tokens spell {unsaid}");
+            self.find(Reason::StreamIncomplete, turn, -1, resolved.ids.len(), detail);
+        }
+    }
+
+    /// Compares the sum of the logprobs with the server's own. Recorders round to six digits or to f16 on the way.
+    fn check_sum(&mut self, turn: usize, generation: &Generation, resolved: &Resolved<'_>) {
+        let Some((said, logprobs)) = generation.cumulative_logprob.zip(resolved.logprobs) else { return };
+        let sum: f64 = logprobs.iter().map(|&logprob| f64::from(logprob)).sum();
+        if (sum - said).abs() > 1e-3 + 1e-4 * said.abs() {
+            let count = logprobs.len();
+            let detail = format!("the logprobs sum to {sum:.6}, the record's cumulative logprob is {said:.6}");
+            self.find(Reason::InvalidLogprob, turn, 0, count, detail);
+        }
+    }
+
+    /// Names what goes past the end of the text; one past the last token that belongs to the turn.
+    fn note_overrun(&mut self, turn: usize, resolved: &Resolved<'_>, overrun: Option<Overrun>) -> usize {
+        let count = resolved.ids.len();
+        let Some(Overrun { end, partial }) = overrun else { return count };
+        if partial {
+            let detail = "the recorded text ends inside this token; it is kept whole".to_owned();
+            self.find(Reason::StopStringTruncated, turn, end as i32 - 1, 1, detail);
+        }
+        if end < count {
+            let detail = format!("{} tokens stand behind the end of the recorded text; they are left out", count - end);
+            self.find(Reason::StopStringTruncated, turn, end as i32, count - end, detail);
+        }
+        end
+    }
+
+    /// Appends the first `end` tokens.
+    fn add_tokens(
+        &mut self,
+        turn: usize,
+        generation: &Generation,
+        (resolved, end): (&Resolved<'a>, usize),
+        at: usize,
+        sampling: Sampling,
+    ) -> Result<()> {
+        let branch = &mut self.woven.branches[at];
+        let mut index = 0;
+        while index < end {
+            if resolved.is_known(index) {
+                let behind = alike_version(generation, index, resolved.alike(index, end));
+                let logprobs = resolved.logprobs.map(|logprobs| &logprobs[index..behind]);
+                self.woven.exact += logprobs.filter(|_| branch.may_train()).map_or(0, known);
+                let sampling = Sampling { version: version_at(generation, index), ..sampling };
+                let tier = resolved.tier(index);
+                let logprobs = logprobs.map(Cow::Borrowed);
+                branch.sample(&resolved.ids[index..behind], Stretch { sampling, tier, trained: true, logprobs });
+                index = behind;
+                continue;
+            }
+            let run = resolved.run_at(index).filter(|_| self.options.lenient || self.options.assume_canonical);
+            let Some(Run { end: behind, bytes, entry, .. }) = run else { break };
+            let canonical = if let Some(entry) = entry {
+                vec![*entry]
+            } else {
+                let before = before(branch, self.tokenizer);
+                self.tokenizer.ids_behind(&before, &String::from_utf8_lossy(bytes))?
+            };
+            if self.tokenizer.first_outside(&canonical).is_some() {
+                break;
+            }
+            let counted = self.options.assume_canonical && canonical.len() == behind - index;
+            if !counted && !self.options.lenient {
+                break;
+            }
+            let logprobs = resolved.logprobs.filter(|_| counted).map(|all| Cow::Borrowed(&all[index..*behind]));
+            let tier = if counted { types::ASSUMED } else { types::TEXT };
+            branch.sample(&canonical, Stretch { sampling, tier, trained: counted, logprobs });
+            index = *behind;
+        }
+        let last = branch.ids.last().copied();
+        branch.stopped = index == end && last.is_some_and(|id| self.tokenizer.is_special(id));
+        if index < end {
+            branch.ended = true;
+            let detail = format!("the id of token {index} cannot be known; {} tokens are left out", end - index);
+            self.find(resolved.why_unknown(index), turn, index as i32, end - index, detail);
+        }
+        Ok(())
+    }
+
+    /// Logprobs without tokens (T4, T5) where the count fits the canonical tokenization, or text alone (T6).
+    fn add_text(
+        &mut self,
+        turn: usize,
+        generation: &'a Generation,
+        at: usize,
+        foreign: bool,
+        sampling: Sampling,
+    ) -> Result<()> {
+        let Some(body) = self.body(turn, generation, at)? else {
+            self.woven.branches[at].ended = true;
+            if !generation.tokens.is_empty() || generation.text.is_some() {
+                let detail = "the template does not show the body of this turn after its prompt".to_owned();
+                self.find(Reason::PrefixNotExtended, turn, -1, generation.tokens.len(), detail);
+            }
+            return Ok(());
+        };
+        let before = before(&self.woven.branches[at], self.tokenizer);
+        let mut ids = self.tokenizer.ids_behind(&before, &body)?;
+        if spell_all(&ids, self.tokenizer) != body.as_bytes() {
+            let detail = "the tokenizer changes the text before it cuts it".to_owned();
+            self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
+        }
+        if let Some(first) = self.tokenizer.first_outside(&ids) {
+            self.woven.branches[at].ended = true;
+            let detail =
+                format!("id {} of the text is not in the model's vocabulary; the turn is left out", ids[first]);
+            self.find(Reason::VocabOutOfRange, turn, -1, generation.tokens.len(), detail);
+            return Ok(());
+        }
+        let closing = self.scaffold.closing.token.filter(|_| !self.woven.branches[at].cut);
+        let logprobs = generation.tokens.logprobs.as_deref().filter(|_| !foreign).unwrap_or_default();
+        let counted = logprobs.len() == ids.len() || logprobs.len() == ids.len() + usize::from(closing.is_some());
+        let level = match counted && !logprobs.is_empty() {
+            true if generation.text.is_some() => types::ASSUMED,
+            true => types::COUNT,
+            false => types::TEXT_ONLY,
+        };
+        let given = if level == types::TEXT_ONLY { self.inserted(generation, (&before, &body), &ids)? } else { 0 };
+        if level == types::TEXT_ONLY || logprobs.len() > ids.len() {
+            ids.extend(closing);
+        }
+        if generation.tokens.is_empty() || foreign {
+            self.woven.recorded += if foreign { 0 } else { (ids.len() - given) as u64 };
+        }
+        let options = self.options;
+        let trained = if level == types::TEXT_ONLY { options.text_only } else { options.assume_canonical };
+        if !logprobs.is_empty() && (level == types::TEXT_ONLY || !trained) {
+            let detail = format!("{} logprobs without tokens, the text has {} tokens", logprobs.len(), ids.len());
+            self.find(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
+        }
+        let last = turn + 1 == self.trace.generations.len();
+        let branch = &mut self.woven.branches[at];
+        branch.stopped = ids.last().copied() == closing && closing.is_some();
+        branch.unmarked = level == types::TEXT_ONLY && closing.is_none() && !branch.cut;
+        if branch.unmarked && last && trained {
+            let detail = "the template writes no stop token behind the last turn; none is trained".to_owned();
+            self.find(Reason::EosMissingInRecord, turn, -1, 1, detail);
+        }
+        let branch = &mut self.woven.branches[at];
+        let (mut index, logprobs) = (0, Some(logprobs).filter(|_| level != types::TEXT_ONLY));
+        while index < ids.len() {
+            let behind = alike_version(generation, index, if index < given { given } else { ids.len() });
+            let sampling = Sampling { version: version_at(generation, index), ..sampling };
+            let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..behind]));
+            let trained = trained && index >= given;
+            branch.sample(&ids[index..behind], Stretch { sampling, tier: level, trained, logprobs });
+            index = behind;
+        }
+        Ok(())
+    }
+
+    /// How many of the first ids of a text are an empty thought that the template inserts: they are not trained, as
+    /// nothing says that they were sampled.
+    fn inserted(&self, generation: &Generation, (before, body): (&str, &str), ids: &[u32]) -> Result<usize> {
+        let message = self.trace.messages.get(generation.message as usize);
+        let Some(message) = message.filter(|_| generation.text.is_none()) else { return Ok(0) };
+        let thought = &body[..prompt_diff::inserted_thought(body, &message.value)];
+        let thought = self.tokenizer.ids_behind(before, thought)?;
+        Ok(thought.iter().zip(ids).take_while(|(left, right)| left == right).count())
+    }
+
+    /// The text that was sampled: as recorded, else as the template writes it, else the message's content.
+    fn body(&mut self, turn: usize, generation: &Generation, at: usize) -> Result<Option<String>> {
+        if generation.text.is_some() || self.trace.messages.is_empty() {
+            return Ok(generation.text.clone());
+        }
+        let prompt = &self.woven.branches[at].prompt;
+        if !prompt.is_empty() {
+            let [_, session] = &mut self.memory.sessions;
+            return self.scaffold.body(session, self.trace, turn, prompt);
+        }
+        if matches!(generation.prompt, Prompt::Rendered) {
+            return Ok(None);
+        }
+        let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
+        Ok(message.and_then(|message| message.get("content")?.as_str()).map(str::to_owned))
+    }
+}
+
+/// The text at the end of a branch, if what follows has other ids behind it.
+fn before(branch: &Branch<'_>, tokenizer: &Tokenizer) -> String {
+    if tokenizer.is_apart("any") {
+        return String::new();
+    }
+    let from = branch.ids.iter().rposition(|&id| is_special(id, tokenizer)).unwrap_or(0);
+    String::from_utf8_lossy(&spell_all(&branch.ids[from..], tokenizer)).into_owned()
+}
+
+/// The policy version of sampled token `index`.
+fn version_at(generation: &Generation, index: usize) -> i32 {
+    if generation.versions.is_empty() {
+        return generation.policy_version;
+    }
+    let holds = |span: &&VersionSpan| (span.start as usize..span.end as usize).contains(&index);
+    generation.versions.iter().find(holds).map_or(generation.policy_version, |span| span.version)
+}
+
+/// One past the last of the tokens from `start` on, before `end`, that the same policy version sampled.
+fn alike_version(generation: &Generation, start: usize, end: usize) -> usize {
+    if generation.versions.is_empty() {
+        return end;
+    }
+    let first = version_at(generation, start);
+    (start + 1..end).find(|&index| version_at(generation, index) != first).unwrap_or(end)
+}
+
+/// How many logprobs are known.
+fn known(logprobs: &[f32]) -> u64 {
+    logprobs.iter().map(|logprob| u64::from(!logprob.is_nan())).sum()
+}
+
+/// Where the turn ends before its tokens do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Overrun {
+    /// One past the last token that belongs to the turn.
+    pub end: usize,
+    /// Whether the last token that holds a byte of the text also holds some of what stands behind it.
+    pub partial: bool,
+}
+
+const THOUGHT_END: &str = "</think>";
+
+/// Tokens past the text: of the generation where that is recorded, else of `message`.
+pub fn overrun(
+    generation: &Generation,
+    message: Option<&Value>,
+    resolved: &Resolved<'_>,
+    tokenizer: &Tokenizer,
+) -> Option<Overrun> {
+    if let Some(message) = message.filter(|message| calls(message)) {
+        return behind_calls(message, &resolved.ids, tokenizer);
+    }
+    let content = message.and_then(|message| value_in(message, "content")?.as_str());
+    let text = generation.text.as_deref().or(content).filter(|text| !text.is_empty())?;
+    let ids = &resolved.ids;
+    let stopped = ids.last().is_some_and(|&id| is_special(id, tokenizer));
+    let whole = resolved.said.is_some_and(|said| said + usize::from(stopped) >= ids.len());
+    let listed = generation.tokens.bytes.as_ref().or(generation.tokens.texts.as_ref());
+    let whole = whole || listed.is_some_and(|pieces| are_text(pieces, text.as_bytes(), stopped));
+    if whole || !resolved.all_known() || ends_with(ids, text.as_bytes(), tokenizer) {
+        return None;
+    }
+    let spelled = spell(&resolved.ids, tokenizer);
+    let thinks = message.is_some_and(thinks);
+    let length = match &generation.text {
+        Some(text) => spelled_length(&spelled, text)?,
+        None => end_of_content(&spelled, text, thinks)?,
+    };
+    let rest = String::from_utf8_lossy(&spelled[length..]);
+    let by_string = matches!(&generation.stop, Stop::Text(string) if rest.contains(string));
+    // A server may trim white space, and holds back what may become a character.
+    let trimmed = |part: char| part == '\u{FFFD}' || (part.is_whitespace() && generation.text.is_none());
+    if rest.is_empty() || !by_string && rest.chars().all(trimmed) {
+        return None;
+    }
+    let (mut at, mut end) = (0, 0);
+    for (index, &id) in resolved.ids.iter().enumerate() {
+        if at >= length {
+            break;
+        }
+        at += if is_special(id, tokenizer) { 0 } else { tokenizer.token_bytes(id).map_or(0, <[u8]>::len) };
+        end = index + 1;
+    }
+    let partial = at > length;
+    let stops = !partial && resolved.ids.get(end).is_some_and(|&id| is_special(id, tokenizer));
+    Some(Overrun { end: end + usize::from(stops), partial })
+}
+
+/// Tokens behind the first stop token of a turn that calls tools, where all of its calls stand before that.
+fn behind_calls(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<Overrun> {
+    let stops = |&id: &u32| is_special(id, tokenizer) && tokenizer.eos_ids().contains(&id);
+    let end = ids.iter().position(stops).map(|stop| stop + 1).filter(|&end| end < ids.len())?;
+    tool_calls::unsaid(message, &ids[..end], tokenizer).is_none().then_some(Overrun { end, partial: false })
+}
+
+/// Whether a message calls a tool: its text is then no whole of what was sampled.
+fn calls(message: &Value) -> bool {
+    let listed = value_in(message, "tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
+    listed || value_in(message, "function_call").is_some_and(Value::is_object)
+}
+
+/// Whether a message has its reasoning apart from its text.
+fn thinks(message: &Value) -> bool {
+    let thought = |key: &&str| value_in(message, key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
+    ["reasoning_content", "reasoning", "thinking"].iter().any(thought)
+}
+
+/// Whether the pieces that a record lists are its text, or that and the one of the stop token.
+fn are_text(pieces: &Pieces, text: &[u8], stopped: bool) -> bool {
+    let last = pieces.ends.len().checked_sub(2).map_or(0, |before| pieces.ends[before] as usize);
+    pieces.data.starts_with(text) && (pieces.data.len() == text.len() || stopped && last == text.len())
+}
+
+/// Whether the ids end in these bytes, or in these and one special token, and no special token stands before that where the
+/// bytes end for the first time. Walks back over the bytes alone.
+fn ends_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let ids = match ids.split_last() {
+        Some((last, before)) if is_special(*last, tokenizer) => before,
+        _ => ids,
+    };
+    let mut rest = text;
+    for (index, id) in ids.iter().enumerate().rev() {
+        let bytes = tokenizer.token_bytes(*id).unwrap_or_default();
+        match rest.strip_suffix(bytes) {
+            Some(before) => rest = before,
+            None => return bytes.ends_with(rest),
+        }
+        if rest.is_empty() {
+            return index == 0
+                || !ids[..index].iter().any(|&id| is_special(id, tokenizer))
+                || !begins(ids, text, tokenizer);
+        }
+    }
+    rest.is_empty()
+}
+
+/// Whether the ids begin with these bytes, with a special token behind them.
+fn begins(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let mut rest = text;
+    for (index, id) in ids.iter().enumerate() {
+        match rest.strip_prefix(tokenizer.token_bytes(*id).unwrap_or_default()) {
+            Some(behind) => rest = behind,
+            None => return false,
+        }
+        if rest.is_empty() {
+            return ids.get(index + 1).is_some_and(|&id| is_special(id, tokenizer));
+        }
+    }
+    false
+}
+
+/// How many bytes of `spelled` there are up to the end of the message's text: at the beginning, where no reasoning stands
+/// before it, else behind the reasoning, else where it stands last.
+fn end_of_content(spelled: &[u8], content: &str, thinks: bool) -> Option<usize> {
+    let thought = Some(THOUGHT_END).filter(|end| !content.contains(end));
+    let behind = thought.and_then(|end| Some(memmem::find(spelled, end.as_bytes())? + end.len()));
+    if let Some(behind) = behind {
+        let space = spelled[behind..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+        let content = content.trim_start();
+        return spelled_length(&spelled[behind + space..], content).map(|length| behind + space + length);
+    }
+    let first = if thinks { None } else { spelled_length(spelled, content) };
+    first.or_else(|| memmem::rfind(spelled, content.as_bytes()).map(|at| at + content.len()))
+}
+
+/// How many bytes of `spelled` decode to `text`, if it begins with that.
+fn spelled_length(spelled: &[u8], text: &str) -> Option<usize> {
+    if spelled.starts_with(text.as_bytes()) {
+        return Some(text.len());
+    }
+    let mut rest = text;
+    let mut length = 0;
+    for chunk in spelled.utf8_chunks() {
+        if let Some(inside) = chunk.valid().get(..rest.len()).filter(|inside| *inside == rest) {
+            return Some(length + inside.len());
+        }
+        rest = rest.strip_prefix(chunk.valid())?;
+        length += chunk.valid().len();
+        if !chunk.invalid().is_empty() {
+            if rest.is_empty() {
+                return Some(length);
+            }
+            rest = rest.strip_prefix('\u{FFFD}')?;
+            length += chunk.invalid().len();
+        }
+    }
+    rest.is_empty().then_some(length)
+}
+
+/// How the last generation of a trace ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Ending {
+    /// The record does not say, and no stop token shows it.
+    Unknown = 0,
+    /// The policy stopped: by its stop token, by a stop string, to call a tool.
+    Whole = 1,
+    /// By a limit of length, an abort, a filter.
+    Cut = 2,
+}
+
+impl Ending {
+    /// Of the last generation of a trace.
+    pub fn of(trace: &Trace, branches: &[Branch<'_>]) -> Self {
+        let Some(last) = trace.generations.last() else { return Self::Unknown };
+        let turn = Some(trace.generations.len() as i32 - 1);
+        let shown = branches.iter().any(|branch| branch.stopped && branch.last_turn() == turn);
+        Self::of_generation(last, shown)
+    }
+
+    /// By its finish reason; where none is said, by what stopped it, or the stop token that its tokens end in.
+    fn of_generation(generation: &Generation, shows_stop: bool) -> Self {
+        match generation.finish_reason.as_deref() {
+            Some("length" | "abort" | "content_filter" | "incomplete") => Self::Cut,
+            Some(_) if !is_cut(generation) => Self::Whole,
+            _ if shows_stop || generation.stop != Stop::Unsaid => Self::Whole,
+            _ => Self::Unknown,
+        }
+    }
+}
+
+/// Whether the record says that something else than a stop or a tool call ended a generation, known or not: no stop token
+/// was sampled.
+pub fn is_cut(generation: &Generation) -> bool {
+    generation.finish_reason.as_deref().is_some_and(|reason| !["stop", "tool_calls", "function_call"].contains(&reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_a_text_with_and_without_that_of_a_stop_token() {
+        let pieces = |texts: &[&str]| {
+            let mut pieces = Pieces::default();
+            for text in texts {
+                pieces.push(Some(text.as_bytes()));
+            }
+            pieces
+        };
+        assert!(are_text(&pieces(&["a", "b"]), b"ab", false));
+        assert!(are_text(&pieces(&["a", "b", "<end>"]), b"ab", true));
+        assert!(!are_text(&pieces(&["a", "b", "c"]), b"ab", false));
+        assert!(!are_text(&pieces(&["a", "b", "<end>", "c"]), b"ab", true));
+        assert!(!are_text(&pieces(&["a", "bc"]), b"ab", true));
+        assert!(!are_text(&pieces(&["a"]), b"ab", true));
+    }
+
+    #[test]
+    fn the_length_of_a_text_counts_what_stands_for_broken_characters() {
+        assert_eq!(spelled_length(b"ab}", "ab"), Some(2));
+        assert_eq!(spelled_length(b"a\xE3\x81b}", "a\u{FFFD}b"), Some(4));
+        assert_eq!(spelled_length(b"a\xE3\x81b}", "a"), Some(1));
+        assert_eq!(spelled_length(b"abc", "abd"), None);
+        assert_eq!(spelled_length(b"ab", "abc"), None);
+        assert_eq!(spelled_length("é!".as_bytes(), "é"), Some(2));
+    }
+}
+
+#[cfg(test)]
+mod ending_tests {
+    use super::Ending;
+    use crate::trace::{Generation, Stop};
+
+    fn said(reason: Option<&str>, stop: Stop) -> Ending {
+        let generation = Generation { finish_reason: reason.map(str::to_owned), stop, ..Generation::default() };
+        Ending::of_generation(&generation, false)
+    }
+
+    #[test]
+    fn the_finish_reason_says_it_and_else_what_stopped_it() {
+        assert_eq!(said(Some("length"), Stop::Id(2)), Ending::Cut);
+        assert_eq!(said(Some("abort"), Stop::Unsaid), Ending::Cut);
+        assert_eq!(said(Some("tool_calls"), Stop::Unsaid), Ending::Whole);
+        assert_eq!(said(Some("other"), Stop::Unsaid), Ending::Unknown);
+        assert_eq!(said(None, Stop::Text("}".to_owned())), Ending::Whole);
+        assert_eq!(said(None, Stop::Unsaid), Ending::Unknown);
+    }
+}

@@ -1,0 +1,187 @@
+//! Flat output arrays: traces are laid end to end, and each column is written once from the stretches of the branches.
+
+use super::branch::{Branch, Stretch};
+use super::extras::Column;
+use super::generation::Ending;
+use super::images::Images;
+use super::trace::Woven;
+use super::types::{self, Options};
+use crate::error::{Error, Location};
+use crate::findings::Finding;
+use crate::pool;
+use crate::trace::{Prompt, Trace};
+use std::collections::{BTreeMap, HashMap};
+
+/// `Sequences` as flat arrays; shapes as in DESIGN.md.
+#[derive(Debug, Default)]
+#[allow(missing_docs, reason = "documented once, at Sequences in Python")]
+pub struct Aligned {
+    pub ids: Vec<i32>,
+    pub source: Vec<u8>,
+    pub trainable: Vec<bool>,
+    pub rollout_logprobs: Vec<f32>,
+    pub turn: Vec<i32>,
+    pub version: Vec<i32>,
+    pub tier: Vec<u8>,
+    pub inv_temperature: Vec<f32>,
+    pub cu_seqlens: Vec<i64>,
+    pub trace: Vec<i32>,
+    pub group: Vec<i32>,
+    pub group_names: Vec<String>,
+    pub trace_ids: Vec<String>,
+    pub rewards: Vec<f32>,
+    pub reward_names: Vec<String>,
+    pub turn_rewards: Vec<f32>,
+    pub cu_turns: Vec<i64>,
+    pub logprob_kind: Vec<u8>,
+    pub temperature: Vec<f32>,
+    pub reshaped: Vec<u32>,
+    pub ending: Vec<u8>,
+    pub extras: Vec<Column>,
+    pub images: Images,
+    pub drift_trace: Vec<i32>,
+    pub drift: Vec<Finding>,
+    pub recorded: u64,
+    pub exact: u64,
+    pub errors: Vec<Error>,
+    /// Of each error, the index of its trace among those given.
+    pub left_out: Vec<i64>,
+    /// How many traces have a prompt that was rendered as which server does it; "(assumed)" where nothing says who did.
+    pub servers: BTreeMap<String, u64>,
+}
+
+impl Aligned {
+    /// Adds a trace's rows; what belongs to each token is written from its branches.
+    pub(super) fn push<'a>(
+        &mut self,
+        trace: &Trace,
+        woven: Woven<'a>,
+        options: Options,
+        groups: &mut HashMap<String, i32>,
+        branches: &mut Vec<Branch<'a>>,
+    ) {
+        let row = self.group.len() as i32;
+        for branch in &woven.branches {
+            let before = self.cu_seqlens.last().copied().unwrap_or(0);
+            self.cu_seqlens.push(before + branch.len() as i64);
+            self.trace.push(row);
+            for column in &mut self.extras {
+                column.push(branch, &trace.generations);
+            }
+        }
+        self.ending.push(Ending::of(trace, &woven.branches) as u8);
+        branches.extend(woven.branches);
+        self.recorded += woven.recorded;
+        self.exact += woven.exact;
+        self.drift_trace.extend(std::iter::repeat_n(row, woven.findings.len()));
+        self.drift.extend(woven.findings);
+        self.push_row(trace, options, groups);
+    }
+
+    fn push_row(&mut self, trace: &Trace, options: Options, groups: &mut HashMap<String, i32>) {
+        let next = self.group_names.len() as i32;
+        let group = match &trace.group {
+            Some(name) => *groups.entry(name.clone()).or_insert(next),
+            None => next,
+        };
+        if group == next {
+            self.group_names.push(trace.group.clone().unwrap_or_else(|| name_alone(trace)));
+        }
+        self.group.push(group);
+        self.trace_ids.push(trace.id.clone());
+        let named: HashMap<&str, f32> = trace.rewards.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+        for name in &self.reward_names {
+            let value = if name == "reward" { trace.reward } else { named.get(name.as_str()).copied() };
+            self.rewards.push(value.unwrap_or(f32::NAN));
+        }
+        for generation in &trace.generations {
+            let message = trace.messages.get(generation.message as usize);
+            self.turn_rewards.push(message.and_then(|message| message.reward).unwrap_or(f32::NAN));
+        }
+        self.cu_turns.push(self.turn_rewards.len() as i64);
+        if let Some(rendered) = trace.generations.iter().find(|each| each.prompt == Prompt::Rendered) {
+            let known = options.server.or(rendered.server);
+            let assumed = if known.is_none() { " (assumed)" } else { "" };
+            *self.servers.entry(format!("{}{assumed}", known.unwrap_or_default().name())).or_default() += 1;
+        }
+        let first = trace.generations.first();
+        let kind = options.logprob_kind.or(first.map(|generation| generation.logprob_kind)).unwrap_or_default();
+        self.logprob_kind.push(kind as u8);
+        self.temperature.push(temperature_of(trace, options));
+        let measured = trace.generations.iter().filter(|generation| generation.tokens.logprobs.is_some());
+        self.reshaped.push(measured.fold(0, |bits, generation| bits | options.reshaped(generation)));
+    }
+}
+
+/// The temperature of its turns; of turns that differ one that is unknown, or else one that is not 1.
+fn temperature_of(trace: &Trace, options: Options) -> f32 {
+    let mut found = None;
+    for generation in &trace.generations {
+        match options.temperature(generation) {
+            None => return f32::NAN,
+            Some(heat) if found.is_none_or(|before| before == 1.0) => found = Some(heat),
+            Some(_) => {}
+        }
+    }
+    found.unwrap_or(f32::NAN)
+}
+
+/// The name of the group that a trace without one is: its place, beside its id, as ids may be repeated.
+fn name_alone(trace: &Trace) -> String {
+    let place = Location { trace: None, ..trace.location.clone() }.to_string();
+    if trace.id == place { place } else { format!("{} ({place})", trace.id) }
+}
+
+/// Writes the per-token columns of `branches`, end to end.
+pub fn write(aligned: &mut Aligned, branches: &[Branch<'_>]) {
+    let lay = Lay { branches, total: branches.iter().map(Branch::len).sum() };
+    let Aligned { ids, source, trainable, rollout_logprobs, turn, version, tier, inv_temperature, .. } = aligned;
+    pool::all(vec![
+        Box::new(|| *ids = lay.whole(|branch, column| column.extend(branch.ids.iter().map(|&id| id as i32)))),
+        Box::new(|| *rollout_logprobs = lay.by_stretch(f32::NAN, put_logprobs)),
+        Box::new(|| *turn = lay.alike(-1, |stretch| stretch.sampling.turn)),
+        Box::new(|| *version = lay.alike(-1, |stretch| stretch.sampling.version)),
+        Box::new(|| *inv_temperature = lay.alike(1.0, |stretch| stretch.sampling.inv_temperature)),
+        Box::new(|| *source = lay.whole(|branch, column| column.extend_from_slice(&branch.source))),
+        Box::new(|| *trainable = lay.alike(false, |stretch| stretch.trained)),
+        Box::new(|| *tier = lay.alike(types::NONE, |stretch| stretch.tier)),
+    ]);
+}
+
+struct Lay<'b, 'a> {
+    branches: &'b [Branch<'a>],
+    total: usize,
+}
+
+impl<'a> Lay<'_, 'a> {
+    /// A column to which each branch appends itself.
+    fn whole<T>(&self, put: impl Fn(&Branch<'a>, &mut Vec<T>)) -> Vec<T> {
+        let mut column = Vec::with_capacity(self.total);
+        self.branches.iter().for_each(|branch| put(branch, &mut column));
+        column
+    }
+
+    /// A column that has `unsampled` outside of the stretches; `put` appends the tokens of one, so many.
+    fn by_stretch<T: Copy>(&self, unsampled: T, put: impl Fn(&Stretch<'a>, usize, &mut Vec<T>)) -> Vec<T> {
+        self.whole(|branch, column| {
+            let before = column.len();
+            for drawn in &branch.drawn {
+                column.resize(before + drawn.start, unsampled);
+                put(&drawn.stretch, drawn.end - drawn.start, column);
+            }
+            column.resize(before + branch.len(), unsampled);
+        })
+    }
+
+    /// A column whose tokens have the same within a stretch.
+    fn alike<T: Copy>(&self, unsampled: T, of: impl Fn(&Stretch<'a>) -> T) -> Vec<T> {
+        self.by_stretch(unsampled, |stretch, count, column| column.resize(column.len() + count, of(stretch)))
+    }
+}
+
+fn put_logprobs(stretch: &Stretch<'_>, count: usize, column: &mut Vec<f32>) {
+    match &stretch.logprobs {
+        Some(logprobs) => column.extend_from_slice(logprobs),
+        None => column.resize(column.len() + count, f32::NAN),
+    }
+}

@@ -1,0 +1,345 @@
+//! Aligns one trace: each generation extends a branch or starts a new one, and calls that were made again are left out.
+//!
+//! Sampled ids are the data; the template only supplies what was not sampled. Recorded prompt ids win over rendering. The
+//! work is pure but for the tokenizer's caches. Parallel samples (n > 1) that nobody continues are no duplicates, and all
+//! of them stay.
+
+use super::branch::{Branch, Sampling, common_prefix};
+use super::extras;
+use super::images::Keyed;
+use super::prompt::{Scaffold, Text};
+use super::prompt_cache::Prompts;
+use super::resolve::{self, Lookup, Recorder, Resolved};
+use super::types::{Mode, Options};
+use crate::error::Result;
+use crate::findings::{Finding, Reason};
+use crate::template::{Rendered, Session};
+use crate::tokenizer::Tokenizer;
+use crate::trace::{Extra, Generation, LogprobKind, Prompt, Trace};
+use foldhash::fast::RandomState;
+use std::borrow::Cow;
+use std::cell::OnceCell;
+use std::collections::{HashMap, HashSet};
+
+/// Branches and findings of one trace.
+#[derive(Debug, Default)]
+pub struct Woven<'a> {
+    /// Branches in the order in which they were opened.
+    pub branches: Vec<Branch<'a>>,
+    /// What did not fit.
+    pub findings: Vec<Finding>,
+    /// Tokens that the record says were sampled.
+    pub recorded: u64,
+    /// Of those: tokens of tier T0 to T3 that stand in a branch with a logprob.
+    pub exact: u64,
+}
+
+/// Where unsampled text goes.
+pub(super) enum Place {
+    /// Extends branch `.0`.
+    Extend(usize, Text),
+    /// Opens a branch.
+    Fork(Text),
+    /// Opens a branch over the first `.1` tokens of branch `.0`.
+    Stem(usize, usize, Text),
+    /// Opens a branch whose beginning is not known.
+    Headless,
+}
+
+/// What a worker keeps from one trace to the next.
+#[derive(Debug, Default)]
+pub struct Memory<'a> {
+    /// The last conversation, as prompts and as finished text.
+    pub sessions: [Session<'a>; 2],
+    pub prompts: Prompts,
+    pub lookup: Lookup,
+}
+
+/// Aligns one trace; `pictures` is what its prompts have keys for.
+pub fn weave<'a>(
+    trace: &'a Trace,
+    pictures: Option<&'a Keyed<'a>>,
+    scaffold: &'a Scaffold<'a>,
+    options: Options,
+    memory: &mut Memory<'a>,
+) -> Result<Woven<'a>> {
+    let tokenizer = scaffold.tokenizer;
+    let mut loom = Loom {
+        trace,
+        pictures,
+        tokenizer,
+        scaffold,
+        options,
+        ends: vec![None; trace.generations.len()],
+        dated: false,
+        shown: vec![false; trace.messages.len()],
+        unshown: 0,
+        recorder: Recorder::new(trace, tokenizer),
+        media: OnceCell::new(),
+        memory,
+        woven: Woven::default(),
+    };
+    let abandoned = abandoned(trace);
+    if options.mode == Mode::Align {
+        trace.generations.iter().enumerate().for_each(|(turn, generation)| loom.note(turn, generation));
+        return loom.rerender();
+    }
+    for (turn, generation) in trace.generations.iter().enumerate() {
+        loom.note(turn, generation);
+        if abandoned[turn] {
+            let detail = "the call was made again and the other answer was used; this one is left out";
+            loom.leave_out(turn, generation, Reason::DuplicateGeneration, detail.to_owned());
+            continue;
+        }
+        loom.add(turn, generation).map_err(|error| error.in_turn(turn).at(&trace.location))?;
+    }
+    Ok(loom.woven)
+}
+
+/// A part of a message that is no text: index of the message, and what the part calls itself.
+pub type Part<'a> = (u32, &'a str);
+
+pub(super) struct Loom<'a, 'm> {
+    pub trace: &'a Trace,
+    pub pictures: Option<&'a Keyed<'a>>,
+    pub tokenizer: &'a Tokenizer,
+    pub scaffold: &'a Scaffold<'a>,
+    pub options: Options,
+    /// For each generation the branch and the length at which its sampled tokens end, once they are all held.
+    pub ends: Vec<Option<(usize, usize)>>,
+    /// Whether it was said that the template prints a date.
+    pub dated: bool,
+    /// Of each message whether it was looked for in a prompt, and how many were not found.
+    pub shown: Vec<bool>,
+    pub unshown: usize,
+    pub recorder: Recorder<'a>,
+    /// The messages that hold more than text.
+    pub media: OnceCell<Vec<Part<'a>>>,
+    pub memory: &'m mut Memory<'a>,
+    pub woven: Woven<'a>,
+}
+
+impl<'a> Loom<'a, '_> {
+    /// Findings of the reader.
+    fn note(&mut self, turn: usize, generation: &Generation) {
+        for note in &generation.notes {
+            self.find(note.reason, turn, -1, note.count as usize, note.detail.clone());
+        }
+    }
+
+    /// A call of which nothing is held.
+    pub fn leave_out(&mut self, turn: usize, generation: &Generation, reason: Reason, detail: String) {
+        let count = generation.tokens.len();
+        self.woven.recorded += count as u64;
+        self.find(reason, turn, -1, count, detail);
+    }
+
+    /// What of a call is no id that the model has, apart from what was sampled: its prompt, its sampling masks.
+    fn outside(&self, turn: usize, generation: &Generation) -> Option<String> {
+        let keyed = self.pictures.filter(|keyed| keyed.has_keys(turn));
+        let prompt = match &generation.prompt {
+            Prompt::Ids(ids) | Prompt::Follows { ids, .. } => {
+                keyed.map_or(Cow::Borrowed(ids.as_slice()), |keyed| keyed.collapse(ids).ids.into())
+            }
+            _ => Cow::Borrowed(&[][..]),
+        };
+        let mut masks = generation.extras.iter().filter(|extra| extra.name == "sampling_mask");
+        let mask = |extra: &Extra| {
+            let ids: Vec<u32> = extra.values.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX)).collect();
+            self.tokenizer.first_outside(&ids).map(|at| ("a sampling mask", extra.values[at]))
+        };
+        let found = self.tokenizer.first_outside(&prompt).map(|at| ("the prompt", prompt[at] as i32));
+        let (what, id) = found.or_else(|| masks.find_map(mask))?;
+        let size = self.tokenizer.model_vocab_size();
+        Some(format!("id {} of {what} is not in the model's vocabulary of {size}; the turn is left out", id as u32))
+    }
+
+    fn add(&mut self, turn: usize, generation: &'a Generation) -> Result<()> {
+        if let Some(detail) = self.outside(turn, generation) {
+            self.leave_out(turn, generation, Reason::VocabOutOfRange, detail);
+            return Ok(());
+        }
+        let (place, rendered) = self.place(turn, generation)?;
+        // Recorded ids were looked through above.
+        if !matches!(generation.prompt, Prompt::Ids(_) | Prompt::Follows { .. })
+            && let Place::Extend(_, text) | Place::Fork(text) | Place::Stem(_, _, text) = &place
+            && let Some(at) = self.tokenizer.first_outside(&text.ids)
+        {
+            let id = text.ids[at];
+            let detail =
+                format!("id {id} of the rendered prompt is not in the model's vocabulary; the turn is left out");
+            self.leave_out(turn, generation, Reason::VocabOutOfRange, detail);
+            return Ok(());
+        }
+        let at = match place {
+            Place::Extend(at, text) => {
+                self.woven.branches[at].give(text);
+                at
+            }
+            Place::Fork(text) => self.fork(turn, text),
+            Place::Stem(other, length, text) => {
+                let mut branch = Branch::stem(&self.woven.branches[other], length);
+                branch.give(text);
+                self.open(turn, branch)
+            }
+            Place::Headless => {
+                let branch = Branch { headless: true, ..Branch::default() };
+                self.woven.branches.push(branch);
+                self.woven.branches.len() - 1
+            }
+        };
+        let branch = &mut self.woven.branches[at];
+        branch.path.clone_from(&generation.context);
+        branch.path.push(generation.message);
+        branch.prompt = rendered.unwrap_or_default();
+        branch.body = branch.len();
+        if let Some(added) = self.pictures.map(|keyed| keyed.added(turn)).filter(|&added| added > 0) {
+            let detail =
+                format!("the prompt is recorded as it was sent; the server made {added} ids more of its pictures");
+            self.find(Reason::PictureExpanded, turn, -1, added, detail);
+        }
+        let media = self.media_before(turn, generation, at);
+        self.woven.branches[at].behind_media |= media.is_some();
+        self.add_sampled(turn, generation, at)?;
+        if let Some(media) = media {
+            let held = self.woven.branches[at].len() - self.woven.branches[at].body;
+            self.hold(turn, held, media);
+        }
+        let branch = &mut self.woven.branches[at];
+        extras::note(branch, turn, generation);
+        if !branch.ended {
+            self.ends[turn] = Some((at, branch.len()));
+        }
+        Ok(())
+    }
+
+    /// The messages `context` (indices) as the prompt of generation `turn`, or as finished text.
+    pub fn render(&mut self, turn: usize, context: &[u32], is_prompt: bool) -> Result<Rendered> {
+        let session = &mut self.memory.sessions[usize::from(!is_prompt)];
+        self.scaffold.render(session, self.trace, (turn, context), is_prompt, None)
+    }
+
+    /// Ids and sources of a whole prompt.
+    pub fn encode(&mut self, rendered: &Rendered) -> Result<Text> {
+        Ok(self.memory.prompts.encode(self.scaffold, rendered)?.tail(0))
+    }
+
+    /// Opens a branch over `text`, sharing what an earlier branch sampled on the same ids.
+    fn fork(&mut self, turn: usize, text: Text) -> usize {
+        let shared = |branch: &&Branch<'a>| common_prefix(&branch.ids, &text.ids);
+        let nearest = self.woven.branches.iter().filter(|branch| !branch.headless).max_by_key(shared);
+        let branch = Branch::fork(text, nearest);
+        self.open(turn, branch)
+    }
+
+    fn open(&mut self, turn: usize, branch: Branch<'a>) -> usize {
+        if !self.woven.branches.is_empty() {
+            let detail = format!("the prompt extends no earlier turn: branch {}", self.woven.branches.len());
+            self.find(Reason::PrefixNotExtended, turn, -1, 0, detail);
+        }
+        self.woven.branches.push(branch);
+        self.woven.branches.len() - 1
+    }
+
+    /// The sampled tokens of a generation.
+    pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
+        resolve::resolve(generation, content, &self.recorder, &mut self.memory.lookup)
+    }
+
+    pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {
+        let kind = self.options.logprob_kind.unwrap_or(generation.logprob_kind);
+        let inv_temperature = match (kind, self.options.temperature(generation)) {
+            (LogprobKind::Processed, Some(temperature)) if temperature > 0.0 => 1.0 / temperature,
+            _ => 1.0,
+        };
+        Sampling { turn: turn as i32, version: generation.policy_version, inv_temperature }
+    }
+
+    pub fn find(&mut self, reason: Reason, turn: usize, token: i32, count: usize, detail: String) {
+        let finding = Finding { reason, turn: turn as i32, token, count: count as i32, detail };
+        self.woven.findings.push(finding);
+    }
+}
+
+/// For each generation whether it was made again and left: another with the same prompt was continued, and it not.
+pub fn abandoned(trace: &Trace) -> Vec<bool> {
+    let generations = &trace.generations;
+    let mut left = vec![false; generations.len()];
+    if generations.len() < 2 {
+        return left;
+    }
+    // Room for all: a table that grows hashes whole prompts again.
+    let room = generations.len();
+    let mut alike: HashMap<(&[u32], &Prompt), Vec<usize>, RandomState> =
+        HashMap::with_capacity_and_hasher(room, RandomState::default());
+    for (turn, generation) in generations.iter().enumerate() {
+        if !matches!(generation.prompt, Prompt::Unknown) {
+            alike.entry((generation.context.as_slice(), &generation.prompt)).or_default().push(turn);
+        }
+    }
+    let seen: HashSet<u32> = generations.iter().flat_map(|later| &later.context).copied().collect();
+    for turns in alike.into_values().filter(|turns| turns.len() > 1) {
+        let continued: Vec<bool> = turns.iter().map(|&turn| is_continued(generations, turn, &seen)).collect();
+        if continued.contains(&true) {
+            for (&turn, &continued) in turns.iter().zip(&continued) {
+                left[turn] = !continued;
+            }
+        }
+    }
+    left
+}
+
+/// Whether another call was made after what `turn` produced; `seen` are the messages of all contexts.
+fn is_continued(generations: &[Generation], turn: usize, seen: &HashSet<u32>) -> bool {
+    let generation = &generations[turn];
+    if seen.contains(&generation.message) {
+        return true;
+    }
+    let with_ids = generation.prompt.ids().zip(generation.tokens.ids.as_deref());
+    generations[turn + 1..].iter().any(|later| match &later.prompt {
+        Prompt::Follows { turn: earlier, .. } => *earlier as usize == turn,
+        Prompt::Ids(ids) if later.context.is_empty() => with_ids.is_some_and(|(prompt, sampled)| {
+            ids.strip_prefix(prompt).is_some_and(|rest| !sampled.is_empty() && rest.starts_with(sampled))
+        }),
+        _ => false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::Tokens;
+
+    #[test]
+    fn a_call_made_again_is_left_where_only_another_was_continued() {
+        /// Generations by (context, message they produced).
+        type Calls<'a> = &'a [(&'a [u32], u32)];
+        let cases: [(&str, Calls<'_>, &[bool]); 3] = [
+            ("the other was continued", &[(&[0], 1), (&[0], 2), (&[0, 2, 3], 4)], &[true, false, false]),
+            ("parallel samples that nobody continues", &[(&[0], 1), (&[0], 2)], &[false; 2]),
+            ("both are continued", &[(&[0], 1), (&[0], 2), (&[0, 1, 3], 4), (&[0, 2, 3], 5)], &[false; 4]),
+        ];
+        for (case, calls, expected) in cases {
+            let call = |&(context, message): &(&[u32], u32)| (context.to_vec(), message);
+            let generation = |(context, message)| Generation { message, context, ..Generation::default() };
+            let generations = calls.iter().map(call).map(generation).collect();
+            assert_eq!(abandoned(&Trace { generations, ..Trace::default() }), expected, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_prompt_that_goes_on_with_ids_or_names_the_turn_continues_it() {
+        let call = |prompt, sampled: &[u32], message| {
+            let tokens = Tokens { ids: Some(sampled.to_vec()), ..Tokens::default() };
+            Generation { message, prompt, tokens, ..Generation::default() }
+        };
+        for (later, expected) in [
+            (Prompt::Ids(vec![1, 2, 9]), [false, true, false]),
+            (Prompt::Follows { turn: 1, ids: vec![9] }, [true, false, false]),
+        ] {
+            let ids = || Prompt::Ids(vec![1]);
+            let generations = vec![call(ids(), &[2], 0), call(ids(), &[3], 1), call(later, &[4], 2)];
+            assert_eq!(abandoned(&Trace { generations, ..Trace::default() }), expected);
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Caches bounded in bytes (approximate LRU), and JSON values as bytes for their keys: different values have different bytes.
+//!
+//! New entries go to the young table. When that is full it becomes the old one, and what the old one held is dropped; an
+//! entry that is read there moves back to the young table. Callers bring the locks and compare the keys. Every part of a
+//! key begins with its kind and its length, so that no text can look like another value.
+
+use crate::cancel;
+use hashbrown::HashTable;
+use serde_json::{Map, Number, Value};
+use std::mem;
+
+/// Values by the hash of their keys; the caller's `fits` says whether a value with that hash has the key.
+#[derive(Debug)]
+pub(crate) struct Generations<T> {
+    young: HashTable<Entry<T>>,
+    old: HashTable<Entry<T>>,
+    bytes: usize,
+    limit: usize,
+}
+
+#[derive(Debug)]
+struct Entry<T> {
+    hash: u64,
+    bytes: usize,
+    value: T,
+}
+
+impl<T> Generations<T> {
+    /// An empty cache, each of whose two tables holds at most `limit` bytes.
+    pub fn new(limit: usize) -> Self {
+        Self { young: HashTable::new(), old: HashTable::new(), bytes: 0, limit }
+    }
+
+    /// What `read` returns for the value with this hash that fits, which counts as recently used.
+    pub fn read<R>(&mut self, hash: u64, fits: impl Fn(&T) -> bool, read: impl FnOnce(&T) -> R) -> Option<R> {
+        let fits = |entry: &Entry<T>| entry.hash == hash && fits(&entry.value);
+        if let Some(entry) = self.young.find(hash, fits) {
+            return Some(read(&entry.value));
+        }
+        let (entry, _) = self.old.find_entry(hash, fits).ok()?.remove();
+        let result = read(&entry.value);
+        self.insert(entry);
+        Some(result)
+    }
+
+    /// Adds a value that takes `bytes`.
+    pub fn put(&mut self, hash: u64, bytes: usize, value: T) {
+        self.insert(Entry { hash, bytes, value });
+    }
+
+    fn insert(&mut self, entry: Entry<T>) {
+        if self.bytes + entry.bytes > self.limit {
+            self.old = mem::take(&mut self.young);
+            self.bytes = 0;
+        }
+        self.bytes += entry.bytes;
+        self.young.insert_unique(entry.hash, entry, |entry| entry.hash);
+    }
+
+    /// How many values are held.
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.young.len() + self.old.len()
+    }
+}
+
+/// A value.
+pub(crate) fn write(key: &mut Vec<u8>, json: &Value) {
+    match json {
+        Value::Null => key.push(b'n'),
+        Value::Bool(value) => key.push(if *value { b't' } else { b'f' }),
+        Value::Number(number) => write_number(key, number),
+        Value::String(text) => {
+            key.push(b's');
+            write_text(key, text);
+        }
+        Value::Array(items) => {
+            key.push(b'a');
+            key.extend_from_slice(&items.len().to_le_bytes());
+            for item in items {
+                write(key, item);
+            }
+        }
+        Value::Object(map) => {
+            key.push(b'o');
+            write_map(key, map);
+        }
+    }
+}
+
+/// An integer is not the float of its value, and 0.0 is not -0.0.
+fn write_number(key: &mut Vec<u8>, number: &Number) {
+    let (kind, bytes) = match (number.as_u64(), number.as_i64()) {
+        (Some(natural), _) => (b'u', natural.to_le_bytes()),
+        (None, Some(integer)) => (b'i', integer.to_le_bytes()),
+        (None, None) => (b'd', number.as_f64().unwrap_or(f64::NAN).to_le_bytes()),
+    };
+    key.push(kind);
+    key.extend_from_slice(&bytes);
+}
+
+/// A text, of which everybody who reads it knows that it is one.
+pub(crate) fn write_text(key: &mut Vec<u8>, text: &str) {
+    cancel::before(text.len());
+    key.extend_from_slice(&text.len().to_le_bytes());
+    key.extend_from_slice(text.as_bytes());
+}
+
+/// An object, its keys in their order.
+pub(crate) fn write_map(key: &mut Vec<u8>, map: &Map<String, Value>) {
+    key.extend_from_slice(&map.len().to_le_bytes());
+    for (name, value) in map {
+        write_text(key, name);
+        write(key, value);
+    }
+}

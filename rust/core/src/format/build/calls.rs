@@ -1,0 +1,267 @@
+//! A call log: `{"calls": [{"request", "response"}, ...]}`, one request with its response, or a bare response.
+//!
+//! Requests carry whole histories; `history` makes a pool of them. Sampling parameters, tools and template variables are
+//! those of the requests. Chat completions are read here; calls of other servers come through `call`.
+
+use super::history::{History, Path};
+use super::message::{Entry, streamed};
+use super::{Body, tokens};
+use crate::format::fields::{Fields, Header, Sampling, count, is_partial, mapping, number, present, text, tools};
+use crate::format::json::diagnose;
+use crate::format::json::object::{Kind, Node, Object};
+use crate::format::json::outline::Outline;
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::sampling::left_out;
+use crate::trace::{Message, Prompt, Schemas};
+
+/// Temperature and top-p of a request that names none: the defaults of the chat completions API.
+pub const API_DEFAULTS: Sampling = Sampling {
+    temperature: Some(1.0),
+    top_p: Some(1.0),
+    left_out: left_out::TEMPERATURE | left_out::TOP_P | left_out::REQUEST,
+    ..Sampling::UNKNOWN
+};
+
+pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
+    let nodes = record.take_list("calls")?.unwrap_or_default();
+    if nodes.is_empty() {
+        return Err(reject(Reason::Incomplete, "`calls` is empty")
+            .why("There is nothing to train on and nothing to align")
+            .cure("Leave the record out, or record its calls"));
+    }
+    let choice = count(&record.fields, "choice")?;
+    let mut log = Log::new(header, choice);
+    for (turn, node) in nodes.into_iter().enumerate() {
+        node.object("call")
+            .and_then(|call| log.call(call))
+            .map_err(|rejection| rejection.inside(format!("calls[{turn}]")).in_turn(turn))?;
+    }
+    log.finish()
+}
+
+/// Reads a record that is itself one call.
+pub fn decode_single(record: Object, header: &Header) -> Decoded<Body> {
+    let mut log = Log::new(header, None);
+    log.call(record)?;
+    log.finish()
+}
+
+/// Reads a record that is a response. Where it does not name its prompt ids, the prompt is not known.
+pub fn decode_response(record: Object, header: &Header) -> Decoded<Body> {
+    let choice = count(&record.fields, "choice")?;
+    let mut log = Log::new(header, choice);
+    log.answer(None, record, choice, &header.sampling, None)?;
+    log.finish()
+}
+
+/// A call log while it is being read.
+pub struct Log<'a> {
+    header: &'a Header,
+    choice: Option<i32>,
+    history: History,
+    body: Body,
+    /// What the first request gave the template, and whether another one gave something else.
+    scaffold: Option<(Option<Schemas>, Fields)>,
+    scaffold_varies: bool,
+}
+
+/// The parts of a request that count.
+#[derive(Debug, Default)]
+pub struct Request {
+    pub messages: Vec<Message>,
+    pub tools: Option<Schemas>,
+    pub template_kwargs: Fields,
+    pub model: Option<String>,
+    /// What it says beside its messages that bears on the prompt.
+    pub asked: Fields,
+    /// `Rendered` for messages, without any `Unknown`; what was sent where no template is involved.
+    pub prompt: Prompt,
+    pub sampling: Sampling,
+}
+
+impl Request {
+    /// Messages, and the ids that they were rendered to where those are known.
+    pub fn of(messages: Vec<Message>, ids: Option<Vec<u32>>) -> Self {
+        Self { messages, prompt: ids.map_or(Prompt::Rendered, Prompt::Ids), ..Self::default() }
+    }
+}
+
+/// One call, whatever server it went to.
+pub struct Call {
+    pub request: Option<Request>,
+    pub entry: Entry,
+    /// Model as the response names it.
+    pub model: Option<String>,
+    pub reward: Option<f32>,
+}
+
+impl<'a> Log<'a> {
+    pub fn new(header: &'a Header, choice: Option<i32>) -> Self {
+        let (history, body) = (History::default(), Body::default());
+        Self { header, choice, history, body, scaffold: None, scaffold_varies: false }
+    }
+
+    pub fn of(header: &'a Header, calls: impl IntoIterator<Item = Decoded<Call>>) -> Decoded<Body> {
+        let mut log = Self::new(header, None);
+        for call in calls {
+            log.add(call?)?;
+        }
+        log.finish()
+    }
+
+    fn call(&mut self, mut call: Object) -> Decoded<()> {
+        let own = Sampling::read(&call.fields)?;
+        let request = call.take_object("request")?;
+        let request = request.map(read_request).transpose().map_err(|rejection| rejection.inside("request"))?;
+        let defaults = if is_partial(&call.fields)? { &Sampling::UNKNOWN } else { &API_DEFAULTS };
+        let sampling = own.or(&self.sampling(request.as_ref(), defaults));
+        let choice = count(&call.fields, "choice")?.or(self.choice);
+        let reward = number(&call.fields, "reward")?.map(|reward| reward as f32);
+        let response = match call.take("response") {
+            Some(Node::List(_)) => return Err(streamed()),
+            Some(node) => node.object("response")?,
+            None => return Err(no_response("the call has no `response`")),
+        };
+        self.answer(request, response, choice, &sampling, reward).map_err(|rejection| rejection.inside("response"))
+    }
+
+    /// How the tokens of a call were sampled, beside what the call itself says, where its request leaves out `defaults`.
+    pub fn sampling(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
+        match request {
+            None => self.header.sampling.clone(),
+            Some(request) => {
+                let known = request.sampling.clone().or(&self.header.sampling);
+                if self.header.partial_requests { known } else { known.or(defaults) }
+            }
+        }
+    }
+
+    fn answer(
+        &mut self,
+        request: Option<Request>,
+        response: Object,
+        choice: Option<i32>,
+        sampling: &Sampling,
+        reward: Option<f32>,
+    ) -> Decoded<()> {
+        if !response.has("choices") {
+            return Err(no_response("the response has no `choices`"));
+        }
+        let model = text(&response.fields, "model")?;
+        let entry = Entry::of_response(response, choice, sampling)?;
+        self.add(Call { request, entry, model, reward })
+    }
+
+    pub fn add(&mut self, call: Call) -> Decoded<()> {
+        let Some(mut generation) = call.entry.generation else {
+            return Err(reject(Reason::Contradiction, "the choice says that it was not sampled")
+                .why("A response is what the policy sampled")
+                .cure("Leave the call out"));
+        };
+        let asked = call.request.as_ref().and_then(|request| request.model.clone());
+        let model = &mut self.body.model;
+        *model = model.take().or(asked).or(call.model);
+        let path = match call.request {
+            None => Path::default(),
+            Some(request) => {
+                if generation.prompt == Prompt::Rendered {
+                    generation.prompt = request.prompt;
+                }
+                if !request.asked.is_empty() {
+                    generation.request = Some(Box::new(request.asked));
+                }
+                self.note_scaffold(request.tools, request.template_kwargs);
+                self.history.follow(request.messages)
+            }
+        };
+        if path.context.is_empty() && generation.prompt == Prompt::Rendered {
+            generation.prompt = Prompt::Unknown;
+        }
+        self.body.unused_choices += call.entry.unused_choices;
+        let before = path.context.last().map(|index| &self.history.messages[*index as usize]);
+        tokens::check(&mut generation, &call.entry.message, before);
+        let index = self.history.produce(&path, call.entry.message);
+        generation.message = index;
+        generation.context = path.context;
+        self.body.generations.push(generation);
+        let message = &mut self.history.messages[index as usize];
+        message.reward = message.reward.or(call.reward);
+        Ok(())
+    }
+
+    fn note_scaffold(&mut self, tools: Option<Schemas>, template_kwargs: Fields) {
+        let given = (tools, template_kwargs);
+        match &self.scaffold {
+            None => self.scaffold = Some(given),
+            Some(first) => self.scaffold_varies |= *first != given,
+        }
+    }
+
+    pub fn finish(mut self) -> Decoded<Body> {
+        let (tools, template_kwargs) = self.scaffold.unwrap_or_default();
+        let rendered = self.body.generations.iter().position(|generation| generation.prompt == Prompt::Rendered);
+        if let (true, Some(turn)) = (self.scaffold_varies, rendered) {
+            let what = "requests of one trace differ in `tools` or `chat_template_kwargs`";
+            return Err(reject(Reason::Contradiction, what)
+                .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
+                .cure("Record return_token_ids, or write one record for each set of tools")
+                .in_turn(turn));
+        }
+        if let Some(last) = self.body.generations.last() {
+            self.body.conversation = last.context.iter().copied().chain([last.message]).collect();
+        }
+        (self.body.tools, self.body.template_kwargs) = (tools, template_kwargs);
+        self.body.messages = self.history.messages;
+        Ok(self.body)
+    }
+}
+
+/// Keys of a request beside its messages that bear on its prompt.
+const PROMPT_KEYS: [&str; 5] =
+    ["reasoning_effort", "enable_thinking", "add_generation_prompt", "continue_final_message", "documents"];
+
+/// Variables that a request's `chat_template_kwargs` do not set.
+const FIXED: [&str; 2] = ["add_generation_prompt", "continue_final_message"];
+
+/// The parts of a chat completions request that count.
+fn read_request(mut request: Object) -> Decoded<Request> {
+    let extra = mapping(&request.fields, "extra_body")?;
+    // Of vLLM's and SGLang's own clients.
+    let inner = mapping(&request.fields, "sampling_params")?;
+    let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
+    template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
+    // Servers take these from the request alone, and give the template their own values.
+    template_kwargs.retain(|key, _| !FIXED.contains(&key.as_str()));
+    let said = |key: &str| present(&request.fields, key).or_else(|| present(&extra, key)).cloned();
+    let asked = PROMPT_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), said(key)?))).collect();
+    let nodes = request.take_list("messages")?.ok_or_else(|| {
+        reject(Reason::Incomplete, "no `messages`")
+            .why("What the policy was asked is not known")
+            .cure("Record the request as it was sent")
+    })?;
+    let mut messages = Vec::with_capacity(nodes.len());
+    for (position, node) in nodes.into_iter().enumerate() {
+        let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::UNKNOWN));
+        messages.push(entry.map_err(|rejection| rejection.inside(format!("messages[{position}]")))?.message);
+    }
+    Ok(Request {
+        messages,
+        tools: tools(request.tools)?,
+        template_kwargs,
+        model: text(&request.fields, "model")?,
+        asked,
+        prompt: Prompt::Rendered,
+        sampling: Sampling::read(&request.fields)?.or(&Sampling::read(&extra)?).or(&Sampling::read(&inner)?),
+    })
+}
+
+/// A request in the shape of the chat completions API.
+pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
+    let text = serde_json::Value::Object(request.fields_without(&[])?).to_string();
+    diagnose::object(&text, Kind::Request).and_then(read_request).map_err(|rejection| rejection.inside("request"))
+}
+
+/// A complaint about a call without an answer.
+pub fn no_response(what: impl Into<String>) -> Rejection {
+    reject(Reason::FailedCall, what).why("There is no generation to read").cure("Leave out failed calls when recording")
+}

@@ -1,0 +1,342 @@
+//! Turns one entry of a message list into a `Message` and, where the policy said it, a generation without its context.
+//!
+//! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a whole response (`{"choices"}`).
+//!
+//! Finish reasons of all servers are mapped to OpenAI's names: `stop`, `length`, `tool_calls`, `content_filter` and `abort`
+//! are what alignment asks about; a server's own name for one of them becomes it, any other stays as it is. Images that a
+//! record lists beside its messages go to their places in them.
+
+use super::tokens;
+use crate::format::fields::{Fields, Sampling, get, number, present, stop_under, text};
+use crate::format::json::object::{Node, Numbers, Object, describe};
+use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+use crate::images::holds;
+use crate::trace::{Generation, Message, Prompt, Stop};
+use serde_json::{Value, json};
+
+/// What one entry says.
+pub struct Entry {
+    pub message: Message,
+    /// The generation, with `message` and `context` still to be filled in.
+    pub generation: Option<Generation>,
+    /// The fields of its `generation` object.
+    pub placing: Fields,
+    /// Choices of a response that were not used.
+    pub unused_choices: u32,
+}
+
+impl Entry {
+    /// A message that the policy sampled, as a producer's own reader found it.
+    pub fn sampled(message: Message, generation: Generation, unused_choices: u32) -> Self {
+        Self { message, generation: Some(generation), placing: Fields::new(), unused_choices }
+    }
+
+    /// Reads an entry; `outer` is how the record says its tokens were sampled.
+    pub fn read(mut item: Object, outer: &Sampling) -> Decoded<Self> {
+        let is_message = get(&item.fields, "role").is_some();
+        if item.has_list("choices") && !is_message {
+            return Self::of_response(item, None, outer);
+        }
+        if item.has("message") && !is_message {
+            return Self::of_choice(item, outer);
+        }
+        let generation = item.take_object("generation")?;
+        let said = generation.is_some() || item.numbers.any_sampled() || role(&item.fields) == Some("assistant");
+        let sampled = said && !declined(&item.fields);
+        let (placing, mut numbers) = match generation {
+            Some(inner) => (inner.fields, inner.numbers.or(item.numbers)),
+            None => (Fields::new(), item.numbers),
+        };
+        if sampled {
+            tokens::gather(&mut numbers, &item.fields)?;
+        }
+        let generation =
+            sampled.then(|| generation_of(&[&placing, &item.fields], numbers, outer, &placing)).transpose()?;
+        Ok(Self { message: message_of(item.fields)?, generation, placing, unused_choices: 0 })
+    }
+
+    /// Reads a response: one of its choices, the first where none is named.
+    pub fn of_response(mut response: Object, choice: Option<i32>, outer: &Sampling) -> Decoded<Self> {
+        let choices = response.take_list("choices")?.unwrap_or_default();
+        let total = choices.len();
+        let mut picked = pick(choices, choice)?;
+        let prompt = response.numbers.prompt_token_ids.take();
+        picked.numbers = picked.numbers.or(Numbers { prompt_token_ids: prompt, ..Numbers::default() });
+        let index = get(&picked.fields, "index").and_then(Value::as_u64).unwrap_or(0) as usize;
+        tokens::gather(&mut picked.numbers, &response.fields)?;
+        tokens::gather_sglext(&mut picked.numbers, &response.fields, index)?;
+        let mut entry = Self::of_choice(picked, outer)?;
+        entry.generation.iter_mut().try_for_each(|generation| tokens::versions(generation, &response.fields))?;
+        if let Some(generation) = &mut entry.generation {
+            generation.server = tokens::producer(&response.fields);
+        }
+        entry.unused_choices = if choice.is_some() { 0 } else { (total - 1) as u32 };
+        Ok(entry)
+    }
+
+    fn of_choice(mut choice: Object, outer: &Sampling) -> Decoded<Self> {
+        if present(&choice.fields, "delta").is_some() {
+            return Err(streamed());
+        }
+        let Some(mut inner) = choice.take_object("message")? else {
+            return Err(reject(Reason::Incomplete, "a choice has no `message`")
+                .why("What the policy said is not known")
+                .cure("Record the choice as the chat endpoint returned it"));
+        };
+        let mut numbers = choice.numbers.or(std::mem::take(&mut inner.numbers));
+        tokens::gather(&mut numbers, &choice.fields)?;
+        tokens::gather(&mut numbers, &inner.fields)?;
+        let generation = generation_of(&[&choice.fields, &inner.fields], numbers, outer, &Fields::new())?;
+        inner.fields.entry("role").or_insert_with(|| "assistant".into());
+        let mut message = message_of(inner.fields)?;
+        message.reward = message.reward.or(number(&choice.fields, "reward")?.map(|reward| reward as f32));
+        let sampled = !declined(&choice.fields);
+        Ok(Self { message, generation: sampled.then_some(generation), placing: Fields::new(), unused_choices: 0 })
+    }
+}
+
+/// A complaint about the pieces of a streamed response.
+pub fn streamed() -> Rejection {
+    reject(Reason::UnknownForm, "a chunk of a streamed response")
+        .why("A generation is read from the whole response")
+        .cure("Record the assembled response, or turn streaming off while recording")
+}
+
+fn pick(choices: Vec<Node>, wanted: Option<i32>) -> Decoded<Object> {
+    let total = choices.len();
+    let wanted = wanted.unwrap_or(0) as usize;
+    let mut by_position = None;
+    for (position, node) in choices.into_iter().enumerate() {
+        let choice = node.object("choices")?;
+        let index = get(&choice.fields, "index").and_then(Value::as_u64).unwrap_or(position as u64);
+        if index == wanted as u64 {
+            return Ok(choice);
+        }
+        if position == wanted {
+            by_position = Some(choice);
+        }
+    }
+    by_position.ok_or_else(|| no_choice(wanted as i32, total, "choices"))
+}
+
+/// A complaint about a choice that is not among the `total` of a response.
+pub fn no_choice(wanted: i32, total: usize, what: &str) -> Rejection {
+    let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
+    reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
+        .why("There is no generation to read")
+        .cure("Leave out failed calls when recording, and name an existing choice")
+}
+
+fn role(fields: &Fields) -> Option<&str> {
+    get(fields, "role").and_then(Value::as_str)
+}
+
+/// Whether the entry says that the policy is not to be trained on it.
+fn declined(fields: &Fields) -> bool {
+    let no = |key| get(fields, key).and_then(Value::as_bool) == Some(false);
+    no("sampled") || no("trainable") || get(fields, "weight").and_then(Value::as_f64) == Some(0.0)
+}
+
+/// The generation that fields and token lists describe; the first of `fields` that says something counts.
+fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, sampling: &Fields) -> Decoded<Generation> {
+    let mut numbers = numbers;
+    let prompt = numbers.prompt_token_ids.take().map_or(Prompt::Rendered, Prompt::Ids);
+    let first = |key| fields.iter().copied().find(|fields| present(fields, key).is_some());
+    let sampling = Sampling::read(sampling)?.or(outer);
+    let finish = first("finish_reason").map_or(Ok(None), |fields| text(fields, "finish_reason"))?;
+    // SGLang's name for it is `matched_stop`.
+    let stop = ["stop_reason", "matched_stop"].into_iter().find_map(|key| Some((key, first(key)?)));
+    Ok(Generation {
+        prompt,
+        tokens: numbers.into_tokens()?,
+        finish_reason: finish.map(|raw| common(&raw).to_owned()),
+        stop: stop.map_or(Ok(Stop::Unsaid), |(key, fields)| stop_under(fields, key))?,
+        cumulative_logprob: first("cumulative_logprob")
+            .map_or(Ok(None), |fields| number(fields, "cumulative_logprob"))?,
+        ..sampling.generation()
+    })
+}
+
+/// A message that says this and nothing else.
+pub fn plain(role: &str, content: impl Into<Value>) -> Message {
+    Message::new(plain_value(role, content), None)
+}
+
+/// The same as a template gets it, of which a message is still to be made.
+pub fn plain_value(role: &str, content: impl Into<Value>) -> Value {
+    let mut value = json!({"role": role, "content": null});
+    value["content"] = content.into();
+    value
+}
+
+/// The message as a template gets it.
+///
+/// Token lists are gone already. An assistant message loses keys that are null or an empty `tool_calls`, as API objects
+/// have them when they are written whole: templates ask whether such a key is there.
+pub fn message_of(mut fields: Fields) -> Decoded<Message> {
+    match get(&fields, "role") {
+        Some(Value::String(_)) => {}
+        None => return Err(not_a_trace("a message has no `role`")),
+        Some(other) => return Err(not_a_trace(format!("`role` is {}, not a string", describe(other)))),
+    }
+    check_content(&fields)?;
+    let reward = number(&fields, "reward")?.map(|reward| reward as f32);
+    if role(&fields) == Some("assistant") {
+        say_refusal(&mut fields);
+        fields.retain(|key, value| key == "content" || !(value.is_null() || (key == "tool_calls" && is_empty(value))));
+    }
+    Ok(Message::new(Value::Object(fields), reward))
+}
+
+/// A refusal is what the policy said, and templates know of `content` alone: it becomes that where there is no other.
+fn say_refusal(fields: &mut Fields) {
+    let called = present(fields, "tool_calls").is_some_and(|calls| !is_empty(calls));
+    let refused = get(fields, "refusal").filter(|refusal| refusal.as_str().is_some_and(|text| !text.is_empty()));
+    if let (None, false, Some(refusal)) = (present(fields, "content"), called, refused.cloned()) {
+        fields.insert("content".to_owned(), refusal);
+    }
+}
+
+fn is_empty(value: &Value) -> bool {
+    value.as_array().is_some_and(Vec::is_empty)
+}
+
+fn check_content(fields: &Fields) -> Decoded<()> {
+    match get(fields, "content") {
+        None | Some(Value::Null | Value::String(_) | Value::Array(_)) => {}
+        Some(other) => {
+            let what = format!("`content` is {}, not a string", describe(other));
+            return Err(reject(Reason::WrongType, what)
+                .why("The text of the message is not known")
+                .cure("Write content as a string, or as a list of parts"));
+        }
+    }
+    match get(fields, "tool_calls") {
+        None | Some(Value::Null | Value::Array(_)) => Ok(()),
+        Some(other) => Err(not_a_trace(format!("`tool_calls` is {}, not a list", describe(other)))),
+    }
+}
+
+/// The common name of a server's finish reason.
+pub fn common(raw: &str) -> &str {
+    match raw {
+        "eos" | "eos_token" | "end_turn" | "stop_sequence" | "STOP" | "end_of_sequence" | "end_id" | "stop_words"
+        | "END_ID" | "STOP_WORDS" | "completed" | "word" | "end_of_turn" => "stop",
+        "max_tokens" | "MAX_TOKENS" | "max_output_tokens" | "LENGTH" | "limit" | "model_context_window_exceeded" => {
+            "length"
+        }
+        "tool_use" | "tool_call" => "tool_calls",
+        "SAFETY" | "RECITATION" | "BLOCKLIST" | "PROHIBITED_CONTENT" | "SPII" | "refusal" => "content_filter",
+        "aborted" | "cancelled" | "CANCELLED" | "error" | "failed" | "timeout" | "TIMEOUT" => "abort",
+        other => other,
+    }
+}
+
+/// Puts a record's own list of pictures where its messages have a place for one (`{"type": "image"}`), in order; where none
+/// has, before the text of the first user's message, as TRL does. Says whether all were put.
+pub fn fill(messages: &mut [Message], images: &Value) -> bool {
+    let Some(images) = images.as_array().filter(|images| !images.is_empty()) else { return false };
+    let shown: Vec<Value> = images.iter().map(shown_as).collect();
+    if !shown.iter().all(holds) {
+        return false;
+    }
+    let empty = |part: &Value| *part == json!({"type": "image"});
+    let parts = |message: &Message| message.value.get("content").and_then(Value::as_array).cloned().unwrap_or_default();
+    let places: usize = messages.iter().map(|message| parts(message).iter().filter(|part| empty(part)).count()).sum();
+    let mut next = shown.into_iter();
+    if places == 0 {
+        let Some(first) = messages.iter_mut().find(|message| message.role() == "user") else { return false };
+        let text = match &first.value["content"] {
+            Value::String(text) => vec![json!({"type": "text", "text": text})],
+            Value::Array(parts) => parts.clone(),
+            _ => Vec::new(),
+        };
+        first.value["content"] = next.chain(text).collect();
+        renew(first);
+        return true;
+    }
+    if places != next.len() {
+        return false;
+    }
+    for message in messages.iter_mut().filter(|message| parts(message).iter().any(empty)) {
+        let filled =
+            parts(message).into_iter().map(|part| if empty(&part) { next.next().unwrap_or(part) } else { part });
+        message.value["content"] = filled.collect();
+        renew(message);
+    }
+    true
+}
+
+/// Takes the pictures that were put into a message, beside those that it had.
+fn renew(message: &mut Message) {
+    let before = std::mem::take(&mut message.pictures);
+    *message = Message::new(message.value.take(), message.reward);
+    message.pictures.extend(before);
+}
+
+/// An entry of a list of pictures as a part: a data URL, base64, or `{"bytes": base64}` as Arrow's images are written.
+fn shown_as(image: &Value) -> Value {
+    let data = image.get("bytes").unwrap_or(image);
+    match data.as_str() {
+        Some(text) if text.starts_with("data:") => json!({"type": "image", "image": text}),
+        Some(text) => json!({"type": "image", "source": {"type": "base64", "data": text}}),
+        None => image.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::common;
+
+    #[test]
+    fn a_servers_name_becomes_the_common_one_and_an_unknown_one_stays() {
+        let named = ["end_turn", "STOP", "eos_token", "MAX_TOKENS", "tool_use", "SAFETY", "cancelled", "stop", "other"];
+        let common: Vec<_> = named.into_iter().map(common).collect();
+        assert_eq!(
+            common,
+            ["stop", "stop", "stop", "length", "tool_calls", "content_filter", "abort", "stop", "other"]
+        );
+    }
+}
+
+#[cfg(test)]
+mod images_tests {
+    use super::*;
+    use crate::format::build::message::plain;
+    use crate::images::handles;
+    use base64::Engine;
+    use base64::engine::general_purpose::STANDARD;
+
+    fn images(sizes: &[u8]) -> (Value, Vec<[u8; 32]>) {
+        let files: Vec<Vec<u8>> = sizes.iter().map(|&size| [b"GIF89a", &[size, 0, 7, 0][..]].concat()).collect();
+        let digests = files.iter().map(|file| *blake3::hash(file).as_bytes()).collect();
+        (files.iter().map(|file| json!({"bytes": STANDARD.encode(file), "path": null})).collect(), digests)
+    }
+
+    #[test]
+    fn pictures_go_to_their_places_or_before_the_first_question() {
+        let (two, digests) = images(&[5, 6]);
+        let place = json!({"type": "image"});
+        let mut placed =
+            vec![plain("user", json!([place, {"type": "text", "text": "x"}])), plain("user", json!([place]))];
+        assert!(fill(&mut placed, &two));
+        let found: Vec<_> = placed.iter().map(|message| handles(&message.value)).collect();
+        assert_eq!(found, [vec![digests[0]], vec![digests[1]]]);
+        assert_eq!(placed[1].pictures[0].width, 6);
+
+        let mut text = vec![plain("system", "s"), plain("user", "x"), plain("user", "y")];
+        assert!(fill(&mut text, &two));
+        assert_eq!(handles(&text[1].value), digests);
+        assert_eq!(text[1].value["content"][2], json!({"type": "text", "text": "x"}));
+    }
+
+    #[test]
+    fn a_list_that_does_not_fit_is_left() {
+        let (two, _) = images(&[5, 6]);
+        let mut one = vec![plain("user", json!([{"type": "image"}]))];
+        assert!(!fill(&mut one, &two));
+        assert!(!fill(&mut [plain("user", "x")], &json!(["/tmp/a.png"])));
+        assert!(!fill(&mut [plain("assistant", "x")], &two));
+        assert!(!fill(&mut [plain("user", "x")], &json!([])));
+    }
+}

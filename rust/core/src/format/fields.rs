@@ -1,0 +1,312 @@
+//! The fields that every form shares: id, group, rewards, model, tools, and how the tokens were sampled.
+//!
+//! Typed getters, whose errors say what was found instead.
+
+use super::json::object::describe;
+use super::token_list::{MAX_ID, spelled};
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::json_number;
+use crate::sampling::{Options, left_out};
+use crate::server::Server;
+pub(super) use crate::trace::value_of as get;
+use crate::trace::{Generation, LogprobKind, Schemas, Stop};
+use serde_json::{Map, Value};
+
+pub type Fields = Map<String, Value>;
+
+fn wrong(key: &str, found: &Value, wanted: &str) -> Rejection {
+    let number = found.as_str().is_some_and(|text| text.trim().parse::<f64>().is_ok_and(f64::is_finite));
+    reject(Reason::WrongType, format!("`{key}` is {}, not {wanted}", describe(found)))
+        .why("Its value would be guessed")
+        .cure(if key == "reward" && number {
+            "Read it with --map.reward reward, which takes numbers as text"
+        } else {
+            "See docs/trace-format.md for the accepted forms"
+        })
+}
+
+/// A value that is there and is not null.
+pub fn present<'a>(fields: &'a Fields, key: &str) -> Option<&'a Value> {
+    get(fields, key).filter(|value| !value.is_null())
+}
+
+pub fn text(fields: &Fields, key: &str) -> Decoded<Option<String>> {
+    match present(fields, key) {
+        None => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(other) => Err(wrong(key, other, "a string")),
+    }
+}
+
+/// A string, or a number as its digits.
+fn name(fields: &Fields, key: &str) -> Decoded<Option<String>> {
+    present(fields, key).map_or(Ok(None), |value| name_of(key, value))
+}
+
+pub fn name_of(key: &str, value: &Value) -> Decoded<Option<String>> {
+    match value {
+        Value::Null => Ok(None),
+        Value::String(text) => Ok(Some(text.clone())),
+        Value::Number(number) => Ok(Some(number.to_string())),
+        other => match json_number::text(other) {
+            Some(digits) => Ok(Some(digits.to_owned())),
+            None => Err(wrong(key, other, "a string or a number")),
+        },
+    }
+}
+
+/// A finite number; null and NaN are none.
+pub fn number(fields: &Fields, key: &str) -> Decoded<Option<f64>> {
+    present(fields, key).map_or(Ok(None), |value| number_of(key, value))
+}
+
+/// `value` as a finite number; null and NaN are none.
+pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
+    let number = match value {
+        Value::Null => return Ok(None),
+        Value::Bool(flag) => f64::from(u8::from(*flag)),
+        Value::Number(number) => number.as_f64().unwrap_or(f64::NAN),
+        Value::String(word) => spelled(word).ok_or_else(|| wrong(key, value, "a number"))?,
+        other => match json_number::text(other) {
+            Some(digits) => digits.parse().unwrap_or(f64::NAN),
+            None => return Err(wrong(key, other, "a number")),
+        },
+    };
+    if number.is_infinite() || (number as f32).is_infinite() {
+        return Err(not_finite(key, number));
+    }
+    Ok(Some(number).filter(|number| !number.is_nan()))
+}
+
+/// The error for a number that float32 cannot hold, or that a sum of the record's numbers made so.
+pub fn not_finite(key: &str, number: f64) -> Rejection {
+    reject(Reason::WrongType, format!("`{key}` is {number}, not a finite float32"))
+        .why("It would spread over every trace it is averaged with")
+        .cure("Write null where there is none")
+}
+
+/// A number that is at least 0.
+fn magnitude(fields: &Fields, key: &str) -> Decoded<Option<f32>> {
+    present(fields, key).map_or(Ok(None), |value| magnitude_of(key, value))
+}
+
+/// `value` as a number that is at least 0.
+pub fn magnitude_of(key: &str, value: &Value) -> Decoded<Option<f32>> {
+    match number_of(key, value)? {
+        Some(value) if value < 0.0 => Err(reject(Reason::WrongType, format!("`{key}` is {value}, below 0"))
+            .why("No distribution is sampled so")
+            .cure("Write null where it is not known")),
+        value => Ok(value.map(|value| value as f32)),
+    }
+}
+
+/// An integer of at least 0 that fits an i32, also written as a string of digits.
+pub fn count(fields: &Fields, key: &str) -> Decoded<Option<i32>> {
+    present(fields, key).map_or(Ok(None), |value| count_of(key, value))
+}
+
+/// `value` as an integer of at least 0 that fits an i32.
+pub fn count_of(key: &str, value: &Value) -> Decoded<Option<i32>> {
+    let number = match value {
+        Value::Null => return Ok(None),
+        Value::Number(number) => number.as_u64(),
+        Value::String(digits) => digits.parse().ok(),
+        _ => None,
+    };
+    match number.and_then(|number| i32::try_from(number).ok()) {
+        Some(number) => Ok(Some(number)),
+        None => Err(reject(Reason::WrongType, format!("`{key}` is {value}, not an integer from 0 to 2147483647"))
+            .why("It counts or names by number")
+            .cure("Write a whole number, or null where it is not known")),
+    }
+}
+
+/// A JSON object; an empty map where there is none.
+pub fn mapping(fields: &Fields, key: &str) -> Decoded<Fields> {
+    match present(fields, key) {
+        None => Ok(Map::new()),
+        Some(Value::Object(map)) => Ok(map.clone()),
+        Some(other) => Err(wrong(key, other, "an object")),
+    }
+}
+
+/// Tool schemas: a list with something in it.
+pub fn tools(given: Option<Schemas>) -> Decoded<Option<Schemas>> {
+    let Some(given) = given.filter(|given| !given.is_null()) else { return Ok(None) };
+    match given.as_array() {
+        Some(list) => Ok((!list.is_empty()).then_some(given)),
+        None => Err(wrong("tools", &given, "a list")),
+    }
+}
+
+/// A list of tool schemas; none where it is empty.
+pub fn schemas(list: Vec<Value>) -> Option<Schemas> {
+    (!list.is_empty()).then(|| Schemas::new(Value::Array(list)))
+}
+
+/// How tokens were sampled, as far as is known.
+#[derive(Debug, Clone, Default)]
+pub struct Sampling {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub options: Options,
+    /// What of this is the default of an API that a request leaves out: bits of `sampling::left_out`.
+    pub left_out: u8,
+    pub policy_version: Option<i32>,
+    pub logprob_kind: Option<LogprobKind>,
+}
+
+impl Sampling {
+    pub const UNKNOWN: Self = Self {
+        temperature: None,
+        top_p: None,
+        options: Options::NONE,
+        left_out: 0,
+        policy_version: None,
+        logprob_kind: None,
+    };
+
+    pub fn read(fields: &Fields) -> Decoded<Self> {
+        Ok(Self {
+            temperature: magnitude(fields, "temperature")?,
+            top_p: magnitude(fields, "top_p")?,
+            options: Options::read(fields),
+            left_out: 0,
+            policy_version: policy_version(fields)?,
+            logprob_kind: logprob_kind(fields)?,
+        })
+    }
+
+    /// Fills what is not said from `outer`.
+    pub fn or(self, outer: &Self) -> Self {
+        let fill = |known: bool, bit: u8| if known { 0 } else { outer.left_out & bit };
+        let temperature = fill(self.temperature.is_some(), left_out::TEMPERATURE);
+        let top_p = fill(self.top_p.is_some(), left_out::TOP_P);
+        Self {
+            left_out: self.left_out | outer.left_out & left_out::REQUEST | temperature | top_p,
+            temperature: self.temperature.or(outer.temperature),
+            top_p: self.top_p.or(outer.top_p),
+            options: self.options.or(&outer.options),
+            policy_version: self.policy_version.or(outer.policy_version),
+            logprob_kind: self.logprob_kind.or(outer.logprob_kind),
+        }
+    }
+
+    /// A generation of which nothing is known but this.
+    pub fn generation(&self) -> Generation {
+        Generation {
+            logprob_kind: self.logprob_kind.unwrap_or(LogprobKind::Unknown),
+            temperature: self.temperature,
+            top_p: self.top_p,
+            options: self.options.clone(),
+            left_out: self.left_out,
+            policy_version: self.policy_version.unwrap_or(-1),
+            ..Generation::default()
+        }
+    }
+}
+
+/// A version from 0; -1 is "unknown" as null is.
+fn policy_version(fields: &Fields) -> Decoded<Option<i32>> {
+    match get(fields, "policy_version").and_then(Value::as_i64) {
+        Some(-1) => Ok(None),
+        _ => count(fields, "policy_version"),
+    }
+}
+
+fn logprob_kind(fields: &Fields) -> Decoded<Option<LogprobKind>> {
+    let Some(name) = text(fields, "logprob_kind")? else { return Ok(None) };
+    match LogprobKind::parse(&name) {
+        Some(kind) => Ok(Some(kind)),
+        None => Err(reject(Reason::WrongType, format!("`logprob_kind` is \"{name}\""))
+            .why("It decides by which temperature the trainer's logits are divided")
+            .cure("Write raw, processed or unknown")),
+    }
+}
+
+/// Whether `sampling_defaults` says that a request is not known whole: what it leaves out is then unknown.
+pub fn is_partial(fields: &Fields) -> Decoded<bool> {
+    match text(fields, "sampling_defaults")?.as_deref() {
+        None | Some("api") => Ok(false),
+        Some("unknown") => Ok(true),
+        Some(other) => Err(reject(Reason::WrongType, format!("`sampling_defaults` is \"{other}\""))
+            .why("It says how what a request leaves out is read")
+            .cure("Write api for a request as it was sent, unknown for one of which parts are missing")),
+    }
+}
+
+/// What stopped a generation, where the server says so under this key.
+pub fn stop_under(fields: &Fields, key: &str) -> Decoded<Stop> {
+    match present(fields, key) {
+        None => Ok(Stop::Unsaid),
+        Some(Value::String(text)) => Ok(Stop::Text(text.clone())),
+        Some(Value::Number(number)) => match number.as_u64().filter(|id| *id <= MAX_ID) {
+            Some(id) => Ok(Stop::Id(id as u32)),
+            None => Err(reject(Reason::IdOutOfRange, format!("`{key}` is {number}, not a token id"))
+                .why("Token ids are integers from 0 to 2147483647")
+                .cure("Write the id or the string that the server reported, or null")),
+        },
+        Some(other) => Err(wrong(key, other, "a token id or a stop string")),
+    }
+}
+
+/// The fields of a record that are the same in every form.
+#[derive(Debug, Default)]
+pub struct Header {
+    pub id: Option<String>,
+    pub group: Option<String>,
+    pub reward: Option<f32>,
+    pub rewards: Vec<(String, f32)>,
+    pub model: Option<String>,
+    pub tools: Option<Schemas>,
+    pub template_kwargs: Fields,
+    /// The server whose name the record gives; other values of the key are none.
+    pub server: Option<Server>,
+    pub sampling: Sampling,
+    /// Whether its requests are not known whole, so that what they leave out is unknown and no default.
+    pub partial_requests: bool,
+}
+
+/// Keys of a header that no server's response has for something else.
+pub const HEADER_KEYS: [&str; 10] = [
+    "id",
+    "group",
+    "reward",
+    "rewards",
+    "policy_version",
+    "logprob_kind",
+    "sampling_defaults",
+    "template_kwargs",
+    "chat_template_kwargs",
+    "server",
+];
+
+impl Header {
+    /// The header of a record: its fields, and the tool schemas beside them.
+    pub fn read(fields: &Fields, schemas: Option<Schemas>) -> Decoded<Self> {
+        let mut template_kwargs = mapping(fields, "chat_template_kwargs")?;
+        template_kwargs.extend(mapping(fields, "template_kwargs")?);
+        Ok(Self {
+            id: name(fields, "id")?,
+            group: name(fields, "group")?,
+            reward: number(fields, "reward")?.map(|reward| reward as f32),
+            rewards: rewards(fields)?,
+            model: text(fields, "model")?,
+            tools: tools(schemas)?,
+            template_kwargs,
+            server: get(fields, "server").and_then(Value::as_str).and_then(Server::parse),
+            sampling: Sampling::read(fields)?,
+            partial_requests: is_partial(fields)?,
+        })
+    }
+}
+
+fn rewards(fields: &Fields) -> Decoded<Vec<(String, f32)>> {
+    mapping(fields, "rewards")?
+        .iter()
+        .map(|(name, value)| {
+            let reward = number_of(name, value).map_err(|rejection| rejection.inside("rewards"))?;
+            Ok((name.clone(), reward.map_or(f32::NAN, |reward| reward as f32)))
+        })
+        .collect()
+}

@@ -1,0 +1,330 @@
+//! Token lists: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}` and bare lists.
+//!
+//! One pass, no allocation per token; `top_logprobs` is checked and stepped over. A producer writes all entries of a list
+//! alike, so what stands between the values of one is expected in the next, byte for byte.
+
+use super::cursor::{Cursor, Place, eight_digits, leading_digits, word_at};
+use crate::format::token_list::{Columns, Lists, Opened, Reading, Text, spelled};
+use crate::trace::Tokens;
+
+/// The value of a key of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Field {
+    Token,
+    Logprob,
+    Bytes,
+    TokenId,
+    Other,
+}
+
+/// How the entry before was written: what stood before each value, and behind the last.
+#[derive(Debug, Default)]
+struct Habit<'a> {
+    fields: Vec<(Expected<'a>, Field)>,
+    end: Expected<'a>,
+}
+
+/// Bytes that are expected, the first of them eight at a time.
+#[derive(Debug, Default)]
+struct Expected<'a> {
+    text: &'a [u8],
+    words: [u64; WORDS],
+    masks: [u64; WORDS],
+}
+
+/// Words that hold what stands before a value: `, "top_logprobs": `.
+const WORDS: usize = 3;
+
+impl<'a> Expected<'a> {
+    fn new(text: &'a [u8]) -> Self {
+        let (mut words, mut masks) = ([0; WORDS], [0; WORDS]);
+        for (at, &byte) in text.iter().take(8 * WORDS).enumerate() {
+            words[at / 8] |= u64::from(byte) << (8 * (at % 8));
+            masks[at / 8] |= 0xFF << (8 * (at % 8));
+        }
+        Self { text, words, masks }
+    }
+
+    /// Whether it comes next.
+    #[inline]
+    fn comes(&self, cursor: &Cursor<'_>) -> bool {
+        let Some(first) = cursor.ahead::<{ 8 * WORDS }>() else { return cursor.rest().starts_with(self.text) };
+        let (words, _) = first.as_chunks::<8>();
+        let expected = self.words.iter().zip(&self.masks);
+        let other = words
+            .iter()
+            .zip(expected)
+            .fold(0, |other, (actual, (word, mask))| other | ((u64::from_le_bytes(*actual) ^ word) & mask));
+        other == 0 && (self.text.len() <= 8 * WORDS || cursor.rest().starts_with(self.text))
+    }
+}
+
+/// What has been read of an entry, beside the pieces in the columns.
+#[derive(Debug, Clone, Copy)]
+struct Read {
+    reading: Reading,
+    text: Text,
+    bytes: bool,
+    id: Option<u32>,
+}
+
+impl Default for Read {
+    fn default() -> Self {
+        Self { reading: Reading::Missing, text: Text::Unknown, bytes: false, id: None }
+    }
+}
+
+/// Keys of an entry whose places are kept; one with more is read key by key.
+const FIELDS: usize = 8;
+
+impl<'a> Cursor<'a> {
+    pub fn logprobs(&mut self) -> Option<Option<Tokens>> {
+        let mut lists = Lists::default();
+        match self.peek() {
+            b'n' => self.word(b"null")?,
+            b'[' => self.entries(&mut lists.content)?,
+            _ => self.lists(&mut lists)?,
+        }
+        // What is refused is for the reader that says why.
+        lists.finish().ok()
+    }
+
+    fn lists(&mut self, lists: &mut Lists) -> Option<()> {
+        let (mut known, mut strange) = (false, false);
+        self.members(|cursor, key| {
+            match key.as_ref() {
+                "content" => cursor.entries(&mut lists.content)?,
+                "refusal" => cursor.entries(&mut lists.refusal)?,
+                "logprobs" | "token_logprobs" | "values" => {
+                    let mut values = Columns::default();
+                    cursor.entries(&mut values)?;
+                    lists.flat.take_values(values);
+                }
+                "tokens" => lists.flat.texts = cursor.unless_null(Self::texts)?.unwrap_or_default(),
+                "token_ids" => lists.flat.ids = cursor.unless_null(Self::ids)?.unwrap_or_default(),
+                _ => {
+                    strange = true;
+                    return cursor.skip();
+                }
+            }
+            known = true;
+            Some(())
+        })?;
+        (known || !strange).then_some(())
+    }
+
+    /// A list of entries, or null.
+    fn entries(&mut self, columns: &mut Columns) -> Option<()> {
+        *columns = Columns::naming();
+        if self.peek() == b'n' {
+            return self.word(b"null");
+        }
+        let mut habit = Habit::default();
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            let (start, opened) = (self.place(), columns.open());
+            let read = if let Some(read) = self.as_before(&habit, opened, columns) {
+                read
+            } else {
+                self.rewind(start);
+                columns.clear_text(opened);
+                columns.clear_bytes(opened);
+                self.entry(&mut habit, opened, columns)?
+            };
+            columns.close(read.reading, read.text, read.bytes, read.id);
+            if columns.len() == 1 {
+                columns.reserve(self.rest().len() / self.since(start)?.len().max(1));
+            }
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
+    }
+
+    /// An entry that is written like the one before.
+    #[inline]
+    fn as_before(&mut self, habit: &Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
+        if habit.fields.is_empty() {
+            return None;
+        }
+        let start = self.place();
+        let mut read = Read::default();
+        for (before, field) in &habit.fields {
+            let behind = self.place();
+            self.expect(before)?;
+            if *field == Field::Other {
+                self.alternatives(start, behind, habit)?;
+            } else {
+                self.field(*field, &mut read, opened, columns)?;
+            }
+        }
+        self.expect(&habit.end)?;
+        Some(read)
+    }
+
+    #[inline]
+    fn expect(&mut self, expected: &Expected<'_>) -> Option<()> {
+        expected.comes(self).then(|| self.advance(expected.text.len()))
+    }
+
+    /// An entry, key by key: an object or a number. Most lists have one that is read so, the first.
+    #[cold]
+    fn entry(&mut self, habit: &mut Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
+        let mut read = Read::default();
+        habit.fields.clear();
+        if self.peek() != b'{' {
+            read.reading = self.reading()?;
+            return Some(read);
+        }
+        let mut start = self.place();
+        self.open(b'{')?;
+        let mut more = !self.closes(b'}');
+        while more {
+            let (key, escaped) = self.quoted()?;
+            self.colon()?;
+            let field = match key.as_bytes() {
+                _ if escaped => return None,
+                b"token" => Field::Token,
+                b"logprob" => Field::Logprob,
+                b"bytes" => Field::Bytes,
+                b"token_id" => Field::TokenId,
+                _ => Field::Other,
+            };
+            if habit.fields.len() <= FIELDS {
+                habit.fields.push((Expected::new(self.since(start)?.as_bytes()), field));
+            }
+            self.field(field, &mut read, opened, columns)?;
+            start = self.place();
+            more = self.continues(b'}')?;
+        }
+        self.close();
+        habit.end = Expected::new(self.since(start)?.as_bytes());
+        if habit.fields.len() > FIELDS {
+            habit.fields.clear();
+        }
+        Some(read)
+    }
+
+    /// The value of a key; of a key that is there twice the last value counts.
+    #[inline(always)]
+    fn field(&mut self, field: Field, read: &mut Read, opened: Opened, columns: &mut Columns) -> Option<()> {
+        match field {
+            Field::Token => {
+                columns.clear_text(opened);
+                read.text = self.token_text(columns)?;
+            }
+            Field::Logprob => read.reading = self.reading()?,
+            Field::Bytes => {
+                columns.clear_bytes(opened);
+                read.bytes = self.byte_list(&mut columns.bytes.data)?;
+            }
+            Field::TokenId if self.word(b"null").is_some() => read.id = None,
+            Field::TokenId => read.id = Some(self.id()?),
+            Field::Other => self.skip()?,
+        }
+        Some(())
+    }
+
+    #[inline(always)]
+    fn reading(&mut self) -> Option<Reading> {
+        if let Some(value) = self.common() {
+            return Some(Reading::of(value));
+        }
+        if self.peek() == b'n' {
+            return self.word(b"null").map(|()| Reading::Missing);
+        }
+        self.single().or_else(|| self.bare().and_then(spelled)).map(Reading::of)
+    }
+
+    #[inline(always)]
+    fn token_text(&mut self, columns: &mut Columns) -> Option<Text> {
+        if let Some(id) = columns.takes_names().then(|| self.name()).flatten() {
+            return Some(Text::Names(id));
+        }
+        if self.peek() == b'n' {
+            return self.word(b"null").map(|()| Text::Unknown);
+        }
+        self.spelled(&mut columns.texts.data).map(|()| Text::Spelled)
+    }
+
+    /// Appends what a string says.
+    #[inline]
+    pub fn spelled(&mut self, to: &mut Vec<u8>) -> Option<()> {
+        let text = self.unquoted()?;
+        to.extend_from_slice(text.as_bytes());
+        Some(())
+    }
+
+    /// The id of a text `"token_id:N"`, written as vLLM does.
+    #[inline]
+    fn name(&mut self) -> Option<u32> {
+        const BEFORE: &[u8; 10] = b"\"token_id:";
+        let next = self.ahead::<18>()?;
+        let word = word_at(next.strip_prefix(BEFORE)?, 0)?;
+        let length = leading_digits(word);
+        let zero_first = length > 1 && word as u8 == b'0';
+        if !(1..8).contains(&length) || zero_first || (word >> (8 * length)) as u8 != b'"' {
+            return None;
+        }
+        self.advance(BEFORE.len() + length + 1);
+        Some(eight_digits(word << (64 - 8 * length)) as u32)
+    }
+
+    /// A token's bytes, or null: whether they are known.
+    #[inline(always)]
+    pub fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
+        if self.ahead() == Some(b"null") {
+            self.advance(4);
+            return Some(false);
+        }
+        self.known_bytes(bytes).map(|()| true)
+    }
+
+    fn known_bytes(&mut self, bytes: &mut Vec<u8>) -> Option<()> {
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            bytes.push(self.byte()?);
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
+    }
+
+    /// Steps over the value of a key that is not read, inside the entry that began at `start` and whose values before it
+    /// ended at `behind`: most often it lists the same token again, or others that are written alike.
+    #[inline]
+    fn alternatives(&mut self, start: Place, behind: Place, habit: &Habit<'a>) -> Option<()> {
+        let value = self.place();
+        if self.word(b"[]").is_some() {
+            return Some(());
+        }
+        if self.again(start, behind).or_else(|| self.others(habit)).is_some() {
+            return Some(());
+        }
+        self.rewind(value);
+        self.skip()
+    }
+
+    /// Steps over a list of one object that has the values so far.
+    #[inline]
+    fn again(&mut self, start: Place, behind: Place) -> Option<()> {
+        let listed = self.between(start, behind).filter(|listed| !listed.is_empty())?.as_bytes();
+        let rest = self.rest().strip_prefix(b"[")?.strip_prefix(listed)?;
+        rest.starts_with(b"}]").then(|| self.advance(listed.len() + 3))
+    }
+
+    /// Steps over a list of objects that are written like the entry, as far as it is read.
+    fn others(&mut self, habit: &Habit<'a>) -> Option<()> {
+        self.list(|cursor| {
+            for (before, field) in &habit.fields {
+                if *field != Field::Other {
+                    cursor.expect(before)?;
+                    cursor.skip()?;
+                }
+            }
+            cursor.word(b"}")
+        })
+    }
+}

@@ -1,0 +1,103 @@
+//! What a server's file says of itself, what it is told of a call, and the names that it answers with.
+
+pub(in crate::format) use crate::format::build::calls::{API_DEFAULTS, Request};
+pub(in crate::format) use crate::format::build::message::Entry;
+use crate::format::build::message::{self, no_choice, plain};
+pub(in crate::format) use crate::format::build::note;
+use crate::format::fields::{Sampling, magnitude_of};
+pub(in crate::format) use crate::format::form::Form;
+pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
+pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
+pub(in crate::format) use crate::format::token_list::{Columns, Id, Reading, TokenText};
+use crate::sampling::{Options, place_of};
+use crate::trace::{Generation, LogprobKind, Message, Prompt, Stop};
+use serde_json::Value;
+
+/// How one server writes.
+pub struct Server {
+    pub form: Form,
+    /// Keys of a response that make a record worth asking about.
+    pub signs: &'static [&'static str],
+    pub knows: fn(&Outline<'_>) -> bool,
+    /// The response as a message and its generation.
+    pub answer: fn(&Outline<'_>, &Asked<'_>) -> Decoded<Entry>,
+    /// The request that stands beside it.
+    pub request: fn(&Outline<'_>) -> Decoded<Request>,
+    /// Temperature and top-p of a request that names none.
+    pub defaults: Sampling,
+}
+
+/// What is known of a call before its response is read.
+pub struct Asked<'a> {
+    /// Which of several choices was used, where the record says.
+    pub choice: Option<i32>,
+    pub sampling: &'a Sampling,
+    pub request: Option<&'a Outline<'a>>,
+}
+
+impl Asked<'_> {
+    /// A generation sampled so; `kind` is what the server's logprobs are of, where the record does not say.
+    pub fn generation(&self, kind: LogprobKind) -> Generation {
+        Generation { logprob_kind: self.sampling.logprob_kind.unwrap_or(kind), ..self.sampling.generation() }
+    }
+
+    /// The item that the record names by its `index`, the first where it names none; and how many are left unused.
+    pub fn pick<'o>(&self, items: Vec<Outline<'o>>, what: &str) -> Decoded<(Outline<'o>, u32)> {
+        let total = items.len();
+        let wanted = self.choice.unwrap_or(0);
+        let mut by_position = None;
+        for (position, item) in items.into_iter().enumerate() {
+            match item.count("index")? {
+                Some(index) if index == wanted => return Ok((item, self.unused(total))),
+                None if position as i32 == wanted => return Ok((item, self.unused(total))),
+                _ if position as i32 == wanted => by_position = Some(item),
+                _ => {}
+            }
+        }
+        by_position.map(|item| (item, self.unused(total))).ok_or_else(|| no_choice(wanted, total, what))
+    }
+
+    fn unused(&self, total: usize) -> u32 {
+        if self.choice.is_some() { 0 } else { (total - 1) as u32 }
+    }
+}
+
+/// What the policy said, as a message of its own.
+pub fn spoken(text: &str) -> Message {
+    plain("assistant", text)
+}
+
+/// A prompt in ids, or else in text; that of the messages where it is in neither.
+pub fn prompt_of(ids: Option<Vec<u32>>, text: Option<String>) -> Prompt {
+    ids.map(Prompt::Ids).or(text.map(Prompt::Text)).unwrap_or_default()
+}
+
+/// The stop token or stop string under a key, where the value is one.
+pub fn stop_under(outline: &Outline<'_>, key: &str) -> Decoded<Stop> {
+    Ok(match outline.value(key)? {
+        Some(Value::String(text)) => Stop::Text(text),
+        found => found.as_ref().map_or(Stop::Unsaid, stop_id),
+    })
+}
+
+/// The stop token that a value is the id of.
+pub fn stop_id(value: &Value) -> Stop {
+    value.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id)
+}
+
+/// The finish reason under a key, by its common name.
+pub fn finish_under(outline: &Outline<'_>, key: &str) -> Decoded<Option<String>> {
+    Ok(outline.text(key)?.map(|raw| message::common(&raw).to_owned()))
+}
+
+/// Temperature, top-p under its key, and the other options.
+pub fn sampling_of(parameters: &Outline<'_>, top_p: &str) -> Decoded<Sampling> {
+    let parameter = |key: &str| parameters.value(key)?.map_or(Ok(None), |value| magnitude_of(key, &value));
+    let options = Options::read(&parameters.fields_of(|key| place_of(key).is_some())?);
+    Ok(Sampling { temperature: parameter("temperature")?, top_p: parameter(top_p)?, options, ..Sampling::default() })
+}
+
+/// The sampling options of the object under a key.
+pub fn sampling_under(outline: &Outline<'_>, key: &str) -> Decoded<Sampling> {
+    sampling_of(&outline.object(key)?.unwrap_or_default(), "top_p")
+}

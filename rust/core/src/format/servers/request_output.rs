@@ -1,0 +1,173 @@
+//! `RequestOutput` of vLLM and of TensorRT-LLM as JSON: `{"prompt_token_ids", "outputs": [{"token_ids", "logprobs"}]}`.
+//!
+//! Sources: vllm 0.32 `outputs.py`, `logprobs.py`; TensorRT-LLM `executor/result.py`. `logprobs` is a list of `{id: {"logprob", "rank",
+//! "decoded_token"}}` (JSON makes the ids strings, and whoever sorts keys loses which came first: the entry is picked by id), a
+//! list of numbers (TensorRT-LLM), or vLLM's `FlatLogprobs`. Values are not clamped: -inf and NaN occur. Raw or processed is an option
+//! of the engine that the object does not name.
+
+use super::interface::{
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, finish_under, prompt_of, reject, sampling_under, spoken, stop_under,
+};
+use crate::findings;
+use crate::format::build::calls::chat_request;
+use crate::format::build::extras::{routed_experts, sampling_mask, version_spans};
+use crate::trace::{Generation, LogprobKind, Note, Prompt, Tokens};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+pub(super) const VLLM: Server = Server {
+    form: Form { name: "vllm_offline", sign: "its `outputs` have `token_ids`" },
+    signs: &["outputs"],
+    knows: |response| first_output(response).is_some(),
+    answer,
+    request,
+    defaults: API_DEFAULTS,
+};
+
+pub(super) const TENSORRT_LLM: Server = Server {
+    form: Form {
+        name: "tensorrt_llm",
+        sign: "its `outputs` have `token_ids` and `generation_logits` or `disaggregated_params`",
+    },
+    signs: &["outputs"],
+    knows: |response| {
+        first_output(response)
+            .is_some_and(|output| output.names("generation_logits") || output.names("disaggregated_params"))
+    },
+    answer,
+    request,
+    defaults: API_DEFAULTS,
+};
+
+fn first_output<'a>(response: &Outline<'a>) -> Option<Outline<'a>> {
+    response.first_of("outputs").filter(|first| first.is("token_ids", Shape::List))
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let (output, unused) = asked.pick(response.objects("outputs")?, "outputs")?;
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    let ids = output.ids("token_ids")?.ok_or_else(|| {
+        reject(Reason::Incomplete, "an output has no `token_ids`")
+            .why("Which entry of its logprobs was sampled cannot be known")
+            .cure("Write the output's token_ids")
+    })?;
+    let (tokens, note) = sampled(&output, ids)?;
+    generation.tokens = tokens;
+    generation.notes.extend(note);
+    generation.prompt = prompt_of(response.ids("prompt_token_ids")?, response.text("prompt")?);
+    generation.cumulative_logprob = output.number("cumulative_logprob").ok().flatten();
+    described(&output, generation, unused)
+}
+
+/// The entry of an output of vLLM, with what it says of the generation beside the tokens.
+pub(super) fn described(output: &Outline<'_>, mut generation: Generation, unused: u32) -> Decoded<Entry> {
+    generation.finish_reason = finish_under(output, "finish_reason")?;
+    generation.stop = stop_under(output, "stop_reason")?;
+    generation.versions = version_spans(output)?;
+    let mask = sampling_mask(output, "sampling_mask")?;
+    generation.extras = routed_experts(output)?.into_iter().chain(mask).collect();
+    generation.text = output.text("text")?;
+    let message = spoken(generation.text.as_deref().unwrap_or_default());
+    Ok(Entry::sampled(message, generation, unused))
+}
+
+/// One entry of a step.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Listed {
+    Named {
+        logprob: Reading,
+        #[serde(default)]
+        decoded_token: TokenText,
+    },
+    Bare(Reading),
+}
+
+/// The sampled tokens with their logprobs, and a note where more steps are listed than tokens.
+fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>)> {
+    if output.is("logprobs", Shape::Object) {
+        let flat: Flat = output.typed("logprobs")?.unwrap_or_default();
+        return Ok((flat.of(&ids), None));
+    }
+    let Some(steps) = output.list("logprobs")? else {
+        return Ok((Tokens { ids: Some(ids), ..Tokens::default() }, None));
+    };
+    let extra = steps.len().saturating_sub(ids.len());
+    let mut tokens = if extra > 0 || steps.iter().any(|step| Shape::of(step) == Shape::Object) {
+        of_steps(&steps, &ids)?
+    } else {
+        output.logprobs("logprobs")?.unwrap_or_default()
+    };
+    tokens.ids = Some(ids);
+    let detail = format!("{extra} more logprobs than tokens: a stop word was trimmed from the tokens alone");
+    let note = Note { reason: findings::Reason::StopStringTruncated, count: extra as u32, detail };
+    Ok((tokens, Some(note).filter(|_| extra > 0)))
+}
+
+/// The sampled tokens of a list of `{id: entry}`.
+fn of_steps(steps: &[&RawValue], ids: &[u32]) -> Decoded<Tokens> {
+    let mut listing = Columns::default();
+    for (at, (step, &id)) in steps.iter().zip(ids).enumerate() {
+        let (reading, text) = step_of(step, id, at)?;
+        listing.push(Some(id), reading, text.as_deref(), None);
+    }
+    Ok(listing.into_tokens())
+}
+
+/// What a step says of the token that was sampled.
+fn step_of(step: &RawValue, id: u32, at: usize) -> Decoded<(Reading, Option<Vec<u8>>)> {
+    let place = format!("logprobs[{at}]");
+    if Shape::of(step) == Shape::Object {
+        let entry: Option<Listed> = Outline::of(step, &place)?.typed(&id.to_string()).map_err(|r| r.inside(&place))?;
+        return Ok(match entry {
+            Some(Listed::Named { logprob, decoded_token }) => (logprob, decoded_token.0),
+            Some(Listed::Bare(reading)) => (reading, None),
+            None => (Reading::Missing, None),
+        });
+    }
+    let wrapped = format!("{{\"logprob\":{}}}", step.get());
+    let reading: Option<Reading> = Outline::parse(&wrapped)?.typed("logprob").map_err(|r| r.inside(&place))?;
+    Ok((reading.unwrap_or(Reading::Missing), None))
+}
+
+/// `FlatLogprobs`: the entries of step i stand at `start_indices[i]..end_indices[i]`.
+#[derive(Deserialize, Default)]
+struct Flat {
+    start_indices: Vec<usize>,
+    end_indices: Vec<usize>,
+    token_ids: Vec<Id>,
+    logprobs: Vec<Reading>,
+    #[serde(default)]
+    decoded_tokens: Vec<TokenText>,
+}
+
+impl Flat {
+    /// The first entry of each step that is of the sampled token; it may stand there twice.
+    fn of(&self, ids: &[u32]) -> Tokens {
+        let mut listing = Columns::default();
+        for (&id, (&start, &end)) in ids.iter().zip(self.start_indices.iter().zip(&self.end_indices)) {
+            let step = self.token_ids.get(start..end).unwrap_or_default();
+            let found = step.iter().position(|listed| listed.0 == id).map(|offset| start + offset);
+            let reading = found.and_then(|at| self.logprobs.get(at)).copied().unwrap_or(Reading::Missing);
+            let text = found.and_then(|at| self.decoded_tokens.get(at)).and_then(|text| text.0.as_deref());
+            listing.push(Some(id), reading, text, None);
+        }
+        Tokens { ids: Some(ids.to_vec()), ..listing.into_tokens() }
+    }
+}
+
+/// `{"prompt" | "prompt_token_ids", "sampling_params"}` as `LLM.generate` is called, or `{"messages"}` as `LLM.chat` is.
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    if request.has("messages") {
+        return chat_request(request);
+    }
+    let sampling = sampling_under(request, "sampling_params")?;
+    let prompt = match (request.ids("prompt_token_ids")?, request.get("prompt").map(Shape::of)) {
+        (Some(ids), _) => Prompt::Ids(ids),
+        (None, Some(Shape::Text)) => request.text("prompt")?.map_or(Prompt::Unknown, Prompt::Text),
+        (None, Some(Shape::List)) => request.ids("prompt")?.map_or(Prompt::Unknown, Prompt::Ids),
+        _ => Prompt::Unknown,
+    };
+    Ok(Request { prompt, sampling, ..Request::default() })
+}

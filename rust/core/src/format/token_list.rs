@@ -1,0 +1,479 @@
+//! Token lists as recorders write them: their columns, token ids, texts that are names of ids, and logprobs with their many
+//! ways of saying "none".
+//!
+//! All readers fill the columns: `fallback`, `fast_scan` and those of servers' own lists. The types of numbers are for
+//! serde, and stand in structs of other forms; what is refused says what was expected.
+
+use crate::trace::{Pieces, Tokens};
+use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
+use std::fmt;
+
+/// Prefix of vLLM's placeholder texts (`return_tokens_as_token_ids`).
+const PLACEHOLDER: &str = "token_id:";
+
+/// Entries for which room is made at once.
+const RESERVED: usize = 512;
+
+/// Columns of a token list while it is being read.
+#[derive(Default)]
+pub struct Columns {
+    values: Vec<f32>,
+    /// How many numbers are missing or invalid; its columns stay empty.
+    counted: Tokens,
+    pub texts: Pieces,
+    pub bytes: Pieces,
+    pub ids: Vec<u32>,
+    /// Entries that named no id; an id column with holes is none.
+    without_id: usize,
+    /// The ids that the texts name, as long as each names one: then no text is kept.
+    names: Option<Vec<u32>>,
+}
+
+/// What an entry says of its token's text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Text {
+    Unknown,
+    /// It stands at the end of the column.
+    Spelled,
+    /// `token_id:N`, written as vLLM does.
+    Names(u32),
+}
+
+/// Where the pieces of an entry begin.
+#[derive(Debug, Clone, Copy)]
+pub struct Opened {
+    text: usize,
+    bytes: usize,
+}
+
+impl Columns {
+    /// Columns for a reader that tells texts from names.
+    pub fn naming() -> Self {
+        Self { names: Some(Vec::new()), ..Self::default() }
+    }
+
+    /// Whether all texts so far were names.
+    pub fn takes_names(&self) -> bool {
+        self.names.is_some()
+    }
+
+    /// Begins an entry whose pieces are written to the columns.
+    pub fn open(&self) -> Opened {
+        Opened { text: self.texts.data.len(), bytes: self.bytes.data.len() }
+    }
+
+    pub fn clear_text(&mut self, opened: Opened) {
+        self.texts.data.truncate(opened.text);
+    }
+
+    pub fn clear_bytes(&mut self, opened: Opened) {
+        self.bytes.data.truncate(opened.bytes);
+    }
+
+    /// Ends an entry whose pieces stand in the columns.
+    #[inline]
+    pub fn close(&mut self, reading: Reading, text: Text, bytes: bool, id: Option<u32>) {
+        self.number(reading, id);
+        self.bytes.close(bytes);
+        if let (Text::Names(id), Some(names)) = (text, &mut self.names) {
+            return names.push(id);
+        }
+        self.spell();
+        self.texts.close(text == Text::Spelled);
+    }
+
+    /// Writes the names before the last text, which is none.
+    fn spell(&mut self) {
+        let Some(names) = self.names.take() else { return };
+        let last = std::mem::take(&mut self.texts.data);
+        for id in names {
+            self.texts.push(Some(format!("{PLACEHOLDER}{id}").as_bytes()));
+        }
+        self.texts.data.extend_from_slice(&last);
+    }
+
+    #[inline]
+    fn number(&mut self, reading: Reading, id: Option<u32>) {
+        let value = self.counted.take(reading);
+        self.values.push(value);
+        match id {
+            Some(id) => self.ids.push(id),
+            None => self.without_id += 1,
+        }
+    }
+
+    pub fn push(&mut self, id: Option<u32>, reading: Reading, text: Option<&[u8]>, bytes: Option<&[u8]>) {
+        self.number(reading, id);
+        self.texts.push(text);
+        self.bytes.push(bytes);
+    }
+
+    pub fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    /// Room for `count` more entries, as a guess; bounded, as a wrong one must not cost more than it saves.
+    pub fn reserve(&mut self, count: usize) {
+        let count = count.min(RESERVED);
+        self.values.reserve(count);
+        let texts = match &mut self.names {
+            Some(names) if !names.is_empty() => {
+                names.reserve(count);
+                None
+            }
+            _ => Some(&mut self.texts),
+        };
+        for pieces in texts.into_iter().chain([&mut self.bytes]) {
+            pieces.data.reserve(8 * count);
+            pieces.ends.reserve(count);
+            pieces.known.reserve(count);
+        }
+        if self.without_id == 0 {
+            self.ids.reserve(count);
+        }
+    }
+
+    /// Takes the numbers of a list beside `tokens`, and its texts and bytes if its entries were objects that had them.
+    pub fn take_values(&mut self, mut list: Self) {
+        list.spell();
+        (self.values, self.counted) = (list.values, list.counted);
+        if any_known(&list.texts) {
+            self.texts = list.texts;
+        }
+        if any_known(&list.bytes) {
+            self.bytes = list.bytes;
+        }
+    }
+
+    /// Gives back room that was made for entries that did not come.
+    fn fit(&mut self) {
+        if self.values.capacity() / 2 < self.values.len() {
+            return;
+        }
+        self.values.shrink_to_fit();
+        self.ids.shrink_to_fit();
+        self.names.iter_mut().for_each(Vec::shrink_to_fit);
+        for pieces in [&mut self.texts, &mut self.bytes] {
+            pieces.data.shrink_to_fit();
+            pieces.ends.shrink_to_fit();
+            pieces.known.shrink_to_fit();
+        }
+    }
+
+    /// The tokens; a column of ids with holes is none.
+    pub fn into_tokens(mut self) -> Tokens {
+        if memchr::memmem::find(&self.bytes.data, PLACEHOLDER.as_bytes()).is_some() {
+            self.spell();
+        }
+        self.fit();
+        let names = self.names.filter(|names| !names.is_empty());
+        Tokens {
+            ids: (self.without_id == 0 && !self.ids.is_empty()).then_some(self.ids).or(names),
+            bytes: Some(self.bytes).filter(any_known),
+            texts: Some(self.texts).filter(any_known),
+            logprobs: (!self.values.is_empty()).then_some(self.values),
+            ..self.counted
+        }
+    }
+
+    /// The tokens, with ids for texts that name them; `None` where there are none.
+    fn finish(self) -> Result<Option<Tokens>, String> {
+        if self.values.len().max(self.texts.len()).max(self.ids.len()) == 0 {
+            return Ok(None);
+        }
+        let mut tokens = self.into_tokens();
+        take_placeholders(&mut tokens)?;
+        Ok(Some(tokens))
+    }
+}
+
+/// The token lists of one `logprobs` value: as many as it has forms.
+#[derive(Default)]
+pub struct Lists {
+    pub content: Columns,
+    pub refusal: Columns,
+    /// Lists side by side: `tokens`, `token_logprobs`.
+    pub flat: Columns,
+}
+
+impl Lists {
+    /// The tokens of the first list that has any.
+    pub fn finish(self) -> Result<Option<Tokens>, String> {
+        for columns in [self.content, self.refusal, self.flat] {
+            if let Some(tokens) = columns.finish()? {
+                return Ok(Some(tokens));
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn any_known(pieces: &Pieces) -> bool {
+    pieces.known.contains(&true)
+}
+
+/// Turns texts that are all `token_id:N` into ids; a model may write those words, so all or none.
+pub fn take_placeholders(tokens: &mut Tokens) -> Result<(), String> {
+    let Some(texts) = &tokens.texts else { return Ok(()) };
+    let mut ids = Vec::new();
+    for index in 0..texts.len() {
+        match texts.get(index).and_then(placeholder) {
+            Some(id) => ids.push(id),
+            None => return Ok(()),
+        }
+    }
+    if let Some(bad) = ids.iter().find(|id| **id > MAX_ID) {
+        return Err(format!("{ID_COMPLAINT}{bad} is beyond {MAX_ID}"));
+    }
+    if let Some(bytes) = &tokens.bytes {
+        tokens.bytes = Some(without_echo(bytes, texts)).filter(any_known);
+    }
+    tokens.texts = None;
+    tokens.ids.get_or_insert_with(|| ids.into_iter().map(|id| id as u32).collect());
+    Ok(())
+}
+
+fn placeholder(text: &[u8]) -> Option<u64> {
+    let digits = text.strip_prefix(PLACEHOLDER.as_bytes())?;
+    if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    Some(std::str::from_utf8(digits).ok()?.parse().unwrap_or(u64::MAX))
+}
+
+/// vLLM gives the placeholder's own bytes where it had no entry for a step: those say nothing about the token.
+fn without_echo(bytes: &Pieces, texts: &Pieces) -> Pieces {
+    let mut kept = Pieces::default();
+    for index in 0..bytes.len() {
+        kept.push(bytes.get(index).filter(|piece| texts.get(index) != Some(piece)));
+    }
+    kept
+}
+
+/// Largest token id: ids are int32 at the border.
+pub const MAX_ID: u64 = i32::MAX as u64;
+
+/// How every complaint about a token id begins; `diagnose` counts such records under their own reason.
+pub const ID_COMPLAINT: &str = "token id ";
+
+/// The value that servers write where they have none.
+const SENTINEL: f64 = -9999.0;
+
+/// One recorded logprob.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Reading {
+    /// A logprob in nats.
+    Known(f32),
+    /// null, NaN or -inf.
+    Missing,
+    /// Positive, or the sentinel -9999.0.
+    Invalid,
+}
+
+impl Reading {
+    pub fn of(value: f64) -> Self {
+        let short = value as f32;
+        // llama.cpp and SGLang write the lowest float32 where the probability is 0.
+        if value.is_nan() || short <= f32::MIN {
+            Self::Missing
+        } else if value > 0.0 || value == SENTINEL {
+            Self::Invalid
+        } else {
+            Self::Known(short)
+        }
+    }
+}
+
+/// Numbers that JSON cannot say, as Python's `json` writes them: bare, without quotes.
+pub const BARE: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
+
+/// What the word for a number that JSON cannot say stands for.
+pub fn spelled(word: &str) -> Option<f64> {
+    match word {
+        "NaN" | "nan" => Some(f64::NAN),
+        "Infinity" | "inf" | "+inf" | "Inf" => Some(f64::INFINITY),
+        "-Infinity" | "-inf" | "-Inf" => Some(f64::NEG_INFINITY),
+        _ => None,
+    }
+}
+
+impl Tokens {
+    /// A reading as its number, NaN where there is none, which is counted.
+    #[inline]
+    pub fn take(&mut self, reading: Reading) -> f32 {
+        match reading {
+            Reading::Known(value) => return value,
+            Reading::Missing => self.missing += 1,
+            Reading::Invalid => self.invalid += 1,
+        }
+        f32::NAN
+    }
+}
+
+/// What stands where a number is expected: any JSON value, of a list or an object only that it is one.
+#[derive(Debug)]
+pub enum Scalar {
+    Null,
+    Bool(bool),
+    Negative(i64),
+    Integer(u64),
+    Real(f64),
+    Text(String),
+    List,
+    Object,
+}
+
+impl Scalar {
+    /// Its value as float64, where it is a number.
+    pub fn number(&self) -> Option<f64> {
+        match *self {
+            Self::Negative(value) => Some(value as f64),
+            Self::Integer(value) => Some(value as f64),
+            Self::Real(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// serde's error for a value of another type than `wanted`.
+    pub fn refused<E: de::Error>(&self, wanted: &str) -> E {
+        let unexpected = match self {
+            Self::Null => Unexpected::Unit,
+            Self::Bool(flag) => Unexpected::Bool(*flag),
+            Self::Negative(value) => Unexpected::Signed(*value),
+            Self::Integer(value) => Unexpected::Unsigned(*value),
+            Self::Real(value) => Unexpected::Float(*value),
+            Self::Text(text) => Unexpected::Str(text),
+            Self::List => Unexpected::Seq,
+            Self::Object => Unexpected::Map,
+        };
+        E::invalid_type(unexpected, &wanted)
+    }
+}
+
+impl<'de> Deserialize<'de> for Scalar {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ScalarVisitor)
+    }
+}
+
+struct ScalarVisitor;
+
+impl<'de> Visitor<'de> for ScalarVisitor {
+    type Value = Scalar;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Scalar, E> {
+        Ok(Scalar::Null)
+    }
+
+    fn visit_bool<E>(self, flag: bool) -> Result<Scalar, E> {
+        Ok(Scalar::Bool(flag))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Scalar, E> {
+        Ok(u64::try_from(value).map_or(Scalar::Negative(value), Scalar::Integer))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Scalar, E> {
+        Ok(Scalar::Integer(value))
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Scalar, E> {
+        Ok(Scalar::Real(value))
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Scalar, E> {
+        Ok(Scalar::Text(text.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Scalar, A::Error> {
+        while items.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Scalar::List)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Scalar, A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Scalar::Object)
+    }
+}
+
+impl<'de> Deserialize<'de> for Reading {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Scalar::deserialize(deserializer)?;
+        let number = match &value {
+            Scalar::Null => return Ok(Self::Missing),
+            Scalar::Text(word) => spelled(word),
+            number => number.number(),
+        };
+        number.map(Self::of).ok_or_else(|| value.refused("a logprob (a number or null)"))
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Id(pub u32);
+
+impl<'de> Deserialize<'de> for Id {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let refused = |what: fmt::Arguments<'_>| Err(de::Error::custom(format_args!("{ID_COMPLAINT}{what}")));
+        match Scalar::deserialize(deserializer)? {
+            Scalar::Integer(value) if value <= MAX_ID => Ok(Self(value as u32)),
+            // Together's SDK types ids as floats.
+            Scalar::Real(value) if value.fract() == 0.0 && (0.0..=MAX_ID as f64).contains(&value) => {
+                Ok(Self(value as u32))
+            }
+            Scalar::Integer(value) => refused(format_args!("{value} is beyond {MAX_ID}")),
+            Scalar::Negative(value) => refused(format_args!("{value} is negative")),
+            Scalar::Real(value) => refused(format_args!("{value} is not an integer from 0 to {MAX_ID}")),
+            other => Err(other.refused("a token id (an integer from 0 to 2147483647)")),
+        }
+    }
+}
+
+impl Id {
+    pub fn plain(ids: Vec<Self>) -> Vec<u32> {
+        ids.into_iter().map(|Self(id)| id).collect()
+    }
+}
+
+/// A token's text as bytes; `None` for `null` and for text that UTF-8 cannot say.
+///
+/// A lone surrogate escape (half of a character, cut by a recorder that counts UTF-16 units) makes a text unknown and
+/// not wrong.
+#[derive(Debug, Default)]
+pub struct TokenText(pub Option<Vec<u8>>);
+
+impl<'de> Deserialize<'de> for TokenText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Self(Option::<Known>::deserialize(deserializer)?.and_then(|Known(text)| text)))
+    }
+}
+
+/// A text that is there, `None` where UTF-8 cannot say it.
+struct Known(Option<Vec<u8>>);
+
+impl<'de> Deserialize<'de> for Known {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_bytes(TokenTextVisitor)
+    }
+}
+
+struct TokenTextVisitor;
+
+impl Visitor<'_> for TokenTextVisitor {
+    type Value = Known;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the text of a token (a string or null)")
+    }
+
+    fn visit_bytes<E>(self, value: &[u8]) -> Result<Known, E> {
+        Ok(Known(std::str::from_utf8(value).is_ok().then(|| value.to_owned())))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Known, E> {
+        Ok(Known(Some(value.as_bytes().to_owned())))
+    }
+}

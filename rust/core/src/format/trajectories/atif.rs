@@ -1,0 +1,123 @@
+//! ATIF, the Agent Trajectory Interchange Format of Harbor: `{"schema_version", "agent", "steps": [{"source", "message",
+//! "tool_calls", "observation", "metrics": {"prompt_token_ids", "completion_token_ids", "logprobs"}}]}`.
+//!
+//! Source: ATIF 1.8 (atif 1.8.0, harbor 0.25.0 `models/trajectories`).
+
+use super::helpers::columns::{Columns, tokens_of};
+use super::helpers::conversation::{Talk, message};
+use super::helpers::function_call;
+use super::helpers::loss_mask::all_zero;
+use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, note, reject};
+use crate::findings;
+use crate::format::fields::schemas;
+use crate::trace::{Generation, Prompt};
+use serde_json::{Value, json};
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "atif", sign: "it has `schema_version` and `steps`" },
+    signs: &["schema_version", "steps"],
+    knows: |record| record.is("schema_version", Shape::Text) && record.is("steps", Shape::List),
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let mut header = Columns(record).header(&[("id", &["id", "trajectory_id", "session_id"])])?;
+    let agent = record.object("agent")?.unwrap_or_default();
+    let model = agent.text("model_name")?;
+    if let (None, Some(Value::Array(listed))) = (&header.tools, agent.value("tool_definitions")?) {
+        header.tools = schemas(listed);
+    }
+    if let Some(extra) = record.object("extra")?.filter(|extra| extra.is("reward", Shape::Number)) {
+        header.reward = header.reward.or(extra.number("reward")?.map(|reward| reward as f32));
+    }
+    let mut talk = Talk::default();
+    trajectory(record, model.as_deref(), &header.sampling, &mut talk)?;
+    let mut body = talk.finish();
+    body.model = model;
+    Ok((header, body))
+}
+
+/// One trajectory, and as branches those of its subagents that the same model played.
+fn trajectory(record: &Outline<'_>, model: Option<&str>, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
+    let agent = record.object("agent")?.unwrap_or_default();
+    let plays = agent.text("model_name")?.as_deref() == model;
+    for (position, raw) in record.objects("steps")?.iter().enumerate() {
+        let place = |rejection: Rejection| rejection.inside(format!("steps[{position}]"));
+        step(raw, plays, sampling, talk).map_err(place)?;
+    }
+    for (index, subagent) in record.objects("subagent_trajectories")?.iter().enumerate() {
+        talk.branch();
+        trajectory(subagent, model, sampling, talk)
+            .map_err(|rejection| rejection.inside(format!("subagent_trajectories[{index}]")))?;
+    }
+    Ok(())
+}
+
+fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
+    let source = step.text("source")?.unwrap_or_default();
+    let role = match source.as_str() {
+        "agent" => "assistant",
+        "system" | "user" => source.as_str(),
+        other => {
+            return Err(reject(Reason::WrongType, format!("`source` is \"{other}\""))
+                .why("Who said the message is not known")
+                .cure("Write system, user or agent"));
+        }
+    };
+    let mut value = json!({"role": role, "content": step.value("message")?});
+    for key in ["reasoning_content", "tool_calls"] {
+        if let Some(found) = step.value(key)? {
+            value[key] = if key == "tool_calls" { calls(found) } else { found };
+        }
+    }
+    let said = message(value)?;
+    let inferences = step.count("llm_call_count")?;
+    let copied = step.typed::<bool>("is_copied_context")? == Some(true);
+    if role == "assistant" && plays && !copied && inferences != Some(0) {
+        talk.said(said, generation(step, sampling, inferences.unwrap_or(1))?)?;
+    } else {
+        talk.given(said);
+    }
+    observe(step, talk)
+}
+
+fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decoded<Generation> {
+    let mut generation = sampling.generation();
+    let Some(metrics) = step.object("metrics")? else { return Ok(generation) };
+    let columns = Columns(&metrics);
+    let (ids, logprobs) = (columns.ids("completion_token_ids")?, columns.logprobs("logprobs")?);
+    if inferences > 1 {
+        let detail = format!(
+            "the step holds the numbers of {inferences} calls together: which ids answer which prompt is not known"
+        );
+        generation.notes.push(note(findings::Reason::CountMismatch, ids.map_or(0, |ids| ids.len()), detail));
+        return Ok(generation);
+    }
+    generation.tokens = tokens_of(ids.filter(|ids| !ids.is_empty()), logprobs.filter(|logprobs| !logprobs.is_empty()));
+    generation.notes.extend(all_zero(&generation.tokens));
+    if let Some(prompt) = columns.ids("prompt_token_ids")?.filter(|ids| !ids.is_empty()) {
+        generation.prompt = Prompt::Ids(prompt);
+    }
+    Ok(generation)
+}
+
+/// Tool calls as the chat completions API has them.
+fn calls(listed: Value) -> Value {
+    let Value::Array(calls) = listed else { return listed };
+    calls.iter().map(|call| function_call(call, ["tool_call_id", "function_name", "arguments"])).collect()
+}
+
+/// What the environment answered: to a call as `tool`, else as `user`.
+fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
+    let Some(observation) = step.object("observation")? else { return Ok(()) };
+    for result in observation.objects("results")? {
+        let content = result.value("content")?;
+        let value = match result.text("source_call_id")? {
+            Some(id) => json!({"role": "tool", "tool_call_id": id, "content": content}),
+            None if content.is_none() => continue,
+            None => json!({"role": "user", "content": content}),
+        };
+        talk.given(message(value)?);
+    }
+    Ok(())
+}

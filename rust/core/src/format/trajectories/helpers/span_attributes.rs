@@ -1,0 +1,314 @@
+//! Attributes of spans: flat names, lists or texts of lists, and what they say of a call of a model.
+//!
+//! Source: OpenTelemetry's semantic conventions for generative AI (`gen_ai.input.messages`, `gen_ai.output.messages`), the
+//! older `gen_ai.prompt.0.role` of OpenLLMetry and AgentOps, and the names that Agent Lightning 0.3.0 adds or reads
+//! (`adapter/triplet.py`, `instrumentation/agentops.py`).
+
+use super::super::interface::{Decoded, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
+use super::conversation::message;
+use super::{function_call, python_literal, tools};
+use crate::format::build::calls::{Call, Request};
+use crate::format::build::message::Entry;
+use crate::format::fields::{Fields, number_of};
+use crate::format::json::outline::logprobs_in;
+use crate::format::token_list::MAX_ID;
+use crate::sampling::place_of;
+use crate::trace::{Message, Tokens};
+use serde_json::{Value, json};
+
+/// Deeper names are not unfolded.
+const DEEPEST_NAME: usize = 16;
+
+const PROMPT_IDS: &[&str] =
+    &["prompt_token_ids", "agentlightning.operation.output.prompt_token_ids", "llm.hosted_vllm.prompt_token_ids"];
+const SAMPLED_IDS: &[&str] = &[
+    "response_token_ids",
+    "agentlightning.operation.output.response_token_ids.0",
+    "agentlightning.operation.output.response_token_ids",
+    "agentlightning.operation.output.choices.0.token_ids",
+    "agentlightning.operation.output.choices.0.provider_specific_fields.token_ids",
+    "llm.hosted_vllm.response_token_ids",
+];
+
+pub struct Attributes(pub Fields);
+
+impl Attributes {
+    /// Of a span: an object, or the list of keys and typed values of OTLP.
+    pub fn of(span: &Outline<'_>) -> Decoded<Self> {
+        if !span.is("attributes", Shape::List) {
+            return Ok(Self(match span.value("attributes")? {
+                Some(Value::Object(fields)) => fields,
+                _ => Fields::new(),
+            }));
+        }
+        let mut fields = Fields::new();
+        for pair in span.objects("attributes")? {
+            if let (Some(key), Some(value)) = (pair.text("key")?, pair.value("value")?) {
+                fields.insert(key, plain(value, 0));
+            }
+        }
+        Ok(Self(fields))
+    }
+
+    /// The value of the first of some names that is there; a text that is a literal as what it says.
+    fn first(&self, names: &[&str]) -> Option<(String, Value)> {
+        let found = names.iter().find_map(|name| Some((*name, self.0.get(*name).filter(|value| !value.is_null())?)))?;
+        let value = match found.1 {
+            Value::String(text) => python_literal::parse(text).unwrap_or_else(|| found.1.clone()),
+            other => other.clone(),
+        };
+        Some((found.0.to_owned(), value))
+    }
+
+    fn text(&self, name: &str) -> Option<String> {
+        self.0.get(name).and_then(Value::as_str).map(str::to_owned)
+    }
+
+    /// Ids under the first of some names; of a list of lists the first.
+    fn ids(&self, names: &[&str]) -> Decoded<Option<Vec<u32>>> {
+        let Some((name, value)) = self.first(names) else { return Ok(None) };
+        let listed = match value {
+            Value::Array(mut lists) if lists.first().is_some_and(Value::is_array) => lists.swap_remove(0),
+            value => value,
+        };
+        ids_of(&name, listed).map(|ids| Some(ids).filter(|ids| !ids.is_empty()))
+    }
+
+    /// What the names under a prefix say together: `prefix.0.role` and so on, or the value under the prefix itself.
+    pub fn unfolded(&self, prefix: &str) -> Option<Value> {
+        if let Some((_, value)) = self.first(&[prefix]) {
+            return Some(value);
+        }
+        let mut found = Value::Null;
+        for (name, value) in &self.0 {
+            let Some(path) = name.strip_prefix(prefix).and_then(|rest| rest.strip_prefix('.')) else { continue };
+            if path.split('.').count() <= DEEPEST_NAME {
+                put(&mut found, path, value);
+            }
+        }
+        (!found.is_null()).then(|| listed(found))
+    }
+
+    pub fn is_call(&self) -> bool {
+        self.0.keys().any(|name| {
+            SAMPLED_IDS.contains(&name.as_str())
+                || ["gen_ai.output.messages", "llm.hosted_vllm.choices"].contains(&name.as_str())
+                || name.starts_with("gen_ai.completion.")
+                || name.starts_with("agentlightning.operation.output.choices.")
+        })
+    }
+
+    /// The name that the server gave its answer, by which the same call in two spans is told.
+    pub fn response_id(&self) -> Option<String> {
+        ["gen_ai.response.id", "agentlightning.operation.output.id", "llm.hosted_vllm.id"]
+            .iter()
+            .find_map(|name| self.text(name))
+    }
+
+    /// The reward that a span holds instead of a call.
+    pub fn reward(&self) -> Decoded<Option<f64>> {
+        let nested = ["agentops.task.output", "agentops.entity.output"].iter().find_map(|name| {
+            let (_, value) = self.first(&[name])?;
+            (value.get("type")? == "reward").then(|| value.get("value").cloned())?
+        });
+        let named = ["agentlightning.reward.0.value", "reward"].iter().find_map(|name| self.0.get(*name).cloned());
+        named.or(nested).map_or(Ok(None), |value| number_of("reward", &value))
+    }
+
+    pub fn call(&self, header: &Header) -> Decoded<Call> {
+        let mut fields = Fields::new();
+        for prefix in ["gen_ai.request.", "agentlightning.operation.input."] {
+            for (key, value) in &self.0 {
+                let sampled = |name: &&str| matches!(*name, "temperature" | "top_p") || place_of(name).is_some();
+                if let Some(name) = key.strip_prefix(prefix).filter(sampled) {
+                    fields.entry(name.to_owned()).or_insert_with(|| value.clone());
+                }
+            }
+        }
+        let mut generation = header.sampling.clone().or(&Sampling::read(&fields)?).generation();
+        generation.tokens = self.tokens()?;
+        let said = self.said();
+        generation.finish_reason =
+            said.as_ref().and_then(|said| said.get("finish_reason")?.as_str()).map(str::to_owned);
+        let heard = self.heard()?;
+        let ids = self.ids(PROMPT_IDS)?;
+        let listed = self.first(&["gen_ai.tool.definitions"]).map(|(_, tools)| tools);
+        let model = self.text("gen_ai.request.model").or_else(|| self.text("gen_ai.response.model"));
+        let request = Request { tools: tools(listed), model, ..Request::of(heard, ids) };
+        let answer = message(said.map_or_else(|| json!({"role": "assistant", "content": null}), chat_message))?;
+        let entry = Entry::sampled(answer, generation, 0);
+        Ok(Call { request: Some(request), entry, model: None, reward: None })
+    }
+
+    fn tokens(&self) -> Decoded<Tokens> {
+        let listed = ["logprobs.content", "logprobs.refusal"].iter().find_map(|name| self.0.get(*name));
+        let mut tokens = match listed {
+            Some(Value::String(text)) => logprobs_of(text)?,
+            Some(value) => logprobs_of(&value.to_string())?,
+            None => Tokens::default(),
+        };
+        let mut ids = self.ids(SAMPLED_IDS)?;
+        if let (None, Some((name, choices))) = (&ids, self.first(&["llm.hosted_vllm.choices"])) {
+            let first = choices.get(0).and_then(|choice| choice.get("token_ids")).filter(|ids| ids.is_array());
+            ids = first.map(|ids| ids_of(&name, ids.clone())).transpose()?;
+        }
+        tokens.ids = ids.or(tokens.ids);
+        Ok(tokens)
+    }
+
+    /// The messages that were sent.
+    fn heard(&self) -> Decoded<Vec<Message>> {
+        let prompts = ["gen_ai.input.messages", "gen_ai.prompt", "agentlightning.operation.input.messages"];
+        let mut heard = Vec::new();
+        if let Some((_, Value::Array(parts))) = self.first(&["gen_ai.system_instructions"]) {
+            heard.push(message(chat_message(json!({"role": "system", "parts": parts})))?);
+        }
+        let listed = prompts.iter().find_map(|prefix| self.unfolded(prefix));
+        if let Some(Value::Array(items)) = listed {
+            for value in items.into_iter().flat_map(spread) {
+                heard.push(message(chat_message(value))?);
+            }
+        }
+        Ok(heard)
+    }
+
+    /// The message that was answered.
+    fn said(&self) -> Option<Value> {
+        let answers = ["gen_ai.output.messages", "gen_ai.completion", "agentlightning.operation.output.choices"];
+        let listed = answers.iter().find_map(|prefix| self.unfolded(prefix))?;
+        let first = listed.get(0).cloned()?;
+        match (first.get("message").cloned(), first.get("finish_reason").cloned()) {
+            (Some(Value::Object(mut message)), finish) => {
+                message.insert("finish_reason".to_owned(), finish.unwrap_or(Value::Null));
+                Some(Value::Object(message))
+            }
+            _ => Some(first),
+        }
+    }
+}
+
+fn ids_of(name: &str, value: Value) -> Decoded<Vec<u32>> {
+    let Value::Array(items) = value else { return Err(no_ids(name)) };
+    items
+        .iter()
+        .map(|item| item.as_u64().filter(|id| *id <= MAX_ID).map(|id| id as u32).ok_or_else(|| no_ids(name)))
+        .collect()
+}
+
+fn no_ids(name: &str) -> Rejection {
+    reject(Reason::IdOutOfRange, format!("`{name}` is not a list of token ids"))
+        .why("What was sampled cannot be known")
+        .cure("Record ids as integers from 0 to 2147483647, as a list or as the text of one")
+}
+
+fn logprobs_of(text: &str) -> Decoded<Tokens> {
+    logprobs_in(text).map(Option::unwrap_or_default).map_err(|fault| {
+        reject(Reason::WrongType, format!("`logprobs.content`: {}", fault.complaint()))
+            .why("Which logprob belongs to which token cannot be known")
+            .cure("Record the entries as the server sent them")
+    })
+}
+
+/// OTLP's typed values as plain ones.
+fn plain(value: Value, depth: usize) -> Value {
+    let Value::Object(mut typed) = value else { return value };
+    if depth > DEEPEST_NAME {
+        return Value::Null;
+    }
+    for name in ["stringValue", "boolValue", "doubleValue"] {
+        if let Some(value) = typed.remove(name) {
+            return value;
+        }
+    }
+    match (typed.remove("intValue"), typed.remove("arrayValue")) {
+        (Some(Value::String(digits)), _) => digits.parse::<i64>().map_or(Value::String(digits), Value::from),
+        (Some(number), _) => number,
+        (None, Some(Value::Object(mut list))) => match list.remove("values") {
+            Some(Value::Array(items)) => items.into_iter().map(|item| plain(item, depth + 1)).collect(),
+            _ => Value::Array(Vec::new()),
+        },
+        _ => Value::Null,
+    }
+}
+
+/// Sets what a dotted path says; lists are kept as objects with numbers for keys until all is there.
+fn put(target: &mut Value, path: &str, value: &Value) {
+    let mut at = target;
+    for part in path.split('.') {
+        if !at.is_object() {
+            *at = Value::Object(Fields::new());
+        }
+        let Some(fields) = at.as_object_mut() else { return };
+        at = fields.entry(part).or_insert(Value::Null);
+    }
+    *at = value.clone();
+}
+
+/// Objects whose keys are all numbers as lists, in the order of the numbers.
+fn listed(value: Value) -> Value {
+    let Value::Object(fields) = value else { return value };
+    let mut items: Vec<(String, Value)> = fields.into_iter().map(|(key, value)| (key, listed(value))).collect();
+    if items.iter().all(|(key, _)| key.parse::<u32>().is_ok()) {
+        items.sort_by_key(|(key, _)| key.parse::<u32>().unwrap_or_default());
+        return items.into_iter().map(|(_, value)| value).collect();
+    }
+    Value::Object(items.into_iter().collect())
+}
+
+/// A message whose parts answer several calls, as one message for each.
+fn spread(value: Value) -> Vec<Value> {
+    let answers = |part: &Value| part.get("type").is_some_and(|kind| kind == "tool_call_response");
+    let parts = value.get("parts").and_then(Value::as_array);
+    match parts.filter(|parts| parts.len() > 1 && parts.iter().all(answers)) {
+        Some(parts) => parts.iter().map(|part| json!({"role": "tool", "parts": [part]})).collect(),
+        None => vec![value],
+    }
+}
+
+/// A message with parts as the chat completions API has it; one without is left as it is.
+fn chat_message(mut value: Value) -> Value {
+    if let Some(fields) = value.as_object_mut() {
+        fields.remove("finish_reason");
+        if fields.get("role").is_none_or(|role| !role.is_string()) {
+            fields.insert("role".to_owned(), "assistant".into());
+        }
+        let calls = fields.remove("tool_calls").map(called);
+        fields.extend(calls.map(|calls| ("tool_calls".to_owned(), calls)));
+    }
+    let Some(Value::Array(parts)) = value.get("parts").cloned() else { return value };
+    let kind = |part: &Value| part.get("type").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let words = |wanted: &str| -> Option<String> {
+        let found = parts.iter().filter(|part| kind(part) == wanted).filter_map(|part| part.get("content")?.as_str());
+        let found: Vec<&str> = found.collect();
+        (!found.is_empty()).then(|| found.concat())
+    };
+    let mut fields = Fields::new();
+    fields.insert("role".to_owned(), value.get("role").cloned().unwrap_or_else(|| "assistant".into()));
+    fields.insert("content".to_owned(), words("text").into());
+    if let Some(thought) = words("reasoning").or_else(|| words("thinking")) {
+        fields.insert("reasoning_content".to_owned(), thought.into());
+    }
+    let calls: Vec<Value> = parts.iter().filter(|part| kind(part) == "tool_call").cloned().collect();
+    if !calls.is_empty() {
+        fields.insert("tool_calls".to_owned(), called(calls.into()));
+    }
+    if let Some(answer) = parts.iter().find(|part| kind(part) == "tool_call_response") {
+        let said = answer.get("response").or_else(|| answer.get("result")).cloned().unwrap_or(Value::Null);
+        let text = if said.is_string() || said.is_null() { said } else { said.to_string().into() };
+        fields.insert("content".to_owned(), text);
+        fields.insert("tool_call_id".to_owned(), answer.get("id").cloned().unwrap_or(Value::Null));
+    }
+    Value::Object(fields)
+}
+
+/// Tool calls, flat or under `function`, as the chat completions API has them.
+fn called(listed: Value) -> Value {
+    let Value::Array(calls) = listed else { return listed };
+    let call = |call: Value| {
+        if call.get("function").is_some() {
+            return call;
+        }
+        function_call(&call, ["id", "name", "arguments"])
+    };
+    calls.into_iter().map(call).collect()
+}

@@ -1,0 +1,102 @@
+//! Langfuse: a trace with its observations `{"id", "observations": [{"type": "GENERATION", "input", "output", ...}]}`, or
+//! one observation.
+//!
+//! Source: langfuse 5.0.4 `langfuse/api` (TraceWithFullDetails, ObservationsView). Text only: what `output` keeps of a
+//! response is its message.
+
+use super::helpers::columns::Columns;
+use super::helpers::conversation::message;
+use super::helpers::tools;
+use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
+use crate::format::build::calls::{Call, Log, Request, no_response};
+use crate::format::build::message::{Entry, message_of, plain};
+use crate::trace::Message;
+use serde_json::Value;
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "langfuse", sign: "it has `observations`, or `traceId`, `type` and `output`" },
+    signs: &["observations", "traceId"],
+    knows: |record| {
+        let one = record.has("traceId") && record.is("type", Shape::Text) && record.names("output");
+        record.is("observations", Shape::List) && (record.has("id") || record.has("scores")) || one
+    },
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let mut header = Columns(record).header_without(&["model"], &[("group", &["group", "sessionId"])])?;
+    scores(record, &mut header)?;
+    let listed = if record.has("observations") { record.objects("observations")? } else { vec![record.clone()] };
+    let mut calls = Vec::new();
+    for (position, one) in listed.iter().enumerate() {
+        let place = |rejection: Rejection| rejection.inside(format!("observations[{position}]"));
+        if one.text("type").map_err(place)?.is_some_and(|kind| kind.eq_ignore_ascii_case("generation")) {
+            let began = ["startTime", "start_time"].into_iter().find_map(|key| one.text(key).ok().flatten());
+            calls.push((began.unwrap_or_default(), call(one, &header).map_err(place)?));
+        }
+    }
+    if calls.is_empty() {
+        return Err(reject(Reason::Incomplete, "no observation is a generation")
+            .why("There is nothing that a policy sampled")
+            .cure("Export observations of type GENERATION, or leave the record out"));
+    }
+    calls.sort_by(|a, b| a.0.cmp(&b.0));
+    let body = Log::of(&header, calls.into_iter().map(|(_, call)| Ok(call)))?;
+    Ok((header, body))
+}
+
+/// Numeric scores by name; one that is called reward is the reward.
+fn scores(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
+    if !record.is("scores", Shape::List) {
+        return Ok(());
+    }
+    for score in record.objects("scores")? {
+        if let (Some(name), true) = (score.text("name")?, score.is("value", Shape::Number)) {
+            let value = score.number("value")?.map_or(f32::NAN, |value| value as f32);
+            if name == "reward" {
+                header.reward = header.reward.or(Some(value));
+            } else {
+                header.rewards.push((name, value));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn call(one: &Outline<'_>, header: &Header) -> Decoded<Call> {
+    let parameters = one.object("modelParameters")?.unwrap_or_default();
+    let own = Sampling::read(&parameters.fields_without(&["policy_version", "logprob_kind"])?)?;
+    let (messages, listed) = match one.value("input")? {
+        Some(Value::Array(items)) => (chat(items)?, None),
+        Some(Value::Object(mut fields)) => match fields.remove("messages") {
+            Some(Value::Array(items)) => (chat(items)?, fields.remove("tools")),
+            _ => (Vec::new(), None),
+        },
+        Some(Value::String(text)) => (vec![plain("user", text)], None),
+        _ => (Vec::new(), None),
+    };
+    let said = match one.value("output")? {
+        Some(Value::Array(items)) => spoken(items.into_iter().next().filter(Value::is_object))?,
+        said => spoken(said)?,
+    };
+    let model = one.text("model")?;
+    let request = Request { messages, tools: tools(listed), model, ..Request::default() };
+    let generation = own.or(&header.sampling).generation();
+    Ok(Call { request: Some(request), entry: Entry::sampled(said, generation, 0), model: None, reward: None })
+}
+
+fn chat(items: Vec<Value>) -> Decoded<Vec<Message>> {
+    items.into_iter().filter(|item| item.get("role").is_some()).map(message).collect()
+}
+
+/// What was answered: a message, or its text.
+fn spoken(output: Option<Value>) -> Decoded<Message> {
+    match output {
+        Some(Value::Object(mut fields)) => {
+            fields.entry("role").or_insert_with(|| "assistant".into());
+            message_of(fields)
+        }
+        Some(Value::String(text)) => Ok(plain("assistant", text)),
+        _ => Err(no_response("a generation without `output`")),
+    }
+}

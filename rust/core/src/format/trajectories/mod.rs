@@ -1,0 +1,44 @@
+//! Dumps of whole trajectories by trainers and recorders: one small file each, all read into a header and a body.
+//!
+//! A file fills in the `interface`, mostly by what stands in `helpers`, and has a line in the table below. Begin with one
+//! that is alike: `tau_bench` (messages, text only), `rllm` (turns with ids and logprobs), `areal` (columns of one row with
+//! a mask). Its form is described in docs/trace-format.md, and its records stand in tests/golden (`more_dumps.py`).
+
+mod agent_lightning;
+mod areal;
+mod art;
+mod atif;
+mod helpers;
+pub(super) mod interface;
+mod langfuse;
+mod litellm_log;
+mod openai_batch;
+mod otel;
+mod rllm;
+mod skyrl;
+mod slime;
+mod swe_agent;
+mod tau_bench;
+mod trl;
+mod verifiers;
+mod verl;
+
+/// The recorders, the most telling signs first.
+pub(super) const DUMPS: &[interface::Dump] = &[
+    openai_batch::DUMP,
+    agent_lightning::DUMP,
+    otel::DUMP,
+    litellm_log::DUMP,
+    art::DUMP,
+    atif::DUMP,
+    rllm::DUMP,
+    slime::DUMP,
+    verl::DUMP,
+    skyrl::DUMP,
+    areal::DUMP,
+    verifiers::DUMP,
+    trl::DUMP,
+    langfuse::DUMP,
+    tau_bench::DUMP,
+    swe_agent::DUMP,
+];

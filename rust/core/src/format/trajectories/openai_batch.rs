@@ -1,0 +1,53 @@
+//! A line of a batch's output: `{"custom_id", "response": {"status_code", "body"}, "error"}`.
+//!
+//! Source: platform.openai.com/docs/guides/batch, docs.claude.com batch results (`"result": {"type", "message"}`). The
+//! request stands in another file: a line that holds both, `{**input, **output}`, is read with it. The body may be of any
+//! server whose responses are read.
+
+use super::helpers::columns::Columns;
+use super::helpers::splice;
+use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
+use crate::format::build::calls::no_response;
+use crate::format::call::one_call;
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "openai_batch", sign: "it has `custom_id`" },
+    signs: &["custom_id"],
+    knows: |record| record.has("custom_id") && !record.has("messages"),
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let header = Columns(record).header_without(&["id"], &[("id", &["custom_id"])])?;
+    let response = record.object("response")?.unwrap_or_default();
+    let result = record.object("result")?.unwrap_or_default();
+    if let Some(failure) = failure(record, &response, &result)? {
+        let id = header.id.as_deref().unwrap_or_default();
+        return Err(no_response(format!("the request {id} of the batch failed: {failure}"))
+            .cure("Send it again, or leave it out with on_error=\"skip\""));
+    }
+    let Some(answer) = response.get("body").or_else(|| result.get("message")) else {
+        return Err(reject(Reason::Incomplete, "a request of a batch without its response")
+            .why("What the policy sampled stands in the batch's output file")
+            .cure("Read the output file, or join the two by custom_id: json.dumps({**input_line, **output_line})"));
+    };
+    let request = match record.object("request")? {
+        Some(line) => line.get("body").or_else(|| record.get("request")),
+        None => record.get("body").filter(|raw| Shape::of(raw) == Shape::Object),
+    };
+    let mut parts = vec![("response", answer)];
+    parts.extend(request.map(|request| ("request", request)));
+    one_call(header, record, &splice(&parts))
+}
+
+/// What went wrong with the request, if anything did.
+fn failure(record: &Outline<'_>, response: &Outline<'_>, result: &Outline<'_>) -> Decoded<Option<String>> {
+    let status =
+        response.count("status_code")?.filter(|status| *status >= 400).map(|status| format!("status {status}"));
+    let kind = result.text("type")?.filter(|kind| kind != "succeeded");
+    let body = response.object("body")?.unwrap_or_default();
+    let error = [record, result, &body].into_iter().find_map(|holder| holder.get("error"));
+    let said = error.map(|raw| raw.get().chars().take(200).collect::<String>());
+    let parts: Vec<String> = status.into_iter().chain(kind).chain(said).collect();
+    Ok((!parts.is_empty()).then(|| parts.join(", ")))
+}

@@ -1,0 +1,100 @@
+//! rLLM's `Trajectory` `{"uid", "steps": [{"chat_completions", "prompt_ids", "response_ids", "logprobs", ...}]}`, an
+//! `Episode` of one trajectory, and a `Step` alone.
+//!
+//! Source: rLLM 9beb6e0 `rllm/types.py`, `engine/rollout/rollout_engine.py`, `utils/episode_logger.py` (which keeps no ids).
+
+use super::helpers::columns::{Columns, tokens_of};
+use super::helpers::conversation::messages;
+use super::helpers::loss_mask::all_zero;
+use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, either, reject};
+use crate::format::build::calls::{Call, Log, Request};
+use crate::format::build::message::Entry;
+use crate::trace::Message;
+use serde_json::json;
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "rllm", sign: "it has `steps` with `chat_completions`, or `model_output`" },
+    signs: &["steps", "trajectories", "model_output", "chat_completions"],
+    knows: |record| {
+        let inside = |list: &str, wanted: &[&str]| {
+            let first = record.list(list).ok().flatten().and_then(|items| items.first().copied());
+            let first = first.and_then(|raw| Outline::of(raw, list).ok());
+            first.is_some_and(|item| wanted.iter().any(|key| item.names(key)))
+        };
+        let step = record.is("chat_completions", Shape::List) || record.is("model_output", Shape::Object);
+        step || inside("steps", &["chat_completions", "model_output"]) || inside("trajectories", &["steps"])
+    },
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let mut trajectories = record.objects("trajectories")?;
+    let inner = match trajectories.len() {
+        0 => None,
+        1 => Some(trajectories.remove(0)),
+        count => return Err(several(count)),
+    };
+    let trajectory = inner.as_ref().unwrap_or(record);
+    let is_step = !trajectory.has("steps");
+    let steps = if is_step { vec![trajectory.clone()] } else { trajectory.objects("steps")? };
+    let mut header = Columns(trajectory).header_without(&["tools"], &[("id", &["uid", "id"])])?;
+    if let Some(episode) = inner.as_ref().map(|_| record) {
+        let outer =
+            Columns(episode).header_without(&["reward", "rewards", "tools"], &[("id", &["id", "episode_id"])])?;
+        // An episode's id is `task:rollout`.
+        let task = outer.id.as_deref().and_then(|id| id.split_once(':')).map(|(task, _)| task.to_owned());
+        header.group = header.group.or(outer.group).or(task);
+        header.id = outer.id.or(header.id);
+    }
+    let process = steps.iter().any(|step| matches!(step.number("reward"), Ok(Some(reward)) if reward != 0.0));
+    let call = |(turn, step)| {
+        let place = |rejection: Rejection| rejection.inside(format!("steps[{turn}]")).in_turn(turn);
+        let call = step_call(step, &header).map_err(place)?;
+        Ok(Call { reward: call.reward.filter(|_| process && !is_step), ..call })
+    };
+    let body = Log::of(&header, steps.iter().enumerate().map(call))?;
+    Ok((header, body))
+}
+
+fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
+    let output = step.object("model_output")?.unwrap_or_default();
+    let mut generation = header.sampling.generation();
+    let [own, engine] = [Columns(step), Columns(&output)];
+    let filled = |ids: &Vec<u32>| !ids.is_empty();
+    let ids = either(own.ids("response_ids")?.filter(filled), || engine.ids("completion_ids"))?.filter(filled);
+    let logprobs = own.logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
+    let logprobs = either(logprobs, || engine.logprobs("logprobs"))?.filter(|logprobs| !logprobs.is_empty());
+    let prompt = either(own.ids("prompt_ids")?.filter(filled), || engine.ids("prompt_ids"))?.filter(filled);
+    generation.tokens = tokens_of(ids, logprobs);
+    generation.notes.extend(all_zero(&generation.tokens));
+    generation.text = output.text("text")?;
+    generation.finish_reason = output.text("finish_reason")?;
+    let version = either(step.count("weight_version")?, || output.count("weight_version"))?;
+    generation.policy_version = header.sampling.policy_version.or(version).unwrap_or(-1);
+    let mut said = messages(step, "chat_completions")?.unwrap_or_default();
+    let message = match said.pop_if(|last| last.role() == "assistant") {
+        Some(message) => message,
+        None => spoken(step, &output)?,
+    };
+    let request = Request::of(said, prompt);
+    let reward = step.number("reward")?.map(|reward| reward as f32);
+    Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
+}
+
+/// The message of a step whose conversation does not end with it.
+fn spoken(step: &Outline<'_>, output: &Outline<'_>) -> Decoded<Message> {
+    let content = either(output.text("content")?, || step.text("model_response"))?;
+    let mut value = json!({"role": "assistant", "content": content});
+    if let Some(thought) = output.text("reasoning")? {
+        value["reasoning_content"] = thought.into();
+    }
+    Ok(Message::new(value, None))
+}
+
+fn several(count: usize) -> Rejection {
+    reject(Reason::UnknownForm, format!("an episode of {count} trajectories"))
+        .why("A record is one trace: each trajectory has its own reward")
+        .cure(
+            "Write a line for each: for t in episode.trajectories: json.dumps({\"group\": episode.id, **t.to_dict()})",
+        )
+}

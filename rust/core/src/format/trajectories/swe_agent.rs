@@ -1,0 +1,50 @@
+//! SWE-agent's `.traj`: `{"history": [message, ...], "trajectory", "info", "environment"}`. Text only.
+//!
+//! Source: SWE-agent 3ea751c `sweagent/types.py`. A message has notes of the agent beside those of the API, which no
+//! template knows; a demonstration was not sampled.
+
+use super::helpers::columns::Columns;
+use super::helpers::conversation::{Talk, message};
+use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Rejection, Shape};
+use crate::format::fields::Fields;
+use crate::format::rejection::not_a_trace;
+use serde_json::Value;
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "swe_agent", sign: "it has `history` of messages" },
+    signs: &["history"],
+    knows: |record| record.is("history", Shape::List) && !record.has("messages") && !record.has("calls"),
+    decode,
+};
+
+/// Keys that the agent keeps for itself.
+const OWN: &[&str] =
+    &["agent", "message_type", "thought", "action", "is_demo", "cache_control", "tags", "thinking_blocks"];
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let header = Columns(record).header(&[])?;
+    let mut talk = Talk::default();
+    for (position, value) in record.typed::<Vec<Value>>("history")?.unwrap_or_default().into_iter().enumerate() {
+        let place = |rejection: Rejection| rejection.inside(format!("history[{position}]"));
+        let Value::Object(mut fields) = value else { return Err(place(not_a_trace("a message is not an object"))) };
+        let shown = fields.get("is_demo").and_then(Value::as_bool) == Some(true);
+        strip(&mut fields);
+        let said = message(Value::Object(fields)).map_err(place)?;
+        if shown {
+            talk.given(said);
+        } else {
+            talk.heard(said, &header.sampling)?;
+        }
+    }
+    Ok((header, talk.finish()))
+}
+
+fn strip(fields: &mut Fields) {
+    fields.retain(|key, _| !OWN.contains(&key.as_str()));
+    if let Some(Value::Array(mut ids)) = fields.remove("tool_call_ids")
+        && ids.len() == 1
+        && let Some(id) = ids.pop()
+    {
+        fields.insert("tool_call_id".to_owned(), id);
+    }
+}

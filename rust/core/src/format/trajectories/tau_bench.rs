@@ -1,0 +1,26 @@
+//! tau-bench's results: `{"task_id", "trial", "reward", "info", "traj": [message, ...]}`. Text only.
+//!
+//! Source: sierra-research/tau-bench 59a200c `tau_bench/types.py`, `historical_trajectories`.
+
+use super::helpers::columns::Columns;
+use super::helpers::conversation::{Talk, messages};
+use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Shape};
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "tau_bench", sign: "it has `traj`" },
+    signs: &["traj"],
+    knows: |record| record.is("traj", Shape::List),
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let mut header = Columns(record).header(&[("group", &["group", "task_id"])])?;
+    if let (None, Some(task), Some(trial)) = (&header.id, record.name("task_id")?, record.name("trial")?) {
+        header.id = Some(format!("{task}-{trial}"));
+    }
+    let mut talk = Talk::default();
+    for message in messages(record, "traj")?.unwrap_or_default() {
+        talk.heard(message, &header.sampling)?;
+    }
+    Ok((header, talk.finish()))
+}

@@ -1,0 +1,192 @@
+//! Numbers of JSON that keep their digits: integers of any size, and floats beyond the largest, as Python's `json` reads them.
+//!
+//! `serde_json` holds integers of 64 bits and finite floats. Every other number is an object with one reserved key, whose
+//! value is the number as Python writes it.
+
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+use std::borrow::Cow;
+
+/// The reserved key: no JSON that people write begins a key with NUL.
+const KEY: &str = "\u{0}number";
+/// Python refuses to read longer integers.
+const DIGITS: usize = 4300;
+/// The fewest digits of an integer that 64 bits may not hold.
+const LONG: usize = 19;
+const INFINITY: &str = "Infinity";
+const NEGATIVE_INFINITY: &str = "-Infinity";
+
+/// What a JSON number in a text is for Python; `None` if it is no number that `json` reads.
+pub fn number(token: &str) -> Option<Value> {
+    match odd(token) {
+        Some(Cow::Borrowed(other)) => Some(held(other)),
+        Some(Cow::Owned(zero)) => serde_json::from_str(&zero).ok(),
+        None => serde_json::from_str(token).ok(),
+    }
+}
+
+/// The digits of an integer that 64 bits do not hold, or `Infinity` or `-Infinity`.
+pub fn text(value: &Value) -> Option<&str> {
+    let Value::Object(map) = value else { return None };
+    text_in(map)
+}
+
+/// As [`text`], of the fields of an object.
+pub fn text_in(map: &Map<String, Value>) -> Option<&str> {
+    if map.len() != 1 {
+        return None;
+    }
+    let text = map.get(KEY)?.as_str()?;
+    let digits = text.strip_prefix('-').unwrap_or(text);
+    let is_long = (LONG..=DIGITS).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit());
+    (is_long && !digits.starts_with('0') || digits == INFINITY).then_some(text)
+}
+
+/// The float that is nearest to a number that was kept, the value itself otherwise.
+pub fn rounded(value: &Value) -> Value {
+    match value {
+        Value::Array(items) => items.iter().map(rounded).collect(),
+        Value::Object(map) => match text_in(map) {
+            Some(text) => Value::from(text.parse::<f64>().unwrap_or(f64::NAN)),
+            None => Value::Object(map.iter().map(|(key, value)| (key.clone(), rounded(value))).collect()),
+        },
+        other => other.clone(),
+    }
+}
+
+/// What JSON text says, every number as Python reads it.
+///
+/// # Errors
+/// As `serde_json::from_str`.
+pub fn parse(text: &str) -> serde_json::Result<Value> {
+    let parsed = serde_json::from_str(text);
+    if parsed.as_ref().is_ok_and(|value| !is_doubtful(value)) {
+        return parsed;
+    }
+    match kept(text) {
+        Cow::Borrowed(_) => parsed,
+        Cow::Owned(kept) => serde_json::from_str(&kept).or(parsed),
+    }
+}
+
+/// The text with every number that `serde_json` cannot hold as the object that stands for it.
+pub fn kept(text: &str) -> Cow<'_, str> {
+    let bytes = text.as_bytes();
+    let (mut out, mut done, mut at) = (String::new(), 0, 0);
+    while at < bytes.len() {
+        match bytes[at] {
+            b'"' => at = string_end(bytes, at),
+            b'-' | b'0'..=b'9' => {
+                let is_part = |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
+                let end = at + bytes[at..].iter().take_while(|byte| is_part(byte)).count();
+                if let Some(other) = odd(&text[at..end]) {
+                    out.push_str(&text[done..at]);
+                    match other {
+                        Cow::Borrowed(other) => out.push_str(&held(other).to_string()),
+                        Cow::Owned(zero) => out.push_str(&zero),
+                    }
+                    done = end;
+                }
+                at = end;
+            }
+            _ => at += 1,
+        }
+    }
+    if done == 0 {
+        return Cow::Borrowed(text);
+    }
+    out.push_str(&text[done..]);
+    Cow::Owned(out)
+}
+
+/// The byte behind the string that begins at `at`, or the end of the text.
+fn string_end(bytes: &[u8], mut at: usize) -> usize {
+    at += 1;
+    while let Some(step) = memchr::memchr2(b'"', b'\\', bytes.get(at..).unwrap_or_default()) {
+        at += step;
+        if bytes[at] == b'"' {
+            return at + 1;
+        }
+        at += 2;
+    }
+    bytes.len()
+}
+
+/// How Python writes a number that `serde_json` does not hold as Python does; owned is one that it holds so written.
+fn odd(token: &str) -> Option<Cow<'_, str>> {
+    if token == "-0" {
+        return Some(Cow::Owned("0".to_owned()));
+    }
+    let digits = token.strip_prefix('-').unwrap_or(token);
+    if digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        let is_long = (LONG..=DIGITS).contains(&digits.len()) && !digits.starts_with('0');
+        let fits = || token.parse::<i64>().is_ok() || token.parse::<u64>().is_ok();
+        return (is_long && !fits()).then_some(Cow::Borrowed(token));
+    }
+    let infinite = token.parse::<f64>().is_ok_and(f64::is_infinite);
+    let is_number = infinite && serde_json::from_str::<&RawValue>(token).is_ok();
+    is_number.then_some(Cow::Borrowed(if token.starts_with('-') { NEGATIVE_INFINITY } else { INFINITY }))
+}
+
+fn held(text: &str) -> Value {
+    Value::Object(Map::from_iter([(KEY.to_owned(), Value::from(text))]))
+}
+
+/// Whether a value holds a float that may have been read from the text of an integer.
+fn is_doubtful(value: &Value) -> bool {
+    match value {
+        Value::Number(number) => {
+            number.is_f64() && number.as_f64().is_some_and(|float| float.abs() >= 9e18 || float == 0.0)
+        }
+        Value::Array(items) => items.iter().any(is_doubtful),
+        Value::Object(map) => map.values().any(is_doubtful),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn numbers_are_what_pythons_json_reads() {
+        // python3 -c "import json; print([json.loads(x) for x in (...)])"
+        for same in ["0", "-1", "18446744073709551615", "-9223372036854775808", "1.5", "1e5", "-0.0", "1e-400"] {
+            assert_eq!(number(same).unwrap(), serde_json::from_str::<Value>(same).unwrap(), "{same}");
+            assert_eq!(kept(same), same);
+        }
+        assert_eq!(number("-0").unwrap(), json!(0));
+        for long in ["18446744073709551616", "-9223372036854775809", "90071992547409931234567"] {
+            assert_eq!(text(&number(long).unwrap()), Some(long));
+            assert_eq!(text(&parse(&format!("[{long}]")).unwrap()[0]), Some(long));
+        }
+        assert_eq!(text(&number("1e400").unwrap()), Some("Infinity"));
+        assert_eq!(text(&parse("{\"a\": -1e400}").unwrap()["a"]), Some("-Infinity"));
+        let longest = "9".repeat(DIGITS);
+        assert_eq!(text(&number(&longest).unwrap()), Some(&*longest));
+        assert_eq!(number(&"9".repeat(DIGITS + 1)), None);
+    }
+
+    #[test]
+    fn only_numbers_outside_strings_are_kept_and_what_is_no_json_stays_none() {
+        let long = "18446744073709551616";
+        let inside = format!(r#"{{"a\"{long}": "{long}\\", "b": [{long}, -0, "-0"]}}"#);
+        let value = parse(&inside).unwrap();
+        assert_eq!(value[format!("a\"{long}")], json!(format!("{long}\\")));
+        assert_eq!((text(&value["b"][0]), &value["b"][1], &value["b"][2]), (Some(long), &json!(0), &json!("-0")));
+        for broken in ["1.e400", "01844674407370955161600", "--18446744073709551616", "[1e400", "+1e400", "\"a"] {
+            assert!(parse(broken).is_err(), "{broken}");
+        }
+    }
+
+    #[test]
+    fn an_object_that_only_looks_like_a_number_is_an_object() {
+        for other in
+            [json!({KEY: "12"}), json!({KEY: "x"}), json!({KEY: 1}), json!({KEY: "18446744073709551616", "b": 1})]
+        {
+            assert_eq!(text(&other), None);
+        }
+        assert_eq!(rounded(&json!([number("18446744073709551616").unwrap()])), json!([18_446_744_073_709_551_616.0]));
+    }
+}

@@ -1,0 +1,476 @@
+//! Assigns branches to ranks, balanced by cost, and to rows, and decides whether the rows share prefixes.
+
+#[cfg(test)]
+mod tests;
+
+use super::bins::{BestFit, Unit, rows_of};
+use super::check::{check_budget, check_inside, check_length};
+use super::prefix::{Entry, RunningMin, common, sorted};
+use crate::cancel::{now_and_then, sort_by_key};
+use crate::{Error, Kind, Result, pool};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::ops::Range;
+
+/// Branches to place, and into what.
+#[derive(Debug, Clone, Copy)]
+pub struct Demand<'a> {
+    /// [T] token ids.
+    pub ids: &'a [i32],
+    /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
+    pub cu_seqlens: &'a [i64],
+    /// [N] tokens laid out, 0 where nothing is.
+    pub length: &'a [i32],
+    /// [N] terms among them.
+    pub terms: &'a [i32],
+    /// [N] the trace of each branch, from 0 without gaps.
+    pub trace: &'a [i32],
+    /// [R] the optimizer step of each trace, -1 for traces of none.
+    pub step: &'a [i32],
+    /// Processes that train.
+    pub ranks: usize,
+    /// The most tokens a row holds.
+    pub token_budget: usize,
+    /// Whether all branches of a trace must lie in one row.
+    pub whole_traces: bool,
+    /// What a rank's work is measured in.
+    pub cost: Cost,
+    /// Share prefixes in a step where that divides its cost by more than this; None never does.
+    pub least_gain: Option<f64>,
+}
+
+/// What sharing prefixes does to a step, over all ranks.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Gain {
+    /// Whether the step's rows share prefixes.
+    pub shared: bool,
+    /// Whether a trace fits a row only so.
+    pub needed: bool,
+    /// Tokens of all its branches.
+    pub tokens: u64,
+    /// Tokens of its rows if prefixes are shared.
+    pub tree_tokens: u64,
+    /// Cost without over cost with shared prefixes.
+    pub ratio: f64,
+}
+
+/// Where each branch lies.
+#[derive(Debug, Default)]
+pub struct Placed {
+    /// [N] rank, -1 where the branch is not laid out.
+    pub rank: Vec<i32>,
+    /// [N] row among those of its step and rank, -1 where the branch is not laid out.
+    pub row: Vec<i32>,
+    /// [N] place of the branch in the order of its row: rows list their branches by it.
+    pub order: Vec<i32>,
+    /// [steps, ranks] rows of each rank, step by step.
+    pub rows: Vec<i32>,
+    /// [steps, ranks] what each rank has to do.
+    pub load: Vec<f64>,
+    /// [steps] what sharing does.
+    pub gain: Vec<Gain>,
+}
+
+/// Places every branch that has a length and whose trace has a step.
+///
+/// Traces go to ranks by [`Cost`], all branches of a trace to one rank. Within a rank, branches (with `whole_traces`:
+/// traces) go to rows by best fit, longest first; where prefixes are shared, those with the longest common prefix are
+/// put together first and a row's budget counts a shared token once. Ties go to the lower rank and the earlier branch,
+/// so the result depends on nothing but the arguments. O(tokens + n log n).
+///
+/// # Errors
+/// A length above the budget, or slices that contradict one another.
+pub fn place(demand: Demand<'_>) -> Result<Placed> {
+    check(demand)?;
+    let (count, steps) = (demand.length.len(), demand.step.iter().copied().max().map_or(0, |last| (last + 1).max(0)));
+    let by_step = traces_by_step(demand, steps as usize);
+    let plans = pool::map(by_step, || (), |(), traces| plan(demand, &traces));
+    let plans: Vec<Plan> = plans.into_iter().collect::<Result<_>>()?;
+    let mut out = Placed { rank: vec![-1; count], row: vec![-1; count], order: vec![-1; count], ..Placed::default() };
+    for plan in plans {
+        for (order, spot) in (0..).zip(&plan.spots) {
+            out.rank[spot.branch as usize] = spot.rank as i32;
+            out.row[spot.branch as usize] = spot.row as i32;
+            out.order[spot.branch as usize] = order;
+        }
+        out.rows.extend(plan.rows.iter().map(|&rows| rows as i32));
+        out.load.extend(plan.load);
+        out.gain.push(plan.gain);
+    }
+    Ok(out)
+}
+
+fn check(demand: Demand<'_>) -> Result<()> {
+    check_budget(demand.token_budget)?;
+    let count = demand.length.len();
+    check_length("trace", demand.trace.len(), count)?;
+    check_length("terms", demand.terms.len(), count)?;
+    check_length("cu_seqlens", demand.cu_seqlens.len(), count + 1)?;
+    check_length("step", demand.step.len(), demand.trace.last().map_or(0, |&last| last as usize + 1))?;
+    if demand.ranks == 0 {
+        return Err(Error::new(Kind::Argument, "ranks is 0").cure("Pass the number of processes that train"));
+    }
+    let costs = [demand.cost.token, demand.cost.pair, demand.cost.term];
+    if costs.iter().any(|cost| !cost.is_finite() || *cost < 0.0) {
+        return Err(Error::new(Kind::Argument, format!("the cost {costs:?} is not finite or is negative"))
+            .why("It says what a token, a pair and a term cost")
+            .cure("Take it from the shape of the model"));
+    }
+    check_inside(demand.cu_seqlens, demand.length, demand.ids.len())?;
+    let trace = demand.trace;
+    if trace.first().is_some_and(|&first| first != 0) || trace.windows(2).any(|w| !(0..=1).contains(&(w[1] - w[0]))) {
+        return Err(Error::new(Kind::Argument, "trace does not count up from 0 without gaps"));
+    }
+    Ok(())
+}
+
+/// Per step, its traces with something to lay out, as ranges of branches, in order.
+fn traces_by_step(demand: Demand<'_>, steps: usize) -> Vec<Vec<Range<usize>>> {
+    let mut by_step = vec![Vec::new(); steps];
+    let mut first = 0;
+    for run in demand.trace.chunk_by(|a, b| a == b) {
+        now_and_then(run[0] as usize);
+        let branches = first..first + run.len();
+        first = branches.end;
+        let step = demand.step[run[0] as usize];
+        if step >= 0 && demand.length[branches.clone()].iter().any(|&tokens| tokens > 0) {
+            by_step[step as usize].push(branches);
+        }
+    }
+    by_step
+}
+
+/// Where one branch lies.
+#[derive(Debug, Clone, Copy)]
+struct Spot {
+    /// In the step's order.
+    place: u32,
+    branch: u32,
+    rank: u32,
+    row: u32,
+}
+
+/// One step: its branches in order, and what is known of it.
+#[derive(Debug, Default)]
+struct Plan {
+    spots: Vec<Spot>,
+    rows: Vec<usize>,
+    load: Vec<f64>,
+    gain: Gain,
+}
+
+/// Branches that are moved as one, by their places in the step's order, ascending, and what they take together.
+#[derive(Debug, Clone)]
+struct Together {
+    places: Vec<u32>,
+    tokens: usize,
+    cost: f64,
+}
+
+fn plan(demand: Demand<'_>, traces: &[Range<usize>]) -> Result<Plan> {
+    let laid = |branch: &u32| demand.length[*branch as usize] > 0;
+    let branches: Vec<u32> = traces.iter().cloned().flatten().map(|branch| branch as u32).filter(laid).collect();
+    let alone: Vec<Entry> = branches.iter().map(|&branch| Entry { branch, shared: 0 }).collect();
+    let Some(least) = demand.least_gain else { return place_step(Order { demand, entries: &alone, shares: false }) };
+    let entries = sorted(&branches, |branch| demand.text(branch));
+    let mut shared = place_step(Order { demand, entries: &entries, shares: true })?;
+    let fits = |trace: &Range<usize>| {
+        let tokens: usize = demand.length[trace.clone()].iter().map(|&tokens| tokens.max(0) as usize).sum();
+        tokens <= demand.token_budget
+    };
+    let needed = demand.whole_traces && !traces.iter().all(fits);
+    let found = gain(demand, &shared.spots);
+    shared.gain = Gain { needed, shared: needed || found.ratio > least, ..found };
+    if shared.gain.shared {
+        return Ok(shared);
+    }
+    Ok(Plan { gain: shared.gain, ..place_step(Order { demand, entries: &alone, shares: false })? })
+}
+
+/// Places the branches of a step.
+fn place_step(order: Order<'_>) -> Result<Plan> {
+    let demand = order.demand;
+    let traces = order.traces();
+    let shared = order.shared(traces.iter().map(|trace| trace.places[0]));
+    let works: Vec<Work> = traces.iter().zip(shared).map(|(trace, shared)| order.work(trace, shared)).collect();
+    let (rank_of, load) = balance(&works, demand.ranks, demand.cost);
+    let laid: usize = order.entries.iter().map(|entry| demand.text(entry.branch).len()).sum();
+    let mut fit = BestFit::new(demand.token_budget.min(laid.max(1)));
+    let mut shares: Vec<Vec<Together>> = vec![Vec::new(); demand.ranks];
+    for (trace, rank) in traces.into_iter().zip(rank_of) {
+        shares[rank as usize].push(trace);
+    }
+    let mut out = Plan { load, spots: Vec::with_capacity(order.entries.len()), ..Plan::default() };
+    for (rank, mut units) in (0..).zip(shares) {
+        if !demand.whole_traces {
+            let mut places: Vec<u32> = units.into_iter().flat_map(|unit| unit.places).collect();
+            places.sort_unstable();
+            units = places.into_iter().map(|place| order.together(vec![place])).collect();
+        }
+        out.rows.push(place_rank(order, &units, rank, &mut fit, &mut out.spots)?);
+    }
+    sort_by_key(&mut out.spots, |spot| spot.place);
+    Ok(out)
+}
+
+/// Gives the units of a rank their rows; returns how many.
+fn place_rank(
+    order: Order<'_>,
+    units: &[Together],
+    rank: u32,
+    fit: &mut BestFit,
+    spots: &mut Vec<Spot>,
+) -> Result<usize> {
+    let budget = order.demand.token_budget;
+    if let Some(long) = units.iter().find(|unit| unit.tokens > budget) {
+        let branch = order.entries[long.places[0] as usize].branch;
+        return Err(Error::new(
+            Kind::Argument,
+            format!("branch {branch} has {} tokens to lay out, but token_budget is {budget}", long.tokens),
+        ));
+    }
+    let shared = order.shared(units.iter().map(|unit| unit.places[0]));
+    let sized: Vec<Unit> =
+        units.iter().zip(shared).map(|(unit, shared)| Unit { tokens: unit.tokens, shared: shared as usize }).collect();
+    let (rows, count) = rows_of(&sized, budget, fit);
+    for (unit, row) in units.iter().zip(rows) {
+        let spot = |&place: &u32| Spot { place, branch: order.entries[place as usize].branch, rank, row };
+        spots.extend(unit.places.iter().map(spot));
+    }
+    Ok(count)
+}
+
+/// Cost and tokens of the rows as they are, if each lays out a common prefix once.
+fn gain(demand: Demand<'_>, spots: &[Spot]) -> Gain {
+    let mut by_row: Vec<&Spot> = spots.iter().collect();
+    sort_by_key(&mut by_row, |spot| (spot.rank, spot.row, spot.place));
+    let (mut out, mut plain, mut tree) = (Gain::default(), 0.0, 0.0);
+    let mut before: Option<&Spot> = None;
+    for (round, spot) in by_row.into_iter().enumerate() {
+        now_and_then(round);
+        let text = demand.text(spot.branch);
+        let above = before.filter(|before| (before.rank, before.row) == (spot.rank, spot.row));
+        let shared = above.map_or(0, |above| common(demand.text(above.branch), text));
+        let head = demand.cost.term * f64::from(demand.terms[spot.branch as usize]);
+        out.tokens += text.len() as u64;
+        out.tree_tokens += (text.len() - shared) as u64;
+        plain += demand.cost.of(text.len()) + head;
+        tree += demand.cost.of(text.len()) - demand.cost.of(shared) + head;
+        before = Some(spot);
+    }
+    Gain { ratio: if tree > 0.0 { plain / tree } else { 1.0 }, ..out }
+}
+
+impl<'a> Demand<'a> {
+    /// What is laid out of a branch.
+    fn text(&self, branch: u32) -> &'a [i32] {
+        let start = self.cu_seqlens[branch as usize] as usize;
+        &self.ids[start..start + self.length[branch as usize].max(0) as usize]
+    }
+}
+
+/// The branches of a step in an order, which is lexicographic where prefixes are shared.
+#[derive(Debug, Clone, Copy)]
+struct Order<'a> {
+    demand: Demand<'a>,
+    entries: &'a [Entry],
+    shares: bool,
+}
+
+impl Order<'_> {
+    fn text(&self, place: u32) -> &[i32] {
+        self.demand.text(self.entries[place as usize].branch)
+    }
+
+    /// The traces, ordered by their first places.
+    fn traces(&self) -> Vec<Together> {
+        let trace = |place: u32| self.demand.trace[self.entries[place as usize].branch as usize];
+        let mut places: Vec<u32> = (0..self.entries.len() as u32).collect();
+        sort_by_key(&mut places, |&place| (trace(place), place));
+        let runs = places.chunk_by(|&a, &b| trace(a) == trace(b));
+        let mut out: Vec<Together> = runs.map(|run| self.together(run.to_vec())).collect();
+        sort_by_key(&mut out, |trace| trace.places[0]);
+        out
+    }
+
+    /// Branches as one, with what they take: common prefixes once where they are shared.
+    fn together(&self, places: Vec<u32>) -> Together {
+        let (cost, mut tokens, mut total) = (self.demand.cost, 0, 0.0);
+        for (n, &place) in places.iter().enumerate() {
+            now_and_then(place as usize);
+            let text = self.text(place);
+            let shared = if self.shares && n > 0 { common(self.text(places[n - 1]), text) } else { 0 };
+            let terms = self.demand.terms[self.entries[place as usize].branch as usize];
+            tokens += text.len() - shared;
+            total += cost.of(text.len()) - cost.of(shared) + cost.term * f64::from(terms);
+        }
+        Together { places, tokens, cost: total }
+    }
+
+    fn work(&self, trace: &Together, shared: u32) -> Work {
+        Work { cost: trace.cost, prefix: self.demand.cost.of(shared as usize), shared }
+    }
+
+    /// What each of ascending places begins with like the one before it.
+    fn shared(&self, places: impl Iterator<Item = u32>) -> Vec<u32> {
+        let mut running = RunningMin::default();
+        let (mut before, mut pushed) = (None, 0);
+        let mut out = Vec::new();
+        for place in places.map(|place| place as usize) {
+            now_and_then(out.len());
+            for (at, entry) in self.entries.iter().enumerate().take(place + 1).skip(pushed) {
+                running.push(at, entry.shared);
+            }
+            pushed = place + 1;
+            out.push(before.map_or(0, |before| running.after(before)));
+            before = Some(place);
+        }
+        out
+    }
+}
+
+/// What a pass forward and backward costs, in any unit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cost {
+    /// Of one token in the linear layers.
+    pub token: f64,
+    /// Of one key that one query sees. A branch of n tokens has n (n + 1) / 2 of them.
+    pub pair: f64,
+    /// Of one term in the head.
+    pub term: f64,
+}
+
+impl Cost {
+    /// Of a branch's first `tokens` tokens, without the head.
+    pub fn of(&self, tokens: usize) -> f64 {
+        let tokens = tokens as f64;
+        self.token * tokens + self.pair * tokens * (tokens + 1.0) / 2.0
+    }
+}
+
+/// One trace as ranks see it.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// What it costs alone.
+    pub cost: f64,
+    /// What of that the trace before it has paid already where both lie in one row: their common prefix.
+    pub prefix: f64,
+    /// Tokens of that prefix.
+    pub shared: u32,
+}
+
+/// How often parts are cut finer than a rank's fair share: into halves, quarters and so on.
+const ROUNDS: i32 = 5;
+
+/// A prefix worth less than this share of a trace does not hold it to the one before.
+const LOOSE: f64 = 0.05;
+
+/// The rank of each trace, and what each rank has to do.
+///
+/// Traces come in lexicographic order where prefixes are shared, and neighbours that share much are moved as one: first
+/// uncut, then cut ever finer, and the cut whose busiest rank has least to do is taken. Parts go to ranks by their cost,
+/// largest first, each to the rank with least so far (LPT: at most 4/3 of the optimum). Ties go to the part and the
+/// rank that come first, so that every rank finds the same.
+pub fn balance(works: &[Work], ranks: usize, cost: Cost) -> (Vec<u32>, Vec<f64>) {
+    let total: f64 = works.iter().map(|work| work.cost - work.prefix).sum();
+    if ranks == 1 {
+        return (vec![0; works.len()], vec![total]);
+    }
+    let fair = total / ranks as f64;
+    let tied = works.iter().any(|work| work.prefix > 0.0);
+    let limits = (0..=ROUNDS).map(|round| if round == 0 { f64::INFINITY } else { fair / 2f64.powi(round - 1) });
+    let mut best: Option<(f64, Vec<u32>, Vec<f64>)> = None;
+    for limit in limits.take(if tied { usize::MAX } else { 1 }) {
+        let rank = longest_first(&parts(works, limit), works.len(), ranks);
+        let load = loads(works, &rank, ranks, cost);
+        let most = load.iter().copied().fold(0.0, f64::max);
+        if best.as_ref().is_none_or(|(least, ..)| most < 0.999 * least) {
+            best = Some((most, rank, load));
+        }
+    }
+    best.map_or_else(Default::default, |(_, rank, load)| (rank, load))
+}
+
+/// Runs of traces with their cost: cut where the prefix is loose, and where a run would pass `limit`.
+fn parts(works: &[Work], limit: f64) -> Vec<(f64, Range<usize>)> {
+    let mut out: Vec<(f64, Range<usize>)> = Vec::new();
+    for (place, work) in works.iter().enumerate() {
+        now_and_then(place);
+        let more = work.cost - work.prefix;
+        match out.last_mut() {
+            Some((cost, run)) if work.prefix > LOOSE * work.cost && *cost + more <= limit => {
+                *cost += more;
+                run.end = place + 1;
+            }
+            _ => out.push((work.cost, place..place + 1)),
+        }
+    }
+    out
+}
+
+fn longest_first(parts: &[(f64, Range<usize>)], works: usize, ranks: usize) -> Vec<u32> {
+    let mut order: Vec<usize> = (0..parts.len()).collect();
+    // The bits of floats that are not negative are in the order of the floats.
+    sort_by_key(&mut order, |&part| (Reverse(parts[part].0.to_bits()), part));
+    let mut load: BinaryHeap<Reverse<(u64, usize)>> = (0..ranks).map(|rank| Reverse((0, rank))).collect();
+    let mut out = vec![0; works];
+    for (round, part) in order.into_iter().enumerate() {
+        now_and_then(round);
+        let (cost, run) = &parts[part];
+        let Some(Reverse((before, rank))) = load.pop() else { continue };
+        load.push(Reverse(((f64::from_bits(before) + cost).to_bits(), rank)));
+        out[run.clone()].fill(rank as u32);
+    }
+    out
+}
+
+/// What each rank has to do, common prefixes of its traces counted once.
+fn loads(works: &[Work], rank: &[u32], ranks: usize, cost: Cost) -> Vec<f64> {
+    let mut load = vec![0.0; ranks];
+    let mut last: Vec<Option<usize>> = vec![None; ranks];
+    let mut running = RunningMin::default();
+    for (place, work) in works.iter().enumerate() {
+        now_and_then(place);
+        running.push(place, work.shared);
+        let rank = rank[place] as usize;
+        let shared = last[rank].map_or(0, |last| running.after(last));
+        load[rank] += work.cost - cost.of(shared as usize);
+        last[rank] = Some(place);
+    }
+    load
+}
+
+#[cfg(test)]
+mod ranks_tests {
+    use super::*;
+
+    const TOKENS: Cost = Cost { token: 1.0, pair: 0.0, term: 0.0 };
+
+    fn works(traces: &[(usize, u32)]) -> Vec<Work> {
+        let work = |&(tokens, shared): &(usize, u32)| Work { cost: tokens as f64, prefix: f64::from(shared), shared };
+        traces.iter().map(work).collect()
+    }
+
+    #[test]
+    fn traces_go_to_the_rank_with_least_to_do_by_what_they_cost_and_share() {
+        let check = |works: &[Work], cost: Cost, rank: &[u32], load: [f64; 2]| {
+            assert_eq!(balance(works, 2, cost), (rank.to_vec(), load.to_vec()), "{works:?}");
+        };
+        // 9 to rank 0, 8 to rank 1, 3 to rank 1 (8 < 9), 2 to rank 0: 11 each.
+        check(&works(&[(9, 0), (2, 0), (8, 0), (3, 0)]), TOKENS, &[0, 0, 1, 1], [11.0; 2]);
+        // pair = 1 alone: 10 tokens are 55 pairs, 4 are 10. The long one stands alone.
+        let pairs = Cost { token: 0.0, pair: 1.0, term: 0.0 };
+        let long = [10, 4, 4, 4].map(|tokens| Work { cost: pairs.of(tokens), prefix: 0.0, shared: 0 });
+        check(&long, pairs, &[0, 1, 1, 1], [55.0, 30.0]);
+        // Two groups of three, 10 tokens of which 8 are shared: 10 + 2 + 2 = 14 each.
+        check(&works(&[(10, 0), (10, 8), (10, 8)].repeat(2)), TOKENS, &[0, 0, 0, 1, 1, 1], [14.0; 2]);
+    }
+
+    #[test]
+    fn one_group_is_cut_over_ranks_and_its_prefix_paid_on_each() {
+        // 8 + 4 * 6 = 32 uncut: one rank would do all. Cut at 16: 8 + 6 = 14 and 3 more parts of 14 or one more.
+        let (rank, load) = balance(&works(&[(14, 0), (14, 8), (14, 8), (14, 8)]), 2, TOKENS);
+        assert_eq!(load, [20.0, 20.0]); // two branches each: 8 + 6 + 6
+        assert_eq!(rank.iter().sum::<u32>(), 2);
+    }
+}

@@ -1,0 +1,152 @@
+//! What is kept of a conversation that is rendered turn by turn: its messages as values, and the runs of the template.
+//!
+//! Messages are compared, and those that are the same keep their values. `incremental` goes on from the runs.
+
+#[cfg(test)]
+mod tests;
+
+use super::messages::Ran;
+use crate::error::Result;
+use crate::template::conversation::{Conversation, Selection};
+use crate::template::marks::{Alphabet, Marker, Noted, Seams, Stripped, Tag};
+use crate::template::rendered::Rendered;
+use crate::template::server_message::Rules;
+use minijinja::value::Value;
+use std::sync::Arc;
+
+/// The renders of one conversation, with and without marks.
+#[derive(Debug, Default)]
+pub struct Session<'a> {
+    /// Number of the template, and what else a render depends on beside the messages.
+    pub(in crate::template) template: u64,
+    pub(in crate::template) key: Vec<u8>,
+    pub(in crate::template) conversation: Conversation<'a>,
+    pub(in crate::template) slots: Slots,
+    pub(in crate::template) last: Option<Rendered>,
+}
+
+impl<'a> Session<'a> {
+    /// Takes in the messages of a call, and returns how many of them were there; `key` is what else the render depends on.
+    pub(in crate::template) fn follow(
+        &mut self,
+        (template, rules): (u64, Rules),
+        key: Vec<u8>,
+        messages: &[&'a serde_json::Value],
+    ) -> Result<usize> {
+        if (self.template, &self.key) != (template, &key) {
+            let conversation = Conversation::new(&[], rules)?;
+            *self = Self { template, key, conversation, ..Self::default() };
+        }
+        let before = self.conversation.len();
+        let common = self.conversation.follow(messages)?;
+        if (common, common) != (before, messages.len()) {
+            self.last = None;
+        }
+        self.slots.each().for_each(|slot| slot.common = slot.common.min(common));
+        Ok(common)
+    }
+}
+
+/// One for each way to render a conversation.
+#[derive(Debug, Default)]
+pub(in crate::template) struct Slots {
+    /// Without marks: null keys left out, or kept.
+    plain: [Slot; 2],
+    /// With marks, in three ways.
+    marked: [Slot; 3],
+}
+
+impl Slots {
+    fn each(&mut self) -> impl Iterator<Item = &mut Slot> {
+        self.plain.iter_mut().chain(&mut self.marked)
+    }
+
+    pub fn plain(&mut self, keep_null: bool) -> &mut Slot {
+        &mut self.plain[usize::from(keep_null)]
+    }
+
+    /// The slot of a selection of all messages.
+    pub fn marked(&mut self, selection: Selection) -> Option<&mut Slot> {
+        let at =
+            [Selection::Outside, Selection::AssistantInside, Selection::Inside].iter().position(|s| *s == selection)?;
+        Some(&mut self.marked[at])
+    }
+}
+
+/// One way to render: values of the messages so far, and the last run.
+#[derive(Debug, Default)]
+pub(in crate::template) struct Slot {
+    keep_null: bool,
+    alphabet: Option<Alphabet>,
+    values: Vec<Value>,
+    /// Tags of the schemas and of all messages so far.
+    pub tags: Vec<Tag>,
+    ends: Vec<End>,
+    /// How many messages of the last run are those of this one.
+    pub common: usize,
+    pub earlier: Option<Earlier>,
+}
+
+/// Messages with marks.
+#[derive(Debug)]
+pub(in crate::template) struct Marked {
+    pub values: Arc<[Value]>,
+    pub noted: Noted,
+    /// Bytes and seams that were gone over.
+    pub passed: usize,
+}
+
+/// What the marks of a message end with.
+#[derive(Debug, Clone, Copy)]
+struct End {
+    tags: usize,
+    noted: Noted,
+}
+
+/// A run, with its whole text.
+#[derive(Debug, Default)]
+pub(in crate::template) struct Earlier {
+    pub ran: Vec<Ran>,
+    pub text: String,
+    /// Whether it may have told a marked string from a plain one.
+    pub noticed: bool,
+    /// Bytes of its text that are those of the run before.
+    pub kept: usize,
+    /// The text without marks, of this run or the one before.
+    pub stripped: Stripped,
+}
+
+impl Slot {
+    /// Values of all messages without marks.
+    pub fn plain(&mut self, conversation: &Conversation<'_>, keep_null: bool) -> Arc<[Value]> {
+        self.values.truncate(self.common);
+        self.values.extend((self.values.len()..conversation.len()).map(|at| conversation.value(at, keep_null, None)));
+        self.values.as_slice().into()
+    }
+
+    /// Values of all messages with marks.
+    pub fn marked(
+        &mut self,
+        (conversation, keep_null): (&Conversation<'_>, bool),
+        (alphabet, schemas): (&Alphabet, Vec<Tag>),
+        seams: Option<&Seams>,
+        selection: Selection,
+    ) -> Marked {
+        if (self.keep_null, self.alphabet.as_ref()) != (keep_null, Some(alphabet)) {
+            *self = Self { keep_null, alphabet: Some(alphabet.clone()), tags: schemas, ..Self::default() };
+            self.ends.push(End { tags: self.tags.len(), noted: Noted::default() });
+        }
+        self.values.truncate(self.common);
+        self.ends.truncate(self.values.len() + 1);
+        let end = self.ends[self.values.len()];
+        self.tags.truncate(end.tags);
+        let mut marker = Marker::new(alphabet.clone(), seams, std::mem::take(&mut self.tags));
+        marker.noted = end.noted;
+        for at in self.values.len()..conversation.len() {
+            self.values.push(conversation.value(at, keep_null, Some((&mut marker, &selection))));
+            self.ends.push(End { tags: marker.tags.len(), noted: marker.noted });
+        }
+        self.tags = marker.tags;
+        Marked { values: self.values.as_slice().into(), noted: marker.noted, passed: marker.passed }
+    }
+}

@@ -1,0 +1,497 @@
+//! Rewrites the source of a template before the engine compiles it: one pass that rewrites tags and collects string literals.
+//!
+//! Jinja's delimiters, comments, raw blocks, string literals and whitespace marks are known here; what is inside tags is
+//! left to `rewrite`. How long a template may be and how deeply it may nest is looked at token by token, before anything
+//! recurses over it: `rewrite` and the engine both go deeper with every operator of a chain, so everything that can nest
+//! is counted as if it did.
+
+use super::content_format::{WantsParts, wants_parts};
+use super::incremental::analyze::{Resumable, Tag, resumable};
+use super::lexer::{Token, literal_end, tag_parts, token_at};
+use super::limits::FREE_TEXT;
+use super::rewrite::{expression, statement};
+use crate::error::{Error, Kind, Result};
+
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Scanned {
+    /// The source with every generation block turned into a filter block of its own scope, operators into filters, and
+    /// long texts into printed strings, which are counted.
+    pub source: String,
+    pub has_generation: bool,
+    /// String literals of the template's expressions, unescaped, each once.
+    pub literals: Vec<String>,
+    /// Bytes of the longest text that is left outside tags.
+    pub longest_text: usize,
+    /// Which servers hand it the parts of a content.
+    pub wants_parts: WantsParts,
+    /// Where a render may go on from an earlier one.
+    pub resumable: Option<Resumable>,
+}
+
+/// The filter that a generation block becomes.
+pub(super) const GENERATION_FILTER: &str = "__generation";
+/// Rewrites tags and collects string literals. Text that never closes is passed on for the compiler to report; what is
+/// beyond bounds, or no Jinja, is refused here, so that the engine never sees it.
+pub(super) fn scan(source: &str) -> Result<Scanned> {
+    if let Some(why) = length(source) {
+        return Err(beyond(&why, None));
+    }
+    let mut out = Scanned { source: String::with_capacity(source.len() + 64), ..Scanned::default() };
+    let mut bounds = Bounds::default();
+    let mut tags: Vec<Tag> = Vec::new();
+    let mut rest = source;
+    while let Some(start) = rest.find('{') {
+        let (text, tag) = rest.split_at(start);
+        let (kept, after) = tag.split_at(tag_length(tag, &mut out.literals));
+        let line = || source[..source.len() - tag.len()].matches('\n').count() + 1;
+        out.text(text);
+        rest = after;
+        let refused = match kept.get(..2) {
+            Some("{{") => Bounds::expression(inside(kept)),
+            Some("{%") => bounds.statement(inside(kept)),
+            _ => None,
+        };
+        if let Some(why) = refused {
+            return Err(beyond(&why, Some(line())));
+        }
+        let from = out.source.len();
+        let mut tag = |source: &str| {
+            let is_statement = kept.starts_with("{%");
+            if is_statement || kept.starts_with("{{") {
+                tags.push(Tag { at: from..source.len(), inside: inside(kept).to_owned(), is_statement });
+            }
+        };
+        if let Some(rewritten) = rewrite_generation(kept) {
+            out.source.push_str(&rewritten);
+            out.has_generation = true;
+            tag(&out.source);
+            continue;
+        }
+        if let Some(rewritten) = rewrite_tag(kept) {
+            out.source.push_str(&rewritten);
+        } else if kept.starts_with("{%") || kept.starts_with("{{") {
+            return Err(unread(kept, line()));
+        } else {
+            out.source.push_str(kept);
+        }
+        tag(&out.source);
+        if kept.starts_with("{%") && block_name(kept) == "raw" {
+            let (raw, behind) = after.split_at(raw_length(after));
+            out.longest_text = out.longest_text.max(raw.len());
+            out.source.push_str(raw);
+            rest = behind;
+        }
+    }
+    out.text(rest);
+    out.literals.sort_unstable();
+    out.literals.dedup();
+    out.wants_parts = wants_parts(source, &tags);
+    out.resumable = resumable(&mut out.source, &tags);
+    Ok(out)
+}
+
+/// The error for what is beyond bounds.
+fn beyond(why: &str, line: Option<usize>) -> Error {
+    let place = line.map_or(String::new(), |line| format!(" (line {line})"));
+    Error::new(Kind::Template, format!("the chat template does not compile: {why}{place}"))
+        .why("A template is a program of its author's, and what it may cost is bounded before it is run")
+        .cure("Take the chat_template that came with the model, or write it with less nesting")
+}
+
+/// The error for a tag that transformers does not take.
+fn unread(tag: &str, line: usize) -> Error {
+    let shown: String = tag.chars().take(80).collect();
+    Error::new(Kind::Template, format!("the chat template does not compile: syntax error: '{shown}' (line {line})"))
+        .why("Only a template that transformers accepts is rendered")
+        .cure("Take the chat_template that came with the model")
+}
+
+impl Scanned {
+    /// Text outside tags: the inside of a long one as a string, its edges, which tags may trim, as they are.
+    fn text(&mut self, text: &str) {
+        let edge = |c: Option<char>| c.map_or(0, char::len_utf8);
+        let inner = text.trim();
+        let from = text.len() - text.trim_start().len() + edge(inner.chars().next());
+        let to = text.trim_end().len().saturating_sub(edge(inner.chars().next_back()));
+        if text.len() <= FREE_TEXT || to <= from {
+            self.longest_text = self.longest_text.max(text.len());
+            return self.source.push_str(text);
+        }
+        let quoted = text[from..to].replace('\\', "\\\\").replace('\'', "\\'");
+        for part in [&text[..from], "{{ '", &quoted, "' }}", &text[to..]] {
+            self.source.push_str(part);
+        }
+        self.longest_text = self.longest_text.max(from).max(text.len() - to);
+    }
+}
+
+/// Bytes of the tag that `tag` starts with; 1 for a brace that opens none.
+fn tag_length(tag: &str, literals: &mut Vec<String>) -> usize {
+    match tag.as_bytes().get(1) {
+        Some(b'#') => tag.find("#}").map_or(tag.len(), |end| end + 2),
+        Some(b'{') => expression_length(tag, "}}", literals),
+        Some(b'%') => expression_length(tag, "%}", literals),
+        _ => 1,
+    }
+}
+
+/// Bytes from the opening delimiter to behind `close`, skipping string literals and balanced brackets.
+fn expression_length(tag: &str, close: &str, literals: &mut Vec<String>) -> usize {
+    let bytes = tag.as_bytes();
+    let mut at = 2;
+    let mut depth = 0_usize;
+    while at < bytes.len() {
+        match bytes[at] {
+            quote @ (b'\'' | b'"') => {
+                let end = literal_end(bytes, at, quote);
+                let inner = tag.get(at + 1..end.saturating_sub(1).max(at + 1)).unwrap_or("");
+                literals.push(unescape(inner));
+                at = end;
+            }
+            _ if depth == 0 && bytes[at..].starts_with(close.as_bytes()) => return at + close.len(),
+            b'{' | b'[' | b'(' => {
+                depth += 1;
+                at += 1;
+            }
+            b'}' | b']' | b')' => {
+                depth = depth.saturating_sub(1);
+                at += 1;
+            }
+            _ => at += 1,
+        }
+    }
+    bytes.len()
+}
+
+/// The usual escapes of a Jinja string literal; an unknown one stays as it is.
+fn unescape(literal: &str) -> String {
+    if !literal.contains('\\') {
+        return literal.to_owned();
+    }
+    let mut out = String::with_capacity(literal.len());
+    let mut chars = literal.chars();
+    while let Some(c) = chars.next() {
+        if c != '\\' {
+            out.push(c);
+            continue;
+        }
+        match chars.next() {
+            Some('n') => out.push('\n'),
+            Some('t') => out.push('\t'),
+            Some('r') => out.push('\r'),
+            Some('u') => {
+                let code: String = chars.by_ref().take(4).collect();
+                out.extend(u32::from_str_radix(&code, 16).ok().and_then(char::from_u32));
+            }
+            Some(other) => out.push(other),
+            None => out.push('\\'),
+        }
+    }
+    out
+}
+
+/// The inside of a tag without its delimiters, which may not be closed, and whitespace marks.
+fn inside(tag: &str) -> &str {
+    let inside = tag.get(2..).unwrap_or("");
+    let inside = inside.strip_suffix("%}").or_else(|| inside.strip_suffix("}}")).unwrap_or(inside);
+    let inside = inside.strip_prefix(['-', '+']).unwrap_or(inside);
+    inside.strip_suffix(['-', '+']).unwrap_or(inside).trim()
+}
+
+/// The inside of a block tag.
+fn block_inside(block: &str) -> &str {
+    if block.starts_with("{%") && block.ends_with("%}") { inside(block) } else { "" }
+}
+
+fn block_name(block: &str) -> &str {
+    block_inside(block).split(char::is_whitespace).next().unwrap_or("")
+}
+
+/// `{%- generation -%}` and its end as a scope and a filter block, whitespace marks where they were.
+fn rewrite_generation(block: &str) -> Option<String> {
+    let (word, inner) = match block_inside(block) {
+        "generation" => ("generation", format!("with %}}{{% filter {GENERATION_FILTER}")),
+        "endgeneration" => ("endgeneration", "endfilter %}{% endwith".to_owned()),
+        _ => return None,
+    };
+    Some(block.replacen(word, &inner, 1))
+}
+
+/// The tag with its inside rewritten, in as many lines; `None` for what is no tag or cannot be read.
+fn rewrite_tag(tag: &str) -> Option<String> {
+    let (open, inside, close) = tag_parts(tag)?;
+    let written = if open.starts_with("{{") { expression(inside.trim()) } else { statement(inside.trim()) }?;
+    let lines = tag.matches('\n').count().saturating_sub(written.matches('\n').count());
+    Some(format!("{open} {written}{} {close}", "\n".repeat(lines)))
+}
+
+/// Bytes up to and with the `{% endraw %}` tag.
+fn raw_length(after: &str) -> usize {
+    let mut at = 0;
+    while let Some(found) = after[at..].find("{%") {
+        let inside = at + found + 2;
+        let name = after[inside..].trim_start_matches(['-', '+']).trim_start();
+        if let Some(behind) = name.strip_prefix("endraw") {
+            let close = behind.trim_start().trim_start_matches(['-', '+']);
+            if let Some(rest) = close.strip_prefix("%}") {
+                return after.len() - rest.len();
+            }
+        }
+        at = inside;
+    }
+    after.len()
+}
+
+/// Bytes of a template: twenty-five times the longest one that is known.
+const SOURCE_BYTES: usize = 512 << 10;
+/// Tokens between two commas, those around them in open brackets included: nine times what any template has.
+const CHAIN: usize = 500;
+/// Blocks inside one another, and their `elif`s: eight times what any template has.
+const BLOCKS: usize = 100;
+/// Macros and calls with a body inside one another: what is inside is looked at once for each of them.
+const MACROS: usize = 8;
+const NAME_BYTES: usize = 256;
+/// Blocks that a `break` cannot leave: the engine would take what they opened for the loop's.
+const SHUT: [&str; 5] = ["generation", "with", "filter", "set", "autoescape"];
+
+/// The blocks that are open.
+#[derive(Debug, Default)]
+pub(super) struct Bounds<'a> {
+    /// What a block began with, and how many branches it has.
+    open: Vec<(&'a str, usize)>,
+}
+
+/// Why a template of this length is refused.
+pub(super) fn length(source: &str) -> Option<String> {
+    (source.len() > SOURCE_BYTES)
+        .then(|| format!("it has {} bytes, and {SOURCE_BYTES} are the most that are read", source.len()))
+}
+
+impl<'a> Bounds<'a> {
+    /// Why the template is refused at `{{ inside }}`.
+    pub fn expression(inside: &str) -> Option<String> {
+        chain(inside)
+    }
+
+    /// Why the template is refused at `{% inside %}`.
+    pub fn statement(&mut self, inside: &'a str) -> Option<String> {
+        let (Token::Name(word), _) = token_at(inside, 0) else { return None };
+        match word {
+            "if" | "for" | "with" | "filter" | "macro" | "call" | "block" | "autoescape" | "generation" => {
+                self.open.push((word, 1));
+            }
+            "set" if !assigns(inside) => self.open.push((word, 1)),
+            "elif" => self.open.iter_mut().rev().take(1).for_each(|(_, branches)| *branches += 1),
+            "break" | "continue" => return self.leaves(word),
+            _ if word.starts_with("end") => drop(self.open.pop()),
+            _ => {}
+        }
+        let depth: usize = self.open.iter().map(|(_, branches)| branches).sum();
+        let macros = self.open.iter().filter(|(word, _)| matches!(*word, "macro" | "call")).count();
+        if depth > BLOCKS || macros > MACROS {
+            return Some(format!(
+                "'{word}' stands in too many blocks: {BLOCKS} inside one another, elifs included, and {MACROS} macros are \
+                 the most that are read"
+            ));
+        }
+        chain(inside)
+    }
+
+    /// Why a `break` or `continue` is refused here.
+    fn leaves(&self, word: &str) -> Option<String> {
+        let left = self.open.iter().rev().take_while(|(block, _)| *block != "for");
+        let block = left.map(|(block, _)| *block).find(|block| SHUT.contains(block))?;
+        Some(format!("'{word}' leaves a '{block}' block that is open, and only 'if' may stand between it and its loop"))
+    }
+}
+
+/// Whether a `set` has a value, and is no block.
+fn assigns(inside: &str) -> bool {
+    let mut at = 0;
+    loop {
+        match token_at(inside, at) {
+            (Token::Sign("="), _) => return true,
+            (Token::Sign("|") | Token::End, _) => return false,
+            (_, end) => at = end,
+        }
+    }
+}
+
+/// Why code with a chain of tokens or a name is refused.
+fn chain(inside: &str) -> Option<String> {
+    // Tokens since the last comma, for each bracket that is open.
+    let mut open = vec![0_usize];
+    let mut depth = 0;
+    let mut at = 0;
+    loop {
+        let (token, end) = token_at(inside, at);
+        at = end;
+        match token {
+            Token::End => return None,
+            Token::Name(name) if name.len() > NAME_BYTES => {
+                return Some(format!("a name has {} bytes, and {NAME_BYTES} are the most that are read", name.len()));
+            }
+            Token::Sign("," | ":") => depth -= open.last_mut().map_or(0, std::mem::take),
+            Token::Sign(")" | "]" | "}") if open.len() > 1 => depth -= open.pop().unwrap_or(0),
+            _ => {
+                depth += 1;
+                open.iter_mut().rev().take(1).for_each(|tokens| *tokens += 1);
+                if matches!(token, Token::Sign("(" | "[" | "{")) {
+                    open.push(0);
+                }
+            }
+        }
+        if depth > CHAIN {
+            return Some(format!(
+                "an expression nests too deeply: {CHAIN} tokens between two commas are the most read"
+            ));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scanned(source: &str) -> Scanned {
+        scan(source).unwrap()
+    }
+
+    #[test]
+    fn a_generation_block_keeps_its_whitespace_marks() {
+        let got = scanned("a\n  {%- generation -%}\nb{% endgeneration %}");
+        assert_eq!(got.source, "a\n  {%- with %}{% filter __generation -%}\nb{% endfilter %}{% endwith %}");
+        assert!(got.has_generation);
+    }
+
+    #[test]
+    fn generation_in_strings_comments_and_raw_blocks_is_text_and_so_is_what_never_closes() {
+        let quoted = ["{{ '{% generation %}' }}", "{# {% generation %} #}", "{% if generation %}"];
+        let raw = ["{% raw %}{% generation %}{{ 'x' {% endraw %}", "{% raw %} {%", "{", "{# x"];
+        for source in quoted.into_iter().chain(raw) {
+            let got = scanned(source);
+            assert_eq!((got.source.as_str(), got.has_generation), (source, false));
+        }
+    }
+
+    #[test]
+    fn operators_become_filters_and_the_rest_stays() {
+        let cases = [
+            ("{%- set a = 'x' ~ (1 if c == 2 else 3) -%}", "{%- set a = ('x'|__concat((1 if c == 2 else 3))) -%}"),
+            ("{{ a + b + 'c' - d * 2 }}", "{{ ((a|__add(b, 'c')) - (d|__multiply(2))) }}"),
+            ("{{ a.b['c'](1, x=y)|f(z) is not t }}", "{{ (a.b['c'](1, x=y)|f(z) is not t) }}"),
+            ("{% if a < b <= c and not d in e %}", "{% if (a|__compare('<', b, '<=', c)) and not (d|__in(e)) %}"),
+            ("{% for k, v in x.items() if v %}", "{% for k , v in (x.items())|__each if v %}"),
+            ("{{ x[1:][::-1] }}", "{{ ((x|__slice(1, none, none))|__slice(none, none, (-1))) }}"),
+            ("{% set a, b = [c], [1, 2] %}", "{% set a , b = ((([c]|__sized), [1, 2])|__sized) %}"),
+            ("{% set x | indent(width=4) %}", "{% set x |indent(width=4) %}"),
+            ("{% macro f(a, b=c ~ d) %}", "{% macro f(a, b=(c|__concat(d))) %}"),
+            ("{{ 1.5e-3 + x\n}}", "{{ (1.5e-3|__add(x))\n }}"),
+        ];
+        for (source, expected) in cases {
+            assert_eq!(scanned(source).source, expected);
+        }
+    }
+
+    #[test]
+    fn long_texts_are_printed_so_that_they_are_counted() {
+        let text = "\n  A system's prompt\nof more than thirty-two bytes \\ \n";
+        let expected = "{% if a %}\n  A{{ ' system\\'s prompt\nof more than thirty-two bytes ' }}\\ \n";
+        let got = scanned(&format!("{{% if a %}}{text}"));
+        assert_eq!(got.source, expected);
+        assert_eq!(got.longest_text, 4);
+    }
+
+    #[test]
+    fn what_is_no_expression_is_reported() {
+        for source in ["{{ a b }}", "{% do x %}", "{% for x y %}", "{{ (a }}", "{{ x[1 2] }}", "{{ __begins() }}"] {
+            let error = scan(&format!("\n{source}")).unwrap_err().what;
+            assert!(error.contains(source) && error.ends_with("(line 2)"), "{error}");
+        }
+    }
+
+    #[test]
+    fn literals_are_unescaped_and_found_behind_braces() {
+        let got = scanned(r#"{{ {"a": {}}['\n<x>'] }}{% if x.split("it's\t") %}'no'{% endif %}"#);
+        assert_eq!(got.literals, vec!["\n<x>", "a", "it's\t"]);
+    }
+
+    #[test]
+    fn tags_that_never_close_are_refused() {
+        for source in ["{{ 'a", "{% if 'a\\", "{{", "{%", "{% raw"] {
+            assert!(scan(source).is_err(), "{source}");
+        }
+    }
+
+    #[test]
+    fn a_raw_block_ends_where_the_engine_ends_it() {
+        for raw in ["x{%endraw%}", "{% {%- endraw +%}", "{% endraws %}{{ '}}{%\n endraw\n-%}"] {
+            assert_eq!(raw_length(&format!("{raw}{{{{ a }}}}")), raw.len(), "{raw}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod bounds_tests {
+    use super::*;
+
+    #[test]
+    fn what_nests_is_counted_and_what_stands_side_by_side_is_not() {
+        for (before, link, after) in [
+            ("", "-", "1"),
+            ("", "not ", "1"),
+            ("a", " and a", ""),
+            ("a", ".a", ""),
+            ("a", "[0]", ""),
+            ("a", "|string", ""),
+            ("1", " is string", ""),
+            ("1", " if 1 else 1", ""),
+            ("a", "()", ""),
+            ("", "(", ""),
+            ("", "a(b, ", ""),
+            ("", "'a' ", ""),
+            ("", "{1: ", ""),
+        ] {
+            assert_eq!(chain(&format!("{before}{}{after}", link.repeat(99))), None, "{link}");
+            assert!(chain(&format!("{before}{}{after}", link.repeat(501))).is_some(), "{link}");
+        }
+        assert_eq!(chain(&format!("[{}]", "a.b|c(d=[1]), ".repeat(9999))), None);
+        assert!(chain(&"a".repeat(257)).is_some());
+    }
+
+    #[test]
+    fn blocks_are_counted_where_they_are_inside_one_another() {
+        let refused = |tags: &[&str], times: usize| {
+            let mut bounds = Bounds::default();
+            (0..times).any(|_| tags.iter().any(|tag| bounds.statement(tag).is_some()))
+        };
+        for (tags, most) in [
+            (&["if a"][..], 100),
+            (&["for a in b"], 100),
+            (&["set a"], 100),
+            (&["set a | f(b=1)"], 100),
+            (&["macro a()"], 8),
+            (&["call a()"], 8),
+        ] {
+            assert!(!refused(tags, most), "{tags:?}");
+            assert!(refused(tags, most + 1), "{tags:?}");
+        }
+        assert!(!refused(&["if a", "else", "endif", "set a = 1", "set a.b = 1"], 9999));
+        let mut bounds = Bounds::default();
+        assert_eq!(bounds.statement("if a"), None);
+        assert!((0..101).any(|_| bounds.statement("elif a").is_some()));
+    }
+
+    #[test]
+    fn a_break_may_leave_ifs_alone() {
+        let refused = |tags: &[&'static str]| {
+            let mut bounds = Bounds::default();
+            tags.iter().find_map(|tag| bounds.statement(tag))
+        };
+        assert_eq!(refused(&["generation", "for a in b", "if a", "break"]), None);
+        for block in ["generation", "with a = 1", "filter f", "set a", "autoescape a"] {
+            assert!(refused(&["for a in b", block, "if a", "break"]).is_some(), "{block}");
+            assert!(refused(&["for a in b", block, "continue"]).is_some(), "{block}");
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! Caches of a tokenizer: encoded texts in memory, and on disk what was found out about it.
+//!
+//! Prompts of a group and the turns of a trace repeat one another. The key of an encoded text is the whole text; the size is
+//! bounded in bytes, and shards keep threads from waiting for one another.
+//!
+//! What is kept on disk is read by the next load of the same files, which then builds nothing. A file is named by the hash
+//! of all that decides what stands in it: tokenizer.json, what stood beside it, and the code that read them. It begins
+//! with a hash of that name and of the rest; one that is missing, cut, changed or another's is made anew, and one that
+//! cannot be written is left out.
+
+use super::config::TokenizerConfig;
+use super::transformers::Rebuilt;
+use super::vocab_bytes::Pieces;
+use crate::cache::Generations;
+use crate::files;
+use crate::pool::soon;
+use foldhash::fast::RandomState;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fs;
+use std::hash::BuildHasher;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::SystemTime;
+use tokenizers::AddedToken;
+
+/// Parts with a lock each.
+const SHARDS: usize = 64;
+/// Bytes of one generation of one part; two generations are kept.
+const GENERATION_BYTES: usize = 1 << 19;
+/// Longest text that is remembered.
+const LONGEST: usize = 64 << 10;
+/// What an entry takes beside its text and ids.
+const ENTRY_BYTES: usize = 64;
+
+/// Texts with their ids; 64 MiB at most.
+#[derive(Debug)]
+pub(super) struct Memo<S = RandomState> {
+    state: S,
+    shards: Box<[Mutex<Generations<Entry>>]>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    text: Box<[u8]>,
+    ids: Box<[u32]>,
+}
+
+impl<S: BuildHasher + Default> Memo<S> {
+    pub fn new() -> Self {
+        let shard = |_| Mutex::new(Generations::new(GENERATION_BYTES));
+        Self { state: S::default(), shards: (0..SHARDS).map(shard).collect() }
+    }
+
+    /// Appends the ids of `text` to `ids`; those that are not known are made by `encode`, which appends them too.
+    pub fn encode<E>(
+        &self,
+        text: &str,
+        ids: &mut Vec<u32>,
+        encode: impl FnOnce(&mut Vec<u32>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if text.len() > LONGEST {
+            return encode(ids);
+        }
+        let hash = self.state.hash_one(text.as_bytes());
+        let shard = &self.shards[(hash >> 32) as usize % SHARDS];
+        let fits = |entry: &Entry| *entry.text == *text.as_bytes();
+        let known = soon(shard).and_then(|mut shard| shard.read(hash, fits, |e| ids.extend_from_slice(&e.ids)));
+        if known.is_some() {
+            return Ok(());
+        }
+        let from = ids.len();
+        encode(ids)?;
+        let entry = Entry { text: text.as_bytes().into(), ids: ids[from..].into() };
+        let bytes = ENTRY_BYTES + entry.text.len() + 4 * entry.ids.len();
+        if let Some(mut shard) = soon(shard) {
+            shard.put(hash, bytes, entry);
+        }
+        Ok(())
+    }
+}
+
+/// The sources of this folder and the versions of its libraries; `build.rs` makes it.
+const CODE: &str = env!("TOKENIZER_CODE");
+/// Files in the folder: the ones that were written last.
+const FILES: usize = 32;
+/// Bytes of a hash.
+const HASH: usize = blake3::OUT_LEN;
+
+/// What only the encoders know of a tokenizer, and which of them is to be used.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Facts {
+    /// The document without its entries and merges.
+    pub document: Value,
+    /// Added tokens by their ids, in order.
+    pub listed: Vec<(u32, AddedToken)>,
+    pub prefix: Vec<u32>,
+    pub eos_ids: Vec<u32>,
+    pub stop_id: Option<u32>,
+    /// Whether the fast encoder agreed with the reference.
+    pub fast: bool,
+    pub reason: String,
+    pub probes: usize,
+    /// Of what text transformers 5 would make other ids.
+    pub rebuilt: Option<Rebuilt>,
+    /// Whether texts may be cut at added tokens.
+    pub cuts: bool,
+    /// Whether pieces of a text have the ids alone that they have in their place.
+    pub apart: bool,
+}
+
+/// Where the facts about one tokenizer are kept.
+#[derive(Debug)]
+pub(super) struct Place {
+    path: PathBuf,
+    key: blake3::Hash,
+}
+
+impl Place {
+    /// The place for these bytes, `None` where the configuration cannot be written down.
+    pub fn of(folder: &Path, json: &[u8], config: &TokenizerConfig) -> Option<Self> {
+        let beside =
+            TokenizerConfig { name: String::new(), chat_template: None, tool_template: None, ..config.clone() };
+        let beside = serde_json::to_vec(&beside).ok()?;
+        let mut hasher = blake3::Hasher::new();
+        for part in [CODE.as_bytes(), json, &beside] {
+            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+        let key = hasher.finalize();
+        Some(Self { path: folder.join(format!("{}.tokenizer", key.to_hex())), key })
+    }
+
+    /// The hash at the head of the file.
+    fn hash(&self, rest: &[u8]) -> blake3::Hash {
+        blake3::keyed_hash(self.key.as_bytes(), rest)
+    }
+
+    /// What is kept here.
+    pub fn read(&self) -> Option<(Facts, Pieces)> {
+        let kept = fs::read(&self.path).ok()?;
+        let (hash, rest) = kept.split_first_chunk::<HASH>()?;
+        if self.hash(rest) != *hash {
+            return None;
+        }
+        let mut rest = Parts(rest);
+        let mut facts: Facts = serde_json::from_slice(rest.next()?).ok()?;
+        facts.reason.push_str(", as an earlier load found");
+        let bytes = rest.next()?.to_vec();
+        let pieces = Pieces::from_parts(bytes, &[rest.numbers()?, rest.numbers()?, rest.numbers()?])?;
+        Some((facts, pieces))
+    }
+
+    /// Keeps this here, if that can be done.
+    pub fn write(&self, facts: &Facts, pieces: &Pieces) {
+        let Ok(facts) = serde_json::to_vec(facts) else { return };
+        let (bytes, numbers) = pieces.parts();
+        let [ranges, ids, shared] = numbers.map(|part| part.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>());
+        let mut kept = vec![0; HASH];
+        for part in [&facts, bytes, &ranges, &ids, &shared] {
+            kept.extend_from_slice(&(part.len() as u64).to_le_bytes());
+            kept.extend_from_slice(part);
+        }
+        let hash = self.hash(&kept[HASH..]);
+        kept[..HASH].copy_from_slice(hash.as_bytes());
+        let Some(folder) = self.path.parent() else { return };
+        // Another process may write the same: each has a name of its own until the file is whole.
+        let unfinished = self.path.with_extension(format!("{}.tmp", std::process::id()));
+        let written = fs::create_dir_all(folder).and_then(|()| files::create(&unfinished)?.write_all(&kept));
+        if written.and_then(|()| fs::rename(&unfinished, &self.path)).is_err() {
+            let _ = fs::remove_file(&unfinished);
+        }
+        forget_oldest(folder);
+    }
+}
+
+/// Removes all files of the folder but those that were written last.
+fn forget_oldest(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    let is_ours = |path: &PathBuf| path.extension().is_some_and(|end| end == "tokenizer" || end == "tmp");
+    let written =
+        |path: &PathBuf| fs::metadata(path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+    let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_ours).collect();
+    files.sort_by_cached_key(written);
+    for path in files.iter().rev().skip(FILES) {
+        let _ = fs::remove_file(path);
+    }
+}
+
+/// Parts of a file, each with its length in bytes before it.
+struct Parts<'a>(&'a [u8]);
+
+impl<'a> Parts<'a> {
+    fn next(&mut self) -> Option<&'a [u8]> {
+        let (length, rest) = self.0.split_first_chunk()?;
+        let (part, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        self.0 = rest;
+        Some(part)
+    }
+
+    fn numbers(&mut self) -> Option<Vec<u32>> {
+        let (numbers, rest) = self.next()?.as_chunks::<4>();
+        rest.is_empty().then(|| numbers.iter().map(|number| u32::from_le_bytes(*number)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+    use std::hash::{BuildHasherDefault, Hasher};
+
+    /// Gives every text the same hash.
+    #[derive(Default)]
+    struct Same;
+
+    impl Hasher for Same {
+        fn write(&mut self, _: &[u8]) {}
+
+        fn finish(&self) -> u64 {
+            7
+        }
+    }
+
+    fn lengths<S: BuildHasher + Default>(memo: &Memo<S>, text: &str, made: &mut u32) -> Vec<u32> {
+        let mut ids = vec![9];
+        let result: Result<(), Infallible> = memo.encode(text, &mut ids, |ids| {
+            *made += 1;
+            ids.push(text.len() as u32);
+            Ok(())
+        });
+        result.unwrap();
+        ids
+    }
+
+    #[test]
+    fn a_text_is_encoded_once() {
+        let (memo, mut made) = (Memo::<RandomState>::new(), 0);
+        for _ in 0..3 {
+            assert_eq!(lengths(&memo, "abc", &mut made), [9, 3]);
+            assert_eq!(lengths(&memo, "abcd", &mut made), [9, 4]);
+        }
+        assert_eq!(made, 2);
+    }
+
+    #[test]
+    fn texts_of_one_hash_have_their_own_ids() {
+        let (memo, mut made) = (Memo::<BuildHasherDefault<Same>>::new(), 0);
+        for _ in 0..2 {
+            for text in ["", "a", "ab", "abc"] {
+                assert_eq!(lengths(&memo, text, &mut made), [9, text.len() as u32]);
+            }
+        }
+        // Equal lengths, and one the beginning of the other.
+        let mut ids = Vec::new();
+        let other: Result<(), Infallible> = memo.encode("xyz", &mut ids, |ids| {
+            ids.push(77);
+            Ok(())
+        });
+        other.unwrap();
+        assert_eq!((ids, made), (vec![77], 4));
+    }
+
+    #[test]
+    fn what_fails_or_panics_is_not_remembered_and_holds_no_lock() {
+        let memo = Memo::<BuildHasherDefault<Same>>::new();
+        let failed = memo.encode("a", &mut Vec::new(), |ids| {
+            ids.push(1);
+            Err("no")
+        });
+        assert_eq!(failed, Err("no"));
+        let caught =
+            crate::caught(crate::Kind::Tokenizer, "a test", || memo.encode("a", &mut Vec::new(), |_| panic!("inside")));
+        assert!(caught.is_err());
+        assert_eq!(lengths(&memo, "a", &mut 0), [9, 1]);
+    }
+
+    #[test]
+    fn a_text_that_is_too_long_is_not_held() {
+        let (memo, mut made) = (Memo::<RandomState>::new(), 0);
+        for (bytes, times) in [(LONGEST, 1), (LONGEST + 1, 3)] {
+            (0..2).for_each(|_| drop(lengths(&memo, &"x".repeat(bytes), &mut made)));
+            assert_eq!(made, times);
+        }
+    }
+
+    #[test]
+    fn what_is_remembered_has_bounds_and_what_is_used_stays() {
+        let (memo, mut made) = (Memo::<RandomState>::new(), 0);
+        let kept = "kept".repeat(10);
+        let text = |n: usize| format!("{n:020000}");
+        for n in 0..6000 {
+            lengths(&memo, &text(n), &mut made);
+            lengths(&memo, &kept, &mut made);
+        }
+        assert_eq!(made, 6001);
+        let held: usize = memo.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
+        assert!(held * 20_000 <= 2 * SHARDS * GENERATION_BYTES);
+        assert!(held > 1500);
+    }
+}

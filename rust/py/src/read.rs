@@ -1,0 +1,223 @@
+//! Binds the readers and writers of `tracegrad_core::read`: a file as traces, as records that a caller changes before they
+//! are decoded, or as groups that are read frame by frame while it grows; and a file being written.
+
+use crate::border::{Line, detached};
+use crate::memory;
+use crate::traces::{PyTraces, form_name, locked, report_dict};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use tracegrad_core::read::{Cut, Frames, Made, OnError, Options, Reader, Writer};
+use tracegrad_core::{Error, Kind, cancel};
+
+/// A stream of traces.
+#[pyclass(frozen, module = "tracegrad._core", name = "TraceReader")]
+pub struct PyTraceReader {
+    /// None after a call that was stopped: what it had read is gone, and going on would leave that out.
+    inner: Mutex<Option<Reader>>,
+    wanted: Option<&'static str>,
+}
+
+/// A record of the file (line, bytes), and what was made of it.
+type MadeRow = (Line, PyBackedBytes, MadeOf);
+
+/// What a caller made of a record.
+#[derive(FromPyObject)]
+enum MadeOf {
+    Record(PyBackedBytes),
+    Refused((String, String, String)),
+}
+
+impl PyTraceReader {
+    /// Works with the reader; one that was stopped is gone.
+    fn with<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Reader) -> Result<T, Error> + Send) -> PyResult<T> {
+        detached(py, Kind::Fault, "reading a file", || {
+            let mut held = locked(&self.inner);
+            let mut reader = held.take().ok_or_else(stopped)?;
+            let found = work(&mut reader);
+            *held = Some(reader);
+            found
+        })
+    }
+}
+
+#[pymethods]
+impl PyTraceReader {
+    #[new]
+    #[pyo3(signature = (path, on_error, quarantine, limit, max_record_bytes, chunk_bytes, format, name=None))]
+    #[allow(clippy::too_many_arguments, reason = "the keywords of one Python function")]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        on_error: &str,
+        quarantine: Option<PathBuf>,
+        limit: Option<u64>,
+        max_record_bytes: usize,
+        chunk_bytes: usize,
+        format: &str,
+        name: Option<&str>,
+    ) -> PyResult<Self> {
+        let format = form_name(py, format)?;
+        let on_error = match (on_error, quarantine) {
+            ("raise", _) => OnError::Raise,
+            ("quarantine", Some(path)) => OnError::Quarantine(path),
+            _ => OnError::Skip,
+        };
+        let options = Options { on_error, limit, max_record_bytes, chunk_bytes, format };
+        let reader = detached(py, Kind::Fault, "opening a file", || Reader::open_as(&path, name, options))?;
+        Ok(Self { inner: Mutex::new(Some(reader)), wanted: format })
+    }
+
+    fn batch(&self, py: Python<'_>, count: usize) -> PyResult<PyTraces> {
+        let traces = self.with(py, |reader| {
+            let traces = reader.batch(count)?;
+            done(reader, traces.len() < count);
+            Ok(traces)
+        })?;
+        Ok(PyTraces::new(traces, self.wanted))
+    }
+
+    /// The same up to a bad record whose form the caller may know, and that record.
+    fn batch_asking<'py>(&self, py: Python<'py>, count: usize) -> PyResult<(PyTraces, Option<CutRow<'py>>)> {
+        let (traces, refused) = self.with(py, |reader| {
+            let (traces, refused) = reader.batch_asking(count)?;
+            done(reader, refused.is_none() && traces.len() < count);
+            Ok((traces, refused))
+        })?;
+        Ok((PyTraces::new(traces, self.wanted), refused.map(|cut| row(py, &cut))))
+    }
+
+    /// Settles that record, which the caller does not know.
+    fn settle_refused(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, Reader::settle_refused)
+    }
+
+    /// Lines and bytes of records that are not decoded yet.
+    fn cut<'py>(&self, py: Python<'py>, count: usize, most: usize) -> PyResult<Vec<CutRow<'py>>> {
+        let records = self.with(py, |reader| reader.records(count, most))?;
+        Ok(records.iter().map(|cut| row(py, cut)).collect())
+    }
+
+    /// Takes records back that `cut` gave first, to be read as they stand.
+    fn put_back(&self, py: Python<'_>, records: Vec<(Line, PyBackedBytes)>) -> PyResult<()> {
+        let records =
+            records.into_iter().map(|(line, bytes)| Cut { at: line.into(), bytes: (*bytes).into() }).collect();
+        self.with(py, |reader| {
+            reader.put_back(records);
+            Ok(())
+        })
+    }
+
+    /// Decodes what was made of them: bytes, or what was found, why it matters and what to do.
+    fn decode(&self, py: Python<'_>, made: Vec<MadeRow>) -> PyResult<PyTraces> {
+        let rows = made.into_iter().map(|(line, origin, made)| {
+            let made = match made {
+                MadeOf::Record(bytes) => Made::Record((*bytes).into()),
+                MadeOf::Refused((what, why, cure)) => Made::Refused([what, why, cure]),
+            };
+            (Cut { at: line.into(), bytes: (*origin).into() }, made)
+        });
+        let rows = rows.collect();
+        let traces = self.with(py, |reader| reader.decode(rows))?;
+        Ok(PyTraces::new(traces, self.wanted))
+    }
+
+    /// Bytes of the file that were taken so far.
+    fn taken(&self, py: Python<'_>) -> PyResult<u64> {
+        detached(py, Kind::Fault, "reading a file", || {
+            locked(&self.inner).as_ref().map(Reader::taken).ok_or_else(stopped)
+        })
+    }
+
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let report = || locked(&self.inner).as_ref().map(|reader| reader.report().clone()).ok_or_else(stopped);
+        let report = detached(py, Kind::Fault, "reading a file", report)?;
+        report_dict(py, &report)
+    }
+}
+
+/// Gives back what decoding took, once a file of some size has `ended`.
+fn done(reader: &Reader, ended: bool) {
+    if ended && reader.taken() > memory::WORTH {
+        memory::give_back();
+    }
+}
+
+/// A record and its place, as Python has them.
+type CutRow<'py> = (Line, Bound<'py, PyBytes>);
+
+fn row<'py>(py: Python<'py>, cut: &Cut) -> CutRow<'py> {
+    (cut.at.into(), PyBytes::new(py, &cut.bytes))
+}
+
+fn stopped() -> Error {
+    Error::new(Kind::Argument, "the stream was stopped while it was read")
+        .why("Traces that it had read are gone, and the next ones would follow as if there were none")
+        .cure("Open the file again")
+}
+
+/// A file of groups that are zstd frames.
+#[pyclass(frozen, module = "tracegrad._core", name = "Frames")]
+pub struct PyFrames {
+    inner: Mutex<Frames>,
+}
+
+#[pymethods]
+impl PyFrames {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf, start: u64, most: usize) -> PyResult<Self> {
+        let frames = detached(py, Kind::Fault, "opening a file", || Frames::open(&path, start, most))?;
+        Ok(Self { inner: Mutex::new(frames) })
+    }
+
+    fn next(&self, py: Python<'_>) -> PyResult<Option<(PyTraces, u64)>> {
+        let frame = detached(py, Kind::Fault, "reading a file", || locked(&self.inner).next_frame())?;
+        Ok(frame.map(|frame| (PyTraces::new(frame.traces, None), frame.length)))
+    }
+}
+
+/// A file being written; it takes its name when it is finished.
+#[pyclass(frozen, module = "tracegrad._core", name = "TraceWriter")]
+pub struct PyTraceWriter {
+    inner: Mutex<Option<Writer>>,
+}
+
+#[pymethods]
+impl PyTraceWriter {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let writer = detached(py, Kind::Fault, "writing a file", || Writer::create(&path))?;
+        Ok(Self { inner: Mutex::new(Some(writer)) })
+    }
+
+    fn write(&self, py: Python<'_>, traces: &PyTraces) -> PyResult<()> {
+        detached(py, Kind::Fault, "writing a file", || {
+            let mut writer = locked(&self.inner);
+            let writer = writer.as_mut().ok_or_else(closed)?;
+            traces.inner.iter().try_for_each(|trace| {
+                cancel::check();
+                writer.write(trace)
+            })
+        })
+    }
+
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        let finish = || locked(&self.inner).take().ok_or_else(closed).and_then(Writer::finish);
+        detached(py, Kind::Fault, "writing a file", finish)
+    }
+
+    fn abandon(&self) {
+        locked(&self.inner).take();
+    }
+}
+
+fn closed() -> Error {
+    Error::new(Kind::Argument, "the writer is closed").cure("Open another one")
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyFrames>()?;
+    module.add_class::<PyTraceWriter>()
+}
