@@ -105,9 +105,9 @@ parity-templates: $(VENV)/dev  ## every chat template beside transformers, into 
 fuzz: $(VENV)/dev  ## one fuzzer for some seconds: make fuzz TARGET=records SECONDS=60 (fuzz/run.py names the targets)
 	$(BIN)/python fuzz/run.py $(or $(TARGET),records) --seconds $(or $(SECONDS),60)
 
-mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no test finds: make mutants ROOM=correction SAMPLE=20 SEED=0
+mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no test finds: make mutants ROOM=objective SAMPLE=20 SEED=0
 	$(INSTALL) $(PINNED) "cosmic-ray>=8.7"
-	$(BIN)/python fuzz/mutants.py $(or $(ROOM),correction) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),0)
+	$(BIN)/python fuzz/mutants.py $(or $(ROOM),objective) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),0)
 
 nightly:  ## what takes long, each part by itself; the last lines are the seconds of each: make nightly SECONDS=600
 	.ci/stages --all nightly-tests nightly-faults nightly-parity nightly-strings test-debug test-oldest wheel $(addprefix fuzz-,$(FUZZERS))

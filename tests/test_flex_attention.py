@@ -116,6 +116,7 @@ def assert_near(found, expected):
         assert (ours - theirs).norm() < 1e-4 * theirs.norm()
 
 
+@pytest.mark.nightly
 def test_gemma3_is_checked_and_takes_its_first_steps_with_eight_graphs(graphs, case):
     """Two windows, with and without a gradient, float32 for the checks: more than torch's limit with one more length.
 

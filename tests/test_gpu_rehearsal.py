@@ -32,6 +32,7 @@ def rehearse(*what, **environment):
     return int(last.split(" passed")[0].split()[-1])
 
 
+@pytest.mark.nightly
 def test_the_kernels_are_right_under_tritons_interpreter():
     """Triton decides at import whether it interprets, so they run in a process of their own."""
     assert rehearse("test_gpu_kernels.py", TRITON_INTERPRET="1") == 26

@@ -14,7 +14,6 @@ from file_imports import circles, package_order, python_imports, rust_imports, u
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "python" / "tracegrad"
 PYTHON = python_imports(HOUSE)
-RUST_CORE = rust_imports(ROOT / "rust" / "core" / "src")
 ARRAYS = {"advantage", "objective"}
 
 

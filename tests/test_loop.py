@@ -260,6 +260,7 @@ def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(tr
     assert done.checkpoint.name == f"step-{done.step:08d}"
 
 
+@pytest.mark.nightly
 def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(traces, tmp_path):
     other = spoilt()
     how = {

@@ -268,6 +268,10 @@ BY_TRACE = [
 
 @pytest.mark.parametrize(("how", "left", "said"), BY_TRACE)
 def test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, said):
+    check_filter(how, left, said)
+
+
+def check_filter(how, left, said):
     found = of_two_groups(**how)
     assert np.flatnonzero(found.used).tolist() == left
     assert said in found.notes
@@ -283,7 +287,7 @@ def test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, sa
 def by_trace(_=None):
     """A row of tests/test_every_option.py for each filter of traces alone."""
     for how, left, said in BY_TRACE:
-        test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, said)
+        check_filter(how, left, said)
 
 
 def test_held_out_traces_stay_whatever_a_filter_says():

@@ -72,6 +72,16 @@ def test_a_body_that_changed_or_is_gone_is_found(tree):
     ]
 
 
+def test_an_old_name_of_the_core_is_found(tree):
+    table = HEAD + "rust/core/src/a/b.rs,rust/core/src/a/c.rs,,\nrust/core/src/a/d.rs,rust/core/src/d.rs,,\n"
+    lines = "use crate::a::b::B;\n// rust/core/src/a/b.rs\nuse crate::a::c; use crate::a::bc;"
+    write(tree, {"tools/moves.csv": table, "rust/core/src/a/d.rs": "", "rust/core/src/a/e.rs": lines})
+    assert list(left(tree)) == [
+        "rust/core/src/a/e.rs:1: names crate::a::b",
+        "rust/core/src/a/e.rs:2: names rust/core/src/a/b.rs",
+    ]
+
+
 def test_the_table_is_read(tree):
     write(tree, {"tools/moves.csv": HEAD + "a.py,b.py,f,g\n"})
     assert read_moves(tree) == [Move("a.py", "b.py", "f", "g")]

@@ -416,6 +416,7 @@ def test_a_trainer_that_waits_says_for_what(tmp_path):
         run(server, tmp_path, agent=stuck, patience=0.5)
 
 
+@pytest.mark.nightly
 def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path, monkeypatch):
     monkeypatch.setattr("tracegrad.online.server_pool.PATIENCE_S", 1)
     played, port, said = itertools.count(1), free_port(), []
@@ -444,6 +445,7 @@ def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path,
     assert again.rows[0]["sync_max"] < 1e-4
 
 
+@pytest.mark.nightly
 def test_evaluations_and_waits_for_groups_are_reported_and_a_signal_ends_an_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr("tracegrad.rollout.progress.EVERY_S", 0.0)
     said, signals = [], itertools.count()

@@ -69,6 +69,7 @@ def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypa
     assert named in said
 
 
+@pytest.mark.nightly
 def test_an_answer_that_is_given_again_after_a_push_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_requests, "TOKENS", 256)
     server = PolicyServer("cached")
@@ -113,6 +114,7 @@ def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypat
     assert told == [(["a", "b"], None, True), *[(["a", "c", "d"], 3.0, False)] * 2, (["c", "e", "f"], 3.0, False)]
 
 
+@pytest.mark.nightly
 def test_weights_older_than_the_version_before_are_named(tmp_path):
     """At version 2 the server has those that the run began with."""
     server = PolicyServer("restarted")
@@ -136,6 +138,7 @@ def test_a_second_server_behind_one_address_is_said(tmp_path):
     assert re.search(r"\d+ of \d+ answers agree: more than one server may stand behind one address", said)
 
 
+@pytest.mark.nightly
 def test_a_second_server_behind_one_address_is_said_of_conversations(tmp_path, monkeypatch):
     """The first answer of each is of the pushed weights, the second of those before: no conversation agrees whole."""
     monkeypatch.setattr(probe_requests, "TOKENS", 0)
@@ -175,6 +178,7 @@ def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path
         assert "still run the weights of the version before" in said
 
 
+@pytest.mark.nightly
 def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeypatch):
     """A top_p that moves no token beyond the bounds moves all of them one way."""
     monkeypatch.setattr(probe_requests, "TOKENS", 256)
@@ -221,6 +225,7 @@ def test_a_difference_counts_by_the_rounding_of_its_token():
     assert not explains(now, now + np.float32(0.002) * sign, rollout)
 
 
+@pytest.mark.nightly
 def test_a_clean_bf16_run_is_no_alarm(tmp_path):
     with PolicyServer() as server:
         found = run(server, tmp_path, config=BF16, steps=4)

@@ -21,6 +21,7 @@ from tracegrad.weight_sync import Lora
 ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 5e-2)])
 
 
+@pytest.mark.nightly
 def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
     with PolicyServer() as server:
         found = run(server, tmp_path / "run", config=ADAPTERS, steps=4, sync="lora")

@@ -389,6 +389,7 @@ print((held() - before) / pathlib.Path(sys.argv[1]).stat().st_size)
 """
 
 
+@pytest.mark.nightly
 def test_what_decoding_took_on_several_threads_is_given_back_when_a_file_has_ended(tmp_path):
     entries = [{"token": f"token_id:{n}", "logprob": -n / 7, "bytes": [120], "top_logprobs": []} for n in range(800)]
     choice = {"message": {"role": "assistant", "content": "x" * 800}, "logprobs": {"content": entries}}

@@ -80,6 +80,7 @@ def test_a_loss_of_ones_own(traces, example, tmp_path):
     assert done.step == 3
 
 
+@pytest.mark.nightly
 def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, example, tmp_path, capsys):
     model = str(example / "model")
     assert main(["prepare", str(traces), "--model", model, "--out", str(tmp_path / "p"), "--shard-traces", "10"]) == 0

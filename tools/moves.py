@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TABLE = Path("tools/moves.csv")
 PACKAGE = "python/"
+CORE = "rust/core/src/"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,25 @@ def git(root: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
+def _of_core(path: str) -> str:
+    """The name that code of the core has for a file of it, empty for other files.
+
+    A file at the root has none here: functions may have the same name.
+
+    >>> _of_core("rust/core/src/a/b.rs"), _of_core("rust/core/src/a/mod.rs"), _of_core("rust/core/src/a.rs")
+    ('crate::a::b', '', '')
+    """
+    if not path.startswith(CORE) or not path.endswith(".rs"):
+        return ""
+    name = path.removeprefix(CORE).removesuffix(".rs").removesuffix("/mod").replace("/", "::")
+    return f"crate::{name}" if "::" in name else ""
+
+
+def _is_core(root: Path, name: str) -> bool:
+    path = root / CORE / name.removeprefix("crate::").replace("::", "/")
+    return path.with_suffix(".rs").is_file() or (path / "mod.rs").is_file()
+
+
 def _is_there(root: Path, name: str) -> bool:
     """Whether a path or a dotted name is that of a file or package of today."""
     path = root / PACKAGE / (name if name.endswith(".py") else name.replace(".", "/"))
@@ -68,6 +88,7 @@ def left(root: Path) -> Iterator[str]:
     moved = {move.old_path: move for move in read_moves(root) if move.old_path != move.new_path}
     names = [name for move in moved.values() for name in (move.old_path.removeprefix(PACKAGE), move.module) if name]
     names = [name for name in names if not _is_there(root, name)]
+    names += [name for old in moved if (name := _of_core(old)) and not _is_core(root, name)]
     if not names:
         return
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

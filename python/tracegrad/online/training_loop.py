@@ -3,6 +3,8 @@
 Roll out, score, check the servers' weights, update, sync: the steps of `train` in their order.
 """
 
+from __future__ import annotations
+
 import ast
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,6 +59,167 @@ from tracegrad.trainer.verify_attention import describe_attention, settle_rows
 
 POLL_S = 0.5
 """Until the folder is looked into again for what other processes have played."""
+
+SHOWN_OPTIONS = 12
+
+
+def train(
+    model: str | Path,
+    tasks: Iterable[Any] | None,
+    *,
+    rewards: Any = None,
+    weights: Sequence[float] | None = None,
+    tools: Any = None,
+    environment: Any = None,
+    agent: Any = None,
+    objective: Objective | None = None,
+    config: Config | None = None,
+    online: Online | None = None,
+    play: Play | None = None,
+    evaluation: Sequence[Any] = (),
+    servers: Sequence[str] | str = (),
+    key: str | None = None,
+    python: str | None = None,
+    engine: Mapping[str, Any] | None = None,
+    out: str | Path = "out/online",
+    resume: bool = False,
+    sinks: Sequence[metrics.Sink] | None = None,
+    say: Callable[[str], None] = print,
+) -> Finished:
+    """Plays, scores, trains and pushes until the last step; under torchrun every rank calls this alike.
+
+    Args:
+        model: folder of a causal language model with its tokenizer and chat template; or of LoRA adapters, which are
+            trained further.
+        tasks: a list, which comes again in another order, or what can be iterated once. A task is a text, a list of
+            messages, or a dict with either as `prompt` and what reward functions take. None: processes of their own
+            play into `out`, each by `collect`.
+        rewards: functions in TRL's convention, `(prompts, completions, **columns) -> list`; they score whole groups.
+        weights: of the reward functions.
+        tools: functions that the policy may call, or a function from the task to functions.
+        environment: a class of `rollout.Environment`, or one of TRL's environment_factory.
+        agent: `async (task, policy) -> float | dict`, which plays and scores, by `policy.chat` or by a client of its
+            own for `policy.base_url` and `policy.key`.
+        objective: a preset or another value of `Objective`; default that of `config`.
+        config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
+        online: what the trainer does.
+        play: how a task is played.
+        evaluation: tasks that are played before the first step and after the last, and not trained on.
+        servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; or "in-process" for `vllm.LLM`
+            in this one; default: a server is started.
+        key: token of the servers; one that is started asks for it too, or for one that is drawn for the run.
+        python: interpreter of an environment that has vLLM, for the server that is started; default this one.
+        engine: vLLM's engine arguments by name, for the server that is started.
+        out: folder of the run, by its path.
+        resume: go on with the run in `out`.
+        sinks: where rows go beside metrics.jsonl; default a line each step, and the dashboards of `train.log_to`.
+        say: takes the sentences that a user should read.
+
+    Raises:
+        ArgumentError: if arguments do not fit together, or `out` holds a run and `resume` is False.
+        SyncFault: if the servers do not sample from the policy that is trained.
+        TracegradError: if a server, the folder or what plays fails for good.
+    """
+    told, play, out, model = online or Online(), play or Play(), place_here(out), Path(model)
+    if tasks is None and told.sync == "lora":
+        raise ArgumentError(
+            "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
+            "for it. Set online.sync to 'file', which merges adapters, or play the tasks here."
+        )
+    if tasks is None and not servers and key is None:
+        raise ArgumentError(
+            "tasks is None, and no server is named. One that is started asks for a token on every path, which "
+            "collectors in other processes would not have. Pass key= (key_file) here and to them, or name servers."
+        )
+    contract = None
+    if tasks is not None or len(evaluation):
+        contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
+    config = _config(config or Config())
+    if objective is None:
+        objective = objective_of(config)
+    elif objective_of(config) != objective:  # what is recorded is what is trained
+        config = update(replace(config, objective=Config().objective), named(objective))
+    tokenizer = Tokenizer.from_pretrained(model)
+    ranks, mirror = Ranks.join(), Mirror(out)
+    with ExitStack() as stack:
+        with ranks.together():
+            if ranks.first:
+                stack.enter_context(mirror.locked())
+        driven = Run(load_model(model), objective, config, out=mirror, tokenizer=model, ranks=ranks, steps=told.steps)
+        _take_up(driven, resume)
+        ledger = Ledger(out)
+        player, evaluate = None, None
+        with telling(ranks):
+            if ranks.first:
+                way, rank, below = sync_of(driven, told), config.train.lora_rank, model
+                if (adapted := Adapted.read(model)) is not None:  # a server is started with whole weights
+                    rank, below = adapted.rank, adapted.base
+                pool, engine_told, ended = stack.enter_context(
+                    served(below, servers, key, python, engine or {}, told, play, out, say, rank)
+                )
+                Brief(str(model), repr(objective), told, play, engine_told).write(out, config)
+                link = Link(pool, way, driven.taken, ended=ended, say=say)
+                state = State(driven.taken, driven.taken, len(ledger.steps))
+                known = {"link": link, "state": state, "config": config, "tokenizer": tokenizer}
+                known |= {"options": told, "play": play}
+                player, evaluate = players_of(stack, contract, tasks, evaluation, out=out, **known)
+                stack.enter_context(link)
+        lines = _sinks(driven, told, sinks, say) if ranks.first else []
+        for sink in lines:
+            stack.callback(sink.close)
+        proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
+        more = {"evaluate": evaluate, "apart": tasks is None, "play": play, "first": model}
+        loop = Loop(driven, tokenizer, told, ledger, player, lines, say, proof, **more)
+        with Interrupt() as interrupt, driven.together(ends=True):
+            stopped = loop.run(interrupt)
+    return _finished(loop, model, stopped, interrupt)
+
+
+def replay(
+    run: str | Path,
+    model: str | Path,
+    *,
+    objective: Objective | None = None,
+    config: Config | None = None,
+    out: str | Path,
+    say: Callable[[str], None] = print,
+) -> Finished:
+    """Takes the steps of a run again, from its folder and the model that it began with: no server, nothing played.
+
+    On the same machine the parameters are those of the run, bit for bit. Options that change the order of sums, such as
+    `pack.share_prefixes`, change them by rounding; `sync_max` in the rows says by how much.
+
+    Args:
+        run: folder of the run.
+        model: the one that it had.
+        objective: default that of the run; needed for one that has no name and cannot be written as text.
+        config: default that of the run.
+        out: folder for checkpoints and metrics; the run's is not changed.
+
+    Raises:
+        ArgumentError: if `out` is the run's folder or holds another, or the run had another objective.
+        ReadError: if the folder holds no run.
+        FormatError: if it does not say what the run was told.
+    """
+    run, out, model = Path(run), place_here(out), Path(model)
+    if run.resolve() == out.resolve():
+        raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
+    before, config_before = Brief.read(run), load_config(run / "config.toml")
+    objective = objective_of(config_before) if objective is None else objective
+    _check_objective(run, before.objective, repr(objective))
+    config = _config(config or config_before)
+    with Mirror(out).locked():
+        driven = Run(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
+        driven.begin()
+        ledger = Ledger(run)
+        lines = [metrics.JsonLines(out / "metrics.jsonl")]
+        told = Online(steps=max(len(ledger.steps), 1))
+        loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say, proof=None)
+        loop.folder = run / buffer.FOLDER
+        with Interrupt() as interrupt:
+            stopped = loop.run(interrupt)
+        lines[0].close()
+        return _finished(loop, model, stopped, interrupt)
 
 
 @dataclass
@@ -218,10 +381,12 @@ class Loop:
         began = time.perf_counter()
         version = self.driven.taken
         about = {"groups": len(taken.groups), "groups_dull": len(taken.dull)}
+        # Align the rollouts of the groups that this step takes.
         traces, sequences = self._aligned(traces)
         if not len(traces):
             self.say(f"step {taken.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
             return
+        # Advantages, and packed rows.
         try:
             step, rewards = self._packed(sequences)
         except NothingToLearn as nothing:
@@ -231,6 +396,7 @@ class Loop:
         if self.check.canary is not None and self.ranks.first:
             groups = dict(zip(traces.groups, range(len(traces)), strict=True))
             self.check.canary.prepare(traces[index].to_dict() for index in groups.values())
+        # The tokens by which the servers' weights are checked: those that the version to be trained sampled.
         here = own_terms(step, version)
         mixed = _mixed(traces, sequences)
         mixed &= self.options.sync != "lora"  # a call keeps the adapter that it began with
@@ -241,13 +407,16 @@ class Loop:
             nonlocal gap
             gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences), sequences, mixed)
 
+        # Forward passes, the check of the servers' weights, then loss, backward and `optimizer.step()`.
         prepared, asked = time.perf_counter(), self._asked_s
         outcome = self.driven.step(step, version, rewards=rewards, endings=sequences.ending, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
         self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - taken.step)
         trained, asked, gone = time.perf_counter(), self._asked_s - asked, self._gone_s
+        # Send the new weights to the servers.
         pushed = self._push() if served else None
         gone = self._gone_s - gone
+        # Metrics and checkpoint.
         drift = sequences.drift
         about |= {
             "version": version,
@@ -364,9 +533,6 @@ def _mixed(traces: Traces, sequences: Sequences) -> Any:
     return np.array([told.get(name, False) for name in sequences.trace_ids], bool)
 
 
-SHOWN_OPTIONS = 12
-
-
 @dataclass(frozen=True)
 class Finished:
     """What a run leaves for its caller.
@@ -384,165 +550,6 @@ class Finished:
     checkpoint: Path
     rows: list[dict[str, Any]]
     exit_code: int = 0
-
-
-def train(
-    model: str | Path,
-    tasks: Iterable[Any] | None,
-    *,
-    rewards: Any = None,
-    weights: Sequence[float] | None = None,
-    tools: Any = None,
-    environment: Any = None,
-    agent: Any = None,
-    objective: Objective | None = None,
-    config: Config | None = None,
-    online: Online | None = None,
-    play: Play | None = None,
-    evaluation: Sequence[Any] = (),
-    servers: Sequence[str] | str = (),
-    key: str | None = None,
-    python: str | None = None,
-    engine: Mapping[str, Any] | None = None,
-    out: str | Path = "out/online",
-    resume: bool = False,
-    sinks: Sequence[metrics.Sink] | None = None,
-    say: Callable[[str], None] = print,
-) -> Finished:
-    """Plays, scores, trains and pushes until the last step; under torchrun every rank calls this alike.
-
-    Args:
-        model: folder of a causal language model with its tokenizer and chat template; or of LoRA adapters, which are
-            trained further.
-        tasks: a list, which comes again in another order, or what can be iterated once. A task is a text, a list of
-            messages, or a dict with either as `prompt` and what reward functions take. None: processes of their own
-            play into `out`, each by `collect`.
-        rewards: functions in TRL's convention, `(prompts, completions, **columns) -> list`; they score whole groups.
-        weights: of the reward functions.
-        tools: functions that the policy may call, or a function from the task to functions.
-        environment: a class of `rollout.Environment`, or one of TRL's environment_factory.
-        agent: `async (task, policy) -> float | dict`, which plays and scores, by `policy.chat` or by a client of its
-            own for `policy.base_url` and `policy.key`.
-        objective: a preset or another value of `Objective`; default that of `config`.
-        config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
-        online: what the trainer does.
-        play: how a task is played.
-        evaluation: tasks that are played before the first step and after the last, and not trained on.
-        servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; or "in-process" for `vllm.LLM`
-            in this one; default: a server is started.
-        key: token of the servers; one that is started asks for it too, or for one that is drawn for the run.
-        python: interpreter of an environment that has vLLM, for the server that is started; default this one.
-        engine: vLLM's engine arguments by name, for the server that is started.
-        out: folder of the run, by its path.
-        resume: go on with the run in `out`.
-        sinks: where rows go beside metrics.jsonl; default a line each step, and the dashboards of `train.log_to`.
-        say: takes the sentences that a user should read.
-
-    Raises:
-        ArgumentError: if arguments do not fit together, or `out` holds a run and `resume` is False.
-        SyncFault: if the servers do not sample from the policy that is trained.
-        TracegradError: if a server, the folder or what plays fails for good.
-    """
-    told, play, out, model = online or Online(), play or Play(), place_here(out), Path(model)
-    if tasks is None and told.sync == "lora":
-        raise ArgumentError(
-            "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
-            "for it. Set online.sync to 'file', which merges adapters, or play the tasks here."
-        )
-    if tasks is None and not servers and key is None:
-        raise ArgumentError(
-            "tasks is None, and no server is named. One that is started asks for a token on every path, which "
-            "collectors in other processes would not have. Pass key= (key_file) here and to them, or name servers."
-        )
-    contract = None
-    if tasks is not None or len(evaluation):
-        contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
-    config = _config(config or Config())
-    if objective is None:
-        objective = objective_of(config)
-    elif objective_of(config) != objective:  # what is recorded is what is trained
-        config = update(replace(config, objective=Config().objective), named(objective))
-    tokenizer = Tokenizer.from_pretrained(model)
-    ranks, mirror = Ranks.join(), Mirror(out)
-    with ExitStack() as stack:
-        with ranks.together():
-            if ranks.first:
-                stack.enter_context(mirror.locked())
-        driven = Run(load_model(model), objective, config, out=mirror, tokenizer=model, ranks=ranks, steps=told.steps)
-        _take_up(driven, resume)
-        ledger = Ledger(out)
-        player, evaluate = None, None
-        with telling(ranks):
-            if ranks.first:
-                way, rank, below = sync_of(driven, told), config.train.lora_rank, model
-                if (adapted := Adapted.read(model)) is not None:  # a server is started with whole weights
-                    rank, below = adapted.rank, adapted.base
-                pool, engine_told, ended = stack.enter_context(
-                    served(below, servers, key, python, engine or {}, told, play, out, say, rank)
-                )
-                Brief(str(model), repr(objective), told, play, engine_told).write(out, config)
-                link = Link(pool, way, driven.taken, ended=ended, say=say)
-                state = State(driven.taken, driven.taken, len(ledger.steps))
-                known = {"link": link, "state": state, "config": config, "tokenizer": tokenizer}
-                known |= {"options": told, "play": play}
-                player, evaluate = players_of(stack, contract, tasks, evaluation, out=out, **known)
-                stack.enter_context(link)
-        lines = _sinks(driven, told, sinks, say) if ranks.first else []
-        for sink in lines:
-            stack.callback(sink.close)
-        proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
-        more = {"evaluate": evaluate, "apart": tasks is None, "play": play, "first": model}
-        loop = Loop(driven, tokenizer, told, ledger, player, lines, say, proof, **more)
-        with Interrupt() as interrupt, driven.together(ends=True):
-            stopped = loop.run(interrupt)
-    return _finished(loop, model, stopped, interrupt)
-
-
-def replay(
-    run: str | Path,
-    model: str | Path,
-    *,
-    objective: Objective | None = None,
-    config: Config | None = None,
-    out: str | Path,
-    say: Callable[[str], None] = print,
-) -> Finished:
-    """Takes the steps of a run again, from its folder and the model that it began with: no server, nothing played.
-
-    On the same machine the parameters are those of the run, bit for bit. Options that change the order of sums, such as
-    `pack.share_prefixes`, change them by rounding; `sync_max` in the rows says by how much.
-
-    Args:
-        run: folder of the run.
-        model: the one that it had.
-        objective: default that of the run; needed for one that has no name and cannot be written as text.
-        config: default that of the run.
-        out: folder for checkpoints and metrics; the run's is not changed.
-
-    Raises:
-        ArgumentError: if `out` is the run's folder or holds another, or the run had another objective.
-        ReadError: if the folder holds no run.
-        FormatError: if it does not say what the run was told.
-    """
-    run, out, model = Path(run), place_here(out), Path(model)
-    if run.resolve() == out.resolve():
-        raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
-    before, config_before = Brief.read(run), load_config(run / "config.toml")
-    objective = objective_of(config_before) if objective is None else objective
-    _check_objective(run, before.objective, repr(objective))
-    config = _config(config or config_before)
-    with Mirror(out).locked():
-        driven = Run(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
-        driven.begin()
-        ledger = Ledger(run)
-        lines = [metrics.JsonLines(out / "metrics.jsonl")]
-        told = Online(steps=max(len(ledger.steps), 1))
-        loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say, proof=None)
-        loop.folder = run / buffer.FOLDER
-        with Interrupt() as interrupt:
-            stopped = loop.run(interrupt)
-        lines[0].close()
-        return _finished(loop, model, stopped, interrupt)
 
 
 def _finished(loop: Loop, model: Path, stopped: str, interrupt: Interrupt) -> Finished:

@@ -6,13 +6,13 @@ What comes back is a chat completion with ids, so that contracts and records kno
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from tracegrad.alignment.conversation import Conversation
 from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout.policy import NoAnswer, said
 
@@ -142,10 +142,9 @@ def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if value is None or value is False or (key == "n" and value == 1):
             continue
-        near = difflib.get_close_matches(key, SAMPLING, 1)
         raise ArgumentError(
             f"the request says {key}={value!r:.100}, which a request with ids cannot say. It would have no effect. "
-            + (f"Did you mean {near[0]}? " if near and not passed else "")
+            + (f"{nearest(key, SAMPLING)} " if not passed else "")
             + "Leave it out, or ask by chat."
         )
     params = {key: body[key] for key in SAMPLING if body.get(key) is not None}
