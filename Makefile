@@ -16,14 +16,19 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
 
 # Tests that reach far into the core.
-WITHOUT_TORCH := $(addprefix tests/test_,align.py align_laws.py bad_input.py batch.py border.py border_arguments.py \
-	cases_formats.py cases_history.py cases_tokens.py correction.py correction_parts.py formats_servers.py template.py \
-	template_limits.py tokenizer.py trace.py)
+WITHOUT_TORCH := $(addprefix tests/,alignment/test_align.py alignment/test_align_laws.py alignment/test_bad_input.py \
+	packing/test_batch.py core/test_border.py core/test_border_arguments.py \
+	data/test_cases_formats.py alignment/test_cases_history.py alignment/test_cases_tokens.py \
+	objective/test_correction.py objective/test_correction_parts.py data/test_formats_servers.py \
+	alignment/test_template.py alignment/test_template_limits.py alignment/test_tokenizer.py \
+	data/test_trace.py)
 
 # What tests/parity compares with; it skips what is absent, so the target looks first.
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
 # What `make test-oldest` runs: the rooms that hold torch.
-USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.py loop.py triton_rows.py options.py objective.py)
+USES_TORCH := $(addprefix tests/,model/test_policy.py model/test_policy_loss.py model/test_head.py trainer/test_learner.py \
+	trainer/test_loop.py model/test_triton_rows.py trainer/test_options.py \
+	objective/test_objective.py)
 FUZZERS := records events templates tokenizers shards checkpoints tables prepared images bodies addresses scores
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
@@ -85,7 +90,7 @@ test-wheel: $(if $(WHEELS),,$(WHEEL))  ## installs the wheel without Rust, on Py
 	$(PYTHON) .ci/test_wheel.py $(or $(WHEELS),target/wheel)
 
 test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
-	OMP_WAIT_POLICY=passive $(BIN)/python tests/again.py -m "vllm and not nightly" --vllm-python .venv-vllm/bin/python -s $(wildcard tests/test_*with_vllm*.py)
+	OMP_WAIT_POLICY=passive $(BIN)/python tests/again.py -m "vllm and not nightly" --vllm-python .venv-vllm/bin/python -s $(wildcard tests/*/test_*with_vllm*.py)
 
 test-debug: $(VENV)/dev  ## the tests without torch on a core with debug assertions and overflow checks
 	CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true CARGO_PROFILE_RELEASE_LTO=off \
@@ -124,7 +129,7 @@ nightly-parity: .venv-peers/ready  ## the tests that are marked nightly, of the 
 	$(TWO) .venv-peers/bin/python -m pytest -m nightly tests/parity
 
 nightly-strings: $(VENV)/dev  ## a million strings for each tokenizer
-	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
+	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/alignment/test_tokenizer.py tests/alignment/test_tokenizer_kinds.py
 
 fuzz-%: $(VENV)/dev  ## an hour of a fuzzer
 	$(BIN)/python fuzz/run.py $* --seconds $(or $(SECONDS),3600)

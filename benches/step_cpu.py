@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 ARMS = ("tracegrad", "tracegrad, one tree", "tracegrad, no sharing", "trl", "liger", "full logits")
 OURS = ARMS[0]
 COMMAND = "python benches/step_cpu.py --out benches/results/step_cpu.json"

@@ -65,6 +65,12 @@ Place = tuple[int, int]
 Row = tuple[str, str, str, int, int]  # job, file, kind of change, row, column
 
 
+def test_file(name: str) -> str:
+    """The path of a file of tests below the root, of which `name` is without test_ and .py."""
+    (found,) = (ROOT / "tests").glob(f"*/test_{name}.py")
+    return found.relative_to(ROOT).as_posix()
+
+
 def spread(rows: Iterable[Any], kind: Any, sample: int, seed: int) -> list[Any]:
     """So many rows, drawn by turns from each kind.
 
@@ -120,7 +126,7 @@ def python(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]
     config, session = out / "cosmic-ray.toml", out / "session.sqlite"
     if not session.exists():
         tree = copied(out)
-        tests = shlex.join([f"python/tracegrad/{room}", *(f"tests/test_{name}.py" for name in PYTHON[room])])
+        tests = shlex.join([f"python/tracegrad/{room}", *map(test_file, PYTHON[room])])
         judge = "pytest -x -q -p no:cacheprovider --doctest-modules"
         command = f"env PYTHONPATH=python {sys.executable} -m {judge} {tests}"
         told = {"module-path": f"python/tracegrad/{room}", "timeout": SECONDS, "test-command": command}
@@ -188,7 +194,7 @@ def found_in_python(room: str, diff: Path, out: Path) -> bool:
         told["PYO3_PYTHON"] = sys.executable
         subprocess.run(["cargo", "build", "--quiet", "-p", "tracegrad-py"], cwd=tree, env=told, check=True)
         shutil.copy(target / "debug" / "lib_core.so", tree / "python" / "tracegrad" / "_core.abi3.so")
-        tests = [f"tests/test_{name}.py" for name in RUST[room]]
+        tests = list(map(test_file, RUST[room]))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *tests]
         done = subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": "python"}, check=False)
         verdict.write_text(str(done.returncode))

@@ -24,7 +24,7 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "quickstart"))
 
 import stored
@@ -131,7 +131,7 @@ _HERE = "@@HERE@@"
 @asynccontextmanager
 async def images(_out: Path) -> AsyncIterator[Case]:
     """Files of pictures, found in a record, and drawn: a picture of the size of its header, or an error."""
-    from test_pictures_decoding import KINDS, files
+    from image_bytes import KINDS, files
     from tracegrad.images.processor import is_transparent, pixels
     from tracegrad.report.token_map import small
 
@@ -166,8 +166,8 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
     import aiohttp
     from aiohttp import web
 
+    from malformed_answers import ASKED, CHAT, CHUNKS, COMPLETIONS, GOOD, event, whole_of
     from stand_in import StandIn, free_port
-    from test_rollout_malformed import ASKED, CHAT, CHUNKS, COMPLETIONS, GOOD, event, whole_of
     from tracegrad.rollout.proxy import ROADS, Proxy
 
     records: list[dict[str, Any]] = []
@@ -231,9 +231,9 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
 @asynccontextmanager
 async def addresses(out: Path) -> AsyncIterator[Case]:
     """Paths and queries of the viewer: an answer below 500, whatever is asked."""
-    from test_view import record, written
     from tracegrad.view import Session
     from tracegrad.view.app import application
+    from view_pages import record, written
 
     paths = ["", "static/page.js", "state", "columns", "rows?n=1,2", "tag?name=tool:price", "search?q=amber&start=1"]
     paths += ["search?q=amb.r&regex=1", "trace/1", "trace/1?run=a&step=2", "message/1?message=1&start=0", "group/2"]

@@ -55,8 +55,8 @@ def seeds(target: str, into: Path, others: list[Path]) -> None:
 
 def small_templates() -> list[str]:
     """Templates that a grammar of the tests draws."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from test_template_grammar import BEFORE, Grammar
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    from template_grammar import BEFORE, Grammar
 
     return [BEFORE + Grammar(seed).statements(2) for seed in range(200)]
 

@@ -17,8 +17,8 @@ import tokenizers
 import transformers
 from transformers.utils import chat_template_utils
 
-from test_template import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, _as_servers_do, pinned
-from test_template_expressions import EXPRESSIONS
+from template_cases import CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, _as_servers_do, pinned
+from template_expressions import EXPRESSIONS
 from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TracegradError
 

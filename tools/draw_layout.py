@@ -1,6 +1,6 @@
 """Draw the packages and their imports as one SVG: `python tools/draw_layout.py docs/layout.svg`.
 
-`make layout` runs it; tests/test_layers.py checks that the picture is up to date. A line means that the upper
+`make layout` runs it; tests/project/test_layers.py checks that the picture is up to date. A line means that the upper
 package imports the lower one. If it also reaches it through a third one, only that longer way is drawn.
 """
 
@@ -9,7 +9,7 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
 from file_imports import Imports, python_imports, rust_imports
 

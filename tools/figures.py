@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, CORE = ROOT / "python" / "tracegrad", ROOT / "rust" / "core" / "src"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from file_imports import circles, package_order, python_imports, rust_imports, upward  # noqa: E402
 

@@ -25,7 +25,7 @@ MODELS = {
 }
 MIB_PER_TOKEN = {"Qwen3-0.6B": 2.19, "Qwen3-1.7B": 3.56, "Qwen3-4B": 5.85}
 """What the layers keep for the backward pass of each token if nothing is recomputed, measured in bfloat16, the first
-two under autocast, which keeps more. tests/test_benches_gpu.py measures it again."""
+two under autocast, which keeps more. tests/project/test_benches_gpu.py measures it again."""
 SPARE_BYTES = 8 << 30
 """Of a device's memory, for the head's chunk, the CUDA context and fragmentation."""
 LONGEST_ROW = 16384

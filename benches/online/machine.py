@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 MODEL = QUICKSTART / "model"
-sys.path[:0] = [str(QUICKSTART), str(ROOT / "tests")]
+sys.path[:0] = [str(QUICKSTART), str(ROOT / "tests" / "helpers")]
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 

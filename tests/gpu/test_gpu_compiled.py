@@ -44,7 +44,7 @@ def test_the_compiled_passes_equal_the_torch_reference(chunk, device, dtype):
 
 
 def test_compiled_layers_take_the_same_step(device, rehearsal, monkeypatch):
-    from test_gpu_update import moved
+    from gpu_moved import moved
 
     if rehearsal:
         compile_by = torch.compile

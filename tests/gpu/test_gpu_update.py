@@ -7,57 +7,34 @@ import signal
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import forked as cases
+from gpu_moved import (
+    OBJECTIVE,
+    WIDE,
+    case,  # noqa: F401
+    model_on,
+    moved,
+    step_of,
+    told,
+    torch,
+)
+
 from tiny import sampled, tiny_model
-from tracegrad import config
 from tracegrad import model as policy
 from tracegrad.model.attention import attend_in_blocks
-from tracegrad.objective import presets, with_kl
+from tracegrad.objective import presets
 from tracegrad.packing import pack
 from tracegrad.trainer import train
 from tracegrad.trainer.lora import with_adapters
 from tracegrad.trainer.step import detached, optimizer_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-OBJECTIVE = with_kl(presets.DAPO, 0.1)
-WIDE = {"head_dim": 16, "hidden_size": 32}  # flex_attention on CUDA takes heads of 16 and more
-
-
-@pytest.fixture(scope="module")
-def case():
-    return cases.forked(more=24, stem=24)
 
 
 @pytest.fixture(scope="module")
 def traces():
     return sampled(tiny_model(**WIDE), groups=12)
-
-
-def model_on(device, seed=5):
-    """As the learner has it on CUDA."""
-    model = tiny_model(seed, **WIDE).to(device)
-    attend_in_blocks(model)
-    return model
-
-
-def step_of(case, budget=512, share=False):
-    told = {"share_prefixes": share, "needs": OBJECTIVE.needs, "pad_to_multiple_of": 128}
-    [step] = pack(case.sequences, case.advantages, token_budget=budget, **told)
-    return case.ready(step)
-
-
-def moved(case, device, *, precision=torch.float32, model=None, **cut):
-    """What one step of SGD at a rate of 1 adds to every parameter, which is minus the gradient; and what it saw."""
-    model = model or model_on(device)
-    before = [p.detach().clone() for p in model.parameters()]
-    step = step_of(case, **cut)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    seen = optimizer_step(model, step, OBJECTIVE, optimizer, grad_clip=1e9, precision=precision)
-    change = [(a.detach() - b).flatten().double().cpu() for a, b in zip(model.parameters(), before, strict=True)]
-    return torch.cat(change), seen, step
 
 
 def test_a_whole_step_in_float32_is_that_of_the_cpu(device, case):
@@ -92,11 +69,6 @@ def test_the_gradient_does_not_depend_on_how_the_step_was_cut(device, case, prec
             assert (whole - other).norm() / whole.norm() < 1e-4, cut
         assert cosine > (0.9999 if precision == torch.float32 else 0.999), cut
         assert len(step.batches) > 1 or cut.get("share")
-
-
-def told(**changes):
-    base = {"optimizer.lr": 3e-3, "train.epochs": 1, "pack.step_groups": 4, "pack.token_budget": 128}
-    return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
 
 
 def run(traces, out, device, resume=False, sinks=(), **changes):

@@ -27,6 +27,7 @@ from tracegrad.objective import (
 )
 
 art = pytest.importorskip("art.loss")
+from art_loss_cases import shifted
 
 DIRECT, OLD, MISMATCH = Ratio("theta", "rollout"), Ratio("theta", "old"), Ratio("old", "rollout")
 LEVELS = {
@@ -89,11 +90,6 @@ class Case(NamedTuple):
         low = (0.2 if self.ppo else 1.0) if self.epsilon is None else self.epsilon
         high = self.epsilon_high if self.epsilon_high is not None else (low if self.ppo else 4.0)
         return low, high
-
-
-def shifted(value: torch.Tensor, pad: float) -> torch.Tensor:
-    """One position to the right, as ART's tensors stand before it shifts them to the left."""
-    return torch.cat([torch.full_like(value[:, :1], pad), value[:, :-1]], 1)
 
 
 def theirs(case: Case, data):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from test_kl_in_reward import taken
-from test_truncated import CUT, ours, padded, recorded
+from kl_reward_cases import taken
 from tracegrad import recipes
 from tracegrad.alignment.sequences import Sequences
+from truncated_cases import CUT, ours, padded, recorded
 
 GROUPS = ["a", "a", "b", "b", "c", "c", "d", "d"]
 REWARDS = np.float32([1.0, 0.0, 0.5, 0.5, 0.25, 0.25 + 5e-7, 2.0, 1.0])  # b is even, c within SkyRL's tolerance

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from kl_reward_cases import VERL, Rows, taken
 from padded import hard
-from test_kl_in_reward import VERL, Rows, taken
-from test_truncated import REWARDS, padded, recorded
 from tracegrad import recipes
 from tracegrad.trainer.advantages import Charge
 from tracegrad.trainer.steps import Feed
+from truncated_cases import REWARDS, padded, recorded
 
 
 @pytest.mark.parametrize("kind", VERL)

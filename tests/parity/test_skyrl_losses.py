@@ -8,34 +8,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from padded import hard, per_position, run, spoilt
-from skyrl_plan import DIRECT, MEAN, MISMATCH, OLD, REDUCTIONS, Correction, algorithm
+from padded import hard, run, spoilt
+from skyrl_plan import MEAN, MISMATCH, OLD, REDUCTIONS, Correction, algorithm
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Clamp,
     Clip,
-    CrossEntropy,
     DropCovariance,
     Gate,
     Importance,
-    Level,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
-    Sigmoid,
     TopCovariance,
-    Weight,
-    Window,
     presets,
 )
 from tracegrad.objective.correction import correct
 
 correction_utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
-ppo_utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.ppo_utils")
+from skyrl_loss_cases import objective_of, ppo_utils, scaled
 
-ABOVE, BELOW = {"high": 0.25, "when": "A>0"}, {"low": -0.2, "when": "A<0"}
 CORRECTIONS = [
     Correction(tis, mask, low, high, tokens)
     for tis, mask, (low, high), tokens in itertools.product(
@@ -50,52 +43,6 @@ UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy")
 FLOAT32 = ("regular", "dual_clip", "cispo", "rollout_is", "dppo_tv", "dppo_kl")
 ANCHORED = ("rollout_is", "dppo_tv", "dppo_kl")
 GROUPS = torch.arange(8) // 2
-
-
-def surrogate_of(loss: str, terms: int) -> dict:
-    """Surrogate, ratio, weights, gates and penalties of a loss, where the reduction divides by `terms`.
-
-    Its covariances see advantages that the reduction has divided, and its penalty on them is not divided.
-    """
-    dppo = {"surrogate": Importance(), "ratio": DIRECT}
-    tv, kl = (tuple(Gate(DIRECT, stat, **side) for side in (ABOVE, BELOW)) for stat in ("dprob", "binary_kl"))
-    cov = Penalty(OLD, "abs", 1.0 * terms, gated=True, weighted=False, where=TopCovariance(0.2, "microbatch"))
-    return {
-        "regular": {"surrogate": Clip(0.2, 0.28), "ratio": OLD},
-        "dual_clip": {"surrogate": Clip(0.2, 0.28, dual=3.0), "ratio": OLD},
-        "gspo": {"surrogate": Clip(0.2, 0.28, level=Level("trace", "mean", "token")), "ratio": OLD},
-        "cispo": {"surrogate": PolicyGradient(), "weights": (Weight(OLD, shape=Clamp(0.0, 5.0)),)},
-        "rollout_is": {
-            "surrogate": PolicyGradient(),
-            "weights": (Weight(DIRECT, shape=Window(0.8, 1.28, strict=True)),),
-        },
-        "dppo_tv": dppo | {"gates": tv},
-        "dppo_kl": dppo | {"gates": kl},
-        "sapo": {"surrogate": Sigmoid(1.0, 1.05), "ratio": OLD},
-        "clip_cov": {
-            "surrogate": Clip(0.2, 0.28),
-            "ratio": OLD,
-            "gates": (DropCovariance(0.1, 1e-3 * terms, 0.03 * terms, "microbatch"),),
-        },
-        "kl_cov": {"surrogate": Importance(), "ratio": OLD, "penalties": (cov,)},
-        "importance_sampling": {"surrogate": Importance(), "ratio": OLD},
-        "cross_entropy": {"surrogate": CrossEntropy(), "reduce": Reduce("constant", norm=1.0)},
-    }[loss]
-
-
-def objective_of(loss: str, correction: Correction, reduction: str, terms: int = 1) -> Objective:
-    told = surrogate_of(loss, terms)
-    told["weights"] = correction.weights + told.get("weights", ())
-    told["gates"] = correction.gates + told.get("gates", ())
-    return Objective(**{"reduce": REDUCTIONS[reduction]} | told)
-
-
-def scaled(data, reduction: str, micro: int = 8):
-    """SkyRL's advantages after its reduction, [B, S]."""
-    mask = data["mask"].to(data["logprobs"].dtype)
-    return ppo_utils.apply_loss_reduction_to_advantages_minibatch(
-        per_position(data["advantages"], mask), mask, reduction, micro, 40, [(0, 2), (2, 4), (4, 6), (6, 8)]
-    )
 
 
 def theirs(loss: str, correction: Correction, reduction: str, data):

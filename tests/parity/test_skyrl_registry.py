@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from padded import hard
+from skyrl_loss_cases import objective_of, ppo_utils, scaled
 from skyrl_plan import Correction, algorithm
-from test_skyrl_losses import objective_of, ppo_utils, scaled
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import skyrl
 from tracegrad.objective import Function, Gate, Level, Objective, Ratio, Reduce, Weight, presets, with_entropy, with_kl

@@ -13,9 +13,9 @@ from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 
 from padded import NAN, hard, run, spoilt
 from peer_code import trl_importance_ratio, trl_loss, trl_loss_of, trl_trainer
-from test_trl_losses import LOSSES, MISMATCH, OLD, PRODUCT, Case, given, theirs
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Clamp, Entropy, GeoClip, Objective, Ratio, Reduce, Regress, TopEntropy, Weight, presets
+from trl_loss_cases import LOSSES, MISMATCH, OLD, PRODUCT, Case, given, theirs
 
 
 def cut(data, rows):

@@ -146,7 +146,7 @@ def skyrl(case: Mapping[str, Any], data: Mapping[str, Tensor]) -> Numbers:
 def art(case: Mapping[str, Any], data: Mapping[str, Tensor]) -> Numbers:
     """ART's `loss_fn`, on its weights, 1 / length over their mean, which make a mean over each trace."""
     loss = pytest.importorskip("art.loss")
-    from test_art_loss import shifted
+    from art_loss_cases import shifted
 
     mask, like, first = data["mask"], data["logprobs"], case.get("precalculate_logprobs", False)
     weights = (1 / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(like) * mask

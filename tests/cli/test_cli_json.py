@@ -1,0 +1,132 @@
+"""`--json`: one object on standard output, what is told meanwhile on standard error; and the table of exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from policy_server import MODEL
+from shop_files import folder, played, server, written  # noqa: F401
+from tracegrad.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMAND = [sys.executable, "-m", "tracegrad.cli"]
+VERBS = ("init", "train", "merge", "prepare", "doctor", "score", "view", "online", "replay", "record", "proxy")
+
+
+def told(capsys, *words, code=0):
+    """The one object that a command prints, and what it said beside it."""
+    assert main([*map(str, words), "--json"]) == code
+    said = capsys.readouterr()
+    return json.loads(said.out), said.err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_takes_it(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+def test_runs_that_play_and_the_same_again(folder, server, capsys):
+    path = written(folder, servers=[server.url], out="done")
+    would, said = told(capsys, "online", path, "--dry-run")
+    assert (would["would"]["steps"], would["would"]["samples"]) == (2, 4)
+    assert server.url in would["would"]["servers"]
+    assert "[online]" in said
+    found, said = told(capsys, "online", path)
+    assert (found["steps"], found["stopped"], found["exit_code"], found["last"]["step"]) == (2, "done", 0, 2)
+    assert Path(found["checkpoint"]).is_dir()
+    assert Path(found["played"]).is_dir()
+    assert said.count("step ") >= 2
+    again, _ = told(capsys, "replay", folder / "done", "--model", MODEL, "--out", folder / "again", *OBJECTIVE)
+    assert (again["steps"], again["exit_code"]) == (2, 0)
+    assert Path(again["checkpoint"]).is_dir()
+
+
+OBJECTIVE = ("--objective", "DAPO_DIRECT")
+
+
+def test_what_is_recorded_and_trained_on(folder, server, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    quick = ["--samples", "2", "--play.max_tokens", "8"]
+    command = ["record", "shop_clerk.py:agent", "--server", server.url, "--out", "o", "--tasks", "shop_clerk.py:fresh"]
+    found, _ = told(capsys, *command, *quick)
+    assert (found["trajectories"], found["groups"], found["failed"], found["before"]) == (6, 3, 0, 0)
+    assert found["reward"] == pytest.approx(float(played(folder / "o").reward.mean()))
+    trained, said = told(capsys, "train", found["file"], "--model", MODEL, "--out", "run", "--data.holdout", "0")
+    assert (trained["steps"], trained["stopped"], trained["exit_code"]) == (trained["planned"], "done", 0)
+    assert all(Path(path).exists() for path in trained["files"].values())
+    assert "step 1/" in said
+    assert "read     6 traces" in said
+
+
+def test_a_proxy_says_first_where_it_is_and_at_last_what_it_has_recorded(tmp_path, server):
+    command = [*COMMAND, "proxy", "--server", server.url, "--out", str(tmp_path / "o"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first = json.loads(process.stdout.readline())
+        key = Path(first["key_file"]).read_text().strip()
+        body = {"model": "clerk", "messages": [{"role": "user", "content": "2?"}], "max_tokens": 4, "temperature": 1.0}
+        for path, sent in (("v1/chat/completions", body), ("reward", {"reward": 1.0})):
+            asked = urllib.request.Request(f"{first['url']}/s/a/{path}", json.dumps(sent).encode())
+            asked.add_header("Authorization", f"Bearer {key}")
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert answer.status == 200
+        process.send_signal(signal.SIGINT)
+        [last] = process.stdout.read().splitlines()
+        assert "OPENAI_BASE_URL" in process.stderr.read()
+    found = json.loads(last)
+    assert found["trajectories"] == 1
+    assert Path(found["file"]).is_file()
+
+
+def table():
+    """The codes of docs/your-logs.md and what they mean."""
+    page = (DOCS / "your-logs.md").read_text()
+    rows = re.findall(r"^\| ([0-9, ]+) \| (.+) \|$", page[page.index("| exit code |") :], re.MULTILINE)
+    return {int(code): meaning for codes, meaning in rows for code in codes.split(",")}
+
+
+def ended(process):
+    """A code as a shell says it: 128 + signal of one that a signal ended."""
+    code = process.wait(60)
+    return 128 - code if code < 0 else code
+
+
+def waiting():
+    """A command that reads what never ends; it has begun when it has taken more than a pipe holds."""
+    command = [*COMMAND, "doctor", "-", "--model", str(MODEL)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdin.write(b"\n" * (1 << 20))
+    process.stdin.flush()
+    return process
+
+
+def test_the_table_of_exit_codes_is_true(tmp_path):
+    traces = tmp_path / "t.jsonl.zst"
+    shutil.copy(MODEL.parent / "traces.jsonl.zst", traces)
+    quick = ["--logprob-kind", "raw"]
+    found = {0: "done", 1: "training would be wrong", 2: "no such flag", 130: "", 141: "", 143: ""}
+    assert set(table()) == set(found)
+    assert main(["doctor", str(traces), "--model", str(MODEL), *quick]) == 0
+    (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    assert main(["doctor", str(tmp_path / "text.jsonl"), "--model", str(MODEL)]) == 1
+    assert main(["doctor", str(tmp_path / "none.jsonl"), "--model", str(MODEL)]) == 1
+    with pytest.raises(SystemExit) as usage:
+        main(["doctor", str(traces), "--model", str(MODEL), "--nothing"])
+    assert usage.value.code == 2
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = waiting()
+        process.send_signal(number)
+        assert ended(process) == code
+    process = subprocess.Popen([*COMMAND, "doctor", str(traces), "--model", str(MODEL)], stdout=subprocess.PIPE)
+    process.stdout.close()
+    assert ended(process) == 141

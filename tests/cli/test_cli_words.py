@@ -1,0 +1,241 @@
+"""What the command line says to a newcomer: flags by their meaning, one cure that works, what a run was made of."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tracegrad.cli import main
+from tracegrad.cli.args import AS_FLAGS, MEANT, as_flags, meant
+from tracegrad.config import options
+from tracegrad.data import provenance
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+TRAIN = ["train", "t.jsonl", "--model", "m", "--out", "o"]
+
+
+def usage(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("--lr", "--optimizer.lr"),
+        ("--learning-rate", "--optimizer.lr"),
+        ("--learning_rate", "--optimizer.lr"),
+        ("--batch-size", "--pack.step_groups"),
+        ("--max-seq-length", "--pack.token_budget"),
+        ("--reward", "--map.reward"),
+        ("--output-dir", "--out"),
+        ("--loss", "--objective"),
+    ],
+)
+def test_a_flag_of_others_is_known_by_its_meaning(given, wanted, capsys):
+    assert f"Did you mean {wanted}?" in usage([*TRAIN, given, "1"], capsys)
+
+
+def test_every_meaning_is_a_flag_that_there_is():
+    flags = {"epochs", "objective", "model", "out", "resume"}
+    assert set(MEANT) <= {*options(), *flags}
+    assert meant("--nothing", ["optimizer.lr"]) is None
+
+
+def test_a_command_that_is_misspelt(capsys):
+    assert "trian is no command. Did you mean train?" in usage(["trian", "t.jsonl"], capsys)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("dapo", "DAPO"), ("Grpo", "GRPO"), ("topr-positive", "TOPR_POSITIVE")])
+def test_an_objective_in_other_letters(given, wanted, capsys):
+    assert main([*TRAIN, "--objective", given, "--print-config"]) == 1
+    assert f"Did you mean {wanted}?" in capsys.readouterr().err
+
+
+def text(path, **more):
+    rows = [{"prompt": "2 × lamp", "response": f"It costs {n}.", "score": n % 2, **more} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_prepare_says_the_next_step(tmp_path, capsys):
+    path = text(tmp_path / "t.jsonl")
+    out = tmp_path / "o"
+    assert main(["prepare", path, "--model", str(MODEL), "--out", str(out), "--map.reward", "score"]) == 0
+    said = capsys.readouterr().out
+    assert f"next     tracegrad prepare {path} --model {MODEL} --out {out}-text --map.reward score --text-only" in said
+    command = ["prepare", path, "--model", str(MODEL), "--out", str(tmp_path / "p"), "--text-only", "--json"]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["next"] == [f"tracegrad doctor {path} --model {MODEL}"], "no reward is known"
+    command[5] = str(tmp_path / "q")
+    assert main([*command, "--map.reward", "score", "--map.group", "prompt"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["terms"] > 0
+    assert told["next"][0].endswith("--objective TOPR_POSITIVE --text-only")
+
+
+def test_lone_groups_are_told_in_the_words_of_the_command_line(tmp_path, capsys):
+    path = text(tmp_path / "t.jsonl")
+    command = ["train", path, "--model", str(MODEL), "--out", str(tmp_path / "o"), "--text-only", "--dry-run"]
+    told = ["--objective", "TOPR_POSITIVE", "--map.reward", "score", "--data.holdout", "0"]
+    assert main([*command, *told]) == 1
+    error = capsys.readouterr().err
+    assert f"trace '{path}:1' is alone in its group, as in 4 of 4 groups" in error
+    assert "--map.group prompt" in error
+    assert "singleton=" not in error
+    assert main([*command, *told, "--map.group", "prompt"]) == 0
+    capsys.readouterr()
+    assert main([*command, *told[:2], "--map.group", "prompt"]) == 1
+    assert "no trace has a reward" in capsys.readouterr().err
+
+
+def test_text_is_sent_to_the_objective_that_suits_it(tmp_path, capsys):
+    path = text(tmp_path / "t.jsonl")
+    told = ["--map.reward", "score", "--map.group", "prompt", "--data.holdout", "0", "--dry-run"]
+    assert main(["train", path, "--model", str(MODEL), "--out", str(tmp_path / "o"), *told]) == 1
+    error = capsys.readouterr().err
+    assert "--objective TOPR_POSITIVE" in error
+    assert error.count("T6") == error.count("TOPR_POSITIVE") == error.count("WEIGHTED_SFT") == 1
+
+
+def test_a_hub_id_that_cannot_be_had_is_one_clear_line(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = text(tmp_path / "t.jsonl")
+    assert main(["doctor", path, "--model", "nobody/nothing-such"]) == 1
+    error = capsys.readouterr().err
+    assert "--model nobody/nothing-such: there is no such folder, and the Hub does not give it" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_provenance_names_files_hashes_and_the_commit(tmp_path, monkeypatch):
+    path = Path(text(tmp_path / "t.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    found = provenance.provenance([str(path), "-"], MODEL)
+    wanted = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert found["traces"][0] == {"path": str(path), "bytes": path.stat().st_size, "sha256": wanted}
+    assert found["traces"][1] == {"path": "-", "bytes": None, "sha256": None}
+    assert len(found["model"]["sha256"]) == 64
+    assert provenance.provenance([str(path)], tmp_path)["model"] != found["model"]
+    told = {"cwd": tmp_path, "check": True, "capture_output": True}
+    subprocess.run(["git", "init", "-q", "."], **told)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, "commit", "-q", "--allow-empty", "-m", "x"], **told)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], text=True, **told).stdout.strip()
+    assert provenance.commit(tmp_path) == head
+
+
+def test_a_run_says_what_it_was_made_of(tmp_path, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    path = text(tmp_path / "t.jsonl")
+    out = tmp_path / "o"
+    told = ["--objective", "TOPR_POSITIVE", "--text-only", "--map.reward", "score", "--map.group", "prompt"]
+    command = ["train", path, "--model", str(MODEL), "--out", str(out), *told, "--data.holdout", "0"]
+    assert main(command) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["provenance"] == provenance.provenance([path], MODEL)
+    config = (out / "config.toml").read_text()
+    assert f"# traces {path} sha256 {summary['provenance']['traces'][0]['sha256']}" in config
+    assert main([*command, "--resume", "--train.epochs", "2"]) == 0
+    assert (out / "config.toml").read_text().count("# made of") == 1
+
+
+def test_value_is_no_longer_known_only_where_it_was():
+    from tracegrad.cli.train import _value_line
+
+    known = {
+        "off_policy_value": 0.5,
+        "off_policy_value_low": 0.3,
+        "off_policy_value_high": 0.75,
+        "off_policy_value_known": 1,
+        "off_policy_value_ess": 9.0,
+        "off_policy_value_traces": 9,
+        "off_policy_value_recorded": 0.4,
+    }
+    lost = {**known, "off_policy_value_known": 0}
+    assert _value_line([known, lost])[0].startswith("value    no longer known")
+    assert _value_line([lost, lost])[0].startswith("value    not known")
+    assert _value_line([known])[0] == (
+        "value    0.400 as recorded, 0.500 now (0.300 to 0.750, effective sample 9 of 9 held-out traces)"
+    )
+    clamped = {**lost, "off_policy_value_clamped": 2}
+    assert _value_line([clamped])[0].endswith("effective sample 9 of 9 held-out traces, 2 with a clamped weight")
+
+
+def test_a_dry_run_is_one_object(tmp_path, capsys):
+    pytest.importorskip("torch")
+    path = text(tmp_path / "t.jsonl")
+    told = ["--objective", "TOPR_POSITIVE", "--text-only", "--map.reward", "score", "--map.group", "prompt"]
+    command = ["train", path, "--model", str(MODEL), "--out", str(tmp_path / "o"), *told, "--data.holdout", "0"]
+    assert main([*command, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["would"]["steps"], found["would"]["trained"], found["traces"]) == (1, 4, 4)
+    assert found["config"]["map.reward"] == "score"
+
+
+ROOT = Path(__file__).parents[2]
+ARGUMENT = re.compile(r"""(?<![-\w])[a-z_]{2,}=(?:True|False|None|["'A-Z\d]|[.,](?:\s|$)|$)""")
+# No argument of ours; and commands read every file with it.
+OTHERS = ('mode="json"', 'format="auto"')
+# Raised where Python passes arguments that no command takes: their messages name them.
+FROM_PYTHON = ("advantage", "integrations", "metrics", "objective", "recipes")
+FROM_PYTHON += (
+    "packing/packing.py",
+    "data/read_options.py",
+    "trainer/optim.py",
+    "trainer/trainer.py",
+    "prepare/part.py",
+    "rollout/policy.py",
+)
+
+
+def said(text):
+    """A text as it is written, of what stands in braces its code."""
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    told = (part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}" for part in parts)
+    return "".join(map(str, told)).replace("{IN_PROCESS}", "'in-process'")
+
+
+def messages():
+    """Texts of errors: of the package's modules that commands reach, and what the core says to do."""
+    package = ROOT / "python" / "tracegrad"
+    for path in package.rglob("*.py"):
+        if not str(path.relative_to(package)).startswith(FROM_PYTHON):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and re.search("Error$|Fault$|^_?unwritten$", ast.unparse(call.func)):
+                    yield from (
+                        (path, said(part)) for part in call.args if isinstance(part, ast.JoinedStr | ast.Constant)
+                    )
+    for path in (ROOT / "rust").rglob("*.rs"):
+        if "tests" not in path.parts and path.parent.name not in ("ratio", "correction"):
+            for told in re.findall(
+                r'\.(?:cure|why|new)\((?:Kind::\w+,\s*)?(?:format!\()?"((?:[^"\\]|\\.)*)"', path.read_text()
+            ):
+                yield path, told.replace('\\"', '"')
+
+
+def test_errors_of_commands_name_flags_and_no_arguments_of_python():
+    found = {as_flags(text): path.name for path, text in messages()}
+    wrong = [(name, text) for text, name in found.items() if ARGUMENT.search(re.sub("|".join(OTHERS), "", text))]
+    assert wrong == [], wrong
+    # A text that no error has any more is no text to be changed.
+    core = [path.read_text().replace('\\"', '"') for path in (ROOT / "rust" / "core" / "src").rglob("*.rs")]
+    every = "\n".join([*(text for _, text in messages()), *core])
+    gone = [argument for argument in AS_FLAGS if argument not in every]
+    assert gone == [], gone
+
+
+def test_what_users_code_raised_is_not_changed():
+    told = "resume=True\nTraceback (most recent call last):\n  train(resume=True)"
+    assert as_flags(told) == "--resume\nTraceback (most recent call last):\n  train(resume=True)"

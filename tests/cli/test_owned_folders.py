@@ -1,0 +1,238 @@
+"""Nobody's data is lost: folders of others, outputs that are inputs, two runs in one folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tracegrad as tg
+from tracegrad import cli, prepare
+from tracegrad.config import Config, Data
+from tracegrad.errors import ArgumentError
+from tracegrad.online import Online, Play
+from tracegrad.online.run_info import Brief
+from tracegrad.storage import files, manifest
+from tracegrad.storage.run_dir import Mirror
+from tracegrad.trainer import api
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+RECORD = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+
+
+def traces(path, count=2):
+    if not path.exists():
+        path.write_text("".join(json.dumps({**RECORD, "id": str(number)}) + "\n" for number in range(count)))
+    return path
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+FOREIGN = {
+    "a file": {"notes.txt": "mine"},
+    "a config": {"config.toml": "mine"},
+    "metrics of another trainer": {"metrics.jsonl": "{}", "config.toml": "x"},
+    "a report": {"report.html": "mine"},
+    "a plan of another tool": {"prepare.json": "{}"},
+    "a list for a plan": {"prepare.json": "[]"},
+    "a manifest": {"manifest.json": "{}"},
+    "a hidden file": {".env": "KEY=1"},
+    "another's lock": {".lock": "1234", "state": "x"},
+    "a checkpoint of another trainer": {"checkpoints/step-1/model.safetensors": "x"},
+}
+
+
+def train(out):
+    cli.main(["train", str(traces(out.with_name("t.jsonl"))), "--model", str(MODEL), "--out", str(out)])
+
+
+def train_api(out):
+    with Mirror(out).locked():
+        pass
+
+
+def prepare_cli(out):
+    return prepare.prepare(str(traces(out.with_name("t.jsonl"))), MODEL, Data(text_only=True), out)
+
+
+def prepare_resume(out):
+    return prepare.prepare(str(traces(out.with_name("t.jsonl"))), MODEL, Data(text_only=True), out, resume=True)
+
+
+def train_python(out):
+    tg.train(MODEL, str(traces(out.with_name("t.jsonl"))), out=out)
+
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def record(out):
+    tg.online.record(["2+2?"], rewards=[len], servers=[NOBODY], out=out)
+
+
+def online(out):
+    tg.online.train(MODEL, ["2+2?"], rewards=[len], servers=[NOBODY], out=out)
+
+
+def replay(out):
+    run = out.with_name("run")
+    if not run.exists():
+        run.mkdir()
+        (run / "config.toml").write_text("")
+        Brief(str(MODEL), repr(api.objective_of(Config())), Online(), Play()).write(run, Config())
+    tg.online.replay(run, MODEL, out=out)
+
+
+@pytest.mark.parametrize("held", FOREIGN)
+@pytest.mark.parametrize("verb", [train_api, train_python, record, online, replay, prepare_cli, prepare_resume])
+def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, verb, held):
+    out = tmp_path / "out"
+    for name, text in FOREIGN[held].items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text)
+    before = content(out)
+    with pytest.raises(ArgumentError, match=r"out.*(is not (the|a) folder of|does not say what the shards)"):
+        verb(out)
+    assert content(out) == before
+
+
+def test_train_on_the_command_line_refuses_it_before_it_reads(tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.toml").write_text("mine")
+    with pytest.raises(ArgumentError, match=r"config\.toml"):
+        tg.train(MODEL, str(traces(tmp_path / "t.jsonl")), out=out)
+    assert cli.main(["train", str(tmp_path / "t.jsonl"), "--model", str(MODEL), "--out", str(out)]) != 0
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert content(out) == {"config.toml": b"mine"}
+
+
+def test_an_empty_folder_and_our_own_are_taken(tmp_path):
+    (tmp_path / "run").mkdir()
+    for _ in range(2):
+        with Mirror(tmp_path / "run").locked():
+            (tmp_path / "run" / "config.toml").write_text("ours")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "t.jsonl.quarantine.raw").write_text("x")
+    prepare_cli(tmp_path / "out")
+    prepare_resume(tmp_path / "out")
+
+
+def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
+    prepare_cli(tmp_path / "out")
+    with pytest.raises(ArgumentError, match="is not the folder of a run"):
+        train_api(tmp_path / "out")
+    with Mirror(tmp_path / "run").locked():
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ArgumentError, match="is not a folder of `prepare`"):
+        prepare_cli(tmp_path / "run")
+
+
+@pytest.mark.parametrize("verb", [train_api, train, train_python, record, online, replay])
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
+    """The second is refused before it reads: what cannot be read would be put aside into the folder of the first."""
+    code = (
+        "import sys; from tracegrad.storage.run_dir import Mirror\n"
+        "with Mirror(sys.argv[1]).locked(): print('in', flush=True); sys.stdin.read()"
+    )
+    (tmp_path / "t.jsonl").write_text("no record\n")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], **pipes) as first:
+        assert first.stdout.readline() == "in\n"
+        if verb is train:
+            verb(tmp_path / "out")
+            assert "another process is writing there" in capsys.readouterr().err
+        else:
+            with pytest.raises(ArgumentError, match="another process is writing there"):
+                verb(tmp_path / "out")
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [manifest.LOCK]
+        first.communicate("")
+    train_api(tmp_path / "out")
+
+
+def test_a_run_enters_its_own_folder_again_and_lets_others_in_afterwards(tmp_path):
+    mirror = Mirror(tmp_path / "out")
+    for _ in range(2):
+        with mirror.locked():
+            with mirror.locked():
+                pass
+            with pytest.raises(ArgumentError, match="another process is writing there"):
+                train_api(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with mirror.locked():
+        (tmp_path / "out" / "config.toml").write_text("ours")
+    train_api(tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [manifest.LOCK, "config.toml"]
+
+
+def by_link(path):
+    path.with_name("link.jsonl").symlink_to(path)
+    return path.with_name("link.jsonl")
+
+
+def by_hard_link(path):
+    path.with_name("hard.jsonl").hardlink_to(path)
+    return path.with_name("hard.jsonl")
+
+
+NAMES = {
+    "itself": lambda path: path,
+    "relative": lambda path: os.path.relpath(path),
+    "dots": lambda path: path.parent / "x" / ".." / path.name,
+    "link": by_link,
+    "hard link": by_hard_link,
+    "pattern": lambda path: f"{path.parent}/t*.jsonl",
+    "folder": lambda path: path.parent,
+}
+
+
+@pytest.mark.parametrize("flag", ["--out", "--cache"])
+@pytest.mark.parametrize("name", NAMES)
+def test_score_does_not_write_what_it_reads(tmp_path, capsys, name, flag):
+    folder = tmp_path / "in"
+    (folder / "x").mkdir(parents=True)
+    path = traces(folder / "t.jsonl")
+    (tmp_path / "r.py").write_text("def good(completion, **more): return 1.0\n")
+    before = path.read_bytes()
+    out = {"--out": tmp_path / "scored.jsonl", flag: path}
+    flags = [word for name, value in out.items() for word in (name, str(value))]
+    assert cli.main(["score", str(NAMES[name](path)), "--reward", f"{tmp_path}/r.py:good", *flags]) != 0
+    assert f"{flag} {path} is read" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_a_quarantine_that_is_read_is_not_written(tmp_path):
+    bad = tmp_path / "a.jsonl"
+    bad.write_text("no record\n")
+    mine = traces(tmp_path / "mine.jsonl")
+    (tmp_path / "a.jsonl.quarantine.jsonl").hardlink_to(mine)
+    with pytest.raises(ArgumentError, match=r"the quarantine .* is read"):
+        tg.read([bad, mine], on_error="quarantine")
+    with pytest.raises(ArgumentError, match=r"the quarantine .* is read"):
+        tg.read([mine, tmp_path / "a.jsonl.quarantine.jsonl"], on_error="quarantine", quarantine=tmp_path / "a.jsonl")
+
+
+def test_what_is_not_read_may_be_written(tmp_path):
+    files.check_not_read([tmp_path / "new"], [traces(tmp_path / "t.jsonl"), "-", tmp_path / "none"], "--out")
+    with pytest.raises(ArgumentError, match="is read"):
+        files.check_not_read([tmp_path / "set" / "new"], [tmp_path], "--out")
+
+
+@pytest.mark.parametrize("name", ["itself", "dots", "link", "hard link"])
+def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
+    view = pytest.importorskip("tracegrad.view")
+    (tmp_path / "x").mkdir()
+    path = traces(tmp_path / "t.jsonl")
+    before = path.read_bytes()
+    with view.Session([path], tmp_path / "index") as session, pytest.raises(ArgumentError, match=r"--export .* read"):
+        view.write(session, [], Path(NAMES[name](path)))
+    assert path.read_bytes() == before
+
+
+def test_the_lock_of_a_run_says_whose_it_is(tmp_path):
+    with Mirror(tmp_path / "out").locked():
+        assert (tmp_path / "out" / manifest.LOCK).read_bytes() == b"tracegrad run\n"

@@ -1,0 +1,220 @@
+"""What is not told is looked for and printed as the flag to type; nothing is taken that was not told."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import tracegrad as tg
+from tracegrad import config, prepare
+from tracegrad.cli import main
+from tracegrad.data import infer_fields
+from tracegrad.metrics import Stopwatch
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    listed = {"content": [{"token": text, "logprob": -0.5, "bytes": list(text.encode())}]}
+    return {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}, "logprobs": listed}
+
+
+def calls(sessions=8):
+    """Two calls a session, four prompts; a reward, a task, a session and a time under names of theirs."""
+    rows = []
+    for number in range(sessions):
+        more = {"metadata": {"score": number % 3 / 2, "task": f"q{number % 4}", "latency_ms": number / 9}, "user": "me"}
+        for turn in range(2):
+            messages = [user(f"{number % 4} × lamp")] + [{"role": "assistant", "content": "3"}, user("?")] * turn
+            request = {"messages": messages, "temperature": 1}
+            at = f"2026-01-01T00:00:{2 * number + turn:02d}Z"
+            row = {"session_id": f"s{number}", "started": at, "request": request, "response": {"choices": [said("3")]}}
+            rows.append({**row, **more, "seed": random.random()})
+    return rows
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_candidates_are_named_by_type_coverage_and_spread():
+    found = infer_fields.find(calls())
+    assert found.records == 16
+    assert [(each.field, each.path) for each in found.found if each.field == "reward"] == [("reward", "metadata.score")]
+    assert found.of("reward")[0].why == '16 of 16 records have a number "metadata.score" (0 to 1, mean 0.438, 3 values)'
+    assert {each.path for each in found.of("group")} == {"metadata.task", "prompt"}
+    assert "8 conversations begin with one of 4 prompts that others share" in [each.why for each in found.of("group")]
+    assert found.of("session")[0].flags() == ["--map.session", "session_id", "--map.order", "started"]
+    assert found.of("session")[1].why == "8 of 16 calls go on an earlier one"
+    assert not infer_fields.find(calls(), config.Map(reward="x", group="y", session="z")).found
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"reward_text": "0.5"}, None),  # constant
+        ({"passed": "N"}, None),  # no number
+        ({"usage": {"total_tokens": 1}}, None),
+        ({"scores": {"a": 1, "b": 0.5}}, '4 of 4 records have an object "scores" of numbers: --map.reward scores'),
+    ],
+)
+def test_what_cannot_be_a_reward_is_not_named(more, line):
+    rows = [{"messages": [user("a"), {"role": "assistant", "content": "b"}], **more} for _ in range(4)]
+    lines = infer_fields.find(rows).lines(["reward"])
+    assert lines == ([] if line is None else [f"found    {line}"])
+
+
+def test_booleans_and_numbers_as_text_are_found():
+    rows = [{"messages": [user("a")], "success": n % 2 == 0, "grade": str(n)} for n in range(4)]
+    lines = "\n".join(infer_fields.find(rows).lines(["reward"]))
+    assert '4 of 4 records have true or false "success" (0 to 1, mean 0.5, 2 values): --map.reward success' in lines
+    assert '4 of 4 records have a number as text "grade" (0 to 3, mean 1.5, 4 values): --map.reward grade' in lines
+
+
+def runs():
+    """A project's runs as LangSmith lists them: the feedback is on the root; a row beside the call has none."""
+    for n in range(4):
+        shared = {"session_id": "project", "trace_id": f"t{n}"}
+        score = {"feedback_stats": {"correctness": {"n": 1, "avg": float(n % 2)}}}
+        times = [f"2026-11-0{n + 1}T12:00:0{second}" for second in range(3)]
+        yield {"id": f"t{n}", "run_type": "chain", "inputs": {}, "start_time": times[0], **shared, **score}
+        below = {"parent_run_id": f"t{n}", **shared}
+        yield {"id": f"p{n}", "run_type": "prompt", "inputs": {}, "start_time": times[1], **below}
+        out = {"generations": [[{"message": {"type": "ai", "content": f"{n}"}}]]}
+        asked = {"messages": [[{"type": "human", "content": "a"}]]}
+        yield {"id": f"c{n}", "run_type": "llm", "inputs": asked, "outputs": out, "start_time": times[2], **below}
+
+
+def test_the_key_that_joins_is_one_of_the_rows_that_say_the_reward():
+    found = infer_fields.find(list(runs()))
+    assert found.of("session")[0].flags() == ["--map.session", "trace_id", "--map.order", "start_time"]
+    told = {"reward": "feedback_stats.correctness.avg", "session": "trace_id", "order": "start_time"}
+    assert tg.read(list(runs()), map=told).reward.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("prompts", "names"), [(["a", "b"], False), (["a", "b", "c", "d"], True)])
+def test_a_name_of_the_prompt_is_no_conversation(prompts, names):
+    rows = [
+        {"conversation_name": "ab"[n % 2], "prompt": prompts[n % len(prompts)], "response": str(n)} for n in range(8)
+    ]
+    found = infer_fields.find(rows).of("session")
+    assert bool(found) == names
+    assert all(each.why.endswith("though no call goes on another") for each in found)
+
+
+def test_reading_says_what_it_found_and_takes_nothing_of_it(tmp_path):
+    path = written(tmp_path / "t.jsonl", calls())
+    sequences, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch())
+    assert (sequences.traces, account.groups, account.rewards) == (16, 16, [])
+    lines = "\n".join(account.lines())
+    for flag in ("--map.reward metadata.score", "--map.group prompt", "--map.session session_id --map.order started"):
+        assert flag in lines
+    told = config.Map(reward="metadata.score", group="prompt", session="session_id", order="started")
+    sequences, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch(), map=told)
+    assert (sequences.traces, account.groups, account.rewards) == (8, 4, ["reward"])
+    assert not account.found
+    assert "16 records are 8 conversations" in "\n".join(account.lines())
+
+
+def test_which_of_several_rewards_is_trained_on_is_said(tmp_path, capsys):
+    rows = [
+        {
+            "messages": [user("2+2?"), {"role": "assistant", "content": str(at)}],
+            "reward": at / 4,
+            "rewards": {"tone": at},
+        }
+        for at in range(4)
+    ]
+    path = written(tmp_path / "t.jsonl", rows)
+    main(["doctor", str(path), "--model", str(MODEL)])
+    says = 'trained on is "reward", the total of each record, not "tone": --data.reward tone chooses that'
+    assert says in " ".join(capsys.readouterr().out.split())
+    _, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch())
+    assert f"reward   {says}" in account.lines()
+    _, account = prepare.load(path, MODEL, config.Data(reward="tone"), tmp_path, Stopwatch())
+    assert any('"tone", as --data.reward says' in line for line in account.lines())
+
+
+def test_doctor_prints_the_flags(tmp_path, capsys):
+    path = written(tmp_path / "t.jsonl", calls())
+    assert main(["doctor", path, "--model", str(MODEL)]) == 1
+    out = capsys.readouterr().out
+    assert "--map.reward metadata.score" in out
+    assert "--map.group prompt" in out
+    told = ["--map.reward", "metadata.score", "--map.group", "prompt", "--map.session", "prefix"]
+    main(["doctor", path, "--model", str(MODEL), *told, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["traces"] == 8
+    assert found["found"] == []
+    assert "8 conversations" in "\n".join(found["mapped"])
+    assert "no_rewards" not in [each["name"] for each in found["findings"]]
+
+
+def test_a_file_without_a_token_to_train_is_wrong_with_its_cause(tmp_path, capsys):
+    chunks = [
+        {"id": "c", "choices": [{"index": 0, "delta": {"content": "3"}, "logprobs": said("3")["logprobs"]}]},
+        {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ]
+    bare = written(
+        tmp_path / "bare.jsonl", [{"response": chunks, "reward": number % 2, "group": "g"} for number in (0, 1)]
+    )
+    assert main(["doctor", bare, "--model", str(MODEL)]) == 1
+    assert "the prompts were not recorded: record the request or prompt_token_ids" in capsys.readouterr().out
+    text = written(tmp_path / "text.jsonl", [{"prompt": "a", "response": str(n), "score": n} for n in range(3)])
+    assert main(["doctor", text, "--model", str(MODEL), "--map.reward", "score", "--map.group", "prompt"]) == 1
+    out = capsys.readouterr().out
+    assert "turns without logprobs: 3 of 3 turns" in out
+    assert "no token can be trained" not in out
+    assert "--objective TOPR_POSITIVE --text-only" in " ".join(out.split())
+    assert "on rewards of 0 and more, --objective WEIGHTED_SFT --advantage.baseline none" in " ".join(out.split())
+
+
+def test_init_writes_a_config_that_trains_what_it_found(tmp_path, capsys):
+    path = written(tmp_path / "t.jsonl", calls())
+    out = tmp_path / "run.toml"
+    assert main(["init", path, "--model", str(MODEL), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"tracegrad train {path} --model {MODEL} --config {out} --out runs/first" in said
+    told = config.load(out)
+    assert told.map.told() == {
+        "reward": "metadata.score",
+        "group": "metadata.task",
+        "session": "session_id",
+        "order": "started",
+    }
+    assert '# group = "prompt"  # 8 conversations begin' in out.read_text()
+    assert main(["init", path, "--out", str(out)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["init", "-", "--out", str(tmp_path / "stdin.toml")]) == 1
+    assert "standard input cannot be read twice" in capsys.readouterr().err
+    text = written(tmp_path / "text.jsonl", [{"prompt": "a", "response": str(n), "score": n} for n in range(3)])
+    assert main(["init", text, "--out", str(tmp_path / "text.toml"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["found"]
+    assert ("reward", "score") in [(each["field"], each["path"]) for each in found]
+    told = config.load(tmp_path / "text.toml")
+    assert (told.data.text_only, told.objective.preset) == (True, "TOPR_POSITIVE")
+
+
+def test_which_answer_it_is_and_whether_the_call_failed_are_no_rewards():
+    rows = []
+    for number in range(4):
+        gains = [{"choice": at, "gain": (number + at) % 3} for at in range(3)]
+        response = {"choices": [{**said(f"e{at + 2}"), "index": at} for at in range(3)]}
+        row = {"request": {"messages": [user(f"{number}. move?")]}, "response": response, "grades": gains}
+        rows.append({**row, "status": ["success", "failure"][number % 2], "scores": [0, 1, 2]})
+    found = infer_fields.find(rows, wanted=["reward"])
+    assert [each.path for each in found.of("reward")] == ["grades.gain", "grades"]
+    first_is_best = [{**row, "scores": [1, 0, 0]} for row in rows]
+    assert {each.path for each in infer_fields.find(first_is_best, wanted=["reward"]).found} == {
+        "grades.gain",
+        "grades",
+        "scores",
+    }

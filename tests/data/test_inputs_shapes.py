@@ -1,0 +1,397 @@
+"""Shapes of records under other names, as strangers' files have them: what is read, and what is never guessed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tracegrad as tg
+from tracegrad import config
+from tracegrad.data import infer_fields
+from tracegrad.data.formats import registry
+from tracegrad.errors import ArgumentError, FormatError
+from tracegrad.trainer.steps import reward_column
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+ASKED = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 1}
+
+
+def answered(*texts, **more):
+    choices = [
+        {"index": at, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        for at, text in enumerate(texts)
+    ]
+    return {"id": "chatcmpl-12345678", "choices": choices, "usage": {"completion_tokens": 9}, **more}
+
+
+@pytest.mark.parametrize("names", [("requestBody", "responseBody"), ("Request-Body", "RESPONSE_BODY"), ("req", "res")])
+def test_requests_and_responses_are_known_by_the_letters_of_their_names(names):
+    asked, said = names
+    [trace] = tg.read([{asked: json.dumps(ASKED), said: answered("4"), "runId": "x"}], map={"id": "runId"})
+    assert ([each["content"] for each in trace.messages], trace.id) == (["2+2?", "4"], "x")
+
+
+def test_each_choice_takes_its_own_of_what_stands_beside_them():
+    record = {
+        "request": ASKED,
+        "response": answered("4", "5"),
+        "rewards": ["1.0", 0],
+        "scores": [3, 4],
+        "of": [1, 2, 3],
+    }
+    one, two = tg.read([record])
+    assert (one.reward, two.reward, one.group == two.group) == (1.0, 0.0, True)
+    assert [each.messages[-1]["content"] for each in (one, two)] == ["4", "5"]
+    assert tg.read([record], map={"reward": "scores"}).reward.tolist() == [3, 4]
+    assert b"usage" not in one.record, "it counts the tokens of all choices"
+    bare = tg.read([{"request": ASKED, "response": answered("4", "5")}])
+    assert [each.messages[-1]["content"] for each in bare] == ["4", "5"], "each was sampled"
+    assert bare.groups[0] == bare.groups[1] is not None
+
+
+def test_answers_of_a_prompt_are_a_group_with_rewards_of_their_own():
+    lists = {"prompt": "2+2?", "responses": ["4", "5"], "reward": [1, 0], "id": 7}
+    told = {"question": "2+2?", "samples": [{"text": "4", "score": 1}, {"text": "5", "score": 0}], "group": "g"}
+    traces = tg.read([lists, told])
+    assert [trace.id for trace in traces][:2] == ["7-0", "7-1"]
+    assert traces.groups[0] == traces.groups[1] != "g"
+    assert traces.groups[2:] == ["g", "g"]
+    assert tg.read([told], map={"reward": "score"}).reward.tolist() == [1, 0]
+
+
+def test_a_rollout_of_nemo_gym_is_parted_where_the_world_answers():
+    call = {"type": "function_call", "call_id": "c", "name": "price", "arguments": "{}"}
+    told = {"prompt_token_ids": [1, 5], "generation_token_ids": [7, 2], "generation_log_probs": [-0.5, -0.1]}
+    out = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "look"}]},
+        {**call, **told},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It costs 3."}]},
+    ]
+    asked = {"input": [{"role": "user", "content": "A lamp?"}], "instructions": "You sell."}
+    row = {"responses_create_params": asked, "response": {"output": out}, "reward": 1.0, "_ng_task_index": 4}
+    [trace] = tg.read([row])
+    assert [each["role"] for each in trace.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert trace.messages[2]["reasoning_content"] == "look"
+    first, last = trace.generations
+    assert (first.token_ids.tolist(), first.prompt_token_ids.tolist(), last.token_ids) == ([7, 2], [1, 5], None)
+    assert (trace.reward, trace.group) == (1.0, "4")
+
+
+def test_messages_under_another_name_are_read_where_there_is_one_list_of_them():
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    [trace] = tg.read([{"run": {"chatHistory": json.dumps(talk)}}])
+    assert trace.messages[-1]["content"] == "4"
+    with pytest.raises(FormatError):
+        tg.read([{"one": talk, "two": talk}])
+
+
+def test_a_lost_array_leaves_its_commas_and_a_reward_as_text_its_cure(tmp_path):
+    line = json.dumps({"prompt": "2+2?", "response": "4"})
+    (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line},\r\n{line} ,\r\n".encode())
+    assert len(tg.read(tmp_path / "t.jsonl")) == 2
+    with pytest.raises(FormatError, match=r"Read it with --map\.reward reward, which takes numbers as text"):
+        tg.read([{"request": ASKED, "response": answered("4"), "reward": "0.5"}])
+
+
+def test_traces_whose_prompt_is_text_are_grouped_by_it_and_those_without_one_are_alone():
+    dump = [{"input": text, "output": "4", "gts": "", "score": 1, "step": 1} for text in ("a", "a", "b")]
+    stream = tg.stream(dump, map={"group": "prompt"})
+    groups = tg.Traces.concatenate(list(stream)).groups
+    assert groups[0] == groups[1] != groups[2]
+    bare = tg.stream([{"messages": [{"role": "assistant", "content": "4"}]}] * 2, map={"group": "prompt"})
+    assert tg.Traces.concatenate(list(bare)).groups == [None, None]
+    assert "map      group: 2 traces have no prompt and are alone" in bare.lines()
+    assert infer_fields.find(dump).of("group")[0].why == "2 records begin with the same prompt"
+
+
+def test_streamed_calls_go_on_one_another():
+    first = [{"id": "c", "choices": [{"index": 0, "delta": {"role": "assistant", "content": part}}]} for part in "4!"]
+    again = [*ASKED["messages"], {"role": "assistant", "content": "4!"}, {"role": "user", "content": "sure?"}]
+    calls = [{"request": ASKED, "response": first}, {"request": {"messages": again}, "response": answered("yes")}]
+    [trace] = tg.read(calls, map={"session": "prefix"})
+    assert [each["content"] for each in trace.messages] == ["2+2?", "4!", "sure?", "yes"]
+
+
+def test_a_key_that_parts_runs_or_counts_is_no_session():
+    calls = [
+        {"request": ASKED, "response": answered(str(n)), "run_id": n % 2, "rollout_index": n % 4} for n in range(200)
+    ]
+    assert infer_fields.find(calls, config.Map(group="run_id")).of("session") == []
+
+
+def test_several_rewards_without_a_total_are_told_apart_by_the_user():
+    rows = [[float("nan"), 1, 0], [float("nan"), 0, 0]]
+    told = {"rewards": rows, "reward_names": ("reward", "right", "short")}
+    s = tg.Sequences.from_arrays([5, 6] * 2, [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2, **told)
+    with pytest.raises(ArgumentError, match=r"2 have names: right, short.*--data.reward right"):
+        reward_column(s, "")
+    assert reward_column(s, "right").tolist() == [1, 0]
+    one = {"rewards": [row[:2] for row in rows], "reward_names": ("reward", "right")}
+    s = tg.Sequences.from_arrays([5, 6] * 2, [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2, **one)
+    assert reward_column(s, "").tolist() == [1, 0]
+
+
+def test_a_call_is_found_wherever_it_stands_and_whatever_it_is_called():
+    events = "".join(
+        f"data: {json.dumps({'id': 'c', 'choices': [{'index': 0, 'delta': {'content': part}}]})}\n\n" for part in "4!"
+    )
+    rows = [
+        {"request": {"url": "/v1", "body": json.dumps(ASKED)}, "response": {"status": 200, "body": events}, "ok": 1},
+        {"attributes": {"in.value": json.dumps(ASKED), "out.value": json.dumps(answered("4!"))}, "ok": 1},
+        {"span": {"input": ASKED["messages"], "output": [{"role": "assistant", "content": "4!"}]}, "ok": 1},
+        {"messages": ASKED["messages"], "response": {"raw": answered("4!")}, "ok": 1},
+        {"messages": ASKED["messages"], "outputs": ["4!"], "ok": 1},
+    ]
+    for row in rows:
+        [trace] = tg.read([row], map={"reward": "ok"})
+        assert [each["content"] for each in trace.messages] == ["2+2?", "4!"]
+        assert (len(trace.generations), trace.reward) == (1, 1.0)
+    assert tg.read(rows[:2], map={"reward": "ok"})[1].generations[0].temperature == 1.0
+
+
+def test_two_calls_that_may_be_meant_are_none():
+    body = {"one": ASKED, "two": ASKED, "answer": answered("4")}
+    with pytest.raises(FormatError):
+        tg.read([{"log": body}])
+
+
+def test_a_list_of_calls_is_one_conversation_or_several_records():
+    more = [*ASKED["messages"], {"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}]
+    steps = [{"asked": ASKED["messages"], "raw": answered("4")}, {"asked": more, "raw": answered("yes")}, {"end": 1}]
+    [trace] = tg.read([{"steps": steps, "score": 1}], map={"reward": "score"})
+    assert (len(trace.generations), trace.reward) == (2, 1.0)
+    entries = [{"messages": ASKED["messages"], "said": answered(text), "stars": text} for text in "45"]
+    export = {"version": 3, "entries": entries}
+    assert tg.read([export], map={"reward": "stars"}).reward.tolist() == [4.0, 5.0]
+    assert infer_fields.find([export]).flags(["reward"]) == ["--map.reward", "stars"]
+
+
+def test_a_row_without_a_call_says_the_reward_of_its_conversation():
+    rows = []
+    for name, score in (("a", 1), ("b", 0)):
+        asked = {"messages": [{"role": "user", "content": name}], "temperature": 1}
+        again = {"messages": [*asked["messages"], {"role": "assistant", "content": "4"}, *ASKED["messages"]]}
+        for at, request in enumerate((asked, again)):
+            told = {"attributes": {"in": json.dumps(request), "out": json.dumps(answered("4"))}, "start_time": at}
+            rows.append({"context": {"trace_id": name}, "parent_id": "x", **told})
+        rows.append({"context": {"trace_id": name}, "parent_id": None, "attributes": {"eval.score": score}})
+    rows.append({"context": {"trace_id": "c"}, "parent_id": None, "attributes": {"eval.score": 1}})
+    found = infer_fields.find(rows)
+    assert found.lines(["reward"]) == [
+        'found    3 of 3 records without a call have a number "attributes.eval.score" (0 to 1, mean 0.667, 2 values): '
+        "--map.reward attributes.eval.score"
+    ]
+    flags = found.flags(["reward", "session"])
+    told = {key.removeprefix("--map."): path for key, path in zip(flags[::2], flags[1::2], strict=True)}
+    stream = tg.stream(rows, map=told)
+    one, two = tg.Traces.concatenate(list(stream))
+    assert [(each.reward, len(each.generations)) for each in (one, two)] == [(1.0, 2), (0.0, 2)]
+    assert "         3 records without a call say what they say of their conversations" in stream.lines()
+    assert len(tg.read(rows)) == 4, "a row without a call is no trace"
+
+
+def test_words_that_say_good_or_bad_are_rewards_and_which_are_which_is_said():
+    talk = [*ASKED["messages"], {"role": "assistant", "content": "4"}]
+    rows = [{"messages": talk, "human_vote": word} for word in ("Up", "down", "up")]
+    assert infer_fields.find(rows).flags(["reward"]) == ["--map.reward", "human_vote"]
+    stream = tg.stream(rows, map={"reward": "human_vote"})
+    assert tg.Traces.concatenate(list(stream)).reward.tolist() == [1.0, 0.0, 1.0]
+    assert stream.lines()[0].endswith("0 to 1, 'Up' is 1, 'down' is 0, 'up' is 1")
+    with pytest.raises(FormatError, match=r"human_vote is a text: 'maybe'.*a word such as pass or down"):
+        tg.read([{**rows[0], "human_vote": "maybe"}], map={"reward": "human_vote"})
+
+
+def test_what_lm_eval_scored_by_likelihood_holds_no_call():
+    row = {"doc_id": 1, "arguments": {"gen_args_0": {"arg_0": "2+2?", "arg_1": " 4"}}, "resps": [[[-0.5, True]]]}
+    asked = {"doc_id": 1, "arguments": {"gen_args_0": {"arg_0": "2+2?", "arg_1": {"temperature": 0.7}}}}
+    stream = tg.stream([row, {**asked, "resps": [["4", "5"]], "exact": 1}], map={"reward": "exact"})
+    traces = tg.Traces.concatenate(list(stream))
+    assert [trace.messages[-1]["content"] for trace in traces] == ["4", "5"]
+    assert [trace.generations[0].temperature for trace in traces] == pytest.approx([0.7, 0.7])
+    assert "convert  2 records of lm_eval, 1 of them hold no call and are left out" in stream.lines()
+
+
+def test_a_history_of_parts_is_a_trace_with_its_tools_and_logprobs():
+    call = {"part_kind": "tool-call", "tool_name": "add", "args": {"a": 1}, "tool_call_id": "c"}
+    returned = {"part_kind": "tool-return", "tool_name": "add", "content": {"sum": 4}, "tool_call_id": "c"}
+    listed = [{"token": "4", "logprob": -0.5, "bytes": [52]}]
+    history = [
+        {"kind": "request", "instructions": "be", "parts": [{"part_kind": "user-prompt", "content": "2+2?"}]},
+        {"kind": "response", "parts": [call]},
+        {"kind": "request", "instructions": "be", "parts": [returned]},
+        {
+            "kind": "response",
+            "parts": [{"part_kind": "thinking", "content": "so"}, {"part_kind": "text", "content": "4"}],
+            "provider_details": {"logprobs": listed, "finish_reason": "stop"},
+        },
+    ]
+    [trace] = tg.read([{"history": history, "ok": True}], map={"reward": "ok"})
+    assert [each["role"] for each in trace.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert trace.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert (trace.messages[3]["content"], trace.messages[3]["tool_call_id"]) == ('{"sum": 4}', "c")
+    assert trace.messages[4]["reasoning_content"] == "so"
+    assert trace.generations[1].logprobs.tolist() == [-0.5]
+
+
+LISTED = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52]}]}
+CHOICE = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "4"}, "logprobs": LISTED}
+REPLY = {"reply": CHOICE["message"], "finish_reason": "stop", "logprobs": LISTED}
+
+
+@pytest.mark.parametrize("told", [{"choice": CHOICE}, {"row": [CHOICE]}, REPLY])
+def test_a_choice_out_of_its_response_keeps_its_logprobs(told):
+    [trace] = tg.read([{"request": {**ASKED, "n": 4}, **told}])
+    [turn] = trace.generations
+    assert (trace.messages[-1]["content"], turn.finish_reason, turn.has_bytes) == ("4", "stop", True)
+    assert turn.logprobs.tolist() == [-0.5]
+
+
+def test_usage_beside_a_choice_counts_all_choices_of_its_response():
+    [trace] = tg.read([{"request": {**ASKED, "n": 4}, "choice": CHOICE, "usage": {"completion_tokens": 28}}])
+    assert b"usage" not in trace.record
+
+
+def test_a_list_of_choices_is_a_response_with_rewards_of_its_own():
+    other = {**CHOICE, "index": 1, "message": {"role": "assistant", "content": "5"}}
+    one, two = tg.read([{"request": ASKED, "drawn": [CHOICE, other], "rewards": [1, 0]}])
+    assert [(each.messages[-1]["content"], each.reward) for each in (one, two)] == [("4", 1.0), ("5", 0.0)]
+    assert one.group == two.group
+
+
+def shared(turns, number):
+    """A whole conversation of ShareGPT; all of them begin alike."""
+    said = [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]]
+    said += [[{"from": "human", "value": f"{number}?"}, {"from": "gpt", "value": "4"}] for _ in range(turns - 1)]
+    return {"id": f"c{number}", "conversations": [each for turn in said for each in turn], "score": number % 2}
+
+
+def test_finished_conversations_that_begin_alike_are_not_joined(tmp_path):
+    whole = [shared(1, 0), shared(2, 1), *(shared(3, number) for number in range(2, 8))]
+    whole[2:] = [{**each, "conversations": each["conversations"][2:]} for each in whole[2:]]
+    path = tmp_path / "whole.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in whole))
+    assert not read_found(path).of("session"), "one of seven goes on another by chance"
+    path.write_text("".join(json.dumps(shared(turns, number)) + "\n" for number in range(4) for turns in (1, 2, 3)))
+    assert read_found(path).of("session")[0].path == "prefix", "logged turn by turn"
+
+
+def read_found(path):
+    return infer_fields.find([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def test_anthropics_blocks_in_messages_become_messages_that_templates_write():
+    asked = {"type": "text", "text": "Where is it?"}
+    found = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "Oslo"}]}
+    called = {"type": "tool_use", "id": "c", "name": "look", "input": {"for": "it"}}
+    talk = [
+        {"role": "user", "content": [asked]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "I look.", "signature": "s"}, called]},
+        {"role": "user", "content": [found, {"type": "text", "text": "And?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "In "}, {"type": "text", "text": "Oslo."}]},
+    ]
+    schema = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+    [trace] = tg.read([{"system": [{"type": "text", "text": "Be kind."}], "tools": [schema], "messages": talk}])
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"for": "it"}'}}
+    assert trace.messages == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Oslo"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "In Oslo."},
+    ]
+    function = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+    assert trace.tools == [{"type": "function", "function": function}]
+    assert len(trace.generations) == 2
+
+
+def test_parts_that_are_no_text_stay_in_a_message_of_blocks():
+    picture = {"type": "image", "source": {"type": "base64", "data": "A"}}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a cat"}]}
+    [trace] = tg.read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, picture]}, said]}])
+    assert trace.messages[0]["content"] == [{"type": "text", "text": "what?"}, picture]
+    assert trace.messages[1]["content"] == "a cat"
+
+
+def test_of_blocks_what_is_hidden_is_left_out_and_what_has_the_form_of_openai_stays():
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    said = {"role": "assistant", "content": [hidden, {"type": "text", "text": "4"}]}
+    schema = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    record = {"messages": [{"role": "user", "content": "2+2?"}, said], "tools": [schema]}
+    [trace] = tg.read([record])
+    assert (trace.messages[1], trace.tools) == ({"role": "assistant", "content": "4"}, [schema])
+    found = registry.made_of({**record, "response": answered("5")})
+    assert found is None or found.name != "anthropic_talk", "the answer stands beside the messages"
+
+
+def test_a_prompt_is_the_text_that_holds_the_question():
+    schema = "Table t(a). Which rows are there?"
+    record = {"question": "Which rows are there?", "input_text": schema, "gold_sql": "x", "generated_text": "SELECT a"}
+    [trace] = tg.read([record])
+    assert [each["content"] for each in trace.messages] == [schema, "SELECT a"]
+    [other] = tg.read([{**record, "input_text": "Table t(a)."}])
+    assert other.messages[0]["content"] == "Which rows are there?", "it does not hold the question"
+    [short] = tg.read([{**record, "question": "a?", "input_text": "Is it a?"}])
+    assert short.messages[0]["content"] == "a?", "so few letters stand in others by chance"
+
+
+def answer_to(prompt, answer="4", **more):
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], **more}
+
+
+def test_the_prompts_of_an_export_are_counted_one_by_one():
+    prompts = ["a", "a", "b", "b", "b", "c"]
+    export = {"made": 1, "runs": [answer_to(prompt, str(at), score=at % 2) for at, prompt in enumerate(prompts)]}
+    [found] = infer_fields.find([export]).of("group")
+    assert (found.why, found.partial) == ("5 records begin with one of 2 prompts that others share", True)
+    calls = [{"calls": [{"request": {}, "response": {}}], "input": prompt} for prompt in prompts]
+    assert infer_fields._by_prompt(calls) == [(each, 1) for each in calls], "no messages say that they are alike"
+
+
+@pytest.mark.parametrize(
+    ("records", "partial"),
+    [
+        ([answer_to("a", score=1), answer_to("a", score=0)] * 2, False),
+        ([answer_to("a", score=1), answer_to("a", score=0), answer_to("a")], True),
+        ([answer_to("a", score=1), answer_to("a", score=0), answer_to("b", score=1)], True),
+        ([answer_to(str(at), task=each, score=at % 2) for at, each in enumerate("aaabbb")], False),
+        ([answer_to(str(at), task=each, score=at % 2) for at, each in enumerate("aaabbc")], True),
+    ],
+)
+def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, partial, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in records))
+    following = tg.doctor.examine(path, MODEL).following
+    assert "--map.group" in following
+    assert ("--advantage.singleton zero" in following) == partial
+
+
+@pytest.mark.parametrize(("tasks", "alone"), [("aabb", False), ("aabbc", True)])
+def test_a_command_allows_lone_traces_of_groups_that_were_told(tasks, alone, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(answer_to("q", task=each, score=at)) + "\n" for at, each in enumerate(tasks)))
+    following = tg.doctor.examine(path, MODEL, map=config.Map(group="task", reward="score")).following
+    assert ("--advantage.singleton zero" in following) == alone
+
+
+def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_path):
+    path = tmp_path / "x.jsonl"
+    rows = [answer_to(prompt, score=at % 3) for at, prompt in enumerate("aabcdefghij")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    following = tg.doctor.examine(path, MODEL).following
+    assert "--map.group" not in following
+    assert following.endswith("--advantage.baseline batch_mean")
+    [found] = infer_fields.find(path).of("group")
+    assert found.line() == "found    2 records begin with the same prompt: --map.group prompt", "it is still said"
+
+
+def test_of_several_ratings_that_of_all_is_first_and_a_weight_is_last():
+    rows = [
+        answer_to(q, accuracy=at % 5, overall=at % 4, weight=at / 9, tone=at % 3) for at, q in enumerate("aabbaabb")
+    ]
+    assert [each.path for each in infer_fields.find(rows).of("reward")] == ["overall", "accuracy", "weight"]
+    [alone] = infer_fields.find([answer_to(q, weight=at / 9) for at, q in enumerate("aabb")]).of("reward")
+    assert alone.path == "weight"

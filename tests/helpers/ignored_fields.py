@@ -1,0 +1,24 @@
+"""What tests share of test_every_field: ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@contextmanager
+def ignored(cls: type, name: str, value: Any) -> Iterator[None]:
+    """`cls.name` reads as `value`, whatever an instance was made with."""
+    before = cls.__dict__.get(name)
+    setattr(cls, name, property(lambda self: value, lambda self, given: None))
+    try:
+        yield
+    finally:
+        delattr(cls, name)
+        if before is not None:
+            setattr(cls, name, before)

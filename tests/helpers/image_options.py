@@ -1,0 +1,30 @@
+"""What tests share of test_pictures_learner: images_tower."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import tracegrad as tg
+import vlm
+from recorded_pictures import GOLDEN
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
+
+
+def images_tower(folder: Path) -> None:
+    """A run on a recording with pictures moves the weights of what sees them."""
+    model, records = vlm.folder(folder / "vlm"), tg.read(GOLDEN)
+    sequences = tg.align(records, tg.Tokenizer.from_pretrained(model))
+    rewards = np.arange(sequences.traces, dtype=np.float32)[:, None] % 3
+    sequences = replace(sequences, rewards=rewards, group=np.zeros(sequences.traces, np.int32), group_names=("g",))
+    options = {"images.tower": "trained", "data.holdout": 0.0, "optimizer.lr": 1e-3}
+    options["data.accept_truncated_sampling"] = True
+    done = tg.train(model, sequences, out=folder / "out", options=options)
+    before, after = (load_file(each / "model.safetensors") for each in (model, done.checkpoint))
+    assert any("visual" in name and not before[name].equal(after[name]) for name in before)

@@ -1,0 +1,18 @@
+"""What tests share of test_ranks: told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import tracegrad
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+
+def told():
+    path = os.pathsep.join([str(Path(tracegrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -1,0 +1,56 @@
+"""What tests share of test_cli_record: Running."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+from shop_files import folder, played, server  # noqa: F401
+
+BARE = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "
+
+BARE += "from tracegrad.cli import main; sys.exit(main(sys.argv[1:]))"
+
+WITHOUT_TORCH = [sys.executable, "-c", BARE]
+"""The command line where neither torch nor transformers can be imported: recording needs none."""
+
+
+class Running:
+    """`tracegrad proxy` in a process of its own."""
+
+    def __init__(self, out, url, *more):
+        self.out = out
+        command = [*WITHOUT_TORCH, "proxy", "--server", url, "--out", str(out), *more]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.said = []
+        while not (self.said and "a trajectory ends" in self.said[-1]):
+            line = self.process.stdout.readline()
+            assert line, "".join(self.said)
+            self.said.append(line)
+        self.url = re.search(r"OPENAI_BASE_URL=(http://\S+?)/s/NAME/v1", "".join(self.said))[1]
+        self.key = (out / "key").read_text().strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(60)
+        self.process.stdout.close()
+
+    def ask(self, path, body, key=None, **headers):
+        sent = {"Authorization": f"Bearer {key or self.key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), sent)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def stop(self, number=signal.SIGINT):
+        self.process.send_signal(number)
+        return self.process.wait(60), self.process.stdout.read()

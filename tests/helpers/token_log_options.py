@@ -1,0 +1,23 @@
+"""What tests share of test_terms: terms_kept, terms_megabytes."""
+
+from unittest import mock
+
+from tracegrad.trainer import token_log_writer
+from tracegrad.trainer.token_log import Terms
+from watched import GROUPS, SIZE, traces, watched
+
+
+def terms_kept(folder):
+    """The row of `terms.keep` in test_every_option."""
+    watched(traces(), folder, terms__keep="none")
+    assert not (folder / "terms").exists()
+
+
+def terms_megabytes(folder):
+    """The row of `terms.megabytes` there."""
+    with mock.patch.object(
+        token_log_writer, "_MEGA", 20_000
+    ):  # 20 kB and not 256 times as much, which would hold everything
+        watched(traces(), folder, terms__megabytes=1)
+    [name] = Terms(folder).sets()
+    assert 0 < Terms(folder).sequences(name).traces < GROUPS * SIZE

@@ -1,0 +1,62 @@
+"""The example for other people's trainers runs as it stands, and its loss is the loss of our own road."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tracegrad as tg
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRACES = 16
+
+
+@pytest.fixture(scope="module")
+def trained(example):
+    sys.path.insert(0, str(EXAMPLES))
+    import in_your_trainer
+
+    traces, model = str(example / "traces.jsonl.zst"), str(example / "model")
+    rows = tg.align(tg.read(traces)[:TRACES], tg.Tokenizer.from_pretrained(model)).branches
+    return in_your_trainer.train(traces, model, steps=2, rows_per_step=rows)
+
+
+def test_it_is_at_most_60_lines_and_takes_no_learner_of_ours():
+    source = (EXAMPLES / "in_your_trainer.py").read_text()
+    assert len(source.splitlines()) <= 60
+    assert "learner" not in source
+    assert "tg.pack" not in source
+
+
+def test_its_first_loss_is_that_of_packed_rows(trained, example):
+    tokenizer = tg.Tokenizer.from_pretrained(example / "model")
+    whole = tg.align(tg.read(example / "traces.jsonl.zst"), tokenizer)
+    some = tg.align(tg.read(example / "traces.jsonl.zst")[:TRACES], tokenizer)
+    advantages = tg.advantage.group_mean(whole.reward, whole.group)[:TRACES]
+    objective = tg.presets.DAPO
+    (step,) = tg.pack(some, advantages, token_budget=4096, needs=objective.needs)
+    model = AutoModelForCausalLM.from_pretrained(example / "model", dtype=torch.float32)
+    with torch.no_grad():
+        old = np.concatenate([tg.model.logprobs(model, batch).numpy() for batch in step.batches])
+    order = np.concatenate([batch.term for batch in step.batches])
+    step = step.with_logprobs(old=old[np.argsort(order)])
+    fixed = tg.correct(
+        step.old_logprobs, step.rollout_logprobs, trace=step.trace,
+        weights=objective.weights, reduce=objective.reduce, totals=step.totals,
+    )  # fmt: skip
+    loss = sum(
+        objective(tg.model.logprobs(model, batch), None, step.terms(batch, fixed)).loss.item() for batch in step.batches
+    )
+    _, losses = trained
+    assert losses[0] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+
+
+def test_it_changes_the_model(trained, example):
+    model, losses = trained
+    start = AutoModelForCausalLM.from_pretrained(example / "model", dtype=torch.float32)
+    pairs = zip(model.parameters(), start.parameters(), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) > 1e-5
+    assert all(np.isfinite(losses))

@@ -1,0 +1,410 @@
+"""The check of the servers' weights: each mistake that a server can make is found before the next update, and named."""
+
+import asyncio
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from online_runs import CONFIG, run
+from policy_server import AGAIN, MODEL, PolicyServer
+from tracegrad.online import Play, SyncFault, weight_check
+from tracegrad.online.logprob_gap import BF16_MEDIAN, BF16_P99, Gap, Proof, explains, share_given
+from tracegrad.online.mismatch_causes import distributions
+from tracegrad.online.weight_sample import LENGTH, Canary, Row, Sample, probe_of
+from tracegrad.weight_sync import probe_requests
+
+BF16 = tg.config.update(CONFIG, [("train.dtype", "bf16")])
+ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 2e-2)])
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Fewer tokens of each server: the stand-in samples one request after the other."""
+    monkeypatch.setattr(probe_requests, "TOKENS", 64)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 6)
+
+
+def fault(server, out, **told):
+    with server, pytest.raises(SyncFault) as raised:
+        run(server, out, **told)
+    print(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"top_p": 0.8}, r"with top_p 0\.8"),
+        pytest.param({"top_k": 3}, "with top_k 3,", marks=pytest.mark.nightly),
+        pytest.param({"min_p": 0.2}, r"with min_p 0\.(1[5-9]|2)", marks=pytest.mark.nightly),
+        ({"frequency_penalty": 1.5}, r"with frequency_penalty 1\.5,"),
+        pytest.param({"presence_penalty": 0.7}, r"with presence_penalty 0\.7,", marks=pytest.mark.nightly),
+        ({"repetition_penalty": 1.3}, r"with repetition_penalty 1\.3,"),
+        ({"top_k": 5, "top_p": 0.9}, "likeliest tokens alone"),
+    ],
+)
+def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampling, named):
+    said = fault(PolicyServer(sampling=sampling), tmp_path)
+    assert said.startswith("step 1:")
+    assert re.search(named, said), said
+
+
+@pytest.mark.parametrize(
+    ("mistake", "step", "named"),
+    [
+        ("layer", 2, "weights of layer 1 are those of the version before"),
+        ("cached", 0, "cache of responses"),
+        ("bf16", 1, "most likely compute in bfloat16"),
+        ("tokenizer", 0, "another tokenizer than the policy"),
+    ],
+)
+def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypatch):
+    monkeypatch.setattr(probe_requests, "TOKENS", 256 if mistake == "cached" else 64)
+    said = fault(PolicyServer(mistake), tmp_path)
+    assert said.startswith(f"step {step}:") or not step
+    assert named in said
+
+
+@pytest.mark.nightly
+def test_an_answer_that_is_given_again_after_a_push_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
+    server = PolicyServer("cached")
+
+    class Before(dict):
+        """Answers to what was asked before the last push: each is given once more; none to what was played."""
+
+        def __setitem__(self, same, answer):
+            super().__setitem__((same, server.pushes), answer)
+
+        def __contains__(self, same):
+            found = [push for asked, push in self.keys() if asked == same]
+            return json.loads(same)["max_tokens"] == LENGTH and bool(found) and max(found) < server.pushes
+
+        def __getitem__(self, same):
+            answer = super().__getitem__(max(key for key in self.keys() if key[0] == same))
+            self[same] = answer
+            return answer
+
+    server.answered = Before()
+    assert "cache of responses" in fault(server, tmp_path, steps=6)
+
+
+def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypatch):
+    """The first time it is asked twice; prompts that are new to a cache say nothing of that, and stay out of it."""
+    told = []
+
+    async def ask(servers, probes, *, length, again, salt):
+        told.append(([probe.body["prompt"] for probe in probes], length, again))
+        return [
+            probe_requests.Said("http://a", n, [1], [2] * 3, [-0.5] * 3, f"{len(told)}-{n}") for n in range(len(probes))
+        ]
+
+    monkeypatch.setattr(probe_requests, "ask", ask)
+    monkeypatch.setattr(Canary, "_measured", lambda self, said, temperatures: said)
+    ranks = SimpleNamespace(shared=lambda value: value)
+    link = SimpleNamespace(run=lambda work: asyncio.run(work(None, None)))
+    asking = Canary(SimpleNamespace(ranks=ranks), link, Play(), None)
+    for prompts, salt in (("ab", None), ("cd", "new"), ("cd", None), ("ef", None)):
+        asking.probes = [probe_requests.Probe(probe_requests.COMPLETIONS, {"prompt": each}) for each in prompts]
+        asking.ask(salt)
+    assert told == [(["a", "b"], None, True), *[(["a", "c", "d"], 3.0, False)] * 2, (["c", "e", "f"], 3.0, False)]
+
+
+@pytest.mark.nightly
+def test_weights_older_than_the_version_before_are_named(tmp_path):
+    """At version 2 the server has those that the run began with."""
+    server = PolicyServer("restarted")
+    assert "weights that the run began with" in fault(server, tmp_path, steps=4)
+
+
+def test_an_adapter_with_another_factor_is_named(tmp_path):
+    said = fault(PolicyServer("scaled"), tmp_path, config=ADAPTERS, sync="lora", steps=4)
+    assert "add the adapter with the factor 4, and the trainer with 2" in said
+
+
+def test_one_of_several_servers_is_named(tmp_path):
+    with PolicyServer() as good, PolicyServer("deaf") as bad, pytest.raises(SyncFault) as raised:
+        run(good, tmp_path, servers=[good.url, bad.url], steps=4)
+    assert f"Of 2 servers it is {bad.url} alone. They still run the weights of the version before" in str(raised.value)
+
+
+@pytest.mark.nightly
+def test_a_second_server_behind_one_address_is_said(tmp_path):
+    said = fault(PolicyServer("half"), tmp_path, steps=4)
+    assert re.search(r"\d+ of \d+ answers agree: more than one server may stand behind one address", said)
+
+
+@pytest.mark.nightly
+def test_a_second_server_behind_one_address_is_said_of_conversations(tmp_path, monkeypatch):
+    """The first answer of each is of the pushed weights, the second of those before: no conversation agrees whole."""
+    monkeypatch.setattr(probe_requests, "TOKENS", 0)
+    server = PolicyServer()
+    answer = server._answer
+
+    def of_two(body):
+        if body["messages"][-1]["content"] != AGAIN:
+            return answer(body)
+        server.adapted["old"] = server.bare
+        return {**answer({**body, "model": "old"}), "model": body["model"]}
+
+    server._answer = of_two
+
+    async def agent(task_, policy):
+        said = [*task_["prompt"], await policy.chat(task_["prompt"])]
+        message = await policy.chat([*said, {"role": "user", "content": AGAIN}])
+        return -float(len(message["content"] or "")) / 10
+
+    said = fault(server, tmp_path, agent=agent, steps=4, turns=2)
+    assert said.startswith("step 2:")
+    agreeing, answers = map(int, re.search(r"(\d+) of (\d+) answers agree: more than one server", said).groups())
+    assert agreeing == answers / 2
+    assert "They still run the weights of the version before" in said
+
+
+@pytest.mark.parametrize(
+    "mistake", ["deaf", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("layer", "half"))]
+)
+def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path, mistake, monkeypatch):
+    """Every push but the first is missed, the second among them: nothing is learnt from it what clean is."""
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
+    said = fault(PolicyServer(mistake), tmp_path, config=BF16, steps=6)
+    assert said.startswith("step 2:")
+    if mistake == "deaf":
+        assert "still run the weights of the version before" in said
+
+
+@pytest.mark.nightly
+def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeypatch):
+    """A top_p that moves no token beyond the bounds moves all of them one way."""
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
+    said = fault(PolicyServer(sampling={"top_p": 0.9}), tmp_path, config=BF16, steps=4)
+    assert "nats likelier to them on average, which rounding does not explain" in said
+
+
+@pytest.mark.nightly
+def test_a_penalty_within_the_bounds_of_bf16_is_named(tmp_path, monkeypatch):
+    """It moves few tokens, those up and others down: neither the bounds nor an average show it."""
+    monkeypatch.setattr(probe_requests, "TOKENS", 256)
+    monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
+    said = fault(PolicyServer(sampling={"presence_penalty": 0.3}), tmp_path, config=BF16, steps=4)
+    assert re.search(r"They sample with (presence|frequency)_penalty 0\.\d+, which", said), said
+
+
+def test_a_cause_that_one_token_speaks_for_explains_nothing():
+    drawn = np.random.default_rng(1)
+    now = drawn.normal(-1, 0.5, 400).astype(np.float32)
+    rollout = now + drawn.normal(0, 0.01, 400).astype(np.float32)
+    rollout[0] += np.float32(0.9)
+    one = now + drawn.normal(0, 1e-3, 400).astype(np.float32)
+    one[0] = rollout[0]
+    assert ((rollout - one) ** 2).sum() < 0.1 * ((rollout - now) ** 2).sum()
+    assert not explains(now, one, rollout)
+    # A slope over one token is that of its rounding: it leans nowhere.
+    assert Proof(bf16=True).leans(now, one, rollout) == 0
+    every = now + drawn.normal(0, 0.05, 400).astype(np.float32)
+    assert explains(now, every, every + (rollout - now) * (np.abs(rollout - now) < 0.1))
+
+
+def test_a_difference_counts_by_the_rounding_of_its_token():
+    """100 nearly certain tokens moved by 0.02 nats with the cause, 10 doubtful ones by 0.1 by rounding.
+
+    In nats the cause gives 0.04 of 0.14 squares. In roundings of 0.051 and 0.866 it gives 15.4 of 15.5.
+    """
+    now = np.r_[np.full(100, -0.01), np.full(10, -2.0)].astype(np.float32)
+    sign = np.float32((-1.0) ** np.arange(110))
+    other = now + np.where(np.arange(110) < 100, np.float32(0.02), np.float32(0)) * sign
+    rollout = np.where(np.arange(110) < 100, other, now + np.float32(0.1) * sign)
+    assert share_given(now, other, rollout)[0] == pytest.approx(15.38 / 15.51, abs=1e-3)
+    assert explains(now, other, rollout)
+    assert not explains(now, now + np.float32(0.002) * sign, rollout)
+
+
+@pytest.mark.nightly
+def test_a_clean_bf16_run_is_no_alarm(tmp_path):
+    with PolicyServer() as server:
+        found = run(server, tmp_path, config=BF16, steps=4)
+    assert [row["step"] for row in found.rows] == [1, 2, 3, 4]
+    assert all(0 < row["sync_p50"] <= BF16_MEDIAN and row["sync_p99"] <= BF16_P99 for row in found.rows)
+
+
+def test_that_logprobs_are_raw_is_said_with_what_the_check_cannot_see(tmp_path):
+    said = []
+    with PolicyServer() as server:
+        server.raw = True
+        run(server, tmp_path, steps=1, say=said.append)
+    assert any("logprobs are raw. The check sees other weights, and cannot see a temperature" in line for line in said)
+
+
+def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
+    said = []
+    with PolicyServer("template") as server:
+        run(server, tmp_path, steps=1, say=said.append)
+    assert any("another chat template" in line and "Be brief." in line for line in said)
+
+
+@pytest.mark.parametrize("tokens", [64, 0], ids=["asked", "not asked"])
+def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch, tokens):
+    """All that the step trains says that it is of version 0, and comes from elsewhere."""
+    monkeypatch.setattr(weight_check, "BESIDE", 1.0)
+    monkeypatch.setattr(probe_requests, "TOKENS", tokens)
+    with PolicyServer() as server:
+        answer = server._answer
+
+        def hotter(body):
+            server.mistake = "hot" if server.pushes == 1 and body["max_tokens"] == 12 and body.get("played") else None
+            return answer(body)
+
+        server._answer = hotter
+
+        async def agent(task_, policy):
+            told = {"played": True} if server.pushes == 1 and policy.session.name.startswith(("2-", "3-")) else {}
+            message = await policy.chat(task_["prompt"], **told)
+            return -float(len(message["content"] or "")) / 10
+
+        with pytest.raises(SyncFault) as raised:
+            run(server, tmp_path, agent=agent, steps=4, steps_ahead=1)
+    assert "played a version ago, and are compared with the weights of then" in str(raised.value)
+    assert "temperature 1.5" in str(raised.value)
+
+
+class Noise:
+    """A sample of so many tokens that are so many nats off."""
+
+    def __init__(self, nats, tokens=64):
+        self.off = np.float32(nats) * np.sin(np.arange(tokens, dtype=np.float32))
+
+    def gap(self):
+        return Gap.of(np.zeros_like(self.off), self.off)
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """`Check._search` of a bf16 run after `taken` pushes, where no cause explains anything: what it asks anew."""
+    told = {"tried": 0, "salts": [], "fresh": 0.1}
+
+    def explain(*_):
+        told["tried"] += 1
+        return weight_check.UNKNOWN
+
+    def ask(salt):
+        told["salts"].append(salt)
+        return Noise(told["fresh"])
+
+    monkeypatch.setattr(weight_check, "explain", explain)
+    driven = SimpleNamespace(taken=1, ranks=SimpleNamespace(shared=lambda value: value))
+    looked = weight_check.Check(driven, None, Proof(bf16=True), SimpleNamespace(ask=ask))
+
+    def searched(nats, taken=None, spent=None):
+        driven.taken = driven.taken if taken is None else taken
+        looked._spent = looked._spent if spent is None else spent
+        looked._search(2, Noise(nats))
+        return told["tried"], len(told["salts"])
+
+    return searched, told
+
+
+def test_keys_and_values_of_older_weights_are_found_where_new_prompts_are_nearer(search):
+    """0.9 nats against 0.1 of prompts with a new salt: more than `CERTAIN` standard errors of 64 and 64 ranks."""
+    searched, told = search
+    with pytest.raises(SyncFault, match="keys and values of older weights are left in their caches"):
+        searched(0.9)
+    assert told["salts"] == ["check-1"]
+
+
+def test_noise_that_new_prompts_have_too_is_no_fault_and_is_what_later_noise_is_compared_with(search):
+    searched, told = search
+    told["fresh"] = 0.9
+    assert searched(0.9) == (1, 1)
+    # Of the same push, no noisier, and the time is spent: nothing is tried. A hundredth of the time is enough again.
+    assert searched(1.2, spent=1e9) == (1, 1)
+    assert searched(0.9, spent=0.0) == (2, 1)
+    # Twice the squares are noisier, and each of the first three pushes is looked at, whatever it costs.
+    assert searched(1.3, spent=1e9) == (3, 2)
+    assert [searched(0.9, taken=taken, spent=1e9) for taken in (2, 3, 4)] == [(4, 2), (5, 2), (5, 2)]
+
+
+def test_before_the_first_push_causes_are_tried_and_no_cache_is_blamed(search):
+    searched, _ = search
+    assert searched(0.9, taken=0) == (1, 0)
+
+
+def test_a_short_gap_in_float32_is_clean_to_a_ten_thousandth():
+    at = np.float32([-1.0, -2.0])
+    assert Proof().holds(Gap.of(at, at + np.float32(9e-5)))
+    assert not Proof().holds(Gap.of(at, at + np.float32(2e-4)))
+    assert Proof().holds(Gap(0))
+
+
+def test_the_bounds_of_bf16_are_the_same_in_every_run():
+    """After a first step whose gap is that of a missed push no other one holds."""
+    proof = Proof(bf16=True)
+    for nats in (15.0, 9.0, 9.0):
+        gap = Gap.of(np.zeros(9, np.float32), np.full(9, nats, np.float32))
+        assert not proof.holds(gap)
+    few_off = np.r_[np.zeros(250), np.full(6, 0.4)].astype(np.float32)
+    assert not proof.holds(Gap.of(few_off, np.zeros(256, np.float32)))
+    assert proof.holds(Gap.of(few_off[:-4], np.zeros(252, np.float32)))
+
+
+def test_leaning_towards_the_version_before_is_certain_or_nothing():
+    drawn = np.random.default_rng(0)
+    now = drawn.normal(-1, 0.5, 400).astype(np.float32)
+    before = (now + drawn.normal(0, 0.02, 400)).astype(np.float32)
+    noise = drawn.normal(0, 0.01, 400).astype(np.float32)
+    proof = Proof(bf16=True, square=1e-4)
+    assert proof.leans(now, before, now + noise) == 0
+    assert 0.8 < proof.leans(now, before, before + noise) < 1.2
+    assert 0.3 < proof.leans(now, before, (now + before) / 2 + noise) < 0.7
+    # What rounding of `now` gives by itself, where the update is as small as rounding.
+    rounded = now + drawn.normal(0, 0.01, 400).astype(np.float32)
+    still = now + drawn.normal(0, 0.01, 400).astype(np.float32)
+    assert Proof(bf16=True, square=2e-4).leans(rounded, still, now + noise) == 0
+
+
+def test_a_request_is_asked_again_as_it_was_sent_but_for_its_length():
+    messages = [{"role": "user", "content": "?"}]
+    request = {"messages": messages, "temperature": 0.5, "stream": True, "n": 2, "max_tokens": 900, "tools": [{}]}
+    probe = probe_of({"calls": [{"request": request, "response": {}}]}, Play())
+    assert probe.path == probe_requests.CHAT
+    assert probe.body == {"messages": messages, "temperature": 0.5, "max_tokens": 16, "tools": [{}]}
+    assert probe.temperature == 0.5
+    text = probe_of({"calls": [{"request": {"prompt": "2+2="}, "response": {}}]}, Play())
+    assert (text.path, text.temperature) == (probe_requests.COMPLETIONS, 1.0)
+    told = {"calls": [{"request": {"messages": messages}, "response": {"prompt_token_ids": [1, 2]}}]}
+    ids = probe_of(told, Play(ids="tokens"))
+    assert (ids.path, ids.body["token_ids"]) == (probe_requests.GENERATE, [1, 2])
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    for other in ({"temperature": 0}, {"response_format": {"type": "json_object"}}, {"messages": [picture]}):
+        assert probe_of({"calls": [{"request": {**request, **other}, "response": {}}]}, Play()) is None
+    assert probe_of({"messages": messages}, Play()) is None
+
+
+def test_the_distributions_of_a_sample_are_the_models_own(tmp_path):
+    """Their logprobs are those of the packed forward, and the ids before each token are told apart."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tracegrad.trainer import Run
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    driven = Run(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, steps=1)
+    driven.begin()
+    ids = np.arange(20, 32)
+    rollout = np.full(12, np.nan, np.float32)
+    rollout[[5, 6, 7, 10, 11]] = -1.0
+    warmth = np.full(12, 2.0, np.float32)
+    sample = Sample.of(driven, [Row(ids[:4], np.float32([np.nan, -1, -1, -1]), warmth[:4]), Row(ids, rollout, warmth)])
+    found = distributions(driven, sample)
+    assert np.allclose(found.logprobs, sample.logprobs, atol=1e-5)
+    assert found.target.tolist() == [21, 22, 23, 25, 26, 27, 30, 31]
+    assert [each.tolist() for each in found.output] == [[], [21], [21, 22], [], [25], [25, 26], [], [30]]
+    assert [len(each) for each in found.prompt] == [1, 1, 1, 5, 5, 5, 10, 10]
+    with torch.no_grad():
+        logits = model(torch.tensor(ids)[None]).logits[0, 10]
+    assert np.allclose(found.logits[-1], logits.numpy(), atol=1e-4)

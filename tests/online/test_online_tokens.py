@@ -1,0 +1,66 @@
+"""An online run by ids: what it asks, that its proof holds and nothing forks, and what is refused before it begins."""
+
+import pytest
+
+import tracegrad as tg
+from online_runs import run
+from policy_server import MODEL, PolicyServer
+from tracegrad.errors import ArgumentError
+from tracegrad.online import Online, Play, servers
+
+
+async def twice(task, policy):
+    """Two turns, and less is better."""
+    messages = list(task["prompt"])
+    first = await policy.chat(messages)
+    second = await policy.chat([*messages, first, {"role": "user", "content": "more"}])
+    return -float(len(first["content"] + second["content"])) / 10
+
+
+def test_a_run_by_ids_proves_its_pushes_and_forks_nowhere(tmp_path):
+    forks = {}
+    for ids in ("tokens", "chat"):
+        with PolicyServer() as server:
+            found = run(server, tmp_path / ids, agent=twice, turns=2, temperature=1.5, ids=ids)
+            assert found.stopped == "done"
+            assert (server.generated > 0, server.calls > 0) == (ids == "tokens", ids == "chat")
+        assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
+        forks[ids] = sum(row["forks"] for row in found.rows)
+    # Sampled hot, the same text tokenises otherwise than it was drawn.
+    assert forks["tokens"] == 0 < forks["chat"], forks
+
+
+def test_servers_without_the_paths_end_a_run_by_ids_before_it_begins(tmp_path):
+    with PolicyServer() as server:
+        server.scales_out = False
+        with pytest.raises(ArgumentError, match="--enable-scale-out"):
+            run(server, tmp_path / "run", ids="tokens")
+        assert (server.generated, server.calls) == (1, 0)  # the check has tried
+
+
+def test_an_agent_with_its_own_client_is_told_that_it_has_no_address(tmp_path):
+    async def by_address(task, policy):
+        return policy.base_url
+
+    with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"play\.ids"):
+        run(server, tmp_path / "run", agent=by_address, ids="tokens", failures=2)
+
+
+def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
+    started = []
+
+    class Stop(Exception):
+        pass
+
+    def launch(python, model, *, name, arguments, **more):
+        started.append(arguments)
+        raise Stop
+
+    monkeypatch.setattr("tracegrad.rollout.launch.launch", launch)
+    for ids in ("chat", "tokens"):
+        with (
+            pytest.raises(Stop),
+            servers.served(MODEL, [], None, "python", {}, Online(), Play(ids=ids), tmp_path / ids, print),
+        ):
+            pass
+    assert ["--enable-scale-out" in arguments for arguments in started] == [False, True]

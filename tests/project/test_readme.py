@@ -1,0 +1,53 @@
+"""What README promises on its first screen runs as it is written."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+import tracegrad as tg
+from tracegrad.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_ten_lines_run_and_correct_nothing_where_old_is_what_was_recorded(monkeypatch, capsys):
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(code.splitlines()) <= 12
+    monkeypatch.chdir(ROOT)
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert "T0" in capsys.readouterr().out
+    assert np.allclose(names["corrected"].weight, 1.0)
+
+
+def test_the_doctor_says_what_readme_shows_of_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(ROOT)
+    (shown,) = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    recorded = tg.read("examples/quickstart/traces.jsonl.zst")
+    (tmp_path / "shifted.jsonl").write_text("".join(json.dumps(shifted(trace.to_dict())) + "\n" for trace in recorded))
+    for part in shown.split("$ ")[1:]:
+        command, *lines = [line for line in part.splitlines() if line.strip() not in ("", "...")]
+        arguments = [word.replace("shifted.jsonl", str(tmp_path / "shifted.jsonl")) for word in command.split()[1:]]
+        assert main(arguments) == int("shifted" in command)
+        said = iter(capsys.readouterr().out.replace(str(tmp_path) + "/", "").splitlines())
+        for line in lines:
+            assert line in said, line
+
+
+def shifted(record):
+    """The record as a recorder leaves it that begins each list with a filler and cuts it to its length."""
+    for holder in [*(call["response"]["choices"][0] for call in record.get("calls", ())), *record.get("messages", ())]:
+        content = (holder.get("logprobs") or {}).get("content") or []
+        for at in range(len(content) - 1, 0, -1):
+            content[at]["logprob"] = content[at - 1]["logprob"]
+        if content:
+            content[0]["logprob"] = 0.0
+    return record
+
+
+def test_every_page_that_a_page_links_to_is_there():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

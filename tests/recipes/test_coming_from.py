@@ -1,0 +1,327 @@
+"""Configs of other trainers: read without them, spelled option by option, refused by name, and trained with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from generate_docs import PEERS, coming_from_page
+from tracegrad import recipes
+from tracegrad.cli import main
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import presets
+from tracegrad.recipes.import_config import read
+
+FROM = {"trl": recipes.from_trl, "verl": recipes.from_verl, "skyrl": recipes.from_skyrl, "art": recipes.from_art}
+
+
+def test_the_page_is_the_one_that_the_code_makes():
+    page = Path(__file__).parents[2] / "docs" / "coming-from.md"
+    assert page.read_text(encoding="utf-8") == coming_from_page()
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_every_value_on_the_page_changes_something_and_is_spelled(peer):
+    for name, value, beside in peer.cases():
+        recipe = read(peer, {**beside, name: value})
+        assert f"{name} = {value}" in dict(recipe.told)
+        assert f"# {name} = {value}" in str(recipe)
+        settled, otherwise = recipe.settle()
+        assert otherwise == ()
+        assert presets.find(settled.objective.preset) == recipe.objective or settled.objective.overrides
+
+
+def test_the_peers_defaults_are_the_presets_of_their_names():
+    assert recipes.from_trl({"use_vllm": True}).objective == presets.TRL_DEFAULT
+    assert recipes.from_verl({}).objective == presets.VERL_DEFAULT
+    skyrl = {
+        "use_kl_loss": False,
+        "policy_loss_type": "regular",
+        "off_policy_correction": {
+            "tis_ratio_type": "token",
+            "sequence_mask_metric": "geometric",
+            "outlier_token_is_threshold_low": 1e-4,
+            "outlier_token_is_threshold_high": 100.0,
+        },
+    }
+    assert recipes.from_skyrl(skyrl).objective == presets.SKYRL_849
+    art = recipes.from_art({}).objective
+    assert (art.surrogate, art.weights) == (presets.ART_467.surrogate, presets.ART_467.weights)
+
+
+def test_each_option_is_spelled_as_what_is_due_to_it():
+    told = dict(recipes.from_trl({"loss_type": "grpo", "epsilon_high": 0.28, "beta": "1e-3", "delta": None}).told)
+    assert told == {
+        "loss_type = grpo": "objective.reduce.per = trace, objective.reduce.inner = mean",
+        "epsilon_high = 0.28": "objective.surrogate.high = 0.28",
+        "beta = 0.001": "objective.beta = 0.001",  # YAML 1.1 leaves 1e-3 as a text
+    }
+    idle = dict(recipes.from_trl({"vllm_importance_sampling_clip_max": 2.0}).told)
+    assert idle == {"vllm_importance_sampling_clip_max = 2.0": "without effect beside the others"}  # use_vllm is off
+
+
+@pytest.mark.parametrize(
+    ("peer", "told", "named"),
+    [
+        ("trl", {"loss_typ": "grpo"}, "Did you mean loss_type?"),
+        ("trl", {"loss_type": "ppo"}, "known: dapo, grpo"),
+        ("trl", {"beta": "high"}, "beta = 'high' (it must be int or float"),
+        ("trl", {"use_vllm": "yes"}, "it must be bool"),
+        ("trl", {"loss_type": "vespo", "importance_sampling_level": "sequence"}, "take token levels"),
+        ("trl", {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "off_policy_mask_threshold": 0.1}, "of the three"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": "1_2_3"}, "0.5_2.0"),
+        ("verl", {"rollout_is": None, "rollout_rs": "seq_k9", "rollout_rs_threshold": 1}, "no rejection"),
+        ("verl", {"rollout_is": None, "rollout_rs": "token_k1"}, "need one threshold"),
+        ("verl", {"actor_rollout_ref": {"actor": {"clip_ratio": "${x}"}}}, "it is an interpolation"),
+        (
+            "skyrl",
+            {"policy_loss_type": "clip_cov", "off_policy_correction": {"tis_ratio_type": "token"}},
+            "SkyRL does not correct this loss",
+        ),
+        ("skyrl", {"trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": 0.5}, "one bound"),
+        ("skyrl", {"policy_loss_type": "rollout_is", "off_policy_correction.tis_ratio_type": "token"}, "telescope"),
+        ("art", {"truncated_importance_sampling": 2.0}, "squares the ratio"),
+        ("art", {"mask_prob_ratio": True, "ppo": True}, "epsilon 1, or a Gate"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_refused_by_its_name_with_a_cure(peer, told, named):
+    with pytest.raises(ArgumentError) as refused:
+        FROM[peer](told)
+    assert named in str(refused.value)
+    assert str(refused.value).startswith(f"{peer}: ")
+
+
+@pytest.mark.parametrize(
+    ("peer", "told", "named"),
+    [
+        ("verl", {"algorithm": {"adv_estimator": "gae"}}, "known: grpo, rloo, opo"),
+        ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.rollout_correction.bypass_mode": True}, "that pays"),
+        ("skyrl", {"trainer.algorithm.use_kl_in_reward": True}, "use_kl_loss False"),
+        ("skyrl", {"trainer.algorithm.dynamic_sampling.type": "replace"}, "copies of other groups, drawn at random"),
+        ("skyrl", {"trainer.algorithm.zero_variance_filter": True, "trainer.algorithm.dynamic_sampling.type": "filter"},
+         "has left such groups out"),
+        ("skyrl", {"trainer.fully_async.sample_full_batch": True}, "SkyRL has it with zero_variance_filter"),
+        ("verl", {"algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "metric": "acc"}}},
+         "compared by the reward that is trained on"),
+        ("art", {"advantage_balance": 0.5}, "advantage_balance = '0.5'"),
+        ("trl", {"optim": "adafactor"}, "optim = 'adafactor' (the optimizer is AdamW"),
+        ("trl", {"num_train_epochs": 0.5}, "num_train_epochs = '0.5'"),
+        ("trl", {"scale_rewards": "token"}, "known: group, batch, none"),
+        ("verl", {"actor_rollout_ref.actor.ppo_epochs": 2}, "ppo_epochs = '2'"),
+        ("verl", {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10}, "tell data.train_batch_size"),
+    ],
+)  # fmt: skip
+def test_what_says_how_a_run_goes_is_refused_by_a_run_alone_and_the_objective_is_there_without_it(peer, told, named):
+    recipe = FROM[peer](told)
+    assert recipe.objective == FROM[peer]({}).objective or "bypass_mode" in str(told)
+    assert any(named in each for each in recipe.unmet)
+    assert named in str(recipe)
+    with pytest.raises(ArgumentError) as refused:
+        recipe.settle()
+    assert named in str(refused.value)
+    assert "The objective alone is recipe.objective." in str(refused.value)
+
+
+def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made_up():
+    spelled = dict(recipes.from_trl({"num_train_epochs": 0.5, "epsilon_high": 0.28}).told)
+    assert spelled == {
+        "num_train_epochs = 0.5": "refused by a run",
+        "epsilon_high = 0.28": "objective.surrogate.high = 0.28",
+    }
+    assert recipes.from_trl({"scale_rewards": "token"}).advantage is None
+    assert recipes.from_verl({"algorithm": {"adv_estimator": "gae"}}).advantage is None
+    assert recipes.from_skyrl({"trainer.algorithm.advantage_estimator": "gae"}).advantage is None
+    synced = dict(recipes.from_trl({"sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "beta": 0.04}).told)
+    assert synced["ref_model_mixup_alpha = 0.5"] == "train.ref_mixup_alpha = 0.5"
+
+
+@pytest.mark.parametrize(
+    ("told", "spelled"),
+    [
+        ({"reward_weights": [1, 2]}, "data.reward_weights = 1,2"),
+        ({"num_iterations": 4}, "train.iterations = 4"),
+        ({"max_steps": 100}, "train.max_steps = 100"),
+        ({"warmup_ratio": 0.1}, "schedule.warmup_ratio = 0.1"),
+        ({"warmup_steps": 0.1}, "schedule.warmup_ratio = 0.1"),
+        ({"lr_scheduler_type": "polynomial"}, "schedule.name = polynomial"),
+    ],
+)
+def test_what_says_how_a_run_goes_becomes_an_option_of_the_run(told, spelled):
+    recipe = recipes.from_trl(told)
+    assert [here for _, here in recipe.told] == [spelled]
+    section, name = spelled.split(" = ")[0].split(".")
+    assert f"{getattr(getattr(recipe.settle()[0], section), name)}" == spelled.split(" = ")[1]
+
+
+def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
+    grpo = pytest.importorskip("trl").GRPOConfig
+    config = grpo(output_dir="unused", bf16=False, report_to=[], max_steps=50, warmup_steps=0.1, optim="adafactor",
+                  reward_weights=[1.0, 2.0], epsilon_high=0.28, loss_type="grpo")  # fmt: skip
+    recipe = recipes.from_trl(config)
+    assert recipe.objective == recipes.from_trl({"epsilon_high": 0.28, "loss_type": "grpo"}).objective
+    with pytest.raises(ArgumentError, match=r"1 of the options .*optim"):
+        recipe.settle()
+
+
+@pytest.mark.parametrize(
+    ("peer", "told", "said"),
+    [
+        ("trl", {}, {}),
+        ("trl", {"entropy_coef": 0.1}, {}),
+        ("trl", {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
+         {"bonus of a quantile": "it is about 0.4 times TRL's"}),
+        ("trl", {"loss_type": "bnpo"}, {"mean of a micro-batch": "over each micro-batch"}),
+        ("trl", {"scale_rewards": "batch"}, {"scale of a batch": "one generation batch, this by that of all traces"}),
+        ("trl", {"steps_per_generation": 4}, {"terms of a step": "of the 4 steps of a generation batch"}),
+        ("trl", {"steps_per_generation": 4, "loss_type": "grpo"}, {}),
+        ("trl", {"use_vllm": True}, {"missing logprobs": "weighs 1 here"}),
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}, {}),
+        ("verl", {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 2}, {}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-mean"}, {}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-sum", "rs": "seq_mean_k1"}, {"rejected rows": "by all rows"}),
+        ("verl", {"loss_mode": "sapo", "rs": "seq_mean_k1"}, {"rejected rows": "by all rows"}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-mean", "rs": "token_k1", "bypass_mode": True},
+         {"terms of a rejected row": "the share that is left times verl's"}),
+        ("verl", {"loss_agg_mode": "seq-mean-token-mean", "rs": "seq_mean_k1", "bypass_mode": True}, {}),
+        ("verl", {"loss_mode": "geo_mean", "rs": "token_k1"}, {"rejection within geo_mean": "over all terms"}),
+        ("verl", {"loss_mode": "geo_mean", "rs": "seq_mean_k1"}, {}),
+        ("verl", {"loss_mode": "geo_mean", "is": "token"}, {"weights of geo_mean": "each term carries its own"}),
+        ("verl", {"loss_mode": "geo_mean", "is": "sequence"}, {}),
+        ("verl", {"loss_mode": "geo_mean", "is": "token", "bypass_mode": True}, {}),
+        ("verl", {"warmup": 10}, {"rate within a batch": "for the 4 optimizer steps of a training batch"}),
+        ("verl", {"decay": 0.01}, {"norms and biases": "1 - lr * 0.01"}),
+        ("verl", {"adv": "grpo"}, {"epsilon of the deviation": "1e-6 to the standard deviation of a group, this 1e-4"}),
+        ("skyrl", {}, {"epsilon of the deviation": "1e-6", "norms and biases": "1 - lr * 0.01"}),
+        ("skyrl", {"trainer.algorithm.advantage_estimator": "maxrl"},
+         {"means below 0": "here the advantage is 0", "norms and biases": "1 - lr * 0.01"}),
+        ("skyrl", {"trainer.algorithm.grpo_norm_by_std": False}, {"norms and biases": "1 - lr * 0.01"}),
+        ("art", {"scale_rewards": False},
+         {"mean size of advantages": "by_mean_size", "AdamW": "weight decay 0.1", "missing logprobs": "a ratio of 1"}),
+    ],
+)  # fmt: skip
+def test_a_recipe_says_each_difference_of_its_config_and_no_other(peer, told, said):
+    if peer == "verl":
+        actor, correction = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+        places = {
+            "loss_mode": f"{actor}policy_loss.loss_mode",
+            "loss_agg_mode": f"{actor}loss_agg_mode",
+            "bypass_mode": f"{correction}bypass_mode",
+            "rs": f"{correction}rollout_rs",
+            "is": f"{correction}rollout_is",
+            "rollout_is": f"{correction}rollout_is",
+            "rollout_rs": f"{correction}rollout_rs",
+            "rollout_rs_threshold": f"{correction}rollout_rs_threshold",
+            "warmup": f"{actor}optim.lr_warmup_steps",
+            "decay": f"{actor}optim.weight_decay",
+            "adv": "algorithm.adv_estimator",
+        }
+        told = {f"{actor}optim.weight_decay": 0.0} | {places[name]: value for name, value in told.items()}
+        told |= {f"{correction}rollout_rs_threshold": 1.5} if f"{correction}rollout_rs" in told else {}
+        told |= {"data.train_batch_size": 1024} if f"{actor}optim.lr_warmup_steps" in told else {}
+    recipe = FROM[peer](told)
+    found = dict(recipe.differs)
+    assert set(found) == set(said)
+    assert all(words in found[name] and "{" not in found[name] for name, words in said.items())
+    assert all(f"# differs on purpose, {name}: {words}" in str(recipe) for name, words in found.items())
+
+
+def test_verls_warm_up_counts_training_batches():
+    # 1024 prompts in mini-batches of 256 are 4 optimizer steps: 10 batches are 40.
+    actor = "actor_rollout_ref.actor."
+    told = {"data.train_batch_size": 1024, f"{actor}ppo_mini_batch_size": 256, f"{actor}optim.lr_warmup_steps": 10}
+    assert dict(recipes.from_verl(told).options)["schedule.warmup_steps"] == 40
+    whole = told | {f"{actor}ppo_mini_batch_size": 1024}
+    assert dict(recipes.from_verl(whole).options)["schedule.warmup_steps"] == 10
+    assert "rate within a batch" not in dict(recipes.from_verl(whole).differs)
+
+
+def test_the_command_line_says_where_a_config_differs_and_what_a_run_refuses(example, group, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"entropy_coef": 0.1, "top_entropy_quantile": 0.4}))
+    told = ["--like", f"trl:{file}", "--print-config"]
+    assert main(arguments(example, group, tmp_path / "out", *told)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("# differs  on purpose, bonus of a quantile: TRL divides") for line in said)
+    file.write_text(json.dumps({"num_train_epochs": 0.5}))
+    assert main(arguments(example, group, tmp_path / "out", *told)) == 1
+    assert "num_train_epochs = '0.5'" in capsys.readouterr().err
+
+
+def test_all_that_is_refused_is_said_at_once():
+    with pytest.raises(ArgumentError, match=r"3 of the options .*mask.*optim.*num_train_epochs"):
+        recipes.from_trl({"optim": "adafactor", "num_train_epochs": 0.5, "beta": 0.1, "mask": 0})
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(ArgumentError, match="options have no names"):
+        recipes.from_trl(["loss_type"])
+    with pytest.raises(ArgumentError, match="more than 2,000 options"):
+        recipes.from_verl({"data": {str(place): 0 for place in range(3000)}})
+
+
+def arguments(example, traces, out, *more):
+    return ["train", str(traces), "--model", str(example / "model"), "--out", str(out), *more]
+
+
+@pytest.mark.parametrize("peer", FROM)
+def test_a_run_like_each_peers_defaults_takes_its_steps(example, group, tmp_path, capsys, peer):
+    pytest.importorskip("transformers")
+    config = {"verl": {"algorithm": {"adv_estimator": "grpo"}}, "trl": {"use_vllm": True, "num_train_epochs": 1}}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.get(peer, {})))
+    told = ["--like", f"{peer}:{file}", "--data.holdout", "0"]
+    assert main(arguments(example, group, tmp_path / "out", *told)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"recipe   {peer}:{file}: objective = ")
+    assert "trained  1 steps" in said
+
+
+def test_a_yaml_file_is_spelled_on_the_terminal_and_what_is_told_by_hand_wins(example, group, tmp_path, capsys):
+    pytest.importorskip("yaml")
+    file = tmp_path / "config.yaml"
+    file.write_text("loss_type: grpo\nlearning_rate: 2e-6\nbf16: true\n")
+    told = ["--like", f"trl:{file}", "--print-config"]
+    assert main(arguments(example, group, tmp_path / "out", *told, "--optimizer.lr", "1e-4")) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "#          loss_type = grpo: objective.reduce.per = trace, objective.reduce.inner = mean" in said
+    assert "# told     otherwise, which wins: optimizer.lr = 0.0001 (not 2e-06)" in said
+    assert "lr = 0.0001" in said
+    assert main(arguments(example, group, tmp_path / "out", *told, "--recipe", "DAPO")) == 1
+    assert "--recipe and --like are both told" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.yaml", "a: &x [1, 2]\nb: *x\n", "an alias"),
+        ("a.yaml", "- 1\n- 2\n", "it holds a list"),
+        ("a.yaml", "a: [", "it cannot be read"),
+        ("a.json", "[" * 200_000, "it cannot be read"),
+        ("a.yaml", "a" * 300_000, "It is no config"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "it cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_with_its_name(tmp_path, name, text, why):
+    pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ArgumentError) as refused:
+        recipes.like(f"trl:{tmp_path / name}")
+    assert why in str(refused.value)
+    assert name in str(refused.value)
+
+
+def test_other_peers_and_files_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="names no config"):
+        recipes.like("trlx:a.yaml")
+    with pytest.raises(ArgumentError, match="No such file"):
+        recipes.like(f"trl:{tmp_path / 'none.yaml'}")
+
+
+def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "a.yaml").write_text("loss_type: grpo\n")
+    with pytest.raises(ArgumentError, match="pip install pyyaml"):
+        recipes.like(f"trl:{tmp_path / 'a.yaml'}")

@@ -1,0 +1,502 @@
+"""Training runs: one update against plain torch, exact resume, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+import tracegrad as tg
+from tiny import sampled, spoilt, tiny_model
+from tracegrad import advantage, metrics
+from tracegrad import objective as algebra
+from tracegrad.data.codes import CUT, ENDINGS
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.objective import presets
+from tracegrad.objective.correction import Corrected
+from tracegrad.trainer import Outcome
+from tracegrad.trainer.step import measure, optimizer_step
+from tracegrad.trainer.step_metrics import off_policy, tally
+from tracegrad.trainer.steps import Feed
+from training_runs import (
+    SignalAfter,
+    assert_same,
+    run,
+    told,
+    torch,
+    traces,  # noqa: F401
+    without_times,
+)
+
+
+def test_one_update_is_that_of_plain_torch_on_padded_rows(traces):
+    """DAPO as its papers write it, with [B, S] tensors, log_softmax and autograd, against `optimizer_step`."""
+    drifted = replace(traces, rollout_logprobs=traces.rollout_logprobs - 0.4 * (np.arange(traces.tokens) % 3))
+    feed = Feed.of(drifted, presets.DAPO, told(data__holdout=0))
+    step = feed.steps(0)[0]
+    step = step.with_logprobs(old=measure(tiny_model(1), step.batches))
+    ours, theirs = tiny_model(2), tiny_model(2)
+    outcome = optimizer_step(ours, step, presets.DAPO, torch.optim.SGD(ours.parameters(), lr=0.1), grad_clip=0.05)
+
+    total = 0.0
+    for trace in np.unique(step.trace):
+        own = step.trace == trace
+        start, end = drifted.cu_seqlens[trace], drifted.cu_seqlens[trace + 1]
+        ids = torch.from_numpy(drifted.ids[start:end]).long()
+        place = torch.from_numpy(step.origin[own] - start)
+        logp = theirs(ids[None]).logits[0].float().log_softmax(-1)[place - 1, ids[place]]
+        old, rollout = (torch.from_numpy(a[own]) for a in (step.old_logprobs, step.rollout_logprobs))
+        advantage = float(feed.rewards[trace] - feed.rewards[drifted.group == drifted.group[trace]].mean())
+        ratio = (logp - old).exp()
+        surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
+        total = total + ((old - rollout).exp().clamp(max=2.0) * surrogate).sum()
+    total = total / len(step)
+    total.backward()
+    total = total.detach()
+    norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+
+    assert outcome.loss == pytest.approx(float(total), rel=1e-5)
+    assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("preset", ["DAPO", "GRPO_DIRECT", "DR_GRPO"])
+def test_the_update_does_not_depend_on_how_the_step_was_cut(traces, preset):
+    objective, found = presets.find(preset), []
+    for budget in (13, 64, 4096):
+        step = Feed.of(traces, objective, told(data__holdout=0, pack__token_budget=budget)).steps(0)[0]
+        model = tiny_model(5)
+        step = step.with_logprobs(old=measure(tiny_model(1), step.batches))
+        optimizer_step(model, step, objective, torch.optim.SGD(model.parameters(), lr=1.0))
+        moved = [(a - b).flatten() for a, b in zip(model.parameters(), tiny_model(5).parameters(), strict=True)]
+        found.append(torch.cat(moved).double())
+    for other in found[:2]:
+        assert (other - found[2]).norm() / found[2].norm() < 1e-5
+
+
+def test_training_makes_the_better_samples_likelier_and_value_rise(traces, tmp_path):
+    done, _ = run(
+        sampled(tiny_model(), groups=40, size=6), tmp_path, train__epochs=3, data__holdout=0.2, optimizer__lr=5e-3
+    )
+    first, last = done.rows[0], done.rows[-1]
+    assert first["off_policy_value"] == pytest.approx(
+        first["off_policy_value_recorded"], abs=1e-4
+    )  # theta is the policy that was recorded
+    assert last["off_policy_value"] > first["off_policy_value"] + 0.01
+    assert last["logprob_good"] - last["logprob_bad"] > first["logprob_good"] - first["logprob_bad"]
+    assert last["off_policy_value_ess_fraction"] < first["off_policy_value_ess_fraction"] == pytest.approx(1, abs=1e-4)
+
+
+def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
+    done, _ = run(traces, tmp_path, objective=algebra.with_kl(presets.DAPO, 0.01))
+    named = {metric.name for metric in metrics.METRICS}
+    for row in done.rows:
+        assert {
+            name for name in row if not name.startswith("correction/") and not {name, name.split("/")[0]} & named
+        } == set()
+    assert metrics.read_rows(tmp_path / "metrics.jsonl") == done.rows
+    assert done.rows[1]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the starting model
+    told = {"ess", "ess_count", "mismatch_p50", "weight_p99_9", "kl_rollout_old_k3_se", "chi2_trace", "perplexity_gap"}
+    assert told | {"gradient_largest_trace", "gradient_share_positive", "reward_std"} <= set(done.rows[1])
+    assert done.rows[1]["mismatch_mean"] == pytest.approx(1, abs=1e-4)  # the model is the one that was recorded
+    assert done.rows[-1]["kl"] > 0
+
+
+def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):
+    """Over one epoch that holds nothing out; a third of the traces was cut off."""
+    ending = np.where(np.arange(traces.traces) % 3, ENDINGS.index("ended"), CUT).astype(np.uint8)
+    done, _ = run(replace(traces, ending=ending), tmp_path, objective=presets.GRPO, train__epochs=1, data__holdout=0)
+    rows, branches = done.rows[1:], list(itertools.pairwise(traces.cu_seqlens))  # one of each trace
+    lengths = np.array([traces.trainable[start:end].sum() for start, end in branches])
+    prompts = [int(traces.trainable[start:end].argmax()) for start, end in branches]
+    assert rows[-1]["num_tokens"] == sum(prompts) + lengths.sum()
+    assert all(a["num_tokens"] < b["num_tokens"] for a, b in itertools.pairwise(rows))
+    total = sum(row["completions/mean_length"] * row["traces"] for row in rows)
+    assert total == pytest.approx(lengths.sum())
+    assert min(row["completions/min_length"] for row in rows) == lengths.min()
+    assert max(row["completions/max_length"] for row in rows) == lengths.max()
+    assert max(row["completions/max_terminated_length"] for row in rows) == lengths[ending != CUT].max()
+    cut = sum(row["completions/clipped_ratio"] * row["traces"] for row in rows)
+    assert cut == pytest.approx((ending == CUT).sum())
+
+
+@pytest.mark.parametrize(
+    ("stop", "changes", "objective"),
+    [
+        pytest.param(6, {}, presets.DAPO, marks=pytest.mark.nightly),
+        (4, {}, presets.DAPO),  # the end of an epoch: old is due
+        (3, {"train__updates_per_old": 5, "checkpoint__every": 2}, presets.GRPO),
+        (1, {"schedule__warmup_steps": 5, "optimizer__weight_decay": 0.1}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
+        pytest.param(0, {}, presets.DAPO, marks=pytest.mark.nightly),
+        # Batches of two packed steps, each trained three times: step 4 is within the second time of the first batch.
+        (3, {"train__updates_per_old": 2, "train__iterations": 3, "train__epochs": 1}, presets.DAPO),
+        pytest.param(5, {"train__max_steps": 7}, presets.DAPO, marks=pytest.mark.nightly),
+        (4, {"train__updates_per_old": 2, "train__iterations": 2, "train__max_steps": 7}, presets.GRPO),
+        # Mixed after steps 2, 4 and 6; at step 2 before the mixture was measured.
+        (3, {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
+        pytest.param(
+            2,
+            {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4},
+            algebra.with_kl(presets.GRPO_DIRECT, 0.05),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=[
+        "within an epoch",
+        "between epochs",
+        "old across epochs",
+        "with a reference",
+        "before the first step",
+        "within iterations",
+        "before max_steps",
+        "within iterations, before max_steps",
+        "with a mixed reference",
+        "before a mixed reference is measured",
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(traces, tmp_path, stop, changes, objective):
+    whole, parameters = run(traces, tmp_path / "whole", objective=objective, **changes)
+    cut, _ = run(traces, tmp_path / "cut", objective=objective, sinks=[SignalAfter(stop)], **changes)
+    assert (cut.stopped, cut.step, cut.exit_code) == ("signal", stop, 130)
+    again, resumed = run(traces, tmp_path / "cut", tiny_model(9), objective=objective, resume=True, **changes)
+    assert (again.stopped, again.step, again.exit_code) == ("done", whole.total, 0)
+    assert_same(parameters, resumed)
+    assert again.seconds["train"] >= cut.seconds.get("train", 0)  # what the process before spent is in it
+    for one, other in zip(whole.terms, again.terms, strict=True):  # of the last epoch, for the report
+        assert all(np.array_equal(vars(one)[name], value) for name, value in vars(other).items())
+    held = ("off_policy_value", "logprob_")  # not measured at the step after which the run was stopped
+    names = {name for row in without_times(whole.rows) for name in row if not name.startswith(held)}
+    for one, other in zip(whole.rows, again.rows, strict=True):
+        assert {k: one.get(k) for k in names} == {k: other.get(k) for k in names}
+    assert without_times(metrics.read_rows(tmp_path / "whole" / "metrics.jsonl"))[-1] == without_times(again.rows)[-1]
+
+
+def test_sigterm_stops_after_the_step_too(traces, tmp_path):
+    done, _ = run(traces, tmp_path, sinks=[SignalAfter(2, signal.SIGTERM)])
+    assert (done.exit_code, done.step, done.checkpoint.name) == (143, 2, "step-00000002")
+
+
+def test_a_finished_run_can_be_given_more_of_max_steps(traces, tmp_path):
+    """The first run ends within the iterations of a batch; the second goes on there, into the next epoch."""
+    how = {"train__updates_per_old": 2, "train__iterations": 2}
+    _, parameters = run(traces, tmp_path / "whole", train__max_steps=9, **how)
+    ended, _ = run(traces, tmp_path / "more", train__max_steps=3, **how)
+    assert (ended.stopped, ended.step) == ("done", 3)
+    again, resumed = run(traces, tmp_path / "more", tiny_model(9), resume=True, train__max_steps=9, **how)
+    assert (again.stopped, again.step) == ("done", 9)
+    assert_same(parameters, resumed)
+
+
+def test_a_finished_run_can_be_given_more_epochs(traces, tmp_path):
+    _, parameters = run(traces, tmp_path / "whole", train__epochs=3)
+    run(traces, tmp_path / "more", train__epochs=2)
+    _, resumed = run(traces, tmp_path / "more", resume=True, train__epochs=3)
+    assert_same(parameters, resumed)
+
+
+def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(traces, tmp_path):
+    done, _ = run(
+        traces,
+        tmp_path,
+        stop__below_ess=0.9,
+        optimizer__lr=0.05,
+        data__holdout=0.3,
+        train__off_policy_value_per_epoch=99,
+    )
+    assert done.stopped == "ess"
+    assert done.step < done.total
+    assert done.rows[-1]["off_policy_value_ess_fraction"] < 0.9 <= done.rows[-2]["off_policy_value_ess_fraction"]
+    assert done.checkpoint.name == f"step-{done.step:08d}"
+
+
+@pytest.mark.nightly
+def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(traces, tmp_path):
+    other = spoilt()
+    how = {
+        "objective": presets.DAPO_DIRECT,
+        "data__holdout": 0.3,
+        "train__off_policy_value_per_epoch": 99,
+        "train__epochs": 6,
+    }
+    on, _ = run(other, tmp_path / "on", **how)
+    done, _ = run(other, tmp_path / "a", stop__worse=True, **how)
+    assert (on.stopped, done.stopped) == ("done", "worse")
+    assert done.best < done.step < done.total
+    assert done.rows[-1]["off_policy_value"] < done.rows[done.best]["off_policy_value"]
+    assert done.checkpoint.name == f"step-{done.step:08d}"
+    run(other, tmp_path / "b", stop__worse=True, sinks=[SignalAfter(done.step - 1)], **how)
+    again, _ = run(other, tmp_path / "b", resume=True, stop__worse=True, **how)
+    assert (again.stopped, again.step) == ("worse", done.step)
+    better, _ = run(traces, tmp_path / "c", stop__worse=True, **how)
+    assert better.step > done.step
+
+
+def test_a_run_is_not_overwritten(traces, tmp_path):
+    run(traces, tmp_path)
+    with pytest.raises(ArgumentError, match=r"holds a run.*--resume"):
+        run(traces, tmp_path)
+
+
+def test_resume_without_a_checkpoint_starts_anew(traces, tmp_path):
+    done, _ = run(traces, tmp_path, resume=True)
+    assert done.stopped == "done"
+
+
+def test_a_resumed_run_must_be_the_same_run(traces, tmp_path):
+    run(traces, tmp_path)
+    with pytest.raises(ArgumentError, match=r"optimizer.lr was 0.003 and is now 0.5"):
+        run(traces, tmp_path, resume=True, optimizer__lr=0.5)
+    with pytest.raises(ArgumentError, match="objective was"):
+        run(traces, tmp_path, resume=True, objective=presets.GRPO)
+    with pytest.raises(ArgumentError, match="the traces are not those"):
+        run(replace(traces, rewards=traces.rewards + 1), tmp_path, resume=True)
+
+
+def test_a_gradient_that_is_no_number_is_one_error_and_the_parameters_stay(traces):
+    model = tiny_model()
+    model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    step = Feed.of(traces, presets.DAPO_DIRECT, told()).steps(0)[0]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(TracegradError, match=r"the norm of the gradient is .* not taken"):
+        optimizer_step(model, step, presets.DAPO_DIRECT, torch.optim.AdamW(model.parameters()))
+    assert_same(before, model.state_dict())
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(traces, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(TracegradError, match=r"File exists|Not a directory"):
+        run(traces, tmp_path / "out")
+
+
+def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
+    from tracegrad.alignment.sequences import Sequences
+    from tracegrad.packing import pack
+
+    ids, trainable = [5, 6, 7, 8, 9, 3], [0, 1, 1, 1, 0, 1]
+    logprobs = [np.nan, -1, -2, -1, np.nan, -1]
+    two = Sequences.from_arrays(ids, [0, 4, 6], logprobs, trainable, group=[0, 0])
+    two = replace(
+        two,
+        turn=np.array([-1, 0, 0, 1, -1, 0], np.int32),
+        version=np.array([-1, 3, 3, 5, -1, -1], np.int32),
+        tier=np.array([255, 0, 0, 2, 255, 2], np.uint8),
+    )
+    [step] = pack(two, [1.0, -1.0], token_budget=16)
+    assert step.lag(5).tolist() == [2, 2, 0, -1]
+    ones = np.ones(4, np.float32)
+    outcome = Outcome(
+        0.0, 0.0, Corrected(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages, ones, ones > 0
+    )
+    found = off_policy(step, outcome, 5).named()
+    assert {name: found[name] for name in found if name.startswith("known_terms/")} == {
+        "known_terms/turn_0": 3,
+        "known_terms/turn_1": 1,
+        "known_terms/tier_T0": 2,
+        "known_terms/tier_T2": 2,
+        "known_terms/lag_0": 1,
+        "known_terms/lag_2": 2,
+        "known_terms/lag_unknown": 1,
+    }
+
+
+def test_metrics_are_worked_by_hand():
+    """Three terms of two traces; the last has no rollout logprob and was dropped by a gate."""
+    from tracegrad.alignment.sequences import Sequences
+
+    nan = float("nan")
+    two = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], [nan, -1, -2, nan, nan], [0, 1, 1, 0, 1], group=[0, 0])
+    from tracegrad.packing import pack
+
+    [step] = pack(two, [1.0, 0.0], token_budget=16)
+    step = step.with_logprobs(old=np.array([-1.0, -1.0, -1.0], np.float32))
+    keep = np.array([True, True, False])
+    outcome = Outcome(
+        loss=0.0,
+        grad_norm=0.0,
+        corrected=Corrected(np.ones(3), keep, np.ones(3), {}, {}),
+        logprobs=np.array([-0.5, -1.0, -3.0], np.float32),
+        entropy=np.array([1.0, 2.0, 6.0], np.float32),
+        ratio=np.array([np.exp(0.5), 0.5, 1.0], np.float32),
+        clipped=keep & [True, False, False],
+        gradient=np.zeros(3, np.float32),
+        weight=np.ones(3, np.float32),
+        keep=keep,
+    )
+    found = tally(step, outcome, presets.DAPO).means() | off_policy(step, outcome).named()
+    assert found["entropy"] == 3.0
+    assert found["frac_old_logprobs_valid"] == pytest.approx(2 / 3)
+    assert found["mean_importance_ratio"] == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)  # theta - rollout: 0.5, 1
+    assert found["kl_rollout"] == pytest.approx(((np.exp(0.5) - 1 - 0.5) + (np.exp(1.0) - 1 - 1.0)) / 2)
+    assert found["rollout_gap"] == pytest.approx(0.75)
+    assert found["kl_old"] == pytest.approx(
+        ((np.exp(0.5) - 1.5) + 0 + (np.exp(-2.0) + 1)) / 3
+    )  # theta - old: 0.5, 0, -2
+    assert found["ratio_mean"] == pytest.approx((np.exp(0.5) + 0.5) / 2)
+    assert found["ratio_max"] == pytest.approx(np.exp(0.5))
+    assert found["clip_fraction"] == pytest.approx(1 / 3)
+    assert found["clip_fraction_any"] == pytest.approx(2 / 3)  # one above and one below the bounds
+    assert found["frac_zero_advantage"] == 0.5
+
+
+def test_bf16_rounds_the_forward_pass_and_keeps_float32_parameters(traces, tmp_path):
+    done, parameters = run(traces, tmp_path, train__dtype="bf16", train__epochs=1)
+    assert {value.dtype for value in parameters.values()} == {torch.float32}
+    assert 1e-5 < done.rows[1]["rollout_gap"] < 0.05
+    assert done.rows[1]["ratio_mean"] == pytest.approx(1, abs=1e-5)  # theta and old are rounded alike
+
+
+# --- what is refused ---
+
+
+def tiers(traces, tier, share=1.0):
+    """The sequences with the sampled tokens of the first traces in `tier`."""
+    owner = np.repeat(traces.trace, np.diff(traces.cu_seqlens))
+    here = traces.trainable & (owner < share * traces.traces)
+    gone = np.where(here, np.nan, traces.rollout_logprobs).astype(np.float32)
+    return replace(traces, tier=np.where(here, tier, traces.tier).astype(np.uint8), rollout_logprobs=gone)
+
+
+def test_text_of_another_model_gets_no_ratio_and_is_told_what_works(traces, tmp_path):
+    foreign = tiers(traces, 6, share=0.5)
+    with pytest.raises(ArgumentError, match=r"48 of 96 traces, '0' first, .*T6.*TOPR_POSITIVE --text-only"):
+        run(foreign, tmp_path)
+    done, _ = run(foreign, tmp_path / "sft", objective=presets.WEIGHTED_SFT, data__text_only=True)
+    assert done.stopped == "done"
+    assert 0 < done.rows[1]["frac_old_logprobs_valid"] < 1
+
+
+def test_no_trace_at_all_is_said_and_sent_to_the_doctor():
+    model = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+    nothing = tg.align(tg.Traces.from_records([]), tg.Tokenizer.from_pretrained(model))
+    with pytest.raises(ArgumentError, match=r"there is no trace: .* tracegrad doctor"):
+        Feed.of(nothing, presets.DAPO, told())
+
+
+def test_logprobs_of_an_unknown_kind_get_no_ratio_unless_the_temperature_is_one(traces):
+    unknown = replace(traces, logprob_kind=np.zeros(traces.traces, np.uint8))
+    with pytest.raises(ArgumentError, match=r"95 more do not say .* temperature is not recorded.*--logprob-kind raw"):
+        Feed.of(unknown, presets.DAPO, told())
+    warm = replace(unknown, temperature=np.full(traces.traces, 0.7, np.float32))
+    with pytest.raises(ArgumentError, match=r"the temperature was 0\.7"):
+        Feed.of(warm, presets.DAPO, told())
+    Feed.of(replace(unknown, temperature=np.ones(traces.traces, np.float32)), presets.DAPO, told())
+    Feed.of(unknown, presets.DAPO, told(data__logprob_kind="unknown"))
+    Feed.of(unknown, presets.WEIGHTED_SFT, told())
+
+
+def test_raw_logprobs_of_warm_samples_are_said_to_be_no_sampling_ratio(traces):
+    warm = replace(
+        traces,
+        logprob_kind=np.ones(traces.traces, np.uint8),
+        temperature=np.full(traces.traces, 0.7, np.float32),
+    )
+    assert "measures mismatch" in Feed.of(warm, presets.DAPO, told()).notes[0]
+
+
+def test_how_long_an_old_stays_follows_the_number_of_passes_and_is_said(traces):
+    def feed(objective=presets.DAPO, **changes):
+        return Feed.of(traces, objective, told(**{"pack__step_groups": 4, **changes}))
+
+    def said(found):
+        return [note for note in found.notes if "--train.updates_per_old" in note]
+
+    def refreshed(found):
+        return [step for step in range(8) if found.plan(5).refreshes_old(step)]
+
+    one, several = feed(train__epochs=1), feed(train__epochs=3)
+    assert "before each update, as there is one pass" in said(one)[0]
+    assert "stays for an epoch, as there are 3 passes" in said(several)[0]
+    assert (refreshed(one), refreshed(several)) == ([*range(8)], [0, 5])
+    by_hand = feed(train__epochs=1, train__updates_per_old=2)
+    assert (said(by_hand), refreshed(by_hand)) == ([], [0, 2, 4, 6])
+    assert refreshed(feed(presets.A3PO, train__epochs=1)) == [0, 5]  # its proximal is of the epoch's beginning
+    assert not said(feed(train__epochs=1, pack__step_groups=1000))  # one step, whose old it is
+    assert not said(feed(presets.DAPO_DIRECT, train__epochs=1))
+
+
+def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_path):
+    none = replace(traces, rollout_logprobs=np.full(traces.tokens, np.nan, np.float32))
+    with pytest.raises(ArgumentError, match=r"none of \d+ trained tokens has a recorded logprob.*TOPR_POSITIVE"):
+        Feed.of(none, presets.DAPO, told())
+    some = traces.rollout_logprobs.copy()
+    some[traces.terms[::10]] = np.nan
+    holes = replace(traces, rollout_logprobs=some)
+    assert "have no recorded logprob" in Feed.of(holes, presets.DAPO, told()).notes[0]
+    done, _ = run(holes, tmp_path)
+    assert done.rows[1]["frac_old_logprobs_valid"] == pytest.approx(0.9, abs=0.02)
+    assert done.rows[1]["correction/kept"] == pytest.approx(0.9 * done.rows[1]["terms"], rel=0.02)
+    with pytest.raises(ArgumentError, match="ratio of 1"):
+        run(holes, tmp_path / "n", objective=presets.DAPO_DIRECT, train__missing="neutral")
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "said"),
+    [
+        (presets.DAPO_DIRECT, {"train__updates_per_old": 3}, "takes no old logprobs"),
+        (presets.WEIGHTED_SFT, {"train__missing": "refuse"}, "takes no rollout logprobs"),
+        (presets.DAPO, {"data__holdout": 0, "stop__below_ess": 0.1}, "value is not measured"),
+        (presets.DAPO, {"advantage__ddof": 0}, "advantage.scale is none"),
+        (presets.DAPO, {"advantage__baseline": "none", "advantage__scale": "std"}, "advantage.baseline is none"),
+        (presets.DAPO, {"advantage__baseline": "rloo", "advantage__scale": "std"}, "advantage.baseline is rloo"),
+    ],
+)
+def test_an_option_without_effect_is_an_error(traces, objective, changes, said):
+    with pytest.raises(ArgumentError, match=rf"has no effect: .*{said}"):
+        Feed.of(traces, objective, told(**changes))
+
+
+def test_equal_rewards_are_refused_as_there_is_nothing_to_learn(traces):
+    equal = replace(traces, rewards=np.ones_like(traces.rewards))
+    with pytest.raises(ArgumentError, match="in no group do rewards differ"):
+        Feed.of(equal, presets.DAPO, told())
+
+
+def test_a_baseline_of_the_config_is_the_function_of_that_name(traces):
+    owner = np.repeat(traces.trace, np.diff(traces.cu_seqlens))
+    lengths = np.bincount(owner[traces.trainable], minlength=traces.traces)
+    whole = {"data__holdout": 0}
+    for name, expected in {
+        "rloo": advantage.rloo(traces.reward, traces.group),
+        "opo": advantage.opo(traces.reward, lengths, traces.group),
+        "max_rl": advantage.max_rl(traces.reward, traces.group),
+    }.items():
+        found = Feed.of(traces, presets.DAPO, told(advantage__baseline=name, **whole)).advantages
+        np.testing.assert_array_equal(found, expected)
+    found = Feed.of(traces, presets.DAPO, told(advantage__scale="batch_std", **whole)).advantages
+    np.testing.assert_array_equal(found, advantage.group_mean(traces.reward, traces.group, scale="batch_std", ddof=1))
+
+
+def test_a_group_of_one_is_an_explicit_choice(traces):
+    alone = replace(traces, group=np.arange(traces.traces, dtype=np.int32))
+    with pytest.raises(ArgumentError, match="A baseline needs two"):
+        Feed.of(alone, presets.DAPO, told())
+    assert Feed.of(alone, presets.DAPO, told(advantage__baseline="batch_mean")).advantages.any()
+
+
+def test_rewards_are_taken_by_name(traces):
+    two = replace(traces, rewards=np.stack([traces.reward * 0, traces.reward], 1), reward_names=("format", "correct"))
+    np.testing.assert_array_equal(Feed.of(two, presets.DAPO, told(data__reward="correct")).rewards, traces.reward)
+    with pytest.raises(ArgumentError, match="Did you mean correct"):
+        Feed.of(two, presets.DAPO, told(data__reward="corect"))
+
+
+def test_ids_of_another_tokenizer_are_refused(traces, tmp_path):
+    with pytest.raises(ArgumentError, match=r"trace '\w*': token id 400 stands in it, and the model has 48"):
+        run(replace(traces, ids=np.where(traces.ids == 3, 400, traces.ids).astype(np.int32)), tmp_path)
+
+
+def test_held_out_traces_are_not_trained_on(traces):
+    feed = Feed.of(traces, presets.DAPO, told(data__holdout=0.25))
+    trained = np.unique(np.concatenate([step.trace for step in feed.steps(0)]))
+    [rows] = feed.held_pieces()
+    measured = np.unique(feed.held_part(rows).step.trace)
+    assert sorted([*trained, *measured]) == list(range(traces.traces))
+    assert len(np.unique(traces.group[measured])) == 6

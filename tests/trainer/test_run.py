@@ -1,0 +1,380 @@
+"""A run that is driven step by step: the loop over a file is one of its callers, and yours may be another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from manual_steps import (
+    steps_of,
+    traces,  # noqa: F401
+)
+from tiny import VOCABULARY, tiny_model
+from tracegrad import config
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.objective import Adapt, Entropy, presets, with_kl
+from tracegrad.packing import pack
+from tracegrad.trainer import Run, train
+from tracegrad.trainer.lora import adapters_off, load_model, with_adapters
+
+OF_THE_LOOP = {"seconds", "tokens_per_s", "epoch"}
+
+
+def told(**changes):
+    base = {"optimizer.lr": 3e-3, "train.epochs": 2, "pack.step_groups": 6, "pack.token_budget": 64, "data.holdout": 0}
+    return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
+
+
+def parameters(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def without(row, names=frozenset()):
+    return {k: v for k, v in row.items() if k not in OF_THE_LOOP | names and not k.startswith("off_policy_value")}
+
+
+def known(row):
+    """A row without what is not a number, as `nan != nan`."""
+    return {k: v for k, v in row.items() if v is not None and v == v}
+
+
+OWN = {
+    "old": (presets.DAPO, {"train__updates_per_old": 1}),
+    "direct, with a reference": (with_kl(presets.DAPO_DIRECT, 0.05), {}),
+    "adapters": (with_kl(presets.DAPO_DIRECT, 0.05), {"train__lora_rank": 2}),
+    "proximal": (presets.A3PO, {"train__updates_per_old": 2}),
+    "idle left out": (presets.DR_GRPO, {"train__updates_per_old": 1, "pack__skip_zero_weight": True}),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(traces, tmp_path, name):
+    objective, changes = OWN[name]
+    proximal = objective.needs.proximal
+    if (
+        proximal
+    ):  # what no version is known of is of the newest one in a file, and of the trained one where that is told
+        traces = replace(traces, version=np.where(traces.trainable, np.maximum(traces.version, 3), -1).astype(np.int32))
+    theirs, ours = tiny_model(), tiny_model()
+    given = {"config": told(**changes), "sinks": (), "say": lambda _: None}
+    done = train(traces, theirs, objective=objective, out=tmp_path / "train", **given)
+    run = Run(ours, objective, told(**changes), out=tmp_path / "own")
+    rows, reference = [], np.zeros(traces.tokens, np.float32)
+    for epoch in range(2):
+        for step in steps_of(traces, objective, epoch, skip_zero_advantage=run.config.pack.skip_zero_weight):
+            if objective.needs.ref and epoch == 0:  # measured once: beside other traces its rounding may be another
+                step = run.ready(step)
+                reference[step.origin] = step.ref_logprobs
+            elif objective.needs.ref:
+                step = step.with_logprobs(ref=reference[step.origin])
+            version = 4 + run.taken if proximal else 4  # the newest recorded is 4
+            run.step(step, version, rewards=traces.reward, endings=traces.ending)
+            rows.append(run.row())
+    assert run.taken == done.total == 8
+    assert_same(parameters(theirs), parameters(ours))
+    own = {"staleness_mean", "staleness_max"}
+    for one, other in zip(done.rows[1:], rows, strict=True):
+        assert own < other.keys()
+        assert own.isdisjoint(one)  # a file does not say which version it trains
+        if not proximal:
+            assert known(without(one)) == known(without(other, own))
+
+
+def test_several_updates_on_one_old_are_those_of_train(traces, tmp_path):
+    theirs, ours = tiny_model(), tiny_model()
+    given = {"objective": presets.GRPO, "config": told(), "sinks": (), "say": lambda _: None}
+    train(traces, theirs, out=tmp_path / "train", **given)
+    run = Run(ours, presets.GRPO, told(), out=tmp_path / "own")
+    for epoch in range(2):
+        for step in [run.ready(step) for step in steps_of(traces, presets.GRPO, epoch)]:
+            run.step(step)
+    assert_same(parameters(theirs), parameters(ours))
+
+
+# --- saved and taken up ---
+
+ADAPTS = replace(
+    with_kl(presets.A3PO, 0.05), entropy=Entropy(0.01, gated=False, adapt=Adapt(target=9.0, delta=0.01, high=1.0))
+)
+
+
+def driven(run, traces, numbers):
+    """Steps by number, twice each epoch's, with the rows."""
+    packed, rows = [*steps_of(traces, run.objective, 0), *steps_of(traces, run.objective, 1)], []
+    for number in numbers:
+        run.step(packed[number], version=7 + number)
+        rows.append(without(run.row()))
+    return rows
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path, adapters):
+    told_so = told(train__lora_rank=adapters, train__updates_per_old=3, schedule__warmup_steps=6)
+    whole = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "whole")
+    rows = driven(whole, traces, range(8))
+    cut = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
+    driven(cut, traces, range(4))
+    saved = cut.save()
+    torch.manual_seed(5)
+    again = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
+    assert again.restore().step == 4
+    assert (again.taken, again.version) == (4, 10)
+    assert again.watch.seconds["train"] == cut.watch.seconds["train"] > 0
+    assert driven(again, traces, range(4, 8)) == rows[4:]
+    assert rows[4]["entropy_coef"] == pytest.approx(0.05)  # 0.01, and 0.01 more after each of four steps
+    assert_same(parameters(whole.model), parameters(again.model))
+    if not adapters:
+        assert_same(parameters(load_model(saved)), cut.weights())
+    assert (tmp_path / "cut" / "checkpoint").resolve() == saved.resolve()
+    assert (tmp_path / "cut" / "config.toml").read_text() == (tmp_path / "whole" / "config.toml").read_text()
+
+
+def test_a_folder_without_a_checkpoint_is_nothing_to_restore_and_one_with_is_not_overwritten(traces, tmp_path):
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    assert run.restore() is None
+    [step, *_] = steps_of(traces, run.objective, 0)
+    run.step(step)
+    run.save()
+    other = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    for act in (lambda: other.step(step), other.save):
+        with pytest.raises(ArgumentError, match=r"holds a run.*step-00000001.*restore\(\) before"):
+            act()
+    other.restore()
+    other.step(step)
+
+
+def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_reads(traces, tmp_path):
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run.save()
+    Run(tiny_model(), presets.DAPO_DIRECT, told(pack__step_groups=3, data__holdout=0.5), out=tmp_path).restore()
+    with pytest.raises(ArgumentError, match=r"optimizer.lr was 0.003 and is now 0.1"):
+        Run(tiny_model(), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path).restore()
+    with pytest.raises(ArgumentError, match="the traces are not those"):  # it had none
+        train(traces, tiny_model(), objective=presets.DAPO_DIRECT, out=tmp_path, config=told(), resume=True, sinks=())
+    state = next((tmp_path / "checkpoint" / "resume" / "state").glob("*.safetensors"))
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    with pytest.raises(ReadError, match="not as it was written"):
+        Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path).restore()
+
+
+# --- lag ---
+
+
+def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
+    """Two traces of four terms: versions 3, 3, unknown; 5. The trainer is at 6."""
+    from tracegrad.alignment.sequences import Sequences
+
+    nan = float("nan")
+    ids, trainable = [5, 6, 7, 8, 9, 3], [0, 1, 1, 1, 0, 1]
+    two = Sequences.from_arrays(ids, [0, 4, 6], [nan, -1, -2, -1, nan, -1], trainable, group=[0, 0])
+    two = replace(two, version=np.array([-1, 3, 3, -1, -1, 5], np.int32))
+    [step] = pack(two, [1.0, -1.0], token_budget=16)
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run.step(step, version=6)
+    row = run.row()
+    assert (row["staleness_mean"], row["staleness_max"]) == (pytest.approx((3 + 3 + 1) / 3), 3)
+    assert {k: row[k] for k in row if k.startswith("known_terms/lag")} == {
+        "known_terms/lag_1": 1,
+        "known_terms/lag_3": 2,
+        "known_terms/lag_unknown": 1,
+    }
+    run.step(step)
+    assert not [name for name in run.row() if "lag" in name and "unknown" not in name]
+    with pytest.raises(ArgumentError, match="version is 4, and a term was sampled by version 5"):
+        run.step(step, version=4)
+    assert run.taken == 2
+
+
+def test_a_batch_that_is_stale_throughout_is_not_of_lag_0(traces, tmp_path):
+    stale = replace(traces, version=np.where(traces.trainable, 3, -1).astype(np.int32))
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run.step(steps_of(stale, run.objective, 0)[0], version=5)
+    assert (run.row()["staleness_mean"], run.row()["staleness_max"]) == (2, 2)
+
+
+def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkeypatch):
+    """`old` would be measured every third step. alpha = (proximal - recorded) / (current - recorded)."""
+    import tracegrad.trainer.trainer as module
+
+    seen, whole = [], module.optimizer_step
+    monkeypatch.setattr(
+        module, "optimizer_step", lambda t, step, *a, **k: (seen.append(step.alpha), whole(t, step, *a, **k))[1]
+    )
+    # All traces but the first are of version 2; its terms are of no known one: of the version that is told.
+    version = np.where(traces.trainable & (np.arange(traces.tokens) >= traces.cu_seqlens[1]), 2, -1)
+    some = replace(traces, version=version.astype(np.int32))
+    step = next(step for step in steps_of(some, presets.A3PO, 0) if (step.version < 0).any())
+    # Steps 1 to 3 have their proximal at 4, and step 4 at its own version: 2/2, 2/3, 2/4, 1 for those of version 2.
+    # For the others 1 where they are as new as the trained policy, and (4 - 4) / (5 - 4) where the proximal is.
+    cases = {"a version a step": ((4, 5, 6, 7), [1, 1, 1, 1]), "a version a refresh": ((4, 4, 4, 5), [1, 0, 0, 1])}
+    for name, (versions, fresh) in cases.items():
+        run, seen[:] = Run(tiny_model(), presets.A3PO, told(train__updates_per_old=3), out=tmp_path / name), []
+        for version in versions:
+            run.step(step, version=version)
+        here = [sorted({round(float(a), 6) for a in each[step.version == 2]}) for each in seen]
+        assert here == [[1.0], [0.666667], [0.5], [1.0]]
+        assert [set(each[step.version < 0].tolist()) for each in seen] == [{alpha} for alpha in fresh]
+    with pytest.raises(ArgumentError, match=r"log-linear proximal.*version is None"):
+        run.step(step)
+
+
+# --- weights ---
+
+
+def test_weights_are_the_state_dict(traces, tmp_path):
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run.step(steps_of(traces, run.objective, 0)[0])
+    assert_same(parameters(run.model), run.weights())
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= run.weights().keys()  # a tied head by both its names
+    with pytest.raises(ArgumentError, match="Qwen3ForCausalLM has none"):
+        run.weights(adapters="alone")
+    with pytest.raises(ArgumentError, match="Say merged or alone"):
+        run.weights(adapters="both")
+
+
+def adapted(**more):
+    import peft
+
+    kind = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **more}
+    return peft.get_peft_model(tiny_model(), peft.LoraConfig(**kind))
+
+
+@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}], ids=str)
+def test_merged_weights_are_those_of_the_model_that_peft_merges(traces, tmp_path, more):
+    run = Run(adapted(**more), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path)
+    for step in steps_of(traces, run.objective, 0)[:2]:
+        run.step(step)
+    before = parameters(run.model)
+    found = run.weights()
+    assert_same(before, parameters(run.model))  # and the run may go on
+    bare = tiny_model()
+    assert found.keys() == bare.state_dict().keys()
+    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], bare.model.layers[0].mlp.up_proj.weight)
+    bare.load_state_dict(found)
+    [step, *_] = steps_of(traces, run.objective, 0)
+    with_them = run.measure(step)
+    other = Run(bare, presets.DAPO_DIRECT, told(), out=tmp_path / "bare")
+    np.testing.assert_allclose(other.measure(step), with_them, rtol=0, atol=2e-5)
+    with adapters_off(run.model):
+        assert np.abs(run.measure(step) - with_them).max() > 1e-2
+    assert_same(found, parameters(run.model.merge_and_unload()))
+
+
+def test_adapters_alone_are_what_peft_writes(traces, tmp_path):
+    from safetensors.torch import load_file
+
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(train__lora_rank=2), out=tmp_path)
+    run.step(steps_of(traces, run.objective, 0)[0])
+    assert_same(load_file(run.save() / "adapter_model.safetensors"), run.weights(adapters="alone"))
+
+
+# --- what a step brings and lacks ---
+
+
+def test_the_reference_is_the_model_as_it_was_given(traces, tmp_path):
+    objective = with_kl(presets.DAPO_DIRECT, 0.05)
+    run = Run(tiny_model(), objective, told(), out=tmp_path)
+    [first, second, *_] = steps_of(traces, objective, 0)
+    run.step(first)
+    start = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path / "start").measure(second)
+    assert np.array_equal(run.ready(second).ref_logprobs, start)
+    assert not np.array_equal(run.measure(second), start)
+    given = second.with_logprobs(ref=start - 1)
+    assert run.ready(given) is given  # what a step brings is taken
+
+
+@pytest.mark.parametrize("keep_start", [True, False])
+def test_a_mixed_reference_is_a_second_model_that_follows_the_policy(traces, tmp_path, keep_start):
+    objective = with_kl(presets.DAPO_DIRECT, 0.05)
+    options = told(train__ref_every=1, train__ref_mixup_alpha=0.25)
+    run = Run(tiny_model(), objective, options, out=tmp_path, keep_start=keep_start)
+    [first, *_] = steps_of(traces, objective, 0)
+    start = run.measure(first, of="reference")
+    run.step(first)
+    model, trained = tiny_model(), dict(run.model.named_parameters())
+    mixed = {name: 0.25 * trained[name] + 0.75 * before for name, before in model.named_parameters()}
+    model.load_state_dict(mixed, strict=False)
+    expected = Run(model, objective, told(), out=tmp_path / "expected").measure(first)
+    np.testing.assert_allclose(run.measure(first, of="reference"), expected, rtol=0, atol=1e-6)
+    assert np.abs(expected - start).max() > 1e-4
+
+
+def test_adapters_are_not_mixed_and_an_alpha_without_a_cadence_is_refused(traces, tmp_path):
+    objective = with_kl(presets.DAPO_DIRECT, 0.05)
+    mixing = told(train__ref_every=1, train__ref_mixup_alpha=0.25, train__lora_rank=2)
+    with pytest.raises(ArgumentError, match=r"ref_mixup_alpha is 0\.25, and the model has adapters"):
+        Run(tiny_model(), objective, mixing, out=tmp_path)
+    with pytest.raises(ArgumentError, match=r"ref_mixup_alpha has no effect: train\.ref_every is 0"):
+        train(traces, tiny_model(), objective=objective, out=tmp_path, config=told(train__ref_mixup_alpha=0.5))
+
+
+@pytest.mark.parametrize("how", [{"keep_start": False}, {"config": {"train__ref_every": 2}}], ids=str)
+def test_a_reference_that_nothing_can_measure_is_an_error_with_its_cure(traces, tmp_path, how):
+    objective = with_kl(presets.DAPO_DIRECT, 0.05)
+    run = Run(tiny_model(), objective, told(**how.pop("config", {})), out=tmp_path, **how)
+    [step, *_] = steps_of(traces, objective, 0)
+    with pytest.raises(ArgumentError, match=r"no ref_logprobs.*with_logprobs\(ref=run.measure\(step\)\)"):
+        run.step(step)
+    run.step(step.with_logprobs(ref=run.measure(step)))
+    assert run.row()["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    [step, *_] = steps_of(replace(traces, ids=np.where(traces.ids == 7, VOCABULARY, traces.ids)), run.objective, 0)
+    with pytest.raises(ArgumentError, match=f"row 0 of the step: token id {VOCABULARY} .* {VOCABULARY} embeddings"):
+        run.step(step)
+    [step, *_] = steps_of(traces, run.objective, 0)
+    with pytest.raises(ArgumentError, match="rewards has 3 entries, and trace"):
+        run.step(step, rewards=np.zeros(3))
+    with pytest.raises(ArgumentError, match="version"):
+        run.step(step, version=-1)
+    assert run.row() == {}
+
+
+def test_without_memory_the_error_names_the_step(traces, tmp_path, monkeypatch):
+    import tracegrad.trainer.trainer as module
+
+    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+
+    def lost(*given, **how):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0")
+
+    monkeypatch.setattr(module, "optimizer_step", lost)
+    with pytest.raises(TracegradError, match="step 1: the device has no memory left"):
+        run.step(steps_of(traces, run.objective, 0)[0])
+
+
+def test_a_step_that_nothing_is_left_of_says_so(traces):
+    objective = presets.DR_GRPO
+    even = np.where(np.arange(traces.traces) // 4 % 12 < 6, 0.0, 1.0)  # six groups with, six without an advantage
+    given = {"token_budget": 64, "step_groups": 6, "per": "trace", "needs": objective.needs}
+    assert [step.trains for step in pack(traces, even, **given)] == [True] * 4
+    packed = pack(traces, even, skip_zero_advantage=True, **given)
+    assert [step.trains for step in packed] == [False, True, False, True]
+    assert [len(step) for step in packed if not step.trains] == [0, 0]
+    by_rank = pack(traces, even, skip_zero_advantage=True, ranks=30, rank=29, **given)
+    assert [step.trains for step in by_rank] == [False, True, False, True]  # also where this rank has none
+    assert {len(step) for step in by_rank} == {0}
+
+
+def test_adapters_of_the_caller_are_their_own_reference(traces, tmp_path):
+    objective = with_kl(presets.DAPO_DIRECT, 0.05)
+    run = Run(with_adapters(tiny_model(), 2), objective, told(), out=tmp_path)
+    assert run.reference is None  # no copy was made
+    [step, *_] = steps_of(traces, objective, 0)
+    run.step(step)
+    with adapters_off(run.model):
+        bare = run.measure(step)
+    assert np.array_equal(run.ready(step).ref_logprobs, bare)

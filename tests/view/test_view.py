@@ -1,0 +1,356 @@
+"""The viewer without a browser: what the index finds, what is given to whom, and that strangers' text stays text."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import shlex
+import time
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import tracegrad as tg
+from tracegrad import config, recipes
+from tracegrad.cli import main
+from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.view import Session, chosen, database, pieces
+from tracegrad.view.app import application
+from tracegrad.view.export import page_of
+from tracegrad.view.runs import page, state_of
+from tracegrad.view.search import find, literals
+from view_pages import (
+    HOSTILE,
+    MODEL,
+    record,
+    session,  # noqa: F401
+    whole,
+    written,
+)
+
+
+@pytest.fixture
+def client(session):
+    with TestClient(application(session, "secret"), base_url="http://127.0.0.1:8000") as client:
+        yield client
+
+
+def test_every_trace_has_its_numbers_in_the_order_of_the_file(session):
+    columns = session.columns()
+    assert session.rows == 1100
+    assert columns["reward"][:5].tolist() == [1, 0, 0, 0, 1]
+    assert columns["advantage"][:4].tolist() == [0.75, -0.25, -0.25, -0.25]  # of a group with mean 1/4
+    assert columns["lag"][:4].tolist() == [2, 1, 0, 2]  # the newest version is 2
+    assert columns["length"][0] == 2
+    assert columns["turns"][0] == 1
+    assert columns["calls"][:2].tolist() == [0, 1]
+    assert columns["tier"][0] == 0
+    assert np.isnan(columns["drift"]).all()  # nothing was aligned
+    assert np.isnan(columns["pull"]).all()  # and nothing trained
+    assert session.tagged("tool:price").tolist() == list(range(1, 1100, 2))
+    assert session.labels([3]) == [{"n": 3, "id": "t3", "group": "g0", "head": "How much is amber number 3?"}]
+
+
+def test_text_is_found_by_its_trigrams_whatever_its_case(session):
+    path = str(session.indexer.path)
+    assert find(path, "AMBER number 77?", False).rows == [77]
+    assert find(path, "7?", False).rows == [n for n in range(1100) if n % 10 == 7]
+    assert find(path, r"amber number 1\d7\?", True).rows == list(range(107, 198, 10))
+    assert find(path, "nowhere at all", False) == ([], None)
+    with pytest.raises(ArgumentError, match="no regular expression"):
+        find(path, "(", True)
+
+
+def test_the_trigrams_narrow_what_is_read(session, monkeypatch):
+    """The law of the index: a search reads the candidates alone, and without it finds the same."""
+    path, read = str(session.indexer.path), []
+    from tracegrad.view import search
+
+    texts = search._texts
+    monkeypatch.setattr(search, "_texts", lambda *told: (read.append(row[0]) or row for row in texts(*told)))
+    rows = find(path, "amber number 777", False).rows
+    assert (rows, len(read)) == ([777], 1)
+    assert find(path, "amber number (777)", True).rows == [777]
+    assert len(read) - 1 == 1100  # "amber number " is in all of them
+
+
+def test_a_search_ends_in_time_and_goes_on_where_it_stopped(session):
+    path, rows, start, asked = str(session.indexer.path), [], 0, 0
+    while start is not None:
+        found = find(path, "amber", False, start, seconds=0.0)
+        rows, start, asked = rows + found.rows, found.next, asked + 1
+    assert rows == list(range(1100))
+    assert asked > 1000
+
+
+def test_what_an_expression_must_hold_is_what_its_matches_hold():
+    for expression, text in (
+        (r"b[ai]rch \w+ saffron", "birch x saffron"),
+        ("(?:abc)+def", "abcabcdef"),
+        ("a|bcd", "a"),
+    ):
+        assert re.search(expression, text)
+        assert all(run in text for run in literals(expression))
+
+
+def test_an_expression_without_end_is_ended_and_the_next_search_answers(tmp_path):
+    traces = written(tmp_path / "t.jsonl", [record(0, messages=[{"role": "user", "content": "a" * 64 + "!"}])])
+    with Session([traces], tmp_path / "index") as opened:
+        whole(opened)
+        with TestClient(application(opened, "secret"), base_url="http://127.0.0.1") as client:
+            late = client.get("/secret/search", params={"q": "(a+)+$", "regex": "1"})
+            assert late.status_code == 400
+            assert "took longer" in late.json()["error"]
+            assert client.get("/secret/search", params={"q": "aaa!"}).json() == {"rows": [0], "next": None}
+
+
+def test_only_who_knows_the_token_and_asks_this_machine_is_let_in(client):
+    assert client.get("/secret/state").json()["rows"] == 1100
+    for path in ("/", "/state", "/wrong/state", "/secretx/state", "/secret"):
+        assert client.get(path, follow_redirects=False).status_code in (404, 307)
+    assert client.get("/wrong/state").status_code == 404
+    assert client.get("/secret/state", headers={"host": "evil.example"}).status_code == 404
+    assert client.post("/secret/state").status_code == 405
+
+
+def test_every_answer_forbids_scripts_of_strangers(client):
+    for path in ("", "state", "columns", "trace/0", "static/main.js", "runs", "nothing"):
+        policy = client.get(f"/secret/{path}").headers["content-security-policy"]
+        assert "script-src 'self';" in policy
+        assert "unsafe" not in policy
+        assert policy.startswith("default-src 'none'")
+    page = client.get("/secret/").text
+    assert "http" not in page.replace("http-equiv", "")
+    assert not re.search(r"<script(?! src=\"static/)", page)
+    assert client.get("/secret/static/..%2fapp.py").status_code == 404
+
+
+def test_columns_and_rows_come_as_the_page_reads_them(client, session):
+    names = client.get("/secret/state").json()["names"]
+    table = np.frombuffer(client.get("/secret/columns").content, "<f4").reshape(len(names), -1)
+    np.testing.assert_array_equal(table[names.index("reward")], session.columns()["reward"])
+    assert client.get("/secret/rows?n=1,2,x").json()[1]["id"] == "t2"
+    assert np.frombuffer(client.get("/secret/tag?name=tool:price").content, "<i4")[0] == 1
+    assert "no row 5000" in client.get("/secret/trace/5000").json()["error"]
+
+
+def test_a_hostile_trace_stays_text(tmp_path):
+    call = {"function": {"name": HOSTILE, "arguments": json.dumps({HOSTILE: HOSTILE})}}
+    said = [{"role": HOSTILE, "content": HOSTILE, "name": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
+    said[1]["tool_calls"] = [call]
+    traces = written(tmp_path / "t.jsonl", [record(n, messages=said, id=HOSTILE, group=HOSTILE) for n in range(2)])
+    with Session([traces], tmp_path / "index") as opened:
+        whole(opened)
+        found = pieces.trace(opened, 0)
+        put_in_as_they_are = ("facts", "messages", "tokens", "drift", "why", "history")
+        for html in (*(found[name] for name in put_in_as_they_are), pieces.beside(opened, 0)):
+            assert not re.search("<script|<img|\u202e", html)
+        page = page_of(opened, [0, 1])
+        ours = list(re.findall(r"<script>(.*?)</script>", page, re.S))
+        allowed = re.findall(r"'(sha256-[^']+)'", page.split("style-src")[0])
+        hashes = ["sha256-" + base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in ours]
+        assert hashes == allowed
+        assert page.count("<script") == len(ours) + 3  # the data, and two traces
+        assert "<img" not in page
+
+
+def test_a_long_message_is_folded_and_comes_in_parts(tmp_path):
+    text = "x" * 300_000 + "END"
+    traces = written(tmp_path / "t.jsonl", [record(0, messages=[{"role": "user", "content": text}])])
+    with Session([traces], tmp_path / "index") as opened:
+        whole(opened)
+        html = pieces.trace(opened, 0)["messages"]
+        assert len(html) < 6_000
+        [start] = re.findall(r'data-start="(\d+)"', html)
+        assert int(start) == 4_000
+        part = pieces.message(opened, 0, 0, 4_000)
+        assert 200_000 < len(part) < 201_000
+        assert pieces.message(opened, 0, 0, 204_000).endswith("END")
+        with pytest.raises(ArgumentError, match="no message 7"):
+            pieces.message(opened, 0, 7, 0)
+
+
+def test_with_a_model_tiers_drift_and_tokens_are_those_of_align(tmp_path):
+    source = MODEL.parent / "traces.jsonl.zst"
+    with Session([source], tmp_path / "index", MODEL) as opened:
+        whole(opened)
+        traces = tg.read(source, limit=40)
+        sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL), on_error="skip", lenient=True)
+        worst = [max(sequences.tier[a:b][sequences.tier[a:b] < 255], default=np.nan) for a, b in _spans(sequences)]
+        np.testing.assert_array_equal(opened.columns()["tier"][:40], np.array(worst, np.float32))
+        n = int(np.flatnonzero(opened.columns()["drift"] > 0)[0])
+        assert "<li><b>R" in pieces.trace(opened, n)["drift"]
+        found = pieces.trace(opened, 3)
+        assert found["tokens"].count("data-t=") == int((tg.align(traces[3], _tokenizer()).source == 2).sum())
+        exec(found["python_token"].replace("987654321", "195"), told := {})
+        assert told["trace"].id == found["id"]
+
+
+def _tokenizer():
+    return tg.Tokenizer.from_pretrained(MODEL)
+
+
+def _spans(sequences):
+    for trace in range(sequences.traces):
+        branches = np.flatnonzero(sequences.trace == trace)
+        yield int(sequences.cu_seqlens[branches[0]]), int(sequences.cu_seqlens[branches[-1] + 1])
+
+
+def test_prepared_shards_are_shown_by_their_tokens(tmp_path):
+    assert (
+        main(["prepare", str(MODEL.parent / "traces.jsonl.zst"), "--model", str(MODEL), "--out", str(tmp_path / "p")])
+        == 0
+    )
+    with Session([tmp_path / "p"], tmp_path / "index", MODEL) as opened:
+        whole(opened)
+        assert opened.rows == tg.Sequences.load(tmp_path / "p").traces
+        found = find(str(opened.indexer.path), "clerk of a shop", False, seconds=30.0)
+        assert len(found.rows) == opened.rows
+        assert "data-t=" in pieces.trace(opened, 7)["tokens"]
+
+
+def test_the_index_is_used_again_and_made_again_when_the_file_has_changed(tmp_path):
+    traces = written(tmp_path / "t.jsonl", [record(n) for n in range(5)])
+    with Session([traces], tmp_path / "index") as opened:
+        place = whole(opened).indexer.path
+        time.sleep(0.1)
+    with Session([traces], tmp_path / "index") as again:
+        assert again.indexer.path == place
+        assert again.indexer.done
+        assert again.rows == 5
+    written(traces, [record(n) for n in range(7)])
+    with Session([traces], tmp_path / "index") as changed:
+        assert whole(changed).rows == 7
+        assert changed.indexer.path != place
+    assert (place.parent.stat().st_mode & 0o777) == 0o700
+
+
+def test_a_file_that_grows_is_followed_and_half_a_line_waited_for(tmp_path):
+    traces = written(tmp_path / "t.jsonl", [record(n) for n in range(3)])
+    with Session([traces], tmp_path / "index") as opened:
+        whole(opened)
+        line = json.dumps(record(3)) + "\n"
+        with open(traces, "a") as file:
+            file.write(line[:40])
+            file.flush()
+            time.sleep(1.3)
+            assert opened.rows == 3
+            file.write(line[40:])
+        end = time.monotonic() + 60
+        while opened.rows < 4 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert opened.labels([3])[0]["id"] == "t3"
+
+
+def test_a_file_that_cannot_be_read_is_said_and_the_others_are_shown(tmp_path):
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"messages": 3}\n')[:-4])
+    written(tmp_path / "good.jsonl", [record(0)])
+    with Session([tmp_path], tmp_path / "index") as opened:
+        whole(opened)
+        assert opened.rows == 1
+        assert "bad.jsonl.gz" in opened.state()["problems"][0]
+
+
+def test_what_holds_nothing_is_refused_with_what_to_name(tmp_path):
+    with pytest.raises(ReadError, match="is not there"):
+        Session([tmp_path / "no"], tmp_path / "index")
+    with pytest.raises(ReadError, match="it is empty"):
+        Session([tmp_path], tmp_path / "index")
+
+
+def test_what_is_exported_is_chosen_by_numbers_tags_text_and_order(session):
+    assert chosen(session, ["reward>0.5"], "", "", 3) == [0, 4, 8]
+    assert chosen(session, ["tool:price", "lag<=0"], "", "", 2) == [5, 11]
+    assert chosen(session, [], "number 77?", "", 9) == [77]
+    assert chosen(session, ["reward=0"], "", "lag", 2) == [3, 6]
+    with pytest.raises(ArgumentError, match="no column 'rewards'"):
+        chosen(session, ["rewards>0"], "", "", 9)
+    with pytest.raises(ArgumentError, match="is no number"):
+        chosen(session, ["reward>x"], "", "", 9)
+    with pytest.raises(ArgumentError, match="1 to 2,000"):
+        page_of(session, [])
+
+
+def test_the_command_line_exports_and_says_what(tmp_path, capsys):
+    traces = written(tmp_path / "t.jsonl", [record(n) for n in range(9)])
+    told = ["view", str(traces), "--index", str(tmp_path / "index"), "--export", str(tmp_path / "x.html")]
+    assert main([*told, "--where", "reward>0", "--sort", "reward"]) == 0
+    assert "3 of 9 traces" in capsys.readouterr().out
+    page = (tmp_path / "x.html").read_text()
+    assert '"id": "t8"' in page
+    assert '"id": "t7"' not in page
+    assert main(["view", str(traces), "--where", "reward>0"]) == 1
+    assert "Add --export FILE" in capsys.readouterr().err
+
+
+def test_runs_say_their_state_and_what_they_were_told_differently(tmp_path):
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.toml").write_text(f"[optimizer]\nlr = {rate}\n")
+        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "reward": s / 9}) + "\n" for s in range(3)))
+    now = time.time()
+    assert state_of(tmp_path / "a", now) == "running"
+    assert state_of(tmp_path / "a", now + 999) == "ended"
+    (tmp_path / "a" / "summary.json").write_text(json.dumps({"stopped": "done", "drift": {"R01 <b>": 1}}))
+    assert state_of(tmp_path / "a", now) == "done"
+    html = page([tmp_path / "a", tmp_path / "b"], ["a", "b"])
+    assert "<td>optimizer.lr</td><td>0.1</td><td>0.2</td>" in html
+    assert html.count("<polyline") == 2
+    assert "R01 <b>" not in html
+    assert "Name the --out" in page([])
+
+
+def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path, capsys):
+    told = {
+        "dapo": config.to_toml(recipes.find("DAPO").settle()[0]),
+        "other": '[objective]\npreset = "DAPO"\nsurrogate.high = 0.5\n',
+    }
+    for name, text in told.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(text)
+    recorded = written(tmp_path / "its <traces>.jsonl", [record(n, group="a") for n in range(2)])
+    made_of = {"traces": [{"path": str(recorded)}], "model": {"path": str(MODEL)}}
+    (tmp_path / "dapo" / "summary.json").write_text(json.dumps({"provenance": made_of}))
+    html = page([tmp_path / "dapo", tmp_path / "other"], ["dapo", "other"])
+    assert "<b>dapo</b></td><td>not begun</td><td>DAPO</td><td>DAPO</td>" in html
+    assert "<b>other</b></td><td>not begun</td><td></td><td>DAPO</td>" in html
+    assert html.count("It was not asked") == 1
+    command = shlex.split(unescape(html.split('<pre class="call">')[1].split("</pre>")[0]))
+    assert command[-2:] == [">", str(tmp_path / "dapo" / "doctor.json")]
+    main(command[1:-2])
+    said = capsys.readouterr().out
+    (tmp_path / "dapo" / "doctor.json").write_text(said)
+    finding = json.loads(said)["findings"][0]
+    html = page([tmp_path / "dapo"])
+    assert "It was not asked" not in html
+    assert (
+        f"<td>{finding['severity']}</td><td>{finding['title']}</td><td>{finding['count']} of {finding['of']} " in html
+    )
+    (tmp_path / "dapo" / "doctor.json").write_text(json.dumps({"findings": [{"title": "<script>"}, 3], "verdict": {}}))
+    assert "<script>" not in page([tmp_path / "dapo"])
+
+
+def test_what_searches_is_there_before_it_is_asked(client):
+    def searchers():
+        lines = [path.read_bytes() for path in Path("/proc/self/task").glob("*/children")]
+        told = [Path(f"/proc/{pid}/cmdline").read_bytes() for line in lines for pid in line.decode().split()]
+        return sum(b"tracegrad.view.searcher" in each for each in told)
+
+    client.get("/secret/state")
+    assert searchers() == 0
+    assert client.get("/secret/rows?n=0").json()[0]["id"] == "t0"
+    assert searchers() == 1
+    client.get("/secret/rows?n=1")
+    assert client.get("/secret/search?q=amber").json()["rows"]
+    assert searchers() == 1
+
+
+def test_a_database_that_is_no_index_is_refused(tmp_path):
+    (tmp_path / "x").write_bytes(b"not a database" * 100)
+    with pytest.raises(ReadError, match="cannot be used as an index"):
+        database.connect(tmp_path / "x", write=True)
