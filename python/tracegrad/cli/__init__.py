@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.cli import args, files, init_command, merge, online, record, score, train, unexpected, view
+from tracegrad.cli import args, doctor, init, merge, online, prepare, record, score, train, unexpected, view
 from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, joined
 from tracegrad.errors import TracegradError
 from tracegrad.storage import files as cache
@@ -78,8 +78,8 @@ def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     parser = Parser(prog="tracegrad", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for family in (init_command, score, train, merge, files, view, online, record):
-        family.add_to(commands)
+    for each in (init, score, train, merge, prepare, doctor, view, online, record):
+        each.add_to(commands)
     told, rest = parser.parse_known_args(joined(arguments))
     given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
     return told, [*((name, value) for name, value in given if value is not None), *dotted(rest, told.parser)]

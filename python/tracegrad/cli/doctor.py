@@ -1,0 +1,61 @@
+"""Run `tracegrad doctor`: check traces before training on them. No torch, but for `--rescore`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tracegrad import config, doctor
+from tracegrad.cli.args import folder_of, inputs_of, say, tell, verb
+from tracegrad.data import Bar
+from tracegrad.data.codes import LOGPROB_KINDS, SERVERS
+from tracegrad.errors import ArgumentError
+
+
+def add_to(commands: Any) -> None:
+    """Adds the verb."""
+    parser = verb(commands, "doctor", "say why training on traces would be wrong, what it costs, and the cure", _doctor)
+    inputs_of(parser)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
+    parser.add_argument("--json", action="store_true", help="the same for machines, one object")
+    parser.add_argument(
+        "--held-out", action="append", default=[], metavar="FILE", help="traces whose prompts must not be trained on"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest trace (default: the model's positions)")
+    parser.add_argument(
+        "--logprob-kind", dest="kind", choices=LOGPROB_KINDS, help="what the logprobs are of, over what the records say"
+    )
+    parser.add_argument(
+        "--sampling-defaults",
+        dest="defaults",
+        choices=("neutral", "model"),
+        help="options that requests leave out: off, or as the model's generation_config.json says",
+    )
+    parser.add_argument(
+        "--server-profile", dest="profile", choices=SERVERS, help="which server rendered prompts that are not recorded"
+    )
+    parser.add_argument(
+        "--rescore", type=int, nargs="?", const=64, default=0, metavar="N", help="compare N traces with the model (64)"
+    )
+
+
+def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    told.model = folder_of(told.model)
+    if idle := [name for name, _ in overrides if not name.startswith("map.")]:
+        raise ArgumentError(f"{idle[0]} has no effect on doctor, which trains nothing. Leave it for train.")
+    diagnosis = doctor.examine(
+        told.traces,
+        told.model,
+        map=config.load(overrides=overrides).map,
+        progress=Bar(),
+        max_tokens=told.max_tokens,
+        held_out=told.held_out,
+        logprob_kind=told.kind,
+        sampling_defaults=told.defaults,
+        server_profile=told.profile,
+        rescored=told.rescore,
+    )
+    if told.json:
+        tell(diagnosis.as_dict())
+    else:
+        say(*doctor.lines(diagnosis))
+    return diagnosis.exit_code
