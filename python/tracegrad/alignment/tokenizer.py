@@ -1,7 +1,7 @@
 """Tokenizers and chat templates: messages to text and ids, the same bytes and ids as transformers.
 
 Here are `Tokenizer` (a model directory's tokenizer.json with its chat template), `Template` (a template alone) and
-`Rendered` (text with the provenance of every byte). No alignment with recorded tokens; `sequence.align` calls this.
+`Rendered` (text with the provenance of every byte). No alignment with recorded tokens; `align` calls this.
 """
 
 import os

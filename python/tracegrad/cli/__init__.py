@@ -75,7 +75,11 @@ def _output_failed(error: OSError) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
-    parser = Parser(prog="tracegrad", description="Train language models with GRPO on recorded LLM trajectories.", allow_abbrev=False)
+    parser = Parser(
+        prog="tracegrad",
+        description="Train language models with GRPO on recorded LLM trajectories.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for each in (init, score, train, merge, prepare, doctor, view, online, record):

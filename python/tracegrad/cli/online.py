@@ -1,6 +1,6 @@
 """`tracegrad online` and `tracegrad replay`: a run that plays and trains, and its steps again from its folder.
 
-What a run.toml holds is `runfile`'s, what it names `named`'s. torch is imported when a verb is called.
+What a run.toml holds is `run_file`'s, what it names `user_functions`'s. torch is imported when a verb is called.
 """
 
 from __future__ import annotations

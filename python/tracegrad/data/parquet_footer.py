@@ -2,7 +2,7 @@
 
 Thrift's compact protocol, as far as footers and headers of pages need it (parquet-format, `parquet.thrift`). pyarrow
 ends the process where a crafted footer contradicts itself, so it is not asked. It unpacks each page to the size that
-the page's own header names, whatever the footer says. Called by `tables`.
+the page's own header names, whatever the footer says. Called by `arrow`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Whether logprobs stand beside their own tokens: `lag_test`, and `bigram_logprobs` as a reference that needs no model.
 
-Functions of arrays alone; `shift` feeds them what a file records, `rescore` what the model computes.
+Functions of arrays alone; `checks_shift` feeds them what a file records, `rescore` what the model computes.
 """
 
 from collections.abc import Mapping, Sequence

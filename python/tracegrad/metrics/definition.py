@@ -25,7 +25,7 @@ class Metric:
         ratio: which policies it compares, numerator first; "" where it compares none.
         per: what the sum is divided by; "" where it is no mean.
         meaning: definition in one sentence.
-        value: the formula over the sums of its room; None where the learner computes it (`metrics.tally` says where).
+        value: the formula over its sums; None if the trainer computes it (see `trainer.step_metrics`).
     """
 
     name: str

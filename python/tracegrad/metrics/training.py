@@ -373,5 +373,5 @@ class Tally:
 def _known(name: str) -> None:
     if name not in _NAMES:
         raise ArgumentError(
-            f"metric {name!r} is not in the table. A number without a definition is not logged. Add it to METRICS."
+            f"metric {name!r} is not in the table. A number without a definition is not logged. Add it to TRAINING."
         )

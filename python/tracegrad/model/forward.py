@@ -69,14 +69,14 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
 
     "flex": one row, flex_attention with a block mask built from `tree_end`; for models loaded with
     `attn_implementation="flex_attention"`, which this switches to a compiled function of its own, or changed by
-    `blocks.attend_in_blocks`. On CUDA such a model takes no other plan.
+    `attention.attend_in_blocks`. On CUDA such a model takes no other plan.
     "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention, a prefix
     that all of them share computed once. Exact, as padding stands after what is read; the fastest on CPU, where a
     dense mask costs T * T.
     "alone": each branch of a plain pack by itself.
     "mask": one row under an explicit [1, 1, T, T] mask; for trees.
 
-    Each is compared with the branches alone before it is taken, once for a model: see `roads`.
+    Each is compared with the branches alone before it is taken, once for a model: see `verify`.
 
     Raises:
         ArgumentError: for a shared prefix in a model that no mask lets share it, or one that is not causal; on CUDA for
@@ -124,7 +124,7 @@ def _check_media(model: nn.Module, batch: Batch) -> None:
 
 
 def _why_not(model: nn.Module, road: Road, batch: Batch) -> str:
-    """As `roads.why_not`, for the branches of a batch; how long they are is only asked where it could matter."""
+    """As `verify.why_not`, for the branches of a batch; how long they are is only asked where it could matter."""
     done = reached(model, road)
     total = len(batch.ids)
     if done >= total:

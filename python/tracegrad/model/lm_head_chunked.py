@@ -85,7 +85,7 @@ class Chunk:
 
     @classmethod
     def of_raw(cls, raw: Tensor, head: Head, rows: Rows) -> "Chunk":
-        """From a product that stays as it is; of `head` the cap and the scale are read."""
+        """From a product that stays as it is; of `lm_head` the cap and the scale are read."""
         chunk = cls.__new__(cls)
         chunk._start(raw.to(wide_dtype(raw.dtype), copy=True), head, rows)
         return chunk

@@ -30,8 +30,8 @@ def head_loss(
     Args:
         hidden, weight, bias: [U, H], [V, H], [V]; they get the gradients.
         problem: the same three without a gradient, the parameters in the dtype of `hidden`.
-        plan: how; see `plan.choose`.
-        cuts: the chunks, in order; read by "one-pass", and each at most `plan.chunk_rows` long.
+        plan: how; see `lm_head.choose`.
+        cuts: the chunks, in order; read by "one-pass", and each at most `lm_head.chunk_rows` long.
         evaluate: called with all rows at once, or by "one-pass" with each chunk.
     """
     with torch.autocast(hidden.device.type, enabled=False):

@@ -1,7 +1,7 @@
 """One chunk of head rows on CUDA: the product by cuBLAS, and two Triton kernels that stream over its rows.
 
 `_statistics` reads each row once; `_gradient` turns it into its own gradient in place. Nothing here runs without
-Triton; `TRITON_INTERPRET=1` runs it on CPU tensors. The formulas are those of `chunk.Chunk`, which is the reference.
+Triton; `TRITON_INTERPRET=1` runs it on CPU tensors. The reference is `lm_head_chunked.Chunk`.
 """
 
 # Triton's decorators hide the signatures from the type checker.

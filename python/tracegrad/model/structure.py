@@ -18,7 +18,7 @@ from tracegrad.model.lm_head import Head, logits_of
 from tracegrad.storage.files import read_json
 
 BLOCKS = ("flex_attention", "tracegrad_flex")
-"""Implementations of attention that take a `BlockMask`: transformers' own, and that of `blocks`."""
+"""Implementations of attention that take a `BlockMask`: transformers' own, and that of `attention`."""
 _IDS, _LOUD = 8, 100.0  # a head is compared on so many tokens, then with logits so large
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 _checked: WeakSet[nn.Module] = WeakSet()  # models whose head was found to be what `head_of` says

@@ -1,4 +1,4 @@
-"""Define `Component`s' base class `Part`, and `View`, the tensors that they are evaluated on."""
+"""Define `Part`, the base class of the parts of an objective, and `View`, the tensors that they are evaluated on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property

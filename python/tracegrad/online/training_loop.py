@@ -105,8 +105,8 @@ def train(
         online: what the trainer does.
         play: how a task is played.
         evaluation: tasks that are played before the first step and after the last, and not trained on.
-        servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; or "in-process" for `vllm.LLM`
-            in this one; default: a server is started.
+        servers: URLs of vLLM servers, started with the flags of `weight_sync.vllm_arguments`; or "in-process" for
+            `vllm.LLM` in this one; default: a server is started.
         key: token of the servers; one that is started asks for it too, or for one that is drawn for the run.
         python: interpreter of an environment that has vLLM, for the server that is started; default this one.
         engine: vLLM's engine arguments by name, for the server that is started.

@@ -155,7 +155,7 @@ class Canary:
         self.probes = found[:PROBES] or self.probes or [self._plain()]
 
     def ask(self, salt: str | None = None) -> Sample:
-        """Ask every server for at least `sync.canary.TOKENS` tokens, and measure them.
+        """Ask every server for at least `weight_sync.probe_requests.TOKENS` tokens, and measure them.
 
         One request is sent twice, so that a cache of responses is found: the first time at the end of the asking, later
         by one of the asking before.

@@ -253,7 +253,7 @@ class _Server:
 
 
 class Transport(Protocol):
-    """How one request reaches a server: `http.Wire`, or `inside.EngineWire` for an engine of this process."""
+    """How one request reaches a server: `Wire`, or `in_process.EngineWire` for an engine of this process."""
 
     async def request(
         self,

@@ -300,7 +300,7 @@ class EngineWire:
     async def request(
         self, method: str, url: str, path: str, data: bytes | None, *, timeout_s: float, **_: Any
     ) -> Answer:
-        """As `http.Wire.request`: an answer or why there is none, within the time; raises nothing but cancellation."""
+        """As `client.Wire.request`: an answer or why there is none, in time; raises nothing but cancellation."""
         started = time.monotonic()
         parts = urlsplit(path)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}

@@ -1,6 +1,6 @@
 """A vLLM server as a child process: started, waited for, its log kept, and surely stopped.
 
-What is asked of it is `server`'s. `make online`, tests and the loop call this.
+What is asked of it is `client`'s. `make online`, tests and the loop call this.
 """
 
 import contextlib

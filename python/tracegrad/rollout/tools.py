@@ -1,7 +1,7 @@
 """Plain Python functions as tools: the calls of one message run together, each within a time limit.
 
 Whatever goes wrong (unknown name, wrong arguments, an exception, the time limit) is a tool message that says so, and is
-counted; nothing is raised into the episode. Called by `environment` and by whoever plays episodes of their own.
+counted; nothing is raised into the episode. Called by `env` and by whoever plays episodes of their own.
 """
 
 import asyncio

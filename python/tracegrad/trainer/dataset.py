@@ -39,7 +39,7 @@ HASHED = (
 
 @dataclass(frozen=True, eq=False)
 class Catalog:
-    """One row a trace, of R traces with K rewards; the columns as `trace_columns.columns_of` counts them.
+    """One row a trace, of R traces with K rewards; the columns as `alignment.store.columns_of` counts them.
 
     Args:
         group: [R] int32: the number of its group.
@@ -393,7 +393,7 @@ class Shards:
 
         Args:
             folders: what `tracegrad prepare` or `Sequences.save` wrote, one or several, by path or address; what is at
-                an address is brought to this machine (`bucket.local`).
+                an address is brought to this machine (`storage.manifest.local`).
             verify: compare the checksum of every file, which reads all of them once; `tracegrad train` does.
 
         Raises:

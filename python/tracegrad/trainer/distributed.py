@@ -607,7 +607,7 @@ def _batch_loss(
     one_pass: bool,
     chunk_bytes: int | None,
 ) -> tuple[Tensor, PolicyLoss]:
-    """As `policy.batch_loss`, the loss apart: wrappers find the tensor whose backward pass they wait for in a tuple."""
+    """As `model.batch_loss`, the loss apart: wrappers find the tensor whose backward pass they wait for in a tuple."""
     with _cast(batch, precision, one_pass):
         forward = _forward(model, one_pass)
         loss = batch_loss(model, batch, terms, objective, forward=forward, chunk_bytes=chunk_bytes)

@@ -1,7 +1,7 @@
 """The memory knob: what is kept, computed again or gathered anew, and the compilation of a model's layers.
 
 Here are `Memory`, the three settings and what each does, and the changes they make to the layers of a transformers
-model. No process groups. Called by `parallel`, the loop and the forecast.
+model. No process groups. Called by `distributed`, the loop and the forecast.
 """
 
 import functools

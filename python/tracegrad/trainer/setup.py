@@ -62,7 +62,7 @@ MAY_CHANGE = (
     "parallel.",
     "schedule.steps",
 )
-"""Options that a resumed run may have otherwise than the run it goes on with; `rates` looks at the schedule's steps."""
+"""Options that a resumed run may have otherwise than the run it goes on with; `optim` looks at the schedule's steps."""
 OF_DATA = (
     "data.",
     "filter.",

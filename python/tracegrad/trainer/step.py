@@ -134,7 +134,7 @@ def optimizer_step(
     """Takes one step, gradients accumulated over the batches and summed over the ranks.
 
     Args:
-        model: a transformers causal LM on its device, or what `parallel.prepare` or accelerate made of it.
+        model: a transformers causal LM on its device, or what `distributed.prepare` or accelerate made of it.
         step: with the old and ref logprobs that the objective needs; of this rank, where there are several.
         missing: the policy for terms without a rollout logprob, as in `correct`.
         grad_clip: the gradient is scaled down to this norm; 0 leaves it.

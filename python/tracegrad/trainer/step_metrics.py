@@ -1,6 +1,6 @@
 """The row of a step: what metrics.jsonl says of it, by the names of `tracegrad.metrics`.
 
-Arrays in, names and numbers out; no data set, no model and no files. Called by `run`.
+Arrays in, names and numbers out; no data set, no model and no files. Called by `Run.update`.
 """
 
 import math

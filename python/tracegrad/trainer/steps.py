@@ -352,7 +352,7 @@ class Feed:
         shape: of the model, for predictions of what rows cost.
         bucket: rows are padded to a multiple of so many tokens.
         trees: whether the model can run rows that share prefixes, where the config asks for them.
-        shares_of_inputs: what `mixture.shares` gave.
+        shares_of_inputs: what `shares` gave.
     """
 
     source: Source
