@@ -116,8 +116,9 @@ class Check:
         """How far the servers are from the version that is trained. Every rank calls this.
 
         Where the step holds fewer than `weight_sync.probe_requests.TOKENS` tokens of that version for each server, and
-        always in bf16, the servers are asked for as many. In bf16 these are also measured with the version before. Tokens of the step
-        that claim that version are compared with it, as often as takes one hundredth of the run's time.
+        always in bf16, the servers are asked for as many. In bf16 these are also measured with the version before.
+        Tokens of the step that claim that version are compared with it, as often as takes one hundredth of the run's
+        time.
 
         Args:
             number: of the step, from 1.
