@@ -1,6 +1,6 @@
 """Values by dotted names, as command lines and TOML files write them, read by the types of dataclasses' fields.
 
-No field is listed here: names, types and choices are the dataclasses' own. Called by config, algebra and run files.
+No field is listed here: names, types and choices are the dataclasses' own.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Recorded logprobs beside the model's own, on a sample of traces. The one room of the doctor that needs torch."""
+"""Compare recorded logprobs with the model's own, on a sample of traces. The only module of `doctor` that needs torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

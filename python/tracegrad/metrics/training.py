@@ -1,4 +1,7 @@
-"""Define the metrics of training, rewards, completions and tools, and collect them over a step."""
+"""Define the metrics of training, rewards, completions and tools, and collect them over a step.
+
+`trainer.step_metrics` computes those of training from a step's `Outcome`; `Tally` refuses names without a definition.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -257,7 +260,8 @@ TRAINING: tuple[Metric, ...] = (
         "share",
         "as ratio_mean",
         "terms",
-        "Terms whose gradient the clip removed: ratio above 1 + high (A > 0), below 1 - low or above dual (A < 0).",
+        "Terms whose gradient the clip removed: ratio above 1 + high (A > 0), below 1 - low or above dual or delta "
+        "(A < 0). Dropped terms count in the denominator alone.",
     ),
     Metric(
         "clip_fraction_any",

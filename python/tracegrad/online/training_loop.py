@@ -407,7 +407,7 @@ class Loop:
             nonlocal gap
             gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences), sequences, mixed)
 
-        # Forward passes, the check of the servers' weights, then loss, backward and `optimizer.step()`.
+        # Forward and backward passes, the check of the servers' weights, then `optimizer.step()`.
         prepared, asked = time.perf_counter(), self._asked_s
         outcome = self.driven.step(step, version, rewards=rewards, endings=sequences.ending, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)

@@ -231,7 +231,7 @@ def pack(
             trace, in anything that begins with the same system prompt. Branches that share much are put into one row,
             whose budget then counts a shared token once. Done in each step whose predicted FLOP ratio is above 1.05,
             and where a trace that must lie in one row fits only so; `Step.sharing` has the prediction. The gradient is
-            the same. For models whose layers attend alone: `policy` refuses recurrent ones.
+            the same. For models whose layers attend alone: `model` refuses recurrent ones.
         skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, and count them in totals and
             counts. Refused where the objective looks at them nevertheless (`needs.zero_advantage`). A step of which
             nothing is left is there all the same, so that the plan does not depend on rewards: `Step.trains` is False.

@@ -1,6 +1,7 @@
 """Save and restore a run: model, optimizer, progress and random state, locally or on object storage.
 
-`checkpoint` is complete when its mark is there. Every rank writes its shard; a run at an address is mirrored.
+A checkpoint is complete when it holds the file `MARK`, which is written last. Every rank writes its shard. `Away`
+mirrors the checkpoints of a run on object storage.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Compute the learning rate and the entropy coefficient of each step."""
+"""Compute the learning rate and the entropy coefficient of each step; `setup` makes the optimizer."""
 
 import json
 import math

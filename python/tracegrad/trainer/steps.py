@@ -1,4 +1,4 @@
-"""Choose and order the traces of each optimizer step: filters, mixture weights, and packing one step at a time."""
+"""Choose and order the traces of each optimizer step (`Feed`): filters, mixture weights, packing one step at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

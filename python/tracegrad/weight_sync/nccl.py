@@ -126,12 +126,16 @@ class Nccl:
         """Broadcast weights to every server; as `File.push`, but tensors alone, on this process's device."""
         checked_version(version)
         if isinstance(weights, (str, Path)):
-            raise ArgumentError(f"{weights} is a path; NCCL sends tensors. Pass the model's weights, or use sync.File.")
+            raise ArgumentError(
+                f"{weights} is a path; NCCL sends tensors. Pass the model's weights, or use weight_sync.File."
+            )
         if self._groups == 0:
             await refuse_open(self.servers, "/is_paused")
         self.source.weights = distinct(weights)
         if other := next((name for name, tensor in self.source.weights.items() if not tensor.is_cuda), None):
-            raise ArgumentError(f"{other} is not on a GPU, and NCCL sends from GPUs alone. Use sync.File elsewhere.")
+            raise ArgumentError(
+                f"{other} is not on a GPU, and NCCL sends from GPUs alone. Use weight_sync.File elsewhere."
+            )
         started = time.monotonic()
         evicted: list[Evicted] = []
         wrong = await self._once(version, evicted)
@@ -174,7 +178,7 @@ class Nccl:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         except ImportError as error:
             raise ArgumentError(
-                "sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm here, or use sync.File."
+                "weight_sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm here, or use weight_sync.File."
             ) from error
         worlds = {}
         for url in urls:
