@@ -1,7 +1,7 @@
 """A policy behind HTTP in the test process: the example's model, sampled by transformers, answering as vLLM does.
 
-It takes weights by the requests of `weight_sync.File`, and adapters by those of `weight_sync.Lora`. `mistake` makes it sample from
-something else than it was told, in one of the ways in which a real server does.
+It takes weights by the requests of `weight_sync.File`, and adapters by those of `weight_sync.Lora`. `mistake`
+makes it sample from something else than it was told, in one of the ways in which a real server does.
 """
 
 import asyncio

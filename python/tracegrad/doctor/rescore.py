@@ -1,4 +1,4 @@
-"""Compare recorded logprobs with the model's own, on a sample of traces. The only module of `doctor` that needs torch."""
+"""Compare recorded logprobs with the model's own, on a sample of traces. Only this module of `doctor` needs torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -178,7 +178,8 @@ class Nccl:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         except ImportError as error:
             raise ArgumentError(
-                "weight_sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm here, or use weight_sync.File."
+                "weight_sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm here, or use "
+                "weight_sync.File."
             ) from error
         worlds = {}
         for url in urls:
