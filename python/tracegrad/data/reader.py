@@ -2,7 +2,7 @@
 
 Records in a form that the core reads, without a field map, go through the core as they are. Others are parsed here,
 get what the field map finds in them, and are decoded from there. Also the counts of what was mapped, joined,
-converted and left out, and the progress line.
+converted and left out, and the progress line (not tqdm: reading needs numpy alone).
 """
 
 import os

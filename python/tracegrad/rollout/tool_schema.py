@@ -1,7 +1,7 @@
-"""The JSON schema of a plain Python function: from its signature and its docstring, as chat templates show it.
+"""Make the JSON schema of a plain Python function from its signature and docstring, as chat templates show it.
 
-Equal to `transformers.utils.get_json_schema` where that gives one, but for `return`, which servers do not know. Called
-by `tools`; nothing here runs a function.
+Equal to `transformers.utils.get_json_schema` where that gives one, but for `return`, which servers do not know. That
+function is not called because it refuses an argument without a description, and recording needs no transformers.
 """
 
 import inspect

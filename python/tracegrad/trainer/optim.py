@@ -1,4 +1,8 @@
-"""Compute the learning rate and the entropy coefficient of each step; `setup` makes the optimizer."""
+"""Compute the learning rate and the entropy coefficient of each step; `setup` makes the optimizer.
+
+The four common schedules are computed here so that planning a run needs no torch; the others, and all with arguments,
+are those of `transformers.get_scheduler`.
+"""
 
 import json
 import math
