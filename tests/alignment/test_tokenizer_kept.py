@@ -11,7 +11,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import cli
-from tracegrad.storage import files
+from tracegrad.storage import cache
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -146,15 +146,15 @@ def test_the_folder_is_the_systems_unless_another_is_named(monkeypatch):
     monkeypatch.delenv("TRACEGRAD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert files.tokenizers() == Path("/x/tracegrad/tokenizers")
+    assert cache.tokenizers() == Path("/x/tracegrad/tokenizers")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert files.tokenizers() == Path.home() / "Library/Caches/tracegrad/tokenizers"
+    assert cache.tokenizers() == Path.home() / "Library/Caches/tracegrad/tokenizers"
     monkeypatch.setenv("TRACEGRAD_CACHE", "/y")
-    assert files.tokenizers() == Path("/y/tokenizers")
+    assert cache.tokenizers() == Path("/y/tokenizers")
     monkeypatch.setenv("TRACEGRAD_CACHE", "beside")
-    assert files.tokenizers() == Path.cwd() / "beside/tokenizers", "a relative one is taken from here"
+    assert cache.tokenizers() == Path.cwd() / "beside/tokenizers", "a relative one is taken from here"
     monkeypatch.setenv("TRACEGRAD_CACHE", "")
-    assert files.tokenizers() is None
+    assert cache.tokenizers() is None
 
 
 @pytest.mark.parametrize("flag", [[], ["--no-cache"]])

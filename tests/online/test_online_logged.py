@@ -9,7 +9,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.metrics import completions, tools
-from tracegrad.online.remote_collectors import beside, functions_of, tools_of
+from tracegrad.online.rollout_metrics import beside, functions_of, tools_of
 from tracegrad.online.rollout_workers import GroupScore
 from tracegrad.rollout.run_agent import restored
 

@@ -18,7 +18,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.integrations import metrics as peers
 from tracegrad.metrics import Rows
 from tracegrad.objective import Clip, Gate, Level, Objective, Ratio, TopEntropy
-from tracegrad.online.remote_collectors import functions_of
+from tracegrad.online.rollout_metrics import functions_of
 
 MEAN = Level("trace", "mean")
 

@@ -16,7 +16,7 @@ from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.metrics import Stopwatch
 from tracegrad.prepare.output import Bucket
-from tracegrad.storage import manifest, remote
+from tracegrad.storage import download, manifest, remote
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -67,18 +67,18 @@ def test_a_folder_in_a_bucket_is_loaded_and_its_shards_one_by_one(s3, example, t
     assert np.array_equal(found.ids, wanted.ids)
     told = prepare.load("s3://data/three", example / "model", Data(), tmp_path, Stopwatch())[0]
     assert told.trace_ids == wanted.trace_ids
-    shard = manifest.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
+    shard = download.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["shard-00001-00000"]  # no other was brought
     before = (shard / "sequences.json").stat().st_mtime_ns
     text = (shard / "traces.safetensors").read_bytes()
     (shard / "traces.safetensors").write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
-    manifest.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
+    download.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert (shard / "sequences.json").stat().st_mtime_ns == before  # what was right is not brought again
     with pytest.raises(ReadError, match="no shard-00009 is in its manifest"):
-        manifest.local("s3://data/three", "shard-00009")
-    manifest.forget(shard)
+        download.local("s3://data/three", "shard-00009")
+    download.forget(shard)
     assert not shard.exists()
 
 
@@ -154,7 +154,7 @@ def test_bytes_that_are_not_those_of_the_manifest_are_not_taken(s3, example, tmp
     text = s3.cat_file(path)
     s3.pipe(path, text[:-1] + bytes([text[-1] ^ 1]))
     with pytest.raises(FormatError, match="with checksum"):
-        manifest.local("s3://data/six", into=tmp_path)
+        download.local("s3://data/six", into=tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))
 
 

@@ -20,7 +20,7 @@ from tracegrad.data import to_arrow as flat
 from tracegrad.data.codes import ENDINGS, GIVEN, LOGPROB_KINDS, MEDIA, NO_TIER, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
 from tracegrad.errors import ArgumentError
 from tracegrad.images import Images
-from tracegrad.storage import manifest
+from tracegrad.storage import download
 
 Array = NDArray[Any]
 
@@ -378,7 +378,7 @@ class Sequences:
             ReadError: if nothing whole is there.
             FormatError: if the files are not what `save` writes, or not those of the manifest.
         """
-        return cls.of_stored(store.load(manifest.here(directory), verify))
+        return cls.of_stored(store.load(download.here(directory), verify))
 
     @classmethod
     def of_stored(cls, found: store.Stored) -> "Sequences":

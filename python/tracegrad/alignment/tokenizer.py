@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _core, _validation
 from tracegrad.alignment.template_probe import TemplateProbe, probe
 from tracegrad.errors import ArgumentError, TokenizerError
-from tracegrad.storage.files import tokenizers
+from tracegrad.storage.cache import tokenizers
 
 CONTENT, TOOL_CALL, REASONING, TOOL_SCHEMA = 0, 1, 2, 3
 FIELDS = ("content", "tool_call", "reasoning", "tool_schema")

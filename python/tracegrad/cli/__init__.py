@@ -13,7 +13,7 @@ from tracegrad import _core
 from tracegrad.cli import args, doctor, init, merge, online, prepare, record, score, train, unexpected, view
 from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, joined
 from tracegrad.errors import TracegradError
-from tracegrad.storage import files as cache
+from tracegrad.storage import cache
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from tracegrad import config
 from tracegrad.cli.args import for_machines, say, tell, verb
 from tracegrad.errors import ArgumentError
-from tracegrad.storage import files
+from tracegrad.storage import cache
 
 
 def add_to(commands: Any) -> None:
@@ -42,7 +42,7 @@ def _view(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments:
             f"view needs {error.name}, which is not installed. Nothing can be shown. pip install 'tracegrad[view]'"
         ) from error
     chosen = config.load(overrides=overrides).map
-    with view.Session(told.paths, told.index or files.folder() / "view", told.model, chosen) as session:
+    with view.Session(told.paths, told.index or cache.folder() / "view", told.model, chosen) as session:
         if told.export is None:
             view.serve(session, port=told.port, say=_address if told.json else say)
             return 0

@@ -19,7 +19,8 @@ from tracegrad.online import buffer
 from tracegrad.online.buffer import Follower, Unscored, Writer
 from tracegrad.online.collector import Bound, Collector, Pace, Signal, Tasks, counted
 from tracegrad.online.options import Online, Play
-from tracegrad.online.remote_collectors import Elsewhere, State, beside, mean_of
+from tracegrad.online.remote_collectors import Elsewhere, State
+from tracegrad.online.rollout_metrics import beside, mean_of
 from tracegrad.online.server_pool import Link
 from tracegrad.rewards import Rewards, columns_of, text_of
 from tracegrad.rollout.run_agent import Played, as_json, one_turn, with_tools

@@ -33,7 +33,8 @@ from tracegrad.online.collector import Collector, Signal
 from tracegrad.online.logprob_gap import Gap, Proof, own_terms
 from tracegrad.online.options import Online, Play
 from tracegrad.online.rank_sync import Bond, telling
-from tracegrad.online.remote_collectors import Elsewhere, State, beside, functions_of, tools_of
+from tracegrad.online.remote_collectors import Elsewhere, State
+from tracegrad.online.rollout_metrics import beside, functions_of, tools_of
 from tracegrad.online.rollout_workers import Contract, players_of
 from tracegrad.online.run_info import Brief
 from tracegrad.online.server_pool import Interrupted, Link

@@ -1,17 +1,15 @@
-"""Read and write local files safely, and find the user's cache folder.
+"""Read and write local files safely.
 
 What is read is a regular file of bounded size, so that no pipe or device is waited for. What is written never goes
 through a symbolic link and never replaces a device or a pipe: an archive from somewhere else can bring a link under a
 name that is written to. Two paths are the same file if device and inode are.
 """
 
-import contextlib
 import errno
 import json
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -219,30 +217,3 @@ def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     except (OSError, ValueError):
         return None
     return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else None
-
-
-def folder() -> Path:
-    """The folder, there or not."""
-    if told := os.environ.get("TRACEGRAD_CACHE"):
-        return Path(told).absolute()
-    system = "~/Library/Caches" if sys.platform == "darwin" else os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(system)) / "tracegrad"
-
-
-def tokenizers() -> Path | None:
-    """The folder of what was found out about tokenizers; None where TRACEGRAD_CACHE is empty, or nobody is at home."""
-    told = folder() / "tokenizers"
-    return told if os.environ.get("TRACEGRAD_CACHE") != "" and told.is_absolute() else None
-
-
-@contextlib.contextmanager
-def unused() -> Iterator[None]:
-    """Nothing is kept by this process, nor by those that it starts, until the end."""
-    before = os.environ.get("TRACEGRAD_CACHE")
-    os.environ["TRACEGRAD_CACHE"] = ""
-    try:
-        yield
-    finally:
-        del os.environ["TRACEGRAD_CACHE"]
-        if before is not None:
-            os.environ["TRACEGRAD_CACHE"] = before

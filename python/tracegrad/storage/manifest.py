@@ -1,16 +1,13 @@
-"""Write and check `manifest.json`, lock a folder, and bring prepared folders from object storage.
+"""Write and check `manifest.json` of a prepared folder, and lock a folder.
 
 The manifest is written last, with counts, sizes and checksums: a folder without one is not complete.
-docs/trace-format.md states the format. `local` downloads the shards that are asked for into the cache folder and checks
-them.
+docs/trace-format.md states the format.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.storage import files, remote, safetensors_file
 from tracegrad.storage import files as outputs
+from tracegrad.storage import remote
 from tracegrad.storage.safetensors_file import Written, flush, measure, open_file, read_text, write_bytes
 
 NAME = "manifest.json"
@@ -327,89 +324,3 @@ def _files(found: Folder) -> Iterator[tuple[str, Written]]:
     yield from found.files.items()
     for shard, inner in found.shards.items():
         yield from ((f"{shard}/{name}", told) for name, told in inner.files.items())
-
-
-_TAKEN = "It was changed or cut on its way, or there. Read it again, or copy the folder there again."
-
-
-def local(address: str, shard: str | None = None, *, into: Path | None = None) -> Path:
-    """The folder at an address, or one shard of it, on this machine.
-
-    What was brought before is not brought again: a file stays where its size and checksum are those of the manifest.
-
-    Args:
-        address: of a folder that `prepare` or `save` wrote.
-        shard: which of its shards, by name; the others are not asked for. Default: all of the folder.
-        into: a folder for what is brought; by default one of the cache, for this address and manifest.
-
-    Returns:
-        The path of the folder, or of the shard.
-
-    Raises:
-        ReadError: if nothing whole is there, it cannot be read, or there is no room for it here.
-        FormatError: if what comes is not what its manifest says.
-    """
-    whole = read(address)
-    folder = into or _cached(address, whole)
-    if shard is not None:
-        if shard not in whole.shards:
-            raise ReadError(f"{address}: no {shard} is in its manifest. Ask for one of those that it names.")
-        return _shard(remote.joined(address, shard), whole.shards[shard], folder / shard)
-    if whole.files:
-        return _shard(address, whole, folder)
-    for name, told in whole.shards.items():
-        _shard(remote.joined(address, name), told, folder / name)
-    put(folder, whole)
-    return folder
-
-
-def here(name: str | os.PathLike[str]) -> Path:
-    """The path that a name is; of an address, where `local` brings it.
-
-    Raises:
-        As `local`.
-    """
-    return local(name) if isinstance(name, str) and remote.is_address(name) else remote.path_of(name)
-
-
-def _cached(address: str, whole: Folder) -> Path:
-    """A folder of the cache for this address as it is now."""
-    told = hashlib.sha256(address.encode("utf-8", "surrogatepass") + encoded(whole)).hexdigest()[:24]
-    return files.folder() / "shards" / told
-
-
-def _shard(address: str, told: Folder, folder: Path) -> Path:
-    """Brings the files of one shard, its manifest last."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, written in told.files.items():
-            _file(remote.joined(address, name), written, folder / name)
-    except OSError as error:
-        raise ReadError(
-            f"{folder}: {error.strerror}. What {address} holds has no place here. Make room, or name another folder "
-            "with TRACEGRAD_CACHE."
-        ) from error
-    put(folder, told)
-    return folder
-
-
-def _file(address: str, told: safetensors_file.Written, path: Path) -> None:
-    if path.exists() and path.stat().st_size == told.bytes and safetensors_file.measure(path) == told:
-        return
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        remote.download(address, draft)
-        found = safetensors_file.measure(draft)
-        if found != told:
-            raise FormatError(
-                f"{address}: {found.bytes:,} bytes with checksum {found.crc32:08x}, and the manifest says "
-                f"{told.bytes:,} with {told.crc32:08x}. {_TAKEN}"
-            )
-        files.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def forget(path: Path) -> None:
-    """Removes what `local` brought, so that a disk holds no more than is needed."""
-    shutil.rmtree(path, ignore_errors=True)

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.tensor import DTensor
 
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
-from tracegrad.storage import files, safetensors_file
 from tracegrad.storage import files as outputs
+from tracegrad.storage import safetensors_file
 from tracegrad.storage.run_dir import APART, Mirror
 from tracegrad.storage.safetensors_file import Written, flush, read_text
 from tracegrad.trainer.distributed import Ranks
@@ -273,7 +273,7 @@ def write(
     except CheckpointException as error:
         raise _cause(error) from error
     if ranks.first:
-        files.write(folder / _REST, json.dumps(rest, indent=1))
+        outputs.write(folder / _REST, json.dumps(rest, indent=1))
 
 
 def read_state(

@@ -25,7 +25,7 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.images import Images
 from tracegrad.images.image_files import MEDIA
-from tracegrad.storage import manifest
+from tracegrad.storage import download, manifest
 from tracegrad.trainer.token_log import subset
 
 Array = NDArray[Any]
@@ -393,7 +393,7 @@ class Shards:
 
         Args:
             folders: what `tracegrad prepare` or `Sequences.save` wrote, one or several, by path or address; what is at
-                an address is brought to this machine (`storage.manifest.local`).
+                an address is brought to this machine (`storage.download.local`).
             verify: compare the checksum of every file, which reads all of them once; `tracegrad train` does.
 
         Raises:
@@ -409,7 +409,7 @@ class Shards:
                 "Give folders that prepare wrote, each once."
             )
         shards = [
-            shard for number, name in enumerate(names) for shard in _shards_of(manifest.here(name), number, verify)
+            shard for number, name in enumerate(names) for shard in _shards_of(download.here(name), number, verify)
         ]
         return cls(names, shards, _catalog(shards))
 
