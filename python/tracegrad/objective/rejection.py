@@ -34,7 +34,10 @@ _KL_EPSILON = 1e-8  # verl's, where a probability is 1
 
 
 class AnyGate(Part):
-    """What drops terms. One of your own is a frozen dataclass below this, with `keeps`."""
+    """What drops terms. One of your own is a frozen dataclass below this, with `keeps`.
+
+    Its ratio must hold the policy being trained; a detached one also needs `core()` and a form in the Rust core.
+    """
 
     def keeps(self, view: View, keep: Any) -> Any:
         """`keep` without the terms that this gate drops; asked only of gates that are not detached.

@@ -1,4 +1,4 @@
-"""Check before each update that the servers sample from the policy being trained.
+"""Check before each update that the servers sample from the policy being trained: `Check.gap`, by `logprob_gap`.
 
 Every rank sees the same numbers and comes to the same verdict. `mismatch_causes` searches for the cause of a mismatch.
 """

@@ -99,7 +99,7 @@ class Outcome:
         corrected: weight, keep, scale and the correction's metrics.
         logprobs, entropy: of the policy before the update, nats.
         ratio: of the surrogate, at its level; 1 where it takes none.
-        clipped: whether the clip took the term's gradient away.
+        clipped: whether the clip took the term's gradient away (`Surrogate.clipped`).
         gradient: d loss / d logprob, what the term pulls with.
         weight: the product of all weights, those on the trained policy included; 1 where not kept.
         keep: what all gates have left, those on the trained policy included.
