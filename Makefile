@@ -49,7 +49,7 @@ build: $(WHEEL)  ## the core, built once for release: one wheel for every enviro
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
 	$(TWO) $(BIN)/python tests/again.py $(SPREAD) -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
-	$(BIN)/python -m pytest --doctest-modules --ignore-glob "*/sync/worker.py" --pyargs tracegrad
+	$(BIN)/python -m pytest --doctest-modules --ignore-glob "*/weight_sync/worker.py" --pyargs tracegrad
 
 check: check-rust check-python  ## formats, lints, types
 
