@@ -58,6 +58,16 @@ def git(root: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
+def _end(path: str) -> str:
+    """How patterns such as `*/a/b.py` name a file of the package: by its folder and name.
+
+    >>> _end("python/tracegrad/a/b.py"), _end("python/tracegrad/b.py")
+    ('a/b.py', '')
+    """
+    end = path.removeprefix(f"{PACKAGE}tracegrad/")
+    return end if path.startswith(PACKAGE) and "/" in end and not end.endswith("__init__.py") else ""
+
+
 def _of_core(path: str) -> str:
     """The name that code of the core has for a file of it, empty for other files.
 
@@ -91,8 +101,12 @@ def left(root: Path) -> Iterator[str]:
     names += [name for old in moved if (name := _of_core(old)) and not _is_core(root, name)]
     if not names:
         return
+    today = [f"/{path}" for path in git(root, "ls-files").splitlines()]
+    ends = [end for old in moved if (end := _end(old)) and not any(path.endswith(f"/{end}") for path in today)]
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    words = {"tracegrad", "crate::", *(Path(old).suffix for old in moved)} - {""}
     pattern = re.compile(rf"(?<![\w./])(?:python/)?({longest_first})\b(?!\.py)")
+    within = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, ends)) or '(?!)'})\b")
     for path in git(root, "ls-files").splitlines():
         if Path(path) == TABLE or not (root / path).is_file():
             continue
@@ -101,7 +115,9 @@ def left(root: Path) -> Iterator[str]:
         except UnicodeDecodeError:
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            for found in pattern.finditer(line):
+            if not any(word in line for word in words):  # most lines, and the expressions are long
+                continue
+            for found in (*pattern.finditer(line), *within.finditer(line)):
                 yield f"{path}:{number}: names {found.group(1)}"
 
 

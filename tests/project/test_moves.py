@@ -72,6 +72,12 @@ def test_a_body_that_changed_or_is_gone_is_found(tree):
     ]
 
 
+def test_the_end_of_an_old_path_is_found_in_a_pattern(tree):
+    table = HEAD + "python/tracegrad/room/a.py,python/tracegrad/data/a.py,,\n"
+    write(tree, {"tools/moves.csv": table, "Makefile": "--ignore-glob '*/room/a.py' '*/bedroom/a.py'"})
+    assert list(left(tree)) == ["Makefile:1: names room/a.py"]
+
+
 def test_an_old_name_of_the_core_is_found(tree):
     table = HEAD + "rust/core/src/a/b.rs,rust/core/src/a/c.rs,,\nrust/core/src/a/d.rs,rust/core/src/d.rs,,\n"
     lines = "use crate::a::b::B;\n// rust/core/src/a/b.rs\nuse crate::a::c; use crate::a::bc;"
