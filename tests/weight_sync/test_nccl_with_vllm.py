@@ -18,7 +18,7 @@ from aiohttp import web
 from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine, NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo)
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../examples/quickstart"]
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../../examples/quickstart"]
 from stand_in import StandIn
 from tracegrad.rollout.client import Servers
 from tracegrad.weight_sync import Nccl
