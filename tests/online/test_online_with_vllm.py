@@ -98,10 +98,10 @@ async def running(url):
 def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_names(served, trainer, tmp_path):
     body = {"sampling_params": {"temperature": 1.0, "max_tokens": LONG, "ignore_eos": True, "logprobs": 0}}
 
-    async def run():
+    async def run(before):
         async with opened(served) as servers:
             sync = File(servers, tmp_path)
-            await sync.push(trainer.weights(20), 20)
+            await sync.push(trainer.weights(before), before)
             prompts = [drawn(range(10, 600), 2000 + n, 150) for n in range(6)]
             flying = [
                 asyncio.ensure_future(
@@ -111,22 +111,25 @@ def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_n
             ]
             while await running(served) < len(prompts):
                 await asyncio.sleep(0.01)
-            pushed = await sync.push(trainer.weights(21), 21)
+            pushed = await sync.push(trainer.weights(before + 1), before + 1)
             assert pushed.ok == (served,)
             return prompts, await asyncio.gather(*flying)
 
-    prompts, answers = asyncio.run(run())
-    crossed = 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        [choice] = answer["choices"]
-        said = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
-        assert len(choice["token_ids"]) == len(said) == LONG
-        spans = choice["weight_versions"]
-        crossed += len(spans) == 2
-        for span in spans:
-            ours = trainer.logprobs(int(span["version"]), prompt, choice["token_ids"])
-            start, end = span["start"], span["end"]
-            assert float((ours - said)[start:end].abs().max()) < EXACT
+    for before in (20, 22, 24):  # on a busy machine all may be answered before the push
+        crossed = 0
+        prompts, answers = asyncio.run(run(before))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            [choice] = answer["choices"]
+            said = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+            assert len(choice["token_ids"]) == len(said) == LONG
+            spans = choice["weight_versions"]
+            crossed += len(spans) == 2
+            for span in spans:
+                ours = trainer.logprobs(int(span["version"]), prompt, choice["token_ids"])
+                start, end = span["start"], span["end"]
+                assert float((ours - said)[start:end].abs().max()) < EXACT
+        if crossed:
+            break
     print(f"\n{crossed} of {len(prompts)} requests crossed the push")
     assert crossed
 
