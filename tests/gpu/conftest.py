@@ -13,7 +13,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent.parent
-for folder in (TESTS, TESTS.parent / "benches" / "gpu"):
+for folder in (TESTS / "helpers", TESTS.parent / "benches" / "gpu"):
     sys.path.insert(0, str(folder))
 
 
