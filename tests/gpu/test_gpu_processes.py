@@ -24,7 +24,8 @@ SCRIPT = Path(__file__).parent / "processes.py"
 
 def found_by(out, device, backend, ranks, mode):
     """What rank 0 wrote: distances of gradient and parameters from one process alone, and where the model was."""
-    folders = [Path(tracegrad.__file__).parents[1], SCRIPT.parents[1] / "helpers", SCRIPT.parents[2] / "benches" / "gpu"]
+    tests, root = SCRIPT.parents[1], SCRIPT.parents[2]
+    folders = [Path(tracegrad.__file__).parents[1], tests / "helpers", root / "benches" / "gpu"]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     run = [sys.executable, SCRIPT, out, device.type, backend, str(ranks), mode]
     told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
