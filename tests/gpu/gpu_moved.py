@@ -1,4 +1,4 @@
-"""What tests share of test_gpu_update: moved."""
+"""Give a model after an update, and how far its parameters moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_model_code: MODEL."""
+"""Give the model folder whose code must never run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What tests share of test_cases_history: called, family, tool_turn."""
+"""Render rewritten histories and tool turns by the templates of several model families."""
 
 import pytest
 

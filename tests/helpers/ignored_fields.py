@@ -1,4 +1,4 @@
-"""What tests share of test_every_field: ignored."""
+"""Find the fields of an objective that change no number."""
 
 from __future__ import annotations
 

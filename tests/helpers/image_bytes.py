@@ -1,4 +1,4 @@
-"""What tests share of test_pictures_decoding: KINDS, files."""
+"""Make image files of every kind, whole and broken."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What tests share of test_pictures_learner: images_tower."""
+"""Check `images.tower`, a row of test_every_option.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import tracegrad as tg
 import vlm
-from recorded_pictures import GOLDEN
+from picture_pages import GOLDEN
 
 
 @pytest.fixture(scope="module")

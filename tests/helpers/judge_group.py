@@ -1,4 +1,4 @@
-"""What tests share of test_score_judge: GROUP."""
+"""Give a group of trajectories for an LLM judge."""
 
 START = [{"role": "system", "content": "You are a clerk."}, {"role": "user", "content": "2 lamps?"}]
 

@@ -1,4 +1,4 @@
-"""What tests share of test_loop_options: OF_FILTER, attention, by_trace, timeout."""
+"""Check options of filters, attention and time limits, rows of test_every_option.py."""
 
 from __future__ import annotations
 

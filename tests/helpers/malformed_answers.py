@@ -1,4 +1,4 @@
-"""What tests share of test_rollout_malformed: ASKED, CHAT, CHUNKS, COMPLETIONS, GOOD, event."""
+"""Give well-formed and malformed answers and stream chunks of a server."""
 
 import json
 

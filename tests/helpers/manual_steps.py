@@ -1,4 +1,4 @@
-"""What tests share of test_run: steps_of."""
+"""Give the packed steps of a run that is driven step by step."""
 
 from __future__ import annotations
 

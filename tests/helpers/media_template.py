@@ -1,4 +1,4 @@
-"""What tests share of test_align_media: TEMPLATE."""
+"""Give a chat template with images."""
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content or [] %}{% if p is mapping %}\

@@ -1,4 +1,4 @@
-"""What tests share of test_online: CONFIG, PLAY, assert_same, run, split, weights."""
+"""Run the online loop against a server in the test process, and compare two runs."""
 
 from dataclasses import fields
 from pathlib import Path

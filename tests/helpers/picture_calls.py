@@ -1,4 +1,4 @@
-"""What tests share of test_pictures: PAD, PICTURES, call, read, shown."""
+"""Make calls with images, read them, and render their prompts."""
 
 import base64
 

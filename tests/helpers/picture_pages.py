@@ -1,4 +1,4 @@
-"""What tests share of test_pictures_shown: golden."""
+"""Give the recorded calls with images, and where they are recorded."""
 
 import json
 from pathlib import Path

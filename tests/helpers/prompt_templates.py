@@ -1,4 +1,4 @@
-"""What tests share of test_prompts: GOLDEN, beginning, with_template."""
+"""Give prompts that a real vLLM rendered, and tokenizers with their templates."""
 
 import json
 import shutil

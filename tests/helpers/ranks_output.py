@@ -1,4 +1,4 @@
-"""What tests share of test_ranks: told."""
+"""Run a script under several ranks and read what each wrote."""
 
 from __future__ import annotations
 

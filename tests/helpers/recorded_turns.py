@@ -1,4 +1,4 @@
-"""What tests share of test_align_laws: QUIET, trace, turns."""
+"""Make records of drawn turns over the example's vocabulary."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

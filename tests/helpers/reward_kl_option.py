@@ -1,4 +1,4 @@
-"""What tests share of test_reward_kl: reward_kl."""
+"""Check `reward_kl.*`, rows of test_every_option.py."""
 
 from __future__ import annotations
 

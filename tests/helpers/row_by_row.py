@@ -1,4 +1,4 @@
-"""What tests share of test_policy: one_by_one, relative."""
+"""Run branches one by one, and compare with relative error."""
 
 import pytest
 

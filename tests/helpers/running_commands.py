@@ -1,4 +1,4 @@
-"""What tests share of test_cli_record: Running."""
+"""Run `tracegrad proxy` in a process of its own, without torch."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What tests share of test_from_shards: weights."""
+"""Write prepared folders and check runs that train from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_rollout_play: Clerk, TrlShop, correct, read, run, shop_tools."""
+"""Play the example's shop as agent, tools and environment."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What tests share of test_steps_alone: assert_same, traces."""
+"""Compare a step that is packed alone with the same step of all."""
 
 from dataclasses import fields
 

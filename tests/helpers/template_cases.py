@@ -1,4 +1,4 @@
-"""What tests share of test_template: CONVERSATIONS, TEMPLATES, TOKENS, TOOLS, _as_servers_do, pinned."""
+"""Give conversations, tools and chat templates, and render them with transformers."""
 
 from __future__ import annotations
 

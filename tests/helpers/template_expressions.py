@@ -1,4 +1,4 @@
-"""What tests share of test_template_expressions: EXPRESSIONS."""
+"""Give expressions of Jinja that chat templates use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_template_grammar: BEFORE, Grammar."""
+"""Draw chat templates from a grammar."""
 
 from __future__ import annotations
 

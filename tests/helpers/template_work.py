@@ -1,4 +1,4 @@
-"""What tests share of test_template_work: LONG, MEASURED, METHODS, OPERANDS."""
+"""Give operands and methods whose work in a template is measured."""
 
 from __future__ import annotations
 

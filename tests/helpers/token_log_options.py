@@ -1,4 +1,4 @@
-"""What tests share of test_terms: terms_kept, terms_megabytes."""
+"""Check `terms.keep` and `terms.megabytes`, rows of test_every_option.py."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""What tests share of test_tokenizer: CORPUS, EXAMPLE, _adversarial, _byte_level, _check_ids, _installed."""
+"""Write small tokenizers, and compare their ids with transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_trace: line, save."""
+"""Write records as lines of a file."""
 
 import json
 

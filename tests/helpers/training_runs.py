@@ -1,4 +1,4 @@
-"""What tests share of test_loop: SignalAfter, assert_same, run, told, without_times."""
+"""Train a tiny model, stop it by a signal, and compare two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_view: HOSTILE, MODEL, record, whole, written."""
+"""Write traces, hostile ones too, and wait for their index."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What tests share of test_with_vllm: recomputed."""
+"""Compute the trainer's logprobs of what a vLLM sampled."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""What tests share of test_loop_with_vllm: run."""
+"""Run the online loop against a real vLLM."""
 
 import online
 import tracegrad as tg

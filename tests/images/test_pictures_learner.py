@@ -12,7 +12,7 @@ import tracegrad as tg
 from image_options import (
     folder,  # noqa: F401
 )
-from recorded_pictures import GOLDEN
+from picture_pages import GOLDEN
 from tracegrad import prepare
 from tracegrad.config import Config, Data
 from tracegrad.config.schema import Images

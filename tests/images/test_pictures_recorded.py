@@ -10,8 +10,8 @@ import torch
 
 import tracegrad as tg
 import vlm
+from picture_pages import GOLDEN
 from record_pictures import PROMPTS
-from recorded_pictures import GOLDEN
 from tracegrad.model import logprobs
 from tracegrad.rollout.launch import launch
 from tracegrad.trainer.load_model import load_whole

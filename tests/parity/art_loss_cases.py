@@ -1,4 +1,4 @@
-"""What tests share of test_art_loss: shifted."""
+"""Give ART's padded, shifted inputs of a loss."""
 
 from __future__ import annotations
 

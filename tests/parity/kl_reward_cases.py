@@ -1,4 +1,4 @@
-"""What tests share of test_kl_in_reward: Rows, VERL, taken."""
+"""Run functions taken from verl's installed source, and give their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_skyrl_losses: objective_of, ppo_utils, scaled."""
+"""Call SkyRL's own losses and give ours for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_trl_losses: Case, LOSSES, MISMATCH, OLD, PRODUCT, given."""
+"""Give the losses of TRL that are compared, and their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share of test_truncated: CUT, REWARDS, ours, padded, recorded."""
+"""Give padded rows of answers that were cut off."""
 
 from __future__ import annotations
 

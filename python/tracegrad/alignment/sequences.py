@@ -16,7 +16,7 @@ from tracegrad import _html, _validation
 from tracegrad.alignment import store
 from tracegrad.alignment.mismatch import Drift, no_drift
 from tracegrad.alignment.ragged import Ragged
-from tracegrad.data import to_arrow as flat
+from tracegrad.data import to_arrow
 from tracegrad.data.codes import ENDINGS, GIVEN, LOGPROB_KINDS, MEDIA, NO_TIER, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
 from tracegrad.errors import ArgumentError
 from tracegrad.images import Images
@@ -218,7 +218,7 @@ class Sequences:
         """
         if per not in ("trace", "token"):
             raise ArgumentError(f"per is {per!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
-        return flat.arrow().table(flat.by_trace(self) if per == "trace" else flat.by_token(self))
+        return to_arrow.arrow().table(to_arrow.by_trace(self) if per == "trace" else to_arrow.by_token(self))
 
     def to_pandas(self, per: Literal["trace", "token"] = "trace") -> Any:
         """The table of `to_arrow` as a `pandas.DataFrame`.

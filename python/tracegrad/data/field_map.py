@@ -20,6 +20,9 @@ from tracegrad.data.sources import Made
 from tracegrad.data.trace import Trace, of_json
 from tracegrad.errors import ArgumentError
 
+__all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of", "which_reward"]
+
+
 MOST_LOOKED, MOST_PATHS = 64, 2000
 """Records, and paths in them, among which the nearest to a path that matches nothing is looked for."""
 MOST_BYTES = 64 << 20
@@ -257,6 +260,3 @@ def _unfit(field: str, path: str, value: Any, wanted: str) -> Unfit:
     shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
     found, cure = f"{path} is {json_path.kind(value)}: {shown}", "Name another field, or leave such records out"
     return Unfit((found, f"--map.{field} takes {wanted}", f"{cure}: --on-error skip"))
-
-
-__all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of", "which_reward"]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core, _html, _validation
-from tracegrad.data import to_arrow as flat
+from tracegrad.data import to_arrow
 from tracegrad.errors import FormatError
 from tracegrad.images import Pictures
 
@@ -538,7 +538,7 @@ class Traces(Sequence[Trace]):
     def to_arrow(self) -> Any:
         """A `pyarrow.Table` with one row a trace: names, rewards, turns, sampled tokens, its `prompt` and `completion`
         as lists of (role, content, more as JSON); raises ArgumentError if pyarrow is not installed."""
-        return flat.arrow().table(flat.by_conversation(self))
+        return to_arrow.arrow().table(to_arrow.by_conversation(self))
 
     def to_pandas(self) -> Any:
         """The table of `to_arrow` as a `pandas.DataFrame`; pandas must be installed."""

@@ -23,6 +23,9 @@ from tracegrad.objective import Missing, Objective, presets
 from tracegrad.objective.correction import AllReduce
 from tracegrad.objective.torch_loss import Terms
 
+__all__ = ["FromTraces", "WithObjective"]
+
+
 VERSIONS = "trl==1.16.0"
 GIVES = Gives(
     frozenset({"old", "entropy", "turn", "step", "kept", "reductions", "advantages"}),
@@ -231,9 +234,6 @@ def _check_live(args: Any, objective: Objective) -> None:
         )
 
 
-__all__ = ["FromTraces", "WithObjective"]
-
-_BEHIND: Any = object  # the user puts GRPOTrainer there
 _TAKEN = ("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_get_train_sampler")
 
 

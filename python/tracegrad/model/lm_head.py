@@ -10,6 +10,9 @@ from torch import Tensor
 from tracegrad.errors import ArgumentError
 from tracegrad.model.lm_head_chunked import Chunk, Head, Rows, Statistics, Sums, logits_of, slices, wide_dtype
 
+__all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
+
+
 Name = Literal["no-grad", "recompute", "one-pass", "frozen"]
 
 MOST_CHUNK_BYTES = 4 << 30  # beyond it the products with the weight of a real vocabulary get no faster
@@ -147,8 +150,6 @@ def _costed(size: Size, wants: Wants, chunk_rows: int, name: Name, why: str) -> 
         peak += size.gradient_bytes(wants)
     return HeadPlan(name, why, chunk_rows, peak, 2 * products * size.rows * size.hidden * size.vocabulary)
 
-
-__all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
 
 Epilogue = Literal["torch", "compile", "triton"]
 

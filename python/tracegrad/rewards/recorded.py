@@ -34,6 +34,9 @@ from tracegrad.storage import files
 from tracegrad.storage.files import refuse_special
 from tracegrad.user_code import Failure
 
+__all__ = ["Judgement", "Rescored", "judged", "recorded"]
+
+
 MOST_LINE = 1 << 24
 
 
@@ -532,6 +535,3 @@ def _agreement(votes: Sequence[Sequence[float | None]]) -> tuple[int, int]:
 
 def _plain(value: Any) -> float | None:
     return None if value is None or not np.isfinite(value) else float(value)
-
-
-__all__ = ["Judgement", "Rescored", "judged", "recorded"]

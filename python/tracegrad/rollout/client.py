@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 from tracegrad.data.sampling import NEUTRAL, refused_fields
 from tracegrad.errors import ArgumentError, RefusedFields, ServerError, redacted, shown
 
+__all__ = ["Answer", "ServerError", "Servers"]
+
+
 try:
     import orjson
 except ImportError as error:
@@ -225,8 +228,6 @@ class Wire:
         except (ValueError, RecursionError):
             return answer(raw[: 4 * SHOWN].decode(errors="replace"))
 
-
-__all__ = ["Answer", "ServerError", "Servers"]
 
 # Too early, too busy: said of the moment, not of the request.
 AGAIN = {408, 425, 429}
