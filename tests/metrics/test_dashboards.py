@@ -10,6 +10,7 @@ import time
 import pytest
 
 import tracegrad as tg
+from tracegrad.config.schema import DASHBOARDS
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics import loggers
 
@@ -25,6 +26,10 @@ def log(name, out):
         sink.log(row)
         sink.close()
         time.sleep(1.1)  # wandb names a run's folder by the second
+
+
+def test_every_dashboard_that_an_option_names_can_be_opened():
+    assert set(loggers._SINKS) == set(DASHBOARDS)
 
 
 def test_tensorboard_gets_the_finite_numbers(tmp_path):

@@ -1,6 +1,7 @@
 """Packages import downwards, files import in no circle, and importing tracegrad changes nothing."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -166,6 +167,15 @@ def test_no_room_of_losses_asks_a_part_of_which_class_it_is():
             asked |= isinstance(node, (ast.Compare, ast.match_case)) and "type(" in ast.unparse(node)
             named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} if asked else set()
             assert not named & classes, f"{path.name}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("name", ["", ".objective", ".online", ".trainer"])
+def test_names_that_are_imported_on_use_are_there(name):
+    pytest.importorskip("torch")
+    package = importlib.import_module(f"tracegrad{name}")
+    assert not [each for each in package.__all__ if not hasattr(package, each)]
+    with pytest.raises(AttributeError, match=r"no attribute .?nothing"):
+        package.nothing  # noqa: B018
 
 
 def test_importing_tracegrad_changes_nothing_and_needs_no_torch():
