@@ -57,12 +57,19 @@ def model_of(path: Path) -> Path:
 def plain(value: Any, out: Path) -> Any:
     """A value of JSON without what differs from run to run."""
     if isinstance(value, dict):
-        return {key: plain(each, out) for key, each in value.items() if key not in VOLATILE}
+        return {key: UNORDERED.get(key, plain)(each, out) for key, each in value.items() if key not in VOLATILE}
     if isinstance(value, list):
         return [plain(each, out) for each in value]
     if isinstance(value, str):
         return value.replace(str(out), "OUT").replace(str(ROOT) + "/", "")
     return value
+
+
+UNORDERED: dict[str, Callable[[Any, Path], Any]] = {
+    "files": lambda files, out: sorted(files) if isinstance(files, dict) else plain(files, out),
+    "target_modules": lambda names, _: sorted(names),
+}
+"""Values that no run repeats: sizes and checksums of the files of a checkpoint, and the order of what peft has as a set."""
 
 
 def digest(data: bytes) -> str:
@@ -76,7 +83,9 @@ def files_of(folder: Path, out: Path) -> Found:
 
     for path in sorted(each for each in folder.rglob("*") if each.is_file() and not each.is_symlink()):
         name = str(path.relative_to(folder))
-        if path.suffix == ".safetensors":
+        if path.name.startswith("random-"):
+            yield name, "is there"  # the state of generators that nobody seeded
+        elif path.suffix == ".safetensors":
             for key, array in sorted(load_file(path).items()):
                 yield f"{name}:{key}", f"{array.dtype}{list(array.shape)} {digest(array.tobytes())}"
         elif path.suffix == ".json":

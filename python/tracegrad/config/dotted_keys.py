@@ -129,11 +129,22 @@ def split_names(told: str) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The cure for an unknown name: the nearest valid one, or all of them where none is near."""
-    known, name = list(known), name[:80]
-    same_end = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    close = difflib.get_close_matches(name, same_end or known, 1, 0.5) or same_end
-    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+    """Return a hint for an unknown name: the nearest valid one, or all of them if none is near.
+
+    Names are compared by their letters: `grpo-kl` is near `GRPO_KL`. If valid names have the same last part, they
+    are the candidates.
+
+    >>> nearest("trian.seed", ["train.seed", "train.epochs"]), nearest("dapo", ["GRPO", "DAPO"])
+    ('Did you mean train.seed?', 'Did you mean DAPO?')
+    """
+    valid, letters = {_letters(key): key for key in known}, _letters(name[:80])
+    same_end = [key for key in valid if key.split(".")[-1] == letters.split(".")[-1]]
+    close = difflib.get_close_matches(letters, same_end or valid, 1, 0.5) or same_end
+    return f"Did you mean {valid[close[0]]}?" if close else f"Known: {', '.join(valid.values())}."
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def brief(text: str, most: int = 80) -> str:

@@ -4,11 +4,11 @@ A preset is used as it is, or with fields changed by name: `override(DAPO, "surr
 it is named by its attribute here, by `file.py:NAME` or `module:NAME`, or written as source text.
 """
 
-import difflib
 import importlib
 from dataclasses import replace
 from typing import TypeVar
 
+from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.objective import Objective, with_beta, with_entropy, with_kl
 from tracegrad.objective.penalty import Penalty
@@ -515,10 +515,5 @@ def named(name: str, kind: type[_T], room: str, what: str) -> _T:
     value = home.get(attribute)
     if isinstance(value, kind):
         return value
-    names = [key for key, each in home.items() if isinstance(each, kind) and not key.startswith("_")]
-    by_letters = {key.lower(): key for key in names}
-    told = attribute.lower().replace("-", "_")
-    near = [by_letters[each] for each in difflib.get_close_matches(told, by_letters, 2, 0.6)]
-    near = [by_letters[told]] if told in by_letters else near
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise ArgumentError(f"no {what} is called {name!r}.{hint} There are {', '.join(sorted(names)) or 'none'}.")
+    names = sorted(key for key, each in home.items() if isinstance(each, kind) and not key.startswith("_"))
+    raise ArgumentError(f"no {what} is called {name!r}. {nearest(attribute, names)}")
