@@ -15,6 +15,7 @@ import tracegrad as tg
 from tracegrad.errors import ServerError
 from tracegrad.online import Online, Play
 from tracegrad.online.buffer import Follower, Ledger
+from tracegrad.rollout.launch import KEEPER
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # ten servers of its own
 KILLS, STEPS, GROUPS = 10, 24, 4
@@ -22,10 +23,10 @@ CONFIG = tg.config.Config(pack=tg.config.Pack(step_groups=GROUPS), optimizer=tg.
 
 
 def kill():
-    """Kills the server of this process with all that it started: a group of its own, below its keeper."""
+    """Kills the server of this process with all that it started: a group of its own, below its watchdog."""
     me = os.getpid()
     for keeper in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-        if b"keeper.py" in Path(f"/proc/{keeper}/cmdline").read_bytes():
+        if KEEPER.name.encode() in Path(f"/proc/{keeper}/cmdline").read_bytes():
             for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
                 os.killpg(int(child), signal.SIGKILL)
 

@@ -1,6 +1,6 @@
 """Keeps one command running as long as its parent lives: a script of the standard library, started by `launch`.
 
-    python keeper.py PARENT GRACE_S COMMAND...
+    python watchdog.py PARENT GRACE_S COMMAND...
 
 Ends the command with all it started when it is told to (SIGTERM), or when the process PARENT is gone, even if that was
 killed. Gives the command GRACE_S seconds to end by itself.
