@@ -186,9 +186,9 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
             f"mixture.weights is {setting!r:.80}, and there are {source.inputs} inputs. How often each is taken is not "
             "known. Give one number above 0 for each, with commas between."
         )
-    shares = tuple(weight / max(weights) for weight in weights)
+    relative = tuple(weight / max(weights) for weight in weights)
     catalog = source.catalog
-    of_trace = np.array(shares)[catalog.source]
+    of_trace = np.array(relative)[catalog.source]
     low, high = np.full(int(catalog.group.max(initial=-1)) + 1, 2.0), np.zeros(int(catalog.group.max(initial=-1)) + 1)
     np.minimum.at(low, catalog.group, of_trace)
     np.maximum.at(high, catalog.group, of_trace)
@@ -197,7 +197,7 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
             f"the group of trace '{source.trace_name(int(mixed[0]))}' stands in inputs of unlike weights, and a group "
             "is taken whole or not. Give its traces other groups, or the inputs one weight."
         )
-    return shares if min(shares) < 1 else ()
+    return relative if min(relative) < 1 else ()
 
 
 def taken(source: Source, there: NDArray[np.bool_], shares: tuple[float, ...], seed: int) -> NDArray[np.bool_]:
