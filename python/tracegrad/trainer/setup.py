@@ -230,7 +230,9 @@ class Prepared:
         dtype = "bf16" if self.precision == torch.bfloat16 else "fp32"
         memory = config.train.memory
         effects = self.target.memory.sentence(self.target.mode == "fsdp")
-        return f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {memory}: {effects}."
+        return (
+            f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {memory}: {effects}."
+        )
 
 
 def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, Prepared]:
