@@ -283,7 +283,7 @@ def write(
         ArgumentError: if the optimizer keeps plain tensors of sharded parameters, which cannot be resharded.
     """
     tensors = _parameters(model, reference)
-    state, rest = _optimizer_parts(optimizer, model)
+    state, optimizer_json = _optimizer_parts(optimizer, model)
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
@@ -292,7 +292,7 @@ def write(
     except CheckpointException as error:
         raise _root_cause(error) from error
     if ranks.first:
-        outputs.write(folder / _OPTIMIZER_FILE, json.dumps(rest, indent=1))
+        outputs.write(folder / _OPTIMIZER_FILE, json.dumps(optimizer_json, indent=1))
 
 
 def read_state(

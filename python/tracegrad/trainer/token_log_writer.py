@@ -242,8 +242,8 @@ class Records:
         pull = np.asarray(np.bincount(owner, np.abs(np.nan_to_num(gradient)).astype(np.float64)), np.float64)
         good = np.bincount(owner, np.nan_to_num(advantages).astype(np.float64)) >= 0
         chosen = [self._choose_traces(rows[side], pull[side]) for side in (good, ~good)]
-        kept = np.concatenate(chosen)
-        parts = [_select(record, np.isin(record.trace, kept)) for record in self.records]
+        kept_traces = np.concatenate(chosen)
+        parts = [_select(record, np.isin(record.trace, kept_traces)) for record in self.records]
         self.records = [part for part in parts if len(part.trace)]
 
     def _choose_traces(self, rows: NDArray[np.int32], pull: NDArray[np.float64]) -> NDArray[np.int32]:
