@@ -239,7 +239,7 @@ class Ranks:
             while (missing := self._not_waiting(store)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             event = "did not come within train.timeout" if store.check([self._key(_WAITED)]) else "has ended"
-            reports = [f"rank {rank} {event}; it was last seen {self._seen(store, rank)}" for rank in missing]
+            reports = [f"rank {rank} {event}; it was last seen {self._last_seen(store, rank)}" for rank in missing]
             if self.first:
                 time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))  # This rank may host the store.
         except (RuntimeError, ValueError):  # The rank that hosted the store is gone.

@@ -143,7 +143,7 @@ class Keeper:
         """
         catalog, chosen = source.catalog, self._choose_rows(source, sets, passes)
         self._sets_written += 1
-        name = f"tokens-{self._sets:05d}"
+        name = f"tokens-{self._sets_written:05d}"
         if self._rank == 0 and len(chosen):
             part = source.kept(chosen)
             part.save(self.folder / name)
