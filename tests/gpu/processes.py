@@ -100,7 +100,7 @@ def wrapped(model: Any, mode: str, device: torch.device) -> Placed:
         return Placed(model, policy, "fsdp", ranks)
     within = [device.index] if device.type == "cuda" else None
     policy = torch.nn.parallel.DistributedDataParallel(Policy(model.to(device)), device_ids=within)
-    policy.register_comm_hook(None, distributed._summed)
+    policy.register_comm_hook(None, distributed._sum_gradients)
     return Placed(model, policy, "ddp", ranks)
 
 

@@ -55,9 +55,9 @@ def load(folder):
 
 
 def forecast(folder):
-    from tracegrad.trainer.resource_estimate import _empty
+    from tracegrad.trainer.resource_estimate import _build_empty
 
-    return _empty(folder)
+    return _build_empty(folder)
 
 
 def picture(folder):

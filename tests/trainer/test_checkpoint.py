@@ -209,7 +209,8 @@ def sealed_anew(path):
     folder = path / "resume"
     said = json.loads((folder / "progress.json").read_text())
     said["files"] = {
-        n: [w.bytes, f"{w.crc32:08x}"] for n, w in checkpoint._measured(folder, checkpoint._files(folder)).items()
+        n: [w.bytes, f"{w.crc32:08x}"]
+        for n, w in checkpoint._measure_files(folder, checkpoint._list_files(folder)).items()
     }
     (folder / "progress.json").write_text(json.dumps(checkpoint.sealed(said)))
 

@@ -104,9 +104,9 @@ def uses(folder, file):
         model(input_ids=torch.tensor([[1, 2, 3]]))
 
     def forecasts():
-        empty = resource_estimate._empty(folder)
-        with resource_estimate._of_config(folder):
-            resource_estimate._counted(empty)
+        empty = resource_estimate._build_empty(folder)
+        with resource_estimate._config_errors(folder):
+            resource_estimate._count_per_token(empty)
 
     yield from [tokens, lambda: positions(folder), lambda: model_defaults(folder), lambda: Rule.of(folder)]
     if file in ("config.json", "generation_config.json", "adapter_config.json"):

@@ -1,7 +1,7 @@
-"""Train on recorded sequences: one step, the loop around it, and checkpoints that resume exactly.
+"""Training on recorded sequences: single optimizer steps, the training loop, and checkpoints that resume exactly.
 
-Takes `Sequences` or prepared folders with `Options`, or single steps from your own loop. `train` runs over a data set,
-`Run` one step at a time; every step returns a row of metrics.
+`train` runs over a data set (`Sequences` or prepared folders). `Run` does one step at a time, in your own loop. Every
+step returns a row of metrics.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tracegrad.trainer.step import Outcome, measure, optimizer_step
     from tracegrad.trainer.trainer import Run
 
-# Name to module: these need torch, and `dataset` does not.
+# Public names and their modules. They are imported on use, because they need torch and `dataset` does not.
 _WITH_TORCH = {
     "Placed": "distributed",
     "Policy": "distributed",

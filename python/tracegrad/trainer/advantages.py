@@ -1,4 +1,4 @@
-"""Compute advantages from rewards as the configuration says, with KL in the reward if it is asked for."""
+"""Compute advantages from rewards with the options of the config, including the KL penalty in the reward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,52 +16,61 @@ from tracegrad.objective.objective import Needs
 from tracegrad.trainer.dataset import Catalog, Source
 
 TOTAL = "reward"
-"""The name of a trace's total reward."""
+"""Name of a trace's total reward."""
 _A_STAR = 0.5
-"""The temperature of V* under advantage.baseline a_star: A*-PO's and TRL's."""
+"""Temperature of V* for advantage.baseline a_star, as in A*-PO and TRL."""
 
 
 def reward_column(traces: Sequences | Catalog, name: str, weights: str = "") -> NDArray[np.float32]:
-    """[R] float32: the rewards called `name`, of several names with commas the first that a trace has; for "" the first
-    column, or the one that is known where that is not. With weights, the weighted sum of those of the names that a
-    trace has.
+    """Return [R] float32 the trained reward of each trace.
+
+    Args:
+        traces: sequences or table with the rewards.
+        name: name of the reward. Of several names with commas, each trace uses the first one that it has. "" selects
+            the total reward, or the only reward with values if there is no total.
+        weights: comma-separated weights; then the result is the weighted sum of the named rewards that a trace has.
+
+    Raises:
+        ArgumentError: if there is no such reward, or the choice is ambiguous.
     """
     if weights:
         return advantage.weighted_sum(*reward_table(traces, name, weights)).astype(np.float32)
     names = traces.reward_names
-    wanted = [each for each in ([name] if name in names else split_names(name)) if each in names]
-    if name and not wanted:
+    selected = [candidate for candidate in ([name] if name in names else split_names(name)) if candidate in names]
+    if name and not selected:
         raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
     if not names or not np.isfinite(traces.rewards).any():
         raise ArgumentError(
             "no trace has a reward. Without one no trace is better than another. Say where the records hold it: "
             "--map.reward PATH; tracegrad doctor names what may be meant."
         )
-    known = np.asarray(np.isfinite(traces.rewards).any(axis=0))
-    columns = [names.index(each) for each in wanted] or [int(np.argmax(known))]
-    if not name and not known[0] and known.sum() > 1:
-        several = [each for each, is_known in zip(names, known, strict=True) if is_known]
+    has_values = np.asarray(np.isfinite(traces.rewards).any(axis=0))
+    columns = [names.index(candidate) for candidate in selected] or [int(np.argmax(has_values))]
+    if not name and not has_values[0] and has_values.sum() > 1:
+        named_rewards = [candidate for candidate, is_known in zip(names, has_values, strict=True) if is_known]
         raise ArgumentError(
-            f"no trace has a total reward, and {len(several)} have names: {', '.join(several[:8])}. Which of them is "
-            f"trained on is not told. Say it: --data.reward {several[0]}."
+            f"no trace has a total reward, and {len(named_rewards)} have names: {', '.join(named_rewards[:8])}. Which "
+            f"of them is trained on is not told. Say it: --data.reward {named_rewards[0]}."
         )
-    told = traces.rewards[:, columns]
-    return np.ascontiguousarray(told[np.arange(len(told)), np.isfinite(told).argmax(axis=1)])
+    values = traces.rewards[:, columns]
+    return np.ascontiguousarray(values[np.arange(len(values)), np.isfinite(values).argmax(axis=1)])
 
 
 def reward_table(traces: Sequences | Catalog, name: str, weights: str) -> tuple[NDArray[np.floating], list[float]]:
-    """[R, K] the rewards that `name` lists, of an empty one all but the total, and the weight of each.
+    """Return [R, K] the rewards that `name` lists (all but the total if it is empty), and the weight of each.
 
     Raises:
-        ArgumentError: for a name that no trace has, or other than one finite weight for each.
+        ArgumentError: for a name that no trace has, or unless there is one finite weight per name.
     """
-    known = traces.reward_names
-    names = split_names(name) or [each for each in known if each != TOTAL]
-    for each in names:
-        if each not in known:
-            raise ArgumentError(f"data.reward lists {each!r}, and no trace has such a reward. {nearest(each, known)}")
+    available = traces.reward_names
+    names = split_names(name) or [reward_name for reward_name in available if reward_name != TOTAL]
+    for reward_name in names:
+        if reward_name not in available:
+            raise ArgumentError(
+                f"data.reward lists {reward_name!r}, and no trace has such a reward. {nearest(reward_name, available)}"
+            )
     try:
-        numbers = [float(each) for each in split_names(weights)]
+        numbers = [float(number) for number in split_names(weights)]
     except ValueError:
         numbers = []
     if len(numbers) != len(names) or not names or not np.isfinite(numbers).all():
@@ -69,18 +78,18 @@ def reward_table(traces: Sequences | Catalog, name: str, weights: str) -> tuple[
             f"data.reward_weights is {weights!r:.80}, and the rewards are {', '.join(names[:8]) or 'none by a name'}. "
             "What a trace is worth is not known. Give one finite number for each, with commas between."
         )
-    return traces.rewards[:, [known.index(each) for each in names]], numbers
+    return traces.rewards[:, [available.index(reward_name) for reward_name in names]], numbers
 
 
 def compared(
     rewards: NDArray[np.floating], source: Source, used: NDArray[np.bool_], config: Config
 ) -> NDArray[np.float32]:
-    """[used] float32: the advantages of the traces that are used, compared with one another."""
+    """Compute [used] float32 the advantages of the used traces, relative to each other."""
     options, reward, group = config.advantage, rewards[used], source.catalog.group[used]
     if options.baseline == "none":
         return np.nan_to_num(reward, nan=0.0)
     if options.singleton == "refuse" and options.baseline != "batch_mean":
-        _refuse_lone(reward, group, source, used)
+        _check_singletons(reward, group, source, used)
     if options.baseline == "rloo":
         return advantage.rloo(reward, group, singleton=options.singleton)
     if options.baseline == "max_rl":
@@ -91,32 +100,32 @@ def compared(
         return advantage.opo(reward, source.catalog.terms[used].astype(np.int64), group, singleton=options.singleton)
     if options.several == "normalize_then_sum":
         table, weights = reward_table(source.catalog, config.data.reward, config.data.reward_weights)
-        told = {"scale": "std", "ddof": options.ddof, "singleton": options.singleton}
-        each = advantage.normalize_then_sum(table[used], group, weights=weights, **told)
-        return advantage.whiten(each, ddof=options.ddof, eps=1e-4, eps_in="deviation")
+        options_of_each = {"scale": "std", "ddof": options.ddof, "singleton": options.singleton}
+        summed = advantage.normalize_then_sum(table[used], group, weights=weights, **options_of_each)
+        return advantage.whiten(summed, ddof=options.ddof, eps=1e-4, eps_in="deviation")
     groups = np.zeros_like(group) if options.baseline == "batch_mean" else group
     ddof = None if options.scale == "none" else options.ddof
     return advantage.group_mean(reward, groups, scale=options.scale, ddof=ddof, singleton=options.singleton)
 
 
-def _refuse_lone(
+def _check_singletons(
     reward: NDArray[np.floating], group: NDArray[np.int32], source: Source, used: NDArray[np.bool_]
 ) -> None:
-    """Refuses groups of one trace with a reward, which have no baseline."""
+    """Reject groups with a single rewarded trace, which have no baseline."""
     counts = advantage.group_counts(reward, group)
     if not counts.singletons:
         return
-    alone = np.flatnonzero(np.isin(group, counts.singleton_ids) & np.isfinite(reward))
-    first = source.trace_name(int(np.flatnonzero(used)[alone[0]]))
-    all_alone = counts.singletons == counts.groups
-    cure = (
+    single = np.flatnonzero(np.isin(group, counts.singleton_ids) & np.isfinite(reward))
+    first = source.trace_name(int(np.flatnonzero(used)[single[0]]))
+    all_single = counts.singletons == counts.groups
+    advice = (
         "Say what they share: --map.group PATH, or --map.group prompt."
-        if all_alone
+        if all_single
         else "Pass --advantage.singleton zero."
     )
     raise ArgumentError(
         f"trace '{first}' is alone in its group, as in {counts.singletons:,} of {counts.groups:,} groups. A baseline "
-        f"needs two traces. {cure}"
+        f"needs two traces. {advice}"
     )
 
 
@@ -124,22 +133,23 @@ Floats = NDArray[np.float32]
 
 
 def needs_of(objective: Objective, config: Config) -> Needs:
-    """What a run measures: what its objective takes, and both policies where rewards pay for their divergence."""
+    """Return the requirements of a run: those of its objective, and old and reference logprobs for a KL penalty."""
     return replace(objective.needs, old=True, ref=True) if config.reward_kl.coef else objective.needs
 
 
 @dataclass
 class Charge:
-    """The batch that is trained on, as it is charged.
+    """The KL penalty in the reward, for the batch that is being trained.
 
     Args:
-        source, rewards, config: of the feed.
-        used: [R] bool: the traces that are compared with one another.
+        source, rewards, config: those of the feed.
+        used: [R] bool, traces that advantages compare.
+        coef: reward per nat of KL that this batch pays.
+        kl: KL of the batch in nats, averaged over each trace and then over traces; NaN before the first batch.
 
     Attributes:
-        coef: what a nat costs in this batch, and `following`, in the next.
-        kl: the batch's divergence, its mean over each trace and then over traces; NaN before the first.
-        advantages: [R], of the traces of this batch.
+        following: coefficient for the next batch.
+        advantages: [R], for the traces of this batch; 0 for others.
     """
 
     source: Source
@@ -156,32 +166,32 @@ class Charge:
         self.advantages = np.zeros(len(self.rewards), np.float32)
 
     def batch(self, traces: int, trace: NDArray[np.integer], old: Floats, ref: Floats) -> None:
-        """Charges and compares the traces of a batch, which ranks share.
+        """Subtract the KL penalty from the rewards of a batch, which ranks share, and recompute its advantages.
 
         Args:
-            traces: how many count in its steps.
-            trace, old, ref: [m] of the terms of all its traces, of every rank, ascending: trace and logprobs.
+            traces: number of traces that count in its steps.
+            trace, old, ref: [m] trace index and logprobs of its trained tokens on all ranks, ascending.
         """
         options, group = self.config.reward_kl, self.source.catalog.group
         self.coef = self.following
-        how = {"coef": self.coef, "kind": options.kind, "cap": options.cap or None}
-        charged = kl_in_reward(self.rewards, old, ref, trace, **how)
-        here = self.used & np.isin(group, group[trace])
+        kl_options = {"coef": self.coef, "kind": options.kind, "cap": options.cap or None}
+        penalized = kl_in_reward(self.rewards, old, ref, trace, **kl_options)
+        batch_traces = self.used & np.isin(group, group[trace])
         self.advantages[:] = 0
-        self.advantages[here] = compared(charged.rewards, self.source, here, self.config)
-        self.kl = charged.kl * len(np.unique(trace)) / max(traces, 1)
+        self.advantages[batch_traces] = compared(penalized.rewards, self.source, batch_traces, self.config)
+        self.kl = penalized.kl * len(np.unique(trace)) / max(traces, 1)
         if options.target:
-            after = AdaptiveKl(self.coef, options.target, options.horizon).after(self.kl, traces)
-            self.following = max(after.coef, 0.0)
+            controller = AdaptiveKl(self.coef, options.target, options.horizon).after(self.kl, traces)
+            self.following = max(controller.coef, 0.0)
 
     def row(self) -> dict[str, float]:
-        """Its metrics by the names of docs/metrics.md."""
+        """Return the metrics by their names in docs/metrics.md."""
         return {"reward_kl": self.kl, "reward_kl_coef": self.coef}
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint saves."""
         return {"reward_kl": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Takes up what `state` gave; the batch that it is of is then charged again."""
+        """Restore what `state` returned. The caller must then call `batch` for the saved batch again."""
         self.following = state.get("reward_kl", self.following)

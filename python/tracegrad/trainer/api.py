@@ -1,7 +1,7 @@
-"""A run over recorded traces by one call: read, align, train, and the files that tell of it.
+"""Train on recorded traces with one call: read, align, train, and write the report.
 
-`train` is what `tracegrad train` does without a command line; `learn` is the half of both that begins where the tokens
-are aligned. torch is imported when the run begins.
+`train` does what `tracegrad train` does on the command line. `learn` is the second half of both, after alignment.
+torch is imported when the run starts.
 """
 
 from __future__ import annotations
@@ -49,52 +49,59 @@ def train(
     sinks: Sequence[Sink] | None = None,
     say: Callable[[str], None] = print,
 ) -> Trained:
-    """Trains a model on recorded traces, and leaves metrics, checkpoints, summary.json and report.html in `out`.
+    """Train a model on recorded traces; write metrics, checkpoints, summary.json and report.html into `out`.
 
-    Under torchrun every rank calls this alike.
+    Under torchrun every rank makes the same call.
 
     Args:
         model: folder of a causal language model with its tokenizer and chat template.
-        traces: what `tracegrad.read` takes as names, one or several; folders that `tracegrad prepare` wrote, one or
-            several, of which no more is in memory than the steps ahead need; or `Sequences` or `Shards`.
-        out: folder of the run, made if it is not there; or an address of fsspec (extra `cloud`).
-        recipe: what a paper fixes: one of `tracegrad.recipes`, or its name.
-        objective: the loss alone, a value or a name of `tracegrad.objective.presets`; default the recipe's, else DAPO.
-        options: as in a config file, by dotted name: `{"optimizer.lr": 1e-5, "pack.step_groups": 16}`. They win over
-            the recipe.
-        resume: go on with the run in `out`, where there is one, under its options.
+        traces: one or several sources that `tracegrad.read` accepts; one or several folders that `tracegrad prepare`
+            wrote, of which only the next steps' traces are in memory; or `Sequences` or `Shards`.
+        out: run directory, created if missing; or an fsspec address (extra `cloud`).
+        recipe: the method of a paper: a recipe of `tracegrad.recipes`, or its name.
+        objective: only the loss, a value or a name of `tracegrad.objective.presets`; default the recipe's, else DAPO.
+        options: options by dotted name, as in a config file: `{"optimizer.lr": 1e-5, "pack.step_groups": 16}`. They
+            override the recipe.
+        resume: continue the run in `out` with its options, if there is one.
         sinks: as for `trainer.train`.
-        say: takes the lines that a user should read.
+        say: function that prints a line for the user.
 
     Returns:
-        What `trainer.train` gives; `rows` are those of metrics.jsonl.
+        The result of `trainer.train`; `rows` are those of metrics.jsonl.
 
     Raises:
-        ArgumentError: for options that do not fit together, or `out` holds a run and `resume` is False.
+        ArgumentError: if options are incompatible, or `out` contains a run and `resume` is False.
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
         TracegradError: if the run fails.
     """
-    place, model = Mirror(out), Path(model)
-    with place.locked() if first() else nullcontext():
-        chosen = _config(place, recipe, objective, options or {}, resume)
-        loss = objective if isinstance(objective, Objective) else objective_of(chosen)
+    run_dir, model = Mirror(out), Path(model)
+    with run_dir.locked() if first() else nullcontext():
+        config = _config(run_dir, recipe, objective, options or {}, resume)
+        loss_objective = objective if isinstance(objective, Objective) else objective_of(config)
         watch = Stopwatch()
         if isinstance(traces, Sequences):
-            data, account = traces, Account("<sequences>", reward=chosen.data.reward)
+            data, account = traces, Account("<sequences>", reward=config.data.reward)
             account.add(traces)
         elif isinstance(traces, Shards):
-            data, account = traces, _counted(traces, chosen, watch)
+            data, account = traces, _summarize_shards(traces, config, watch)
         else:
             source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
-            data, account = aligned(source, model, chosen, place.path, watch)
+            data, account = aligned(source, model, config, run_dir.path, watch)
         for line in account.lines() if first() else ():
             say(line)
-        run = {"out": place, "resume": resume, "sinks": sinks, "say": say, "watch": watch, "title": account.source}
-        return learn(data, account, model, loss, chosen, **run)
+        run_options = {
+            "out": run_dir,
+            "resume": resume,
+            "sinks": sinks,
+            "say": say,
+            "watch": watch,
+            "title": account.source,
+        }
+        return learn(data, account, model, loss_objective, config, **run_options)
 
 
 def first() -> bool:
-    """Whether this process is the one that speaks and writes: by its process group, or as torchrun numbers them."""
+    """Return whether this process writes files and prints: by its process group, or by torchrun's RANK."""
     group = sys.modules.get("torch.distributed")
     if group is not None and group.is_available() and group.is_initialized():
         return group.get_rank() == 0
@@ -102,7 +109,7 @@ def first() -> bool:
 
 
 def before(out: Mirror, resume: bool) -> Config | None:
-    """What the run in `out` was told, where it is gone on with."""
+    """Load the config of the run in `out` if it is resumed; None if there is none."""
     path = out.path / "config.toml" if resume else None
     if path is not None and out.address and path.name in out.names():
         out.bring([path.name])
@@ -112,17 +119,17 @@ def before(out: Mirror, resume: bool) -> Config | None:
 def aligned(
     source: prepare.Sources, model: Path, chosen: Config, out: Path, watch: Stopwatch
 ) -> tuple[Sequences | Shards, Account]:
-    """What `prepare.load` gives, or prepared folders, opened; and how exactly all of it aligned.
+    """Read and align the sources, or open prepared folders; also return the ingest summary.
 
-    The first process alone writes bad records aside, and shows how far it is.
+    Only the first process writes quarantined records and shows progress.
 
     Raises:
-        ArgumentError: for folders among files, or an option of aligning where folders are given.
+        ArgumentError: if folders and files are mixed, or an alignment option is set for prepared folders.
     """
-    named = [source] if isinstance(source, str) else list(source)
-    folders = [name for name in named if prepare.is_prepared(name)]
-    if folders and len(folders) < len(named):
-        other = next(name for name in named if name not in folders)
+    names = [source] if isinstance(source, str) else list(source)
+    folders = [name for name in names if prepare.is_prepared(name)]
+    if folders and len(folders) < len(names):
+        other = next(name for name in names if name not in folders)
         raise ArgumentError(
             f"{folders[0]} is prepared and {other} is not. What is trained on at once is aligned at once, or in "
             "folders. Prepare all of them."
@@ -132,17 +139,17 @@ def aligned(
             prepare.check_prepared(name, chosen.data, chosen.map)
         with watch("read"):
             shards = Shards.open(folders, verify=True)
-        return shards, _counted(shards, chosen, watch)
+        return shards, _summarize_shards(shards, chosen, watch)
     data = chosen.data if first() or chosen.data.on_error != "quarantine" else replace(chosen.data, on_error="skip")
     return prepare.load(source, model, data, out, watch, map=chosen.map, progress=Bar() if first() else None)
 
 
-def _counted(shards: Shards, chosen: Config, watch: Stopwatch) -> Account:
-    """The account of shards, one after the other."""
-    said = ", ".join(map(redacted, shards.folders[:3])) + (
-        f" and {more:,} more" if (more := len(shards.folders) - 3) > 0 else ""
+def _summarize_shards(shards: Shards, chosen: Config, watch: Stopwatch) -> Account:
+    """Add up the ingest summary of all shards, one at a time."""
+    source_names = ", ".join(map(redacted, shards.folders[:3])) + (
+        f" and {others:,} more" if (others := len(shards.folders) - 3) > 0 else ""
     )
-    account = Account(said, list(shards.folders), reward=chosen.data.reward)
+    account = Account(source_names, list(shards.folders), reward=chosen.data.reward)
     with watch("read"):
         for part in shards.parts():
             account.add(part)
@@ -150,7 +157,7 @@ def _counted(shards: Shards, chosen: Config, watch: Stopwatch) -> Account:
 
 
 def objective_of(chosen: Config) -> Objective:
-    """The objective that a config names, with what it overrides of it."""
+    """Return the objective that the config names, with its overrides."""
     return override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
 
 
@@ -168,7 +175,7 @@ def learn(
     watch: Stopwatch,
     sinks: Sequence[Sink] | None = None,
 ) -> Trained:
-    """The run over aligned tokens: loads the model, trains, and writes summary.json and report.html under a title."""
+    """Train on aligned tokens: load the model, train, and write summary.json and report.html with the given title."""
     try:
         with watch("import"):
             from tracegrad import trainer
@@ -184,51 +191,53 @@ def learn(
         data.model = model
     else:
         data = data.of_model(model)
-    places = {"out": out, "tokenizer": model, "resume": resume, "sinks": sinks}
-    done = trainer.train(data, loaded, objective=objective, config=chosen, say=say, **places)
+    run_options = {"out": out, "tokenizer": model, "resume": resume, "sinks": sinks}
+    result = trainer.train(data, loaded, objective=objective, config=chosen, say=say, **run_options)
     if first():
-        watch.seconds.update(done.seconds)
-        made_of = provenance.provenance(account.named, model)
-        provenance.sign(out.path / "config.toml", made_of)
-        summary = {**_summary(chosen, account, done, watch.seconds), "provenance": made_of}
+        watch.seconds.update(result.seconds)
+        origin = provenance.provenance(account.named, model)
+        provenance.sign(out.path / "config.toml", origin)
+        summary = {**_summary(chosen, account, result, watch.seconds), "provenance": origin}
         prepare.write_json(out.path / "summary.json", summary)
         with watch("report"):
             tokenizer = Tokenizer.from_pretrained(model)
-            sequences, terms = _shown(data, done.terms)
-            found = {"rows": done.rows, "terms": terms, "summary": summary}
-            found |= {"counts": _counts(account), "pull": done.pull}
-            about = {"base": model, "objective": objective, "config": chosen, "rows": done.rows}
-            write_card(done.checkpoint, **about, data=account.lines())
-            told = _told(chosen, objective, model, account.source, str(out) if out.address else str(out.path.resolve()))
-            beside = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out.path / name).is_file()]
-            page = {"title": title, "about": told, "links": beside}
-            write_report(out.path / "report.html", sequences=sequences, tokenizer=tokenizer, **page, **found)
+            sequences, terms = _select_shown(data, result.terms)
+            contents = {"rows": result.rows, "terms": terms, "summary": summary}
+            contents |= {"counts": _count_all(account), "pull": result.pull}
+            card_options = {"base": model, "objective": objective, "config": chosen, "rows": result.rows}
+            write_card(result.checkpoint, **card_options, data=account.lines())
+            about = _describe_run(
+                chosen, objective, model, account.source, str(out) if out.address else str(out.path.resolve())
+            )
+            links = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out.path / name).is_file()]
+            page_options = {"title": title, "about": about, "links": links}
+            write_report(out.path / "report.html", sequences=sequences, tokenizer=tokenizer, **page_options, **contents)
         out.push()
         if out.address:
-            card = done.checkpoint / "README.md"
+            card = result.checkpoint / "README.md"
             out.send([card.relative_to(out.path).as_posix()])
-    return done
+    return result
 
 
-def _shown(data: Sequences | Shards, terms: list[TermRecord]) -> tuple[Sequences, list[TermRecord]]:
-    """The traces that a report may show, and their terms by the numbers that they have there."""
+def _select_shown(data: Sequences | Shards, terms: list[TermRecord]) -> tuple[Sequences, list[TermRecord]]:
+    """Return the traces that a report may show, and their records renumbered to them."""
     if isinstance(data, Sequences):
         return data, terms
     catalog = data.catalog
     rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(record.trace for record in terms)])).astype(np.int64)
     rows = rows if len(rows) else np.zeros(1, np.int64)
     tokens = catalog.tokens[rows].astype(np.int64)
-    moved = catalog.first_token[rows] - (np.cumsum(tokens) - tokens)
-    here = [np.searchsorted(rows, record.trace) for record in terms]
+    shifts = catalog.first_token[rows] - (np.cumsum(tokens) - tokens)
+    new_rows = [np.searchsorted(rows, record.trace) for record in terms]
     renumbered = [
-        replace(record, origin=record.origin - moved[row], trace=row.astype(np.int32))
-        for record, row in zip(terms, here, strict=True)
+        replace(record, origin=record.origin - shifts[row], trace=row.astype(np.int32))
+        for record, row in zip(terms, new_rows, strict=True)
     ]
     return data.kept(rows), renumbered
 
 
-def _counts(account: Account) -> Counts:
-    """What the report says of all traces."""
+def _count_all(account: Account) -> Counts:
+    """Return the counts of all traces for the report."""
     names = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
     return Counts(**{name: getattr(account, name) for name in names})
 
@@ -240,7 +249,7 @@ def _config(
     options: Mapping[str, Any],
     resume: bool,
 ) -> Config:
-    """Defaults, or what the resumed run was told; then the recipe, the objective, and the options."""
+    """Combine the options: defaults or those of the resumed run, then the recipe, the objective, and `options`."""
     start = before(out, resume)
     overrides = [*options.items()]
     if isinstance(objective, Objective):
@@ -249,14 +258,16 @@ def _config(
         overrides = [("objective", objective), *overrides]
     if recipe is None:
         return load(None, overrides, start=start)
-    begins = recipes.find(recipe) if isinstance(recipe, str) else recipe
-    return begins.settle(None, overrides, start=start)[0]
+    recipe_value = recipes.find(recipe) if isinstance(recipe, str) else recipe
+    return recipe_value.settle(None, overrides, start=start)[0]
 
 
-def _told(chosen: Config, objective: Objective, model: str | Path, source: str, out: str) -> list[tuple[str, object]]:
-    """What the page says of a run: its loss, the options that are not the default's, versions and paths."""
-    default, own = as_dict(Config()), as_dict(chosen)
-    options = [(name, value) for name, value in own.items() if value != default.get(name)]
+def _describe_run(
+    chosen: Config, objective: Objective, model: str | Path, source: str, out: str
+) -> list[tuple[str, object]]:
+    """Describe the run for the report: loss, options that differ from the defaults, versions and paths."""
+    default, values = as_dict(Config()), as_dict(chosen)
+    options = [(name, value) for name, value in values.items() if value != default.get(name)]
     return [
         ("loss", str(objective).replace("\n", "; ")),
         *((name, redacted(value)) for name, value in options),
@@ -269,17 +280,19 @@ def _told(chosen: Config, objective: Objective, model: str | Path, source: str, 
     ]
 
 
-def _summary(chosen: Config, account: Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
-    kept = ("traces", "groups", "tokens", "terms", "pictures", "tiers", "drift", "recorded", "exact")
-    value = next((row for row in reversed(done.rows) if "off_policy_value" in row), {})
+def _summary(chosen: Config, account: Account, result: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    summary_names = ("traces", "groups", "tokens", "terms", "pictures", "tiers", "drift", "recorded", "exact")
+    last_estimate = next((row for row in reversed(result.rows) if "off_policy_value" in row), {})
     return {
-        **{name: value for name, value in account.as_dict().items() if name in kept},
+        **{name: value for name, value in account.as_dict().items() if name in summary_names},
         "seed": chosen.train.seed,
-        "steps": done.step,
-        "steps_planned": done.total,
-        "stopped": done.stopped,
-        "off_policy_value": {name: value[name] for name in value if name.startswith("off_policy_value")},
-        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
-        "checkpoint": done.address or str(done.checkpoint),
-        "device_idle": done.idle,
+        "steps": result.step,
+        "steps_planned": result.total,
+        "stopped": result.stopped,
+        "off_policy_value": {
+            name: last_estimate[name] for name in last_estimate if name.startswith("off_policy_value")
+        },
+        "seconds": {name: round(duration, 3) for name, duration in seconds.items()},
+        "checkpoint": result.address or str(result.checkpoint),
+        "device_idle": result.idle,
     }

@@ -1,7 +1,7 @@
 """Save and restore a run: model, optimizer, progress and random state, locally or on object storage.
 
-A checkpoint is complete when it holds the file `MARK`, which is written last. Every rank writes its shard. `Away`
-mirrors the checkpoints of a run on object storage.
+A checkpoint is complete if it contains the marker file `MARK`, which is written last. Every rank writes its own shard.
+`Away` mirrors the checkpoints of a run on object storage.
 """
 
 import json
@@ -50,21 +50,21 @@ _MT_WORDS = 624
 
 
 class OtherRunError(ReadError):
-    """A checkpoint that is not damaged, and not of this model or version."""
+    """Raised for an undamaged checkpoint of another model or format version."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run knows beside its parameters and optimizer.
+    """The state of a run in addition to its parameters and optimizer.
 
     Args:
-        step: optimizer steps taken.
-        fingerprint: of the data, the same for the same terms; "" where the run has no data set.
-        config: dotted names to values, as the run was told.
-        logprobs: named [terms] float32 arrays: `old` for the steps not yet taken, `ref`.
-        control: what adapts from step to step, `trainer.optim.Control.state`.
-        seconds: wall time by stage, of all processes that the run has had.
-        version: of the policy, as the last step was told; -1 where none was.
+        step: number of optimizer steps done.
+        fingerprint: hash of the data, equal for equal trained tokens; "" if the run has no data set.
+        config: option values of the run, by dotted name.
+        logprobs: float32 arrays with one entry per trained token: `old` for the remaining steps, and `ref`.
+        control: adaptive coefficients, from `trainer.optim.Control.state`.
+        seconds: wall time by stage in seconds, summed over all processes of the run.
+        version: policy version passed to the last step; -1 if none was passed.
     """
 
     step: int
@@ -77,19 +77,21 @@ class Progress:
 
 
 def save_logprobs(folder: Path, progress: Progress) -> None:
-    """Writes the arrays of what is known, before the mark."""
+    """Write the logprob arrays. Call this before `save_progress`, which writes the marker."""
     safetensors_file.write(folder / _LOGPROBS, progress.logprobs)
 
 
 def save_progress(folder: Path, progress: Progress, elsewhere: Mapping[str, Written] | None = None) -> None:
-    """Writes the mark of a whole checkpoint, last of all: what else is known, and sizes and checksums of what is there.
+    """Write the marker file, which declares the checkpoint complete; call this last.
+
+    The marker contains the other fields of `progress`, and the size and CRC-32 of every file of the checkpoint.
 
     Args:
-        elsewhere: files of the same checkpoint that other machines hold, by name.
+        elsewhere: files of the same checkpoint on other machines, by name.
     """
-    held = {**(elsewhere or {}), **_measured(folder, _files(folder))}
-    files = {name: [file.bytes, f"{file.crc32:08x}"] for name, file in sorted(held.items())}
-    said = {
+    files_by_name = {**(elsewhere or {}), **_measure_files(folder, _list_files(folder))}
+    files = {name: [file.bytes, f"{file.crc32:08x}"] for name, file in sorted(files_by_name.items())}
+    marker = {
         "format": FORMAT,
         "step": progress.step,
         "fingerprint": progress.fingerprint,
@@ -99,44 +101,49 @@ def save_progress(folder: Path, progress: Progress, elsewhere: Mapping[str, Writ
         "version": progress.version,
         "files": files,
     }
-    outputs.write(folder / MARK, json.dumps(sealed(said), indent=1))
+    outputs.write(folder / MARK, json.dumps(sealed(marker), indent=1))
 
 
 def sealed(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a mark says, with the checksum of it: a step or a coefficient that changed on a disk is not taken up."""
+    """Return the marker's contents with their CRC-32, which detects numbers that changed on disk."""
     said = {name: value for name, value in said.items() if name != _SEAL}
     return {**said, _SEAL: f"{zlib.crc32(json.dumps(said, sort_keys=True).encode()):08x}"}
 
 
 def read_progress_file(folder: Path) -> Progress:
-    """What a checkpoint says of its run; whatever else it is than what `save` writes is a ValueError or the like.
+    """Read the progress of a run from a checkpoint folder.
 
     Raises:
-        ReadError: if it is of another format.
+        ReadError: if the checkpoint has another format.
+        ValueError, KeyError, TypeError: if the contents are not what `save` writes.
     """
-    said = _told(folder)
+    marker = _read_marker(folder)
     logprobs, _ = safetensors_file.read(folder / _LOGPROBS)
     if any(array.ndim != 1 or array.dtype != np.float32 for array in logprobs.values()):
         raise ValueError("its logprobs are not flat arrays of float32")
-    if type(said["step"]) is not int or not 0 <= said["step"] < 1 << 53 or not isinstance(said["fingerprint"], str):
+    if (
+        type(marker["step"]) is not int
+        or not 0 <= marker["step"] < 1 << 53
+        or not isinstance(marker["fingerprint"], str)
+    ):
         raise ValueError("it does not say which step it is of, and of which data")
-    if not isinstance(said["config"], dict):
+    if not isinstance(marker["config"], dict):
         raise ValueError("it does not say how the run was told")
-    version = said.get("version", -1)  # those of before did not say it
+    version = marker.get("version", -1)  # Older checkpoints have no version.
     if type(version) is not int or not -1 <= version < 1 << 53:
         raise ValueError("it does not say which version its policy is")
-    numbers = {name: _numbers(said[name]) for name in ("control", "seconds")}
-    return Progress(said["step"], said["fingerprint"], said["config"], logprobs, **numbers, version=version)
+    numbers = {name: _to_floats(marker[name]) for name in ("control", "seconds")}
+    return Progress(marker["step"], marker["fingerprint"], marker["config"], logprobs, **numbers, version=version)
 
 
 def marked(folder: Path) -> list[str]:
-    """The names of the files that a mark tells of.
+    """Return the names of the files that the marker lists.
 
     Raises:
-        ReadError: if it is of another format, or no mark.
+        ReadError: if the checkpoint has another format, or the marker cannot be parsed.
     """
     try:
-        return list(_told(folder)["files"])
+        return list(_read_marker(folder)["files"])
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ReadError):
             raise
@@ -144,14 +151,15 @@ def marked(folder: Path) -> list[str]:
 
 
 def verify(folder: Path) -> None:
-    """Compares every file with its length and checksum when the checkpoint was written; reads each once.
+    """Compare every file with its recorded length and checksum. Each file is read once.
 
     Raises:
-        ReadError: if it is of another format.
-        ValueError: with the file that is missing, too many or not as it was; OSError if one cannot be read.
+        ReadError: if the checkpoint has another format.
+        ValueError: if a file is missing, unexpected or changed; the message names it.
+        OSError: if a file cannot be read.
     """
-    expected = _told(folder)["files"]
-    measured = _measured(folder, _files(folder))
+    expected = _read_marker(folder)["files"]
+    measured = _measure_files(folder, _list_files(folder))
     for name in sorted(expected.keys() ^ measured.keys()):
         raise ValueError(f"{name[:80]!r} is {'missing' if name in expected else 'not of this checkpoint'}")
     for name, file in measured.items():
@@ -160,16 +168,20 @@ def verify(folder: Path) -> None:
 
 
 def save_random(path: Path) -> None:
-    """Writes the random states of this process: torch's, its devices', numpy's and Python's."""
+    """Write the random states of this process: torch's, its CUDA devices', numpy's and Python's."""
     save_file(_random_states(), path, metadata={"python": json.dumps(random.getstate())})
 
 
 def set_random(path: Path) -> None:
-    """Puts them back; whatever else stands there is a ValueError or the like, before any is set."""
+    """Restore the random states of this process. The states of numpy and torch are checked before any is set.
+
+    Raises:
+        ValueError, KeyError, TypeError: if the file is invalid.
+    """
     states = load_file(path)
     position, has_gauss, gauss = states["numpy_rest"].tolist()
     words = states["numpy_keys"].numpy()
-    # numpy takes a position as it is and would draw from the memory behind its state.
+    # numpy does not check the position: beyond the end it would read memory behind the state.
     fits = words.shape == (_MT_WORDS,) and words.min() >= 0 and words.max() < 1 << 32 and 0 <= position <= _MT_WORDS
     if not fits or has_gauss not in (0.0, 1.0) or not math.isfinite(gauss):
         raise ValueError("its random state of numpy is none")
@@ -199,55 +211,60 @@ def _random_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _told(folder: Path) -> dict[str, Any]:
-    said = json.loads(safetensors_file.read_text(folder / MARK, _PROGRESS_LIMIT))
-    if not isinstance(said, dict):
+def _read_marker(folder: Path) -> dict[str, Any]:
+    marker = json.loads(safetensors_file.read_text(folder / MARK, _PROGRESS_LIMIT))
+    if not isinstance(marker, dict):
         raise ValueError(f"its {MARK} is no table")
-    if said["format"] != FORMAT:
+    if marker["format"] != FORMAT:
         raise OtherRunError(
-            f"{folder.parent}: a checkpoint of format {str(said['format'])[:40]!r}, and this version reads {FORMAT}. "
+            f"{folder.parent}: a checkpoint of format {str(marker['format'])[:40]!r}, and this version reads {FORMAT}. "
             "Its state cannot be taken up. Resume with the version that wrote it, or start anew from it with --model."
         )
-    if said != sealed(said):
+    if marker != sealed(marker):
         raise ValueError(f"{MARK!r} is not as it was written, by its checksum")
-    return said
+    return marker
 
 
-def _files(folder: Path) -> list[str]:
-    """Whatever lies below the folder but the mark and the card: files, and links, which are none of ours."""
+def _list_files(folder: Path) -> list[str]:
+    """List all files and symbolic links below the folder, except the marker and the model card.
+
+    A checkpoint contains no links, so `verify` reports them as unexpected files.
+    """
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) not in (MARK, CARD))
 
 
-def _measured(folder: Path, names: Iterable[str]) -> dict[str, Written]:
-    """Lengths and checksums, several files at a time: crc32 lets go of the interpreter."""
+def _measure_files(folder: Path, names: Iterable[str]) -> dict[str, Written]:
+    """Measure files on several threads: crc32 releases the GIL."""
     names = list(names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: safetensors_file.measure(folder / name), names), strict=True))
 
 
-def _numbers(said: Any) -> dict[str, float]:
-    if not isinstance(said, dict) or any(type(n) not in (int, float) or math.isnan(n) for n in said.values()):
+def _to_floats(values: Any) -> dict[str, float]:
+    if not isinstance(values, dict) or any(
+        type(value) not in (int, float) or math.isnan(value) for value in values.values()
+    ):
         raise ValueError("it has something else where numbers belong")
-    return {name: float(value) for name, value in said.items()}
+    return {name: float(number) for name, number in values.items()}
 
 
 def step_of(name: str) -> int:
-    """The step that a checkpoint's folder is named for; -1 where it is no such name."""
+    """Return the step number in the name of a checkpoint folder, or -1 for any other name."""
     match = re.fullmatch(r"step-(\d{8,15})", name)
     return int(match[1]) if match else -1
 
 
 CARD = "README.md"
-"""Text for people, written last, which nothing reads."""
+"""Model card for people, written last. The code never reads it."""
 
 
-_REST = "optimizer.json"
+_OPTIMIZER_FILE = "optimizer.json"
 _STATE_LIMIT = 64 << 20
-_MODELS = ("param:", "reference:")
-"""What names of parameters begin with: of the policy, and of a reference that follows it."""
-_MOMENTS = ("exp_avg:", "exp_avg_sq:", "momentum_buffer:")
-"""State that torch's optimizers keep of the shape of the parameter, and believe to be so."""
+_MODEL_PREFIXES = ("param:", "reference:")
+"""Prefixes of parameter names: of the policy, and of a reference model that follows it."""
+_MOMENT_PREFIXES = ("exp_avg:", "exp_avg_sq:", "momentum_buffer:")
+"""Prefixes of optimizer state that has the shape of its parameter. torch's optimizers do not check that."""
 
 
 def write(
@@ -257,23 +274,25 @@ def write(
     ranks: Ranks,
     reference: nn.Module | None = None,
 ) -> None:
-    """Writes the trained parameters, those of a reference that follows them, and the optimizer's state into a folder.
+    """Write the trained parameters and the optimizer's state into a folder, sharded by rank.
+
+    The parameters of a reference model that follows the policy are written too.
 
     Raises:
         OSError: if a rank cannot write.
-        ArgumentError: for optimizer state of which each rank holds a part that has no place in the whole.
+        ArgumentError: if the optimizer keeps plain tensors of sharded parameters, which cannot be resharded.
     """
     tensors = _parameters(model, reference)
-    state, rest = _optimizer_parts(optimizer, model)
+    state, optimizer_json = _optimizer_parts(optimizer, model)
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _collective(save_distributed, {**tensors, **state}, storage_writer=storage, ranks=ranks)
     except CheckpointException as error:
-        raise _cause(error) from error
+        raise _root_cause(error) from error
     if ranks.first:
-        outputs.write(folder / _REST, json.dumps(rest, indent=1))
+        outputs.write(folder / _OPTIMIZER_FILE, json.dumps(optimizer_json, indent=1))
 
 
 def read_state(
@@ -283,73 +302,76 @@ def read_state(
     ranks: Ranks,
     reference: nn.Module | None = None,
 ) -> None:
-    """Puts what `write` wrote back, in place, whatever the number of ranks that wrote it.
+    """Load in place what `write` wrote. The number of ranks may differ.
 
     Raises:
-        OtherRunError: if they are those of another model.
+        OtherRunError: if the parameters are those of another model.
         OSError, ValueError, KeyError, RuntimeError: if files are damaged.
     """
     storage = HuggingFaceStorageReader(str(folder))
     try:
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="pt"):
-                pass  # its header fits its length: what reads it next believes it
+                pass  # Checks that the header fits the file's length; the reader below does not.
         stored = storage.read_metadata().state_dict_metadata
-        rest = json.loads(read_text(folder / _REST, _STATE_LIMIT))
+        optimizer_json = json.loads(read_text(folder / _OPTIMIZER_FILE, _STATE_LIMIT))
         parameters = _parameters(model, reference)
-        wanted = _templates(folder, stored, parameters)
+        tensors = _templates(folder, stored, parameters)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _collective(load, wanted, storage_reader=storage, ranks=ranks)
+            _collective(load, tensors, storage_reader=storage, ranks=ranks)
     except CheckpointException as error:
-        raise _cause(error) from error
-    _load_optimizer(optimizer, model, {k: v for k, v in wanted.items() if k not in parameters}, rest)
+        raise _root_cause(error) from error
+    _load_optimizer(optimizer, model, {k: v for k, v in tensors.items() if k not in parameters}, optimizer_json)
 
 
 def _parameters(model: nn.Module, reference: nn.Module | None) -> dict[str, Tensor]:
-    """The trained parameters, and the reference's of the same names, as the files name them."""
+    """Return the trained parameters and the reference's parameters of the same names, by their names in the files."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    beside = {} if reference is None else dict(reference.named_parameters())
-    followed = {f"reference:{name}": beside[name].detach() for name in trained if beside}
-    return {**{f"param:{name}": p for name, p in trained.items()}, **followed}
+    reference_parameters = {} if reference is None else dict(reference.named_parameters())
+    tracked = {f"reference:{name}": reference_parameters[name].detach() for name in trained if reference_parameters}
+    return {**{f"param:{name}": p for name, p in trained.items()}, **tracked}
 
 
 def whole_state(
     model: nn.Module, ranks: Ranks, device: Any = "cpu", wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
-    """The state dict of a model whose parameters may be sharded, whole, on the first rank; else empty.
+    """Gather the full state dict of a possibly sharded model on the first rank; other ranks get an empty dict.
 
-    What is whole and on the device already is no copy.
+    A tensor that is not sharded and already on the device is not copied.
 
     Args:
-        device: where to; None leaves each where it is.
-        wanted: of its names.
+        device: target device; None keeps the device of each tensor.
+        wanted: predicate of parameter and buffer names; names that it rejects are left out.
     """
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name)}
-    seen: dict[int, Tensor] = {}
+    full_tensors: dict[int, Tensor] = {}
     for value in state.values():
-        if id(value) not in seen:
+        if id(value) not in full_tensors:
             full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            seen[id(value)] = full.to(device or full.device) if ranks.first else full.new_empty(0)
-    return {name: seen[id(value)] for name, value in state.items()} if ranks.first else {}
+            full_tensors[id(value)] = full.to(device or full.device) if ranks.first else full.new_empty(0)
+    return {name: full_tensors[id(value)] for name, value in state.items()} if ranks.first else {}
 
 
-def _collective(call: Any, state: dict[str, Any], *, ranks: Ranks, **storage: Any) -> None:
+def _collective(function: Any, state: dict[str, Any], *, ranks: Ranks, **storage: Any) -> None:
     if ranks.alone:
-        call(state, no_dist=True, **storage)
+        function(state, no_dist=True, **storage)
     else:
-        call(state, process_group=ranks.group, **storage)
+        function(state, process_group=ranks.group, **storage)
 
 
 def _templates(folder: Path, metadata: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors to read into: the parameters themselves, and zeros for the optimizer's, sharded as their parameters."""
-    stored = {name: tensor for name, tensor in metadata.items() if name.startswith(_MODELS)}
-    apart = sorted(set(stored) ^ set(parameters)) or [
+    """Return the tensors to read into: the parameters themselves, and zeros for optimizer state.
+
+    Optimizer state of its parameter's shape is sharded as the parameter.
+    """
+    stored = {name: tensor for name, tensor in metadata.items() if name.startswith(_MODEL_PREFIXES)}
+    unlike = sorted(set(stored) ^ set(parameters)) or [
         n for n, p in parameters.items() if stored[n].size != p.shape or stored[n].properties.dtype != p.dtype
     ]
-    if apart:
+    if unlike:
         raise OtherRunError(
-            f"{folder}: its parameters are not those of the model given: {apart[0].partition(':')[2]} is not in both, "
+            f"{folder}: its parameters are not those of the model given: {unlike[0].partition(':')[2]} is not in both, "
             "or of another shape or type. The run cannot go on from it. Resume with the --model and options that the "
             "run began with."
         )
@@ -357,74 +379,83 @@ def _templates(folder: Path, metadata: Mapping[str, Any], parameters: Mapping[st
     for name, tensor in metadata.items():
         if name not in parameters:
             owner, dtype = parameters[f"param:{name.partition(':')[2]}"], tensor.properties.dtype
-            like = owner.shape == tensor.size
-            if name.startswith(_MOMENTS) and not like:
+            same_shape = owner.shape == tensor.size
+            if name.startswith(_MOMENT_PREFIXES) and not same_shape:
                 raise ValueError(f"{name[:120]} is not of the shape of its parameter")
-            out[name] = torch.zeros_like(owner, dtype=dtype) if like else torch.zeros(tensor.size, dtype=dtype)
+            out[name] = torch.zeros_like(owner, dtype=dtype) if same_shape else torch.zeros(tensor.size, dtype=dtype)
             out[name] = out[name].detach()
     return out
 
 
 def _optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimizer state by parameter name: tensors, and what is no tensor."""
+    """Return the optimizer state by parameter name: tensors, and a dict of everything else."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
-    rest: dict[str, Any] = {}
+    other_state: dict[str, Any] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            where = f"{key}:{names[id(parameter)]}"
+            state_key = f"{key}:{names[id(parameter)]}"
             if not isinstance(value, Tensor):
-                rest[where] = value
+                other_state[state_key] = value
                 continue
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise ArgumentError(
                     f"{type(optimizer).__name__} keeps {key} of a sharded parameter as a plain tensor. A checkpoint "
                     "could not tell what each rank's part is of. Use parallel.mode ddp, or an optimizer of DTensors."
                 )
-            tensors[where] = value.detach()
-    groups = [{k: v for k, v in group.items() if _plain(v)} for group in optimizer.param_groups]
-    return tensors, {"state": rest, "groups": groups}
+            tensors[state_key] = value.detach()
+    groups = [{k: v for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups]
+    return tensors, {"state": other_state, "groups": groups}
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], optimizer_json: Mapping[str, Any]
 ) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {names[id(p)]: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state: dict[int, dict[str, Any]] = {}
-    for where, value in [*tensors.items(), *rest["state"].items()]:
-        key, _, name = where.partition(":")
+    for state_key, value in [*tensors.items(), *optimizer_json["state"].items()]:
+        key, _, name = state_key.partition(":")
         state.setdefault(order[name], {})[key] = value
     current = optimizer.state_dict()["param_groups"]
-    if len(current) != len(rest["groups"]):
+    if len(current) != len(optimizer_json["groups"]):
         raise ValueError(
             f"the optimizer has {len(current)} groups of parameters and the checkpoint's had another number"
         )
-    before = [{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} for group in rest["groups"]]
-    for now, then in zip(current, before, strict=True):
-        if not all(name in now and _alike(now[name], value) for name, value in then.items()):
+    saved_groups = [
+        {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} for group in optimizer_json["groups"]
+    ]
+    for current_group, saved_group in zip(current, saved_groups, strict=True):
+        if not all(
+            name in current_group and _is_compatible(current_group[name], value) for name, value in saved_group.items()
+        ):
             raise ValueError("the options of its optimizer are not those of the one given")
-    groups = [{**now, **then} for now, then in zip(current, before, strict=True)]
+    groups = [
+        {**current_group, **saved_group} for current_group, saved_group in zip(current, saved_groups, strict=True)
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _alike(now: Any, then: Any) -> bool:
-    """Whether an option of an optimizer may have become the other: a number a finite number, a switch a switch."""
-    if isinstance(now, (list, tuple)):
-        return isinstance(then, tuple) and len(now) == len(then) and all(map(_alike, now, then))
-    if isinstance(now, (int, float)) and not isinstance(now, bool):
-        return isinstance(then, (int, float)) and not isinstance(then, bool) and math.isfinite(then)
-    return then is None or now is None or type(now) is type(then)
+def _is_compatible(current: Any, saved: Any) -> bool:
+    """Return whether a saved optimizer option may replace the current one.
+
+    A number must stay a finite number; a bool must stay a bool.
+    """
+    if isinstance(current, (list, tuple)):
+        return isinstance(saved, tuple) and len(current) == len(saved) and all(map(_is_compatible, current, saved))
+    if isinstance(current, (int, float)) and not isinstance(current, bool):
+        return isinstance(saved, (int, float)) and not isinstance(saved, bool) and math.isfinite(saved)
+    return saved is None or current is None or type(current) is type(saved)
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(isinstance(each, float) for each in value)
+        return all(isinstance(item, float) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _cause(error: CheckpointException) -> Exception:
-    """What one rank failed with, as an Exception: torch's own is none."""
+def _root_cause(error: CheckpointException) -> Exception:
+    """Return the error of one failed rank as an Exception, which `CheckpointException` is not."""
     first = next(iter(error.failures.values()))[0]
     return first if isinstance(first, Exception) else RuntimeError(str(first))
 
@@ -434,12 +465,12 @@ _RESUME = "resume"
 
 @dataclass
 class Away:
-    """The folder of a run as its ranks share it.
+    """The run directory as its ranks share it.
 
     Args:
-        mirror: the folder, and its address where it has one.
-        ranks: who shares it.
-        leads: whether this rank makes and removes what is in the folder: one of each folder does.
+        mirror: the local folder, and its remote address if it has one.
+        ranks: the ranks that share the folder.
+        leads: whether this rank creates and removes files in the folder. One rank per folder does.
     """
 
     mirror: Mirror
@@ -448,27 +479,28 @@ class Away:
 
     @classmethod
     def of(cls, out: str | os.PathLike[str] | Mirror, ranks: Ranks) -> "Away":
-        """Every rank calls this with the same address; ranks of one machine work in one folder from then on.
+        """Open the run directory. Every rank calls this with the same address.
 
-        The marks of the checkpoints that are whole at the address are brought, so that they are known.
+        Ranks of one machine work in one folder. The markers of complete remote checkpoints are downloaded, so that
+        `list_checkpoints` finds them.
 
         Raises:
-            ReadError: if the address cannot be asked.
+            ReadError: if the address cannot be reached.
         """
         mirror = Mirror.of(out)
         if not mirror.address:
             return cls(mirror, ranks, ranks.first)
         node = os.environ.get("GROUP_RANK")  # torchrun's number of the machine
-        said = ranks.everybody((node, str(mirror.path)))
-        path = next(Path(path) for other, path in said if other == node and Path(path).is_dir())
+        folders = ranks.everybody((node, str(mirror.path)))
+        path = next(Path(path) for other, path in folders if other == node and Path(path).is_dir())
         leads = path == mirror.path
-        ranks.everybody(None)  # nobody leaves a folder that another still looks for
+        ranks.everybody(None)  # A barrier: no rank removes its folder while another still looks for it.
         mirror.share(path)
-        found = cls(mirror, ranks, leads)
+        shared = cls(mirror, ranks, leads)
         with ranks.together():
             if leads:
-                found._bring_marks()
-        return found
+                shared._fetch_markers()
+        return shared
 
     def __str__(self) -> str:
         return str(self.mirror)
@@ -479,59 +511,63 @@ class Away:
         return self.mirror.path
 
     def named(self, path: Path) -> str:
-        """The address of a file or folder of the run; "" where the run is at none."""
+        """Return the address of a file or folder of the run; "" if the run has no address."""
         return self.mirror.named(path)
 
     def clear(self) -> None:
-        """Removes at the address what a run that was killed there has left of a checkpoint."""
+        """Remove incomplete checkpoints at the address, which a killed run left."""
         if self.mirror.address and self.ranks.first:
             names = self._sent()
-            whole = _marks(names)
-            self.mirror.remove(name for name in names if _folder_of(name) not in whole)
+            complete = _find_markers(names)
+            self.mirror.remove(name for name in names if _folder_of(name) not in complete)
 
     def bring(self, checkpoint: Path) -> None:
-        """Brings what a run goes on from: the state of one checkpoint, and what the run has left beside checkpoints.
+        """Download what is needed to resume: the state of one checkpoint, and the run's files outside checkpoints.
 
         Raises:
-            ReadError: if it cannot be read, or is not as its mark says.
+            ReadError: if it cannot be read, or does not match its marker.
         """
         if not self.mirror.address:
             return
         with self.ranks.together():
             if self.leads:
-                below = f"{APART}{checkpoint.name}/{_RESUME}/"
+                prefix = f"{APART}{checkpoint.name}/{_RESUME}/"
                 files = marked(checkpoint / _RESUME)
                 names = [name for name in self.mirror.names() if not name.startswith(APART)]
-                self.mirror.bring([*names, *(below + name for name in files)])
+                self.mirror.bring([*names, *(prefix + name for name in files)])
 
     def send(self, staged: Path, name: str) -> dict[str, Written]:
-        """Sends what this machine holds of a checkpoint that has no mark yet; every rank calls it.
+        """Upload this machine's files of a checkpoint that has no marker yet. Every rank calls this.
 
         Args:
-            staged: where it lies.
-            name: of the checkpoint.
+            staged: the local folder of the checkpoint.
+            name: name of the checkpoint.
 
         Returns:
-            On the first rank what other machines hold of `resume`, with sizes and checksums; elsewhere nothing.
+            On the first rank, the size and checksum of each file of `resume` on other machines. {} on other ranks.
         """
         if not self.mirror.address:
             return {}
-        held: dict[str, Written] = {}
+        measured: dict[str, Written] = {}
         with self.ranks.together():
             if self.leads:
                 files = sorted(path for path in staged.rglob("*") if path.is_file())
                 self.mirror.send_as({f"{APART}{name}/{path.relative_to(staged).as_posix()}": path for path in files})
-                of = staged / _RESUME
-                held = {p.relative_to(of).as_posix(): safetensors_file.measure(p) for p in files if of in p.parents}
-        parts = self.ranks.gathered({} if self.ranks.first else held)
+                resume_folder = staged / _RESUME
+                measured = {
+                    p.relative_to(resume_folder).as_posix(): safetensors_file.measure(p)
+                    for p in files
+                    if resume_folder in p.parents
+                }
+        parts = self.ranks.gathered({} if self.ranks.first else measured)
         return {name: written for part in parts for name, written in part.items()} if self.ranks.first else {}
 
     def seal(self, staged: Path, final: Path, keep: int) -> None:
-        """Marks a checkpoint that was sent as whole, last of all, and lets go of those before the newest `keep`.
+        """Upload the marker of a checkpoint, which completes it, then remove all but the newest `keep`.
 
         Args:
-            staged: where it lies on machines other than the first.
-            final: its folder here, on the first machine whole already.
+            staged: the local folder of the checkpoint on machines other than the first.
+            final: its final folder; on the first machine it is already complete.
         """
         if not self.mirror.address:
             return
@@ -541,7 +577,7 @@ class Away:
         with self.ranks.together():
             if self.ranks.first:
                 self.mirror.send([f"{APART}{final.name}/{_RESUME}/{MARK}"])
-                self._let_go(keep)
+                self._remove_old(keep)
             elif self.leads and staged.is_dir():
                 outputs.write(staged / _RESUME / MARK, mark)
                 staged.rename(final)
@@ -550,31 +586,31 @@ class Away:
                     shutil.rmtree(old, ignore_errors=True)
 
     def push(self) -> None:
-        """Sends what has changed beside the checkpoints; of the machine of this rank."""
+        """Upload the changed files outside checkpoints from this rank's machine."""
         if self.leads:
             self.mirror.push()
 
     def _sent(self) -> list[str]:
-        """The files of checkpoints at the address."""
+        """Return the names of all files of checkpoints at the address."""
         return [name for name in self.mirror.names() if name.startswith(APART)]
 
-    def _bring_marks(self) -> None:
-        self.mirror.bring(name for folder, name in _marks(self._sent()).items() if step_of(folder) >= 0)
+    def _fetch_markers(self) -> None:
+        self.mirror.bring(name for folder, name in _find_markers(self._sent()).items() if step_of(folder) >= 0)
 
-    def _let_go(self, keep: int) -> None:
+    def _remove_old(self, keep: int) -> None:
         names = self._sent()
-        marks = _marks(names)
-        for old in sorted(marks, key=step_of)[:-keep]:
-            self.mirror.remove([marks[old]])  # first, as what has no mark is nothing
-            self.mirror.remove(name for name in names if _folder_of(name) == old and name != marks[old])
+        markers = _find_markers(names)
+        for old in sorted(markers, key=step_of)[:-keep]:
+            self.mirror.remove([markers[old]])  # First: without its marker, a checkpoint does not count.
+            self.mirror.remove(name for name in names if _folder_of(name) == old and name != markers[old])
 
 
 def _folder_of(name: str) -> str:
     return name.removeprefix(APART).partition("/")[0]
 
 
-def _marks(names: list[str]) -> dict[str, str]:
-    """The marks among files of checkpoints, by the name of the checkpoint that each makes whole."""
+def _find_markers(names: list[str]) -> dict[str, str]:
+    """Return the marker files among `names`, by the name of their checkpoint."""
     return {_folder_of(name): name for name in names if name.endswith(f"/{_RESUME}/{MARK}")}
 
 
@@ -596,92 +632,94 @@ def save(
     ranks: Ranks | None = None,
     away: Away | None = None,
 ) -> Path:
-    """Writes `out/checkpoints/step-N`, points `out/checkpoint` at it and removes all but the newest `keep`.
+    """Write `out/checkpoints/step-N`, point `out/checkpoint` at it, and remove all but the newest `keep`.
 
-    Every rank writes its part of the parameters and the optimizer, the first rank the model for transformers as well.
+    Every rank writes its shard of the parameters and the optimizer. The first rank also writes the model for
+    transformers.
 
     Args:
-        out: folder of the run on this machine.
+        out: run directory on this machine.
         model: a transformers or peft model, sharded or not; written by its own `save_pretrained`.
-        tokenizer: folder whose tokenizer files are copied beside the weights, or None.
-        reference: a reference model whose weights follow the policy, and are kept beside it.
-        terms: of this rank, for the report of the run that goes on from here.
-        ranks: who takes part; each calls this.
-        away: where the folder is kept, if it is not one that all ranks see.
+        tokenizer: folder whose tokenizer files are copied next to the weights, or None.
+        keep: number of checkpoints to keep.
+        reference: a reference model whose weights follow the policy; saved in the checkpoint.
+        terms: this rank's records of trained tokens, for the report after a resume.
+        ranks: the ranks that share the run; each calls this.
+        away: the run directory, if not all ranks see the same folder.
 
     Raises:
-        TracegradError: if it cannot be written whole; checkpoints written before stay as they are.
+        TracegradError: if the checkpoint cannot be written completely; earlier checkpoints are unchanged.
     """
     ranks = ranks or Ranks()
     away = away or Away.of(out, ranks)
     folder = out / FOLDER
     final = folder / f"step-{progress.step:08d}"
     staged = folder / f".tmp-{final.name}"
-    with _whole_or_nothing(staged, final, ranks):
+    with _all_or_nothing(staged, final, ranks):
         if not ranks.largest(int(ranks.first and final.exists())):
-            with _together(ranks):
+            with _collective_errors(ranks):
                 if away.leads:
                     outputs.make_folder(staged)
                     (staged / "resume" / "state").mkdir(parents=True)
-            whole = whole_state(model, ranks)
-            with _together(ranks):
+            full_state = whole_state(model, ranks)
+            with _collective_errors(ranks):
                 if ranks.first:
-                    _export(staged, model, whole, tokenizer)
-            with _together(ranks):
+                    _export(staged, model, full_state, tokenizer)
+            with _collective_errors(ranks):
                 save_random(staged / "resume" / f"random-{ranks.rank}.safetensors")
                 save_terms(staged / "resume" / f"terms-{ranks.rank}.safetensors", terms)
             write(staged / "resume" / "state", model, optimizer, ranks, reference)
-            with _together(ranks):
+            with _collective_errors(ranks):
                 if ranks.first:
                     save_logprobs(staged / "resume", progress)
-            elsewhere = away.send(staged, final.name)
-            with _together(ranks):
+            remote_files = away.send(staged, final.name)
+            with _collective_errors(ranks):
                 if ranks.first:
-                    _mark(staged, final, progress, elsewhere)
+                    _finish(staged, final, progress, remote_files)
         away.seal(staged, final, keep)
-        with _together(ranks):
+        with _collective_errors(ranks):
             if ranks.first:
-                _let_go(out, final, keep)
+                _remove_old(out, final, keep)
     return final
 
 
-def _export(staged: Path, model: Any, whole: Mapping[str, torch.Tensor], tokenizer: Path | None) -> None:
+def _export(staged: Path, model: Any, full_state: Mapping[str, torch.Tensor], tokenizer: Path | None) -> None:
     with quiet():
-        model.save_pretrained(staged, state_dict=whole)
-    (staged / "README.md").unlink(missing_ok=True)  # peft writes a model card with nothing in it
+        model.save_pretrained(staged, state_dict=full_state)
+    (staged / "README.md").unlink(missing_ok=True)  # peft writes an empty model card.
     if has_adapters(model):
-        model.config.save_pretrained(staged)  # which tells how many ids the model has and where it ends
+        model.config.save_pretrained(staged)  # It has the vocabulary size and the end-of-sequence ids.
     for name in TOKENIZER_FILES:
         if tokenizer is not None and (tokenizer / name).is_file() and not (staged / name).exists():
             outputs.copy(tokenizer / name, staged / name)
 
 
-def _mark(staged: Path, final: Path, progress: Progress, elsewhere: Mapping[str, Written]) -> None:
-    """Marks the folder as whole and gives it its name."""
-    save_progress(staged / "resume", progress, elsewhere)
+def _finish(staged: Path, final: Path, progress: Progress, remote_files: Mapping[str, Written]) -> None:
+    """Write the marker and rename the folder to its final name."""
+    save_progress(staged / "resume", progress, remote_files)
     _flush_tree(staged)
     staged.rename(final)
     flush(final.parent)
 
 
-def _let_go(out: Path, final: Path, keep: int) -> None:
-    """Names the newest, and removes what is too old."""
-    _point(out / LINK, final)
+def _remove_old(out: Path, final: Path, keep: int) -> None:
+    """Point the link at the newest checkpoint, and remove old ones."""
+    _update_link(out / LINK, final)
     for old in list_checkpoints(out)[:-keep]:
-        doomed = old.with_name(f".tmp-{old.name}")
-        old.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        trash = old.with_name(f".tmp-{old.name}")
+        old.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def list_checkpoints(out: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    whole = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARK).is_file())
-    return sorted((path for path in whole if step_of(path.name) >= 0), key=lambda path: step_of(path.name))
+    """Return the complete checkpoints of a run, oldest first."""
+    complete = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARK).is_file())
+    return sorted((path for path in complete if step_of(path.name) >= 0), key=lambda path: step_of(path.name))
 
 
 @contextmanager
 def writable(out: Path) -> Iterator[None]:
-    """Around what is written beside the checkpoints."""
+    """Wrap writes outside checkpoints: turn an OSError into a TracegradError with advice."""
     try:
         yield
     except OSError as error:
@@ -691,14 +729,18 @@ def writable(out: Path) -> Iterator[None]:
 
 
 def clear_staged(out: Path) -> None:
-    """Removes what a process that was killed while writing or deleting has left."""
+    """Remove temporary folders that a killed process left while it wrote or deleted a checkpoint."""
     for path in (out / FOLDER).glob(".tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def read_progress(path: Path) -> Progress:
-    """What a checkpoint says of its run."""
-    with _damaged(path):
+    """Read the progress of a run from a checkpoint.
+
+    Raises:
+        ReadError: if the checkpoint is damaged or has another format.
+    """
+    with _reading_errors(path):
         return read_progress_file(path / "resume")
 
 
@@ -711,14 +753,17 @@ def restore(
     reference: nn.Module | None = None,
     leads: bool = False,
 ) -> Progress:
-    """Puts parameters, optimizer and random states of a checkpoint back, and says where the run stood.
+    """Load parameters, optimizer and random states of a checkpoint, and return the progress of its run.
 
-    Every file is compared with its checksum first. The number of ranks may be another than when it was written; a rank
-    that there was not takes the first one's random states.
+    Every file is compared with its checksum first. The number of ranks may differ from when the checkpoint was written.
+    A new rank uses the first rank's random states.
 
     Args:
         reference: as for `save`.
-        leads: this rank compares the files, as the first one does: of a folder that the first does not see.
+        leads: verify the files on this rank too. Set it if the first rank does not see this rank's folder.
+
+    Raises:
+        ReadError: if the checkpoint is damaged, or of another model or format version.
     """
     ranks = ranks or Ranks()
     folder = path / "resume"
@@ -726,20 +771,24 @@ def restore(
     try:
         if ranks.first or leads:
             verify(folder)
-    except Exception as raised:  # told to the other ranks first
+    except Exception as raised:  # `ranks.agree` tells the other ranks first.
         error = raised
-    with _damaged(path):
+    with _reading_errors(path):
         ranks.agree(error)
         progress = read_progress_file(folder)
         read_state(folder / "state", model, optimizer, ranks, reference)
-        own = folder / f"random-{ranks.rank}.safetensors"
-        set_random(own if own.is_file() else own.with_name("random-0.safetensors"))
+        random_file = folder / f"random-{ranks.rank}.safetensors"
+        set_random(random_file if random_file.is_file() else random_file.with_name("random-0.safetensors"))
     return progress
 
 
 def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArray[np.float32]:
-    """One array of what a checkpoint knows of the terms."""
-    with _damaged(path):
+    """Return one array of the checkpoint's logprobs, after a check of its length.
+
+    Raises:
+        ReadError: if it is missing or does not have `terms` entries.
+    """
+    with _reading_errors(path):
         logprobs = progress.logprobs[name]
         if len(logprobs) != terms:
             raise ValueError(f"it has {name} logprobs of {len(logprobs):,} terms, and the traces have {terms:,}")
@@ -747,15 +796,15 @@ def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArra
 
 
 def read_terms(path: Path, ranks: Ranks) -> list[TermRecord]:
-    """The terms that a checkpoint keeps for the report, shared among the ranks that there are now."""
+    """Read the checkpoint's records of trained tokens for the report, divided among the current ranks."""
     files = sorted((path / "resume").glob("terms-*.safetensors"))
-    with _damaged(path):
+    with _reading_errors(path):
         return [term for file in files[ranks.rank :: ranks.world] for term in load_terms(file)]
 
 
 @contextmanager
-def _together(ranks: Ranks) -> Iterator[None]:
-    """Work after which the ranks wait for one another, and fail together."""
+def _collective_errors(ranks: Ranks) -> Iterator[None]:
+    """Synchronize the ranks after the block; a write error on one rank is raised on all."""
     error = None
     try:
         yield
@@ -765,7 +814,7 @@ def _together(ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def _whole_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]:
+def _all_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except _CANNOT_WRITE as error:
@@ -778,8 +827,8 @@ def _whole_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]
         ) from error
 
 
-def _point(link: Path, target: Path) -> None:
-    """Lets `link` name `target`, at no moment naming nothing."""
+def _update_link(link: Path, target: Path) -> None:
+    """Point the symbolic link `link` at `target` atomically."""
     staged = link.with_name(f".{link.name}.tmp")
     staged.unlink(missing_ok=True)
     staged.symlink_to(target.relative_to(link.parent), target_is_directory=True)
@@ -794,16 +843,18 @@ def _flush_tree(folder: Path) -> None:
 
 
 @contextmanager
-def _damaged(path: Path) -> Iterator[None]:
-    """Whatever goes wrong while a stranger's checkpoint is read, as one error that says what to do."""
+def _reading_errors(path: Path) -> Iterator[None]:
+    """Turn any error while a checkpoint is read into one ReadError with advice."""
     try:
         yield
     except (torch.OutOfMemoryError, OtherRunError):
         raise
     except Exception as error:
-        before = [one for one in list_checkpoints(path.parent.parent) if step_of(one.name) < step_of(path.name)]
-        cure = f"go on from {before[-1].name}, which is before it" if before else "start anew: there is none before it"
+        earlier = [other for other in list_checkpoints(path.parent.parent) if step_of(other.name) < step_of(path.name)]
+        advice = (
+            f"go on from {earlier[-1].name}, which is before it" if earlier else "start anew: there is none before it"
+        )
         raise ReadError(
             f"{path}: damaged: {first_line(error)[:300]}. The run cannot be taken up exactly from it. "
-            f"Delete this folder to {cure}."
+            f"Delete this folder to {advice}."
         ) from error

@@ -1,6 +1,6 @@
-"""Give the traces that are trained on: from memory or from prepared folders, as a table and by step.
+"""Data sets of traces: in memory (`InMemory`) or memory-mapped from prepared folders (`Shards`).
 
-`Source` is what training needs of either. `Shards` memory-maps prepared folders.
+`Source` is the interface that training needs: a table with one row per trace, and the tokens of selected traces.
 """
 
 import hashlib
@@ -34,22 +34,23 @@ HASHED = (
     *("group", "branches", "tokens", "longest", "terms", "known", "turns", "tier", "foreign", "version_min"),
     *("version_max", "rewards", "logprob_kind", "temperature", "reshaped", "ending", "max_id", "media", "source"),
 )
-"""The columns that a plan is made from."""
+"""The columns that determine the steps of an epoch. `Catalog.hash` covers them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Catalog:
-    """One row a trace, of R traces with K rewards; the columns as `alignment.store.columns_of` counts them.
+    """A table with one row per trace: R traces with K rewards. `alignment.store.columns_of` defines the columns.
 
     Args:
-        group: [R] int32: the number of its group.
-        rewards: [R, K] float32, NaN where a trace lacks one; `reward_names` gives the columns.
+        group: [R] int32, group number.
+        rewards: [R, K] float32, NaN if the trace lacks a reward.
+        reward_names: names of the K columns of `rewards`.
         branches, tokens, longest, terms, known, turns, version_min, version_max, max_id: [R] int32.
         tier, logprob_kind, ending: [R] uint8.
         temperature: [R] float32.
         reshaped: [R] uint32.
         foreign, media: [R] bool.
-        source: [R] int32: the number of the input that it is of.
+        source: [R] int32, number of the input that the trace comes from.
     """
 
     group: NDArray[np.int32]
@@ -80,27 +81,27 @@ class Catalog:
 
     @cached_property
     def first_token(self) -> NDArray[np.int64]:
-        """[R+1]: where the tokens of each trace begin among those of all."""
+        """[R+1] offset of each trace's first token in the concatenation of all traces."""
         return _offsets(self.tokens)
 
     @cached_property
     def first_branch(self) -> NDArray[np.int64]:
-        """[R+1]: where its branches begin."""
+        """[R+1] offset of each trace's first branch."""
         return _offsets(self.branches)
 
     @cached_property
     def first_term(self) -> NDArray[np.int64]:
-        """[R+1]: where its terms begin."""
+        """[R+1] offset of each trace's first trained token."""
         return _offsets(self.terms)
 
     @property
     def all_terms(self) -> int:
-        """Terms of all traces."""
+        """Number of trained tokens in all traces."""
         return int(self.terms.sum(dtype=np.int64))
 
     @cached_property
     def hash(self) -> str:
-        """The same where every column is: what ranks compare before they plan."""
+        """Hash of the columns in `HASHED`. Ranks compare it before they plan."""
         digest = blake2b(digest_size=16)
         for name in HASHED:
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
@@ -109,7 +110,7 @@ class Catalog:
 
 
 def numbered(keys: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """[R] int32: groups by their keys, numbered from 0 in the order in which they first appear.
+    """Number groups by their keys, from 0, in order of first appearance. Returns [R] int32.
 
     Args:
         keys: [R, 2] uint64.
@@ -120,17 +121,17 @@ def numbered(keys: NDArray[np.uint64]) -> NDArray[np.int32]:
     rows = len(keys)
     if not rows:
         return np.zeros(0, np.int32)
-    new = np.concatenate([[True], (keys[1:] != keys[:-1]).any(1)])  # neighbours of one group are one run
-    first = np.flatnonzero(new)
-    runs = keys[first]
-    order = np.lexsort((runs[:, 1], runs[:, 0]))
-    apart = np.concatenate([[True], (runs[order[1:]] != runs[order[:-1]]).any(1)])
-    earliest = np.minimum.reduceat(order, np.flatnonzero(apart))
+    starts_run = np.concatenate([[True], (keys[1:] != keys[:-1]).any(1)])  # Adjacent equal keys form one run.
+    first = np.flatnonzero(starts_run)
+    run_keys = keys[first]
+    order = np.lexsort((run_keys[:, 1], run_keys[:, 0]))
+    is_new_key = np.concatenate([[True], (run_keys[order[1:]] != run_keys[order[:-1]]).any(1)])
+    earliest = np.minimum.reduceat(order, np.flatnonzero(is_new_key))
     number = np.empty(len(earliest), np.int32)
     number[np.argsort(earliest)] = np.arange(len(earliest), dtype=np.int32)
-    of_run = np.empty(len(runs), np.int32)
-    of_run[order] = number[np.cumsum(apart) - 1]
-    return np.repeat(of_run, np.diff(np.append(first, rows)))
+    run_numbers = np.empty(len(run_keys), np.int32)
+    run_numbers[order] = number[np.cumsum(is_new_key) - 1]
+    return np.repeat(run_numbers, np.diff(np.append(first, rows)))
 
 
 def _offsets(counts: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -144,11 +145,11 @@ PER_TRACE = ("group", "rewards", "logprob_kind", "temperature", "reshaped", "end
 
 
 def selected(sequences: Sequences, rows: NDArray[np.integer]) -> Sequences:
-    """The traces of some rows with their tokens and names, without extras and drift; groups keep their numbers.
+    """Select traces with their tokens and names, without extras and mismatch report; group numbers do not change.
 
     Args:
         sequences: R traces.
-        rows: ascending, each once.
+        rows: trace numbers, ascending and unique.
 
     >>> ids, cu = [5, 6, 7, 8, 9], [0, 2, 3, 5]
     >>> three = Sequences.from_arrays(ids, cu, [-1.0] * 5, [False] * 5)
@@ -159,70 +160,82 @@ def selected(sequences: Sequences, rows: NDArray[np.integer]) -> Sequences:
 
 
 def joined(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Sequences:
-    """The same of several `Sequences`, end to end.
+    """Select traces from several `Sequences` and concatenate them, as `selected` does for one.
 
     Args:
-        parts: at least one, with the rows that are taken of each.
+        parts: pairs of `Sequences` and the selected rows, at least one.
     """
-    taken = [_Runs(sequences, np.asarray(rows, np.int64)) for sequences, rows in parts]
-    columns: dict[str, Any] = {name: _end_to_end([each.tokens(name) for each in taken]) for name in PER_TOKEN}
-    columns |= {name: _end_to_end([[getattr(each.of, name)[each.rows]] for each in taken]) for name in PER_TRACE}
-    lengths = _end_to_end([[np.diff(each.of.cu_seqlens[a : b + 1]) for a, b in each.branches] for each in taken])
-    turns = _end_to_end([[np.diff(each.of.cu_turns)[each.rows]] for each in taken])
-    counts = _end_to_end([[each.count] for each in taken])
+    selections = [_Runs(sequences, np.asarray(rows, np.int64)) for sequences, rows in parts]
+    columns: dict[str, Any] = {
+        name: _end_to_end([selection.tokens(name) for selection in selections]) for name in PER_TOKEN
+    }
+    columns |= {
+        name: _end_to_end([[getattr(selection.sequences, name)[selection.rows]] for selection in selections])
+        for name in PER_TRACE
+    }
+    lengths = _end_to_end(
+        [
+            [np.diff(selection.sequences.cu_seqlens[a : b + 1]) for a, b in selection.branches]
+            for selection in selections
+        ]
+    )
+    turns = _end_to_end([[np.diff(selection.sequences.cu_turns)[selection.rows]] for selection in selections])
+    counts = _end_to_end([[selection.count] for selection in selections])
     return Sequences(
         **columns,
-        reward_names=taken[0].of.reward_names,
-        turn_rewards=_end_to_end([each.turns("turn_rewards") for each in taken]),
+        reward_names=selections[0].sequences.reward_names,
+        turn_rewards=_end_to_end([selection.turns("turn_rewards") for selection in selections]),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         cu_turns=np.concatenate([[0], np.cumsum(turns)]).astype(np.int64),
         trace=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-        trace_ids=tuple(each.of.trace_name(row) for each in taken for row in each.rows.tolist()),
+        trace_ids=tuple(
+            selection.sequences.trace_name(row) for selection in selections for row in selection.rows.tolist()
+        ),
         drift=no_drift(),
-        images=Images.joined([(each.images(), int(each.count.sum())) for each in taken]),
+        images=Images.joined([(selection.images(), int(selection.count.sum())) for selection in selections]),
     )
 
 
 class _Runs:
-    """Rows of `Sequences` as runs of neighbours: where their branches, tokens and turns begin and end."""
+    """Selected rows of `Sequences` as runs of adjacent traces, with the offsets of their branches."""
 
     def __init__(self, of: Sequences, rows: NDArray[np.int64]) -> None:
-        self.of, self.rows = of, rows
+        self.sequences, self.rows = of, rows
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         runs = [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)]
-        kind = of.trace.dtype  # of other integers the whole column would be copied to be searched
+        kind = of.trace.dtype  # With another integer type, searchsorted would copy the whole column.
         ends = np.searchsorted(of.trace, np.array(runs, kind).reshape(-1, 2))
         self.traces, self.branches = runs, [(int(a), int(b)) for a, b in ends]
         first = np.searchsorted(of.trace, np.stack([rows, rows + 1], 1).astype(kind))
         self.count: NDArray[np.int64] = first[:, 1] - first[:, 0]
 
     def tokens(self, name: str) -> list[Array]:
-        column, cu = getattr(self.of, name), self.of.cu_seqlens
+        column, cu = getattr(self.sequences, name), self.sequences.cu_seqlens
         return [column[cu[a] : cu[b]] for a, b in self.branches] or [column[:0]]
 
     def images(self) -> Images | None:
-        of = self.of.images
-        if of is None:
+        images = self.sequences.images
+        if images is None:
             return None
         numbers = [np.arange(a, b) for a, b in self.branches]
-        return of.take(np.concatenate(numbers) if numbers else np.zeros(0, np.int64))
+        return images.take(np.concatenate(numbers) if numbers else np.zeros(0, np.int64))
 
     def turns(self, name: str) -> list[Array]:
-        column, cu = getattr(self.of, name), self.of.cu_turns
+        column, cu = getattr(self.sequences, name), self.sequences.cu_turns
         return [column[cu[a] : cu[b]] for a, b in self.traces] or [column[:0]]
 
 
 def _end_to_end(parts: list[list[Array]]) -> Array:
-    whole = [part for each in parts for part in each]
-    return np.concatenate(whole) if whole else np.zeros(0, np.int64)
+    arrays = [array for group in parts for array in group]
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 class Source(Protocol):
-    """Traces of a run, by their numbers 0 to R-1."""
+    """The interface of a data set: R traces, numbered 0 to R-1."""
 
     @property
     def catalog(self) -> Catalog:
-        """The columns of all of them."""
+        """The table of all traces."""
         ...
 
     @property
@@ -232,45 +245,45 @@ class Source(Protocol):
 
     @property
     def shows_pictures(self) -> bool:
-        """Whether a trace has a picture at a place among its tokens; no token is read to know it."""
+        """Whether any trace has an image among its tokens, found without reading tokens."""
         ...
 
     @property
     def inputs(self) -> int:
-        """How many inputs there are; `catalog.source` has their numbers."""
+        """Number of inputs; `catalog.source` has their numbers."""
         ...
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:
-        """Traces with their tokens and names, without extras and drift; `group` has the catalog's numbers.
+        """Return traces with their tokens and names, without extras and mismatch report; `group` is as in the catalog.
 
         Args:
-            rows: ascending, each once.
+            rows: trace numbers, ascending and unique.
         """
         ...
 
     def kept(self, rows: NDArray[np.integer]) -> Sequences:
-        """The same with the names of their groups and what did not fit, to be written or shown."""
+        """Return traces as `take` does, with group names and the mismatch report, for writing or display."""
         ...
 
     def parts(self) -> Iterator[Sequences]:
-        """All traces, in pieces that memory holds."""
+        """Yield all traces in pieces that fit in memory."""
         ...
 
     def trace_name(self, row: int) -> str:
-        """What a trace is called for those who read of it."""
+        """Return the name of a trace for messages."""
         ...
 
     def lots(self) -> NDArray[np.float64]:
-        """[R] a number in [0, 1) of the name of each trace's group, the same wherever that name stands."""
+        """Return [R] a hash in [0, 1) of each trace's group name. Equal names hash equally in every data set."""
         ...
 
     def fingerprint(self, rewards: NDArray[np.float32]) -> str:
-        """The same for the same terms, groups and [R] rewards."""
+        """Return a hash of the trained tokens, the groups and the [R] rewards."""
         ...
 
 
 class InMemory:
-    """Sequences as a source.
+    """A data set of `Sequences` in memory.
 
     Args:
         sequences: R traces, from `align` or `Sequences.from_arrays`.
@@ -282,7 +295,7 @@ class InMemory:
 
     @property
     def catalog(self) -> Catalog:
-        """The columns of all traces; groups have the numbers that the sequences give them."""
+        """The table of all traces; group numbers are those of the sequences."""
         if self._catalog is None:
             s = self.sequences
             columns: dict[str, Any] = store.counted(s.stored())
@@ -292,7 +305,7 @@ class InMemory:
 
     @property
     def in_memory(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
     @property
@@ -302,11 +315,11 @@ class InMemory:
 
     @property
     def inputs(self) -> int:
-        """One."""
+        """Always 1."""
         return 1
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Source.take`; all of them are the sequences themselves."""
+        """As `Source.take`; if all rows are selected, the sequences themselves are returned."""
         if len(rows) == self.sequences.traces:
             return self.sequences
         return selected(self.sequences, rows)
@@ -316,21 +329,21 @@ class InMemory:
         return subset(self.sequences, rows)[0]
 
     def parts(self) -> Iterator[Sequences]:
-        """All of them at once."""
+        """Yield the sequences themselves."""
         yield self.sequences
 
     def trace_name(self, row: int) -> str:
-        """The trace's id, else its number."""
+        """Return the trace's id, or its number if it has none."""
         return self.sequences.trace_name(row)
 
     def lots(self) -> NDArray[np.float64]:
-        """As `Source.lots`; a group without a name has its number."""
+        """As `Source.lots`; a group without a name is hashed by its number."""
         group = self.sequences.group
         names = self.sequences.group_names or tuple(map(str, range(int(group.max(initial=-1)) + 1)))
         return lots_of(names)[group]
 
     def fingerprint(self, rewards: NDArray[np.float32]) -> str:
-        """As `Source.fingerprint`, of every token."""
+        """As `Source.fingerprint`; every token is hashed."""
         s, digest = self.sequences, hashlib.sha256()
         for part in (s.ids, s.trainable, s.rollout_logprobs, s.cu_seqlens, s.trace, s.group, rewards):
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -341,22 +354,22 @@ class InMemory:
 
 
 def lots_of(names: tuple[str, ...]) -> NDArray[np.float64]:
-    """[names] numbers in [0, 1), each a function of its name alone."""
+    """Return [names] float64 hashes in [0, 1) of group names."""
     return np.array([zlib.crc32(name.encode("utf-8", "replace")) / 2**32 for name in names], np.float64)
 
 
 def source_of(data: Sequences | Source) -> Source:
-    """Sequences as a source; a source as it is."""
+    """Wrap `Sequences` in a data set; return any other data set unchanged."""
     return InMemory(data) if isinstance(data, Sequences) else data
 
 
-_MAPPED = 64
-"""Shards that stay mapped: address space and names; their pages are let go after each use."""
-_CURE = "The files were changed; prepare the traces again."
+_MAX_MAPPED = 64
+"""Maximum number of mapped shards. A mapping costs address space; its pages are released after each use."""
+_ADVICE = "The files were changed; prepare the traces again."
 
 
 class Shard(NamedTuple):
-    """One shard: its folder, what its manifest says, and the number of the input that it is of."""
+    """One shard: its folder, its manifest (`told`), and the number of its input (`source`)."""
 
     folder: Path
     told: manifest.Folder
@@ -364,15 +377,14 @@ class Shard(NamedTuple):
 
 
 class Shards:
-    """Traces of prepared folders, of which no more is in memory than a step needs; wherever `Sequences` are trained on.
+    """A data set of prepared folders. Only the traces of the current step are in memory; accepted like `Sequences`.
 
-    Groups are one where their names are equal, also over folders. Traces are numbered in the order of folders, shards
-    and rows.
+    Groups with equal names are one group, also across folders. Traces are numbered by folder, shard and row.
 
     Attributes:
-        folders: as they were given.
-        shards: of all folders, in order.
-        catalog: the columns of all traces.
+        folders: the folders as passed to `open`.
+        shards: the shards of all folders, in order.
+        catalog: the table of all traces.
     """
 
     def __init__(self, folders: tuple[str, ...], shards: Sequence[Shard], catalog: Catalog) -> None:
@@ -383,26 +395,26 @@ class Shards:
         self._checked: set[int] = set()
         self._lock = Lock()
         self.model: Path | None = None
-        """Folder of the model whose image processor makes pictures ready."""
+        """Folder of the model whose image processor preprocesses the images."""
 
     @classmethod
     def open(
         cls, folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, verify: bool = False
     ) -> "Shards":
-        """Reads the manifests and the columns of traces, and no token.
+        """Read the manifests and the trace columns, but no tokens.
 
         Args:
-            folders: what `tracegrad prepare` or `Sequences.save` wrote, one or several, by path or address; what is at
-                an address is brought to this machine (`storage.download.local`).
-            verify: compare the checksum of every file, which reads all of them once; `tracegrad train` does.
+            folders: one or several folders that `tracegrad prepare` or `Sequences.save` wrote, by path or address.
+                Remote folders are downloaded (`storage.download.local`).
+            verify: compare the checksum of every file, which reads each file once; `tracegrad train` sets it.
 
         Raises:
-            ReadError: if a folder is not whole, or holds no trace.
-            FormatError: if a file is not what `save` writes.
-            ArgumentError: if a folder is given twice.
+            ReadError: if a folder is incomplete or has no traces.
+            FormatError: if a file is not in the format that `save` writes.
+            ArgumentError: if a folder is passed twice.
         """
-        given = [folders] if isinstance(folders, (str, os.PathLike)) else list(folders)
-        names = tuple(os.fspath(folder) for folder in given)
+        paths = [folders] if isinstance(folders, (str, os.PathLike)) else list(folders)
+        names = tuple(os.fspath(folder) for folder in paths)
         if not names or len({os.path.realpath(name) for name in names}) < len(names):
             raise ArgumentError(
                 f"{', '.join(names[:8]) or 'no folder'}: each trace is trained on once an epoch. "
@@ -415,17 +427,17 @@ class Shards:
 
     @property
     def in_memory(self) -> bool:
-        """False."""
+        """Always False."""
         return False
 
     @property
     def shows_pictures(self) -> bool:
-        """As `Source.shows_pictures`, by the manifests."""
+        """As `Source.shows_pictures`, from the manifests."""
         return any(MEDIA in shard.told.files for shard in self.shards)
 
     @property
     def inputs(self) -> int:
-        """How many folders there are."""
+        """Number of folders."""
         return len(self.folders)
 
     @property
@@ -442,114 +454,117 @@ class Shards:
     def take(self, rows: NDArray[np.integer]) -> Sequences:
         """As `Source.take`."""
         rows = np.asarray(rows, np.int64)
-        parts = [selected(sequences, here) for sequences, here in self._of(rows)]
-        found = parts[0] if len(parts) == 1 else joined([(part, np.arange(part.traces)) for part in parts])
-        found = found.of_model(self.model) if self.model else found
-        return replace(found, group=self.catalog.group[rows])
+        parts = [selected(sequences, shard_rows) for sequences, shard_rows in self._by_shard(rows)]
+        result = parts[0] if len(parts) == 1 else joined([(part, np.arange(part.traces)) for part in parts])
+        result = result.of_model(self.model) if self.model else result
+        return replace(result, group=self.catalog.group[rows])
 
     def kept(self, rows: NDArray[np.integer]) -> Sequences:
         """As `Source.kept`."""
-        parts = [subset(sequences, here)[0].stored() for sequences, here in self._of(np.asarray(rows, np.int64))]
+        parts = [
+            subset(sequences, shard_rows)[0].stored()
+            for sequences, shard_rows in self._by_shard(np.asarray(rows, np.int64))
+        ]
         return Sequences.of_stored(store.joined(parts))
 
     def parts(self) -> Iterator[Sequences]:
-        """Shard by shard."""
+        """Yield the shards, one at a time."""
         for number in range(len(self.shards)):
-            sequences = self._opened(number)
+            sequences = self._open_shard(number)
             yield sequences
-            _let_go(sequences)
+            _release_pages(sequences)
 
     def trace_name(self, row: int) -> str:
-        """The trace's id."""
+        """Return the trace's id."""
         number = int(np.searchsorted(self._first, row, side="right")) - 1
-        return self._opened(number).trace_name(row - int(self._first[number]))
+        return self._open_shard(number).trace_name(row - int(self._first[number]))
 
     def lots(self) -> NDArray[np.float64]:
         """As `Source.lots`."""
-        found = [np.zeros(0)]
+        parts = [np.zeros(0)]
         for sequences in self.parts():
             names = sequences.group_names or sequences.trace_ids
-            found.append(lots_of(names)[sequences.group])
-        return np.concatenate(found)
+            parts.append(lots_of(names)[sequences.group])
+        return np.concatenate(parts)
 
     def fingerprint(self, rewards: NDArray[np.float32]) -> str:
-        """As `Source.fingerprint`, by the columns and the checksums of the manifests."""
+        """As `Source.fingerprint`, from the columns and the checksums in the manifests."""
         digest = blake2b(self.catalog.hash.encode(), digest_size=32)
         for shard in self.shards:
             digest.update(repr(sorted((name, tuple(file)) for name, file in shard.told.files.items())).encode())
         digest.update(np.ascontiguousarray(rewards).tobytes())
         return digest.hexdigest()
 
-    def _of(self, rows: NDArray[np.int64]) -> Iterator[tuple[Sequences, NDArray[np.int64]]]:
-        """The shards that hold some traces, with the rows there; their pages are let go when the next is asked for."""
-        number = np.searchsorted(self._first, rows, side="right") - 1
-        for each in np.unique(number).tolist():
-            sequences = self._opened(each)
-            yield sequences, rows[number == each] - self._first[each]
-            _let_go(sequences)
+    def _by_shard(self, rows: NDArray[np.int64]) -> Iterator[tuple[Sequences, NDArray[np.int64]]]:
+        """Yield each shard that has some of the traces, with their rows in it. Pages are released after each shard."""
+        shard_numbers = np.searchsorted(self._first, rows, side="right") - 1
+        for shard_number in np.unique(shard_numbers).tolist():
+            sequences = self._open_shard(shard_number)
+            yield sequences, rows[shard_numbers == shard_number] - self._first[shard_number]
+            _release_pages(sequences)
 
-    def _opened(self, number: int) -> Sequences:
-        """A shard, mapped; the first time every value of it is checked."""
+    def _open_shard(self, number: int) -> Sequences:
+        """Return a mapped shard. The first time, all its values are checked."""
         with self._lock:
             if number in self._mapped:
                 self._mapped.move_to_end(number)
                 return self._mapped[number]
-            shard, new = self.shards[number], number not in self._checked
-            found = Sequences.of_stored(store.opened(shard.folder, shard.told, checked=new))
-            if new:
-                self._check(number, found)
+            shard, is_new = self.shards[number], number not in self._checked
+            sequences = Sequences.of_stored(store.opened(shard.folder, shard.told, checked=is_new))
+            if is_new:
+                self._check_columns(number, sequences)
                 self._checked.add(number)
-                _let_go(found)
-            self._mapped[number] = found
-            while len(self._mapped) > _MAPPED:
+                _release_pages(sequences)
+            self._mapped[number] = sequences
+            while len(self._mapped) > _MAX_MAPPED:
                 self._mapped.popitem(last=False)
-            return found
+            return sequences
 
-    def _check(self, number: int, found: Sequences) -> None:
-        """That the columns which the plan was made from are those of the tokens."""
+    def _check_columns(self, number: int, sequences: Sequences) -> None:
+        """Check that the columns of the catalog agree with the shard's tokens."""
         here = slice(self._first[number], self._first[number + 1])
-        counted = store.counted(found.stored())
+        counted = store.counted(sequences.stored())
         for name in ("branches", "tokens", "longest", "terms", "max_id"):
             if not np.array_equal(counted[name], getattr(self.catalog, name)[here]):
                 raise FormatError(
                     f"{self.shards[number].folder}: {store.NAME} is not of its tokens, by the column {name}. "
-                    f"The plan would be of other traces. {_CURE}"
+                    f"The plan would be of other traces. {_ADVICE}"
                 )
 
 
 def _shards_of(folder: Path, source: int, verify: bool) -> list[Shard]:
-    whole = manifest.read(folder)
+    contents = manifest.read(folder)
     if verify:
-        manifest.verify(folder, whole)
-    if not whole.files and not whole.shards:
+        manifest.verify(folder, contents)
+    if not contents.files and not contents.shards:
         raise ReadError(f"{folder}: no trace was prepared into it. There is nothing to train on. Prepare other traces.")
-    if whole.files:
-        return [Shard(folder, whole, source)]
-    return [Shard(folder / name, told, source) for name, told in whole.shards.items()]
+    if contents.files:
+        return [Shard(folder, contents, source)]
+    return [Shard(folder / name, entry, source) for name, entry in contents.shards.items()]
 
 
 def _catalog(shards: Sequence[Shard]) -> Catalog:
-    """The columns of all shards; those of folders of before, which have none, are counted from their tokens."""
+    """Concatenate the columns of all shards. Columns that older folders lack are counted from the tokens."""
     rows = sum(shard.told.counts["traces"] for shard in shards)
     columns: dict[str, Any] = {}
     names: tuple[str, ...] = ()
     end = 0
     for number, shard in enumerate(shards):
-        found, told = _columns(shard)
+        shard_columns, shard_names = _columns(shard)
         if not number:
-            names = told
-            kept = {name: column for name, column in found.items() if name != "trace"}
-            columns = {name: np.empty((rows, *column.shape[1:]), column.dtype) for name, column in kept.items()}
+            names = shard_names
+            arrays = {name: column for name, column in shard_columns.items() if name != "trace"}
+            columns = {name: np.empty((rows, *column.shape[1:]), column.dtype) for name, column in arrays.items()}
             columns["source"] = np.empty(rows, np.int32)
-        if told != names:
+        if shard_names != names:
             raise FormatError(
-                f"{shard.folder}: its rewards are {', '.join(told)[:80]!r} and not {', '.join(names)[:80]!r} as in the "
-                "first shard. Prepare all with the same options."
+                f"{shard.folder}: its rewards are {', '.join(shard_names)[:80]!r} and not {', '.join(names)[:80]!r} as "
+                "in the first shard. Prepare all with the same options."
             )
         here = slice(end, end + shard.told.counts["traces"])
-        _check_counts(shard, found)
+        _check_shard_counts(shard, shard_columns)
         for name, column in columns.items():
-            column[here] = shard.source if name == "source" else found[name]
+            column[here] = shard.source if name == "source" else shard_columns[name]
         end = here.stop
     columns["group"] = numbered(columns["group"])
     return Catalog(**columns, reward_names=names)
@@ -562,19 +577,19 @@ def _columns(shard: Shard) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     return store.of_stored(stored), stored.names["reward_names"]
 
 
-def _check_counts(shard: Shard, found: dict[str, NDArray[Any]]) -> None:
-    """That the columns are as many as the manifest says, of as many branches, tokens and terms."""
-    counted = {name: int(found[name].sum(dtype=np.int64)) for name in ("branches", "tokens", "terms")}
-    low = min((int(found[name].min(initial=0)) for name in counted), default=0)
-    if {"traces": len(found["terms"]), **counted} != dict(shard.told.counts) or low < 0:
-        raise FormatError(f"{shard.folder}: the counts of its manifest are not those of {store.NAME}. {_CURE}")
+def _check_shard_counts(shard: Shard, columns: dict[str, NDArray[Any]]) -> None:
+    """Check that the numbers of traces, branches, tokens and trained tokens agree with the manifest."""
+    counted = {name: int(columns[name].sum(dtype=np.int64)) for name in ("branches", "tokens", "terms")}
+    low = min((int(columns[name].min(initial=0)) for name in counted), default=0)
+    if {"traces": len(columns["terms"]), **counted} != dict(shard.told.counts) or low < 0:
+        raise FormatError(f"{shard.folder}: the counts of its manifest are not those of {store.NAME}. {_ADVICE}")
 
 
-def _let_go(sequences: Sequences) -> None:
-    """Gives the pages of a mapped shard back; they are read again, or found in the page cache, when they are needed."""
+def _release_pages(sequences: Sequences) -> None:
+    """Release the pages of a mapped shard. The next access reads them again, or finds them in the page cache."""
     base: Any = sequences.ids
     while base is not None and not isinstance(base, np.memmap):
         base = getattr(base, "base", None)
-    mapped = getattr(base, "_mmap", None)
-    if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-        mapped.madvise(mmap.MADV_DONTNEED)
+    memory_map = getattr(base, "_mmap", None)
+    if memory_map is not None and hasattr(mmap, "MADV_DONTNEED"):
+        memory_map.madvise(mmap.MADV_DONTNEED)

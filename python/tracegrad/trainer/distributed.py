@@ -1,4 +1,4 @@
-"""Train on several ranks: agreement and errors across ranks, FSDP2 and DDP."""
+"""Distributed training: collective operations and error propagation between ranks, FSDP2 and DDP."""
 
 import os
 import secrets
@@ -27,26 +27,27 @@ from tracegrad.packing import Batch
 from tracegrad.trainer.memory import SPEED, Memory, layers_of, out_of_memory
 
 TIMEOUT_S = 1800.0
-"""Seconds that ranks wait for one another, where a run is not told otherwise."""
-_WORD, _HEARD, _AT, _WAITED = "stopped", "heard", "at", "waited"  # keys of the store that all ranks see
-_HERE = "tracegrad/here"
-_PATIENCE_S = 10.0
-_REPORT_S = 5.0
+"""Default number of seconds for which ranks wait for each other."""
+_STOPPED, _ACKNOWLEDGED, _STAGE, _WAITED = "stopped", "heard", "at", "waited"  # Keys of the store that all ranks share.
+_PRESENT_PREFIX = "tracegrad/here"
+_ACKNOWLEDGE_TIMEOUT_S = 10.0
+_REPORT_TIMEOUT_S = 5.0
 
 
 class OtherRankFailed(OSError):
-    """Another rank could not do its part, and says why."""
+    """Raised if another rank failed; the message contains its reason."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which process this is, and how it speaks to the others. Every rank makes the same calls in the same order.
+    """The rank of this process, and collective operations. All ranks make the same calls in the same order.
 
     Args:
-        world, rank: how many processes, and which of them this is.
-        group: for collectives on the CPU; None where there is one process.
+        world: number of processes.
+        rank: number of this process.
+        group: process group for collectives on the CPU; None for one process.
         beside: a second such group, for the thread that prepares the next step.
-        token: of this group alone, in the keys of the store that torchrun may keep over restarts.
+        token: unique to this process group, for keys of the store, which torchrun can keep across restarts.
 
     >>> Ranks().all_reduce(np.ones(2), "sum").tolist()
     [1.0, 1.0]
@@ -60,10 +61,12 @@ class Ranks:
 
     @classmethod
     def join(cls, timeout_s: float = TIMEOUT_S) -> "Ranks":
-        """The ranks of the default process group, which torchrun's variables open where nobody has; else one process.
+        """Return the ranks of the default process group. Opens the group if torchrun's variables are set.
+
+        Without a group and these variables, the result is a single process.
 
         Args:
-            timeout_s: how long ranks wait for one another, here and later.
+            timeout_s: seconds for which ranks wait for each other, here and later.
 
         Raises:
             ArgumentError: if torchrun started this process and the group cannot be opened.
@@ -76,20 +79,20 @@ class Ranks:
 
     @classmethod
     def of_open_group(cls, timeout_s: float | None = None) -> "Ranks":
-        """The ranks of the default process group as it is; one process where there is none.
+        """Return the ranks of the open default process group; a single process if there is none.
 
         Args:
-            timeout_s: how long ranks wait for one another from now on; default as before, or half an hour.
+            timeout_s: seconds for which ranks wait for each other from now on; default unchanged, or 1800.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        if not (_kept and _kept[0] is dist.group.WORLD):
+        if not (_cache and _cache[0] is dist.group.WORLD):
             groups: list[Any] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
             token = [secrets.token_hex(8)]
             dist.broadcast_object_list(token, 0, group=groups[0])
             ranks = cls(dist.get_world_size(), dist.get_rank(), groups[0], groups[1], token[0])
-            _kept[:] = [dist.group.WORLD, ranks]
-        ranks = _kept[1]
+            _cache[:] = [dist.group.WORLD, ranks]
+        ranks = _cache[1]
         if timeout_s is not None:
             for group in (ranks.group, ranks.beside, dist.group.WORLD):
                 _set_timeout(timedelta(seconds=timeout_s), group)
@@ -97,19 +100,21 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody else."""
+        """Whether there is only one process."""
         return self.world == 1
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes files and speaks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def all_reduce(self, array: NDArray[Any], op: str, *, beside: bool = False) -> NDArray[np.float64]:
-        """The float64 sum or maximum over ranks, as `correct` and the metrics take it.
+        """Return the sum or maximum over ranks as float64.
 
         Args:
-            beside: in the thread that prepares the next step.
+            array: values of this rank, of the same shape on all ranks.
+            op: "sum" or "max".
+            beside: set it in the thread that prepares the next step, which uses its own process group.
         """
         flat = np.ascontiguousarray(array, np.float64)
         if self.alone:
@@ -119,27 +124,27 @@ class Ranks:
         return tensor.numpy()
 
     def merge(self, values: NDArray[np.float32], held: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """One array of parts that ranks hold: [N] float32, each entry from the rank with `held`, NaN where none has it.
+        """Merge arrays over ranks: [N] float32, each entry from the rank where `held` is True, NaN if there is none.
 
-        Exact: every entry is one number plus zeros.
+        The result is exact, as each entry is the sum of one number and zeros.
         """
         if self.alone:
             return np.where(held, values, np.float32(np.nan))
-        both = torch.from_numpy(np.stack([np.where(held, values, 0.0), held]).astype(np.float32))
-        dist.all_reduce(both, group=self.group)
-        total, counted = both.numpy()
-        return np.where(counted > 0, total, np.float32(np.nan))
+        stacked = torch.from_numpy(np.stack([np.where(held, values, 0.0), held]).astype(np.float32))
+        dist.all_reduce(stacked, group=self.group)
+        total, holders = stacked.numpy()
+        return np.where(holders > 0, total, np.float32(np.nan))
 
     def sum(self, value: float) -> float:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         return float(self.all_reduce(np.array([value]), "sum")[0])
 
     def largest(self, value: int) -> int:
-        """The largest over ranks: how they agree to stop on a signal that one of them got."""
+        """Return the maximum over ranks. Ranks use it to agree on a signal that one of them received."""
         return int(self.all_reduce(np.array([value], np.float64), "max")[0])
 
     def gathered(self, value: Any) -> list[Any]:
-        """The value of every rank, in order, on the first rank; elsewhere this rank's alone."""
+        """Gather the values of all ranks in order on the first rank; another rank gets a list of its own value."""
         if self.alone:
             return [value]
         values: list[Any] | None = [None] * self.world if self.first else None
@@ -147,7 +152,7 @@ class Ranks:
         return values if values is not None else [value]
 
     def shared(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
+        """Broadcast the first rank's value to all ranks."""
         if self.alone:
             return value
         values = [value]
@@ -155,7 +160,7 @@ class Ranks:
         return values[0]
 
     def joined(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[n] of every rank behind one another, in order, on every rank."""
+        """Concatenate arrays of all ranks in order, on every rank."""
         if self.alone:
             return values
         parts: list[Any] = [None] * self.world
@@ -163,16 +168,16 @@ class Ranks:
         return np.concatenate(parts)
 
     def leave_word(self, word: str) -> None:
-        """Says something that other ranks may look for whenever they like: no collective call."""
+        """Publish a flag that other ranks can check at any time. This is not a collective call."""
         if not self.alone:
             dist.distributed_c10d._get_default_store().set(self._key(word), "")
 
     def finds_word(self, word: str) -> bool:
-        """Whether a rank has left this word."""
+        """Return whether a rank has published this flag."""
         return not self.alone and dist.distributed_c10d._get_default_store().check([self._key(word)])
 
     def everybody(self, value: Any) -> list[Any]:
-        """The value of every rank, in order, on every rank."""
+        """Gather the values of all ranks in order, on every rank."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.world
@@ -180,24 +185,27 @@ class Ranks:
         return values
 
     def agree(self, error: Exception | None) -> None:
-        """Raises `error` where there is one, and on the other ranks that one of them failed: nobody waits for it.
+        """Raise an error on all ranks if any rank has one, so that no rank waits for a failed one.
+
+        Args:
+            error: the error of this rank, or None.
 
         Raises:
-            Exception: `error`; OtherRankFailed on a rank whose own work went well while another's did not, with its
-                words.
+            Exception: `error`, on a rank that has one.
+            OtherRankFailed: on a rank without an error of its own; the message is that of a failed rank.
         """
         failed = self.largest(0 if error is None else 1)
         if not failed:
             return
-        said = self.everybody("" if error is None else f"{error}"[:2000])
+        messages = self.everybody("" if error is None else f"{error}"[:2000])
         if error is not None:
             raise error
-        rank = next(number for number, words in enumerate(said) if words)
-        raise OtherRankFailed(0, f"another rank could not do its part: rank {rank}, {said[rank]}")
+        rank = next(number for number, message in enumerate(messages) if message)
+        raise OtherRankFailed(0, f"another rank could not do its part: rank {rank}, {messages[rank]}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around work of each rank that needs no other, after which all wait for one another and fail together."""
+        """Wrap work that needs no other rank. At the end the ranks synchronize, and an error on one fails all."""
         error: Exception | None = None
         try:
             yield
@@ -206,130 +214,132 @@ class Ranks:
         self.agree(error)
 
     def at(self, where: str) -> None:
-        """Leaves word of where this rank is, for the others to tell where it hangs."""
+        """Publish the stage of this rank; if it hangs, the others report it."""
         if not self.alone and dist.is_initialized():
-            dist.distributed_c10d._get_default_store().set(self._key(_AT, self.rank), f"{time.time():.0f} {where}")
+            dist.distributed_c10d._get_default_store().set(self._key(_STAGE, self.rank), f"{time.time():.0f} {where}")
 
     def absent(self, error: Exception) -> str:
-        """Which ranks did not come, after a collective call that has failed; "" where the failure is another.
+        """Return which ranks did not take part in a failed collective call; "" if the failure has another cause.
 
-        The ranks that waited, too, say so. Closes this rank's connections, which wakes the others that wait; the
-        process group is gone after this.
+        Ranks that did wait report it in the store. The call destroys the process group. That closes the connections of
+        this rank, which wakes other waiting ranks.
 
         Args:
-            error: what the call has raised.
+            error: the exception of the collective call.
         """
-        if self.alone or not dist.is_initialized() or not _of_others(error):
+        if self.alone or not dist.is_initialized() or not _is_other_ranks_fault(error):
             return ""
-        store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + _REPORT_S
-        late = any(word in str(error) for word in ("Timed out", "timed out", "timeout"))
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _REPORT_TIMEOUT_S
+        is_timeout = any(word in str(error) for word in ("Timed out", "timed out", "timeout"))
         try:
             store.set(self._key(_WAITED, self.rank), "")
-            if late:
+            if is_timeout:
                 store.set(self._key(_WAITED), "")
             dist.destroy_process_group()
-            while (gone := self._silent(store)) and time.monotonic() < until:
+            while (missing := self._not_waiting(store)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            how = "did not come within train.timeout" if store.check([self._key(_WAITED)]) else "has ended"
-            said = [f"rank {rank} {how}; it was last seen {self._seen(store, rank)}" for rank in gone]
+            event = "did not come within train.timeout" if store.check([self._key(_WAITED)]) else "has ended"
+            reports = [f"rank {rank} {event}; it was last seen {self._last_seen(store, rank)}" for rank in missing]
             if self.first:
-                time.sleep(min(1.0, max(0.0, until - time.monotonic())))  # the store may be this rank's
-        except (RuntimeError, ValueError):  # the store went with the rank that kept it
+                time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))  # This rank may host the store.
+        except (RuntimeError, ValueError):  # The rank that hosted the store is gone.
             return "the rank that kept the store of all ranks has ended"
-        return ", ".join(said)
+        return ", ".join(reports)
 
-    def _silent(self, store: Any) -> list[int]:
+    def _not_waiting(self, store: Any) -> list[int]:
         return [rank for rank in range(self.world) if not store.check([self._key(_WAITED, rank)])]
 
-    def _seen(self, store: Any, rank: int) -> str:
-        if not store.check([key := self._key(_AT, rank)]):
+    def _last_seen(self, store: Any, rank: int) -> str:
+        if not store.check([key := self._key(_STAGE, rank)]):
             return "before its first step"
-        when, _, where = store.get(key).decode().partition(" ")
-        return f"at {where}, {max(0, round(time.time() - float(when)))} s ago"
+        time_text, _, stage = store.get(key).decode().partition(" ")
+        return f"at {stage}, {max(0, round(time.time() - float(time_text)))} s ago"
 
     def _key(self, name: str, rank: int | None = None) -> str:
         return f"tracegrad/{self.token}/{name}" + ("" if rank is None else f"/{rank}")
 
     def tell(self, said: str) -> None:
-        """Leaves word that this rank stops, and closes its connections, which wakes the ranks that wait for it.
+        """Publish that this rank stops, and destroy the process group, which wakes the ranks that wait for it.
 
-        The process group is gone after this. Waits a few seconds until the others have read the word.
+        Waits up to 10 seconds until the others have read it.
         """
         if self.alone or not dist.is_initialized():
             return
-        store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + _PATIENCE_S
-        with suppress(RuntimeError, ValueError):  # the store went with the rank that kept it, who has ended before
-            store.set(self._key(_WORD), f"rank {self.rank}, {said}")
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _ACKNOWLEDGE_TIMEOUT_S
+        with suppress(RuntimeError, ValueError):  # The rank that hosted the store has ended already.
+            store.set(self._key(_STOPPED), f"rank {self.rank}, {said}")
             dist.destroy_process_group()
-            while store.add(self._key(_HEARD), 0) < self.world - 1 and time.monotonic() < until:
+            while store.add(self._key(_ACKNOWLEDGED), 0) < self.world - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
 
     def heard(self) -> str:
-        """What a rank that stopped has told; "" where none has."""
+        """Return the message of a rank that stopped; "" if none has."""
         if self.alone:
             return ""
         try:
             store = dist.distributed_c10d._get_default_store()
-            if not store.check([self._key(_WORD)]):
+            if not store.check([self._key(_STOPPED)]):
                 return ""
-            store.add(self._key(_HEARD), 1)
-            return store.get(self._key(_WORD)).decode()
-        except (RuntimeError, ValueError):  # the store went with the rank that kept it
+            store.add(self._key(_ACKNOWLEDGED), 1)
+            return store.get(self._key(_STOPPED)).decode()
+        except (RuntimeError, ValueError):  # The rank that hosted the store is gone.
             return ""
 
 
 def _open_group(timeout_s: float) -> None:
-    """Opens the default process group by torchrun's variables; says which ranks do not come."""
+    """Open the default process group from torchrun's variables. The error names the ranks that did not come."""
     from torch.distributed.rendezvous import rendezvous
 
-    backend, wait = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=timeout_s)
-    lacks = ""
+    backend, timeout = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=timeout_s)
+    missing = ""
     try:
-        store, rank, world = next(rendezvous("env://", timeout=wait))
-        store.set_timeout(wait)
-        store.set(f"{_HERE}/{rank}", "")
-        names = {other: f"{_HERE}/{other}" for other in range(world)}
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store.set(f"{_PRESENT_PREFIX}/{rank}", "")
+        names = {other: f"{_PRESENT_PREFIX}/{other}" for other in range(world)}
         try:
-            store.wait([*names.values()], wait)
+            store.wait([*names.values()], timeout)
         except RuntimeError:
-            lacks = ", ".join(f"rank {other}" for other, name in names.items() if not store.check([name]))
+            missing = ", ".join(f"rank {other}" for other, name in names.items() if not store.check([name]))
             raise
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except (ValueError, RuntimeError) as error:
-        why = f"{lacks} did not come within train.timeout" if lacks else str(error).splitlines()[0]
+        reason = f"{missing} did not come within train.timeout" if missing else str(error).splitlines()[0]
         raise ArgumentError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and the process group does not open: {why}. The ranks cannot "
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and the process group does not open: {reason}. The ranks cannot "
             "share a gradient. Start the run with torchrun."
         ) from error
 
 
-def _of_others(error: BaseException) -> bool:
-    """Whether a collective call failed by what another rank did, or did not."""
+def _is_other_ranks_fault(error: BaseException) -> bool:
+    """Return whether a collective call failed because of another rank."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _set_timeout(timeout: timedelta, group: Any) -> None:
-    public = getattr(dist, "set_timeout", None)  # of torch 2.15
+    public = getattr(dist, "set_timeout", None)  # Public since torch 2.15.
     (public or dist.distributed_c10d._set_pg_timeout)(timeout, group)
 
 
-_kept: list[Any] = []
-"""The default group and its `Ranks`: groups are made once, as making them is a collective call."""
+_cache: list[Any] = []
+"""The default group and its `Ranks`. They are cached, because making a group is a collective call."""
 
 
 def said_together(error: Exception, step: int, config: Config, ranks: Ranks, ends: bool) -> Exception:
-    """What this rank raises: the error itself, or what another rank has told, or whom it waited for.
+    """Return the error that this rank raises: its own error, another rank's message, or which ranks are missing.
 
     Args:
-        error: what this rank has met.
-        step: that was lost, from 1.
-        ends: no step follows, so that an error which this rank meets alone is told the others.
+        error: the error on this rank.
+        step: number of the lost step, from 1.
+        config: options of the run, for advice about memory.
+        ranks: the ranks that share the step.
+        ends: no step follows, so an error that only this rank has is sent to the others.
     """
     if isinstance(error, torch.OutOfMemoryError):
         reason = f"step {step}: {out_of_memory(error, config)}"
         ranks.tell(reason)
         return TracegradError(reason)
-    if isinstance(error, (TracegradError, OtherRankFailed)):  # all ranks have it
+    if isinstance(error, (TracegradError, OtherRankFailed)):  # All ranks raise these.
         return error
     if not (ends or isinstance(error, RuntimeError)):
         return error
@@ -346,13 +356,13 @@ Mode = Literal["fsdp", "ddp", "none"]
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward runs a function of it.
+    """A causal LM whose forward pass runs a given function of the model.
 
-    Wrappers such as FSDP2, DDP and those of `accelerator.prepare` do their work around `forward`. In here the head's
-    weight is whole and the loss's own autograd functions count as part of the model.
+    Wrappers such as FSDP2, DDP and those of `accelerator.prepare` do their work around `forward`. Inside it the head's
+    weight is gathered, and the loss's autograd functions count as part of the model.
 
     Args:
-        model: a transformers causal LM, with or without adapters of peft.
+        model: a transformers causal LM, with or without peft adapters.
 
     >>> Policy(nn.Linear(2, 1))(lambda model: model.in_features)
     2
@@ -363,21 +373,21 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """`work(model, *arguments)`."""
+        """Return `work(model, *arguments)`."""
         return work(self.model, *arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A model where it trains, and how its gradient is put together.
+    """A model on its device and ranks, with the information how its gradient is reduced.
 
     Args:
-        model: the causal LM itself, whose parameters the optimizer holds.
-        policy: what is called: `Policy`, DDP around it, or what somebody else prepared.
-        mode: of the wrapper.
-        ranks: who shares the step.
-        scale: what a loss is multiplied by, so that the wrapper's mean over ranks becomes a sum.
-        memory: `reduce_each` and `chunk_bytes` of it apply to a step.
+        model: the causal LM itself, whose parameters the optimizer updates.
+        policy: the callable that runs it: `Policy`, DDP around it, or a model that the user prepared.
+        mode: type of the wrapper.
+        ranks: the ranks that share the step.
+        scale: factor on the loss that turns the wrapper's mean over ranks into a sum.
+        memory: memory options; a step uses its `reduce_each` and `chunk_bytes`.
     """
 
     model: nn.Module
@@ -389,48 +399,55 @@ class Placed:
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """The device of the parameters."""
         return next(self.model.parameters()).device
 
     @contextmanager
     def last(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of one batch: gradients are exchanged with the last of a step."""
-        whole = last or self.memory.reduce_each
+        """Wrap the forward and backward pass of one batch; gradients are exchanged in the last batch of a step.
+
+        With FSDP and `memory.reduce_each`, they are exchanged in every batch.
+        """
+        exchange = last or self.memory.reduce_each
         if self.mode == "fsdp":
             for module in _sharded(cast(nn.Module, self.policy)):
-                module.set_requires_gradient_sync(whole, recurse=False)
-        held = self.policy.no_sync() if isinstance(self.policy, DistributedDataParallel) and not last else nullcontext()
-        with held:
+                module.set_requires_gradient_sync(exchange, recurse=False)
+        no_sync = (
+            self.policy.no_sync() if isinstance(self.policy, DistributedDataParallel) and not last else nullcontext()
+        )
+        with no_sync:
             yield
 
     def rest(self) -> None:
-        """Gives back what FSDP has gathered: after a pass without gradient no backward pass does, and parameters that
-        are not shards are not those of the optimizer."""
+        """Reshard what FSDP has gathered. Without a backward pass FSDP does not do so.
+
+        The optimizer's parameters are the shards, so the model must not keep gathered ones.
+        """
         if self.mode == "fsdp":
             for module in _sharded(cast(nn.Module, self.policy)):
                 module.reshard()
 
     def forward(self, batch: Batch, precision: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of each term of a batch, [m] both."""
-        how = precision, self.mode == "fsdp", self.memory.chunk_bytes
+        """Compute logprob and entropy of each trained token of a batch, [m] each."""
+        options = precision, self.mode == "fsdp", self.memory.chunk_bytes
         if torch.is_grad_enabled() or self.mode == "fsdp":
-            return self.policy(_logprobs_and_entropy, batch, *how)
-        return _logprobs_and_entropy(self.model, batch, *how)
+            return self.policy(_logprobs_and_entropy, batch, *options)
+        return _logprobs_and_entropy(self.model, batch, *options)
 
     def loss(
         self, batch: Batch, terms: Terms, objective: Objective, precision: torch.dtype = torch.float32
     ) -> tuple[Tensor, PolicyLoss]:
-        """What `backward` is called on, multiplied by `scale` already; and the loss as it is, with its terms."""
-        how = precision, self.mode == "fsdp", self.memory.chunk_bytes
-        loss, found = self.policy(_batch_loss, batch, terms, objective, *how)
-        return (loss if self.scale == 1 else loss * self.scale), found
+        """Return the loss for `backward`, multiplied by `scale`; and the unscaled loss with its per-token values."""
+        options = precision, self.mode == "fsdp", self.memory.chunk_bytes
+        loss, policy_loss = self.policy(_batch_loss, batch, terms, objective, *options)
+        return (loss if self.scale == 1 else loss * self.scale), policy_loss
 
 
 def placed(model: Any) -> Placed:
-    """How to call a model that anybody prepared: bare, DDP around a `Policy`, or sharded by `fully_shard`.
+    """Wrap a model that the user prepared: a plain model, DDP around a `Policy`, or one sharded by `fully_shard`.
 
     Raises:
-        ArgumentError: for DDP around the model itself, whose forward gives logits.
+        ArgumentError: for DDP around the model itself, whose forward returns logits.
     """
     if isinstance(model, Placed):
         return model
@@ -444,13 +461,13 @@ def placed(model: Any) -> Placed:
         return Placed(model.module.model, model, "ddp", ranks, scale=float(ranks.world))
     inner = model.model if isinstance(model, Policy) else model
     if isinstance(model, FSDPModule):
-        policy = model if isinstance(model, Policy) else _with_method(model)
+        policy = model if isinstance(model, Policy) else _with_forward_method(model)
         return Placed(inner, cast(Any, policy), "fsdp", ranks, scale=float(ranks.world))
     return Placed(inner, Policy(inner), "none", Ranks() if ranks.alone else ranks)
 
 
 def check_exchanged(target: Placed) -> None:
-    """Refuses to train a model whose gradients would stay on each rank."""
+    """Reject a model whose gradients would not be exchanged between ranks."""
     if target.mode == "none" and not target.ranks.alone:
         raise ArgumentError(
             f"{type(target.model).__name__} is not wrapped, and a process group of {target.ranks.world} ranks is open. "
@@ -459,17 +476,17 @@ def check_exchanged(target: Placed) -> None:
         )
 
 
-def _with_method(model: Any) -> Any:
-    """The same root with a method that FSDP2 treats as a forward pass."""
+def _with_forward_method(model: Any) -> Any:
+    """Register a method of the root that FSDP2 treats as a forward pass."""
     if not hasattr(type(model), "run_in_forward"):
         type(model).run_in_forward = lambda self, work, *arguments: work(self, *arguments)
     if "run_in_forward" not in vars(model):
         register_fsdp_forward_method(model, "run_in_forward")
-    return _Method(model)
+    return _ForwardMethod(model)
 
 
-class _Method:
-    """Calls `run_in_forward` of a root, and stands for it where its modules are walked."""
+class _ForwardMethod:
+    """Calls `run_in_forward` of a root, and returns the root's modules."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -490,18 +507,20 @@ def prepare(
     precision: torch.dtype = torch.float32,
     memory: Memory | None = None,
 ) -> Placed:
-    """Puts a model on its device and its ranks. Parameters keep their names and dtype.
+    """Move a model to its device and ranks. Parameters keep their names and dtype.
 
     Args:
-        model: a transformers causal LM on the CPU, every rank with the same parameters. Changed in place.
-        mode: "fsdp" shards each decoder layer, and the rest as one; "ddp" keeps a whole copy on each rank.
+        model: a transformers causal LM on the CPU, with equal parameters on all ranks. Changed in place.
+        mode: "fsdp" shards each decoder layer, and the remaining parameters as one unit; "ddp" keeps a full copy on
+            each rank.
         ranks: default the open process group.
-        device: default where the model is; FSDP moves one layer at a time there.
-        precision: bfloat16 lets FSDP gather and compute in it, with float32 parameters, gradients and reductions.
+        device: default the model's device; FSDP moves one layer at a time to it.
+        precision: with bfloat16, FSDP gathers and computes in bfloat16. Parameters, gradients and reductions stay
+            float32.
         memory: default `Memory.of("speed")`.
 
     Raises:
-        ArgumentError: if the mode and the number of ranks contradict one another.
+        ArgumentError: if the mode and the number of ranks contradict each other.
     """
     ranks, memory = ranks or Ranks.of_open_group(), memory or SPEED
     device = device or next(model.parameters()).device
@@ -511,52 +530,52 @@ def prepare(
             "none is for one process; fsdp and ddp are for several, which torchrun starts. Leave it out for auto."
         )
     if mode == "fsdp":
-        head_of(model)  # looks at the head once, while it is whole
+        head_of(model)  # Checks the head before it is sharded; the check runs only once per model.
         return Placed(model, _fsdp(model, ranks, device, precision, memory), mode, ranks, memory=memory)
     model.to(device)
     if mode == "ddp":
         head_of(model)
-        within = [device.index] if device.type == "cuda" else None
-        policy = DistributedDataParallel(Policy(model), device_ids=within)
-        policy.register_comm_hook(None, _summed)
+        device_ids = [device.index] if device.type == "cuda" else None
+        policy = DistributedDataParallel(Policy(model), device_ids=device_ids)
+        policy.register_comm_hook(None, _sum_gradients)
         return Placed(model, policy, mode, ranks, memory=memory)
     return Placed(model, Policy(model), mode, ranks, memory=memory)
 
 
 def auto_mode(ranks: Ranks) -> Mode:
-    """fsdp on several CUDA devices, ddp on several CPU processes, none on one."""
+    """Return "fsdp" on several CUDA devices, "ddp" on several CPU processes, "none" for one process."""
     if ranks.alone:
         return "none"
     return "fsdp" if torch.cuda.is_available() else "ddp"
 
 
 def device_named(name: str) -> torch.device:
-    """The device of this rank: "auto" is CUDA where there is one; CUDA without a number is the one of the local rank.
+    """Return this rank's device. "auto" is CUDA if available; CUDA without an index uses the local rank.
 
     Raises:
-        ArgumentError: where several ranks of a machine would share one numbered device.
+        ArgumentError: if several ranks of a machine would share one numbered device.
     """
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type != "cuda":
         return device
     if device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    elif (beside := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+    elif (local_world := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
         raise ArgumentError(
-            f"train.device is {name!r}, and {beside} processes run on this machine. All of them would take that one "
-            "device. Set train.device cuda, or leave it out: each takes the device of its local rank."
+            f"train.device is {name!r}, and {local_world} processes run on this machine. All of them would take that "
+            "one device. Set train.device cuda, or leave it out: each takes the device of its local rank."
         )
     torch.cuda.set_device(device)
     return device
 
 
 def autocast(device: str, precision: torch.dtype) -> AbstractContextManager[Any]:
-    """Autocast to `precision` on a type of device; nothing for float32."""
+    """Return an autocast context to `precision` on a type of device; a null context for float32."""
     return nullcontext() if precision == torch.float32 else torch.autocast(device, dtype=precision)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor that a shard is of; every rank must ask."""
+    """Return the full tensor of a sharded one; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined]
 
 
@@ -565,11 +584,13 @@ def _fsdp(
 ) -> Callable[..., Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    low = precision != torch.float32
+    is_mixed = precision != torch.float32
     policy = Policy(model)
-    mixed = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
-    options = {"mesh": init_device_mesh(device.type, (ranks.world,)), "mp_policy": mixed}
-    frozen = not any(parameter.requires_grad for parameter in model.parameters())  # no backward pass to keep them for
+    mixed_precision = (
+        MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()
+    )
+    options = {"mesh": init_device_mesh(device.type, (ranks.world,)), "mp_policy": mixed_precision}
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())  # No backward pass will need them.
     for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=memory.reshard or frozen, **options)
     fully_shard(policy, reshard_after_forward=frozen, **options)
@@ -580,20 +601,20 @@ def _fsdp(
 
 
 def _sharded(module: nn.Module) -> list[FSDPModule]:
-    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
-def _summed(_, bucket):  # DDP reads annotations, and knows no strings
-    """DDP's exchange of a `GradBucket` without its division by the number of ranks."""
+def _sum_gradients(_, bucket):  # DDP reads the annotations, and does not accept strings.
+    """Sum the gradients of DDP's `GradBucket` over ranks, without the division by their number."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def _logprobs_and_entropy(
     model: nn.Module, batch: Batch, precision: torch.dtype, one_pass: bool, chunk_bytes: int | None
 ) -> tuple[Tensor, Tensor]:
-    """As `policy.logprobs_and_entropy`; `one_pass` calls each layer once a batch, as ranks must all do so alike."""
+    """As `model.logprobs_and_entropy`. `one_pass` calls each layer once per batch, which all FSDP ranks must do."""
     with _cast(batch, precision, one_pass):
         return logprobs_and_entropy(model, batch, plan=_forward(model, one_pass), chunk_bytes=chunk_bytes)
 
@@ -607,7 +628,7 @@ def _batch_loss(
     one_pass: bool,
     chunk_bytes: int | None,
 ) -> tuple[Tensor, PolicyLoss]:
-    """As `model.batch_loss`, the loss apart: wrappers find the tensor whose backward pass they wait for in a tuple."""
+    """As `model.batch_loss`, with the loss first: wrappers look for the output tensor in a tuple."""
     with _cast(batch, precision, one_pass):
         forward = _forward(model, one_pass)
         loss = batch_loss(model, batch, terms, objective, forward=forward, chunk_bytes=chunk_bytes)
@@ -615,7 +636,7 @@ def _batch_loss(
 
 
 def _cast(batch: Batch, precision: torch.dtype, one_pass: bool) -> AbstractContextManager[Any]:
-    """FSDP casts by itself."""
+    """Return the autocast context of a pass. FSDP casts by itself."""
     return autocast(batch.ids.device.type, torch.float32 if one_pass else precision)
 
 

@@ -1,6 +1,6 @@
-"""Gathers parameters for inference servers: sharded ones made whole, LoRA adapters merged or on their own.
+"""Gather the full parameters of a model for inference servers, with LoRA adapters merged or separate.
 
-Here is `whole_weights`. Files are `checkpoint`'s. peft is imported on use. Called by `Run.weights`.
+peft is imported on use.
 """
 
 from copy import deepcopy
@@ -21,12 +21,16 @@ _PEFT = "base_model.model."
 def whole_weights(
     model: nn.Module, ranks: Ranks, adapters: Adapters = "merged", device: Any = "cpu"
 ) -> dict[str, Tensor]:
-    """The parameters and buffers of a model by name, on the first rank; elsewhere empty. Every rank calls this.
+    """Gather the parameters and buffers of a model by name on the first rank; other ranks get {}. Every rank calls it.
 
     Args:
         model: a transformers or peft model, sharded or not.
-        adapters: "merged" or "alone", where it has any.
-        device: where to; None leaves each where it is.
+        ranks: the ranks that share the model.
+        adapters: "merged" or "alone" (adapters only), for a model with adapters.
+        device: target device; None keeps the device of each tensor.
+
+    Raises:
+        ArgumentError: for any other value, or for "alone" if the model has no adapters.
     """
     if adapters not in ("merged", "alone"):
         raise ArgumentError(f"adapters is {adapters!r}. What is wanted of them is not known. Say merged or alone.")
@@ -36,10 +40,10 @@ def whole_weights(
                 f"adapters is 'alone', and {type(model).__name__} has none. There is nothing to give. Leave it out."
             )
         return whole_state(model, ranks, device)
-    return _alone(model, ranks, device) if adapters == "alone" else _merged(model, ranks, device)
+    return _adapters_only(model, ranks, device) if adapters == "alone" else _merged(model, ranks, device)
 
 
-def _alone(model: Any, ranks: Ranks, device: Any) -> dict[str, Tensor]:
+def _adapters_only(model: Any, ranks: Ranks, device: Any) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -49,29 +53,31 @@ def _alone(model: Any, ranks: Ranks, device: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _merged(model: nn.Module, ranks: Ranks, device: Any) -> dict[str, Tensor]:
-    """By the names of the model below the adapters; each layer is merged by peft itself, in a copy of its own."""
+    """Return the weights by the names of the base model. peft merges a copy of each layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
     layers: dict[str, Any]
-    layers = {n: each for n, each in model.named_modules() if isinstance(each, (BaseTunerLayer, ModulesToSaveWrapper))}
+    layers = {
+        n: module for n, module in model.named_modules() if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))
+    }
     inside = tuple(f"{name}." for name in layers)
     out = whole_state(model, ranks, device, lambda name: not name.startswith(inside))
     for name, module in layers.items():
-        copy = _whole_copy(module, ranks)
-        if copy is not None:
-            trained = isinstance(copy, ModulesToSaveWrapper)  # a layer trained whole, beside the one that it replaces
+        full_layer = _full_copy(module, ranks)
+        if full_layer is not None:
+            trained = isinstance(full_layer, ModulesToSaveWrapper)  # A layer trained in full, next to its original.
             if not trained:
-                copy.merge()
-            base = copy.modules_to_save[copy.active_adapters[0]] if trained else copy.get_base_layer()
-            for each, value in base.state_dict().items():
-                out[f"{name}.{each}"] = value.to(device or value.device)
+                full_layer.merge()
+            base = full_layer.modules_to_save[full_layer.active_adapters[0]] if trained else full_layer.get_base_layer()
+            for key, value in base.state_dict().items():
+                out[f"{name}.{key}"] = value.to(device or value.device)
     return {name.removeprefix(_PEFT): value for name, value in out.items()}
 
 
-def _whole_copy(module: nn.Module, ranks: Ranks) -> Any:
-    """A copy of a layer whose parameters are no shards and have no gradient, on the first rank; every rank calls."""
-    memo: dict[int, Any] = {}  # `deepcopy` takes what stands in it for the copy
+def _full_copy(module: nn.Module, ranks: Ranks) -> Any:
+    """Copy a layer without shards and gradients on the first rank; other ranks get None. Every rank calls this."""
+    memo: dict[int, Any] = {}  # `deepcopy` uses these entries as the copies.
     for parameter in module.parameters():
         full = whole(parameter.detach())
         if ranks.first:

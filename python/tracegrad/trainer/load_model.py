@@ -1,6 +1,6 @@
-"""A transformers model from a folder, with every weight found, or one error that says what is wrong with the folder.
+"""Load a transformers model from a local folder with all its weights, or raise one error that explains what is wrong.
 
-No hub, no pickle. Called by the command line and by `checkpoint`.
+Nothing is downloaded, and no pickle is read.
 """
 
 import re
@@ -15,12 +15,12 @@ from tracegrad.errors import ReadError, TracegradError
 from tracegrad.storage.files import read_json
 
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Of attention and experts: the code of torch and transformers alone."""
-_MOST_LAYERS, _MOST_LABELS, _MOST_INTEGER = 1 << 10, 1 << 16, 1 << 53
-"""Of a config.json: each layer is built of modules of its own, and each label has a name; others are plain numbers."""
+"""Allowed implementations of attention and experts. They run only the code of torch and transformers."""
+_MAX_LAYERS, _MAX_LABELS, _MAX_INTEGER = 1 << 10, 1 << 16, 1 << 53
+"""Limits for integers in a config.json. Each layer builds modules, and each label gets a name; others are numbers."""
 _SWITCHES = ("output_hidden_states", "output_attentions", "return_dict", "use_cache", "torchscript", "is_decoder")
-"""Options of a config.json that every model reads as it runs, and transformers does not check."""
-_LAYERS = re.compile(r"(?!max_window).*(layers?|depths?|blocks)")
+"""Options of a config.json that every model reads while it runs, but that transformers does not check."""
+_LAYER_COUNT_NAMES = re.compile(r"(?!max_window).*(layers?|depths?|blocks)")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -39,22 +39,25 @@ TOKENIZER_FILES = (
 
 
 def load_whole(path: Path) -> Any:
-    """A transformers causal language model from a folder of whole weights, in float32, its weights all found.
+    """Load a transformers causal LM from a folder of full weights, in float32, with no weight missing.
 
-    A folder whose config.json names a model that takes pictures gives that, with its tower.
+    If config.json names an image-text model, that model is loaded with its vision encoder.
+
+    Raises:
+        ReadError: if the folder, its config or its weights are missing or do not belong together.
     """
     config = model_config(path)
-    named = config.get("architectures") or []
+    architectures = config.get("architectures") or []
     if not any((path / name).is_file() for name in WEIGHTS):
-        there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        contents = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ReadError(
-            f"{path}: no model.safetensors there ({there}). Without weights there is no policy to train. "
+            f"{path}: no model.safetensors there ({contents}). Without weights there is no policy to train. "
             "Give --model a folder written by save_pretrained."
         )
-    because = "There is no policy to train. Give --model a causal model whose config.json and weights belong together"
-    with refused(f"{path}: transformers cannot load it as a causal language model", because), quiet():
-        _check_size(path, empty_model(path, named))
-        loaded: Any = _kind(named).from_pretrained(
+    advice = "There is no policy to train. Give --model a causal model whose config.json and weights belong together"
+    with refused(f"{path}: transformers cannot load it as a causal language model", advice), quiet():
+        _check_size(path, empty_model(path, architectures))
+        loaded: Any = _auto_class(architectures).from_pretrained(
             path,
             dtype=torch.float32,
             local_files_only=True,
@@ -63,22 +66,22 @@ def load_whole(path: Path) -> Any:
             trust_remote_code=False,
         )
     model, info = loaded
-    named = named or [type(model).__name__]
-    odd = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    if type(model).__name__ not in named or any(info.get(kind) for kind in odd):
-        _refuse_architecture(path, type(model).__name__, named, info)
+    architectures = architectures or [type(model).__name__]
+    problem_keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    if type(model).__name__ not in architectures or any(info.get(key) for key in problem_keys):
+        _refuse_architecture(path, type(model).__name__, architectures, info)
     return model
 
 
 def loaded_by(path: Path) -> str:
-    """The class of transformers that loads a folder, by the architecture that its config.json names."""
+    """Return the name of the transformers class that loads a folder, by the architectures in its config.json."""
     try:
         config = read_json(path / "config.json")
         _check_values(path / "config.json", config)
-        named = config.get("architectures") or []
-    except (OSError, ValueError):  # as a folder of adapters has none
-        named = []
-    return _kind(named).__name__
+        architectures = config.get("architectures") or []
+    except (OSError, ValueError):  # A folder of adapters has no config.json.
+        architectures = []
+    return _auto_class(architectures).__name__
 
 
 def empty_model(path: Path, named: list[str]) -> Any:
@@ -87,35 +90,37 @@ def empty_model(path: Path, named: list[str]) -> Any:
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        return _kind(named).from_config(config, trust_remote_code=False)
+        return _auto_class(named).from_config(config, trust_remote_code=False)
 
 
 def _check_size(path: Path, model: Any) -> None:
-    """Refuse a model with many more weights than the files hold, before memory is asked for them.
+    """Reject a model with many more weights than the files have bytes for, before memory is allocated.
 
     Raises:
-        ReadError: with both numbers.
+        ReadError: the message has both numbers.
     """
-    held = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    wanted = sum(weight.numel() for weight in model.parameters()) + sum(one.numel() for one in model.buffers())
-    # A weight of four bits is the smallest that is stored.
-    if wanted > 2 * held + (1 << 20):
+    stored_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    weight_count = sum(weight.numel() for weight in model.parameters()) + sum(
+        buffer.numel() for buffer in model.buffers()
+    )
+    # The smallest stored weights have four bits.
+    if weight_count > 2 * stored_bytes + (1 << 20):
         raise ReadError(
-            f"{path}: config.json describes {wanted:,} weights, and the files of weights have {held:,} bytes. They do "
-            "not belong together. Give --model a folder written by save_pretrained."
+            f"{path}: config.json describes {weight_count:,} weights, and the files of weights have {stored_bytes:,} "
+            "bytes. They do not belong together. Give --model a folder written by save_pretrained."
         )
 
 
 @contextmanager
 def refused(what: str, because: str) -> Iterator[None]:
-    """Turn whatever transformers raises over a stranger's files into one error of ours.
+    """Turn any error of transformers on untrusted files into one ReadError.
 
     Args:
-        what: is wrong, with the folder.
-        because: of that, and what to do; without a full stop at its end.
+        what: the problem with the folder, start of the message.
+        because: the consequence and the advice, without the final full stop.
 
     Raises:
-        ReadError: for every exception that is not one of ours already.
+        ReadError: for every exception that is not a TracegradError already.
     """
     try:
         yield
@@ -125,22 +130,22 @@ def refused(what: str, because: str) -> Iterator[None]:
         raise ReadError(f"{what}: {first_line(error)}. {because}.") from error
 
 
-def _kind(named: list[str]) -> Any:
-    """The class of transformers that loads a named architecture."""
+def _auto_class(architectures: list[str]) -> Any:
+    """Return the transformers class that loads these architectures."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    seeing = {name for each in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() for name in _names(each)}
-    return AutoModelForImageTextToText if seeing.intersection(named) else AutoModelForCausalLM
+    image_models = {name for names in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() for name in _names(names)}
+    return AutoModelForImageTextToText if image_models.intersection(architectures) else AutoModelForCausalLM
 
 
-def _names(told: Any) -> tuple[str, ...]:
-    return (told,) if isinstance(told, str) else tuple(told)
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its bars and load reports: what they say is raised or printed by us, once."""
+    """Silence the progress bars and load reports of transformers. Errors and notes are reported by tracegrad."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -158,7 +163,7 @@ def model_config(path: Path) -> dict[str, Any]:
     """Load the config.json of a model's folder.
 
     Raises:
-        ReadError: if there is none, or one that names code of a hub, or has numbers that no model has.
+        ReadError: if it is missing, invalid, names code of a hub, or has numbers beyond those of real models.
     """
     if not path.is_dir():
         raise ReadError(
@@ -177,48 +182,50 @@ def model_config(path: Path) -> dict[str, Any]:
 
 
 def _check_values(path: Path, config: Any) -> None:
-    """Refuse what is no configuration, and numbers that would take memory and time before they are looked at.
+    """Reject an invalid configuration, and numbers that would cost much memory and time before they are checked.
 
     Raises:
-        ReadError: with the name and the value.
+        ReadError: the message has the name and the value.
     """
 
-    def wrong(what: str) -> ReadError:
+    def invalid(what: str) -> ReadError:
         return ReadError(f"{path}: {what}. It describes no model. Copy the file again from where the model came from.")
 
     if not isinstance(config, dict):
-        raise wrong("it holds no JSON object")
-    named = config.get("architectures")
-    if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
-        raise wrong("architectures is not a list of names")
+        raise invalid("it holds no JSON object")
+    architectures = config.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise invalid("architectures is not a list of names")
     parts: list[Any] = [config]
     while parts:
         part = parts.pop()
         for name, value in part.items() if isinstance(part, dict) else enumerate(part):
             if name in _SWITCHES and value is not None and type(value) is not bool:
-                raise wrong(f"{name} is neither true nor false")
+                raise invalid(f"{name} is neither true nor false")
             if isinstance(value, dict | list):
                 parts.append(value)
-            elif type(value) is int and abs(value) > (most := _most(str(name))):
+            elif type(value) is int and abs(value) > (limit := _max_integer(str(name))):
                 digits = len(str(abs(value)))
                 what = value if digits < 20 else f"an integer of {digits} digits"
-                raise wrong(f"{str(name)[:80]} is {what}, and at most {most} is taken")
+                raise invalid(f"{str(name)[:80]} is {what}, and at most {limit} is taken")
 
 
-def _most(name: str) -> int:
-    """The largest integer that is taken under a name."""
-    if _LAYERS.fullmatch(name):
-        return _MOST_LAYERS
-    return _MOST_LABELS if name == "num_labels" else _MOST_INTEGER
+def _max_integer(name: str) -> int:
+    """Return the largest allowed integer of an option."""
+    if _LAYER_COUNT_NAMES.fullmatch(name):
+        return _MAX_LAYERS
+    return _MAX_LABELS if name == "num_labels" else _MAX_INTEGER
 
 
 def _check_implementations(path: Path, config: Any) -> None:
-    """Refuse a config that names code of a hub for its attention or its experts, in any of its parts.
+    """Reject a config that names code of a hub for attention or experts, at any depth.
 
-    Flash attention is refused as well: where it is not installed, transformers loads a kernel of a hub in its place.
+    Flash attention is rejected too: if it is not installed, transformers downloads a kernel from a hub instead.
 
     Raises:
-        ReadError: with the name and the value.
+        ReadError: the message has the name and the value.
     """
     parts = [config]
     while parts:
@@ -230,23 +237,25 @@ def _check_implementations(path: Path, config: Any) -> None:
             if not name.removesuffix("_internal").endswith("_implementation"):
                 parts.append(value)
                 continue
-            for one in value.values() if isinstance(value, dict) else [value]:
-                if one is not None and one not in _IMPLEMENTATIONS:
+            for implementation in value.values() if isinstance(value, dict) else [value]:
+                if implementation is not None and implementation not in _IMPLEMENTATIONS:
                     raise ReadError(
-                        f"{path}: {name} is {str(one)[:80]!r}, which may be code of a hub. It is never loaded. Remove "
-                        f"{name} from the file, or set it to one of {', '.join(_IMPLEMENTATIONS)}."
+                        f"{path}: {name} is {str(implementation)[:80]!r}, which may be code of a hub. It is never "
+                        f"loaded. Remove {name} from the file, or set it to one of {', '.join(_IMPLEMENTATIONS)}."
                     )
 
 
-def _refuse_architecture(path: Path, built: str, named: list[str], info: Mapping[str, Any]) -> None:
-    missing, shapes, extra = (sorted(info.get(f"{kind}_keys", ())) for kind in ("missing", "mismatched", "unexpected"))
-    detail = f"config.json names {', '.join(named)[:300]}, a causal model of it is {built}"
+def _refuse_architecture(path: Path, class_name: str, architectures: list[str], info: Mapping[str, Any]) -> None:
+    missing, shapes, unexpected = (
+        sorted(info.get(f"{kind}_keys", ())) for kind in ("missing", "mismatched", "unexpected")
+    )
+    detail = f"config.json names {', '.join(architectures)[:300]}, a causal model of it is {class_name}"
     if missing:
-        detail = f"{len(missing)} tensors that {built} needs are not in the weights, {missing[0]} first"
+        detail = f"{len(missing)} tensors that {class_name} needs are not in the weights, {missing[0]} first"
     elif shapes:
         detail = f"{len(shapes)} tensors have another shape than config.json says, {shapes[0][0]} first"
-    elif extra:
-        detail = f"{len(extra)} tensors have no place in {built}, {extra[0]} first"
+    elif unexpected:
+        detail = f"{len(unexpected)} tensors have no place in {class_name}, {unexpected[0]} first"
     raise ReadError(
         f"{path}: {detail}. What was loaded would be another policy than the one that sampled. "
         "Give --model a causal model whose config.json and weights belong together."
@@ -254,6 +263,6 @@ def _refuse_architecture(path: Path, built: str, named: list[str], info: Mapping
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, at most 300 characters of it, without its full stop."""
+    """Return the first line of an error's message, at most 300 characters, without its full stop."""
     lines = str(error).strip().splitlines()
     return lines[0][:300].rstrip(".") if lines else type(error).__name__

@@ -20,12 +20,18 @@ from tracegrad.trainer.load_model import TOKENIZER_FILES, first_line, load_whole
 
 
 def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -> Any:
-    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout; made in place.
+    """Add LoRA adapters in place to all linear layers except the LM head: alpha = 2 * rank, no dropout.
 
     Args:
-        model: of transformers.
-        rank: of each adapter.
-        without: parts of the model that get none.
+        model: a transformers model.
+        rank: rank of each adapter.
+        without: parts of the model without adapters.
+
+    Returns:
+        The peft model.
+
+    Raises:
+        ArgumentError: if peft is missing, or the model has adapters already.
     """
     peft = imported_peft("train.lora_rank")
     if has_adapters(model):
@@ -33,24 +39,31 @@ def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -
             f"train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. Leave it "
             "out to go on with them, or merge them first: tracegrad merge CHECKPOINT --out DIR."
         )
-    kept = {id(module) for part in without for module in part.modules()}
-    names = [name for name, module in model.named_modules() if id(module) in kept and isinstance(module, nn.Linear)]
-    how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    lora = peft.LoraConfig(**how, **({"exclude_modules": names} if names else {}))
-    adapted = peft.get_peft_model(model, lora)
+    excluded = {id(module) for part in without for module in part.modules()}
+    names = [name for name, module in model.named_modules() if id(module) in excluded and isinstance(module, nn.Linear)]
+    lora_options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    lora_config = peft.LoraConfig(**lora_options, **({"exclude_modules": names} if names else {}))
+    adapted = peft.get_peft_model(model, lora_config)
     name_base(adapted)
     return adapted
 
 
 def name_base(model: Any) -> None:
-    """Lets adapters name the folder of their model so that it is found from any working directory."""
+    """Make the base model's folder in the adapter config absolute, so that it is found from any working directory."""
     folder = model.name_or_path
     if folder and Path(folder).is_dir():
         model.peft_config[model.active_adapter].base_model_name_or_path = str(Path(folder).resolve())
 
 
 def imported_peft(what: str) -> Any:
-    """peft, or an error that says what needs it."""
+    """Import peft.
+
+    Args:
+        what: subject of the error message: what needs peft.
+
+    Raises:
+        ArgumentError: if peft is not installed.
+    """
     try:
         import peft
     except ImportError as error:
@@ -62,49 +75,65 @@ def imported_peft(what: str) -> Any:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether peft put adapters on the model."""
-    return bool(_adapted(model))
+    """Return whether the model has peft adapters."""
+    return bool(_adapter_layers(model))
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters while entered; which parameters are trained does not change.
+    """Switch off the model's adapters inside a `with` block. The set of trained parameters does not change.
 
-    peft's own switch turns their `requires_grad` off and on, which FSDP2 reads once, when it first gathers a layer.
+    peft's own switch changes `requires_grad`, but FSDP2 reads it only once, when it first gathers a layer.
     """
-    before = [(module, module._disable_adapters) for module in _adapted(model)]
-    for module, _ in before:
+    states = [(module, module._disable_adapters) for module in _adapter_layers(model)]
+    for module, _ in states:
         module._disable_adapters = True
     try:
         yield
     finally:
-        for module, was in before:
-            module._disable_adapters = was
+        for module, state in states:
+            module._disable_adapters = state
 
 
-def _adapted(model: nn.Module) -> list[Any]:
+def _adapter_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "_disable_adapters")]
 
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_LIMIT = 1 << 20
-_READ = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora", "bias", "lora_bias")
-_READ += ("lora_dropout", "fan_in_fan_out", "init_lora_weights", "task_type")
-_ABOUT = ("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode")
+_MAX_CONFIG_BYTES = 1 << 20
+_SUPPORTED_OPTIONS = (
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "lora_bias",
+)
+_SUPPORTED_OPTIONS += ("lora_dropout", "fan_in_fan_out", "init_lora_weights", "task_type")
+_METADATA_OPTIONS = (
+    "peft_type",
+    "peft_version",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+)
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
-"""Defaults of peft that are not empty, of options that do nothing without another."""
+_INERT_DEFAULTS: dict[str, tuple[Any, ...]] = {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
+"""Nonempty defaults of peft options that have no effect unless another option is set."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a folder of adapters says.
+    """A folder of LoRA adapters, before the model is loaded.
 
     Args:
-        path: of the folder.
-        base: folder of the model that they are of.
-        told: peft's options for them.
+        path: the folder.
+        base: folder of the base model.
+        told: peft's options for the adapters.
     """
 
     path: Path
@@ -113,36 +142,37 @@ class Adapted:
 
     @property
     def rank(self) -> int:
-        """Of each adapter."""
+        """Rank of each adapter."""
         return self.told["r"]
 
     @classmethod
     def read(cls, path: Path, base: Path | None = None) -> "Adapted | None":
-        """What a folder says; None where it holds no adapters.
+        """Read the config of a folder of adapters; return None if the folder has no adapters.
 
         Args:
-            base: folder of the model, where it is not the one that they were made on.
+            path: the folder.
+            base: folder of the base model; default the one that the config names.
 
         Raises:
-            ReadError: if it says something that is not understood here, or its model is not there.
+            ReadError: if the config is not supported, or the base model is missing.
         """
         if not (path / CONFIG).is_file():
             return None
         try:
-            said = json.loads(read_text(path / CONFIG, _LIMIT))
-            options = _options(said)
+            contents = json.loads(read_text(path / CONFIG, _MAX_CONFIG_BYTES))
+            options = _parse_options(contents)
             ranks = {shape[0] for name, shape in _shapes(path / WEIGHTS).items() if ".lora_A." in name}
             if ranks != {options["r"]}:
                 raise ValueError(f"its rank is {options['r']!r:.20}, and {WEIGHTS} has {sorted(ranks)[:3]}")
-            named = said["base_model_name_or_path"]
-            if base is None and not (isinstance(named, str) and named):
+            base_name = contents["base_model_name_or_path"]
+            if base is None and not (isinstance(base_name, str) and base_name):
                 raise ValueError("it does not name the model that the adapters are of")
         except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError, ReadError) as error:
             raise ReadError(
                 f"{path / CONFIG}: {first_line(error)[:300]}. The adapters beside it cannot be put on a model. Give a "
                 "checkpoint of a run with train.lora_rank, or merge them with what made them."
             ) from error
-        adapted = cls(path, base or Path(named), options)
+        adapted = cls(path, base or Path(base_name), options)
         if not (adapted.base / "config.json").is_file():
             raise ReadError(
                 f"{path}: its adapters are of the model {str(adapted.base)[:200]!r}, and no folder with a config.json "
@@ -152,11 +182,11 @@ class Adapted:
         return adapted
 
     def load(self) -> Any:
-        """The model with the adapters on it, which alone are trained.
+        """Load the base model with the adapters. Only the adapters are trainable.
 
         Raises:
-            ReadError: if the model cannot be loaded, or the adapters are of another.
-            ArgumentError: without peft.
+            ReadError: if the model cannot be loaded, or the adapters belong to another model.
+            ArgumentError: if peft is not installed.
         """
         peft = imported_peft(f"{self.path} holds LoRA adapters and")
         model = load_whole(self.base)
@@ -172,7 +202,7 @@ class Adapted:
                     if value.shape != state[name].shape:
                         raise ValueError(f"{name} is {tuple(state[name].shape)}, the model takes {tuple(value.shape)}")
                 peft.set_peft_model_state_dict(model, state)
-        except Exception as error:  # whatever the code of peft raises over a stranger's files
+        except Exception as error:  # peft can raise anything for untrusted files.
             raise ReadError(
                 f"{self.path / WEIGHTS}: {first_line(error)[:300]}. The adapters are not of the model {self.base}. "
                 "Give the model that they were trained on."
@@ -182,36 +212,36 @@ class Adapted:
 
 
 def load_model(path: Path) -> Any:
-    """A transformers causal language model from a folder, in float32, its weights all found.
+    """Load a transformers causal LM from a folder, in float32. All its weights must be in the folder.
 
-    A folder of LoRA adapters, such as a checkpoint of a run with `train.lora_rank`, gives the model that it names with
-    the adapters on it: they alone are trained further, and the model without them is the reference.
+    For a folder of LoRA adapters, such as a checkpoint of a run with `train.lora_rank`, the base model is loaded with
+    the adapters. Only the adapters are trainable, and the base model is the reference.
 
     Raises:
         ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
-        ArgumentError: for adapters without peft.
+        ArgumentError: if the folder has adapters and peft is not installed.
     """
     adapted = Adapted.read(path)
     return load_whole(path) if adapted is None else adapted.load()
 
 
 def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | None = None) -> Path:
-    """Writes whole weights in float32, with tokenizer and chat template, of a checkpoint that holds LoRA adapters.
+    """Merge the LoRA adapters of a checkpoint, and write the full float32 weights with tokenizer and chat template.
 
-    The weights are those of peft's `merge_and_unload`. The folder is there whole or not at all.
+    The weights are those of peft's `merge_and_unload`. The folder `out` is created atomically.
 
     Args:
         checkpoint: folder of adapters.
-        out: folder that is not there yet.
-        base: folder of the model that they are of; default the one that they name.
+        out: output folder, which must not exist.
+        base: folder of the base model; default the one that the adapters name.
 
     Returns:
         `out`.
 
     Raises:
-        ArgumentError: if the checkpoint holds no adapters, or `out` is there.
+        ArgumentError: if the checkpoint has no adapters, or `out` exists.
         ReadError: if they cannot be read.
-        TracegradError: if they are not finite, or the folder cannot be written.
+        TracegradError: if the merged weights are not finite, or the folder cannot be written.
     """
     checkpoint, out = Path(checkpoint), place_here(out)
     adapted = Adapted.read(checkpoint, Path(base) if base is not None else None)
@@ -236,7 +266,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         with quiet():
             merged.save_pretrained(staged)
         for name in TOKENIZER_FILES:
-            source = next((each / name for each in (checkpoint, adapted.base) if (each / name).is_file()), None)
+            source = next((folder / name for folder in (checkpoint, adapted.base) if (folder / name).is_file()), None)
             if source is not None and not (staged / name).exists():
                 files.copy(source, staged / name)
         for path in [*staged.iterdir(), staged]:
@@ -251,17 +281,21 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
     return out
 
 
-def _options(said: Any) -> dict[str, Any]:
-    """The options that are understood; any other must be as peft has it where nobody sets it."""
-    if not isinstance(said, dict) or said.get("peft_type") != "LORA":
+def _parse_options(contents: Any) -> dict[str, Any]:
+    """Return the supported options of a peft config. Every other option must have its default value."""
+    if not isinstance(contents, dict) or contents.get("peft_type") != "LORA":
         raise ValueError("it is not of LoRA adapters")
-    for name, value in said.items():
-        if name not in _READ and name not in _ABOUT and value not in (None, False, [], {}, *_HARMLESS.get(name, ())):
+    for name, value in contents.items():
+        if (
+            name not in _SUPPORTED_OPTIONS
+            and name not in _METADATA_OPTIONS
+            and value not in (None, False, [], {}, *_INERT_DEFAULTS.get(name, ()))
+        ):
             raise ValueError(f"{name[:60]!r} is set, which is not read here")
-    options = {name: said[name] for name in _READ if said.get(name) is not None}
+    options = {name: contents[name] for name in _SUPPORTED_OPTIONS if contents.get(name) is not None}
     for name in ("target_modules", "modules_to_save"):
-        listed = options.get(name, [])
-        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        names = options.get(name, [])
+        if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
             raise ValueError(f"{name} is no list of names")
     if type(options.get("r")) is not int or type(options.get("init_lora_weights", True)) is not bool:
         raise ValueError("its r is no whole number, or its init_lora_weights neither true nor false")

@@ -1,8 +1,4 @@
-"""The memory knob: what is kept, computed again or gathered anew, and the compilation of a model's layers.
-
-Here are `Memory`, the three settings and what each does, and the changes they make to the layers of a transformers
-model. No process groups. Called by `distributed`, the loop and the forecast.
-"""
+"""The memory modes of `train.memory`, recomputation of activations, and compilation of a model's layers."""
 
 import functools
 from collections.abc import Callable
@@ -18,21 +14,21 @@ from tracegrad.errors import ArgumentError
 from tracegrad.model.attention import compiled
 
 Setting = Literal["speed", "balanced", "low"]
-_RATES = ("drop", "jitter", "noise")  # how transformers' layers call theirs: attention_dropout, router_jitter_noise
+_RATE_WORDS = ("drop", "jitter", "noise")  # In transformers' names, such as attention_dropout, router_jitter_noise.
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a setting of `train.memory` does. The gradient is the same under all of them, to rounding.
+    """The effects of one value of `train.memory`. The gradient is the same for all values, up to rounding.
 
     Args:
-        recompute: activations of a layer are computed again in the backward pass, its input alone is kept.
-        reshard: under FSDP, parameters of a layer are resharded after its forward pass and gathered again for the
-            backward.
-        reduce_each: under FSDP, gradients are reduced after each batch, so that no rank holds a whole one; else once
-            a step.
-        chunk_bytes: for logits, at most; None takes the head's own default, on CUDA up to 4 GiB.
-        foreach: AdamW updates parameters together, with a copy of them in between, or one by one.
+        recompute: recompute a layer's activations in the backward pass, and store only its input.
+        reshard: with FSDP, reshard a layer's parameters after its forward pass, and gather them again for backward.
+        reduce_each: with FSDP, reduce gradients after each batch, so that no rank stores a full gradient; otherwise
+            once per step.
+        chunk_bytes: maximum bytes of a chunk of logits; None uses the LM head's default, up to 4 GiB on CUDA.
+        foreach: False lets AdamW update parameters one by one, without a temporary copy of all; None is torch's
+            default.
     """
 
     recompute: bool
@@ -43,7 +39,7 @@ class Memory:
 
     @classmethod
     def of(cls, setting: Setting) -> "Memory":
-        """The setting called so.
+        """Return the options of a memory mode.
 
         >>> Memory.of("low").recompute
         True
@@ -55,28 +51,30 @@ class Memory:
         }[setting]
 
     def sentence(self, fsdp: bool) -> str:
-        """What it does, for the one who reads the run.
+        """Describe the effects in one sentence for the user.
 
         >>> Memory.of("balanced").sentence(fsdp=False)
         'layers are computed again in the backward pass, logits take 256 MiB at most'
         """
-        said = ["layers are computed again in the backward pass" if self.recompute else "activations are kept"]
+        parts = ["layers are computed again in the backward pass" if self.recompute else "activations are kept"]
         if fsdp:
-            said.append("parameters are gathered twice" if self.reshard else "parameters stay gathered in a pass")
-            said.append("gradients are reduced each batch" if self.reduce_each else "gradients are reduced once a step")
+            parts.append("parameters are gathered twice" if self.reshard else "parameters stay gathered in a pass")
+            parts.append(
+                "gradients are reduced each batch" if self.reduce_each else "gradients are reduced once a step"
+            )
         if self.chunk_bytes is not None:
-            said.append(f"logits take {self.chunk_bytes >> 20} MiB at most")
+            parts.append(f"logits take {self.chunk_bytes >> 20} MiB at most")
         if self.foreach is False:
-            said.append("AdamW goes parameter by parameter")
-        return ", ".join(said)
+            parts.append("AdamW goes parameter by parameter")
+        return ", ".join(parts)
 
 
 SPEED = Memory.of("speed")
-"""The default: everything is kept."""
+"""The default mode: no recomputation, no resharding, and the default chunk of logits."""
 
 
 def out_of_memory(error: Exception, config: Config) -> str:
-    """What a device without memory left means for a run, and what to do."""
+    """Return the error message for a device without free memory, with advice."""
     return (
         f"the device has no memory left ({str(error).split('.')[0]}). It was not taken. Lower pack.token_budget "
         f"({config.pack.token_budget}) or set train.memory (now {config.train.memory}) to balanced or low; the "
@@ -85,42 +83,46 @@ def out_of_memory(error: Exception, config: Config) -> str:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a transformers model, adapters or not: the list of modules that holds most of it."""
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    """Return the decoder layers of a transformers model: its largest list of modules. Adapters do not matter.
+
+    Raises:
+        ArgumentError: if the model has no list of modules.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise ArgumentError(
             f"{type(model).__name__} has no list of layers. They cannot be sharded, recomputed or compiled one by one. "
             "Use parallel.mode ddp or none with train.memory speed."
         )
-    return list(max(lists, key=lambda each: sum(p.numel() for p in each.parameters())))
+    return list(max(lists, key=lambda module: sum(p.numel() for p in module.parameters())))
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Lets each layer compute its activations again in the backward pass; parameters keep their names.
+    """Recompute each layer's activations in the backward pass. Parameters keep their names.
 
-    transformers' own switch works in training mode alone, which would turn dropout on.
+    transformers' own switch works only in training mode, which would enable dropout.
     """
     for layer in layers_of(model):
-        layer.gradient_checkpointing = True  # type: ignore[assignment]  # what policy asks before it shares a prefix
+        layer.gradient_checkpointing = True  # type: ignore[assignment]  # The model package reads it for shared prefixes.
         layer.forward = _recomputed(layer, layer.forward)
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compiles each layer's forward by itself, so that equal layers share one compilation and hooks stay outside."""
+    """Compile each layer's forward separately. Equal layers share one compilation, and hooks stay outside of it."""
     for layer in layers_of(model):
         layer.forward = compiled(layer.forward)
 
 
 def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def again(*arguments: Any, **named: Any) -> Any:
+    def recompute(*arguments: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*arguments, **named)
-        # Keeping the state of the random generators costs host time in each layer, on CUDA for each device.
-        drawing = draws_random_numbers(layer)
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=drawing, **named)
+            return forward(*arguments, **keywords)
+        # Saving the random states costs host time in each layer, and on CUDA for each device.
+        draws = draws_random_numbers(layer)
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=draws, **keywords)
 
-    return again
+    return recompute
 
 
 def draws_random_numbers(layer: nn.Module) -> bool:
@@ -135,7 +137,7 @@ def draws_random_numbers(layer: nn.Module) -> bool:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
         options = {**getattr(getattr(module, "config", None), "__dict__", {}), **vars(module)}
-        rates = (value for name, value in options.items() if any(word in name for word in _RATES))
+        rates = (value for name, value in options.items() if any(word in name for word in _RATE_WORDS))
         if any(isinstance(value, float) and value > 0 for value in rates):
             return True
     return False

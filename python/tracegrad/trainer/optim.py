@@ -1,7 +1,7 @@
-"""Compute the learning rate and the entropy coefficient of each step; `setup` makes the optimizer.
+"""Learning-rate schedules and the adaptive entropy coefficient.
 
-The four common schedules are computed here so that planning a run needs no torch; the others, and all with arguments,
-are those of `transformers.get_scheduler`.
+Four common schedules are implemented here, so that planning a run needs no torch. All other schedules, and all with
+`schedule.kwargs`, come from `transformers.get_scheduler`.
 """
 
 import json
@@ -20,47 +20,60 @@ from tracegrad.errors import ArgumentError
 from tracegrad.metrics.aggregate import AllReduce
 from tracegrad.objective import Objective
 
-_OWN = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay"}
-"""The schedules that are computed here, and transformers' names of them."""
+_TRANSFORMERS_NAMES = {
+    "constant": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine",
+    "wsd": "warmup_stable_decay",
+}
+"""The schedules implemented here, with their names in transformers."""
 
 
 def share(schedule: Schedule, step: int, steps: int | None = None, lr: float = 1.0) -> float:
-    """What share of the full learning rate optimizer step `step`, from 0, is taken with.
+    """Return the share of the full learning rate at optimizer step `step`, which counts from 0.
 
-    With p the place of the step between the warm-up and the end, from 0 to 1, before the floor f: 1 - p for linear,
-    (1 + cos(pi p)) / 2 for cosine, and the same of the place in the last `decay` of all steps for wsd; with it
-    f + (1 - f) times that. The other schedules, and all with `schedule.kwargs`, are transformers' own.
+    Let p be the position between the end of the warm-up and the last step, from 0 to 1, and f the floor. The share is
+    f + (1 - f) * d. d is 1 - p for linear and (1 + cos(pi p)) / 2 for cosine. wsd uses the cosine formula within the
+    last `decay` share of all steps. Other schedules, and all with `schedule.kwargs`, are computed by transformers.
 
     Args:
-        lr: the full rate, which arguments such as lr_end are compared with.
+        schedule: section `schedule` of the config.
+        step: optimizer step, from 0.
+        steps: total number of optimizer steps; None only for schedules that do not need it.
+        lr: the full rate, to which arguments such as lr_end are relative.
+
+    Raises:
+        ArgumentError: if the step is past the end, or the schedule is invalid.
 
     >>> [share(Schedule("linear", warmup_steps=2), step, 6) for step in range(6)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
     floor, total = schedule.floor, in_all(schedule, steps)
-    warm = warmup_of(schedule, total)
+    warmup = warmup_of(schedule, total)
     if total is not None and step >= total:
         raise ArgumentError(
             f"step {step + 1} of a schedule of {total} steps: past the end of '{schedule.name}' there is no learning "
             "rate. Tell the run how many steps it takes, or leave schedule.name out."
         )
-    if schedule.name not in _OWN or schedule.kwargs:
-        return _theirs(_OWN.get(schedule.name, schedule.name), warm, total, schedule.kwargs, lr)(step)
-    if step < warm:
-        risen = step / warm
-        return floor + (1 - floor) * risen if schedule.name == "wsd" else risen
+    if schedule.name not in _TRANSFORMERS_NAMES or schedule.kwargs:
+        return _transformers_schedule(
+            _TRANSFORMERS_NAMES.get(schedule.name, schedule.name), warmup, total, schedule.kwargs, lr
+        )(step)
+    if step < warmup:
+        progress = step / warmup
+        return floor + (1 - floor) * progress if schedule.name == "wsd" else progress
     if total is None or schedule.name == "constant":
         return 1.0
-    late = _decay_steps(schedule, total) if schedule.name == "wsd" else total - warm
-    place = (step - (total - late)) / max(late, 1)
-    if place <= 0:
+    decay_steps = _decay_steps(schedule, total) if schedule.name == "wsd" else total - warmup
+    position = (step - (total - decay_steps)) / max(decay_steps, 1)
+    if position <= 0:
         return 1.0
-    down = 1 - place if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * place))
-    return floor + (1 - floor) * down
+    decay = 1 - position if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * position))
+    return floor + (1 - floor) * decay
 
 
 def warmup_of(schedule: Schedule, total: int | None) -> int:
-    """Return the optimizer steps over which the rate rises."""
+    """Return the number of optimizer steps during which the rate rises."""
     return (
         math.ceil(schedule.warmup_ratio * total)
         if total is not None and schedule.warmup_ratio
@@ -69,8 +82,8 @@ def warmup_of(schedule: Schedule, total: int | None) -> int:
 
 
 @lru_cache(8)
-def _theirs(name: str, warm: int, total: int | None, kwargs: str, lr: float) -> Callable[[int], float]:
-    """Step to share of the rate, by transformers' scheduler of this name."""
+def _transformers_schedule(name: str, warmup: int, total: int | None, kwargs: str, lr: float) -> Callable[[int], float]:
+    """Return transformers' schedule of this name, as a function from step to the share of the rate."""
     try:
         import torch
         from transformers import get_scheduler
@@ -81,9 +94,9 @@ def _theirs(name: str, warm: int, total: int | None, kwargs: str, lr: float) -> 
         ) from error
     try:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-        more = {"scheduler_specific_kwargs": json.loads(kwargs)} if kwargs else {}
-        found = get_scheduler(name, optimizer, warm, total, **more)
-        return found.lr_lambdas[0]  # type: ignore[union-attr]
+        extra = {"scheduler_specific_kwargs": json.loads(kwargs)} if kwargs else {}
+        scheduler = get_scheduler(name, optimizer, warmup, total, **extra)
+        return scheduler.lr_lambdas[0]  # type: ignore[union-attr]
     except (TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(
             f"schedule.name {name!r} with schedule.kwargs {kwargs!r:.200}: transformers refuses it: {error}. No rate "
@@ -92,7 +105,11 @@ def _theirs(name: str, warm: int, total: int | None, kwargs: str, lr: float) -> 
 
 
 def in_all(schedule: Schedule, steps: int | None) -> int | None:
-    """How many steps the schedule goes over; None for one that does not ask."""
+    """Return the number of steps that the schedule covers; None if the schedule does not depend on it.
+
+    Raises:
+        ArgumentError: if the schedule needs `steps` and it is None, or if warm-up and decay are longer than the run.
+    """
     if schedule.name == "constant" and not schedule.warmup_ratio:
         return None
     if steps is None:
@@ -100,26 +117,28 @@ def in_all(schedule: Schedule, steps: int | None) -> int | None:
             f"schedule.name is '{schedule.name}', and how many optimizer steps the run takes is not known. What the "
             "learning rate of a step is depends on it. Pass Run(..., steps=N), or leave schedule.name out."
         )
-    late = _decay_steps(schedule, steps) if schedule.name == "wsd" else 1
-    warm = warmup_of(schedule, steps)
-    if warm + late > steps:
-        ends = f", and schedule.decay {schedule.decay:g} is the last {late}" if schedule.name == "wsd" else ""
-        told = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"
+    decay_steps = _decay_steps(schedule, steps) if schedule.name == "wsd" else 1
+    warmup = warmup_of(schedule, steps)
+    if warmup + decay_steps > steps:
+        decay_note = (
+            f", and schedule.decay {schedule.decay:g} is the last {decay_steps}" if schedule.name == "wsd" else ""
+        )
+        warmup_option = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"
         raise ArgumentError(
-            f"schedule.{told} is {getattr(schedule, told)}{ends}, and the run takes {steps} optimizer steps. It "
-            "would never train at optimizer.lr. Warm up for fewer, or take more steps."
+            f"schedule.{warmup_option} is {getattr(schedule, warmup_option)}{decay_note}, and the run takes {steps} "
+            "optimizer steps. It would never train at optimizer.lr. Warm up for fewer, or take more steps."
         )
     return steps
 
 
 def check_rates(path: Path, schedule: Schedule, steps: int | None, before: Any, taken: int) -> None:
-    """Refuses to go on where the steps that were taken would have had other learning rates."""
+    """Reject a resume if the learning rates of the steps already done would have been different."""
     total = in_all(schedule, steps)
     if total is None or total == before:
         return
-    known = min(total, before) if type(before) is int else 0
+    shared_steps = min(total, before) if type(before) is int else 0
     for step in range(taken):
-        if step >= known or share(schedule, step, total) != share(schedule, step, before):
+        if step >= shared_steps or share(schedule, step, total) != share(schedule, step, before):
             raise ArgumentError(
                 f"{path}: its run was to take {before!r:.20} optimizer steps, and this one takes {total}. Under the "
                 f"schedule '{schedule.name}' step {step + 1} of {taken} would have had another learning rate. Take "
@@ -133,12 +152,12 @@ def _decay_steps(schedule: Schedule, steps: int) -> int:
 
 @dataclass
 class Control:
-    """What adapts from step to step.
+    """The adaptive entropy coefficient.
 
     Args:
-        objective: the one that was asked for; without an adapting bonus nothing here changes anything.
-        coef: the coefficient now, as it is before the target decides whether it applies.
-        last: mean entropy of the last optimizer step, nats; infinite before the first, which takes no bonus.
+        objective: the objective of the run; if its entropy bonus does not adapt, nothing changes.
+        coef: the current coefficient. It applies only if the last entropy is not above the target.
+        last: mean entropy of the last optimizer step in nats; infinite before the first step, which gets no bonus.
 
     >>> from tracegrad.objective import Adapt, Entropy
     >>> from tracegrad.objective import presets
@@ -158,41 +177,43 @@ class Control:
 
     @property
     def adapts(self) -> bool:
-        """Whether there is anything to remember."""
+        """Whether the coefficient adapts."""
         return self.objective.entropy is not None and self.objective.entropy.adapt is not None
 
     def applied(self) -> Objective:
-        """The objective of the next step."""
-        bonus = self.objective.entropy
-        if bonus is None or bonus.adapt is None:
+        """Return the objective of the next step."""
+        entropy = self.objective.entropy
+        if entropy is None or entropy.adapt is None:
             return self.objective
-        if self.last > bonus.adapt.target:
+        if self.last > entropy.adapt.target:
             return replace(self.objective, entropy=None)
-        return replace(self.objective, entropy=replace(bonus, coef=self.coef))
+        return replace(self.objective, entropy=replace(entropy, coef=self.coef))
 
     def update(self, entropy: ArrayLike, keep: ArrayLike | None = None, all_reduce: AllReduce | None = None) -> None:
-        """Takes the entropy of the terms of a whole optimizer step.
+        """Update the coefficient with the token entropies of one optimizer step.
 
         Args:
-            entropy: [M] nats.
-            keep: [M] bool, what the gates have left; read where the bonus is gated. None is all.
-            all_reduce: of the ranks that share the step.
+            entropy: [M] entropies in nats.
+            keep: [M] bool, tokens that the rejections keep; used if the bonus is gated. None means all.
+            all_reduce: the reduction over the ranks that share the step.
         """
-        bonus = self.objective.entropy
-        if bonus is None or bonus.adapt is None:
+        entropy_bonus = self.objective.entropy
+        if entropy_bonus is None or entropy_bonus.adapt is None:
             return
-        counted = np.asarray(keep, bool) if bonus.gated and keep is not None else np.ones(np.shape(entropy), bool)
-        sums = np.array([np.asarray(entropy, np.float64)[counted].sum(), np.count_nonzero(counted)])
+        included = (
+            np.asarray(keep, bool) if entropy_bonus.gated and keep is not None else np.ones(np.shape(entropy), bool)
+        )
+        sums = np.array([np.asarray(entropy, np.float64)[included].sum(), np.count_nonzero(included)])
         total, terms = sums if all_reduce is None else all_reduce(sums, "sum")
         self.last = float(total / max(terms, 1))
-        adapt = bonus.adapt
-        up = self.last <= adapt.target
-        self.coef = min(self.coef + adapt.delta, adapt.high) if up else max(self.coef - adapt.delta, adapt.low)
+        adapt = entropy_bonus.adapt
+        increases = self.last <= adapt.target
+        self.coef = min(self.coef + adapt.delta, adapt.high) if increases else max(self.coef - adapt.delta, adapt.low)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint saves."""
         return {"coef": self.coef, "last": self.last} if self.adapts else {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Takes up what `state` gave."""
+        """Restore the state that `state` returned."""
         self.coef, self.last = state.get("coef", self.coef), state.get("last", self.last)

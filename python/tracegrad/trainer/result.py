@@ -1,4 +1,4 @@
-"""What `train` returns: the outcome of a run, and per-term arrays for the report."""
+"""The result of `train`, and per-token arrays for the report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,13 +16,13 @@ from tracegrad.trainer.step import Outcome
 
 @dataclass(frozen=True)
 class TermRecord:
-    """Per-term arrays of one step, for the report; [M] each, in the step's order.
+    """Per-token arrays of one step for the report; [M] each, in the step's order.
 
     Args:
         step: the optimizer step, from 1.
-        origin: token of the `Sequences`.
-        trace: row of the `Sequences`.
-        ratio, weight, keep, advantages, logprobs, gradient: as in `Outcome` and `Corrected`.
+        origin: token index in the `Sequences`.
+        trace: trace index in the `Sequences`.
+        ratio, weight, keep, clipped, advantages, logprobs, gradient: as in `Outcome` and `Step`.
     """
 
     step: int
@@ -38,26 +38,26 @@ class TermRecord:
 
     @classmethod
     def of(cls, step: int, packed: Step, outcome: Outcome) -> "TermRecord":
-        """Of the terms whose logprob the step has computed."""
-        seen = ~np.isnan(outcome.logprobs)
-        columns = {name: getattr(packed, name)[seen] for name in ("origin", "trace", "advantages")}
+        """Build a record of the trained tokens whose logprob the step has computed."""
+        computed = ~np.isnan(outcome.logprobs)
+        columns = {name: getattr(packed, name)[computed] for name in ("origin", "trace", "advantages")}
         names = ("ratio", "weight", "keep", "clipped", "logprobs", "gradient")
-        return cls(step, **columns, **{name: getattr(outcome, name)[seen] for name in names})
+        return cls(step, **columns, **{name: getattr(outcome, name)[computed] for name in names})
 
 
 def save_terms(path: Path, terms: Sequence[TermRecord]) -> None:
-    """Writes records for a checkpoint, end to end."""
+    """Write the concatenated records into a checkpoint."""
     arrays = {name: _joined([getattr(term, name) for term in terms], kind) for name, kind in _COLUMNS.items()}
     steps = np.repeat([term.step for term in terms], [len(term.origin) for term in terms]).astype(np.int64)
     safetensors_file.write(path, {**arrays, "step": steps})
 
 
 def load_terms(path: Path) -> list[TermRecord]:
-    """Reads them back.
+    """Read the records that `save_terms` wrote.
 
     Raises:
-        ReadError, FormatError: if the file is none that can be read.
-        ValueError, KeyError: if it holds something else.
+        ReadError, FormatError: if the file cannot be read.
+        ValueError, KeyError: if its contents are invalid.
     """
     arrays, _ = safetensors_file.read(path)
     steps = arrays["step"]
@@ -72,7 +72,7 @@ def load_terms(path: Path) -> list[TermRecord]:
 
 
 _KINDS = {"origin": np.int64, "trace": np.int32, "keep": np.bool_, "clipped": np.bool_}
-_COLUMNS: dict[str, Any] = {each.name: _KINDS.get(each.name, np.float32) for each in fields(TermRecord)[1:]}
+_COLUMNS: dict[str, Any] = {column.name: _KINDS.get(column.name, np.float32) for column in fields(TermRecord)[1:]}
 
 
 def _joined(columns: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
@@ -81,20 +81,22 @@ def _joined(columns: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
 
 @dataclass
 class Trained:
-    """What a run has come to.
+    """The result of a training run.
 
     Args:
-        step: optimizer steps taken, of `total`.
-        stopped: "done", "ess" or "worse" (as `[stop]` says), or "signal".
+        step: number of optimizer steps done, out of `total`.
+        total: number of planned optimizer steps.
+        stopped: why training stopped: "done", "ess" or "worse" (conditions of `[stop]`), or "signal".
         exit_code: 0, or 128 + signal.
-        checkpoint: the newest one; of a run at an address what is left of it in this process's folder, until it ends.
-        rows: of metrics.jsonl, those before a resume included.
-        terms: of the last epoch's steps, those before a resume included, all ranks' on the first and else its own. Of
-            a run from shards those of the traces that a report shows.
-        seconds: wall time by stage, that before a resume included.
-        idle: share of the device's time without work queued, a lower bound; None on a CPU, where it does not apply.
-        pull: of all terms of the last epoch's steps, sum of |d loss / d logprob|.
-        address: of the newest checkpoint, where the run is at an address; else "".
+        checkpoint: the newest checkpoint. For a run at an address, its local copy in a folder of this process, which is
+            deleted when the process ends.
+        rows: the rows of metrics.jsonl, including those before a resume.
+        terms: records of trained tokens of the last epoch, including those before a resume. The first rank has those of
+            all ranks, another rank its own. For `Shards`, only those of traces that a report shows.
+        seconds: wall time by stage in seconds, including that before a resume.
+        idle: share of time in which the device had no queued work, a lower bound; None on a CPU.
+        pull: sum of |d loss / d logprob| over all trained tokens of the last epoch.
+        address: address of the newest checkpoint if the run is at an address, else "".
     """
 
     step: int
@@ -111,6 +113,6 @@ class Trained:
 
     @property
     def best(self) -> int:
-        """The step after which value was highest, among those at which it was known; 0 where it never was."""
-        known = [row for row in self.rows if row.get("off_policy_value_known")]
-        return max(known, key=lambda row: row["off_policy_value"])["step"] if known else 0
+        """The step with the highest reliable off-policy estimate; 0 if no estimate was reliable."""
+        reliable = [row for row in self.rows if row.get("off_policy_value_known")]
+        return max(reliable, key=lambda row: row["off_policy_value"])["step"] if reliable else 0

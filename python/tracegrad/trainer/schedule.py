@@ -1,7 +1,6 @@
-"""At which steps a run refreshes `old`, measures off-policy value and writes checkpoints: functions of step counts.
+"""The schedule of a run: when it recomputes `old`, estimates off-policy reward and writes checkpoints.
 
-Nothing here is state, so a run that resumes at step n does what the uninterrupted one does from step n. No torch, no
-arrays. Called by the loop.
+All are functions of step counts, without state. A run resumed at step n therefore does what an uninterrupted one does.
 """
 
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from tracegrad.config import Config
 
 @dataclass(frozen=True)
 class Plan:
-    """Optimizer steps 0 to total - 1.
+    """The schedule of optimizer steps 0 to total - 1.
 
     Args:
-        steps_per_epoch: optimizer steps in an epoch, each of its packed steps counted `iterations` times.
+        steps_per_epoch: optimizer steps per epoch; each packed step counts `iterations` times.
         epochs, seed, updates_per_old, off_policy_value_per_epoch, checkpoint_every, ref_every: as in the config.
-        max_steps: of the run, where epochs does not decide; 0 where it does.
-        iterations: times that each batch of `updates_per_old` packed steps is trained on in a row.
-
+        max_steps: number of steps of the run; 0 if `epochs` determines it.
+        iterations: number of consecutive passes over each batch of `updates_per_old` packed steps.
     >>> plan = Plan(steps_per_epoch=3, epochs=2)
     >>> plan.total, plan.epoch_of(4), plan.window(4)
     (6, 1, range(4, 6))
@@ -38,9 +36,9 @@ class Plan:
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int, *, each_update: bool = False) -> "Plan":
-        """The plan that a config makes; `each_update`: what an `updates_per_old` of 0 is."""
+        """Build the schedule from a config. If `updates_per_old` is 0, `each_update` selects 1 instead of an epoch."""
         train = config.train
-        cadence = (
+        intervals = (
             train.updates_per_old or int(each_update),
             train.off_policy_value_per_epoch,
             config.checkpoint.every,
@@ -48,15 +46,15 @@ class Plan:
         )
         per_epoch = steps_per_epoch * train.iterations
         epochs = -(-train.max_steps // per_epoch) or train.epochs
-        return cls(per_epoch, epochs, train.seed, *cadence, train.max_steps, train.iterations)
+        return cls(per_epoch, epochs, train.seed, *intervals, train.max_steps, train.iterations)
 
     @property
     def total(self) -> int:
-        """Optimizer steps of the run."""
+        """Number of optimizer steps of the run."""
         return self.max_steps or self.epochs * self.steps_per_epoch
 
     def packed(self, step: int) -> int:
-        """The place in its epoch of the packed step that `step` trains on.
+        """Return the index in its epoch of the packed step that `step` trains on.
 
         >>> plan = Plan(steps_per_epoch=6, updates_per_old=2, iterations=2)  # of three packed steps
         >>> [plan.packed(step) for step in range(6)]
@@ -67,53 +65,54 @@ class Plan:
         return first + (place - first * self.iterations) % size
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that holds `step`."""
+        """Return the epoch of `step`."""
         return step // self.steps_per_epoch
 
     def shuffle_seed(self, epoch: int) -> int:
-        """What the groups of an epoch are shuffled by."""
+        """Return the shuffle seed of an epoch."""
         return int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
 
     def refreshes_old(self, step: int) -> bool:
-        """Whether `old` is measured anew before `step`."""
+        """Return whether `old` is recomputed before `step`."""
         return step == self.refreshed(step)
 
     def window(self, step: int) -> range:
-        """The steps from `step` to the next refresh of `old`."""
+        """Return the steps from `step` to the next refresh of `old`; with `iterations`, each packed step once."""
         if self.iterations == 1:
-            return range(step, min(self.refreshed(step) + self._old_every, self._end))
-        first = self.refreshed(step)  # each packed step of the batch once
+            return range(step, min(self.refreshed(step) + self._old_every, self._end_of_epochs))
+        first = self.refreshed(step)  # Each packed step of the batch once.
         return range(first, first + self._batch(first % self.steps_per_epoch)[1])
 
     def refreshed(self, step: int) -> int:
-        """The step at which `old` was last measured, `step` included."""
+        """Return the step before which `old` was last recomputed; it may be `step` itself."""
         if self.iterations == 1:
             return step // self._old_every * self._old_every
         place = step % self.steps_per_epoch
         return step - place + self._batch(place)[0] * self.iterations
 
     def refreshes_ref(self, step: int) -> bool:
-        """Whether the reference is measured anew before `step`."""
+        """Return whether the reference logprobs are recomputed before `step`."""
         return step == 0 or (self.ref_every > 0 and step % self.ref_every == 0)
 
     def ref_window(self, step: int) -> range:
-        """The steps from `step` to the next reference."""
-        return range(step, min(step + self.ref_every, self._end) if self.ref_every else self.steps_per_epoch)
+        """Return the steps from `step` to the next refresh of the reference."""
+        return range(step, min(step + self.ref_every, self._end_of_epochs) if self.ref_every else self.steps_per_epoch)
 
     def measures_value(self, taken: int) -> bool:
-        """Whether value is measured after `taken` steps: before the first, and evenly within each epoch."""
+        """Return whether the off-policy estimate is computed after `taken` steps: at 0, and evenly in each epoch."""
         per_epoch, parts = self.steps_per_epoch, min(self.off_policy_value_per_epoch, self.steps_per_epoch)
         place = taken % per_epoch
         return place == 0 or taken == self.total or (place * parts) // per_epoch > ((place - 1) * parts) // per_epoch
 
     def saves(self, taken: int) -> bool:
-        """Whether a checkpoint is written after `taken` steps."""
+        """Return whether a checkpoint is written after `taken` steps."""
         every = self.checkpoint_every or self.steps_per_epoch
         return taken == self.total or taken % every == 0
 
     @property
-    def _end(self) -> int:
-        """The step after the last epoch, which a run with more of `max_steps` may go on to."""
+    def _end_of_epochs(self) -> int:
+        """The step after the last epoch. Unlike `total`, it does not depend on `max_steps`, which a resume may "
+        "raise."""
         return self.epochs * self.steps_per_epoch
 
     @property
@@ -121,7 +120,7 @@ class Plan:
         return self.updates_per_old or self.steps_per_epoch
 
     def _batch(self, place: int) -> tuple[int, int]:
-        """The first packed step of the batch that a place of an epoch is in, and how many it has."""
+        """Return the first packed step, and the number of packed steps, of the batch at a position in an epoch."""
         packed = self.steps_per_epoch // self.iterations
         size = min(self.updates_per_old or packed, packed)
         first = place // (size * self.iterations) * size

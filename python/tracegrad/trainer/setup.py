@@ -30,7 +30,7 @@ from tracegrad.trainer.optim import share
 
 
 def is_mixed(objective: Objective, config: Config) -> bool:
-    """Return whether the reference of a run is a mixture of the policy and the reference before."""
+    """Return whether the reference is a moving mixture of the policy and the previous reference."""
     train = config.train
     return bool(needs_of(objective, config).ref and train.ref_every) and train.ref_mixup_alpha < 1
 
@@ -40,9 +40,9 @@ def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
     """Set each trained parameter of `reference` to alpha * policy + (1 - alpha) * reference, in place.
 
     Args:
-        reference: of the architecture of `policy`, its parameters on the same devices and sharded alike.
-        policy: the model that is trained; parameters that it does not train are passed over, as both have the same.
-        alpha: share of the policy, above 0 and at most 1.
+        reference: a model of the architecture of `policy`, with parameters on the same devices and sharded equally.
+        policy: the trained model. Its frozen parameters are skipped, as both models have the same ones.
+        alpha: share of the policy, in (0, 1].
 
     >>> old, new = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     >>> _ = old.weight.data.fill_(1.0), new.weight.data.fill_(2.0)
@@ -62,7 +62,7 @@ MAY_CHANGE = (
     "parallel.",
     "schedule.steps",
 )
-"""Options that a resumed run may have otherwise than the run it goes on with; `optim` looks at the schedule's steps."""
+"""Options that may differ between a run and its resume. `optim.check_rates` checks `schedule.steps`."""
 OF_DATA = (
     "data.",
     "filter.",
@@ -70,25 +70,25 @@ OF_DATA = (
     "train.seed",
     *(f"pack.{name}" for name in ("token_budget", "step_groups", "too_long")),
 )
-"""Options of what is trained on; those of a run that holds no data set are its caller's."""
+"""Options about the data. A run without a data set leaves them to its caller."""
 
 
 Optimizers = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""An optimizer over the model's parameters, or what makes one from groups of them."""
+"""An optimizer over the model's parameters, or a function that makes one from parameter groups."""
 
 
 def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW as the config says; vectors (norms, biases) are not decayed."""
+    """Make AdamW with the options of the config. Vectors (norms, biases) get no weight decay."""
     options = config.optimizer
-    how: dict[str, Any] = {"foreach": Memory.of(config.train.memory).foreach}
-    if how["foreach"] is None and next(model.parameters()).is_cuda:
-        how = {"fused": True}
-    kind = {"betas": (options.beta1, options.beta2), "eps": options.eps, **how}
-    return torch.optim.AdamW(groups_of(model, options.weight_decay), lr=options.lr, **kind)
+    implementation: dict[str, Any] = {"foreach": Memory.of(config.train.memory).foreach}
+    if implementation["foreach"] is None and next(model.parameters()).is_cuda:
+        implementation = {"fused": True}
+    adam_options = {"betas": (options.beta1, options.beta2), "eps": options.eps, **implementation}
+    return torch.optim.AdamW(groups_of(model, options.weight_decay), lr=options.lr, **adam_options)
 
 
 def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters: those that decay, and the vectors, which do not."""
+    """Return two parameter groups of the trained parameters: those with weight decay, and vectors without it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
@@ -97,11 +97,14 @@ def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any
 
 
 class ParametersByName:
-    """The parameters of somebody's optimizer by name, as sharding gives the model new ones.
+    """The parameters of the user's optimizer by name. Sharding replaces the model's parameters.
 
     Args:
-        optimizer: over parameters of the model.
-        model: before it is placed.
+        optimizer: an optimizer over parameters of the model.
+        model: the model before sharding.
+
+    Raises:
+        ArgumentError: if the optimizer has a parameter that is not the model's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
@@ -116,21 +119,29 @@ class ParametersByName:
             ) from None
 
     def of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over the parameters that the model has now."""
-        now = dict(model.named_parameters())
+        """Put the model's current parameters into the optimizer, and return it.
+
+        Raises:
+            ArgumentError: if the optimizer has state and the parameters were replaced.
+        """
+        current = dict(model.named_parameters())
         for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
-            fresh = [now[name] for name in names]
-            if self.optimizer.state and any(a is not b for a, b in zip(fresh, group["params"], strict=True)):
+            new_parameters = [current[name] for name in names]
+            if self.optimizer.state and any(a is not b for a, b in zip(new_parameters, group["params"], strict=True)):
                 raise ArgumentError(
                     f"{type(self.optimizer).__name__} has taken steps, and the model is sharded anew. Its state is of "
                     "whole parameters. Pass a new one, and resume from a checkpoint."
                 )
-            group["params"] = fresh
+            group["params"] = new_parameters
         return self.optimizer
 
 
 def device_of(config: Config) -> torch.device:
-    """Where a run trains."""
+    """Return the training device.
+
+    Raises:
+        ArgumentError: if the device is not usable.
+    """
     name = config.train.device
     try:
         device = device_named(name)
@@ -143,15 +154,15 @@ def device_of(config: Config) -> torch.device:
 
 
 def precision_of(config: Config, device: str) -> torch.dtype:
-    """Of the forward pass on a type of device."""
+    """Return the dtype of the forward pass on a type of device."""
     bf16 = config.train.dtype == "bf16" or (config.train.dtype == "auto" and device == "cuda")
     return torch.bfloat16 if bf16 else torch.float32
 
 
 def bucket_of(config: Config) -> int:
-    """What rows are padded to a multiple of: on CUDA an eighth of the budget, so that few lengths are compiled.
+    """Return the multiple to which row lengths are padded. On CUDA it is 1/8 of the budget, to compile few lengths.
 
-    A short last row costs what it holds and at most an eighth of the budget more.
+    A short last row is padded by at most 1/8 of the budget.
     """
     if device_of(config).type != "cuda":
         return 1
@@ -159,10 +170,10 @@ def bucket_of(config: Config) -> int:
 
 
 def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype]:
-    """Moves the model where it trains, without dropout; and the precision of its forward pass.
+    """Move the model to its device and ranks, without dropout; also return the dtype of the forward pass.
 
-    What trains is float32. Frozen parameters under adapters take the precision of the forward pass; under FSDP, which
-    gathers parameters of one dtype, they are float32 too.
+    Trained parameters are float32. Frozen parameters of a model with adapters get the dtype of the forward pass, except
+    with FSDP, which needs one dtype.
     """
     device = device_of(config)
     precision = precision_of(config, device.type)
@@ -194,10 +205,10 @@ class Prepared:
     """A policy that is ready to train.
 
     Args:
-        target: the model in its place.
-        precision: of the forward pass.
-        optimizer: over its parameters.
-        rates: full learning rate of each group; None where the config's goes for all.
+        target: the model on its device and ranks.
+        precision: dtype of the forward pass.
+        optimizer: optimizer over its parameters.
+        rates: full learning rate of each parameter group; None if all use `optimizer.lr` of the config.
     """
 
     target: Placed
@@ -206,29 +217,31 @@ class Prepared:
     rates: tuple[float, ...] | None = None
 
     def set_rates(self, config: Config, step: int, steps: int | None) -> float:
-        """Sets the learning rate of a step out of `steps`, and gives that of the first group."""
+        """Set the learning rate for optimizer step `step` out of `steps`; return the rate of the first group."""
         groups, part = self.optimizer.param_groups, share(config.schedule, step, steps, config.optimizer.lr)
         for group, full in zip(groups, self.rates or (config.optimizer.lr,) * len(groups), strict=True):
             group["lr"] = full * part
         return float(groups[0]["lr"])
 
     def sentence(self, config: Config) -> str:
-        """Where it trains and what that costs, for the one who reads the run."""
+        """Describe device, ranks, dtype and memory mode in one sentence for the user."""
         ranks = self.target.ranks
         where = "one process" if ranks.alone else f"{ranks.world} ranks ({self.target.mode})"
         dtype = "bf16" if self.precision == torch.bfloat16 else "fp32"
         memory = config.train.memory
-        does = self.target.memory.sentence(self.target.mode == "fsdp")
-        return f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {memory}: {does}."
+        effects = self.target.memory.sentence(self.target.mode == "fsdp")
+        return (
+            f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {memory}: {effects}."
+        )
 
 
 def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, Prepared]:
-    """The model with the adapters the config asks for, and the policy it has become."""
+    """Add the adapters that the config sets, move the model, and make the optimizer. Returns the model and policy."""
     frozen = tower_of(model) if config.images.tower == "frozen" else []
     for part in frozen:
         part.requires_grad_(False)
     if config.train.lora_rank:
-        with torch.random.fork_rng(devices=[]):  # the same adapters on every rank
+        with torch.random.fork_rng(devices=[]):  # The adapters must be equal on all ranks.
             torch.manual_seed(config.train.seed)
             model = with_adapters(model, config.train.lora_rank, without=frozen)
     by_name = ParametersByName(given, model) if isinstance(given, torch.optim.Optimizer) else None
@@ -247,7 +260,7 @@ def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None)
 
 
 def other_model(reference: Any, objective: Objective, config: Config, policy: Prepared) -> Placed | None:
-    """The reference model in its place; None where the policy itself is what is measured."""
+    """Return the reference model on its device; None if logprobs of the policy itself serve as reference."""
     if reference is None and not config.train.ref_model:
         return None
     model = reference if reference is not None else load_model(Path(config.train.ref_model))
@@ -261,15 +274,17 @@ def other_model(reference: Any, objective: Objective, config: Config, policy: Pr
 
 
 def first_reference(given: Any, model: Any, objective: Objective, config: Config, *, keep_start: bool) -> Any:
-    """Return the reference model that a run begins with, apart from its policy; None if there is no such model.
+    """Return the initial reference model if it is a model of its own, else None.
 
     Args:
         given: the caller's reference model, or None.
-        model: the policy before the first step and before the adapters that the config asks for.
-        keep_start: copy the model if it is the reference, and is about to be trained into something else.
+        model: the policy before the first step and before the config's adapters are added.
+        objective: the objective of the run.
+        config: the options of the run.
+        keep_start: copy the model if it is the reference and training is about to change it.
 
     Raises:
-        ArgumentError: if `given` would have no effect, or a model with adapters would be mixed.
+        ArgumentError: if `given` would have no effect, or the reference would be a mixture of models with adapters.
     """
     train = config.train
     if given is not None:
@@ -287,15 +302,15 @@ def first_reference(given: Any, model: Any, objective: Objective, config: Config
                 "weights is a second whole model. Set train.ref_mixup_alpha to 1, or train without adapters."
             )
         return deepcopy(model)
-    stays = objective.needs.ref and not (train.ref_model or train.ref_every or adapters)
-    return deepcopy(model) if keep_start and stays else None
+    is_fixed = objective.needs.ref and not (train.ref_model or train.ref_every or adapters)
+    return deepcopy(model) if keep_start and is_fixed else None
 
 
 def check_optimizer(config: Config) -> None:
-    """Refuses options of an optimizer that somebody else made."""
-    values, known = as_dict(config), options()
+    """Reject optimizer options of the config if the user passed an optimizer."""
+    values, defaults = as_dict(config), options()
     for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
-        if values[f"optimizer.{name}"] != known[f"optimizer.{name}"][1]:
+        if values[f"optimizer.{name}"] != defaults[f"optimizer.{name}"][1]:
             raise ArgumentError(
                 f"optimizer.{name} has no effect: the run was given an optimizer. Two answers to one question hide a "
                 "mistake. Set it there, and leave it out here."
@@ -303,35 +318,35 @@ def check_optimizer(config: Config) -> None:
 
 
 def check_vocabulary(data: Sequences | Source, model: Any) -> None:
-    """Refuses ids that the model has no row for: on CUDA they would end the process without a word about them."""
+    """Reject ids beyond the model's embeddings. On CUDA they would abort the process without a useful message."""
     size, source = embeddings_of(model), source_of(data)
     highest = source.catalog.max_id
-    if len(over := np.flatnonzero(highest >= size)):
-        row = int(over[highest[over].argmax()])
-        raise _foreign(f"trace '{source.trace_name(row)}'", int(highest[row]), size)
-    if isinstance(source, InMemory) and source.sequences.tokens:  # a file with an id below 0 is refused when it is read
-        s = source.sequences
-        if (token := int(s.ids[place := int(s.ids.argmin())])) < 0:
-            row = int(s.trace[int(np.searchsorted(s.cu_seqlens, place, side="right")) - 1])
-            raise _foreign(f"trace '{s.trace_name(row)}'", token, size)
+    if len(invalid := np.flatnonzero(highest >= size)):
+        row = int(invalid[highest[invalid].argmax()])
+        raise _vocabulary_error(f"trace '{source.trace_name(row)}'", int(highest[row]), size)
+    if isinstance(source, InMemory) and source.sequences.tokens:  # The reader of files rejects negative ids itself.
+        sequences = source.sequences
+        if (token := int(sequences.ids[position := int(sequences.ids.argmin())])) < 0:
+            row = int(sequences.trace[int(np.searchsorted(sequences.cu_seqlens, position, side="right")) - 1])
+            raise _vocabulary_error(f"trace '{sequences.trace_name(row)}'", token, size)
 
 
 def check_step(step: Step, model: Any) -> None:
-    """The same for the ids of a step."""
+    """Reject ids of a step beyond the model's embeddings."""
     size = embeddings_of(model)
     for row, batch in enumerate(step.batches):
         for token in (int(np.max(batch.ids, initial=0)), int(np.min(batch.ids, initial=0))):
             if not 0 <= token < size:
-                raise _foreign(f"row {row} of the step", token, size)
+                raise _vocabulary_error(f"row {row} of the step", token, size)
 
 
 def embeddings_of(model: Any) -> int:
-    """How many ids a model has a row for, at both of its ends."""
+    """Return the number of ids that both the input embedding and the LM head have."""
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     return min(table.weight.shape[0] for table in tables if getattr(table, "weight", None) is not None)
 
 
-def _foreign(where: str, token: int, size: int) -> ArgumentError:
+def _vocabulary_error(where: str, token: int, size: int) -> ArgumentError:
     return ArgumentError(
         f"{where}: token id {token} stands in it, and the model has {size} embeddings. They are of another tokenizer. "
         "Align with the tokenizer of the model that is trained."
@@ -339,16 +354,16 @@ def _foreign(where: str, token: int, size: int) -> ArgumentError:
 
 
 def check_media(data: Sequences | Source, model: Any) -> list[str]:
-    """Refuses to train on what was sampled behind a picture, which the decoder would not see.
+    """Reject traces with tokens sampled after media that the model would not see.
 
     Returns:
-        what a user should know of traces that hold some.
+        Notes for the user about traces with media.
     """
     source, media = source_of(data), media_ids(model)
-    behind = [trace for part in (source.parts() if media else ()) for trace in _behind(part, media)]
-    if behind:
+    affected = [trace for part in (source.parts() if media else ()) for trace in _traces_after_media(part, media)]
+    if affected:
         raise ArgumentError(
-            f"{len(behind)} of {source.catalog.traces} traces, '{behind[0]}' first, are trained behind a picture, "
+            f"{len(affected)} of {source.catalog.traces} traces, '{affected[0]}' first, are trained behind a picture, "
             f"video or sound. {type(model).__name__} would not see it, as its decoder runs without a tower: logprobs "
             "would be nats off. Leave these traces out."
         )
@@ -362,44 +377,47 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
 
 
 def check_ranks_see(data: Sequences | Source, target: Placed, config: Config) -> None:
-    """Refuses pictures where ranks would have to run a tower equally often: rows have unlike many pictures."""
+    """Reject images if all ranks must run the vision encoder equally often: rows differ in their number of images."""
     if target.mode != "fsdp" and (target.ranks.alone or config.images.tower == "frozen"):
         return
     if source_of(data).shows_pictures:
-        mode = target.mode == "fsdp"
-        what = "parallel.mode is fsdp" if mode else "images.tower is trained on several ranks"
-        cure = "Set parallel.mode ddp or none" if mode else "Leave images.tower frozen, or train on one rank"
+        is_fsdp = target.mode == "fsdp"
+        setting = "parallel.mode is fsdp" if is_fsdp else "images.tower is trained on several ranks"
+        advice = "Set parallel.mode ddp or none" if is_fsdp else "Leave images.tower frozen, or train on one rank"
         raise ArgumentError(
-            f"the traces hold pictures, and {what}. Every rank would have to run the tower as often as the others, and "
-            f"a row has as many pictures as it has. {cure}."
+            f"the traces hold pictures, and {setting}. Every rank would have to run the tower as often as the others, "
+            f"and a row has as many pictures as it has. {advice}."
         )
 
 
-def _behind(s: Sequences, media: tuple[int, ...]) -> list[str]:
-    """Names of the traces with a term behind one of these ids."""
-    seen = np.isin(s.ids, media)
-    if s.images is not None:  # there a model is told what is a picture, and what is a word
-        seen &= np.repeat(np.diff(s.images.cu_images) == 0, np.diff(s.cu_seqlens))
-    if not seen.any():
+def _traces_after_media(sequences: Sequences, media: tuple[int, ...]) -> list[str]:
+    """Return the names of traces that have a trained token after one of the ids `media`."""
+    is_media = np.isin(sequences.ids, media)
+    if sequences.images is not None:  # Then the images are passed to the model, and only other media count.
+        is_media &= np.repeat(np.diff(sequences.images.cu_images) == 0, np.diff(sequences.cu_seqlens))
+    if not is_media.any():
         return []
-    place, starts = np.arange(s.tokens), s.cu_seqlens[:-1]
-    first = np.minimum.reduceat(np.where(seen, place, s.tokens), starts)
-    last = np.maximum.reduceat(np.where(s.trainable, place, -1), starts)
-    return [s.trace_name(int(trace)) for trace in np.unique(s.trace[first < last])]
+    position, starts = np.arange(sequences.tokens), sequences.cu_seqlens[:-1]
+    first = np.minimum.reduceat(np.where(is_media, position, sequences.tokens), starts)
+    last = np.maximum.reduceat(np.where(sequences.trainable, position, -1), starts)
+    return [sequences.trace_name(int(trace)) for trace in np.unique(sequences.trace[first < last])]
 
 
 def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:
-    """Refuses to go on from a checkpoint of a run that was told otherwise.
+    """Reject a resume with other options or data than those of the checkpoint.
 
     Args:
-        fingerprint: of the data; "" where the run has none, and the options of data are its caller's.
+        path: the checkpoint.
+        progress: its progress.
+        told: the options of this run, by dotted name.
+        fingerprint: hash of the data; "" if the run has no data set, and options about data are not compared.
     """
-    free = MAY_CHANGE if fingerprint else (*MAY_CHANGE, *OF_DATA)
+    exempt = MAY_CHANGE if fingerprint else (*MAY_CHANGE, *OF_DATA)
     for name, value in told.items():
-        before = progress.config.get(name)
-        if before != value and not name.startswith(free):
+        saved = progress.config.get(name)
+        if saved != value and not name.startswith(exempt):
             raise ArgumentError(
-                f"{path}: {name} was {repr(before)[:80]} and is now {value!r}. The run would not be the one that is "
+                f"{path}: {name} was {repr(saved)[:80]} and is now {value!r}. The run would not be the one that is "
                 f"resumed. Set it back, or start anew with another --out and --model {path}."
             )
     if progress.fingerprint != fingerprint:

@@ -1,4 +1,4 @@
-"""Treat SIGINT and SIGTERM as a request to stop after the current step: `Interrupt`."""
+"""Treat SIGINT and SIGTERM as a request to stop after the current step."""
 
 import signal
 import threading
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Interrupt:
-    """While entered, the first SIGINT or SIGTERM is remembered and the second ends the process as usual.
+    """Context that records the first SIGINT or SIGTERM; a second signal ends the process as usual.
 
-    Outside the main thread, where Python takes no handlers, it does nothing.
+    Outside the main thread it has no effect, because Python accepts signal handlers only there.
 
     >>> with Interrupt() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
@@ -21,20 +21,20 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int | None:
-        """128 + signal, as shells have it; None while none came."""
+        """128 + signal number, as in shells; None without a signal."""
         return None if self.received is None else 128 + self.received
 
     def code(self, stopped: str) -> int:
-        """How a process is to end whose run was `stopped`: as `exit_code` says where it was by a signal, else 0."""
+        """Return the exit code of a process whose run was `stopped`: `exit_code` if by a signal, else 0."""
         return (self.exit_code or 0) if stopped == "signal" else 0
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+            self._previous_handlers = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 
     def __exit__(
@@ -47,6 +47,6 @@ class Interrupt:
         self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}

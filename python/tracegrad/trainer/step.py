@@ -1,7 +1,7 @@
-"""Take one optimizer step: forward, correction, objective, backward, clipping, update.
+"""One optimizer step: forward, correction, objective, backward, clipping, update.
 
-The gradient is that of the whole step, however it is cut into rows. On CUDA, `Idle` measures how long the device waits
-for the host.
+The gradient is that of the whole step, however its tokens are divided into rows. On CUDA, `Idle` measures how long the
+device waits for the host.
 """
 
 import math
@@ -26,13 +26,13 @@ from tracegrad.trainer.verify_attention import settle_batches
 
 
 class Idle:
-    """Share of the time between the first and the last piece of work in which the device had none queued.
+    """Measures the share of time in which the device had no queued work, between the first and the last piece of work.
 
-    A piece is what is launched within one `busy()`. Waits inside a piece, between two kernels of it, are not seen:
-    the share is a lower bound.
+    A piece is all work launched within one `busy()` block. Waits inside a piece are not measured, so the share is a
+    lower bound.
 
     Args:
-        device: where the work runs.
+        device: the device that runs the work.
 
     >>> idle = Idle(torch.device("cpu"))
     >>> with idle.busy():
@@ -44,16 +44,16 @@ class Idle:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pieces: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._waited = self._total = 0.0
+        self._idle_ms = self._total_ms = 0.0
 
     @property
     def measures(self) -> bool:
-        """Whether the device has a clock of its own."""
+        """Whether the device has timing events, which only CUDA has here."""
         return self.device.type == "cuda"
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around the launches of one piece of work."""
+        """Wrap the launches of one piece of work."""
         if not self.measures:
             yield
             return
@@ -64,23 +64,23 @@ class Idle:
         self._pieces.append((begin, end))
 
     def share(self) -> float | None:
-        """Waits over the whole time, of the pieces since the last call; None without a clock or with no piece.
+        """Return the idle share of the time since the last call; None without timing events or without a piece.
 
-        Waits for the device. The last piece stays as the beginning of the next share's first wait.
+        It synchronizes with the device. The last piece is kept as the start of the next interval.
         """
         if not self._pieces:
             return None
         torch.cuda.synchronize(self.device)
         pieces = self._pieces
-        waited = sum(before[1].elapsed_time(after[0]) for before, after in pairwise(pieces))
-        total = pieces[0][0].elapsed_time(pieces[-1][1])
+        idle = sum(previous[1].elapsed_time(following[0]) for previous, following in pairwise(pieces))
+        duration = pieces[0][0].elapsed_time(pieces[-1][1])
         self._pieces = pieces[-1:]
-        self._waited, self._total = self._waited + waited, self._total + total
-        return waited / total if total > 0 else 0.0
+        self._idle_ms, self._total_ms = self._idle_ms + idle, self._total_ms + duration
+        return idle / duration if duration > 0 else 0.0
 
     def overall(self) -> float | None:
-        """The share over everything that `share` was asked for; None where nothing was measured."""
-        return self._waited / self._total if self._total > 0 else None
+        """Return the idle share over all intervals that `share` measured; None if there are none."""
+        return self._idle_ms / self._total_ms if self._total_ms > 0 else None
 
 
 Floats = NDArray[np.float32]
@@ -88,21 +88,21 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one optimizer step saw. Arrays are [M] in the step's order, detached, on the CPU.
+    """The result of one optimizer step. Arrays are [M] in the step's order, detached, on the CPU.
 
-    Of terms whose head row was left out (`left_out`) logprob, entropy and ratio are NaN and the gradient 0; weight and
-    keep are the correction's.
+    For tokens whose logit row was left out (`left_out`), logprob, entropy and ratio are NaN and the gradient is 0;
+    weight and keep are those of the correction.
 
     Args:
-        loss: of the whole step.
-        grad_norm: of the whole gradient, before clipping.
-        corrected: weight, keep, scale and the correction's metrics.
-        logprobs, entropy: of the policy before the update, nats.
-        ratio: of the surrogate, at its level; 1 where it takes none.
-        clipped: whether the clip took the term's gradient away (`Surrogate.clipped`).
-        gradient: d loss / d logprob, what the term pulls with.
-        weight: the product of all weights, those on the trained policy included; 1 where not kept.
-        keep: what all gates have left, those on the trained policy included.
+        loss: loss of the whole step.
+        grad_norm: norm of the whole gradient, before clipping.
+        corrected: weight, keep, scale and the metrics of the correction.
+        logprobs, entropy: of the policy before the update, in nats.
+        ratio: ratio of the surrogate, at its level; 1 if it takes none.
+        clipped: whether clipping removed the token's gradient (`Surrogate.clipped`).
+        gradient: d loss / d logprob.
+        weight: product of all weights, including those that depend on the trained policy; 1 if `keep` is False.
+        keep: whether all rejections keep the token, including those that depend on the trained policy.
     """
 
     loss: float
@@ -131,23 +131,25 @@ def optimizer_step(
     idle: Idle | None = None,
     check: Callable[[Floats], None] | None = None,
 ) -> Outcome:
-    """Takes one step, gradients accumulated over the batches and summed over the ranks.
+    """Do one optimizer step, with gradients accumulated over the batches and summed over the ranks.
 
     Args:
-        model: a transformers causal LM on its device, or what `distributed.prepare` or accelerate made of it.
-        step: with the old and ref logprobs that the objective needs; of this rank, where there are several.
-        missing: the policy for terms without a rollout logprob, as in `correct`.
-        grad_clip: the gradient is scaled down to this norm; 0 leaves it.
+        model: a transformers causal LM on its device, or a model from `distributed.prepare` or accelerate.
+        step: this rank's step, with the old and reference logprobs that the objective needs.
+        objective: the objective.
+        optimizer: optimizer over the model's parameters.
+        missing: treatment of tokens without a rollout logprob, as in `correct`.
+        grad_clip: maximum norm of the gradient; 0 disables clipping.
         precision: bfloat16 runs the forward pass under autocast.
-        corrected: `detached(step, ...)`, where it is known already.
-        left_out: [M] bool, terms that can change neither loss nor gradient (`Step.idle`): no head rows for them.
-        idle: takes the times of the device's work.
-        check: called with the [M] logprobs of the policy before the update; what it raises, on any rank, leaves the
-            parameters of all ranks as they were.
+        corrected: the result of `detached(step, ...)`; default computed here.
+        left_out: [M] bool, tokens that can change neither loss nor gradient (`Step.idle`); they get no logit row.
+        idle: measures the device's idle time.
+        check: called with the [M] logprobs of the policy before the update. If it raises on any rank, the parameters of
+            all ranks stay unchanged.
 
     Raises:
-        ArgumentError: for a bare model where a process group is open: nobody would exchange its gradients.
-        TracegradError: if the gradient is not finite; the parameters are then as they were.
+        ArgumentError: for an unwrapped model if a process group is open, as its gradients would not be exchanged.
+        TracegradError: if the gradient is not finite; the parameters then stay unchanged.
     """
     target = placed(model)
     ranks = target.ranks
@@ -156,12 +158,12 @@ def optimizer_step(
     corrected = corrected or detached(step, objective, missing, None if ranks.alone else ranks.all_reduce)
     optimizer.zero_grad(set_to_none=True)
     batches = step.batches if left_out is None else tuple(b.without(left_out[b.term]) for b in step.batches)
-    seen = _accumulate(target, step, batches, objective, corrected, precision, idle or Idle(target.device))
-    arrays = seen.arrays(batches, _unseen(len(step), corrected))
+    losses = _accumulate(target, step, batches, objective, corrected, precision, idle or Idle(target.device))
+    arrays = losses.arrays(batches, _defaults(len(step), corrected))
     if check is not None:
         ranks.agree(_refusal(check, arrays["logprobs"]))
     norm = _update(target, optimizer, grad_clip)
-    return Outcome(loss=ranks.sum(seen.loss()), grad_norm=norm, corrected=corrected, **arrays)
+    return Outcome(loss=ranks.sum(losses.loss()), grad_norm=norm, corrected=corrected, **arrays)
 
 
 def _refusal(check: Callable[[Floats], None], logprobs: Floats) -> TracegradError | None:
@@ -172,11 +174,11 @@ def _refusal(check: Callable[[Floats], None], logprobs: Floats) -> TracegradErro
     return None
 
 
-def _unseen(terms: int, corrected: Corrected) -> dict[str, NDArray[Any]]:
-    """[M] each: what is said of a term that no batch holds."""
-    unknown = np.full(terms, np.nan, np.float32)
+def _defaults(terms: int, corrected: Corrected) -> dict[str, NDArray[Any]]:
+    """Return [M] default values for tokens that no batch includes."""
+    nan = np.full(terms, np.nan, np.float32)
     return {
-        **{name: unknown.copy() for name in ("logprobs", "entropy", "ratio")},
+        **{name: nan.copy() for name in ("logprobs", "entropy", "ratio")},
         "weight": np.asarray(corrected.weight, np.float32).copy(),
         "gradient": np.zeros(terms, np.float32),
         "clipped": np.zeros(terms, bool),
@@ -185,20 +187,20 @@ def _unseen(terms: int, corrected: Corrected) -> dict[str, NDArray[Any]]:
 
 
 @dataclass
-class _Seen:
-    """What the batches of a step left on the device, copied to the host once, after the last."""
+class _Losses:
+    """The losses of the batches of a step, kept on the device and copied to the host once, after the last batch."""
 
     found: list[PolicyLoss] = field(default_factory=list)
 
     def loss(self) -> float:
-        return sum(float(each.loss.detach()) for each in self.found)
+        return sum(float(result.loss.detach()) for result in self.found)
 
     def arrays(self, batches: Sequence[Batch], out: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Fills [M] each, in the step's order."""
+        """Fill the arrays `out`, [M] each, in the step's order."""
         for name, values in out.items():
-            for batch, each in zip(batches, self.found, strict=True):
-                own = name in ("logprobs", "entropy", "gradient")
-                values[batch.term] = getattr(each if own else each.per_term, name).cpu().numpy()
+            for batch, result in zip(batches, self.found, strict=True):
+                is_own = name in ("logprobs", "entropy", "gradient")
+                values[batch.term] = getattr(result if is_own else result.per_term, name).cpu().numpy()
         return out
 
 
@@ -210,15 +212,15 @@ def _accumulate(
     corrected: Corrected,
     precision: torch.dtype,
     idle: Idle,
-) -> _Seen:
-    """Forward and backward passes of all batches; the next batch is on its way while one is worked on."""
-    seen = _Seen()
+) -> _Losses:
+    """Run the forward and backward passes of all batches; the next batch is copied to the device in the meantime."""
+    losses = _Losses()
     for number, batch in enumerate(prefetch(batches, target.device), start=1):
         with idle.busy(), target.last(number == len(batches)):
-            loss, found = target.loss(batch, step.terms(batch, corrected), objective, precision)
+            loss, loss_result = target.loss(batch, step.terms(batch, corrected), objective, precision)
             loss.backward()
-        seen.found.append(replace(found, loss=found.loss.detach()))
-    return seen
+        losses.found.append(replace(loss_result, loss=loss_result.loss.detach()))
+    return losses
 
 
 def detached(
@@ -228,13 +230,19 @@ def detached(
     all_reduce: AllReduce | None = None,
     **other: Any,
 ) -> Corrected:
-    """`correct` with everything it takes from a step and an objective, or `other` in its place; over ranks with
-    `all_reduce`.
+    """Call `correct` with the arrays of a step and the plan of an objective; `other` replaces entries of the plan.
+
+    Args:
+        step: the step, with the logprobs that the objective needs.
+        objective: the objective.
+        missing: treatment of tokens without a rollout logprob, as in `correct`.
+        all_reduce: the reduction over ranks; None for one process.
+        other: replacements of arguments that come from the objective.
     """
     needs = objective.needs
-    nothing = None if needs.rollout else np.zeros_like(step.advantages)  # without any ratio only keep and scale matter
+    zeros = None if needs.rollout else np.zeros_like(step.advantages)  # Without a ratio, only keep and scale matter.
     return correct(
-        step.old_logprobs if needs.old else nothing,
+        step.old_logprobs if needs.old else zeros,
         step.rollout_logprobs if needs.rollout else None,
         ref=step.ref_logprobs if needs.ref else None,
         trace=step.trace,
@@ -251,13 +259,13 @@ def detached(
 
 
 def measure(model: Any, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
-    """Logprobs of the terms of each batch under the model as it is, without gradient: `old`, `ref`, or for value."""
+    """Compute the logprobs of the trained tokens of each batch under the current model, in nats, without gradient."""
     target = placed(model)
     settle_batches(target, batches)
     with torch.no_grad():
         logprobs = [target.forward(batch.to(target.device), precision)[0] for batch in batches]
     target.rest()
-    return [each.cpu().numpy() for each in logprobs]
+    return [values.cpu().numpy() for values in logprobs]
 
 
 def _update(target: Placed, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:

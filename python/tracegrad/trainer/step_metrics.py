@@ -1,6 +1,6 @@
-"""The row of a step: what metrics.jsonl says of it, by the names of `tracegrad.metrics`.
+"""Compute the metrics of a step, which metrics.jsonl logs under the names of `tracegrad.metrics`.
 
-Arrays in, names and numbers out; no data set, no model and no files. Called by `Run.update`.
+The inputs are arrays. No data set, model or file is needed.
 """
 
 import math
@@ -30,21 +30,24 @@ def row_of(
     endings: NDArray[np.uint8] | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """All that is known of a step from its arrays: who takes it adds what it alone knows (number, rate, time).
+    """Compute all metrics of a step that follow from its arrays. The caller adds step number, rate and time.
 
     Args:
-        step: with the logprobs it was taken with; of this rank.
-        outcome: of the step.
-        objective: that it was taken by.
-        version: of the policy that is trained, which lags count from; None where it is not known.
-        newest: what the breakdown by lag counts from where it is not.
-        rewards: [R], which `step.trace` counts into; None says nothing of rewards.
-        endings: [R] `codes.ENDINGS`, likewise; None says nothing of lengths.
-        ranks: with whom the step is shared; every one of them calls this.
+        step: this rank's step, with the logprobs that the update used.
+        outcome: the result of the step.
+        objective: the objective of the step.
+        version: version of the trained policy, to which staleness is relative; None if unknown.
+        newest: reference version of the breakdown by staleness if `version` is None.
+        rewards: [R] rewards, indexed by `step.trace`; None omits reward metrics.
+        endings: [R] `codes.ENDINGS`, indexed by `step.trace`; None omits length metrics.
+        ranks: the ranks that share the step; each calls this.
+
+    Returns:
+        Values by metric name, reduced over the ranks.
     """
     ranks = ranks or Ranks()
-    own = sum(batch.tokens for batch in step.batches if len(batch.read))
-    terms, tokens = (int(n) for n in ranks.all_reduce(np.array([len(step), own]), "sum"))
+    read_tokens = sum(batch.tokens for batch in step.batches if len(batch.read))
+    terms, tokens = (int(n) for n in ranks.all_reduce(np.array([len(step), read_tokens]), "sum"))
     return {
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
@@ -64,19 +67,19 @@ def checked_rewards(rewards: NDArray[np.float32], step: Step) -> NDArray[np.floa
     """Return rewards of all traces as [R] float32.
 
     Raises:
-        ArgumentError: if a trace with a term in the step has none.
+        ArgumentError: if a trace of the step has no entry.
     """
     rewards = _validation.floats(rewards, "rewards", np.float32)
-    if len(rewards) <= (last := int(np.max(step.trace, initial=-1))):
+    if len(rewards) <= (highest := int(np.max(step.trace, initial=-1))):
         raise ArgumentError(
-            f"rewards has {len(rewards)} entries, and trace {last} has a term in the step. Its reward is not known. "
+            f"rewards has {len(rewards)} entries, and trace {highest} has a term in the step. Its reward is not known. "
             "Pass those of all traces that were packed: sequences.rewards[:, 0]."
         )
     return rewards
 
 
 def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Rewards:
-    """Of the traces that have a term in the step, on any rank: a group's traces may lie on several."""
+    """Return reward metrics of the traces with a token in the step on any rank; a group can span ranks."""
     group = np.full(len(rewards), -np.inf)
     group[step.trace] = step.group
     group = ranks.all_reduce(group, "max")
@@ -85,7 +88,7 @@ def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Reward
 
 
 def completions_of(step: Step, endings: NDArray[np.uint8]) -> Measured:
-    """Lengths of the step's traces on this rank. What is before the first term of a trace is its prompt.
+    """Return lengths of the step's traces on this rank. The tokens before the first trained token are the prompt.
 
     Args:
         endings: as in `row_of`.
@@ -100,20 +103,20 @@ def completions_of(step: Step, endings: NDArray[np.uint8]) -> Measured:
 
 
 def tally(step: Step, outcome: Outcome, objective: Objective, first: bool = True, version: int | None = None) -> Tally:
-    """Sums of the step with their denominators, as far as the learner alone knows them.
+    """Return sums of the step with their denominators, before the reduction over ranks.
 
     Args:
-        first: this rank alone adds what the step knows of all ranks.
+        first: whether this rank is the first; only the first adds the counts that all ranks share.
         version: as in `row_of`.
     """
     sums = Tally()
-    terms, seen = len(step), ~np.isnan(outcome.logprobs)
-    computed = int(np.count_nonzero(seen))
-    keep = outcome.keep & seen
-    sums.add("entropy", outcome.entropy[seen].sum(dtype=np.float64), computed)
-    known = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
-    sums.add("frac_old_logprobs_valid", known, terms)
-    sums.add("frac_old_logprobs_valid_all", known, step.branch_tokens)
+    terms, computed_mask = len(step), ~np.isnan(outcome.logprobs)
+    computed = int(np.count_nonzero(computed_mask))
+    keep = outcome.keep & computed_mask
+    sums.add("entropy", outcome.entropy[computed_mask].sum(dtype=np.float64), computed)
+    recorded = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
+    sums.add("frac_old_logprobs_valid", recorded, terms)
+    sums.add("frac_old_logprobs_valid_all", recorded, step.branch_tokens)
     if objective.ratio is not None:
         ratio = outcome.ratio[keep].astype(np.float64)
         sums.add("ratio_mean", ratio.sum(), len(ratio))
@@ -127,15 +130,17 @@ def tally(step: Step, outcome: Outcome, objective: Objective, first: bool = True
         lag = step.lag(version)
         sums.add("staleness_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
         sums.maximum("staleness_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
-    one = np.unique(step.trace, return_index=True)[1]
+    first_of_trace = np.unique(step.trace, return_index=True)[1]
     skipped = step.skipped.traces if first else 0
-    sums.add("frac_zero_advantage", (step.advantages[one] == 0).sum() + skipped, len(one) + skipped)
+    sums.add(
+        "frac_zero_advantage", (step.advantages[first_of_trace] == 0).sum() + skipped, len(first_of_trace) + skipped
+    )
     return sums
 
 
 def off_policy(step: Step, outcome: Outcome, version: int | None = None) -> OffPolicy:
-    """How far the step's policies are apart, by turn, tier and version lag; theta stands in for an old there is not."""
-    # An objective that takes no rollout logprobs trains on infinite ones; one that takes them has refused them.
+    """Return off-policy metrics by turn, alignment level and staleness. Without `old`, theta is used in its place."""
+    # Infinite rollout logprobs are possible only if the objective ignores them; otherwise `correct` rejects them.
     rollout = np.where(np.isfinite(step.rollout_logprobs), step.rollout_logprobs, np.nan)
     old = outcome.logprobs if step.old_logprobs is None else step.old_logprobs
     return OffPolicy.of(

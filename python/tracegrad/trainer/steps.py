@@ -1,4 +1,4 @@
-"""Choose and order the traces of each optimizer step (`Feed`): filters, mixture weights, packing one step at a time."""
+"""Choose and order the traces of each optimizer step: filters, mixture weights, and packing one step at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,22 +25,31 @@ Floats, Flags = NDArray[np.float32], NDArray[np.bool_]
 
 
 def settled(rewards: Floats, source: Source, options: Filter) -> Floats:
-    """[R] rewards as they are compared: 0 for what was cut off, where that is asked; what is not known stays NaN."""
+    """Return [R] rewards, with 0 for truncated traces if `filter.zero_truncated` is set; unknown rewards stay NaN."""
     if not options.zero_truncated:
         return rewards
-    known = np.isfinite(rewards)
+    has_reward = np.isfinite(rewards)
     catalog = source.catalog
-    _refuse_unsaid(source, known & (catalog.terms > 0), "filter.zero_truncated", "would keep their reward")
-    return np.where(known & (catalog.ending == CUT), np.float32(0), rewards)
+    _check_endings_known(source, has_reward & (catalog.terms > 0), "filter.zero_truncated", "would keep their reward")
+    return np.where(has_reward & (catalog.ending == CUT), np.float32(0), rewards)
 
 
 def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple[Flags, list[str]]:
-    """[R] bool: the traces of some that no filter of a trace alone leaves out; and in words what each does.
+    """Apply the filters that look at one trace at a time.
 
-    A trace without a reward is within any bounds of rewards; one with a term of an unknown version is within no lag.
+    A trace without a reward passes the reward bounds. A trace with a token of unknown version fails `max_lag`.
+
+    Args:
+        rewards: [R] rewards.
+        catalog: table of the R traces.
+        of: [R] bool, the traces to filter.
+        options: section `filter` of the config.
+
+    Returns:
+        [R] bool, the traces that pass; and one sentence per active filter.
 
     Raises:
-        ArgumentError: for a lag where no term says its version.
+        ArgumentError: for `max_lag` if no token has a version.
     """
     newest = int(catalog.version_max.max(initial=-1))
     if options.max_lag >= 0 and newest < 0:
@@ -49,7 +58,7 @@ def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple
             "nothing hides a mistake. Leave it out, or say where the records hold it: --map.version PATH."
         )
     worst = TIERS.index(options.worst_tier)
-    out = {
+    rejected = {
         "min_reward": rewards < options.min_reward,
         "max_reward": rewards > options.max_reward,
         "min_turns": catalog.turns < options.min_turns,
@@ -58,96 +67,110 @@ def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple
         "max_lag": ((catalog.version_min < 0) | (catalog.version_min < newest - options.max_lag))
         & (options.max_lag >= 0),
     }
-    left, said, default = of.copy(), [], Filter()
-    for name, gone in out.items():
+    remaining, notes, default = of.copy(), [], Filter()
+    for name, dropped in rejected.items():
         if getattr(options, name) != getattr(default, name):
-            said.append(f"{int((left & gone).sum())} of {int(left.sum())} traces are left out: filter.{name}.")
-            left &= ~gone
-    return left, said
+            notes.append(
+                f"{int((remaining & dropped).sum())} of {int(remaining.sum())} traces are left out: filter.{name}."
+            )
+            remaining &= ~dropped
+    return remaining, notes
 
 
 def left_out(rewards: Floats, group: NDArray[np.int32], used: Flags, config: Config) -> Flags:
-    """[R] bool: of groups in which no two known rewards of used traces differ, where `even_groups` says so.
+    """Return [R] bool: traces of zero-std groups, if `filter.even_groups` drops them.
 
-    A trace that is alone in its group is not left out where `advantage.singleton` has it keep its reward.
+    A group counts as zero-std if no two known rewards of its used traces differ by more than `filter.tolerance`. A
+    single trace is not dropped if `advantage.singleton` keeps its reward.
     """
     if not config.filter.even_groups:
         return np.zeros(len(rewards), bool)
     spread, count = _spread(rewards, group, np.isfinite(rewards) & used)
-    lone = (count == 1) & (config.advantage.singleton == "keep")
-    return ~(spread > config.filter.tolerance) & ~lone
+    keeps_single = (count == 1) & (config.advantage.singleton == "keep")
+    return ~(spread > config.filter.tolerance) & ~keeps_single
 
 
 def masked(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> Flags:
-    """[R] bool, of some traces: what was cut off; and groups of several with terms left whose rewards are equal."""
-    cut = of & (catalog.ending == CUT) & options.truncated
+    """Return [R] bool: the traces among `of` to mask, which are truncated or in a zero-std group.
+
+    Only groups with several trainable traces count as zero-std here.
+    """
+    truncated = of & (catalog.ending == CUT) & options.truncated
     if not options.mask_even:
-        return cut
-    live = of & np.isfinite(rewards) & ~cut & (catalog.terms > 0)
-    spread, count = _spread(rewards, catalog.group, live)
-    return cut | (of & (count > 1) & ~(spread > options.tolerance))
+        return truncated
+    trainable = of & np.isfinite(rewards) & ~truncated & (catalog.terms > 0)
+    spread, count = _spread(rewards, catalog.group, trainable)
+    return truncated | (of & (count > 1) & ~(spread > options.tolerance))
 
 
 def check_masked(rewards: Floats, source: Source, taken: Flags, options: Filter) -> tuple[list[str], str]:
-    """What is masked of the traces that a run takes, in words; and why nothing is left to train, "" where some is."""
+    """Describe the masking of the traces that a run uses.
+
+    Returns:
+        Sentences about what is masked; and the reason if nothing is left to train, else "".
+    """
     if not (options.truncated or options.mask_even):
         return [], ""
     catalog = source.catalog
-    of = taken & (catalog.terms > 0)
+    trainable = taken & (catalog.terms > 0)
     if options.truncated:
-        _refuse_unsaid(source, of, "filter.truncated", "would be trained on")
-    hidden = masked(rewards, catalog, taken, options)
-    short = hidden & (catalog.ending == CUT) & options.truncated
-    cut, even, said = int(short.sum()), int((hidden & ~short).sum()), []
-    if cut:
-        said.append(f"{cut} of {int(of.sum())} traces were cut off and are masked: filter.truncated.")
+        _check_endings_known(source, trainable, "filter.truncated", "would be trained on")
+    masked_traces = masked(rewards, catalog, taken, options)
+    truncated_traces = masked_traces & (catalog.ending == CUT) & options.truncated
+    truncated_count, even, notes = int(truncated_traces.sum()), int((masked_traces & ~truncated_traces).sum()), []
+    if truncated_count:
+        notes.append(
+            f"{truncated_count} of {int(trainable.sum())} traces were cut off and are masked: filter.truncated."
+        )
     if even:
-        said.append(f"{even} traces of groups in which all rewards are equal are masked: filter.mask_even.")
-    if (of & ~hidden).any():
-        return said, ""
+        notes.append(f"{even} traces of groups in which all rewards are equal are masked: filter.mask_even.")
+    if (trainable & ~masked_traces).any():
+        return notes, ""
     if not even:
-        return said, (
-            f"all {cut} traces were cut off, and filter.truncated masks them. There is nothing to learn. "
+        return notes, (
+            f"all {truncated_count} traces were cut off, and filter.truncated masks them. There is nothing to learn. "
             "Record with a higher limit of tokens, or leave filter.truncated out."
         )
-    return said, (
+    return notes, (
         f"in no group do rewards differ, and filter.mask_even masks {even} traces. There is nothing to learn. Leave "
         "filter.mask_even out, or give traces whose rewards differ within a group."
     )
 
 
-def _spread(rewards: Floats, group: NDArray[np.int32], known: Flags) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """[R] each: between the highest and the lowest known reward of a trace's group (-inf without one); how many."""
+def _spread(
+    rewards: Floats, group: NDArray[np.int32], included: Flags
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return [R] range of the known rewards in each trace's group (-inf if there are none), and [R] their number."""
     ids, at = np.unique(group, return_inverse=True)
     low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
-    np.minimum.at(low, at[known], rewards[known])
-    np.maximum.at(high, at[known], rewards[known])
-    return (high - low)[at], np.bincount(at[known], minlength=len(ids))[at]
+    np.minimum.at(low, at[included], rewards[included])
+    np.maximum.at(high, at[included], rewards[included])
+    return (high - low)[at], np.bincount(at[included], minlength=len(ids))[at]
 
 
-def _refuse_unsaid(source: Source, of: Flags, option: str, else_: str) -> None:
-    unsaid = np.flatnonzero(of & (source.catalog.ending == ENDINGS.index("unknown")))
-    if len(unsaid):
-        name = source.trace_name(int(unsaid[0]))
+def _check_endings_known(source: Source, traces: Flags, option: str, consequence: str) -> None:
+    unknown = np.flatnonzero(traces & (source.catalog.ending == ENDINGS.index("unknown")))
+    if len(unknown):
+        name = source.trace_name(int(unknown[0]))
         raise ArgumentError(
-            f"trace '{name}' and {len(unsaid) - 1} more do not say how they ended: the last generation has neither a "
+            f"trace '{name}' and {len(unknown) - 1} more do not say how they ended: the last generation has neither a "
             "finish_reason nor a stop token, or was prepared before endings were kept. Those that were cut off "
-            f"{else_}. Record finish_reason, prepare again, or leave {option} out."
+            f"{consequence}. Record finish_reason, prepare again, or leave {option} out."
         )
 
 
-_DRAWN = 0x6D6978
+_SEED_TAG = 0x6D6978
 
 
 def shares(source: Source, config: Config) -> tuple[float, ...]:
-    """The weight of each input over the largest; () where no weights are told, or all are equal.
+    """Return the weight of each input relative to the largest; () if all weights are equal or none are set.
 
     Raises:
-        ArgumentError: for other than one positive number for each of several inputs, or a group that stands in two of
-            unlike weights.
+        ArgumentError: unless there is one positive number for each of several inputs, or if a group is in two inputs of
+            different weights.
     """
-    told = config.mixture.weights
-    if not told:
+    setting = config.mixture.weights
+    if not setting:
         return ()
     if source.inputs < 2:
         raise ArgumentError(
@@ -155,58 +178,58 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
             "out, or give several prepared folders."
         )
     try:
-        weights = [float(each) for each in split_names(told)]
+        weights = [float(weight) for weight in split_names(setting)]
     except ValueError:
         weights = []
     if len(weights) != source.inputs or not all(0 < weight < float("inf") for weight in weights):
         raise ArgumentError(
-            f"mixture.weights is {told!r:.80}, and there are {source.inputs} inputs. How often each is taken is not "
+            f"mixture.weights is {setting!r:.80}, and there are {source.inputs} inputs. How often each is taken is not "
             "known. Give one number above 0 for each, with commas between."
         )
-    found = tuple(weight / max(weights) for weight in weights)
+    relative = tuple(weight / max(weights) for weight in weights)
     catalog = source.catalog
-    of_trace = np.array(found)[catalog.source]
+    of_trace = np.array(relative)[catalog.source]
     low, high = np.full(int(catalog.group.max(initial=-1)) + 1, 2.0), np.zeros(int(catalog.group.max(initial=-1)) + 1)
     np.minimum.at(low, catalog.group, of_trace)
     np.maximum.at(high, catalog.group, of_trace)
-    if len(both := np.flatnonzero((low < high)[catalog.group])):
+    if len(mixed := np.flatnonzero((low < high)[catalog.group])):
         raise ArgumentError(
-            f"the group of trace '{source.trace_name(int(both[0]))}' stands in inputs of unlike weights, and a group "
+            f"the group of trace '{source.trace_name(int(mixed[0]))}' stands in inputs of unlike weights, and a group "
             "is taken whole or not. Give its traces other groups, or the inputs one weight."
         )
-    return found if min(found) < 1 else ()
+    return relative if min(relative) < 1 else ()
 
 
 def taken(source: Source, there: NDArray[np.bool_], shares: tuple[float, ...], seed: int) -> NDArray[np.bool_]:
-    """[R] bool: of the traces that are there, those of the groups that an epoch takes.
+    """Return [R] bool: the traces of the groups that an epoch uses, among those in `there`.
 
-    Of the n groups of an input it takes round(share * n), at least one, drawn anew for each seed.
+    Of the n groups of an input, max(1, round(share * n)) are drawn, differently for each seed.
     """
     if not shares:
         return there
     catalog, out = source.catalog, np.zeros(len(there), bool)
     for number, share in enumerate(shares):
-        own = there & (catalog.source == number)
-        groups = np.unique(catalog.group[own])
+        candidates = there & (catalog.source == number)
+        groups = np.unique(catalog.group[candidates])
         count = max(round(share * len(groups)), 1)
-        drawn = np.random.default_rng([seed, _DRAWN, number]).permutation(len(groups))[:count]
-        out |= own & np.isin(catalog.group, groups[drawn])
+        chosen = np.random.default_rng([seed, _SEED_TAG, number]).permutation(len(groups))[:count]
+        out |= candidates & np.isin(catalog.group, groups[chosen])
     return out
 
 
 Rows = NDArray[np.int64]
 
 TOKENS_AT_ONCE = 1 << 20
-"""Traces that are only measured, or looked at before the first step, come in pieces of about so many tokens."""
+"""Approximate tokens per piece when traces are only measured, or checked before the first step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The steps of a pass over the data.
+    """The traces of each step in one epoch.
 
     Args:
-        rows: traces step by step, ascending in each.
-        first: [steps + 1]: where each step's begin.
+        rows: traces ordered by step, ascending within a step.
+        first: [steps + 1] offset of each step in `rows`.
     """
 
     rows: Rows
@@ -216,34 +239,34 @@ class Cut:
         return len(self.first) - 1
 
     def of(self, step: int) -> Rows:
-        """The traces of a step, ascending."""
+        """Return the traces of a step, ascending."""
         return self.rows[self.first[step] : self.first[step + 1]]
 
     @classmethod
     def by(cls, step: NDArray[np.int32], member: NDArray[np.bool_]) -> "Cut":
-        """Of the step of each trace, for the traces that are members; there are as many steps as the highest says.
+        """Build it from the step number of each trace. The number of steps is the highest number in `step` plus 1.
 
         Args:
-            step: [R], -1 for traces of none.
-            member: [R].
+            step: [R], -1 for traces of no step.
+            member: [R] bool, the traces to include.
         """
         rows = np.flatnonzero(member & (step >= 0))
-        of = step[rows]
+        step_of_row = step[rows]
         steps = int(step.max(initial=-1)) + 1
-        first = np.concatenate([[0], np.cumsum(np.bincount(of, minlength=steps))]).astype(np.int64)
-        return cls(rows[np.argsort(of, kind="stable")], first)
+        first = np.concatenate([[0], np.cumsum(np.bincount(step_of_row, minlength=steps))]).astype(np.int64)
+        return cls(rows[np.argsort(step_of_row, kind="stable")], first)
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A step as one rank holds it, and where its terms stand among those of all traces.
+    """One rank's part of a packed step, and the positions of its trained tokens in the whole data set.
 
     Args:
-        step: numbers of traces, tokens, branches and groups are those of the whole data.
-        terms: [L] int64: all terms of its traces, of every rank, by their number among those of all traces; ascending.
-        here: [M] int64: of each term of `step`, its place in `terms`.
-        trace: [L] int64: the trace of each of `terms`.
-        rollout: [L] float32: their recorded logprobs.
+        step: the packed step; traces, tokens, branches and groups are numbered as in the whole data set.
+        terms: [L] int64, ascending: trained tokens of the step's traces on all ranks, numbered in the whole data set.
+        here: [M] int64, index into `terms` of each trained token of `step`.
+        trace: [L] int64, trace of each entry of `terms`.
+        rollout: [L] float32, recorded logprob of each entry of `terms`.
     """
 
     step: Step
@@ -261,56 +284,58 @@ def pack_alone(
     counted: NDArray[np.bool_] | None,
     **how: Any,
 ) -> Planned:
-    """One step of some traces, which is that of packing all of them at once.
+    """Pack one step from some traces. The result is the same as when all traces are packed at once.
 
     Args:
-        rows: ascending.
-        advantages: [R], of all traces.
-        trained: [R] bool: whose terms are laid out.
-        counted: [R] bool: who counts without a term, as for `pack`; None where nobody does.
-        how: what `pack` takes beside.
+        source: the data set.
+        rows: trace numbers, ascending.
+        advantages: [R], for all traces.
+        trained: [R] bool, traces whose tokens are laid out.
+        counted: [R] bool, traces that count in the denominators without a token, as for `pack`; None for no trace.
+        how: further arguments of `pack`.
     """
-    catalog, s = source.catalog, source.take(rows)
-    recorded, rollout = s.trainable, np.asarray(s.rollout_logprobs)[s.trainable]
+    catalog, sequences = source.catalog, source.take(rows)
+    recorded, rollout = sequences.trainable, np.asarray(sequences.rollout_logprobs)[sequences.trainable]
     if not trained[rows].all():
-        s = replace(s, trainable=s.trainable & np.repeat(trained[rows], catalog.tokens[rows]))
-    more = {} if counted is None else {"counted": counted[rows]}
-    [step] = pack(s, advantages[rows], per="trace", **more, **how)
+        sequences = replace(sequences, trainable=sequences.trainable & np.repeat(trained[rows], catalog.tokens[rows]))
+    count_option = {} if counted is None else {"counted": counted[rows]}
+    [step] = pack(sequences, advantages[rows], per="trace", **count_option, **how)
     here = np.cumsum(recorded, dtype=np.int64)[step.origin] - 1
     if len(rows) < catalog.traces:
         step = _of_all(step, rows, catalog)
     count = catalog.terms[rows].astype(np.int64)
-    moved = catalog.first_term[rows] - (np.cumsum(count) - count)
-    return Planned(step, np.arange(len(rollout)) + np.repeat(moved, count), here, np.repeat(rows, count), rollout)
+    shift = catalog.first_term[rows] - (np.cumsum(count) - count)
+    return Planned(step, np.arange(len(rollout)) + np.repeat(shift, count), here, np.repeat(rows, count), rollout)
 
 
 def terms_laid_out(source: Source, rows: Rows, **how: Any) -> NDArray[np.int64]:
-    """[rows]: terms of each trace that `pack` lays out, where some of them may be too long for a row.
+    """Return [rows] the number of trained tokens of each trace that `pack` lays out; some traces may be too long.
 
     Args:
-        rows: ascending.
-        how: what `batch.measure` takes beside.
+        source: the data set.
+        rows: trace numbers, ascending.
+        how: further arguments of `packing.measure`.
 
     Raises:
-        ArgumentError: for a trace that is too long, where that is refused.
+        ArgumentError: if a trace is too long and `too_long` is "refuse".
     """
     refuses = how["too_long"] == "refuse"
-    told = {**how, "too_long": "drop"} if refuses else how
-    left = np.concatenate([measure(source.take(part), **told) for part in pieces(rows, source.catalog)])
-    lost = rows[left < source.catalog.terms[rows]]
-    if refuses and len(lost):
-        measure(source.take(lost), **how)  # which says of the longest what the others are told of as a number
-    return left
+    options = {**how, "too_long": "drop"} if refuses else how
+    laid_out = np.concatenate([measure(source.take(part), **options) for part in pieces(rows, source.catalog)])
+    shortened = rows[laid_out < source.catalog.terms[rows]]
+    if refuses and len(shortened):
+        measure(source.take(shortened), **how)  # Raises the error, which describes the longest trace.
+    return laid_out
 
 
 def pieces(rows: Rows, catalog: Catalog) -> Iterator[Rows]:
-    """Traces in order, in pieces of about `TOKENS_AT_ONCE`."""
-    at = np.cumsum(catalog.tokens[rows], dtype=np.int64) // TOKENS_AT_ONCE
-    yield from (part for part in np.split(rows, np.flatnonzero(np.diff(at)) + 1) if len(part))
+    """Yield traces in order, in pieces of about `TOKENS_AT_ONCE` tokens."""
+    piece_index = np.cumsum(catalog.tokens[rows], dtype=np.int64) // TOKENS_AT_ONCE
+    yield from (part for part in np.split(rows, np.flatnonzero(np.diff(piece_index)) + 1) if len(part))
 
 
 def _of_all(step: Step, rows: Rows, catalog: Catalog) -> Step:
-    """A step of some traces by the numbers of all."""
+    """Renumber a step of some traces as in the whole data set."""
     tokens, branches = catalog.tokens[rows].astype(np.int64), catalog.branches[rows].astype(np.int64)
     origin = step.origin + (catalog.first_token[rows] - (np.cumsum(tokens) - tokens))[step.trace]
     branch = step.branch + (catalog.first_branch[rows] - (np.cumsum(branches) - branches))[step.trace]
@@ -318,17 +343,17 @@ def _of_all(step: Step, rows: Rows, catalog: Catalog) -> Step:
 
 
 class NothingToLearn(ArgumentError):
-    """No trace is left that would move the policy: an error of a run on recorded traces, a step passed over online."""
+    """Raised if no trace would change the policy. It ends an offline run; an online run skips the step."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a step.
+    """The size of one step.
 
     Args:
-        rows: of each row, its tokens and how many of them are scored.
-        terms: of all rows.
-        imbalance: as of the step.
+        rows: per row, the number of tokens and of logit rows.
+        terms: trained tokens in all rows.
+        imbalance: as `Step.imbalance`.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -338,21 +363,21 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Feed:
-    """The traces of a run, as the loop takes them.
+    """The traces of a run, split into training and held-out traces, filtered and with advantages.
 
     Args:
-        source: where their tokens are.
-        rewards: [R] float32, the column trained on, 0 where `filter.zero_truncated` says so.
-        advantages: [R] float32; 0 for held-out traces. With `reward_kl` what they would be without.
-        held: [R] bool, kept out of training.
-        used: [R] bool: neither held out nor left out by what `[filter]` says of a trace alone: what is compared.
-        objective, config: of the run.
-        notes: what a user should know of them, one sentence each.
-        ranks, rank: how many processes share each step, and which of them this is.
-        shape: of the model, for predictions of what rows cost.
-        bucket: rows are padded to a multiple of so many tokens.
-        trees: whether the model can run rows that share prefixes, where the config asks for them.
-        shares_of_inputs: what `shares` gave.
+        source: the data set.
+        rewards: [R] float32, the trained reward; 0 for truncated traces if `filter.zero_truncated` is set.
+        advantages: [R] float32; 0 for held-out traces. With `reward_kl`, the advantages before the penalty.
+        held: [R] bool, held-out traces.
+        used: [R] bool, traces that are not held out and pass the per-trace filters; advantages compare these.
+        objective, config: those of the run.
+        notes: sentences for the user about the traces.
+        ranks, rank: number of processes that share each step, and the number of this process.
+        shape: model shape, for estimates of the cost of rows.
+        bucket: row lengths are padded to a multiple of this number of tokens.
+        trees: whether the model can run rows with shared prefixes, if the config enables them.
+        shares_of_inputs: the result of `shares`.
     """
 
     source: Source
@@ -382,12 +407,19 @@ class Feed:
         shape: ModelShape | None = None,
         bucket: int = 1,
     ) -> "Feed":
-        """Splits, checks and scores.
+        """Filter and split the traces, compute advantages, and check that they fit the objective.
+
+        Args:
+            data: the traces.
+            objective: the objective of the run.
+            config: the options of the run.
+            ranks, rank: number of processes that share each step, and the number of this process.
+            shape: model shape, for estimates of the cost of rows.
+            bucket: row lengths are padded to a multiple of this number of tokens.
 
         Raises:
-            NothingToLearn: if no trace is left that has a term and an advantage.
-            ArgumentError: if the objective needs a ratio that these traces cannot have, or an option would have no
-                effect.
+            NothingToLearn: if no trace has both a trained token and a nonzero advantage.
+            ArgumentError: if the objective needs a ratio that these traces lack, or an option would have no effect.
         """
         source = source_of(data)
         catalog = source.catalog
@@ -402,15 +434,15 @@ class Feed:
         notes += [f"'{part}': the gradient depends on pack.token_budget." for part in objective.per_microbatch]
         rewards = settled(reward_column(catalog, config.data.reward, config.data.reward_weights), source, config.filter)
         held = held_out(catalog.group, config.data.holdout, config.train.seed)
-        used, said = kept(rewards, catalog, ~held, config.filter)
-        if said and not (used & (catalog.terms > 0)).any():
-            raise NothingToLearn(f"nothing is left to train on: {' '.join(said)} Loosen what filter says.")
-        notes += said
+        used, filter_notes = kept(rewards, catalog, ~held, config.filter)
+        if filter_notes and not (used & (catalog.terms > 0)).any():
+            raise NothingToLearn(f"nothing is left to train on: {' '.join(filter_notes)} Loosen what filter says.")
+        notes += filter_notes
         notes += of_old(objective, config, len(np.unique(catalog.group[used])))
         advantages = np.zeros(catalog.traces, np.float32)
         advantages[used] = compared(rewards, source, used, config)
         if not advantages.any():
-            raise _nothing(rewards, source, held, used, config)
+            raise _nothing_to_learn(rewards, source, held, used, config)
         feed = cls(source, rewards, advantages, held, used, objective, config, tuple(notes), ranks, rank, shape, bucket)
         even = int((used & ~feed.taken).sum())
         if even == int(used.sum()):
@@ -420,56 +452,56 @@ class Feed:
             )
         if even:
             notes.append(f"{even} traces of groups in which all rewards are equal are left out: filter.even_groups.")
-        masks, nothing = check_masked(rewards, source, feed.taken, config.filter)
-        if nothing:
-            raise NothingToLearn(nothing)
-        return replace(feed, notes=(*notes, *masks), shares_of_inputs=shares(source, config))
+        mask_notes, reason = check_masked(rewards, source, feed.taken, config.filter)
+        if reason:
+            raise NothingToLearn(reason)
+        return replace(feed, notes=(*notes, *mask_notes), shares_of_inputs=shares(source, config))
 
     @property
     def catalog(self) -> Catalog:
-        """The columns of all traces."""
+        """The table of all traces."""
         return self.source.catalog
 
     @cached_property
     def trained(self) -> NDArray[np.bool_]:
-        """[R] bool: whose terms the steps are made of."""
+        """[R] bool: traces whose tokens are trained."""
         return self.taken & ~self.masked
 
     @cached_property
     def masked(self) -> NDArray[np.bool_]:
-        """[R] bool: what the config masks: it has a reward and counts as a trace, and no term."""
+        """[R] bool: masked traces. Such a trace counts as a trace and has a reward, but no trained token."""
         return masked(self.rewards, self.catalog, self.taken, self.config.filter)
 
     @cached_property
     def taken(self) -> NDArray[np.bool_]:
-        """[R] bool: neither held out nor left out, itself or with its group."""
+        """[R] bool: traces that are neither held out nor dropped by a filter, per trace or per group."""
         return self.used & ~left_out(self.rewards, self.catalog.group, self.used, self.config)
 
     def cut(self, plan_seed: int, *, whole: bool = False) -> Cut:
-        """The traces of each step of an epoch, its groups shuffled by a seed: from the columns alone.
+        """Assign the traces of an epoch to steps, with shuffled groups. Only the table of traces is needed.
 
-        Only traces that may be too long for a row are looked at, once.
+        The tokens are read only of traces that may be too long for a row, once.
 
         Args:
-            plan_seed: what groups are drawn and shuffled by.
-            whole: take all groups, whatever `mixture.weights` says.
+            plan_seed: seed for drawing and shuffling groups.
+            whole: use all groups regardless of `mixture.weights`.
 
         Raises:
-            ArgumentError: if no token can be trained, or a trace is too long and `pack.too_long` refuses it.
+            ArgumentError: if no token can be trained, or a trace is too long and `pack.too_long` is "refuse".
         """
-        there = (self._left > 0) | self.masked
-        if not there.any():
+        present = (self._trained_counts > 0) | self.masked
+        if not present.any():
             raise nothing_to_train()
-        drawn = taken(self.source, there, () if whole else self.shares_of_inputs, plan_seed)
-        step = steps_of(self.catalog.group, drawn, self.config.pack.step_groups, plan_seed)
-        # What was dropped is counted where its group is, or in the first step where all of its group was.
-        dropped = self.trained & (self._left == 0) & (self.catalog.terms > 0)
+        chosen = taken(self.source, present, () if whole else self.shares_of_inputs, plan_seed)
+        step = steps_of(self.catalog.group, chosen, self.config.pack.step_groups, plan_seed)
+        # Count a dropped trace in its group's step, or in the first step if its whole group was dropped.
+        dropped = self.trained & (self._trained_counts == 0) & (self.catalog.terms > 0)
         if dropped.any():
-            step[dropped & (steps_of(self.catalog.group, there, None, None) < 0)] = 0
-        return Cut.by(step, there | dropped)
+            step[dropped & (steps_of(self.catalog.group, present, None, None) < 0)] = 0
+        return Cut.by(step, present | dropped)
 
     def planned(self, rows: Rows) -> Planned:
-        """A step of some traces of a cut."""
+        """Pack one step of the given traces, which are those of one step of a `Cut`."""
         skip = self.config.pack.skip_zero_weight and not self.objective.needs.zero_advantage
         return pack_alone(
             self.source,
@@ -478,21 +510,21 @@ class Feed:
             self.trained,
             self.masked,
             skip_zero_advantage=skip,
-            **self._how(),
+            **self._pack_options(),
         )
 
     def steps(self, plan_seed: int) -> list[Step]:
-        """All steps of an epoch, in memory."""
+        """Return all steps of an epoch as a list."""
         return list(self.each_step(plan_seed))
 
     def each_step(self, plan_seed: int) -> Iterator[Step]:
-        """The steps of an epoch, one after the other."""
+        """Yield the steps of an epoch."""
         cut = self.cut(plan_seed)
         yield from (self.planned(cut.of(number)).step for number in range(len(cut)))
 
     @cached_property
     def sizes(self) -> list[Sizes]:
-        """Of the steps of an epoch, each of which is packed once: for what is said before a run."""
+        """Sizes of the steps of the first epoch, for estimates. Each step is packed once."""
         return [
             Sizes(tuple((len(batch.ids), len(batch.read)) for batch in step.batches), len(step), step.imbalance)
             for step in self.each_step(0)
@@ -500,77 +532,80 @@ class Feed:
 
     @property
     def shares(self) -> bool:
-        """Whether rows share prefixes where that pays."""
+        """Whether rows share prefixes if that is faster."""
         return self.trees and self.config.pack.share_prefixes
 
     def sharing(self) -> Sharing:
-        """What `pack.share_prefixes` would do to the first step: for a dry run."""
-        shared = replace(self.config, pack=replace(self.config.pack, share_prefixes=True))
-        sharing = next(replace(self, config=shared).each_step(0)).sharing
+        """Estimate the effect of `pack.share_prefixes` on the first step, for a dry run."""
+        sharing_config = replace(self.config, pack=replace(self.config.pack, share_prefixes=True))
+        sharing = next(replace(self, config=sharing_config).each_step(0)).sharing
         assert sharing is not None
         return sharing
 
     @property
     def newest(self) -> int | None:
-        """The newest version of a term, None where none is known: what lags count from, here and nowhere else.
+        """The newest recorded version, or None if no token has a version. Staleness is relative to it in offline runs.
 
-        The version that the trained policy is of by this count is not known, as a file does not say it.
+        Files do not record the version of the policy that is trained.
         """
         version = int(self.catalog.version_max.max(initial=-1))
         return None if version < 0 else version
 
     def plan(self, steps: int) -> Plan:
-        """When what happens, in epochs of so many steps: as many in each, however the groups are shuffled."""
+        """Build the schedule for `steps` steps per epoch. Every epoch has the same number, however it is shuffled."""
         return Plan.of(self.config, steps, each_update=each_update(self.objective, self.config))
 
     def held_pieces(self) -> list[Rows]:
-        """The held-out traces in pieces that are only measured; none where none has a term.
+        """Return the held-out traces in pieces; empty if no held-out trace has a trained token.
 
         Raises:
-            ArgumentError: if all of them, or one where that is refused, are too long for a row.
+            ArgumentError: if all of them are too long for a row, or one is and `pack.too_long` is "refuse".
         """
         if not len(rows := np.flatnonzero(self.held & (self.catalog.terms > 0))):
             return []
-        rows = rows[self._laid_out(rows) > 0]
+        rows = rows[self._count_laid_out(rows) > 0]
         if not len(rows):
             raise nothing_to_train()
         return list(pieces(rows, self.catalog))
 
     def held_part(self, rows: Rows) -> Planned:
-        """One of the pieces, as a step."""
-        return pack_alone(self.source, rows, self.advantages, self.held, None, **self._how())
+        """Pack one piece of the held-out traces as a step."""
+        return pack_alone(self.source, rows, self.advantages, self.held, None, **self._pack_options())
 
     def plan_hash(self, cut: Cut) -> str:
-        """The same on every rank that plans the same: of the columns, the advantages and the steps of an epoch."""
+        """Return a hash of the table, the advantages, the held-out traces and the steps of an epoch.
+
+        It is equal on all ranks that plan the same steps.
+        """
         digest = blake2b(self.catalog.hash.encode(), digest_size=16)
         for part in (self.advantages, self.held, cut.rows, cut.first):
             digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """The same for the same terms, rewards and groups."""
+        """Return a hash of the trained tokens, the rewards and the groups."""
         return self.source.fingerprint(self.rewards)
 
     @cached_property
-    def _left(self) -> NDArray[np.int64]:
-        """[R]: terms of trained traces that are laid out."""
-        left = np.zeros(self.catalog.traces, np.int64)
+    def _trained_counts(self) -> NDArray[np.int64]:
+        """[R]: number of tokens laid out per trained trace."""
+        counts = np.zeros(self.catalog.traces, np.int64)
         rows = np.flatnonzero(self.trained & (self.catalog.terms > 0))
-        left[rows] = self._laid_out(rows)
-        return left
+        counts[rows] = self._count_laid_out(rows)
+        return counts
 
-    def _laid_out(self, rows: Rows) -> NDArray[np.int64]:
-        """[rows]: terms that are laid out; tokens are looked at where a trace may be too long for a row."""
-        pack, whole = self.config.pack, self.objective.needs.trace_ratio
-        left = self.catalog.terms[rows].astype(np.int64)
-        size = (self.catalog.tokens if whole else self.catalog.longest)[rows]
-        if len(long := np.flatnonzero(size > pack.token_budget)):
-            how = {"token_budget": pack.token_budget, "whole_traces": whole, "share_prefixes": self.shares}
-            left[long] = terms_laid_out(self.source, rows[long], too_long=pack.too_long, **how)
-        return left
+    def _count_laid_out(self, rows: Rows) -> NDArray[np.int64]:
+        """Return [rows] the tokens laid out per trace. Traces that may be too long for a row are read and measured."""
+        pack, whole_traces = self.config.pack, self.objective.needs.trace_ratio
+        counts = self.catalog.terms[rows].astype(np.int64)
+        lengths = (self.catalog.tokens if whole_traces else self.catalog.longest)[rows]
+        if len(too_long := np.flatnonzero(lengths > pack.token_budget)):
+            options = {"token_budget": pack.token_budget, "whole_traces": whole_traces, "share_prefixes": self.shares}
+            counts[too_long] = terms_laid_out(self.source, rows[too_long], too_long=pack.too_long, **options)
+        return counts
 
-    def _how(self) -> dict[str, Any]:
-        """What `pack` takes, the same for each step."""
+    def _pack_options(self) -> dict[str, Any]:
+        """Return the arguments of `pack` that are the same for each step."""
         return {
             "token_budget": self.config.pack.token_budget,
             "needs": self.objective.needs,
@@ -583,10 +618,10 @@ class Feed:
         }
 
 
-def _nothing(
+def _nothing_to_learn(
     rewards: NDArray[np.float32], source: Source, held: NDArray[np.bool_], used: NDArray[np.bool_], config: Config
 ) -> NothingToLearn:
-    """Why all advantages are 0."""
+    """Return the error that explains why all advantages are 0."""
     if held.any() and compared(rewards, source, used | held, config).any():
         return NothingToLearn(
             "every group whose rewards differ is held out to measure value. There is nothing to learn from the "

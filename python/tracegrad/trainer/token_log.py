@@ -1,9 +1,9 @@
-"""What each step of a run made of its tokens, kept beside the run: one file a step, and the tokens they are of.
+"""The token log of a run: one file per step with the results of its tokens, and the sequences they belong to.
 
-    terms/tokens-00001/               a `Sequences` folder: the traces that are kept
-    terms/step-00000001.r0.safetensors  per-term arrays of one step and rank, for those traces
+    terms/tokens-00001/               a `Sequences` folder: the logged traces
+    terms/step-00000001.r0.safetensors  per-token arrays of one step and rank, for those traces
 
-`Terms` reads, `subset` chooses, `trainer.token_log_writer` writes. A file is never changed once it is written.
+`Terms` reads the log, and `trainer.token_log_writer` writes it. A file never changes once it is written.
 """
 
 import json
@@ -25,24 +25,24 @@ from tracegrad.storage import safetensors_file
 FOLDER = "terms"
 FLOATS = ("ratio", "weight", "advantages", "logprobs", "old_logprobs", "gradient", "entropy")
 KEPT, CLIPPED, UNKNOWN, LATE = range(4)
-"""Codes of `why`; those behind are the objective's gates on detached ratios, in order."""
+"""Codes of `why`. Higher codes are the objective's rejections on detached ratios, in order."""
 
-_STEP = re.compile(r"step-(\d{8,})\.r(\d+)\.safetensors")
+_STEP_FILE = re.compile(r"step-(\d{8,})\.r(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
 class StepTerms:
-    """Terms of one step.
+    """The logged tokens of one step.
 
     Args:
         step: number of the update, from 1.
-        tokens: name of the folder of their tokens.
-        words: what the codes of `why` mean.
-        place: [m] int64, token of those `Sequences`.
-        trace: [m] int32, row of them, ascending.
-        why: [m] uint8, what became of each: trained, clipped, or what masked it.
-        values: [m] float32 each by name, those of `FLOATS`: ratio inside the surrogate, weight, advantage, logprobs
-            of the policy before the update and of old (NaN where none was taken), d loss / d logprob, entropy.
+        tokens: name of the folder with their sequences.
+        words: label of each code of `why`.
+        place: [m] int64, token index in those `Sequences`.
+        trace: [m] int32, trace index in them, ascending.
+        why: [m] uint8, code of the token's outcome: trained, clipped, or the mask that dropped it.
+        values: the arrays of `FLOATS` by name, [m] float32 each: ratio in the surrogate, weight, advantage, logprob of
+            the policy before the update, old logprob (NaN if none was used), d loss / d logprob, entropy.
     """
 
     step: int
@@ -55,11 +55,11 @@ class StepTerms:
 
     @property
     def keep(self) -> NDArray[np.bool_]:
-        """[m]: what no gate has dropped."""
+        """[m] bool: whether no rejection dropped the token."""
         return (self.why == KEPT) | (self.why == CLIPPED)
 
     def of(self, trace: int) -> "StepTerms":
-        """Those of one trace."""
+        """Return the tokens of one trace."""
         first, last = np.searchsorted(self.trace, [trace, trace + 1])
         here = slice(int(first), int(last))
         values = {name: column[here] for name, column in self.values.items()}
@@ -67,25 +67,25 @@ class StepTerms:
 
 
 def write_step(path: Path, terms: StepTerms) -> int:
-    """Writes the terms of a step; returns the bytes."""
-    told = {"step": str(terms.step), "tokens": terms.tokens, "words": json.dumps(terms.words)}
+    """Write the tokens of a step; return the number of bytes."""
+    metadata = {"step": str(terms.step), "tokens": terms.tokens, "words": json.dumps(terms.words)}
     arrays = {"place": terms.place, "trace": terms.trace, "why": terms.why, **terms.values}
-    return safetensors_file.write(path, arrays, told).bytes
+    return safetensors_file.write(path, arrays, metadata).bytes
 
 
 def step_name(step: int, rank: int) -> str:
-    """File of one step and rank."""
+    """Return the file name of one step and rank."""
     return f"step-{step:08d}.r{rank}.safetensors"
 
 
 class Terms:
-    """Reads what a run has kept.
+    """Reads the token log of a run.
 
     Args:
-        folder: of the run, or `terms` in it.
+        folder: the run directory, or its folder `terms`.
 
     Raises:
-        ArgumentError: if nothing was kept there.
+        ArgumentError: if there is no token log.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -98,38 +98,38 @@ class Terms:
         self._sequences = lru_cache(8)(lambda name: Sequences.load(self.folder / name))
 
     def sets(self) -> list[str]:
-        """Names of the folders of tokens that are whole, in order."""
+        """Return the names of the complete folders of sequences, in order."""
         return sorted(path.parent.name for path in self.folder.glob("tokens-*/manifest.json"))
 
     def sequences(self, name: str) -> Sequences:
-        """The tokens of one folder."""
+        """Load the sequences of one folder."""
         return self._sequences(name)
 
     def files(self) -> list[tuple[int, Path]]:
-        """(step, file) of what is whole, in order."""
-        found = [(_STEP.fullmatch(path.name), path) for path in self.folder.iterdir()]
-        return sorted((int(match[1]), path) for match, path in found if match)
+        """Return (step, file) of all step files, in order."""
+        matches = [(_STEP_FILE.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        return sorted((int(match[1]), path) for match, path in matches if match)
 
     def read(self, path: Path) -> StepTerms:
-        """One file.
+        """Read one step file.
 
         Raises:
-            FormatError: if it is none that a run writes.
+            FormatError: if the file is not in the format that a run writes.
         """
-        arrays, told = safetensors_file.read(path)
+        arrays, metadata = safetensors_file.read(path)
         try:
             place, trace, why = (arrays[name] for name in ("place", "trace", "why"))
             values = {name: arrays[name] for name in FLOATS}
-            words = tuple(map(str, json.loads(told["words"])))
-            found = StepTerms(int(told["step"]), told["tokens"], words, place, trace, why, values)
-            whole = self.sequences(found.tokens)
+            words = tuple(map(str, json.loads(metadata["words"])))
+            terms = StepTerms(int(metadata["step"]), metadata["tokens"], words, place, trace, why, values)
+            sequences = self.sequences(terms.tokens)
             lengths = {len(column) for column in arrays.values()}
-            wrong = len(lengths) != 1 or np.any(np.diff(trace.astype(np.int64)) < 0)
-            wrong = wrong or why.max(initial=0) >= len(words)
-            wrong = wrong or (len(place) and not 0 <= place.min() <= place.max() < whole.tokens)
+            invalid = len(lengths) != 1 or np.any(np.diff(trace.astype(np.int64)) < 0)
+            invalid = invalid or why.max(initial=0) >= len(words)
+            invalid = invalid or (len(place) and not 0 <= place.min() <= place.max() < sequences.tokens)
             if (
-                wrong
-                or (len(trace) and not 0 <= trace[0] <= trace[-1] < whole.traces)
+                invalid
+                or (len(trace) and not 0 <= trace[0] <= trace[-1] < sequences.traces)
                 or why.max(initial=0) >= len(words)
             ):
                 raise ValueError("its arrays do not belong together")
@@ -137,36 +137,42 @@ class Terms:
             raise
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise FormatError(f"{path}: not what a run writes ({str(error)[:80]!r}). Run it again.") from error
-        return found
+        return terms
 
     def find(self, trace_id: str) -> list[tuple[str, int]]:
-        """(folder of tokens, row) of a trace by its id, the newest last."""
+        """Return (folder of sequences, row) of each trace with this id, the newest last."""
         names = ((name, self.sequences(name)) for name in self.sets())
-        return [(name, found.trace_ids.index(trace_id)) for name, found in names if trace_id in found.trace_ids]
+        return [
+            (name, sequences.trace_ids.index(trace_id)) for name, sequences in names if trace_id in sequences.trace_ids
+        ]
 
     def of(self, trace_id: str) -> list[StepTerms]:
-        """What became of a trace, step by step."""
-        places = dict(self.find(trace_id))
+        """Return the logged tokens of a trace, step by step."""
+        rows = dict(self.find(trace_id))
         steps = (self.read(path) for _, path in self.files())
-        mine = (step.of(places[step.tokens]) for step in steps if step.tokens in places)
-        return [step for step in mine if len(step.place)]
+        steps_of_trace = (step.of(rows[step.tokens]) for step in steps if step.tokens in rows)
+        return [step for step in steps_of_trace if len(step.place)]
 
 
 def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Sequences, NDArray[np.int64]]:
-    """Some traces alone, without extras and drift details, and where each of their tokens stood: [T] int64."""
+    """Select traces, without extras and the counts of the mismatch report.
+
+    Returns:
+        The selected traces; and [T] int64, the index of each of their tokens in `sequences`.
+    """
     rows = np.asarray(rows, np.int64)
     branches = np.concatenate([np.zeros(0, np.int64), *(_branches(sequences, row) for row in rows)])
     starts, ends = sequences.cu_seqlens[branches], sequences.cu_seqlens[branches + 1]
-    places = np.concatenate(
+    tokens = np.concatenate(
         [np.zeros(0, np.int64), *(np.arange(int(a), int(b)) for a, b in zip(starts, ends, strict=True))]
     ).astype(np.int64)
     number = np.full(sequences.traces, -1, np.int32)
     number[rows] = np.arange(len(rows), dtype=np.int32)
     codes, group = np.unique(sequences.group[rows], return_inverse=True)
-    cu = sequences.cu_turns.tolist()
-    turns = [np.arange(cu[row], cu[row + 1]) for row in rows.tolist()]
+    turn_offsets = sequences.cu_turns.tolist()
+    turns = [np.arange(turn_offsets[row], turn_offsets[row + 1]) for row in rows.tolist()]
     per_token = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
-    columns: dict[str, Any] = {name: getattr(sequences, name)[places] for name in per_token}
+    columns: dict[str, Any] = {name: getattr(sequences, name)[tokens] for name in per_token}
     names = sequences.group_names
     per_trace = ("rewards", "logprob_kind", "temperature", "reshaped", "ending")
     columns |= {name: getattr(sequences, name)[rows] for name in per_trace}
@@ -180,10 +186,10 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
         cu_turns=np.concatenate([[0], np.cumsum([len(part) for part in turns])]).astype(np.int64),
         trace_ids=tuple(sequences.trace_name(int(row)) for row in rows),
         group_names=tuple(names[code] if code < len(names) else str(code) for code in codes),
-        drift=_drift(sequences, number),
+        drift=_subset_drift(sequences, number),
         extras={},
         images=sequences.images and sequences.images.take(branches),
-    ), places
+    ), tokens
 
 
 def _branches(sequences: Sequences, row: int) -> NDArray[np.int64]:
@@ -191,19 +197,19 @@ def _branches(sequences: Sequences, row: int) -> NDArray[np.int64]:
     return np.arange(first, last, dtype=np.int64)
 
 
-def _drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:
-    found = sequences.drift
-    here = np.flatnonzero(number[found.trace] >= 0) if len(found) else np.zeros(0, np.int64)
+def _subset_drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:
+    drift = sequences.drift
+    here = np.flatnonzero(number[drift.trace] >= 0) if len(drift) else np.zeros(0, np.int64)
     if not len(here):
-        return replace(no_drift(), reasons=found.reasons)
-    columns = {name: getattr(found, name)[here] for name in ("reason", "turn", "token", "count")}
-    details = tuple(found.detail[index] for index in here.tolist())
+        return replace(no_drift(), reasons=drift.reasons)
+    columns = {name: getattr(drift, name)[here] for name in ("reason", "turn", "token", "count")}
+    details = tuple(drift.detail[index] for index in here.tolist())
     return replace(
-        found, **columns, trace=number[found.trace[here]], detail=details, recorded=0, exact=0, errors=(), left_out=()
+        drift, **columns, trace=number[drift.trace[here]], detail=details, recorded=0, exact=0, errors=(), left_out=()
     )
 
 
 def each(folder: Path) -> Iterator[StepTerms]:
-    """All steps of a folder, in order."""
-    found = Terms(folder)
-    return (found.read(path) for _, path in found.files())
+    """Yield all steps of a folder, in order."""
+    reader = Terms(folder)
+    return (reader.read(path) for _, path in reader.files())

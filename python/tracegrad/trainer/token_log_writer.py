@@ -1,4 +1,4 @@
-"""Write per-token data of a run in the background, and choose the traces that its report shows."""
+"""Write the token log of a run in a background thread, and choose the traces that its report shows."""
 
 import queue
 import shutil
@@ -26,16 +26,16 @@ _MEGA = 1_000_000
 
 
 class Keeper:
-    """Writes the terms of steps, of whole groups that are chosen by their names, within a bound.
+    """Writes the token log: per-token results of steps, for groups sampled by name within a size limit.
 
-    Nothing here stops a run: a disk that is full ends the keeping, and `problem` says so.
+    It never stops a run. If the disk is full, logging ends, and `problem` has the reason.
 
     Args:
-        out: folder of the run.
+        out: run directory.
         options: section `terms` of the config.
-        objective: whose gates give the reasons.
-        rank, world: this process of so many; the first one writes the tokens too.
-        taken: steps taken before; what stands there of later ones is removed, as those are taken again.
+        objective: the objective, whose rejections are the reasons in the log.
+        rank, world: number of this process, and number of processes. The first one also writes the tokens.
+        taken: steps done before; files of later steps are removed, because a resumed run repeats these steps.
     """
 
     def __init__(
@@ -43,47 +43,49 @@ class Keeper:
     ) -> None:
         self.folder, self._options, self._objective, self._rank = out / token_log.FOLDER, options, objective, rank
         self.problem = ""
-        self._bound = options.megabytes * _MEGA // world
+        self._max_bytes = options.megabytes * _MEGA // world
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
-        self._sets = 0
-        self._known: tuple[Sequences | Source, str, NDArray[np.int32], NDArray[np.int64]] | None = None
-        self._spent = 0
+        self._sets_written = 0
+        self._current_data: tuple[Sequences | Source, str, NDArray[np.int32], NDArray[np.int64]] | None = None
+        self._bytes_written = 0
         if options.keep != "none":
-            self._begin(taken)
+            self._resume(taken)
             self._thread.start()
 
     @classmethod
     def silent(cls, out: Path, objective: Objective) -> "Keeper":
-        """One that keeps nothing."""
+        """Return a token logger that writes nothing."""
         return cls(out, Kept(keep="none"), objective)
 
     def step(
         self, number: int, packed: Step, outcome: Outcome, data: Sequences | Source, *, sets: int = 1, passes: int = 1
     ) -> None:
-        """Has a step kept; waits only where two steps are not written yet.
+        """Queue a step for writing. Blocks only if two steps are waiting already.
 
         Args:
-            number: of the update, from 1.
-            data: what `packed.trace` and `packed.origin` count into.
-            sets: how many different `data` are still to come, this one included.
-            passes: how often each of their terms comes.
+            number: number of the update, from 1.
+            packed: the step.
+            outcome: the result of the step.
+            data: the data that `packed.trace` and `packed.origin` index.
+            sets: number of different `data` still to come, including this one.
+            passes: how often each of their tokens is trained.
         """
         if self._thread.is_alive():
             self._queue.put((number, packed, outcome, data, sets, passes))
 
     def flush(self) -> None:
-        """Waits until what was given is written: a checkpoint is not ahead of it."""
+        """Wait until all queued steps are written. Call it before a checkpoint, which must not be ahead of the log."""
         if self._thread.is_alive():
             self._queue.join()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the queued steps, and stop the thread."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
 
-    def _begin(self, taken: int) -> None:
+    def _resume(self, taken: int) -> None:
         try:
             if taken == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -91,18 +93,18 @@ class Keeper:
             for path in self.folder.glob(f"step-*.r{self._rank}.safetensors"):
                 if int(path.name[5:].partition(".")[0]) > taken:
                     path.unlink()
-            self._sets = len(list(self.folder.glob("tokens-*")))
-            self._spent = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
+            self._sets_written = len(list(self.folder.glob("tokens-*")))
+            self._bytes_written = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
         except OSError as error:
             self.problem = f"{self.folder}: {error.strerror}. What the steps made of their tokens is not kept."
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             if not self.problem:
-                self._try(job)
+                self._write_or_stop(job)
             self._queue.task_done()
 
-    def _try(self, job: Any) -> None:
+    def _write_or_stop(self, job: Any) -> None:
         try:
             self._write(*job)
         except (TracegradError, OSError) as error:
@@ -111,102 +113,113 @@ class Keeper:
     def _write(
         self, number: int, packed: Step, outcome: Outcome, data: Sequences | Source, sets: int, passes: int
     ) -> None:
-        if self._known is None or self._known[0] is not data:
-            self._known = (data, *self._new(source_of(data), sets, passes))
-        _, name, rows, moved = self._known
+        if self._current_data is None or self._current_data[0] is not data:
+            self._current_data = (data, *self._start_set(source_of(data), sets, passes))
+        _, set_name, rows, shifts = self._current_data
         here = np.flatnonzero(rows[packed.trace] >= 0)
-        if not len(here) or (self._options.keep == "sampled" and self._left() < len(here) * _TERM_BYTES):
+        if not len(here) or (self._options.keep == "sampled" and self._bytes_left() < len(here) * _TERM_BYTES):
             return
-        words, why = reasons(packed, outcome, self._objective)
+        labels, codes = reasons(packed, outcome, self._objective)
         old = np.full(len(packed), np.nan, np.float32) if packed.old_logprobs is None else packed.old_logprobs
         columns = {"advantages": packed.advantages, "old_logprobs": old}
-        columns |= {each: getattr(outcome, each) for each in token_log.FLOATS if each not in columns}
+        columns |= {name: getattr(outcome, name) for name in token_log.FLOATS if name not in columns}
         order = here[np.argsort(rows[packed.trace[here]], kind="stable")]
-        found = StepTerms(
+        terms = StepTerms(
             number,
-            name,
-            words,
-            packed.origin[order] - moved[packed.trace[order]],
+            set_name,
+            labels,
+            packed.origin[order] - shifts[packed.trace[order]],
             rows[packed.trace[order]],
-            why[order],
-            {each: np.asarray(column, np.float32)[order] for each, column in columns.items()},
+            codes[order],
+            {name: np.asarray(column, np.float32)[order] for name, column in columns.items()},
         )
-        self._spent += token_log.write_step(self.folder / token_log.step_name(number, self._rank), found)
+        self._bytes_written += token_log.write_step(self.folder / token_log.step_name(number, self._rank), terms)
 
-    def _new(self, source: Source, sets: int, passes: int) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
-        """Chooses groups of new traces, writes their tokens, and says which row each trace is there.
+    def _start_set(self, source: Source, sets: int, passes: int) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
+        """Choose groups of new traces, and write their tokens.
 
         Returns:
-            the name of what holds them; by trace its row, -1 where it is not kept; and by how much its tokens moved.
+            The name of the folder; by trace its row there, or -1; and by trace the shift of its token offsets.
         """
-        catalog, chosen = source.catalog, self._chosen(source, sets, passes)
-        self._sets += 1
-        name = f"tokens-{self._sets:05d}"
+        catalog, chosen = source.catalog, self._choose_rows(source, sets, passes)
+        self._sets_written += 1
+        name = f"tokens-{self._sets_written:05d}"
         if self._rank == 0 and len(chosen):
             part = source.kept(chosen)
             part.save(self.folder / name)
-            self._spent += part.tokens * _TOKEN_BYTES
-        rows, moved = np.full(catalog.traces, -1, np.int32), np.zeros(catalog.traces, np.int64)
+            self._bytes_written += part.tokens * _TOKEN_BYTES
+        rows, shifts = np.full(catalog.traces, -1, np.int32), np.zeros(catalog.traces, np.int64)
         rows[chosen] = np.arange(len(chosen), dtype=np.int32)
         tokens = catalog.tokens[chosen].astype(np.int64)
-        moved[chosen] = catalog.first_token[chosen] - (np.cumsum(tokens) - tokens)
-        return name, rows, moved
+        shifts[chosen] = catalog.first_token[chosen] - (np.cumsum(tokens) - tokens)
+        return name, rows, shifts
 
-    def _left(self) -> int:
-        return self._bound - self._spent
+    def _bytes_left(self) -> int:
+        return self._max_bytes - self._bytes_written
 
-    def _chosen(self, source: Source, sets: int, passes: int) -> NDArray[np.int64]:
-        """Rows of the groups whose names fall into the share that the bound leaves."""
+    def _choose_rows(self, source: Source, sets: int, passes: int) -> NDArray[np.int64]:
+        """Return the rows of the groups whose name hash is below the share that fits into the remaining bytes."""
         catalog = source.catalog
         if self._options.keep == "all":
             return np.arange(catalog.traces)
         tokens = int(catalog.tokens.sum(dtype=np.int64))
         cost = tokens * _TOKEN_BYTES + catalog.all_terms * _TERM_BYTES * passes
-        share = self._left() / max(sets, 1) / max(cost, 1)
+        share = self._bytes_left() / max(sets, 1) / max(cost, 1)
         return np.flatnonzero(source.lots() < share)
 
 
 def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
-    """What became of each term, and the words for it: trained, clipped, or the first that masked it.
+    """Return a code per trained token and the label of each code: trained, clipped, or the first mask.
 
-    Which of several gates dropped a term is found by the correction itself, with one gate more each time.
+    To find out which of several rejections dropped a token, the correction is repeated with one more rejection at a
+    time.
     """
     gates = tuple(gate for gate in objective.gates if gate.detached)
-    late = "; or ".join(str(g) for g in objective.gates if not g.detached) or "a selector on the trained policy"
-    words = ("trained", f"clipped: {objective.surrogate}", "masked: its logprob was not recorded", f"masked: {late}")
-    words = (*words, *(f"masked: {gate}" for gate in gates))
-    why = np.full(len(packed), KEPT, np.uint8)
-    why[outcome.clipped] = CLIPPED
-    why[~outcome.keep] = LATE
-    lost = ~np.asarray(outcome.corrected.keep, bool)
+    undetached_label = (
+        "; or ".join(str(g) for g in objective.gates if not g.detached) or "a selector on the trained policy"
+    )
+    labels = (
+        "trained",
+        f"clipped: {objective.surrogate}",
+        "masked: its logprob was not recorded",
+        f"masked: {undetached_label}",
+    )
+    labels = (*labels, *(f"masked: {gate}" for gate in gates))
+    codes = np.full(len(packed), KEPT, np.uint8)
+    codes[outcome.clipped] = CLIPPED
+    codes[~outcome.keep] = LATE
+    masked = ~np.asarray(outcome.corrected.keep, bool)
     if objective.needs.rollout:
-        why[lost & np.isnan(packed.rollout_logprobs)] = UNKNOWN
-    open_ = lost & ~np.isnan(packed.rollout_logprobs)
+        codes[masked & np.isnan(packed.rollout_logprobs)] = UNKNOWN
+    unexplained = masked & ~np.isnan(packed.rollout_logprobs)
     for count in range(1, len(gates) + 1):
-        last = count == len(gates)
-        fell = open_ if last else open_ & ~detached(packed, objective, "mask", gates=gates[:count]).keep
-        why[fell] = LATE + count
-        open_ &= ~fell
-    return words, why
+        is_last = count == len(gates)
+        dropped = (
+            unexplained if is_last else unexplained & ~detached(packed, objective, "mask", gates=gates[:count]).keep
+        )
+        codes[dropped] = LATE + count
+        unexplained &= ~dropped
+    return labels, codes
 
 
 MOST = 20
-"""Traces that a report shows."""
+"""Maximum number of traces in a report."""
 
 
 class Records:
-    """What is kept of the steps of the last pass.
+    """Records of trained tokens of the last epoch, for the report.
 
-    Where it is bounded, of each side (good is an advantage of at least 0 on average) the `MOST` hardest pulling
-    traces stay that are first of their groups, and as many of the others: no report of `MOST` traces shows another one.
+    If bounded, traces are split by the sign of their mean advantage, where 0 counts as positive. Of each side, the
+    `MOST` traces with the largest gradient magnitude that are the first of their group are kept, and `MOST` others. A
+    report of `MOST` traces needs no others.
 
     Args:
-        catalog: of all traces.
-        bounded: keep these alone; else every term.
+        catalog: table of all traces.
+        bounded: keep only these traces; otherwise all.
 
     Attributes:
-        records: by step.
-        pull: of all terms that were added, sum of |d loss / d logprob|.
+        records: the records by step.
+        pull: sum of |d loss / d logprob| over all added tokens, including those discarded.
     """
 
     def __init__(self, catalog: Catalog, *, bounded: bool) -> None:
@@ -215,31 +228,31 @@ class Records:
         self.pull = 0.0
 
     def add(self, record: TermRecord) -> None:
-        """Takes the terms of a step; each trace comes once."""
+        """Add the tokens of a step. Each trace occurs only once."""
         self.records.append(record)
         self.pull += float(np.abs(np.nan_to_num(record.gradient)).sum(dtype=np.float64))
         if self._bounded:
-            self._let_go()
+            self._discard()
 
-    def _let_go(self) -> None:
-        trace = np.concatenate([each.trace for each in self.records])
-        gradient = np.concatenate([each.gradient for each in self.records])
-        advantages = np.concatenate([each.advantages for each in self.records])
-        rows, of = np.unique(trace, return_inverse=True)
-        pull = np.asarray(np.bincount(of, np.abs(np.nan_to_num(gradient)).astype(np.float64)), np.float64)
-        good = np.bincount(of, np.nan_to_num(advantages).astype(np.float64)) >= 0
-        chosen = [self._shown(rows[side], pull[side]) for side in (good, ~good)]
-        stay = np.concatenate(chosen)
-        parts = [_of(record, np.isin(record.trace, stay)) for record in self.records]
+    def _discard(self) -> None:
+        trace = np.concatenate([record.trace for record in self.records])
+        gradient = np.concatenate([record.gradient for record in self.records])
+        advantages = np.concatenate([record.advantages for record in self.records])
+        rows, owner = np.unique(trace, return_inverse=True)
+        pull = np.asarray(np.bincount(owner, np.abs(np.nan_to_num(gradient)).astype(np.float64)), np.float64)
+        good = np.bincount(owner, np.nan_to_num(advantages).astype(np.float64)) >= 0
+        chosen = [self._choose_traces(rows[side], pull[side]) for side in (good, ~good)]
+        kept_traces = np.concatenate(chosen)
+        parts = [_select(record, np.isin(record.trace, kept_traces)) for record in self.records]
         self.records = [part for part in parts if len(part.trace)]
 
-    def _shown(self, rows: NDArray[np.int32], pull: NDArray[np.float64]) -> NDArray[np.int32]:
+    def _choose_traces(self, rows: NDArray[np.int32], pull: NDArray[np.float64]) -> NDArray[np.int32]:
         order = np.argsort(-pull, kind="stable")
-        heads = np.unique(self._catalog.group[rows[order]], return_index=True)[1]
+        first_of_group = np.unique(self._catalog.group[rows[order]], return_index=True)[1]
         first = np.zeros(len(order), bool)
-        first[heads] = True
+        first[first_of_group] = True
         return np.concatenate([rows[order[first]][:MOST], rows[order[~first]][:MOST]])
 
 
-def _of(record: TermRecord, here: NDArray[np.bool_]) -> TermRecord:
-    return replace(record, **{each.name: getattr(record, each.name)[here] for each in fields(record)[1:]})
+def _select(record: TermRecord, mask: NDArray[np.bool_]) -> TermRecord:
+    return replace(record, **{column.name: getattr(record, column.name)[mask] for column in fields(record)[1:]})

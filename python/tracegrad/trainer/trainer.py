@@ -1,7 +1,7 @@
-"""A policy and its optimizer, driven one step at a time: the inner half of the loop, which holds no data set.
+"""Train a policy one optimizer step at a time, without a data set.
 
-Here is `Run`, which measures what a step lacks, corrects, updates, says what was seen and writes checkpoints. Steps are
-its caller's: epochs over a file (`loop`), an online loop, or one of your own. No arithmetic of losses here.
+`Run` computes missing logprobs, corrects, updates, reports metrics and writes checkpoints. The caller provides the
+steps: the offline loop (`loop`), the online loop, or your own loop. Losses are computed elsewhere.
 """
 
 import time
@@ -46,38 +46,40 @@ from tracegrad.trainer.step_metrics import checked_rewards, row_of
 
 
 class Run:
-    """A model that is trained by steps from anywhere; its parameters are changed in place.
+    """Trains a model in place, on steps from any source.
 
-    Over ranks every one of them makes the same calls in the same order, each with its own `Step` of the same plan.
+    With several ranks, all make the same calls in the same order, each with its own `Step` of the same plan.
 
     Args:
-        model: a transformers causal LM, with peft's adapters or without; moved to the device, float32, dropout off.
+        model: a transformers causal LM, with or without peft adapters. It is moved to the device, set to float32 and to
+            eval mode (no dropout).
         objective: a preset or another value of `Objective`.
-        config: default `Config()`. What is of data (`data`, `advantage`, `reward_kl`, most of `pack`), epochs and value
-            is for who makes the steps; `train.updates_per_old` is read here by objectives on the proximal alone.
-        out: folder for config.toml and checkpoints, made with the first step or checkpoint: one that all ranks see, or
-            an address of fsspec, for which each machine works in a folder of its own.
-        tokenizer: folder whose tokenizer files go into each checkpoint.
-        optimizer: over `model.parameters()`, or a function of groups of parameters that makes one; default AdamW as the
-            config says. The schedule and clipping stay the config's.
-        reference: a causal LM to measure the reference logprobs with, for objectives that take them; default the
-            folder `train.ref_model`, or the model as it is given here (without its adapters, where it has any), which
-            follows the policy if `train.ref_mixup_alpha` is below 1.
-        keep_start: keep a frozen copy of the model as it is given here, where that is the reference and has no adapters
-            to be measured without. False for steps that bring their reference logprobs.
-        ranks: who shares each step; default the open process group, or the one that torchrun asks for.
-        steps: optimizer steps in all, which a schedule that is not constant goes by; it may be set until the first one.
+        config: default `Config()`. Options about data (`data`, `advantage`, `reward_kl`, most of `pack`), epochs and
+            held-out evaluation are for the code that makes the steps. `train.updates_per_old` is used here only for
+            objectives with the log-linear proximal policy.
+        out: run directory for config.toml and checkpoints, created with the first step or checkpoint. Either a path
+            that all ranks see, or an fsspec address; then each machine works in its own local folder.
+        tokenizer: folder whose tokenizer files are copied into each checkpoint.
+        optimizer: an optimizer over `model.parameters()`, or a function that makes one from parameter groups. Default
+            AdamW with the options of `config`. The schedule and clipping always follow `config`.
+        reference: a causal LM for the reference logprobs, if the objective needs them. Default the folder
+            `train.ref_model`, or the initial `model` (without its adapters, if it has any), which follows the policy if
+            `train.ref_mixup_alpha` is below 1.
+        keep_start: keep a frozen copy of the initial model if it is the reference and has no adapters to switch off.
+            Set False if the steps come with reference logprobs.
+        ranks: the ranks that share each step; default the open process group, or the one that torchrun configures.
+        steps: total number of optimizer steps, for schedules that are not constant. It can be set until the first step.
 
     Raises:
-        ArgumentError: if objective, model and config do not fit together.
+        ArgumentError: if objective, model and config are incompatible.
 
     Attributes:
-        model, objective, config, out, ranks, steps: as given, the model with the adapters that the config asks for.
-        away: the folder as its ranks share it; `out` is the one of this machine.
-        taken: optimizer steps taken, those before a `restore` included.
-        version: of the policy, as the last step was told; None where none was.
-        num_tokens: of the prompts and completions of all steps, as the metric of that name counts them.
-        watch: wall seconds by stage.
+        model, objective, config, out, ranks, steps: the arguments; the model has the adapters that the config adds.
+        away: the run directory shared by the ranks; `out` is its folder on this machine.
+        taken: number of optimizer steps done, including those before a `restore`.
+        version: policy version passed to the last step; None if none was passed.
+        num_tokens: prompt and completion tokens of all steps, as the metric of the same name counts them.
+        watch: wall time by stage in seconds.
     """
 
     def __init__(
@@ -102,14 +104,14 @@ class Run:
         self.model, self.policy = prepared(model, self.config, self.ranks, optimizer)
         self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
         self.reference = other_model(reference, objective, self.config, self.policy)
-        self._mixed = self.reference.model if is_mixed(objective, self.config) and self.reference else None
+        self._mixed_reference = self.reference.model if is_mixed(objective, self.config) and self.reference else None
         self.control, self.idle = Control(objective), Idle(self.target.device)
-        self.watch = metrics.Stopwatch(self._at)
+        self.watch = metrics.Stopwatch(self._report_stage)
         self.taken, self.version, self.num_tokens = 0, None, 0
         self.away = Away.of(out, self.ranks)
         self.out = self.away.path
         self._proximal: int | None = None
-        self._begun = False
+        self._started = False
         self._row: dict[str, Any] = {}
 
     def step(
@@ -121,44 +123,46 @@ class Run:
         endings: NDArray[np.uint8] | None = None,
         check: Callable[[Floats], None] | None = None,
     ) -> Outcome:
-        """Takes one optimizer step.
+        """Do one optimizer step.
 
-        `old` and `ref` are measured where the objective needs them and the step lacks them: `old` by the policy as it
-        is, so that theta is old. For several updates on one `old` pass the steps through `ready` before the first.
+        `old` and `ref` logprobs are computed if the objective needs them and the step lacks them. `old` then comes from
+        the current policy, so it equals theta. For several updates with one `old`, call `ready` on the steps before
+        the first update.
 
         Args:
-            step: from `pack`, of this rank.
-            version: of the policy as it is before this step, by the count that the recorded versions go by: lags count
-                from it. None where it is not known.
-            rewards: [R], which `step.trace` counts into, for the row alone.
-            endings: [R] uint8, `Sequences.ending`, likewise: how each trace ended.
-            check: called with the [M] logprobs of the policy before the update, which what it raises prevents.
+            step: this rank's step, from `pack`.
+            version: version of the policy before this step, in the numbering of the recorded versions. Staleness is
+                relative to it. None if unknown.
+            rewards: [R] rewards, indexed by `step.trace`; used only for metrics.
+            endings: [R] uint8, `Sequences.ending`, how each trace ended; used only for metrics.
+            check: called before the update with the [M] logprobs of the policy. If it raises, there is no update.
 
         Returns:
-            what the step saw; its logprobs are those of the policy before the update.
+            The result of the step. Its logprobs are those of the policy before the update.
 
         Raises:
-            ArgumentError: for ids that the model has not, a term of a later version, or a reference that is not known.
-            TracegradError: if the gradient is not finite, the parameters are then as they were; or for lost memory.
+            ArgumentError: if the model does not have an id of the step, a token has a later version, or the reference
+                is unknown.
+            TracegradError: if the gradient is not finite (the parameters do not change), or memory runs out.
         """
         with self.together():
             self.begin()
-            began = time.perf_counter()
+            start = time.perf_counter()
             with self.watch("prepare"):
-                rewards = self._checked(step, version, rewards)
+                rewards = self._check_inputs(step, version, rewards)
             step = self.ready(step)
             with self.watch("prepare"):
                 if step.alpha is None and self.objective.needs.proximal:
                     step = self._with_alpha(step, version)
                 corrected = self.correct(step)
-            told = {"version": version, "rewards": rewards, "endings": endings}
-            return self.update(step, corrected, **told, began=began, check=check)
+            trace_data = {"version": version, "rewards": rewards, "endings": endings}
+            return self.update(step, corrected, **trace_data, began=start, check=check)
 
     def ready(self, step: Step) -> Step:
-        """The step with the `old` and reference logprobs that the objective needs and it lacks, by the policy as it is.
+        """Add the `old` and reference logprobs that the objective needs and the step lacks, from the current policy.
 
         Raises:
-            ArgumentError: if it lacks reference logprobs and nothing here can measure them.
+            ArgumentError: if the step lacks reference logprobs and there is no reference to compute them.
         """
         needs = self.objective.needs
         if needs.old and step.old_logprobs is None:
@@ -176,24 +180,27 @@ class Run:
         return step
 
     def measure(self, step: Step, *, of: Literal["policy", "reference"] = "policy") -> Floats:
-        """[M] logprobs of the step's terms, nats, without gradient; NaN for terms that no batch of this rank holds.
+        """Compute [M] logprobs of the step's trained tokens in nats, without gradient.
+
+        Tokens in no batch of this rank are NaN.
 
         Args:
-            of: the policy as it is; or the reference, which is the policy itself where there is no other.
+            of: "policy" for the current policy. "reference" for the reference, or the policy (without its adapters) if
+                there is no reference model.
         """
-        own = of == "reference" and self.reference is None and not self.config.train.ref_every
+        is_policy = of == "reference" and self.reference is None and not self.config.train.ref_every
         model = self.reference if of == "reference" and self.reference is not None else self.target
         check_step(step, model.model)
-        with adapters_off(self.model) if own else nullcontext():
+        with adapters_off(self.model) if is_policy else nullcontext():
             logprobs = step.with_logprobs(old=measure(model, step.batches, self.precision)).old_logprobs
         assert logprobs is not None
         return np.asarray(logprobs, np.float32)
 
     def correct(self, step: Step, *, beside: bool = False) -> Corrected:
-        """All of a step that does not depend on the policy being trained.
+        """Compute the parts of a step that do not depend on the trained policy: weights, masks and scales.
 
         Args:
-            beside: in a thread of its own, beside what this rank does else.
+            beside: set it in the background thread, which uses its own process group.
         """
         reduce = None if self.ranks.alone else partial(self.ranks.all_reduce, beside=beside)
         return detached(step, self.objective, self.config.train.missing, reduce)
@@ -210,11 +217,16 @@ class Run:
         began: float | None = None,
         check: Callable[[Floats], None] | None = None,
     ) -> Outcome:
-        """The second half of `step`, for a step that is ready and corrected.
+        """Update the policy with a step that is ready and corrected: the second half of `step`.
 
         Args:
-            newest: what the row's breakdown by lag counts from, where `version` is not known.
-            began: `time.perf_counter()` from which the row's seconds count; default now.
+            step: a step with the logprobs that the objective needs, from `ready`.
+            corrected: the result of `correct`.
+            version: as for `step`.
+            newest: reference version of the metrics by staleness, if `version` is None.
+            rewards: as for `step`.
+            endings: as for `step`.
+            began: start of the step's wall time, from `time.perf_counter()`; default now.
             check: as for `step`.
         """
         began = time.perf_counter() if began is None else began
@@ -236,34 +248,42 @@ class Run:
         bonus = {"entropy_coef": self.control.coef} if self.control.adapts else {}
         self.control.update(outcome.entropy, outcome.keep, self.ranks.all_reduce)
         self.taken, self.version = self.taken + 1, version
-        if self._mixed is not None and self.taken % self.config.train.ref_every == 0:
-            mix(self._mixed, self.model, self.config.train.ref_mixup_alpha)
+        if self._mixed_reference is not None and self.taken % self.config.train.ref_every == 0:
+            mix(self._mixed_reference, self.model, self.config.train.ref_mixup_alpha)
         with self.watch("metrics"):
-            told = {"version": version, "newest": newest, "rewards": rewards, "endings": endings}
-            seen = row_of(step, outcome, self.objective, **told, ranks=self.ranks)
-        if "num_tokens" in seen:
-            self.num_tokens = seen["num_tokens"] = self.num_tokens + int(seen["num_tokens"])
-        rate, idle = seen["tokens"] / seconds, self.idle.share()
-        waited = {} if idle is None else {"device_idle": idle}
-        self._row = {"step": self.taken, "lr": lr, **bonus, **seen, "seconds": seconds, "tokens_per_s": rate, **waited}
+            trace_data = {"version": version, "newest": newest, "rewards": rewards, "endings": endings}
+            metrics_row = row_of(step, outcome, self.objective, **trace_data, ranks=self.ranks)
+        if "num_tokens" in metrics_row:
+            self.num_tokens = metrics_row["num_tokens"] = self.num_tokens + int(metrics_row["num_tokens"])
+        tokens_per_s, idle = metrics_row["tokens"] / seconds, self.idle.share()
+        idle_metrics = {} if idle is None else {"device_idle": idle}
+        self._row = {
+            "step": self.taken,
+            "lr": lr,
+            **bonus,
+            **metrics_row,
+            "seconds": seconds,
+            "tokens_per_s": tokens_per_s,
+            **idle_metrics,
+        }
         return outcome
 
     def row(self) -> dict[str, Any]:
-        """The metrics of the last step by the names of docs/metrics.md; empty before the first."""
+        """Return the metrics of the last step by their names in docs/metrics.md; empty before the first step."""
         return dict(self._row)
 
     def weights(self, *, adapters: Adapters = "merged", device: Any = "cpu") -> dict[str, torch.Tensor]:
-        """The parameters as they are, whole, by the names of the model's state dict; empty but on the first rank.
+        """Gather the full parameters by their names in the state dict on the first rank; other ranks get {}.
 
-        What is whole and on the device already is no copy: the next step changes it.
+        A tensor that is not sharded and already on the device is not copied: the next step changes it.
 
         Args:
-            adapters: of a model with adapters: "merged" into the weights of the model without them, by its names; or
-                "alone", by the names of peft's files.
-            device: where to; None leaves each where it is.
+            adapters: for a model with adapters, "merged" merges them into the weights, by the names of the base model.
+                "alone" returns only the adapters, by the names in peft's files.
+            device: target device; None keeps the device of each tensor.
 
         Raises:
-            ArgumentError: for "alone" of a model without adapters.
+            ArgumentError: for "alone" if the model has no adapters.
         """
         return whole_weights(self.model, self.ranks, adapters, device)
 
@@ -275,102 +295,104 @@ class Run:
         terms: Sequence[TermRecord] = (),
         control: Mapping[str, float] | None = None,
     ) -> Path:
-        """Writes a checkpoint of the state as it is, and says where; all but the newest `checkpoint.keep` go.
+        """Write a checkpoint of the current state and return its path. Only the newest `checkpoint.keep` are kept.
 
         Args:
-            fingerprint, logprobs, control: of the data, where the run is one over a data set, as in `Progress`.
-            terms: of this rank, for the report of the run that goes on from here.
+            fingerprint, logprobs, control: state of the data set, if the run has one, as in `Progress`.
+            terms: this rank's records of trained tokens, for the report after a resume.
 
         Raises:
-            TracegradError: if it cannot be written whole; checkpoints written before stay as they are.
+            TracegradError: if the checkpoint cannot be written completely; earlier checkpoints are unchanged.
         """
         self.begin()
         proximal = {} if self._proximal is None else {"proximal": float(self._proximal)}
-        counted = {"num_tokens": float(self.num_tokens)}
-        adapts = {**self.control.state(), **proximal, **counted, **(control or {})}
-        known = {"logprobs": logprobs or {}, "control": adapts, "seconds": self.watch.seconds}
-        known["version"] = -1 if self.version is None else self.version
-        progress = Progress(self.taken, fingerprint, self.told(), **known)
+        counts = {"num_tokens": float(self.num_tokens)}
+        controls = {**self.control.state(), **proximal, **counts, **(control or {})}
+        fields = {"logprobs": logprobs or {}, "control": controls, "seconds": self.watch.seconds}
+        fields["version"] = -1 if self.version is None else self.version
+        progress = Progress(self.taken, fingerprint, self.told(), **fields)
         with self.watch("checkpoint"):
-            where = {"tokenizer": self.tokenizer, "keep": self.config.checkpoint.keep}
-            how = {"reference": self._mixed, "terms": terms, "ranks": self.ranks, "away": self.away}
-            return checkpoint.save(self.out, self.model, self.optimizer, progress, **where, **how)
+            folder_options = {"tokenizer": self.tokenizer, "keep": self.config.checkpoint.keep}
+            state_options = {"reference": self._mixed_reference, "terms": terms, "ranks": self.ranks, "away": self.away}
+            return checkpoint.save(self.out, self.model, self.optimizer, progress, **folder_options, **state_options)
 
     def restore(self, *, fingerprint: str = "") -> Progress | None:
-        """Takes up the newest checkpoint in `out`: parameters, optimizer, controllers, counts and random states.
+        """Load the newest checkpoint in `out`: parameters, optimizer, controllers, counts and random states.
 
         Args:
-            fingerprint: of the data, where the run is one over a data set.
+            fingerprint: hash of the data, if the run has a data set.
 
         Returns:
-            what it says of its run; None where there is none, and nothing was done.
+            The progress of the saved run; None, without any change, if there is no checkpoint.
 
         Raises:
             ReadError: if the checkpoint is damaged.
-            ArgumentError: if it is of a run that was told otherwise.
+            ArgumentError: if the saved run had other options.
         """
         if not (checkpoints := checkpoint.list_checkpoints(self.out)):
             return None
         self.away.bring(checkpoints[-1])
-        before = checkpoint.read_progress(checkpoints[-1])
-        check_same(checkpoints[-1], before, self.told(), fingerprint)
-        check_rates(checkpoints[-1], self.config.schedule, self.steps, before.config.get("schedule.steps"), before.step)
-        how = {"reference": self._mixed, "leads": self.away.leads}
-        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks, **how)
+        saved = checkpoint.read_progress(checkpoints[-1])
+        check_same(checkpoints[-1], saved, self.told(), fingerprint)
+        check_rates(checkpoints[-1], self.config.schedule, self.steps, saved.config.get("schedule.steps"), saved.step)
+        options = {"reference": self._mixed_reference, "leads": self.away.leads}
+        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks, **options)
         self.taken, self.version = progress.step, None if progress.version < 0 else progress.version
         self.control.restore(progress.control)
         self._proximal = int(progress.control["proximal"]) if "proximal" in progress.control else None
         self.num_tokens = int(progress.control["num_tokens"])
         self.watch.seconds.update(progress.seconds)
-        self._begin()
+        self._create_files()
         return progress
 
     def begin(self) -> None:
-        """Makes the folder and writes config.toml, once; `step`, `save` and `restore` call it.
+        """Create the folder and write config.toml, once. `step` and `save` call it.
 
         Raises:
-            ArgumentError: if the folder holds a run that was not taken up, or the schedule asks for steps not told.
+            ArgumentError: if the folder contains a run that was not restored, or the schedule needs `steps`.
             TracegradError: if it cannot be written.
         """
-        if not self._begun:
+        if not self._started:
             in_all(self.config.schedule, self.steps)
             if checkpoints := checkpoint.list_checkpoints(self.out):
                 raise ArgumentError(
                     f"{self.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would "
                     "overwrite it. Go on with restore() before the first step, or give another out."
                 )
-            self._begin()
+            self._create_files()
 
     def told(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the config and the objective, and a resumed run is compared by."""
+        """Return the options and the objective, as a checkpoint saves them and a resumed run compares them."""
         options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
-        ends = {} if (steps := in_all(self.config.schedule, self.steps)) is None else {"schedule.steps": steps}
-        told = {**options, **ends, "objective": repr(self.objective)}
-        return {name: redacted(value) if isinstance(value, str) else value for name, value in told.items()}
+        schedule_steps = (
+            {} if (steps := in_all(self.config.schedule, self.steps)) is None else {"schedule.steps": steps}
+        )
+        values = {**options, **schedule_steps, "objective": repr(self.objective)}
+        return {name: redacted(value) if isinstance(value, str) else value for name, value in values.items()}
 
     @contextmanager
     def together(self, *, ends: bool = False) -> Iterator[None]:
-        """Around work that ranks share: one without memory tells the others, and each error says which step was lost.
+        """Wrap work that ranks share, so that an error on one rank ends all. The error names the lost step.
 
         Args:
-            ends: no step follows an error, so that one which a rank meets alone is told too.
+            ends: no step follows an error, so an error that only this rank has is sent to the others too.
 
         Raises:
-            TracegradError: for memory that this rank or another has not, for what another has told, or for ranks that
-                have ended or did not come within `train.timeout`.
+            TracegradError: if this or another rank runs out of memory, another rank sent an error, or ranks have ended
+                or did not come within `train.timeout`.
         """
         try:
             yield
         except Exception as error:
-            if (said := said_together(error, self.taken + 1, self.config, self.ranks, ends)) is error:
+            if (raised := said_together(error, self.taken + 1, self.config, self.ranks, ends)) is error:
                 raise
-            raise said from error
+            raise raised from error
 
-    def _at(self, stage: str) -> None:
-        """Tells the other ranks where this one is."""
+    def _report_stage(self, stage: str) -> None:
+        """Publish the stage of this rank, for error messages of the other ranks."""
         self.ranks.at(f"step {self.taken + 1} ({stage})")
 
-    def _begin(self) -> None:
+    def _create_files(self) -> None:
         with checkpoint.writable(self.out):
             if self.away.leads:
                 self.out.mkdir(parents=True, exist_ok=True)
@@ -378,34 +400,34 @@ class Run:
             if self.ranks.first:
                 self.away.clear()
                 write_bytes(self.out / "config.toml", [redacted(to_toml(self.config)).encode()])
-        self._begun = True
+        self._started = True
 
-    def _checked(
+    def _check_inputs(
         self, step: Step, version: int | None, rewards: NDArray[np.float32] | None
     ) -> NDArray[np.float32] | None:
-        """The rewards; refuses what one rank alone may see, on all of them."""
+        """Validate the inputs and return the rewards; an error on one rank is raised on all."""
         error = None
         try:
             check_step(step, self.model)
             step.lag(None if version is None else _validation.integer(version, "version", least=0))
             rewards = None if rewards is None else checked_rewards(rewards, step)
-        except ArgumentError as raised:
-            error = raised
+        except ArgumentError as refusal:
+            error = refusal
         self.ranks.agree(error)
         return rewards
 
     def _with_alpha(self, step: Step, version: int | None) -> Step:
-        """Where the proximal lies: the policy of the step at which `old` would have been measured last.
+        """Add the position of the proximal policy: the policy at the last step where `old` would have been recomputed.
 
-        Each update is one version more, also where the caller counts them later.
+        Each update counts as one version, even if the caller increments versions later.
         """
         if version is None:
             raise ArgumentError(
                 "the objective takes the log-linear proximal, which lies between two versions, and version is None. "
                 "Where it lies is not known. Pass the version of the policy that is trained: step(step, version=...)."
             )
-        since = self.taken % (self.config.train.updates_per_old or 1)
-        if since == 0 or self._proximal is None:
+        updates_done = self.taken % (self.config.train.updates_per_old or 1)
+        if updates_done == 0 or self._proximal is None:
             self._proximal = version
         recorded = version - np.maximum(step.lag(version), 0)
-        return replace(step, alpha=proximal_alpha(recorded, self._proximal, self._proximal + since))
+        return replace(step, alpha=proximal_alpha(recorded, self._proximal, self._proximal + updates_done))

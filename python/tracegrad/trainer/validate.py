@@ -1,7 +1,6 @@
-"""Whether objective, options and traces fit together: options without effect, ratios that are not known.
+"""Checks before a run that objective, options and traces fit together, without a model.
 
-Here are the checks before a run that look at no model, and what a user should know of the ratios. No torch. Called by
-the feed.
+They reject options without effect and ratios that are not known, and return notes about the ratios for the user.
 """
 
 import numpy as np
@@ -18,20 +17,20 @@ from tracegrad.trainer.dataset import Catalog, Source, source_of
 
 
 def check_effective(config: Config, objective: Objective) -> None:
-    """Refuses options that are set to something else than their default and would do nothing in this run."""
+    """Reject options that differ from their defaults but would have no effect in this run."""
     needs, advantage, kl = needs_of(objective, config), config.advantage, config.reward_kl
     unmeasured = "data.holdout is 0, so value is not measured"
     no_own_reference = "train.ref_model is the reference" if needs.ref else "this objective takes no reference"
-    looked_at = [why for why in (needs.zero_advantage, needs.dropped, needs.weightless) if why]
+    reasons = [reason for reason in (needs.zero_advantage, needs.dropped, needs.weightless) if reason]
     scalable = advantage.baseline in ("group_mean", "batch_mean")
     even = config.filter.even_groups or config.filter.mask_even
     if kl.coef:
-        looked_at = ["with reward_kl.coef the advantages are known after two forward passes"] * 3
-    idle = {
+        reasons = ["with reward_kl.coef the advantages are known after two forward passes"] * 3
+    no_effect_options = {
         "advantage.several": (not config.data.reward_weights, "data.reward_weights is empty"),
         "filter.mask_even": (config.filter.even_groups, "filter.even_groups leaves them out"),
         "filter.tolerance": (not even, "neither filter.even_groups nor filter.mask_even is told"),
-        "pack.skip_zero_weight": (len(looked_at) == 3, looked_at[0] if looked_at else ""),
+        "pack.skip_zero_weight": (len(reasons) == 3, reasons[0] if reasons else ""),
         **{f"reward_kl.{name}": (not kl.coef, "reward_kl.coef is 0") for name in ("kind", "cap", "target")},
         "reward_kl.horizon": (not (kl.coef and kl.target), "reward_kl.coef or reward_kl.target is 0"),
         "schedule.decay": (config.schedule.name != "wsd", f"schedule.name is {config.schedule.name}"),
@@ -51,18 +50,18 @@ def check_effective(config: Config, objective: Objective) -> None:
         "advantage.scale": (not scalable, f"advantage.baseline is {advantage.baseline}"),
         "advantage.singleton": (advantage.baseline == "none", "advantage.baseline is none"),
     }
-    values, known = as_dict(config), options()
-    for name, (without_effect, why) in idle.items():
-        if without_effect and values[name] != known[name][1]:
+    values, defaults = as_dict(config), options()
+    for name, (without_effect, reason) in no_effect_options.items():
+        if without_effect and values[name] != defaults[name][1]:
             raise ArgumentError(
-                f"{name} has no effect: {why}. An option that does nothing hides a mistake. Leave it out."
+                f"{name} has no effect: {reason}. An option that does nothing hides a mistake. Leave it out."
             )
     if advantage.several == "normalize_then_sum":
-        changed = [kl.coef and "reward_kl.coef", config.filter.zero_truncated and "filter.zero_truncated"]
-        if found := next(filter(None, changed), None):
+        sum_changes = [kl.coef and "reward_kl.coef", config.filter.zero_truncated and "filter.zero_truncated"]
+        if changed_option := next(filter(None, sum_changes), None):
             raise ArgumentError(
-                f"advantage.several normalize_then_sum compares each reward as it was recorded, and {found} changes "
-                "their sum. Leave one of the two out."
+                f"advantage.several normalize_then_sum compares each reward as it was recorded, and {changed_option} "
+                "changes their sum. Leave one of the two out."
             )
         if (advantage.baseline, advantage.scale) != ("group_mean", "std"):
             raise ArgumentError(
@@ -78,15 +77,15 @@ def check_effective(config: Config, objective: Objective) -> None:
 
 
 def check_ratios(data: Sequences | Source, objective: Objective, config: Config) -> list[str]:
-    """Refuses to form a ratio where none is known, and says what would work instead.
+    """Check that the ratio to the rollout policy is known, if the objective needs one. Errors suggest alternatives.
 
     Returns:
-        what a user should know of the ratios that are formed.
+        Notes for the user about the ratios.
 
     Raises:
-        ArgumentError: for an objective with a ratio to rollout, if traces are text of another model, if logprobs are
-            of an unknown kind at a temperature that is not known to be 1, if they are of another distribution than
-            the tokens (top_p, top_k, penalties, ...) and that is not accepted, or if no trained token has a logprob.
+        ArgumentError: if the objective needs rollout logprobs and one of these holds: traces are text without logprobs
+            or of another model; logprobs have an unknown kind at a temperature that may not be 1; tokens were sampled
+            with top_p, top_k, penalties and the like, and this was not accepted; no trained token has a logprob.
     """
     if not objective.needs.rollout:
         return []
@@ -112,7 +111,7 @@ def check_ratios(data: Sequences | Source, objective: Objective, config: Config)
 
 
 def _check_sampling(source: Source, measured: NDArray[np.int64], accepted: bool) -> list[str]:
-    """Refuse traces whose ratio would compare two supports; return a note if that is accepted."""
+    """Reject traces sampled from a modified distribution (top_p, ...); return a note instead if this is accepted."""
     catalog = source.catalog
     reshaped = measured[catalog.reshaped[measured] != 0]
     if not len(reshaped):
@@ -120,11 +119,11 @@ def _check_sampling(source: Source, measured: NDArray[np.int64], accepted: bool)
     bits = int(np.bitwise_or.reduce(catalog.reshaped[reshaped]))
     names, flag = ", ".join(options_on(bits)), f"--{ACCEPT.replace('_', '-')}"
     first = source.trace_name(int(reshaped[0]))
-    what = f"{len(reshaped)} of {len(measured)} traces, '{first}' first, were sampled with {names}"
+    subject = f"{len(reshaped)} of {len(measured)} traces, '{first}' first, were sampled with {names}"
     if accepted:
-        return [f"{what}: their ratio is off by the kept mass S at each token, as {flag} says. S is in no record."]
+        return [f"{subject}: their ratio is off by the kept mass S at each token, as {flag} says. S is in no record."]
     raise ArgumentError(
-        f"{what}: their tokens were drawn from another distribution than the one that the trainer computes. With "
+        f"{subject}: their tokens were drawn from another distribution than the one that the trainer computes. With "
         "processed logprobs the ratio is the kept mass S at each token although nothing changed; with raw ones it is 1 "
         "instead of S. S is not measured here: tracegrad doctor --rescore measures it. Sample without them; train what "
         f"is recorded with {TEXT_TRAINS}; or take the ratio as it is with {flag}."
@@ -132,50 +131,51 @@ def _check_sampling(source: Source, measured: NDArray[np.int64], accepted: bool)
 
 
 def _check_kinds(source: Source, measured: NDArray[np.int64], *, explicit: bool) -> None:
-    s = source.catalog
-    unknown = s.logprob_kind[measured] == LOGPROB_KINDS.index("unknown")
-    open_ = measured[unknown & ~(s.temperature[measured] == 1.0)]
-    if len(open_) and not explicit:
-        heat = s.temperature[open_[0]]
-        told = "is not recorded" if np.isnan(heat) else f"was {heat:g}"
-        name = source.trace_name(int(open_[0]))
+    catalog = source.catalog
+    unknown = catalog.logprob_kind[measured] == LOGPROB_KINDS.index("unknown")
+    ambiguous = measured[unknown & ~(catalog.temperature[measured] == 1.0)]
+    if len(ambiguous) and not explicit:
+        temperature = catalog.temperature[ambiguous[0]]
+        temperature_note = "is not recorded" if np.isnan(temperature) else f"was {temperature:g}"
+        name = source.trace_name(int(ambiguous[0]))
         raise ArgumentError(
-            f"trace '{name}' and {len(open_) - 1} more do not say what their logprobs are of, and the "
-            f"temperature {told}. Before or after temperature is a different number, and the ratio would be wrong. "
-            "Say --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to take them as they are."
+            f"trace '{name}' and {len(ambiguous) - 1} more do not say what their logprobs are of, and the "
+            f"temperature {temperature_note}. Before or after temperature is a different number, and the ratio would "
+            "be wrong. Say --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to take them as "
+            "they are."
         )
 
 
 def each_update(objective: Objective, config: Config) -> bool:
-    """Whether `old` is measured before each update: nothing else is told, and there is one pass."""
+    """Return whether `old` is recomputed before each update: the default for one epoch."""
     needs, train = needs_of(objective, config), config.train
     return needs.old and not needs.proximal and train.epochs == 1 and not train.updates_per_old
 
 
 def of_old(objective: Objective, config: Config, groups: int) -> list[str]:
-    """How long an `old` stays where nobody said it, and what that stands on."""
+    """Describe how often `old` is recomputed, if the user did not set it, with the measurements behind the default."""
     needs, train = needs_of(objective, config), config.train
     if not needs.old or needs.proximal or train.updates_per_old or groups <= config.pack.step_groups:
         return []
-    which = "--train.updates_per_old says otherwise; figures of the bundled example, docs/choosing.md."
+    hint = "--train.updates_per_old says otherwise; figures of the bundled example, docs/choosing.md."
     if train.epochs == 1:
-        return [f"old is measured before each update, as there is one pass: 92 against 82 % with one for all. {which}"]
-    return [f"old stays for an epoch, as there are {train.epochs} passes: after four, 91 against 50 %. {which}"]
+        return [f"old is measured before each update, as there is one pass: 92 against 82 % with one for all. {hint}"]
+    return [f"old stays for an epoch, as there are {train.epochs} passes: after four, 91 against 50 %. {hint}"]
 
 
-def _notes(s: Catalog, measured: NDArray[np.int64], foreign: NDArray[np.int64]) -> list[str]:
+def _notes(catalog: Catalog, measured: NDArray[np.int64], foreign: NDArray[np.int64]) -> list[str]:
     notes: list[str] = []
-    raw = s.logprob_kind[measured] == LOGPROB_KINDS.index("raw")
-    heat = s.temperature[measured]
-    if warm := int((raw & ~np.isnan(heat) & (heat != 1.0)).sum()):
+    raw = catalog.logprob_kind[measured] == LOGPROB_KINDS.index("raw")
+    temperature = catalog.temperature[measured]
+    if tempered := int((raw & ~np.isnan(temperature) & (temperature != 1.0)).sum()):
         notes.append(
-            f"{warm} traces were sampled at a temperature other than 1 and have raw logprobs: their ratio measures "
+            f"{tempered} traces were sampled at a temperature other than 1 and have raw logprobs: their ratio measures "
             "mismatch and is no sampling ratio."
         )
-    if missing := s.all_terms - int(s.known.sum(dtype=np.int64)):
-        notes.append(f"{missing} of {s.all_terms} trained tokens have no recorded logprob.")
+    if missing := catalog.all_terms - int(catalog.known.sum(dtype=np.int64)):
+        notes.append(f"{missing} of {catalog.all_terms} trained tokens have no recorded logprob.")
     if len(foreign):
-        empty = int((s.terms[foreign] == 0).sum())
+        empty = int((catalog.terms[foreign] == 0).sum())
         notes.append(
             f"{len(foreign)} traces hold text without logprobs, or of another model (T6): such turns are left out, and "
             f"{empty} traces that hold nothing else to train."
