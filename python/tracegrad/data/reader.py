@@ -1,8 +1,8 @@
 """Read traces from files, folders, addresses and data sets: `read`, `stream`, `InputStream`.
 
 The Rust core decodes records directly if it reads their form and there is no field map. Other records are parsed in
-Python, get the values of the field map, and are decoded afterwards. The module also counts the records that were mapped,
-joined, converted and left out, and prints the progress line. It does not use tqdm: reading requires numpy only.
+Python, get the values of the field map, and are decoded afterwards. The module also counts the records that were
+mapped, joined, converted and left out, and prints the progress line. It does not use tqdm: reading requires numpy only.
 """
 
 import os
@@ -403,9 +403,7 @@ class InputStream(Iterator[Traces]):
         for chunk in source.records():
             rows = (row for line, raw in chunk for row in self._made(number, line, raw, gather, source.name))
             yield from self._decoded(source, rows)
-        yield from self._decoded(
-            source, (row for event_record in gather.rest() for row in self._mapped(number, *event_record))
-        )
+        yield from self._decoded(source, (row for record in gather.rest() for row in self._mapped(number, *record)))
         if self._sessions is None:
             source.finish()
 
@@ -444,9 +442,7 @@ class InputStream(Iterator[Traces]):
         """Return the rows to decode for one record of the file, or its refusal if an adapter cannot convert it."""
         record = loads(raw)
         if formats.is_chunk(record):
-            return [
-                row for event_record in gather.take(line, raw, record) for row in self._mapped(number, *event_record)
-            ]
+            return [row for merged in gather.take(line, raw, record) for row in self._mapped(number, *merged)]
         try:
             converted = self._adapted.adapt(record, len(raw), name, line)
         except Unfit as unfit:
@@ -504,9 +500,9 @@ class InputStream(Iterator[Traces]):
     def _decoder(self, number: int, end: str) -> Any:
         """Return a reader for converted records of a place, whose quarantine prefix ends with `end`."""
         name = self._places[number].path if self._places else "<records>"
-        with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as empty:
+        with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as file:
             return sources.decoder(
-                empty.name, name, replace(self._options, quarantine=self._quarantine_prefix(number, end))
+                file.name, name, replace(self._options, quarantine=self._quarantine_prefix(number, end))
             )
 
     def _grouped(self, traces: Traces) -> Traces:
