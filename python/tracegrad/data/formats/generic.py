@@ -31,8 +31,8 @@ _NOT_KEPT = ("messages", "calls", "choices", "request", "response", "prompt_toke
 
 
 @dataclass
-class _Found:
-    """Results of the search in a record, each with its top-level key; talks and answers also with their parent object."""
+class _Matches:
+    """Results of a search in a record, with their top-level keys; talks and answers also have their parent object."""
 
     talks: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
     responses: list[tuple[str, Any]] = field(default_factory=list)
@@ -58,7 +58,7 @@ def has_call(record: Mapping[str, Any]) -> bool:
     return _of_call(record, _look(record)) is not None
 
 
-def _of_call(record: Mapping[str, Any], matches: _Found) -> list[dict[str, Any]] | None:
+def _of_call(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any]] | None:
     """Convert a call, or the calls of one conversation, with the other fields of the record."""
     if (call := _call(matches)) is not None:
         partial = _partial(matches.talks[0][1], record)
@@ -71,7 +71,7 @@ def _of_call(record: Mapping[str, Any], matches: _Found) -> list[dict[str, Any]]
     return [{**row_fields, **_other_fields(record, {key}), "calls": calls}]
 
 
-def _of_talk(record: Mapping[str, Any], matches: _Found) -> list[dict[str, Any]] | None:
+def _of_talk(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any]] | None:
     """Rename the record's only list of messages with an assistant turn to `messages`."""
     if any(plain(str(key)) in ERRORS and value for key, value in record.items()):
         # The call failed, so the messages of its request are not a conversation.
@@ -102,7 +102,7 @@ def _other_fields(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     return chat.without(record, *used, *_NOT_KEPT)
 
 
-def _call(matches: _Found) -> tuple[set[str], dict[str, Any], Any] | None:
+def _call(matches: _Matches) -> tuple[set[str], dict[str, Any], Any] | None:
     """Return the top-level keys, request and response of the only call; None if there is not exactly one."""
     if len(matches.talks) != 1:
         return None
@@ -144,7 +144,7 @@ def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _steps(matches: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
+def _steps(matches: _Matches) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
     """Return the key, rows and calls of the only list with calls; None if they are not one conversation.
 
     Calls are one conversation if the messages of each continue those of the first. In a tree of spans, the calls of the
@@ -186,7 +186,7 @@ def _parent_of(span: Mapping[str, Any]) -> Any:
     return next((span[key] for key in PARENTS if isinstance(span.get(key), str)), None)
 
 
-def _talk(matches: _Found) -> tuple[str, list[Any]] | None:
+def _talk(matches: _Matches) -> tuple[str, list[Any]] | None:
     """Return the key and messages of the only conversation; None if there is not exactly one."""
     talks = [(key, talk) for key, _, talk in matches.talks if any(_role(item) == "assistant" for item in talk)]
     talks = [(key, talk) for key, talk in talks if not _asks(key, talk)]
@@ -200,15 +200,15 @@ def _asks(key: str, messages: list[Any]) -> bool:
     return key in (*PROMPTS, "prompts") and _role(messages[-1]) != "assistant"
 
 
-def _look(record: Mapping[str, Any]) -> _Found:
-    matches = _Found()
+def _look(record: Mapping[str, Any]) -> _Matches:
+    matches = _Matches()
     for key, value in record.items():
         if not _EXPECTED.search(str(key)):
             _into(matches, str(key), value, record, 1)
     return matches
 
 
-def _into(matches: _Found, key: str, value: Any, parent: Mapping[str, Any], depth: int) -> None:
+def _into(matches: _Matches, key: str, value: Any, parent: Mapping[str, Any], depth: int) -> None:
     """Classify a value below a top-level key, and search its items unless it is messages or a response."""
     matches.looked += 1
     if matches.looked > MOST_LOOKED or depth > DEEPEST or not isinstance(value, (str, Mapping, list)):

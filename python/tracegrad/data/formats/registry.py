@@ -289,8 +289,8 @@ class Adapted:
     def adapt(self, record: Any, size: int, name: str, line: Line) -> list[tuple[Line, bytes, dict[str, Any]]] | None:
         """Convert a record as `adapt` does, count it, and return (line, JSON, record) of each result.
 
-        Records of a wrapped list get (line, number in the list) as their line. If there are several other records, those
-        without an id get one made of the file, the line and their index.
+        Records of a wrapped list get (line, number in the list) as their line. Otherwise, if there are several results,
+        those without an id get one made of the file, the line and their index.
 
         Args:
             record: the parsed record.
