@@ -1,8 +1,8 @@
 """Split a response of several choices into one trace per choice, and detect failed calls.
 
 The traces of one response form a group. A list in the record with one value per choice is split among them. If the
-record has a single reward for several choices, the reward cannot be assigned, and the record is not split. A failed call
-(an error, an HTTP status of 400 or more, no response) becomes a record that the core refuses with its error message.
+record has a single reward for several choices, the reward cannot be assigned, and the record is not split. A failed
+call (an error, an HTTP status of 400 or more, no response) becomes a record that the core refuses with its message.
 """
 
 import itertools
@@ -155,7 +155,7 @@ _EMPTY: tuple[Any, ...] = (None, "", {}, [])
 
 
 def of_error(record: Any) -> list[dict[str, Any]] | None:
-    """Convert a request with an error, or an error status, to a record that the core refuses; None for other records."""
+    """Convert a request with an error or an error status to a record that the core refuses; None for other records."""
     if not isinstance(record, Mapping) or (prompt_key := _prompt_key(record)) is None:
         return None
     answers = _answers(record, prompt_key)

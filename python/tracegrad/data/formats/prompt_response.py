@@ -74,8 +74,8 @@ def _scores(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def of_answered(record: Any) -> list[dict[str, Any]] | None:
     """Convert a prompt and an answer to one trace, whose sampled turn is the answer.
 
-    None if the record has no prompt or no answer. If the record has `messages`, these are the prompt (if an answer can follow them), and other prompt fields are
-    ignored.
+    None if the record has no prompt or no answer. If the record has `messages`, these are the prompt (if an answer can
+    follow them), and other prompt fields are ignored.
     """
     if not isinstance(record, Mapping):
         return None
