@@ -578,7 +578,7 @@ class JsonRows(arrow.RowStream):
         while chunk := list(itertools.islice(numbered, RECORDS)):
             yield [(number, to_json(record, number)) for number, record in chunk]
 
-    def _all(self) -> Iterator[Traces]:
+    def _read_all(self) -> Iterator[Traces]:
         for chunk in self.records():
             yield self.decode(chunk)
 
