@@ -117,7 +117,7 @@ def _sizes_of_lists(items_of: Any, start: Sizes, end: Sizes) -> Sizes:
     """Return the JSON bytes of lists from those of their items, which lists can share.
 
     Args:
-        inner: returns the arrays of items from a first to a last index.
+        items_of: returns the arrays of items from a first to a last index.
         start, end: range of the items of each list.
     """
     non_empty = end > start

@@ -12,7 +12,7 @@ from tracegrad.errors import TracegradError, redacted
 from tracegrad.storage.safetensors_file import write_bytes
 
 WHOLE = 1 << 26
-"""Model files of up to `WHOLE` bytes are hashed completely. Of larger ones, the first and last `WHOLE // 2` bytes are."""
+"""Model files of up to `WHOLE` bytes are hashed completely; of larger ones, the first and last `WHOLE // 2` bytes."""
 
 
 def provenance(traces: Sequence[str], model: Path) -> dict[str, Any]:
