@@ -1,6 +1,6 @@
 """Set values in nested dataclasses by dotted names, as in command lines and TOML files.
 
-Names, types and choices come from the dataclasses themselves.
+Names, types and choices are those of the dataclasses.
 """
 
 import contextlib

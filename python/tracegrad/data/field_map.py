@@ -268,7 +268,7 @@ def _field(name: str, value: Any, path: str) -> dict[str, Any]:
 
 
 def _unfit(field: str, path: str, value: Any, accepted: str) -> Unfit:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-    problem, fix = f"{path} is {json_path.kind(value)}: {shown}", "Name another field, or leave such records out"
+    text = repr(value)
+    text = text if len(text) <= 60 else f"{text[:60]}..."
+    problem, fix = f"{path} is {json_path.kind(value)}: {text}", "Name another field, or leave such records out"
     return Unfit((problem, f"--map.{field} takes {accepted}", f"{fix}: --on-error skip"))

@@ -70,8 +70,8 @@ class Calls:
         prompt = next((each for each in prompts if each), None)
         if self._sessions:
             is_conversation = any(calls_of(each) is None for each in made)
-            outer = {**(record if isinstance(record, dict) else {}), **made[0]}
-            for path, value in itertools.islice(json_path.leaves(outside(outer)), json_path.MOST_WALKED):
+            fields = {**(record if isinstance(record, dict) else {}), **made[0]}
+            for path, value in itertools.islice(json_path.leaves(outside(fields)), json_path.MOST_WALKED):
                 if value is not None and SESSION.search(path.rpartition(".")[2]):
                     self._count_value(path, counted(value), prompt, is_conversation)
 
@@ -141,12 +141,12 @@ class Calls:
         return prompt
 
 
-def _by_prompt(made: Sequence[Any]) -> list[tuple[Any, int]]:
+def _by_prompt(records: Sequence[Any]) -> list[tuple[Any, int]]:
     """Return (record, count) for each group of records that differ only in their last message."""
-    if len(made) < 2:
-        return [(each, 1) for each in made]
+    if len(records) < 2:
+        return [(each, 1) for each in records]
     groups: dict[Any, list[Any]] = {}
-    for index, each in enumerate(made):
+    for index, each in enumerate(records):
         messages = chat.table(each).get("messages")
         groups.setdefault(counted(messages[:-1]) if isinstance(messages, list) else index, []).append(each)
     return [(group[0], len(group)) for group in groups.values()]
@@ -294,18 +294,18 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     calls = Calls("group" in wanted, "session" in wanted or bool(told.session))
     call_records = other_records = graded_records = 0
     for record, roots in _first(source):
-        made = _converted(record, roots)
+        converted = _converted(record, roots)
         is_graded = is_verdict(record)
-        if is_graded or (made == [] and isinstance(record, dict)):
+        if is_graded or (converted == [] and isinstance(record, dict)):
             other_records += 1
             graded_records += is_graded
             _count(other_columns, record, 1, wanted)
             _link(linked, record)
-        if not made or is_graded:
+        if not converted or is_graded:
             continue
-        call_records += len(made)
-        calls.add(record, made)
-        for times, place, part in _parts(record, made):
+        call_records += len(converted)
+        calls.add(record, converted)
+        for times, place, part in _parts(record, converted):
             _count(columns, part, times, wanted, place)
         if call_records >= RECORDS:
             break
@@ -437,15 +437,15 @@ def _parts(record: Any, converted: list[dict[str, Any]]) -> Iterator[tuple[int, 
     First come the fields that all converted records share, with their number and no index. Then come the own fields of
     each, with count 1 and its index.
     """
-    outer = record if isinstance(record, dict) else {}
-    merged = {**outer, **converted[0]}
+    original = record if isinstance(record, dict) else {}
+    merged = {**original, **converted[0]}
     own_keys = [
-        key for key, value in merged.items() if any(each.get(key, outer.get(key)) is not value for each in converted)
+        key for key, value in merged.items() if any(each.get(key, original.get(key)) is not value for each in converted)
     ]
     shared = chat.without(merged, *own_keys)
     yield len(converted), None, shared
     for place, each in enumerate(converted):
-        yield 1, place, chat.without({**outer, **each}, *shared)
+        yield 1, place, chat.without({**original, **each}, *shared)
 
 
 def _first(source: Any) -> Iterator[tuple[Any, bool]]:

@@ -56,10 +56,10 @@ class Progress:
         """
         rate = self.taken / self.seconds if self.seconds > 0 else 0.0
         share = f" of {size(self.total)} ({min(self.taken / self.total, 1):.0%})" if self.total else ""
-        left = ""
+        time_left = ""
         if self.total and rate and not self.done:
-            left = f", {max(self.total - self.taken, 0) / rate:.0f} s left"
-        return f"read     {size(self.taken)}{share}, {self.records:,} records, {size(rate)} a second{left}"
+            time_left = f", {max(self.total - self.taken, 0) / rate:.0f} s left"
+        return f"read     {size(self.taken)}{share}, {self.records:,} records, {size(rate)} a second{time_left}"
 
 
 class Bar:
@@ -464,12 +464,19 @@ class InputStream(Iterator[Traces]):
         return rows
 
     def _mapped(
-        self, number: int, line: Line, origin: bytes, raw: bytes, record: Any, outer: Any = None, silent: bool = False
+        self,
+        number: int,
+        line: Line,
+        origin: bytes,
+        raw: bytes,
+        record: Any,
+        original: Any = None,
+        silent: bool = False,
     ) -> list[Row]:
-        """Add the mapped values to a record; `outer` is the original record, used for values that `record` lacks."""
+        """Add the mapped values to a record. `original` is used for values that `record` lacks."""
         if not isinstance(record, dict):
             return [(line, origin, raw)]
-        merged = {**outer, **record} if isinstance(outer, dict) else record
+        merged = {**original, **record} if isinstance(original, dict) else record
         try:
             header = self._mapper.header(merged)
             if not self._field_map.session:

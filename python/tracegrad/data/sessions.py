@@ -374,14 +374,14 @@ class Sessions:
             for each in side_headers:
                 header |= each
             return first.place, (first.line, origin, add(raw, header))
-        calls, head = [], {} if key is None else {"id": key}
+        calls, shared = [], {} if key is None else {"id": key}
         last_rewards: dict[str, Any] = {}
         for entry, _, record in parts:
             fields = {**record, **entry.header}
             calls += [{**chat.told(fields, _CALL_FIELDS), **call} for call in calls_of(record) or ()]
-            head = {**chat.told(fields, _SHARED_FIELDS), **head}
+            shared = {**chat.told(fields, _SHARED_FIELDS), **shared}
             if "id" in entry.header:
-                head["id"] = head["id"] if key is None else entry.header["id"]
+                shared["id"] = shared["id"] if key is None else entry.header["id"]
             rewards = chat.told(fields, _REWARD_FIELDS) if rewarded else {}
             self.unlike += bool(last_rewards and rewards and rewards != last_rewards)
             last_rewards = rewards or last_rewards
@@ -392,7 +392,7 @@ class Sessions:
                 and {**last_rewards, **each} != {**each, **last_rewards}
             )
             last_rewards |= each
-        record = {**head, **last_rewards, "calls": whole_inputs(calls, MOST_BYTES)}
+        record = {**shared, **last_rewards, "calls": whole_inputs(calls, MOST_BYTES)}
         return first.place, (first.line, origin, add(b"{}", record))
 
     def _text(self, entry: _Entry) -> bytes:

@@ -430,11 +430,11 @@ class FileSource:
             raise
         self._end()
 
-    def _batch_of(self, known: Known) -> _core.Traces:
+    def _batch_of(self, convert: Known) -> _core.Traces:
         core, refused = self._reader.batch_asking(self._batch)
         parts, traces = [core], len(core)
         while refused:
-            if (rows := known(*refused)) is None:
+            if (rows := convert(*refused)) is None:
                 self._reader.settle_refused()
             else:
                 parts.append(self._reader.decode(rows))
@@ -461,7 +461,7 @@ class FileSource:
 
     @property
     def report(self) -> ReadReport:
-        """Counts of what was read so far."""
+        """Counts of the records read so far."""
         return ReadReport(**self._reader.report())
 
     @property
@@ -519,9 +519,9 @@ class RowSource:
             self._limit -= len(traces)
         return traces
 
-    def _decoded(self, made: list[Row]) -> Traces:
+    def _decoded(self, rows: list[Row]) -> Traces:
         accepted = []
-        for line, _, converted in made:
+        for line, _, converted in rows:
             if isinstance(converted, bytes):
                 accepted.append((line, converted))
             else:
@@ -530,7 +530,7 @@ class RowSource:
 
     @property
     def report(self) -> ReadReport:
-        """Counts of what was read so far."""
+        """Counts of the records read so far."""
         return self._rows.read_report
 
     @property
@@ -543,7 +543,7 @@ Source = FileSource | RowSource
 
 
 def decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
-    """Return a core reader that decodes records converted or joined from those of `name`, and handles bad ones.
+    """Return a core reader for records that were converted or joined from `name`; it also handles bad ones.
 
     Args:
         empty: path of an empty file, which the reader opens in place of the input.

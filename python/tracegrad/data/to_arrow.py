@@ -49,48 +49,48 @@ def named(codes: Array, names: Sequence[str]) -> Any:
 
 def by_trace(sequences: Any) -> dict[str, Any]:
     """Return columns with one row per trace."""
-    here, names = sequences, [sequences.trace_name(trace) for trace in range(sequences.traces)]
-    groups = here.group_names or tuple(map(str, range(int(here.group.max(initial=-1)) + 1)))
-    lengths, owner = np.diff(here.cu_seqlens), here.trace
-    trained = np.add.reduceat(np.append(here.trainable, False), here.cu_seqlens[:-1]) if len(owner) else lengths
+    data, names = sequences, [sequences.trace_name(trace) for trace in range(sequences.traces)]
+    groups = data.group_names or tuple(map(str, range(int(data.group.max(initial=-1)) + 1)))
+    lengths, owner = np.diff(data.cu_seqlens), data.trace
+    trained = np.add.reduceat(np.append(data.trainable, False), data.cu_seqlens[:-1]) if len(owner) else lengths
 
     def total(values: Array, of: Array) -> Array:
-        return np.bincount(of, values, minlength=here.traces).astype(np.int64)
+        return np.bincount(of, values, minlength=data.traces).astype(np.int64)
 
-    findings = here.drift.trace[here.drift.trace >= 0]
+    findings = data.drift.trace[data.drift.trace >= 0]
     return {
         "trace": names,
-        "group": named(here.group, groups),
-        **{name: numbers(here.rewards[:, column]) for column, name in enumerate(here.reward_names)},
+        "group": named(data.group, groups),
+        **{name: numbers(data.rewards[:, column]) for column, name in enumerate(data.reward_names)},
         "branches": total(np.ones_like(owner), owner),
         "tokens": total(lengths, owner),
         "terms": total(trained * (lengths > 0), owner),
-        "turns": np.diff(here.cu_turns),
-        "logprob_kind": named(here.logprob_kind, LOGPROB_KINDS),
-        "temperature": numbers(here.temperature),
-        "ending": named(here.ending, ENDINGS),
+        "turns": np.diff(data.cu_turns),
+        "logprob_kind": named(data.logprob_kind, LOGPROB_KINDS),
+        "temperature": numbers(data.temperature),
+        "ending": named(data.ending, ENDINGS),
         "findings": total(np.ones_like(findings), findings),
     }
 
 
 def by_token(sequences: Any) -> dict[str, Any]:
     """Return columns with one row per token."""
-    here, lengths = sequences, np.diff(sequences.cu_seqlens)
-    branch = np.repeat(np.arange(here.branches), lengths)
-    ids = here.trace_ids or tuple(map(str, range(here.traces)))
+    data, lengths = sequences, np.diff(sequences.cu_seqlens)
+    branch = np.repeat(np.arange(data.branches), lengths)
+    ids = data.trace_ids or tuple(map(str, range(data.traces)))
     return {
-        "trace": named(here.trace[branch], ids),
+        "trace": named(data.trace[branch], ids),
         "branch": branch,
-        "position": np.arange(here.tokens) - np.repeat(here.cu_seqlens[:-1], lengths),
-        "id": here.ids,
-        "source": named(here.source, SOURCES),
-        "trainable": here.trainable,
-        "rollout_logprob": numbers(here.rollout_logprobs),
-        "turn": numbers(here.turn, here.turn < 0),
-        "version": numbers(here.version, here.version < 0),
-        "tier": named(here.tier, TIERS),
-        "inv_temperature": here.inv_temperature,
-        **{name: values for name, values in here.extras.items() if isinstance(values, np.ndarray) and values.ndim == 1},
+        "position": np.arange(data.tokens) - np.repeat(data.cu_seqlens[:-1], lengths),
+        "id": data.ids,
+        "source": named(data.source, SOURCES),
+        "trainable": data.trainable,
+        "rollout_logprob": numbers(data.rollout_logprobs),
+        "turn": numbers(data.turn, data.turn < 0),
+        "version": numbers(data.version, data.version < 0),
+        "tier": named(data.tier, TIERS),
+        "inv_temperature": data.inv_temperature,
+        **{name: values for name, values in data.extras.items() if isinstance(values, np.ndarray) and values.ndim == 1},
     }
 
 

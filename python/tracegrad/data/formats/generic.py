@@ -93,9 +93,9 @@ def message(told: Any) -> dict[str, Any]:
     """
     if langchain.is_message(told):
         return langchain.message(told)
-    said = chat.told(told, [key for key in told if key != "blocks"])
+    fields = chat.told(told, [key for key in told if key != "blocks"])
     content = told.get("content", told.get("blocks"))
-    return {**said, "role": ROLES.get(said["role"], said["role"]), "content": langchain.text_of(content)}
+    return {**fields, "role": ROLES.get(fields["role"], fields["role"]), "content": langchain.text_of(content)}
 
 
 def _other_fields(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
 def _steps(matches: _Matches) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
     """Return the key, rows and calls of the only list with calls; None if they are not one conversation.
 
-    Calls are one conversation if the messages of each continue those of the first. In a tree of spans, the calls of the
-    only parent for which this holds are used: calls of a tool or a guard do not belong to the conversation.
+    Calls are one conversation if each continues the messages of the first. In a tree of spans, only the calls of one
+    parent must satisfy this, and these are used: calls of a tool or a guard do not belong to the conversation.
     """
     if matches.talks or matches.responses:
         return None
@@ -169,14 +169,14 @@ def _steps(matches: _Matches) -> tuple[str, list[Any], list[dict[str, Any]]] | N
     if _go_on(calls := [call for _, call in calls_of_parents]):
         return key, rows, calls
     of_parents: dict[Any, list[dict[str, Any]]] = {}
-    for above, call in calls_of_parents:
-        of_parents.setdefault(above, []).append(call)
-    longer = [calls for above, calls in of_parents.items() if above and len(calls) > 1 and _go_on(calls)]
+    for parent, call in calls_of_parents:
+        of_parents.setdefault(parent, []).append(call)
+    longer = [calls for parent, calls in of_parents.items() if parent and len(calls) > 1 and _go_on(calls)]
     return (key, rows, longer[0]) if len(longer) == 1 else None
 
 
 def _go_on(calls: list[dict[str, Any]]) -> bool:
-    """Return whether the messages of each call continue those of the first."""
+    """Return whether each call continues the messages of the first."""
     prompts = [call["request"]["messages"] for call in calls]
     return all(len(prompt) > len(prompts[0]) and prompt[: len(prompts[0])] == prompts[0] for prompt in prompts[1:])
 
@@ -311,7 +311,7 @@ def _trace(span: Any) -> Any:
 
 
 def _may_call(span: Mapping[str, Any]) -> bool:
-    """Return whether the attributes of a span mention a model, as those of a model call do."""
+    """Return whether the attributes of a span mention a model, as in a model call."""
     return any(map(to_json(span.get("attributes") or {}).count, (b'"gen_ai.', b'"llm.', b"token_ids")))
 
 
@@ -321,9 +321,9 @@ def _part(record: Mapping[str, Any], name: Any) -> dict[str, Any]:
     def spans_of_trace(spans: Any) -> list[Any]:
         return [span for span in spans or () if _trace(span) == name]
 
-    out = {**record, **({"id": name} if isinstance(name, str) else {})}
+    result = {**record, **({"id": name} if isinstance(name, str) else {})}
     if record.get("spans"):
-        out["spans"] = spans_of_trace(record["spans"])
+        result["spans"] = spans_of_trace(record["spans"])
     if "resourceSpans" in record:
         scopes = [
             [
@@ -333,12 +333,12 @@ def _part(record: Mapping[str, Any], name: Any) -> dict[str, Any]:
             ]
             for resource in record["resourceSpans"]
         ]
-        out["resourceSpans"] = [
+        result["resourceSpans"] = [
             {**resource, "scopeSpans": selected}
             for resource, selected in zip(record["resourceSpans"], scopes, strict=True)
             if selected
         ]
-    return out
+    return result
 
 
 def is_verdict(record: Any) -> bool:

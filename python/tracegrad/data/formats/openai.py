@@ -247,8 +247,8 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
     if not any(each["choices"][0].get(key) for each in responses if each for key in _TOKEN_FIELDS):
         return None
     # Chat templates do not read the notes that the agent stores in `extra`.
-    plain = [chat.without(each, "extra") if isinstance(each, Mapping) else each for each in talk]
-    messages = [each if response is None else response for each, response in zip(plain, responses, strict=True)]
+    without_notes = [chat.without(each, "extra") if isinstance(each, Mapping) else each for each in talk]
+    messages = [each if response is None else response for each, response in zip(without_notes, responses, strict=True)]
     # mini-swe-agent stores the model's configuration here.
     sampling = chat.sampling(chat.within(record, "info.config.model.model_kwargs"))
     return [{**sampling, **record, "messages": messages}]

@@ -347,8 +347,8 @@ def _has_each(name: str, value: Any) -> bool:
     """Return whether a value is a list with one value per answer, and not the value of a single answer."""
     if not isinstance(value, list) or not value:
         return False
-    wanted = str if name == "finish_reason" else (list, Mapping)
-    return all(each is None or (isinstance(each, wanted) and "logprob" not in chat.table(each)) for each in value)
+    item_types = str if name == "finish_reason" else (list, Mapping)
+    return all(each is None or (isinstance(each, item_types) and "logprob" not in chat.table(each)) for each in value)
 
 
 def _are_ids(value: Any) -> bool:

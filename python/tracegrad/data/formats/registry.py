@@ -39,7 +39,7 @@ class Adapter(NamedTuple):
             record without them is left to the core and not parsed in Python.
         weak: whether it recognizes records by common keys. It is then tried only for records that the core cannot read.
         beside: whether a weak adapter is also tried for messages that the core reads but that do not end with a sampled
-            turn, because their answer may be stored next to them.
+            turn. Their answer may be stored next to them.
         talks: name used instead of `name` if the result is messages and not a call.
     """
 
@@ -117,8 +117,8 @@ def _of_root(record: Any) -> Made | None:
     if not langchain.is_root(record):
         return None
     conversation = langchain.of_root(record)
-    if (made := made_of(conversation)) is not None:
-        return Made("langsmith", made.records)
+    if (conversion := made_of(conversation)) is not None:
+        return Made("langsmith", conversion.records)
     return Made(
         "langsmith", [conversation] if record_fields.is_failed(conversation) or _core_reads(conversation) else []
     )
@@ -145,7 +145,7 @@ def made_of(record: Any) -> Made | None:
                 made = each.adapt(record)
             if made is not None:
                 of_talk = each.talks and made and "messages" in made[0]
-                parts = [part for one in made for part in openai_calls.of_made(one) or [one]]
+                parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
                 return Made(each.talks if of_talk else each.name, parts)
         made = None if standing in (OPEN, UNREAD) or _is_plain(record) else openai_calls.of_response(record)
         return None if made is None else Made("choices", made)
@@ -235,7 +235,9 @@ def needed(head: list[bytes], name: str) -> bool:
     Raises:
         ReadError: if the source is a table of separated text, such as CSV.
     """
-    parsed = {index: loads(head[index]) for index, plain in enumerate(_core.Traces.plain(head, _KEYS)) if not plain}
+    parsed = {
+        index: loads(head[index]) for index, is_direct in enumerate(_core.Traces.plain(head, _KEYS)) if not is_direct
+    }
     if 0 in parsed and parsed[0] is None:
         refuse_table(head[0], name)
     return any(openai.is_chunk(record) or _is_ours(record) for record in parsed.values())
