@@ -1,6 +1,6 @@
-"""Values by dotted names, as command lines and TOML files write them, read by the types of dataclasses' fields.
+"""Set values in nested dataclasses by dotted names, as in command lines and TOML files.
 
-No field is listed here: names, types and choices are the dataclasses' own.
+Names, types and choices are those of the dataclasses.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 class _Unknown(Exception):
-    """A dotted name that nothing has."""
+    """A dotted name that does not exist."""
 
 
 def changed(
@@ -32,20 +32,20 @@ def changed(
     moved: Mapping[str, str] | None = None,
     finite: bool = True,
 ) -> Node:
-    """`root` with the named values changed, each part of it checked when all of its own are in place.
+    """Return a copy of `root` with the named values changed. Each part is validated after all its values are set.
 
     Args:
         root: a dataclass, whose names are its fields; a tuple, whose names are its indices; or a mapping.
-        values: (dotted name, value) pairs, of which the last counts; a text is read by its field's type, "none" is None
-            where a field may be that, and empties a tuple.
-        at: what the names begin with in errors.
-        where: opens an error, such as the path of a file.
-        moved: what to say of names of before.
+        values: (dotted name, value) pairs; the last one of a name counts. A string is converted to the field's type.
+            "none" is None if the field allows it, and empties a tuple.
+        at: prefix of the names in errors.
+        where: start of an error, such as the path of a file.
+        moved: hints for renamed options, by old name.
         finite: whether infinity and NaN are refused.
 
     Raises:
-        ArgumentError: for an unknown name, with the nearest valid one; for a value of another type; for what a part
-            refuses.
+        ArgumentError: if a name is unknown (the message has the nearest valid one), a value has the wrong type, or a
+            dataclass refuses its values.
 
     >>> from tracegrad.config import Optimizer
     >>> changed({"optimizer": Optimizer()}, [("optimizer.lr", "2e-4")])["optimizer"].lr
@@ -56,24 +56,29 @@ def changed(
         return _rebuilt(root, dict(values), at, opening, finite)
     except _Unknown as error:
         name = str(error)
-        cure = (moved or {}).get(name) or nearest(name, leaves(root, at))
-        raise ArgumentError(f"{opening}{brief(name)} is no option. It would have no effect. {cure}") from None
+        hint = (moved or {}).get(name) or nearest(name, leaves(root, at))
+        raise ArgumentError(f"{opening}{brief(name)} is no option. It would have no effect. {hint}") from None
 
 
 def leaves(root: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted name to (type, value) of all that can be set as one value."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """Return {dotted name: (type, value)} of everything that can be set as one value."""
+    result: dict[str, tuple[Any, Any]] = {}
     for key, (kind, entry) in _entries(root).items():
         name = f"{at}.{key}" if at else key
-        found.update(leaves(entry, name) if _has_fields(entry) else {name: (kind, entry)})
-    return found
+        result.update(leaves(entry, name) if _has_fields(entry) else {name: (kind, entry)})
+    return result
 
 
 def read(value: Any, kind: Any, *, finite: bool = False) -> Any:
-    """A value, or the text of it, as one of the types a field may have.
+    """Convert a value, or its string, to one of the types of a field.
+
+    Args:
+        value: the value.
+        kind: type annotation of the field: a type, a union or a Literal.
+        finite: whether infinity and NaN are refused.
 
     Raises:
-        ValueError: with what it must be.
+        ValueError: if the value has another type; the message states the accepted ones.
 
     >>> read("0.28", float | None), read("none", float | None), read("mean", Literal["mean", "sum"])
     (0.28, None, 'mean')
@@ -94,13 +99,13 @@ def read(value: Any, kind: Any, *, finite: bool = False) -> Any:
     if type(value) is str and value != value.encode("utf-8", "replace").decode():
         raise ValueError("text, which TOML can hold: valid UTF-8")
     if type(value) not in kinds and Any not in kinds:
-        words = [_KINDS.get(each, getattr(each, "__name__", str(each))) for each in kinds if not get_args(each)]
-        raise ValueError(" or ".join([*(["one of " + ", ".join(map(str, choices))] if choices else []), *words]))
+        kind_names = [_KINDS.get(each, getattr(each, "__name__", str(each))) for each in kinds if not get_args(each)]
+        raise ValueError(" or ".join([*(["one of " + ", ".join(map(str, choices))] if choices else []), *kind_names]))
     return value
 
 
 def scalar(value: Any) -> Scalar:
-    """A string from the command line as TOML would read it; what is no TOML scalar stays a string."""
+    """Convert a command-line string to a TOML scalar: a boolean, an integer, a float, or else a string."""
     if not isinstance(value, str):
         return value
     if value in ("true", "false"):
@@ -112,15 +117,19 @@ def scalar(value: Any) -> Scalar:
 
 
 def plain(name: str, value: Any, *, where: str = "") -> Scalar:
-    """A value for a field that is not known yet."""
-    found = scalar(value)
-    if type(found) not in (bool, int, float, str) or (type(found) is int and abs(found) >= _HIGHEST):
+    """Convert a value for a field whose type is unknown.
+
+    Raises:
+        ArgumentError: if the value is not a scalar, or an integer beyond 64 bits.
+    """
+    converted = scalar(value)
+    if type(converted) not in (bool, int, float, str) or (type(converted) is int and abs(converted) >= _HIGHEST):
         raise _wrong(name, value, "a number, a string, true or false", f"{where}: " if where else "")
-    return found
+    return converted
 
 
 def split_names(told: str) -> list[str]:
-    """The names in a text that has commas between them.
+    """Split a comma-separated list of names.
 
     >>> split_names("wandb, trackio"), split_names("")
     (['wandb', 'trackio'], [])
@@ -148,43 +157,46 @@ def _letters(name: str) -> str:
 
 
 def brief(text: str, most: int = 80) -> str:
-    """A stranger's text for a terminal: short, one line, nothing hidden."""
-    shown = text if text.isprintable() else ascii(text)[1:-1]
-    return shown if len(shown) <= most else f"{shown[:most]}..."
+    """Return untrusted text for a terminal: at most `most` characters, one line, control characters escaped."""
+    line = text if text.isprintable() else ascii(text)[1:-1]
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 def _rebuilt(node: Any, values: Mapping[str, Any], at: str, opening: str, finite: bool) -> Any:
-    """`node` with what is below it changed."""
+    """Return a copy of `node` with the values below it changed."""
     entries, below = _entries(node), {}
     for name, value in values.items():
-        head, dot, rest = name.partition(".")
-        below.setdefault(head, {})[rest if dot else None] = value  # None: as one value
+        head, dot, tail = name.partition(".")
+        below.setdefault(head, {})[tail if dot else None] = value  # The key None is the value of `head` itself.
     changes: dict[str, Any] = {}
-    for head, told in below.items():
-        name, rest = f"{at}.{head}" if at else head, next((each for each in told if each is not None), None)
+    for head, head_values in below.items():
+        name, tail = (
+            f"{at}.{head}" if at else head,
+            next((subkey for subkey in head_values if subkey is not None), None),
+        )
         kind, entry = entries.get(head, (None, None))
-        if head not in entries or (None not in told and not _has_fields(entry)):
-            raise _Unknown(name if rest is None else f"{name}.{rest}")
-        if None not in told:
-            changes[head] = _rebuilt(entry, told, name, opening, finite)
-        elif len(told) > 1:
-            raise ArgumentError(f"{opening}{name} is one value already, and {name}.{rest} too. Leave one out.")
-        elif isinstance(entry, tuple) and told[None] in ("none", ()):
+        if head not in entries or (None not in head_values and not _has_fields(entry)):
+            raise _Unknown(name if tail is None else f"{name}.{tail}")
+        if None not in head_values:
+            changes[head] = _rebuilt(entry, head_values, name, opening, finite)
+        elif len(head_values) > 1:
+            raise ArgumentError(f"{opening}{name} is one value already, and {name}.{tail} too. Leave one out.")
+        elif isinstance(entry, tuple) and head_values[None] in ("none", ()):
             changes[head] = ()
         else:
             try:
-                changes[head] = read(told[None], kind, finite=finite)
+                changes[head] = read(head_values[None], kind, finite=finite)
                 if changes[head] is not None and _has_fields(entry):
                     raise ValueError(f"told by its parts: {', '.join(leaves(entry, name))}")
             except ValueError as error:
-                raise _wrong(name, told[None], error, opening) from None
+                raise _wrong(name, head_values[None], error, opening) from None
     if isinstance(node, tuple):
         return tuple(changes.get(key, entry) for key, (_, entry) in entries.items())
     return {**node, **changes} if isinstance(node, Mapping) else replace(node, **changes)
 
 
 def _entries(node: Any) -> dict[str, tuple[Any, Any]]:
-    """Name to (type, value) of what stands directly below."""
+    """Return {name: (type, value)} of the direct children of a node."""
     if isinstance(node, (tuple, Mapping)):
         pairs = enumerate(node) if isinstance(node, tuple) else node.items()
         return {str(key): (type(entry), entry) for key, entry in pairs}
@@ -197,7 +209,7 @@ def _has_fields(entry: Any) -> bool:
 
 
 def _wrong(name: str, value: Any, rule: object, opening: str) -> ArgumentError:
-    said = "huge" if isinstance(value, int) and abs(value) >= _HIGHEST else brief(repr(value))
+    description = "huge" if isinstance(value, int) and abs(value) >= _HIGHEST else brief(repr(value))
     if isinstance(value, (list, Mapping)):
-        said = f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
-    return ArgumentError(f"{opening}{brief(name)} is {said}. It must be {rule}. Correct it or leave it out.")
+        description = f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
+    return ArgumentError(f"{opening}{brief(name)} is {description}. It must be {rule}. Correct it or leave it out.")

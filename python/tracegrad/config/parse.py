@@ -1,6 +1,6 @@
-"""Options from a TOML file and from `--a.b value`: unknown names and wrong types are refused, with the nearest name.
+"""Load options from a TOML file and from `--a.b value`. Unknown names and wrong types raise an error.
 
-No torch, no files but the TOML. Called by the command line and by `train`.
+An error about an unknown name suggests the nearest valid one. This module does not import torch.
 """
 
 import ast
@@ -21,22 +21,22 @@ _MOST_BYTES = 1 << 16
 _MOST_MARKS = 1000
 _DEEPEST = 12
 _MAP = "data.map"
-"""How files call the section `map`."""
+"""Name of the section `map` in files."""
 _MOVED = {
     "train.stop_below_ess": "Its place is stop.below_ess.",
     "optimizer.warmup_steps": "Its place is schedule.warmup_steps.",
     "pack.leave_out": "It is two, each true or false: pack.share_prefixes (repeats) and pack.skip_zero_weight (idle).",
 }
-"""What a name of before is now."""
+"""Hints for renamed options, by old name."""
 
 
 def load(path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *, start: Config | None = None) -> Config:
-    """Defaults, then the TOML file, then the overrides.
+    """Load a config: the defaults, then the TOML file, then the overrides.
 
     Args:
         path: TOML file with a table for each section, or None.
-        overrides: (dotted name, value) pairs; a string is read by the option's type.
-        start: what the file and overrides go over, default `Config()`.
+        overrides: (dotted name, value) pairs; a string is converted to the option's type.
+        start: config that the file and overrides change, `Config()` by default.
 
     Raises:
         ArgumentError: if the file is not TOML, a name is unknown, or a value has the wrong type or is out of range.
@@ -51,24 +51,33 @@ def load(path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *,
 
 
 def update(config: Config, values: Iterable[tuple[str, Any]], *, where: str = "") -> Config:
-    """A config with the named options changed; `where` opens the error message."""
-    told: dict[str, Any] = {}
-    fields_of: dict[str, Scalar] = {}
+    """Return a config with the named options changed.
+
+    Args:
+        config: the config.
+        values: (dotted name, value) pairs.
+        where: start of the error message, such as the path of a file.
+
+    Raises:
+        ArgumentError: if a name is unknown, or a value has the wrong type or is out of range.
+    """
+    changes: dict[str, Any] = {}
+    objective_fields: dict[str, Scalar] = {}
     for name, value in values:
         if name.startswith("objective.") and name != "objective.preset":
-            fields_of[name.partition(".")[2]] = plain(name, value, where=where)
+            objective_fields[name.partition(".")[2]] = plain(name, value, where=where)
         else:
-            told["objective.preset" if name == "objective" else name] = value
-    before = config.objective
-    sections = {name: getattr(config, name) for name in SECTIONS} | {"objective": Choice(before.preset)}
-    parts = changed(sections, told.items(), where=where, moved=_MOVED)
-    kept = dict(before.overrides) if parts["objective"].preset == before.preset else {}
-    parts["objective"] = replace(parts["objective"], overrides=tuple({**kept, **fields_of}.items()))
+            changes["objective.preset" if name == "objective" else name] = value
+    previous = config.objective
+    sections = {name: getattr(config, name) for name in SECTIONS} | {"objective": Choice(previous.preset)}
+    parts = changed(sections, changes.items(), where=where, moved=_MOVED)
+    overrides = dict(previous.overrides) if parts["objective"].preset == previous.preset else {}
+    parts["objective"] = replace(parts["objective"], overrides=tuple({**overrides, **objective_fields}.items()))
     return replace(config, **parts)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as nested dicts.
+    """Read a TOML file as nested dicts.
 
     Raises:
         ArgumentError: if it cannot be read or is not TOML, or on Python 3.10 without tomli.
@@ -85,7 +94,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
-        dots = max(line.count(b".") for line in data.split(b"\n"))  # of a key: Python's parser is quadratic in them
+        # Python's parser takes quadratic time in the dots of a key.
+        dots = max(line.count(b".") for line in data.split(b"\n"))
         if len(data) > _MOST_BYTES or dots > _MOST_MARKS or data.count(b"[") + data.count(b"{") > _MOST_MARKS:
             raise ArgumentError(
                 f"{path}: more than {_MOST_BYTES:,} bytes, {_MOST_MARKS:,} brackets or as many dots in a line. All "
@@ -96,14 +106,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise
     except OSError as error:
         raise ArgumentError(f"{path}: {error.strerror}. The run has no config. Give --config a TOML file.") from error
-    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError of Python's
+    except (ValueError, RecursionError) as error:  # Python raises ValueError for an integer of 5,000 digits.
         raise ArgumentError(
             f"{path}: not TOML: {brief(str(error), 200)}. Nothing of it was used. Correct that place."
         ) from error
 
 
 def to_toml(config: Config, without: Iterable[str] = ()) -> str:
-    """The whole config as TOML that `load` reads back to an equal one, but for the options that are left out.
+    """Format a config as TOML, which `load` reads back to an equal config except for the options in `without`.
 
     >>> "lr = 1e-06" in to_toml(Config())
     True
@@ -111,19 +121,19 @@ def to_toml(config: Config, without: Iterable[str] = ()) -> str:
     blocks = []
     for section in SECTIONS[:-1]:
         part = getattr(config, section)
-        told = [f.name for f in fields(part) if f"{section}.{f.name}" not in without]
-        lines = [f"{name} = {_toml(getattr(part, name))}" for name in told]
+        names = [f.name for f in fields(part) if f"{section}.{f.name}" not in without]
+        lines = [f"{name} = {_toml(getattr(part, name))}" for name in names]
         blocks.append("\n".join([f"[{_MAP if section == 'map' else section}]", *lines]))
-    chosen = config.objective
+    choice = config.objective
     lines = [
-        f"preset = {_toml(chosen.preset)}",
-        *(f"{_key(name)} = {_toml(value)}" for name, value in chosen.overrides),
+        f"preset = {_toml(choice.preset)}",
+        *(f"{_key(name)} = {_toml(value)}" for name, value in choice.overrides),
     ]
     return "\n\n".join([*blocks, "\n".join(["[objective]", *lines])]) + "\n"
 
 
 def as_dict(config: Config) -> dict[str, Scalar]:
-    """Dotted name to value, the objective's overrides included."""
+    """Return {dotted name: value}, with the objective's overrides."""
     flat: dict[str, Scalar] = {}
     for section in SECTIONS[:-1]:
         part = getattr(config, section)
@@ -134,7 +144,7 @@ def as_dict(config: Config) -> dict[str, Scalar]:
 
 
 def describe() -> str:
-    """Every option as a markdown table, as docs/configuration.md shows it."""
+    """Return the markdown table of all options for docs/configuration.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for name, (kind, default) in options().items():
         section, _, key = name.partition(".")
@@ -144,18 +154,22 @@ def describe() -> str:
 
 
 def options() -> dict[str, tuple[Any, Scalar]]:
-    """Dotted name to (type, default), the objective's own fields left out."""
+    """Return {dotted name: (type, default)}, without the objective's own fields."""
     return leaves({name: getattr(Config(), name) for name in SECTIONS})
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass."""
+    """Return the string below each field of a dataclass."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
-    for here, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(here, ast.AnnAssign) and isinstance(here.target, ast.Name) and isinstance(after, ast.Expr):
-            docs[here.target.id] = ast.literal_eval(after.value)
+    for statement, next_statement in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(next_statement, ast.Expr)
+        ):
+            docs[statement.target.id] = ast.literal_eval(next_statement.value)
     return docs
 
 
@@ -164,7 +178,10 @@ def _choices(kind: Any) -> str:
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, Any]]:
-    """Dotted names to values. A table that no option is in, or too deep for one, is a value of its own: refused."""
+    """Return (dotted name, value) pairs of nested tables.
+
+    An empty table that is not a section, or a table nested too deeply, stays a value, which is refused later.
+    """
     flat: list[tuple[str, Any]] = []
     for key, value in nested.items():
         if isinstance(value, Mapping) and depth < _DEEPEST and (value or prefix + key in (*SECTIONS, _MAP)):

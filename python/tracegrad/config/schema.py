@@ -1,6 +1,7 @@
 """Define the options of a run as frozen dataclasses, each with its default, bounds and docstring.
 
-`parse` fills them from TOML and from the command line. `Map` (`[data.map]`) says where records hold what a trace needs.
+`parse` sets them from TOML and from the command line. `Map` (`[data.map]`) names the fields of records that contain the
+reward, group, session and so on.
 """
 
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,7 @@ MOST_CHARACTERS = 1000
 
 @dataclass(frozen=True)
 class Map:
-    """Where the fields of a trace stand in the records of a file.
+    """Field map: the paths in records of the reward, group, session and other fields of a trace.
 
     >>> Map(reward="metadata.score", group="prompt").told()
     {'reward': 'metadata.score', 'group': 'prompt'}
@@ -51,17 +52,17 @@ class Map:
             )
 
     def told(self) -> dict[str, str]:
-        """The paths that are told."""
-        return {each.name: path for each in fields(self) if (path := getattr(self, each.name)) != ""}
+        """Return the paths that are set, by field."""
+        return {option.name: path for option in fields(self) if (path := getattr(self, option.name)) != ""}
 
 
 DASHBOARDS = ("tensorboard", "wandb", "trackio")
-"""Where metrics may go beside metrics.jsonl."""
+"""Dashboards that can receive metrics in addition to metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Which traces are read and what is made of them."""
+    """How traces are read, aligned and selected."""
 
     on_error: Literal["raise", "skip", "quarantine"] = "raise"
     """A record that cannot be read or aligned: stop, leave it out and count it, or write it aside with the reason."""
@@ -90,7 +91,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several prepared folders as one set."""
+    """Mixture of several prepared folders."""
 
     weights: str = ""
     """A number for each folder, with commas: an epoch takes number / largest of its groups."""
@@ -98,7 +99,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Filter:
-    """What is aligned and not trained on, or not with its reward as it was recorded."""
+    """Filters: aligned traces that are left out or masked, or whose reward is changed."""
 
     even_groups: bool = False
     """Leave out groups in which all rewards are equal, from denominators too: DAPO's dynamic sampling, not refilled."""
@@ -135,7 +136,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Pack:
-    """How traces become steps and rows."""
+    """Packing of traces into steps and rows."""
 
     token_budget: int = 8192
     """Tokens of a row, one forward pass. Lower where memory runs out, and on CPU, where attention costs its square."""
@@ -155,7 +156,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Advantage:
-    """From rewards to advantages."""
+    """Computation of advantages from rewards."""
 
     baseline: Literal["group_mean", "batch_mean", "rloo", "opo", "max_rl", "a_star", "none"] = "group_mean"
     """The mean of the group, the batch, the others (rloo), by length (opo); max_rl divides by it; a_star is OAPL's."""
@@ -174,7 +175,10 @@ class Advantage:
 
 @dataclass(frozen=True)
 class RewardKl:
-    """KL in the reward: what a trace pays for having left the reference, before it is compared with others."""
+    """KL penalty in the reward: subtracted from a trace's reward for its divergence from the reference.
+
+    It is applied before advantages are computed.
+    """
 
     coef: float = 0.0
     """Reward that each nat of divergence from the reference costs a trace; 0 is without. Measures old and reference."""
@@ -196,7 +200,7 @@ class RewardKl:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW."""
+    """Options of AdamW."""
 
     lr: float = 1e-6
     """Learning rate. 1e-6 suits models of a billion parameters and more; the quickstart's 0.7 M take 2e-4."""
@@ -221,7 +225,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What becomes of lr from step to step: the numbers of transformers' get_scheduler under the same name."""
+    """Learning-rate schedule, with the values of transformers' get_scheduler under the same name."""
 
     name: Literal[
         "constant",
@@ -258,7 +262,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Train:
-    """The loop."""
+    """Options of the training loop."""
 
     epochs: int = 1
     """Passes over the groups."""
@@ -315,7 +319,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Stop:
-    """When a run ends before its last step, with a checkpoint."""
+    """Conditions for early stopping. The run then ends with a checkpoint."""
 
     below_ess: float = 0.0
     """The off-policy value's effective sample size falls below this share of the held-out traces."""
@@ -328,7 +332,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Several processes, which torchrun starts."""
+    """Distribution over several processes started by torchrun."""
 
     mode: Literal["auto", "fsdp", "ddp", "none"] = "auto"
     """fsdp shards parameters, gradients and optimizer; ddp copies them; auto: fsdp on CUDA, ddp on CPU, none alone."""
@@ -336,7 +340,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the run's state is written, and how much of it stays."""
+    """When checkpoints are written, and how many are kept."""
 
     every: int = 0
     """Optimizer steps between checkpoints; 0: at the end of each epoch."""
@@ -350,7 +354,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Kept:
-    """What each step made of its tokens, kept beside the run for `tracegrad view`."""
+    """Log of the trained tokens of each step, stored in the run directory for `tracegrad view`."""
 
     keep: Literal["sampled", "all", "none"] = "sampled"
     """Whole groups chosen by their names, within terms.megabytes; every trace of every step; or nothing."""
@@ -363,7 +367,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures of traces."""
+    """Options of images in traces."""
 
     tower: Literal["frozen", "trained"] = "frozen"
     """What turns pictures into features: left as it is, or trained too, by adapters with train.lora_rank."""
@@ -374,7 +378,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Attention:
-    """How a model attends."""
+    """Options of attention."""
 
     implementation: Literal["auto", "sdpa"] = "auto"
     """auto: on cuda compiled flex_attention, an error where it cannot run; sdpa: padded batches and dense masks."""
@@ -386,7 +390,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which objective: a preset's name and what is changed in it."""
+    """The objective: name of a preset, and changes to its fields."""
 
     preset: str = "DAPO"
     """Attribute of tracegrad.objective.presets, or module:NAME."""
@@ -396,7 +400,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run.
+    """All options of a run.
 
     >>> Config().optimizer.lr
     1e-06
@@ -423,11 +427,11 @@ class Config:
 
 SECTIONS = tuple(f.name for f in fields(Config))
 FEATURES = ("map", "mixture", "filter", "reward_kl", "schedule", "stop", "terms", "images", "attention")
-"""Sections of one feature each, which may be left out whole: their defaults change no gradient."""
+"""Sections of optional features. They can be left out completely: their defaults change no gradient."""
 
 
-def _require(holds: bool, name: str, value: Any, rule: str) -> None:
-    if not holds:
+def _require(is_valid: bool, name: str, value: Any, rule: str) -> None:
+    if not is_valid:
         raise ArgumentError(
             f"{name} is {value!r}: {rule}. A run with it would mean nothing. Correct it or leave it out."
         )

@@ -1,7 +1,7 @@
-"""Read traces from files, folders, patterns, addresses, tables and rows: `read` at once, `stream` one at a time.
+"""Read traces from files, folders, patterns, addresses, tables and rows: `read` at once, `stream` in batches.
 
-`Map` says where your records hold what a trace needs; `infer_fields` guesses it. Records of other producers are
-converted by `formats`.
+`Map` names the fields of your records that contain the reward, group, session and so on. `infer_fields` guesses them.
+`formats` converts records of other producers.
 """
 
 from tracegrad.config import Map

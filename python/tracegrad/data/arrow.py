@@ -1,9 +1,9 @@
 """Read traces from Arrow tables and Hugging Face datasets.
 
 pyarrow is imported on use (extra `arrow`). A row is a record in any form of docs/trace-format.md, most often with TRL's
-column names. Columns of token numbers go from Arrow's buffers to Rust without a Python object per token; the other
-columns go as JSON. `row_sizes` bounds what a batch becomes before its rows are made: dictionaries, runs, views and
-unions let a few bytes stand for more rows than fit into memory.
+column names. Columns with lists of numbers are passed from Arrow's buffers to Rust without a Python object per token.
+The other columns are passed as JSON. `row_sizes` computes the JSON size of a batch before its rows are made, because
+dictionaries, run-end encoding, views and unions can compress more rows than fit into memory into a few bytes.
 """
 
 import base64
@@ -21,22 +21,22 @@ from tracegrad.errors import ArgumentError, FormatError
 
 Sizes = NDArray[np.int64]
 
-# Bytes of a value beside its text, and of the longest number or date.
+# Bytes of the JSON syntax of a value, and of the longest number or date.
 _VALUE, _NUMBER = 8, 16
 
 
 def row_sizes(batch: Any) -> Sizes:
-    """Return about how many bytes each row of a record batch becomes as JSON.
+    """Return the approximate JSON bytes of each row of a record batch, as int64.
 
     >>> import pyarrow as pa
     >>> text = pa.DictionaryArray.from_arrays(pa.array([0, 0, 1], pa.int8()), pa.array(["x" * 1000, "y"]))
     >>> row_sizes(pa.record_batch({"a": text})).tolist()
     [1017, 1017, 18]
     """
-    return _of_fields(batch.schema.names, batch.columns, batch.num_rows)
+    return _sizes_of_fields(batch.schema.names, batch.columns, batch.num_rows)
 
 
-def _of_fields(names: list[str], columns: list[Any], rows: int) -> Sizes:
+def _sizes_of_fields(names: list[str], columns: list[Any], rows: int) -> Sizes:
     total = np.full(rows, _VALUE, np.int64)
     for name, column in zip(names, columns, strict=True):
         total += _capped(_sizes(column) + len(name.encode()), len(names) + 1)
@@ -44,49 +44,49 @@ def _of_fields(names: list[str], columns: list[Any], rows: int) -> Sizes:
 
 
 def _sizes(column: Any) -> Sizes:
-    """Bytes of each value of an array; a null may count as much as another value."""
+    """Return the approximate JSON bytes of each value of an array. A null may count as much as another value."""
     import pyarrow as pa
 
     types, kind, rows = pa.types, column.type, len(column)
     if isinstance(column, pa.ExtensionArray):
         return _sizes(column.storage)
     if types.is_dictionary(kind):
-        places = column.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-        return _taken(_sizes(column.dictionary), places)
+        indices = column.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        return _sizes_at(_sizes(column.dictionary), indices)
     if types.is_struct(kind):
-        fields = [column.field(at) for at in range(kind.num_fields)]
-        return _of_fields([kind.field(at).name for at in range(kind.num_fields)], fields, rows)
+        fields = [column.field(index) for index in range(kind.num_fields)]
+        return _sizes_of_fields([kind.field(index).name for index in range(kind.num_fields)], fields, rows)
     if types.is_union(kind):
-        return _of_union(column)
-    if _is(kind, "run_end_encoded"):
+        return _sizes_of_union(column)
+    if _is_type(kind, "run_end_encoded"):
         ends = column.run_ends.to_numpy(zero_copy_only=False)
-        return _taken(_sizes(column.values), np.searchsorted(ends, column.offset + np.arange(rows), side="right"))
-    if _is(kind, "list_view") or _is(kind, "large_list_view"):
+        return _sizes_at(_sizes(column.values), np.searchsorted(ends, column.offset + np.arange(rows), side="right"))
+    if _is_type(kind, "list_view") or _is_type(kind, "large_list_view"):
         start = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
         length = column.sizes.to_numpy(zero_copy_only=False).astype(np.int64)
-        return _between(lambda first, last: [column.values.slice(first, last - first)], start, start + length)
+        return _sizes_of_lists(lambda first, last: [column.values.slice(first, last - first)], start, start + length)
     if types.is_map(kind) or types.is_list(kind) or types.is_large_list(kind):
         bounds = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
-        inner = [column.keys, column.items] if types.is_map(kind) else [column.values]
-        if len(inner) == 1 and types.is_primitive(inner[0].type):
+        children = [column.keys, column.items] if types.is_map(kind) else [column.values]
+        if len(children) == 1 and types.is_primitive(children[0].type):
             return _VALUE + _NUMBER * (bounds[1:] - bounds[:-1])
-        return _between(
-            lambda first, last: [each.slice(first, last - first) for each in inner], bounds[:-1], bounds[1:]
+        return _sizes_of_lists(
+            lambda first, last: [child.slice(first, last - first) for child in children], bounds[:-1], bounds[1:]
         )
     if types.is_fixed_size_list(kind):
         width = kind.list_size
         start = (column.offset + np.arange(rows)) * width
-        return _between(lambda first, last: [column.values.slice(first, last - first)], start, start + width)
-    return _of_plain(column)
+        return _sizes_of_lists(lambda first, last: [column.values.slice(first, last - first)], start, start + width)
+    return _sizes_of_plain(column)
 
 
-def _of_plain(column: Any) -> Sizes:
+def _sizes_of_plain(column: Any) -> Sizes:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     types, kind, rows = pa.types, column.type, len(column)
-    if _is(kind, "string_view") or _is(kind, "binary_view"):
-        # A view is 16 bytes, and the first four are the length.
+    if _is_type(kind, "string_view") or _is_type(kind, "binary_view"):
+        # A view has 16 bytes; the first four are the length.
         views = np.frombuffer(column.buffers()[1], np.int32)[: 4 * (column.offset + rows)]
         return np.maximum(views[4 * column.offset :: 4], 0).astype(np.int64) + _VALUE
     if types.is_binary(kind) or types.is_string(kind) or types.is_large_binary(kind) or types.is_large_string(kind):
@@ -97,46 +97,54 @@ def _of_plain(column: Any) -> Sizes:
     return np.full(rows, _VALUE if types.is_null(kind) else _NUMBER, np.int64)
 
 
-def _of_union(column: Any) -> Sizes:
-    """Of a dense union several values may be the same item of a child; of a sparse one each child has all rows."""
+def _sizes_of_union(column: Any) -> Sizes:
+    """Return the JSON bytes of each value of a union.
+
+    Values of a dense union can share an item of a child. In a sparse union, every child has all rows.
+    """
     kind, rows = column.type, len(column)
     codes = column.type_codes.to_numpy(zero_copy_only=False)
     dense = kind.mode == "dense"
-    places = column.offsets.to_numpy(zero_copy_only=False) if dense else np.arange(rows)
+    indices = column.offsets.to_numpy(zero_copy_only=False) if dense else np.arange(rows)
     total = np.zeros(rows, np.int64)
-    for at, code in enumerate(kind.type_codes):
-        here = codes == code
-        total[here] = _taken(_sizes(column.field(at)), places[here])
+    for index, code in enumerate(kind.type_codes):
+        selected = codes == code
+        total[selected] = _sizes_at(_sizes(column.field(index)), indices[selected])
     return total + _VALUE
 
 
-def _between(inner: Any, start: Sizes, end: Sizes) -> Sizes:
-    """Bytes of lists from the bytes of their items, which may be shared; `inner` gives the items of a span."""
-    full = end > start
-    if not full.any():
+def _sizes_of_lists(items_of: Any, start: Sizes, end: Sizes) -> Sizes:
+    """Return the JSON bytes of lists from those of their items, which lists can share.
+
+    Args:
+        items_of: returns the arrays of items from a first to a last index.
+        start, end: range of the items of each list.
+    """
+    non_empty = end > start
+    if not non_empty.any():
         return np.full(len(start), _VALUE, np.int64)
-    first, last = int(start[full].min()), int(end[full].max())
+    first, last = int(start[non_empty].min()), int(end[non_empty].max())
     sizes = np.zeros(last - first, np.int64)
-    children = inner(first, last)
+    children = items_of(first, last)
     for child in children:
         sizes += _capped(_sizes(child), 2 * (last - first) + 2)
-    until = np.concatenate([[0], np.cumsum(sizes)])
+    cumulative = np.concatenate([[0], np.cumsum(sizes)])
     total = np.full(len(start), _VALUE, np.int64)
-    total[full] += until[end[full] - first] - until[start[full] - first]
+    total[non_empty] += cumulative[end[non_empty] - first] - cumulative[start[non_empty] - first]
     return total
 
 
-def _taken(sizes: Sizes, places: Any) -> Sizes:
-    return sizes[places] if len(sizes) else np.full(len(places), _VALUE, np.int64)
+def _sizes_at(sizes: Sizes, indices: Any) -> Sizes:
+    return sizes[indices] if len(sizes) else np.full(len(indices), _VALUE, np.int64)
 
 
 def _capped(sizes: Sizes, terms: int) -> Sizes:
-    """Sizes of which so many can be summed in 63 bits; what is cut is beyond every limit."""
+    """Clip sizes so that the sum of `terms` of them fits in 63 bits. A clipped size still exceeds every limit."""
     return np.minimum(sizes, (1 << 62) // terms)
 
 
-def _is(kind: Any, name: str) -> bool:
-    """Whether it is of a type that an older pyarrow does not have."""
+def _is_type(kind: Any, name: str) -> bool:
+    """Return whether a type is one that older versions of pyarrow do not define."""
     import pyarrow as pa
 
     check = getattr(pa.types, f"is_{name}", None)
@@ -144,27 +152,27 @@ def _is(kind: Any, name: str) -> bool:
 
 
 ROWS = 1024
-# Bytes of JSON that are made at once, and that one `Traces` of a stream has, but for its last rows.
+# Bytes of JSON that are made at once, and bytes in one `Traces` of a stream, except for its last rows.
 PART_BYTES, BATCH_BYTES = 1 << 24, 1 << 30
-# Bytes that a row may become, that all rows of a batch always may, and how many times the batch's own bytes: as often
-# as each of `ROWS` rows may share all of them, and as much again.
+# Limits of JSON bytes: of a row, of a batch in any case, and of a batch as a multiple of its own bytes. The multiple
+# allows each of `ROWS` rows to share all bytes of the batch, twice.
 RECORD_BYTES, ALWAYS_BYTES, MOST_GROWTH = 1 << 30, 1 << 28, 2 * ROWS
-# Levels of nested types, as Parquet's own readers have it.
+# Most levels of nested types, as in Parquet's own readers.
 DEPTH = 100
 
 
 def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Traces:
-    """Takes every row of a table as one record.
+    """Create traces from a table; every row is one record.
 
     Args:
         table: `pyarrow.Table` or `RecordBatch`, a `datasets.Dataset`, or anything with `__arrow_c_stream__` (polars,
             duckdb).
         format: as for `tracegrad.read`.
-        name: stands for the file in errors.
+        name: name of the table in errors.
 
     Raises:
-        FormatError: if a row is in no accepted form; its line is its number, from 1.
-        ArgumentError: if pyarrow is not installed, or the table is none.
+        FormatError: if a row has no accepted form. Its line is its number, from 1.
+        ArgumentError: if pyarrow is not installed, or `table` is not a table.
 
     >>> import pyarrow as pa
     >>> rows = {"prompt_ids": [[5, 6]], "completion_ids": [[7, 8]], "logprobs": [[-0.5, -0.1]], "reward": [1.0]}
@@ -175,25 +183,26 @@ def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Tr
     parts, report, first = [], ReadReport(), 1
     for batch in batches_of(table):
         for rows, _ in _parts(batch, name, _spans(batch, name, first)):
-            core, found = _core.Traces.compose(rows, name, first, format)
+            core, counts = _core.Traces.compose(rows, name, first, format)
             parts.append(core)
-            report = summed(report, ReadReport(**found))
+            report = summed(report, ReadReport(**counts))
             first += len(rows)
     return Traces(_core.Traces.concatenate(parts), report)
 
 
 class RowStream(Iterator[Traces]):
-    """Batches of traces of Arrow record batches, in bounded memory.
+    """Iterator over batches of traces from Arrow record batches, in bounded memory.
 
     Args:
         batches: `pyarrow.RecordBatch`es.
-        name: stands for the file in errors.
+        name: name of the file in errors.
         format: as for `tracegrad.read`.
-        on_error: "raise", or "skip" to leave a bad row out, counted in `read_report`.
-        most: about how many bytes all records may have; default no limit.
+        on_error: "raise", or "skip" to leave out a bad row and count it in `read_report`.
+        most: approximate limit of the JSON bytes of all records; None means no limit.
 
     Raises:
-        FormatError: for a bad row, with "raise".
+        FormatError: for a bad row, if `on_error` is "raise", or if a limit is exceeded.
+        ArgumentError: if `on_error` has another value.
     """
 
     def __init__(
@@ -215,10 +224,10 @@ class RowStream(Iterator[Traces]):
         self._format, self._skip = format, on_error == "skip"
         self._most, self._spent = most, 0
         self.known: Callable[[Line, bytes], Traces | None] | None = None
-        self._traces = self._all()
+        self._traces = self._read_all()
 
     def head(self) -> list[bytes]:
-        """The first row as JSON, none where there is none; it is read again."""
+        """Return the first row as JSON, without consuming it; an empty list if there are no rows."""
         first = next(self._batches, None)
         if first is None:
             return []
@@ -230,33 +239,33 @@ class RowStream(Iterator[Traces]):
         return []
 
     def records(self) -> Iterator[list[tuple[Line, bytes]]]:
-        """The rows as JSON with their numbers, from 1, for a caller that changes them; `decode` reads what it made."""
+        """Yield chunks of (row number, JSON); numbers start at 1. Convert the rows, then pass them to `decode`."""
         first = 1
         for batch in self._batches:
             check_batch(batch, self._path)
             for start, end, _ in self._spans(batch, first):
                 heads = _heads(batch.slice(start, end - start), self._path)
-                yield [(first + start + at, to_json(_without_none(head))) for at, head in enumerate(heads)]
+                yield [(first + start + offset, to_json(_without_none(head))) for offset, head in enumerate(heads)]
             first += batch.num_rows
 
     def decode(self, rows: list[tuple[Line, bytes]]) -> Traces:
-        """The traces of rows that were changed."""
+        """Decode converted rows."""
         return self._read([[text.decode()] for _, text in rows], [line for line, _ in rows])
 
-    def _all(self) -> Iterator[Traces]:
+    def _read_all(self) -> Iterator[Traces]:
         for batch in self._batches:
-            yield from self._of(batch)
+            yield from self._read_batch(batch)
 
-    def _of(self, batch: Any) -> Iterator[Traces]:
+    def _read_batch(self, batch: Any) -> Iterator[Traces]:
         parts: list[_core.Traces] = []
-        waiting = 0
+        part_bytes = 0
         for rows, size in _parts(batch, self._path, self._spans(batch, self.read_report.records + 1)):
             first = self.read_report.records + 1
             parts.append(self._read(rows, list(range(first, first + len(rows)))).core)
-            waiting += size
-            if waiting > BATCH_BYTES:
+            part_bytes += size
+            if part_bytes > BATCH_BYTES:
                 yield Traces(_core.Traces.concatenate(parts))
-                parts, waiting = [], 0
+                parts, part_bytes = [], 0
         yield Traces(_core.Traces.concatenate(parts))
 
     def _spans(self, batch: Any, first: int) -> Iterator[tuple[int, int, int]]:
@@ -279,36 +288,38 @@ class RowStream(Iterator[Traces]):
         first = lines[0]
         if isinstance(first, int) and lines == list(range(first, first + len(lines))):
             try:
-                core, found = _core.Traces.compose(rows, self._path, first, self._format)
+                core, counts = _core.Traces.compose(rows, self._path, first, self._format)
             except FormatError:
-                pass  # whose row it is, is found below
+                pass  # The loop below decodes row by row and finds the bad one.
             else:
-                self.read_report = summed(self.read_report, ReadReport(**found))
+                self.read_report = summed(self.read_report, ReadReport(**counts))
                 return Traces(core)
-        good = []
+        cores = []
         for line, row in zip(lines, rows, strict=True):
             try:
-                core, found = _core.Traces.compose([row], self._path, line, self._format)
+                core, counts = _core.Traces.compose([row], self._path, line, self._format)
             except FormatError as error:
-                if (known := self._known(line, row)) is None:
+                if (converted := self._converted(line, row)) is None:
                     self.refuse(str(error), "failed_call" if ": the call failed: " in str(error) else "row")
                 else:
-                    good.append(known.core)
+                    cores.append(converted.core)
                 continue
-            self.read_report = summed(self.read_report, ReadReport(**found))
-            good.append(core)
-        return Traces(_core.Traces.concatenate(good))
+            self.read_report = summed(self.read_report, ReadReport(**counts))
+            cores.append(core)
+        return Traces(_core.Traces.concatenate(cores))
 
-    def _known(self, line: Line, row: list[Any]) -> Traces | None:
-        """What the caller makes of a row that is not read as it stands."""
-        known, self.known = self.known, None
+    def _converted(self, line: Line, row: list[Any]) -> Traces | None:
+        """Convert a row that the core refuses with the callback `known`. None if it cannot be converted."""
+        convert, self.known = self.known, None
         try:
-            return known(line, "".join(row).encode()) if known and all(isinstance(each, str) for each in row) else None
+            return (
+                convert(line, "".join(row).encode()) if convert and all(isinstance(each, str) for each in row) else None
+            )
         finally:
-            self.known = known
+            self.known = convert
 
     def refuse(self, error: str, reason: str) -> None:
-        """Counts a bad row, or raises its error."""
+        """Count a bad row, or raise its error."""
         if not self._skip:
             raise FormatError(error)
         bad = ReadReport(records=1, bad=1, reasons={reason: 1}, errors=(error,))
@@ -316,46 +327,54 @@ class RowStream(Iterator[Traces]):
 
 
 def _parts(batch: Any, name: str, spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[list[list[Any]], int]]:
-    """The rows of a batch as pieces, a span at a time, and about how many bytes they have."""
+    """Yield (rows as pieces, approximate bytes) for each span of a batch."""
     check_batch(batch, name)
     numbers = {field: _number_lists(column) for field, column in zip(batch.schema.names, batch.columns, strict=True)}
     others = batch.select([field for field, lists in numbers.items() if lists is None])
-    lists = {field: found for field, found in numbers.items() if found is not None}
+    lists = {field: arrays for field, arrays in numbers.items() if arrays is not None}
     for start, end, size in spans:
         heads = _heads(others.slice(start, end - start), name)
-        yield [_row(head, lists, start + at) for at, head in enumerate(heads)], size
+        yield [_row(head, lists, start + offset) for offset, head in enumerate(heads)], size
 
 
 def _spans(batch: Any, name: str, first: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the parts in which a checked batch is read: first row, end, and about how many bytes its records have.
+    """Split a checked batch into spans that are read at once: yield (first row, end, approximate JSON bytes).
 
     Raises:
-        FormatError: if its rows would not fit the memory, as what several of them share is written out for each.
+        FormatError: if the JSON of the rows exceeds a limit. Values that rows share are written for each of them.
     """
     if not batch.num_rows:
         return
     sizes = np.minimum(row_sizes(batch), RECORD_BYTES + 1)
-    until = np.cumsum(sizes)
-    most = max(ALWAYS_BYTES, MOST_GROWTH * batch.nbytes)
-    if sizes.max() > RECORD_BYTES or until[-1] > most:
-        long = sizes > RECORD_BYTES
-        row = int(np.argmax(long)) if long.any() else int(np.searchsorted(until, most, side="right"))
-        what = f"a record of more than {RECORD_BYTES:,} bytes" if long.any() else f"more than {most:,} bytes of records"
+    cumulative = np.cumsum(sizes)
+    max_bytes = max(ALWAYS_BYTES, MOST_GROWTH * batch.nbytes)
+    if sizes.max() > RECORD_BYTES or cumulative[-1] > max_bytes:
+        is_too_long = sizes > RECORD_BYTES
+        row = (
+            int(np.argmax(is_too_long))
+            if is_too_long.any()
+            else int(np.searchsorted(cumulative, max_bytes, side="right"))
+        )
+        excess = (
+            f"a record of more than {RECORD_BYTES:,} bytes"
+            if is_too_long.any()
+            else f"more than {max_bytes:,} bytes of records"
+        )
         raise FormatError(
-            f"{name}:{first + row}: the columns, which have {batch.nbytes:,} bytes, become {what}. Values that rows "
+            f"{name}:{first + row}: the columns, which have {batch.nbytes:,} bytes, become {excess}. Values that rows "
             "or lists share are written out for each of them. Write fewer rows in a batch, or the values themselves."
         )
     start = 0
     while start < batch.num_rows:
-        before = int(until[start - 1]) if start else 0
-        end = int(np.searchsorted(until, before + PART_BYTES, side="right"))
+        bytes_before = int(cumulative[start - 1]) if start else 0
+        end = int(np.searchsorted(cumulative, bytes_before + PART_BYTES, side="right"))
         end = min(max(end, start + 1), start + ROWS, batch.num_rows)
-        yield start, end, int(until[end - 1]) - before
+        yield start, end, int(cumulative[end - 1]) - bytes_before
         start = end
 
 
 def _heads(batch: Any, name: str) -> list[dict[str, Any]]:
-    """Rows as Python has them."""
+    """Convert rows to dicts."""
     if batch.num_columns == 0:
         return [{}] * batch.num_rows
     try:
@@ -368,9 +387,14 @@ def _heads(batch: Any, name: str) -> list[dict[str, Any]]:
 
 
 def check_batch(batch: Any, name: str) -> None:
-    if twice := [field for field in batch.schema.names if batch.schema.names.count(field) > 1]:
+    """Check the columns of a batch.
+
+    Raises:
+        FormatError: if two columns have the same name, a type is nested too deeply, or the data is inconsistent.
+    """
+    if duplicates := [field for field in batch.schema.names if batch.schema.names.count(field) > 1]:
         raise FormatError(
-            f"{name}: two columns are called {twice[0]!r}. Which of them counts cannot be known. Rename one."
+            f"{name}: two columns are called {duplicates[0]!r}. Which of them counts cannot be known. Rename one."
         )
     if any(_depth(field.type) > DEPTH for field in batch.schema):
         raise FormatError(
@@ -386,16 +410,20 @@ def check_batch(batch: Any, name: str) -> None:
 
 
 def _depth(kind: Any) -> int:
-    """Levels of a nested type, counted up to one more than there may be."""
+    """Return the levels of a nested type, at most `DEPTH` + 1."""
     depth, level = 0, [kind]
     while level and depth <= DEPTH:
-        level = [kind.field(at).type for kind in level for at in range(kind.num_fields)]
+        level = [kind.field(index).type for kind in level for index in range(kind.num_fields)]
         depth += 1
     return depth
 
 
 def pyarrow(module: str) -> Any:
-    """A module of pyarrow; raises ArgumentError if it is not installed."""
+    """Import a module of pyarrow.
+
+    Raises:
+        ArgumentError: if pyarrow is not installed.
+    """
     import importlib
 
     try:
@@ -407,10 +435,14 @@ def pyarrow(module: str) -> Any:
 
 
 def batches_of(table: Any) -> Iterable[Any]:
-    """The record batches of a table or dataset."""
+    """Yield the record batches of a table or dataset.
+
+    Raises:
+        ArgumentError: if `table` is not a table, or pyarrow is not installed.
+    """
     pa = pyarrow("pyarrow")
     if hasattr(table, "with_format") and hasattr(table, "features"):
-        # A datasets.Dataset; its own order and selection count, not those of the table behind it.
+        # A datasets.Dataset has its own order and selection of rows, which the table inside it does not have.
         for part in table.with_format("arrow").iter(batch_size=ROWS):
             yield from part.to_batches()
         return
@@ -428,7 +460,7 @@ def batches_of(table: Any) -> Iterable[Any]:
 
 
 def _row(head: dict[str, Any], lists: dict[str, tuple[Any, Any, Any, Any]], row: int) -> list[Any]:
-    """A row as pieces: JSON text, and between it arrays of numbers."""
+    """Return a row as pieces: JSON text, with arrays of numbers in between."""
     text = to_json(_without_none(head)).decode()[:-1]
     pieces: list[Any] = [text]
     separator = ", " if len(text) > 1 else ""
@@ -440,44 +472,44 @@ def _row(head: dict[str, Any], lists: dict[str, tuple[Any, Any, Any, Any]], row:
 
 
 def to_json(record: Any) -> bytes:
-    """A record as JSON; bytes are base64, and what else JSON has no form for is written as Python's `str` says it."""
-    text = json.dumps(record, ensure_ascii=False, default=_formless)
+    """Return a record as JSON. Bytes become base64; other values without a JSON form become their `str`."""
+    text = json.dumps(record, ensure_ascii=False, default=_to_string)
     try:
         return text.encode()
     except UnicodeEncodeError:
-        return json.dumps(record, default=_formless).encode()
+        return json.dumps(record, default=_to_string).encode()
 
 
-def _formless(value: Any) -> str:
+def _to_string(value: Any) -> str:
     return base64.b64encode(value).decode() if isinstance(value, (bytes, bytearray, memoryview)) else str(value)
 
 
 def _without_none(head: dict[str, Any]) -> dict[str, Any]:
-    """A row without the nulls that Arrow puts where other rows have a key."""
-    return {key: _pruned(value) for key, value in head.items() if value is not None}
+    """Return a row without nulls. Arrow adds a null for every key that only other rows have."""
+    return {key: _without_nulls(value) for key, value in head.items() if value is not None}
 
 
-def _pruned(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        # A key of a message that no row but another has is null here; content alone may be null and mean it.
-        return {key: _pruned(item) for key, item in value.items() if item is not None or key == "content"}
-    return [_pruned(item) for item in value] if isinstance(value, list) else value
+        # Arrow adds a null for a key that only other messages have. A null `content` is kept, as it has a meaning.
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _number_lists(column: Any) -> tuple[Any, Any, Any, Any] | None:
-    """Values, starts, ends and validity of a column of lists of numbers; None where it is something else."""
+    """Return values, starts, ends and validity of a column of lists of numbers; None for other columns."""
     pa = pyarrow("pyarrow")
     kind = column.type
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not lists:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list:
         return None
-    inner = kind.value_type
-    if pa.types.is_boolean(inner) or pa.types.is_float16(inner):
-        column = column.cast(pa.large_list(pa.uint8() if pa.types.is_boolean(inner) else pa.float32()))
-    elif not (pa.types.is_integer(inner) or pa.types.is_floating(inner)):
+    item_type = kind.value_type
+    if pa.types.is_boolean(item_type) or pa.types.is_float16(item_type):
+        column = column.cast(pa.large_list(pa.uint8() if pa.types.is_boolean(item_type) else pa.float32()))
+    elif not (pa.types.is_integer(item_type) or pa.types.is_floating(item_type)):
         return None
     elif pa.types.is_fixed_size_list(kind):
-        column = column.cast(pa.large_list(inner))
+        column = column.cast(pa.large_list(item_type))
     offsets = column.offsets.to_numpy(zero_copy_only=False)
     first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
     values, offsets = column.values.slice(first, last - first), offsets - first

@@ -1,6 +1,6 @@
-"""What records of chats hold, whoever wrote them: roles, text, sampling, and tools as a chat template gets them.
+"""Read chat records of any producer: roles, text, sampling options, and tools in the form that chat templates expect.
 
-Nothing of a producer is known here, and no files. `sessions` and the adapters use it.
+These helpers are independent of producers and files.
 """
 
 import json
@@ -12,19 +12,19 @@ from tracegrad.data.sampling import SPELLED
 
 SAMPLING = ("temperature", "top_p", *SPELLED)
 PARTIAL = {"sampling_defaults": "unknown"}
-"""Said of a call whose request was put together here: what it leaves out is unknown, and no default of an API."""
+"""Marks a call whose request was rebuilt from parts: an option that it lacks is unknown, not the default of an API."""
 OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
-"""What is said of the tokens of an answer, beside it."""
+"""Fields about the tokens of an answer, stored next to it."""
 _SCHEMA = ("name", "description", "parameters")
 
 
 def table(value: Any) -> Mapping[str, Any]:
-    """An object, empty where a value is none."""
+    """Return the value if it is an object, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def within(record: Any, path: str) -> Any:
-    """What stands at a path, None where nothing does."""
+    """Return the value at a path, None if the path does not exist."""
     try:
         return json_path.at(record, path)
     except json_path.Missing:
@@ -32,44 +32,44 @@ def within(record: Any, path: str) -> Any:
 
 
 def told(record: Any, names: Iterable[str]) -> dict[str, Any]:
-    """What a record says under some names, but null; nothing where it is no object."""
+    """Return the fields of a record with these names that are not null; {} if it is not an object."""
     return {name: record[name] for name in names if record.get(name) is not None} if table(record) else {}
 
 
 def sampling(record: Any) -> dict[str, Any]:
-    """What a record says of sampling: temperature and top_p as numbers, and what stands beside one of them."""
-    found = {name: value for name, value in told(record, SAMPLING[:2]).items() if isinstance(value, (int, float))}
-    return {**told(record, SPELLED), **found} if found else {}
+    """Return the sampling options of a record; {} unless temperature or top_p is a number."""
+    numbers = {name: value for name, value in told(record, SAMPLING[:2]).items() if isinstance(value, (int, float))}
+    return {**told(record, SPELLED), **numbers} if numbers else {}
 
 
 def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """A record but for some names."""
+    """Return a copy of a record without the fields with these names."""
     return {name: value for name, value in record.items() if name not in names}
 
 
 def role(message: Any) -> Any:
-    """The role of a message, None of what is none."""
+    """Return the role of a message, None if the value is not a message."""
     return table(message).get("role")
 
 
 def has_answer(messages: Any) -> bool:
-    """Whether the assistant says something in a list of messages."""
+    """Return whether a list of messages contains an assistant message."""
     return isinstance(messages, list) and any(role(each) == "assistant" for each in messages)
 
 
 def given(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a prompt: what the assistant says there was not sampled."""
-    return [{**each, "sampled": False} if each.get("role") == "assistant" else each for each in messages]
+    """Return the messages of a prompt, with assistant messages marked as not sampled."""
+    return [{**message, "sampled": False} if message.get("role") == "assistant" else message for message in messages]
 
 
 def under(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages below a system prompt, where that is a text."""
-    says = isinstance(system, str) and system
-    return [{"role": "system", "content": system}, *messages] if says else messages
+    """Return messages after a system message, if the system prompt is a non-empty string; else the messages."""
+    has_system = isinstance(system, str) and system
+    return [{"role": "system", "content": system}, *messages] if has_system else messages
 
 
 def text_of(content: Any) -> Any:
-    """Text; a list of parts that all have text is one text, as a template gets it."""
+    """Return content as one string, as templates expect, if it is a list whose parts all have text; else unchanged."""
     if not isinstance(content, list):
         return content
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -78,20 +78,20 @@ def text_of(content: Any) -> Any:
 
 
 def written(arguments: Any) -> str:
-    """Arguments of a call as text: as they stand where they are one."""
+    """Return the arguments of a tool call as JSON; a string is returned unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def tool_call(name: Any, identity: Any, arguments: Any) -> dict[str, Any]:
-    """A call of a tool as OpenAI writes it."""
+    """Return a tool call in OpenAI's form."""
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": written(arguments)}}
 
 
 def tools(schemas: list[Any]) -> dict[str, Any]:
-    """`tools` with the schemas of a list, wrapped as OpenAI does; nothing where there are none."""
-    made = []
-    for each in schemas:
-        if isinstance(each, Mapping):
-            schema = {name: each[name] for name in _SCHEMA if name in each}  # null too, as it was asked
-            made.append(dict(each) if "function" in each else {"type": "function", "function": schema})
-    return {"tools": made} if made else {}
+    """Return {"tools": schemas}, each in OpenAI's `function` wrapper; {} if there are none."""
+    wrapped = []
+    for item in schemas:
+        if isinstance(item, Mapping):
+            schema = {name: item[name] for name in _SCHEMA if name in item}  # Null too, as in the request.
+            wrapped.append(dict(item) if "function" in item else {"type": "function", "function": schema})
+    return {"tools": wrapped} if wrapped else {}

@@ -1,4 +1,4 @@
-"""What the small integers of `Sequences` stand for: sources of tokens, tiers of ids, kinds of logprobs, endings."""
+"""Meanings of the integer codes in `Sequences`: token sources, alignment levels, logprob kinds, endings."""
 
 from tracegrad import _core
 
@@ -18,7 +18,7 @@ TEXT_TRAINS = (
     "--objective TOPR_POSITIVE --text-only, or, on rewards of 0 and more, --objective WEIGHTED_SFT "
     "--advantage.baseline none --text-only"
 )
-"""What trains text that has no logprobs: the two objectives that suit it."""
+"""Command-line options that train on text without logprobs: the two objectives that support it."""
 GUESSED = ("T4", "T5")
 TEXT_ONLY = 6
 NO_TIER = 255

@@ -1,6 +1,6 @@
-"""A record with the fields that a `Map` finds in it, added behind what it says: its own bytes stay as they are.
+"""Add the fields that a `Map` names to records. They are appended, and the original bytes stay unchanged.
 
-What each path gave is counted, so that the user is told.
+The values at each path are counted for the summary.
 """
 
 import hashlib
@@ -24,20 +24,27 @@ __all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of", "which_reward
 
 
 MOST_LOOKED, MOST_PATHS = 64, 2000
-"""Records, and paths in them, among which the nearest to a path that matches nothing is looked for."""
+"""Most records, and most paths, that are searched for the nearest path if one matches nothing."""
 MOST_BYTES = 64 << 20
-"""Bytes that may be made of one record, or of one conversation, beside what it has itself."""
+"""Most bytes that can be added to one record or one conversation."""
 
 
 class Unfit(Exception):
-    """A value that is none of what its field takes; its argument is a `sources.Refusal`."""
+    """A value that its field does not accept. The argument is a `sources.Refusal`."""
 
 
 @dataclass
 class Mapper:
-    """Adds what `told` names to records.
+    """Extracts the fields that a field map names from records.
 
-    `seen` counts, for each field, the kinds of values; `low` and `high` bound the rewards.
+    Args:
+        told: the field map.
+        seen: counts of the kinds of values, by field.
+        records: number of records.
+        low, high: range of the rewards.
+        names: names of the rewards, if a record has several.
+        words: number of each word that was used as a reward.
+        paths: paths of the first records, in order.
     """
 
     told: Map
@@ -48,34 +55,33 @@ class Mapper:
     names: set[str] = field(default_factory=set)
     words: dict[str, float] = field(default_factory=dict)
     paths: dict[str, None] = field(default_factory=dict)
-    """Those of the first records, in their order."""
 
     def _paths(self) -> dict[str, str]:
-        """What is told of single records."""
-        told = {name: path for name, path in self.told.told().items() if name not in ("session", "order")}
-        return {name: path for name, path in told.items() if (name, path) != ("group", "prompt")}
+        """Return the mapped paths within single records: all but the session, its order, and grouping by prompt."""
+        paths = {name: path for name, path in self.told.told().items() if name not in ("session", "order")}
+        return {name: path for name, path in paths.items() if (name, path) != ("group", "prompt")}
 
     def header(self, record: Any) -> dict[str, Any]:
-        """The fields of a trace that a record gives by its paths.
+        """Return the fields of a trace at the mapped paths of a record.
 
         Raises:
-            Unfit: for a value that is none.
+            Unfit: if a field does not accept the value at its path.
         """
         self.records += 1
         self._look(record)
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, path in self._paths().items():
             if (value := chat.within(record, path)) is None:
                 continue
             self.seen.setdefault(name, Counter())[json_path.kind(value)] += 1
             if name == "sampling":
-                found = {**_sampling(value, path), **found}
+                fields = {**_sampling(value, path), **fields}
             else:
-                found |= self._reward(value, path) if name == "reward" else _field(name, value, path)
-        return found
+                fields |= self._reward(value, path) if name == "reward" else _field(name, value, path)
+        return fields
 
     def _look(self, record: Any) -> None:
-        """Notes which paths there are, and whether a session has its key."""
+        """Store the paths of a record, and count the session key if it has one."""
         session = self.told.session
         if session not in ("", "prefix") and "session" not in self.seen:
             value = chat.within(record, session)
@@ -88,13 +94,13 @@ class Mapper:
             self.paths |= dict.fromkeys(".".join(keys[:count]) for count in range(1, len(keys) + 1))
 
     def check(self) -> None:
-        """Refuses paths that match nothing in any record: another reward or group would count, and nobody would see it.
+        """Check that every mapped path matched a record. Otherwise another reward or group would be used silently.
 
         Raises:
-            ArgumentError: with the nearest path that there is.
+            ArgumentError: if a path matched nothing; the message names the nearest existing path.
         """
-        told = {**self._paths(), **({"session": self.told.session} if self.told.session != "prefix" else {})}
-        for name, path in told.items():
+        paths = {**self._paths(), **({"session": self.told.session} if self.told.session != "prefix" else {})}
+        for name, path in paths.items():
             if self.records and path and name not in self.seen and path not in self.paths:
                 count = f"any of {self.records:,} records" if self.records > 1 else "the record"
                 raise ArgumentError(
@@ -103,24 +109,28 @@ class Mapper:
 
     def _reward(self, value: Any, path: str) -> dict[str, Any]:
         if isinstance(value, Mapping):
-            rewards = {str(name): json_path.verdict(each) for name, each in value.items()}
-            if odd := [name for name, each in rewards.items() if each is None and value[name] is not None]:
-                raise _unfit("reward", f"{path}.{odd[0]}", value[odd[0]], "a number, a boolean or a number as text")
+            rewards = {str(name): json_path.verdict(reward_value) for name, reward_value in value.items()}
+            if bad_names := [
+                name for name, reward_value in rewards.items() if reward_value is None and value[name] is not None
+            ]:
+                raise _unfit(
+                    "reward", f"{path}.{bad_names[0]}", value[bad_names[0]], "a number, a boolean or a number as text"
+                )
             self.names.update(rewards)
-            for name, each in rewards.items():
-                self._word(value[name], each)
-            self._bound(*(each for each in rewards.values() if each is not None))
+            for name, reward_value in rewards.items():
+                self._word(value[name], reward_value)
+            self._bound(*(reward_value for reward_value in rewards.values() if reward_value is not None))
             return {"rewards": rewards}
         reward = json_path.verdict(value)
         self._word(value, reward)
         if reward is None or math.isinf(reward):
-            wanted = "a number, a boolean, either as text, a word such as pass or down, or an object of these"
-            raise _unfit("reward", path, value, wanted)
+            accepted = "a number, a boolean, either as text, a word such as pass or down, or an object of these"
+            raise _unfit("reward", path, value, accepted)
         self._bound(reward)
         return {"reward": reward}
 
     def _word(self, value: Any, reward: float | None) -> None:
-        """Keeps which number a word is."""
+        """Store the number of a word."""
         if isinstance(value, str) and reward is not None and json_path.number(value) is None:
             self.words[value[:40]] = reward
 
@@ -128,37 +138,39 @@ class Mapper:
         self.low, self.high = min(self.low, *rewards, math.inf), max(self.high, *rewards, -math.inf)
 
     def lines(self) -> list[str]:
-        """What each path gave, for a terminal."""
-        out = []
+        """Return the values found at each path, as lines for a terminal."""
+        lines = []
         for name, path in self._paths().items():
             kinds = self.seen.get(name, Counter())
-            what = ", ".join(f"{kind} in {count:,}" for kind, count in kinds.most_common()) or "nothing"
+            values = ", ".join(f"{kind} in {count:,}" for kind, count in kinds.most_common()) or "nothing"
             span = f", {self.low:g} to {self.high:g}" if name == "reward" and self.low <= self.high else ""
-            several = f", named {', '.join(sorted(self.names)[:8])}" if name == "reward" and self.names else ""
+            names = f", named {', '.join(sorted(self.names)[:8])}" if name == "reward" and self.names else ""
             words = ", ".join(f"{word!r} is {value:g}" for word, value in list(self.words.items())[:8])
             words = f", {words}" if name == "reward" and words else ""
-            out.append(f"map      {name} is {path}: {what} of {self.records:,} records{span}{several}{words}")
-        return out
+            lines.append(f"map      {name} is {path}: {values} of {self.records:,} records{span}{names}{words}")
+        return lines
 
 
 def which_reward(names: Sequence[str], told: str = "") -> list[str]:
-    """The line that says which of several rewards is trained on, why, and how another is chosen.
+    """Return a line that names the reward used for training, the reason, and the flag to use another one.
+
+    Empty if there is only one reward, or none of them is the default.
 
     >>> which_reward(["reward", "tone"])
     ['reward   trained on is "reward", the total of each record, not "tone": --data.reward tone chooses that']
     """
     if len(names) < 2 or not (told or "reward" in names):
         return []
-    chosen, why = (told, "as --data.reward says") if told else ("reward", "the total of each record")
+    chosen, reason = (told, "as --data.reward says") if told else ("reward", "the total of each record")
     if not (others := [name for name in names if name not in (chosen, *split_names(chosen))]):
         return []
-    shown = ", ".join(f'"{name}"' for name in others[:8])
+    other_names = ", ".join(f'"{name}"' for name in others[:8])
     flag = shlex.join(["--data.reward", others[0]])
-    return [f'reward   trained on is "{chosen}", {why}, not {shown}: {flag} chooses that']
+    return [f'reward   trained on is "{chosen}", {reason}, not {other_names}: {flag} chooses that']
 
 
 def add(raw: bytes, header: Mapping[str, Any]) -> bytes:
-    """A record's bytes with further fields at its end, where they count over earlier ones of the same name.
+    """Append fields to the JSON of a record. They override earlier fields of the same name.
 
     >>> add(b'{"reward": "0.5"}', {"reward": 0.5})
     b'{"reward": "0.5", "reward": 0.5}'
@@ -172,31 +184,31 @@ def add(raw: bytes, header: Mapping[str, Any]) -> bytes:
 
 
 PROMPTS = ("prompt", "input", "question", "query", "instruction")
-"""Where a record holds the text of a prompt that its trace has neither as messages nor as ids."""
+"""Fields of a record with the text of its prompt, used if the trace has neither messages nor ids of a prompt."""
 
 
 def prompt_of(trace: Trace) -> str | None:
-    """A name that traces share whose first sampled turn came after the same messages, ids or text; None without."""
+    """Return a hash of the messages, ids or text before the first sampled turn of a trace; None if there are none."""
     if not trace.generations:
         return None
     first = trace.generations[0]
     if messages := [trace.pool[index] for index in first.context]:
-        said = json.dumps(messages, sort_keys=True).encode()
+        prompt = json.dumps(messages, sort_keys=True).encode()
     elif first.prompt_token_ids is not None:
-        said = first.prompt_token_ids.tobytes()
+        prompt = first.prompt_token_ids.tobytes()
     else:
         record = loads(trace.record)
         text = next((record[key] for key in PROMPTS if record.get(key)), None) if isinstance(record, dict) else None
         if text is None:
             return None
-        said = json.dumps(text, sort_keys=True).encode()
-    return f"prompt-{hashlib.sha256(said).hexdigest()[:16]}"
+        prompt = json.dumps(text, sort_keys=True).encode()
+    return f"prompt-{hashlib.sha256(prompt).hexdigest()[:16]}"
 
 
 def loads(raw: bytes) -> Any:
-    """A record as Python has it, or None where it is no JSON: then the reader says what is wrong.
+    """Parse a record. None if it is not JSON: the reader then reports the error.
 
-    A run of LangSmith's bulk export keeps its objects as JSON text; they are opened.
+    LangSmith's bulk export stores the objects of a run as JSON strings; these are parsed too.
 
     >>> loads(b'{"run_type": "llm", "inputs": "{}", "name": "{x"}')
     {'run_type': 'llm', 'inputs': {}, 'name': '{x'}
@@ -211,27 +223,27 @@ def loads(raw: bytes) -> Any:
 
 
 def _name(value: Any) -> str | None:
-    is_one = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
-    return str(value) if is_one else None
+    is_name = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
+    return str(value) if is_name else None
 
 
 def _temperature(value: Any) -> float | None:
-    found = None if isinstance(value, bool) else json_path.number(value)
-    return found if found is not None and 0 <= found < math.inf else None
+    temperature = None if isinstance(value, bool) else json_path.number(value)
+    return temperature if temperature is not None and 0 <= temperature < math.inf else None
 
 
 def _sampling(value: Any, path: str) -> dict[str, Any]:
-    """The sampling options of an object, also of one as JSON text."""
+    """Return the sampling options of an object or of its JSON string."""
     if not isinstance(options := json_path.opened(value), Mapping):
         raise _unfit("sampling", path, value, "an object with temperature, top_p, top_k, ...")
-    found = chat.told(options, chat.SAMPLING)
+    values = chat.told(options, chat.SAMPLING)
     for name in ("temperature", "top_p"):
-        if name not in found:
+        if name not in values:
             continue
-        if (number := _temperature(found[name])) is None:
-            raise _unfit("sampling", f"{path}.{name}", found[name], "numbers from 0 as temperature and top_p")
-        found[name] = number
-    return found
+        if (number := _temperature(values[name])) is None:
+            raise _unfit("sampling", f"{path}.{name}", values[name], "numbers from 0 as temperature and top_p")
+        values[name] = number
+    return values
 
 
 _FIELDS = {
@@ -245,18 +257,18 @@ _FIELDS = {
         "raw, processed or unknown",
     ),
 }
-"""Of each field of a `Map` but the reward: its name in a trace, what reads its value, and what it takes."""
+"""For each field of a `Map` except the reward: (field of the trace, converter, accepted values for the error)."""
 
 
 def _field(name: str, value: Any, path: str) -> dict[str, Any]:
-    of_trace, read, wanted = _FIELDS[name]
-    if (found := read(value)) is None:
-        raise _unfit(name, path, value, wanted)
-    return {of_trace: found}
+    trace_field, convert, accepted = _FIELDS[name]
+    if (converted := convert(value)) is None:
+        raise _unfit(name, path, value, accepted)
+    return {trace_field: converted}
 
 
-def _unfit(field: str, path: str, value: Any, wanted: str) -> Unfit:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-    found, cure = f"{path} is {json_path.kind(value)}: {shown}", "Name another field, or leave such records out"
-    return Unfit((found, f"--map.{field} takes {wanted}", f"{cure}: --on-error skip"))
+def _unfit(field: str, path: str, value: Any, accepted: str) -> Unfit:
+    text = repr(value)
+    text = text if len(text) <= 60 else f"{text[:60]}..."
+    problem, fix = f"{path} is {json_path.kind(value)}: {text}", "Name another field, or leave such records out"
+    return Unfit((problem, f"--map.{field} takes {accepted}", f"{fix}: --on-error skip"))

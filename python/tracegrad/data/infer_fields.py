@@ -1,6 +1,6 @@
-"""Guess which fields hold reward, group and session, as flags to type; a guess is never used by itself.
+"""Guess which fields contain the reward, group and session, and suggest command-line flags for them.
 
-Only the first records are looked at. `doctor`, `train` and `init` print what is found.
+A guess is never applied automatically. Only the first records are read. `doctor`, `train` and `init` print the guesses.
 """
 
 import contextlib
@@ -27,95 +27,111 @@ _INSIDE = ("messages", "request", "response", "choices", "calls", "tools", "logp
 
 
 def counted(value: Any) -> str:
-    """A value as it is counted: its text, or the hash of a long one."""
+    """Return a value as a key for counting: its string, or a hash of a long one."""
     text = str(value)
     return text if len(text) <= 200 else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 def outside(part: dict[str, Any]) -> dict[str, Any]:
-    """A record without what was said in it."""
+    """Return a record without the fields of its conversation."""
     return chat.without(part, *_INSIDE)
 
 
 class Calls:
-    """How the calls of the first records hang together."""
+    """Statistics of the first records: which calls continue others, and which prompts and keys they share."""
 
     def __init__(self, groups: bool, sessions: bool) -> None:
-        self.calls = self._joined = self._whole = self._whole_joined = 0
+        self.calls = self._joined = self._conversations = self._joined_conversations = 0
         self.prompts: Counter[bytes] = Counter()
         self._groups, self._sessions = groups, sessions
         self._ends: set[bytes] = set()
-        self._of_keys: dict[str, dict[str, dict[bytes, int]]] = {}
-        self._whole_of_keys: dict[str, set[str]] = {}
+        self._prompts_of_keys: dict[str, dict[str, dict[bytes, int]]] = {}
+        self._conversations_of_keys: dict[str, set[str]] = {}
 
     @property
     def joined(self) -> int:
-        """How many records go on an earlier one.
+        """Number of records that continue an earlier one.
 
-        A record of a whole conversation may begin like another by chance. Such records count only where at least half
-        of those that hold an earlier answer go on another record, as they do where calls were logged one by one.
+        A record of messages may start like another by chance. Such records count only if at least half of those with an
+        earlier answer continue another record, as in a log of single calls.
         """
-        return self._joined + (self._whole_joined if 2 * self._whole_joined >= self._whole else 0)
+        return self._joined + (
+            self._joined_conversations if 2 * self._joined_conversations >= self._conversations else 0
+        )
 
     def add(self, record: Any, made: Sequence[Any]) -> None:
-        """Looks at the calls of what was made of one record; several answers have one prompt."""
-        prompts = [self._add(each) for each in made]
+        """Add the calls of one record. `made` are the records converted from it; several answers share one prompt."""
+        prompts = [self._add_call(each) for each in made]
         if self._groups:
-            untold = [one for one, told in zip(made, prompts, strict=True) if told is None]
-            prompts += [self._prompt(one, times) for one, times in _by_prompt(untold)]
+            without_prompt = [
+                item for item, prompt_or_none in zip(made, prompts, strict=True) if prompt_or_none is None
+            ]
+            prompts += [self._add_prompt(item, times) for item, times in _by_prompt(without_prompt)]
         prompt = next((each for each in prompts if each), None)
         if self._sessions:
-            whole = any(calls_of(each) is None for each in made)
-            outer = {**(record if isinstance(record, dict) else {}), **made[0]}
-            for path, value in itertools.islice(json_path.leaves(outside(outer)), json_path.MOST_WALKED):
+            is_conversation = any(calls_of(each) is None for each in made)
+            fields = {**(record if isinstance(record, dict) else {}), **made[0]}
+            for path, value in itertools.islice(json_path.leaves(outside(fields)), json_path.MOST_WALKED):
                 if value is not None and SESSION.search(path.rpartition(".")[2]):
-                    self._seen(path, counted(value), prompt, whole)
+                    self._count_value(path, counted(value), prompt, is_conversation)
 
-    def _seen(self, path: str, value: str, prompt: bytes | None, whole: bool) -> None:
-        """Counts a value of a key: the prompts that it has in their order, and whether it is of what is no call."""
-        prompts = self._of_keys.setdefault(path, {}).setdefault(value, {})
+    def _count_value(self, path: str, value: str, prompt: bytes | None, is_conversation: bool) -> None:
+        """Count a value of a key, its prompt, and whether its record is a complete conversation instead of a call."""
+        prompts = self._prompts_of_keys.setdefault(path, {}).setdefault(value, {})
         if prompt:
             prompts[prompt] = prompts.get(prompt, 0) + 1
-        if whole:
-            self._whole_of_keys.setdefault(path, set()).add(value)
+        if is_conversation:
+            self._conversations_of_keys.setdefault(path, set()).add(value)
 
     def names_prompts(self, path: str) -> bool:
-        """Whether each value of a key has one prompt: what shares it was drawn anew, and is no conversation."""
-        seen = {value: prompts for value, prompts in self._of_keys.get(path, {}).items() if prompts}
-        return bool(seen) and not self.joined and all(len(prompts) == 1 for prompts in seen.values())
+        """Return whether each value of a key has exactly one prompt.
+
+        Records that share such a value are samples of one prompt and not calls of one conversation.
+        """
+        prompts_of_values = {
+            value: prompts for value, prompts in self._prompts_of_keys.get(path, {}).items() if prompts
+        }
+        return (
+            bool(prompts_of_values)
+            and not self.joined
+            and all(len(prompts) == 1 for prompts in prompts_of_values.values())
+        )
 
     def joins(self, path: str, times: Mapping[str, int]) -> bool:
-        """Whether what shares a value of a key are single calls, as no other records are joined."""
-        return not any(times.get(value, 0) > 1 for value in self._whole_of_keys.get(path, ()))
+        """Return whether all records that share a value of a key are single calls. Other records cannot be joined."""
+        return not any(times.get(value, 0) > 1 for value in self._conversations_of_keys.get(path, ()))
 
     def prompts_by(self, path: str) -> Counter[bytes]:
-        """How many conversations begin with each prompt, where those of one value of a key are one."""
-        return Counter(next(iter(prompts)) for prompts in self._of_keys.get(path, {}).values() if prompts)
+        """Count the conversations that start with each prompt, if each value of a key is one conversation."""
+        return Counter(next(iter(prompts)) for prompts in self._prompts_of_keys.get(path, {}).values() if prompts)
 
-    def _add(self, record: Any) -> bytes | None:
-        """Looks at one; the prompt of a call that says its own, empty where it goes on another, else None."""
+    def _add_call(self, record: Any) -> bytes | None:
+        """Add one record, and return the hash of its prompt.
+
+        Empty if the call continues another one; None if the record is not a call with its own request.
+        """
         if not (calls := calls_of(record)):
             return None
-        before, _ = prefixes(calls[0])
+        hashes, _ = prefixes(calls[0])
         _, end = prefixes(calls[-1])
         self.calls += 1
-        goes_on = any(each in self._ends for each in before)
+        continues = any(each in self._ends for each in hashes)
         if "request" in record or "response" in record:
-            self._joined += goes_on
+            self._joined += continues
         elif chat.has_answer(chat.table(calls[0].get("request")).get("messages")):
-            self._whole += 1
-            self._whole_joined += goes_on
+            self._conversations += 1
+            self._joined_conversations += continues
         if end is not None:
             self._ends.add(end)
         if "request" not in record:
             return None
-        if not before or goes_on:
+        if not hashes or continues:
             return b""
-        self.prompts[before[-1]] += 1
-        return before[-1]
+        self.prompts[hashes[-1]] += 1
+        return hashes[-1]
 
-    def _prompt(self, record: Any, times: int) -> bytes | None:
-        """Looks at what came before the first sampled turn of a record that is no single call."""
+    def _add_prompt(self, record: Any, times: int) -> bytes | None:
+        """Count the messages before the first sampled turn of a record that is not a single call."""
         try:
             prompt = (prompt_of(Trace.from_dict(record)) or "").encode()
         except (TracegradError, IndexError):
@@ -125,27 +141,27 @@ class Calls:
         return prompt
 
 
-def _by_prompt(made: Sequence[Any]) -> list[tuple[Any, int]]:
-    """One record of those that differ in their last message alone, as the answers to one prompt do, and how many."""
-    if len(made) < 2:
-        return [(each, 1) for each in made]
-    alike: dict[Any, list[Any]] = {}
-    for at, each in enumerate(made):
-        talk = chat.table(each).get("messages")
-        alike.setdefault(counted(talk[:-1]) if isinstance(talk, list) else at, []).append(each)
-    return [(same[0], len(same)) for same in alike.values()]
+def _by_prompt(records: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Return (record, count) for each group of records that differ only in their last message."""
+    if len(records) < 2:
+        return [(each, 1) for each in records]
+    groups: dict[Any, list[Any]] = {}
+    for index, each in enumerate(records):
+        messages = chat.table(each).get("messages")
+        groups.setdefault(counted(messages[:-1]) if isinstance(messages, list) else index, []).append(each)
+    return [(group[0], len(group)) for group in groups.values()]
 
 
 RECORDS, BYTES = 2000, 1 << 26
 FIELDS = ("reward", "group", "session")
-_HELD = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
+_TEMPERATURE = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
 SHOWN, MOST_WORDS = 3, 8
-MOST_CALLS = 64  # of a conversation, on the average: from there a key is rather that of a run
+MOST_CALLS = 64  # Average calls of a conversation. Above that, a key probably names a run.
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid|\bdoc", re.I
 )
-_WHOLE = re.compile(r"^reward$|overall|\btotal$", re.I)  # where there are several, that of all
-_LEAST = 8  # letters of a text that may be an id, under whatever name
+_TOTAL = re.compile(r"^reward$|overall|\btotal$", re.I)  # Names of the total, if there are several rewards.
+_MIN_ID_LENGTH = 8  # Characters of a string that may be an id under an unusual name.
 _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
 _NEVER = re.compile(
@@ -157,7 +173,7 @@ _NEVER = re.compile(
 
 @dataclass
 class _Column:
-    """What stands at one path."""
+    """Statistics of the values at one path."""
 
     count: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -167,7 +183,7 @@ class _Column:
     total: float = 0.0
     numbers: int = 0
     places: int = 0
-    """How often it was the place of its answer among the answers of a record."""
+    """How often the value was the index of its answer among the answers of a record."""
 
     def add(self, value: Any, times: int = 1, place: int | None = None) -> None:
         self.count += times
@@ -175,24 +191,25 @@ class _Column:
         self.kinds[json_path.kind(value)] += times
         if len(self.values) < RECORDS:
             self.values[counted(value)] += times
-        if (found := json_path.verdict(value)) is not None and abs(found) < 1e300:
+        if (reward := json_path.verdict(value)) is not None and abs(reward) < 1e300:
             self.numbers += times
-            self.low, self.high = min(self.low, found), max(self.high, found)
-            self.total += found * times
+            self.low, self.high = min(self.low, reward), max(self.high, reward)
+            self.total += reward * times
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing that may be meant.
+    """One guess.
 
     Args:
-        field: of `Map`.
-        path: its value.
-        why: what was seen, in words.
-        rank: the higher the better.
-        order: of a session, the path by which its calls are in order.
-        partial: whether some records lack it, or are alone in a group of it: then groups of one trace are expected.
-        few: whether that are more than half of them.
+        field: field of `Map`.
+        path: suggested value of the field.
+        why: the evidence, in words.
+        rank: higher is better.
+        order: for a session, the path that orders its calls.
+        partial: whether some records lack the value, or are the only one of their group. Groups of one trace are then
+            expected.
+        few: whether these are more than half of the records.
     """
 
     field: str
@@ -204,23 +221,24 @@ class Candidate:
     few: bool = False
 
     def flags(self) -> list[str]:
-        """As arguments of a command."""
+        """Return the guess as command-line arguments."""
         return [f"--map.{self.field}", self.path, *(["--map.order", self.order] if self.order else [])]
 
     def line(self) -> str:
-        """As a line for a terminal, with the flag to type."""
+        """Return the guess as a line for a terminal, with the flags to use."""
         return f"found    {self.why}: {shlex.join(self.flags())}"
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was found in the first `records`, the best of each field first.
+    """Guesses from the first records, best first.
 
     Args:
-        records: how many were looked at.
-        found: what may be meant.
-        joined: calls among them that go on an earlier one, or a key by which a reward beside the calls is theirs.
-        labels: words that are no numbers, as lines that say how a function may make them ones.
+        records: number of records read.
+        found: the guesses.
+        joined: number of calls that continue an earlier one, plus 1 if rewards in separate records share a key with
+            calls.
+        labels: lines about fields with non-numeric rewards, which a scoring function can convert.
     """
 
     records: int
@@ -229,37 +247,40 @@ class Candidates:
     labels: tuple[str, ...] = ()
 
     def of(self, name: str) -> list[Candidate]:
-        """Those of one field."""
+        """Return the guesses for one field."""
         return [each for each in self.found if each.field == name]
 
     def flags(self, names: Sequence[str]) -> list[str]:
-        """The best of each of these fields, as arguments."""
+        """Return the best guess of each of these fields as command-line arguments."""
         return [flag for each in self.taken(names) for flag in each.flags()]
 
     def taken(self, names: Sequence[str]) -> list[Candidate]:
-        """The best of each; a session only where calls go on others, a group only where half the records have mates."""
+        """Return the best guess of each field.
+
+        A session is included only if calls continue others, and a guess with `few` set is left out.
+        """
         names = [*names, *(["temperature"] if "sampling" in names and not self.of("sampling") else [])]
         best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
         return [each for each in best if not each.few]
 
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
-        """The best few of each field."""
+        """Return the best `SHOWN` guesses of each field as lines for a terminal."""
         names = [*names, *(["temperature"] if "sampling" in names else [])]
-        shown = [each.line() for name in names for each in self.of(name)[:SHOWN]]
+        lines = [each.line() for name in names for each in self.of(name)[:SHOWN]]
         if "reward" in names and not self.of("reward"):
-            shown += self.labels[:SHOWN]
-        if shown and self.records >= RECORDS:
-            shown.append(f"         (in the first {self.records:,} records; nothing of it is taken unless it is told)")
-        return shown
+            lines += self.labels[:SHOWN]
+        if lines and self.records >= RECORDS:
+            lines.append(f"         (in the first {self.records:,} records; nothing of it is taken unless it is told)")
+        return lines
 
 
 def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -> Candidates:
-    """Looks through the first records of inputs; nothing is said of standard input, which cannot be read twice.
+    """Guess fields from the first records of inputs. Standard input is left out, as it cannot be read twice.
 
     Args:
         source: as for `read`.
-        told: what needs no candidates.
-        wanted: fields of `Map` to look for; what only others need is left alone.
+        told: fields that are already set; they get no guesses.
+        wanted: fields of `Map` to guess.
 
     >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> find([{"messages": said, "meta": {"score": n / 4}} for n in range(4)]).lines(["reward"])
@@ -268,154 +289,185 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     told = told or Map()
     wanted = [name for name in wanted if not getattr(told, name)]
     columns: dict[str, _Column] = {}
-    beside: dict[str, _Column] = {}
+    other_columns: dict[str, _Column] = {}
     linked: dict[str, set[str]] = {}
     calls = Calls("group" in wanted, "session" in wanted or bool(told.session))
-    count = silent = verdicts = 0
+    call_records = other_records = graded_records = 0
     for record, roots in _first(source):
-        made = _made(record, roots)
-        says = is_verdict(record)
-        if says or (made == [] and isinstance(record, dict)):
-            silent += 1
-            verdicts += says
-            _count(beside, record, 1, wanted)
+        converted = _converted(record, roots)
+        is_graded = is_verdict(record)
+        if is_graded or (converted == [] and isinstance(record, dict)):
+            other_records += 1
+            graded_records += is_graded
+            _count(other_columns, record, 1, wanted)
             _link(linked, record)
-        if not made or says:
+        if not converted or is_graded:
             continue
-        count += len(made)
-        calls.add(record, made)
-        for times, place, part in _parts(record, made):
+        call_records += len(converted)
+        calls.add(record, converted)
+        for times, place, part in _parts(record, converted):
             _count(columns, part, times, wanted, place)
-        if count >= RECORDS:
+        if call_records >= RECORDS:
             break
-    sessions = list(_sessions(columns, count, calls))
-    told_beside = list(_beside(beside, silent, columns, linked, sessions, verdicts == silent))
-    joined = calls.joined + bool(told_beside)
-    keys = sorted((each for each in (*sessions, *told_beside) if each.field == "session"), key=lambda each: -each.rank)
-    by = told.session or (keys[0].path if keys and joined else "")
-    found = [*_rewards(columns, count), *_groups(columns, count, calls, by), *sessions, *told_beside]
-    found += _heats(columns, count) if "sampling" in wanted else []
-    asked = {*wanted, *(["temperature"] if "sampling" in wanted else [])}
-    kept = sorted((each for each in found if each.field in asked), key=lambda each: -each.rank)
-    return Candidates(count, tuple(kept), joined, tuple(_labels(columns, count)) if "reward" in wanted else ())
+    sessions = list(_sessions(columns, call_records, calls))
+    other_rewards = list(
+        _rewards_of_other_records(
+            other_columns, other_records, columns, linked, sessions, graded_records == other_records
+        )
+    )
+    joined = calls.joined + bool(other_rewards)
+    keys = sorted(
+        (each for each in (*sessions, *other_rewards) if each.field == "session"), key=lambda each: -each.rank
+    )
+    session_key = told.session or (keys[0].path if keys and joined else "")
+    candidates = [
+        *_rewards(columns, call_records),
+        *_groups(columns, call_records, calls, session_key),
+        *sessions,
+        *other_rewards,
+    ]
+    candidates += _temperatures(columns, call_records) if "sampling" in wanted else []
+    fields = {*wanted, *(["temperature"] if "sampling" in wanted else [])}
+    guesses = sorted((each for each in candidates if each.field in fields), key=lambda each: -each.rank)
+    return Candidates(
+        call_records, tuple(guesses), joined, tuple(_labels(columns, call_records)) if "reward" in wanted else ()
+    )
 
 
 def _count(
     columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str], place: int | None = None
 ) -> None:
-    """Counts what stands at the paths of a record, or of a part of it."""
-    outer = outside(part)
-    for path, value in itertools.islice(json_path.leaves(outer), json_path.MOST_WALKED):
-        if value is not None and ("reward" in wanted or _may_be(path, wanted)):
+    """Count the values at the paths of a record, or of a part of it."""
+    fields = outside(part)
+    for path, value in itertools.islice(json_path.leaves(fields), json_path.MOST_WALKED):
+        if value is not None and ("reward" in wanted or _may_be_wanted(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times, place)
-    for key, value in outer.items():
+    for key, value in fields.items():
         numbers = [json_path.number(each) for each in value.values()] if isinstance(value, dict) else []
-        if numbers and None not in numbers and json_path.REWARD.search(key):  # whose names may all be rewards
+        if numbers and None not in numbers and json_path.REWARD.search(key):  # All of its values may be rewards.
             columns.setdefault(f"{key}\0", _Column()).add(value, times)
 
 
 def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
-    """Keeps the session keys of a record without a call that says a reward."""
-    told = list(itertools.islice(json_path.leaves(record), json_path.MOST_WALKED))
-    if any(json_path.REWARD.search(path) and json_path.verdict(value) is not None for path, value in told):
-        for path, value in told:
-            named = SESSION.search(path.rpartition(".")[2])
-            if value is not None and (named or (isinstance(value, str) and len(value) >= _LEAST)):
+    """Store the possible session keys of a record that has a reward and no call."""
+    leaves = list(itertools.islice(json_path.leaves(record), json_path.MOST_WALKED))
+    if any(json_path.REWARD.search(path) and json_path.verdict(value) is not None for path, value in leaves):
+        for path, value in leaves:
+            is_session = SESSION.search(path.rpartition(".")[2])
+            if value is not None and (is_session or (isinstance(value, str) and len(value) >= _MIN_ID_LENGTH)):
                 linked.setdefault(path, set()).add(counted(value))
 
 
-def _beside(
-    beside: dict[str, _Column],
+def _rewards_of_other_records(
+    other_columns: dict[str, _Column],
     count: int,
     columns: dict[str, _Column],
     linked: dict[str, set[str]],
     sessions: list[Candidate],
-    graded: bool,
+    all_graded: bool,
 ) -> Iterator[Candidate]:
-    """Rewards in records without a call, which count for the conversation whose key they have, below those of calls.
+    """Yield guesses for rewards in records without a call. They rank below rewards of calls.
 
-    Where no session is found by which they are of calls, the key is one by which most of them are: not what leads to
-    rows that say no reward, as the parent of a call may have one and the steps beside the call have none. Where all are
-    `graded`, some calls may have no grade.
+    Such a reward belongs to the conversation with the same session key. If no guessed session matches the two, yield
+    a session guess for a key that at least half of these records share with calls.
+
+    Args:
+        other_columns: columns of the records without a call.
+        count: number of these records.
+        columns: columns of the records with calls.
+        linked: values of possible session keys, by path.
+        sessions: session guesses; those that match get a higher rank.
+        all_graded: whether all records without a call contain only rewards. If so, some calls may lack a reward. If
+            not, every value of the key in calls must occur in records without a call.
     """
-    rewards = [each for each in _rewards(beside, count) if json_path.REWARD.search(each.path)]
+    rewards = [each for each in _rewards(other_columns, count) if json_path.REWARD.search(each.path)]
     if not rewards:
         return
-    both = [path for path in linked if path in columns and path in beside and len(linked[path]) > 1]
-    # A key under whatever name is one of few rows, unlike the name of a model.
-    both = [each for each in both if SESSION.search(each) or beside[each].count <= 1.2 * len(beside[each].values)]
-    if not graded:
-        both = [path for path in both if columns[path].values.keys() <= beside[path].values.keys()]
-    joins = [path for path in both if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])]
-    # What all runs share, as the id of a project or of a user, has fewer values than what a conversation shares.
-    path = max(joins, key=lambda each: len(linked[each]), default=None)
+    shared_keys = [path for path in linked if path in columns and path in other_columns and len(linked[path]) > 1]
+    # A key under an unusual name must have few rows per value, unlike the name of a model.
+    shared_keys = [
+        each
+        for each in shared_keys
+        if SESSION.search(each) or other_columns[each].count <= 1.2 * len(other_columns[each].values)
+    ]
+    if not all_graded:
+        shared_keys = [path for path in shared_keys if columns[path].values.keys() <= other_columns[path].values.keys()]
+    candidates = [
+        path for path in shared_keys if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])
+    ]
+    # A value that all runs share, such as the id of a project or a user, has fewer distinct values than a session key.
+    path = max(candidates, key=lambda each: len(linked[each]), default=None)
     if path is None:
         return
-    whole = [each for each in joins if len(linked[each]) == len(linked[path])]
-    # By another key, as a parent's id, the rewards would be of no call.
-    sessions[:] = [replace(each, rank=each.rank + (each.path in whole)) for each in sessions]
-    if not any(each.path in whole for each in sessions):
-        why = f'{columns[path].count:,} calls share "{path}" with records without a call'
-        yield Candidate("session", path, why, 2.5, _order_of(columns))
+    best_keys = [each for each in candidates if len(linked[each]) == len(linked[path])]
+    # With another key, such as a parent's id, no call would get these rewards.
+    sessions[:] = [replace(each, rank=each.rank + (each.path in best_keys)) for each in sessions]
+    if not any(each.path in best_keys for each in sessions):
+        evidence = f'{columns[path].count:,} calls share "{path}" with records without a call'
+        yield Candidate("session", path, evidence, 2.5, _order_of(columns))
     for each in rewards:
-        why = each.why.replace(" records have", " records without a call have")
-        yield replace(each, why=why, rank=each.rank / 10)
+        evidence = each.why.replace(" records have", " records without a call have")
+        yield replace(each, why=evidence, rank=each.rank / 10)
 
 
-def _may_be(path: str, wanted: Sequence[str]) -> bool:
-    """Whether the name of a path may be that of a group, or of a session or the order in it."""
+def _may_be_wanted(path: str, wanted: Sequence[str]) -> bool:
+    """Return whether the last key of a path may name a group, a session, an order or a temperature in `wanted`."""
     last = path.rpartition(".")[2]
-    session = "session" in wanted and (SESSION.search(last) or _ORDER.search(last))
-    heat = "sampling" in wanted and _HELD.search(last)
-    return bool(session or heat or ("group" in wanted and _GROUP.search(last)))
+    is_session_or_order = "session" in wanted and (SESSION.search(last) or _ORDER.search(last))
+    is_temperature = "sampling" in wanted and _TEMPERATURE.search(last)
+    return bool(is_session_or_order or is_temperature or ("group" in wanted and _GROUP.search(last)))
 
 
-def _made(record: Any, roots: bool) -> list[dict[str, Any]] | None:
-    """What a record is read as: itself, or what an adapter makes of it; None for a chunk, a bad or a failed one."""
+def _converted(record: Any, roots: bool) -> list[dict[str, Any]] | None:
+    """Return the records that the reader makes of a record; None for a chunk, a bad record or a failed call."""
     if is_chunk(record):
         return None
     try:
-        made = adapt(record, roots)
+        converted = adapt(record, roots)
     except Unfit:
-        return None  # whoever reads it says so
-    if made is None:
+        return None  # The reader reports the error.
+    if converted is None:
         return [record] if isinstance(record, dict) else None
-    return [each for each in made if not is_failed(each)] or (None if made else made)
+    return [each for each in converted if not is_failed(each)] or (None if converted else converted)
 
 
-def _parts(record: Any, made: list[dict[str, Any]]) -> Iterator[tuple[int, int | None, dict[str, Any]]]:
-    """What is made of a record, with what the record says beside: what all share once, with how many they are, then
-    what each has of its own, with its place among them.
+def _parts(record: Any, converted: list[dict[str, Any]]) -> Iterator[tuple[int, int | None, dict[str, Any]]]:
+    """Yield (count, index, fields) of converted records, with the other fields of the original record.
+
+    First come the fields that all converted records share, with their number and no index. Then come the own fields of
+    each, with count 1 and its index.
     """
-    outer = record if isinstance(record, dict) else {}
-    first = {**outer, **made[0]}
-    own = [key for key, value in first.items() if any(each.get(key, outer.get(key)) is not value for each in made)]
-    shared = chat.without(first, *own)
-    yield len(made), None, shared
-    for place, each in enumerate(made):
-        yield 1, place, chat.without({**outer, **each}, *shared)
+    original = record if isinstance(record, dict) else {}
+    merged = {**original, **converted[0]}
+    own_keys = [
+        key for key, value in merged.items() if any(each.get(key, original.get(key)) is not value for each in converted)
+    ]
+    shared = chat.without(merged, *own_keys)
+    yield len(converted), None, shared
+    for place, each in enumerate(converted):
+        yield 1, place, chat.without({**original, **each}, *shared)
 
 
 def _first(source: Any) -> Iterator[tuple[Any, bool]]:
-    """The first records, as Python has them, and what `only_roots` says of their source."""
-    held = count = 0
-    for each in _opened(source, sources.Options(on_error="skip")):
-        with contextlib.suppress(TracegradError):  # what cannot be read is said by whoever reads it
-            roots = only_roots(each.head())
-            for part in each.records():
-                for _, raw in part:
+    """Yield the first records, parsed, with the result of `only_roots` for their source."""
+    byte_count = count = 0
+    for opened_source in _opened(source, sources.Options(on_error="skip")):
+        with contextlib.suppress(TracegradError):  # The reader reports errors.
+            roots = only_roots(opened_source.head())
+            for chunk in opened_source.records():
+                for _, raw in chunk:
                     yield loads(raw), roots
-                    held, count = held + len(raw), count + 1
-                    if count >= RECORDS or held >= BYTES:
+                    byte_count, count = byte_count + len(raw), count + 1
+                    if count >= RECORDS or byte_count >= BYTES:
                         return
 
 
 def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:
-    """The sources of what is named, but those that cannot be opened."""
+    """Yield the sources of the inputs that can be opened."""
     with contextlib.suppress(TracegradError):
-        places, given = named(source)
+        places, records = named(source)
         if not places:
-            yield sources.of_object(given, options)
+            yield sources.of_object(records, options)
         for place in places:
             if place.kind != "stdin":
                 with contextlib.suppress(TracegradError):
@@ -426,10 +478,10 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
     for path, column in columns.items():
         partial = column.count < count
         if path.endswith("\0"):
-            why = f'{column.count:,} of {count:,} records have an object "{path[:-1]}" of numbers'
-            yield Candidate("reward", path[:-1], why, 2.5 * column.count / count, partial=partial)
+            evidence = f'{column.count:,} of {count:,} records have an object "{path[:-1]}" of numbers'
+            yield Candidate("reward", path[:-1], evidence, 2.5 * column.count / count, partial=partial)
             continue
-        hint, last = bool(json_path.REWARD.search(path)), path.rpartition(".")[2]
+        is_reward_path, last = bool(json_path.REWARD.search(path)), path.rpartition(".")[2]
         if column.numbers < column.count or column.numbers * 10 < count or column.low == column.high:
             continue
         if json_path.AGAINST.search(last):
@@ -437,28 +489,28 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
         bounded = column.low >= -1 and column.high <= 1
         if column.places == column.count and (
             column.high > 1 or not json_path.REWARD.search(last)
-        ):  # an answer's number
+        ):  # The index of an answer.
             continue
-        if (_NEVER.search(last) and not json_path.REWARD.search(last)) or not (hint or bounded):
+        if (_NEVER.search(last) and not json_path.REWARD.search(last)) or not (is_reward_path or bounded):
             continue
         kind = column.kinds.most_common(1)[0][0]
-        why = (
+        evidence = (
             f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
-            f"mean {column.total / column.numbers:.3g}, {len(column.values):,} values{_said(column)})"
+            f"mean {column.total / column.numbers:.3g}, {len(column.values):,} values{_word_values(column)})"
         )
-        named = 0.5 * bool(json_path.REWARD.search(last)) + 0.25 * bool(_WHOLE.search(last)) - (last == "weight")
-        rank = (2 * hint + bounded + named + 0.5) * column.count / count
-        yield Candidate("reward", path, why, rank, partial=partial)
+        name_bonus = 0.5 * bool(json_path.REWARD.search(last)) + 0.25 * bool(_TOTAL.search(last)) - (last == "weight")
+        rank = (2 * is_reward_path + bounded + name_bonus + 0.5) * column.count / count
+        yield Candidate("reward", path, evidence, rank, partial=partial)
 
 
-def _said(column: _Column) -> str:
-    """Which number each word of a column is."""
+def _word_values(column: _Column) -> str:
+    """Describe the number of each word in a column."""
     words = [word for word in column.values if json_path.number(word) is None]
     return "".join(f", {word!r} is {json_path.verdict(word):g}" for word in words[:MOST_WORDS])
 
 
 def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
-    """Words under the name of a reward, of which a few come again and again: no number, but a verdict."""
+    """Yield lines about columns with the name of a reward whose values are a few repeated words without a number."""
     for path, column in columns.items():
         words = column.values
         if (
@@ -469,70 +521,78 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
             continue
         if column.kinds["a text"] < column.count or not 1 < len(words) <= MOST_WORDS or column.count < 2 * len(words):
             continue
-        said = ", ".join(f"{word[:30]!r} in {times:,}" for word, times in words.most_common())
-        key, *more = path.split(".")
-        where = f'columns["{key}"], one for each text' + (f" (in it {'.'.join(more)})" if more else "")
+        counts = ", ".join(f"{word[:30]!r} in {times:,}" for word, times in words.most_common())
+        key, *rest_of_path = path.split(".")
+        access = f'columns["{key}"], one for each text' + (f" (in it {'.'.join(rest_of_path)})" if rest_of_path else "")
         yield (
-            f'found    {column.count:,} of {count:,} records have words "{path}" ({said}), which are no numbers: a '
-            f"function of score has them as {where}"
+            f'found    {column.count:,} of {count:,} records have words "{path}" ({counts}), which are no numbers: a '
+            f"function of score has them as {access}"
         )
 
 
 def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str) -> Iterator[Candidate]:
-    of_keys = calls.prompts_by(session)
-    by_key, prompts = bool(of_keys), of_keys or calls.prompts
+    prompts_of_keys = calls.prompts_by(session)
+    has_keys, prompts = bool(prompts_of_keys), prompts_of_keys or calls.prompts
     if shared := {prompt: times for prompt, times in prompts.items() if times > 1}:
-        many, one = sum(shared.values()), len(shared) == 1
-        what = "conversations" if by_key else "records"
-        begin = "the same prompt" if one else f"one of {len(shared):,} prompts that others share"
-        why = f"{many:,} {what} begin with {begin}"
+        in_groups, is_one = sum(shared.values()), len(shared) == 1
+        unit = "conversations" if has_keys else "records"
+        prompt_description = "the same prompt" if is_one else f"one of {len(shared):,} prompts that others share"
+        evidence = f"{in_groups:,} {unit} begin with {prompt_description}"
         total = sum(prompts.values())
-        yield Candidate("group", "prompt", why, 1.5 * many / total, partial=many < total, few=2 * many < total)
+        yield Candidate(
+            "group", "prompt", evidence, 1.5 * in_groups / total, partial=in_groups < total, few=2 * in_groups < total
+        )
     for path, column in columns.items():
         distinct, last = len(column.values), path.rpartition(".")[2]
         names = sum(column.kinds[kind] for kind in ("a text", "a number as text", "a number"))
         if not _GROUP.search(last) or names < column.count or not 1 < distinct <= column.count / 1.5:
             continue
-        why = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
-        many = sum(times for times in column.values.values() if times > 1)
-        yield Candidate("group", path, why, 2 * column.count / count, partial=many < count, few=2 * many < count)
+        evidence = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
+        in_groups = sum(times for times in column.values.values() if times > 1)
+        yield Candidate(
+            "group", path, evidence, 2 * column.count / count, partial=in_groups < count, few=2 * in_groups < count
+        )
 
 
-def _heats(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
-    """Numbers named temperature: the object that one stands in holds the other sampling options too."""
+def _temperatures(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
+    """Yield guesses for columns named temperature. Their parent object usually has the other sampling options too."""
     for path, column in columns.items():
-        holder, _, last = path.rpartition(".")
-        if path.endswith("\0") or not _HELD.search(last) or column.numbers < column.count or column.low < 0:
+        parent, _, last = path.rpartition(".")
+        if path.endswith("\0") or not _TEMPERATURE.search(last) or column.numbers < column.count or column.low < 0:
             continue
-        why = f'{column.count:,} of {count:,} records have a temperature "{path}" ({column.low:g} to {column.high:g})'
-        named = ("sampling", holder) if last == "temperature" and holder else ("temperature", path)
-        yield Candidate(*named, why, column.count / count - 0.1 * path.count("."))
+        evidence = (
+            f'{column.count:,} of {count:,} records have a temperature "{path}" ({column.low:g} to {column.high:g})'
+        )
+        field_and_path = ("sampling", parent) if last == "temperature" and parent else ("temperature", path)
+        yield Candidate(*field_and_path, evidence, column.count / count - 0.1 * path.count("."))
 
 
 def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:
     if calls.joined:
-        why = f"{calls.joined:,} of {calls.calls:,} calls go on an earlier one"
-        yield Candidate("session", "prefix", why, 1.0)
+        evidence = f"{calls.joined:,} of {calls.calls:,} calls go on an earlier one"
+        yield Candidate("session", "prefix", evidence, 1.0)
     order = _order_of(columns)
     for path, column in columns.items():
         last, distinct = path.rpartition(".")[2], len(column.values)
-        few = 1 < distinct <= column.count / 1.2 and column.count <= MOST_CALLS * distinct
-        sure = bool(_SESSION_NAME.search(last))
-        if not (calls.calls and few and SESSION.search(last) and (sure or calls.joined)) or calls.names_prompts(path):
+        is_selective = 1 < distinct <= column.count / 1.2 and column.count <= MOST_CALLS * distinct
+        has_session_name = bool(_SESSION_NAME.search(last))
+        if not (
+            calls.calls and is_selective and SESSION.search(last) and (has_session_name or calls.joined)
+        ) or calls.names_prompts(path):
             continue
         if not calls.joins(path, column.values):
             continue
-        apart = "" if calls.joined else ", though no call goes on another"
-        why = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values{apart}'
-        yield Candidate("session", path, why, (2 if sure else 1.2) * column.count / count, order)
+        note = "" if calls.joined else ", though no call goes on another"
+        evidence = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values{note}'
+        yield Candidate("session", path, evidence, (2 if has_session_name else 1.2) * column.count / count, order)
 
 
 def _order_of(columns: dict[str, _Column]) -> str:
-    """The first path that orders records, "" where there is none: a number or a time in all, hardly twice the same."""
+    """Return the first path whose values are mostly distinct numbers or times, "" if there is none."""
     for path, column in columns.items():
-        last, first = path.rpartition(".")[2], itertools.islice(column.values, 50)
+        last, sample = path.rpartition(".")[2], itertools.islice(column.values, 50)
         if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
             continue
-        if all(json_path.number(value) is not None or moment(value) is not None for value in first):
+        if all(json_path.number(value) is not None or moment(value) is not None for value in sample):
             return path
     return ""

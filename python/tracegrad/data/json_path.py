@@ -1,4 +1,4 @@
-"""Dotted paths into records, and what a value says where a reward, a version or a kind is wanted. No files."""
+"""Look up dotted paths in records, and convert values to rewards, versions and kinds."""
 
 import contextlib
 import json
@@ -17,28 +17,30 @@ REWARD = re.compile(
     r"奖励|得分|评分|分数|報酬|スコア|評価|보상|점수",
     re.I,
 )
-"""Names under which rewards stand."""
+"""Names of fields that contain rewards."""
 AGAINST = re.compile(
     r"(^|_)((in|un)(correct|solved|resolved|success)|not_|fail|wrong|down|dislike|reject|error|bad(_|$)|toxic|halluc|"
     r"abort|cancel|timed_?out|interrupt)",
     re.I,
 )
-"""Beginnings of the words of names under which more is worse."""
+"""Starts of words in the names of fields for which a higher value is worse."""
 _NAMES = ("name", "key", "metric", "scorer", "assessment_name", "evaluator")
 _VALUES = ("score", "value", "numeric_value", "result")
 _VERSION = re.compile(r"[vV]?(\d{1,18})")
 
 
 class Missing(Exception):
-    """A record has nothing at a path."""
+    """The path does not exist in the record, or its value is null."""
 
 
 def at(record: Any, path: str) -> Any:
-    """What stands at a path; keys with dots are found whole, numbers count through lists, JSON as text is opened, and
-    what a list of scores names is found by its name.
+    """Return the value at a path.
+
+    A key may contain dots. A number is an index into a list. JSON strings are parsed. An entry of a list of scores is
+    selected by its name.
 
     Raises:
-        Missing: if nothing does, or null.
+        Missing: if the path does not exist, or its value is null.
 
     >>> at({"metadata": {"score": 0.5}, "a.b": [1, 2]}, "metadata.score"), at({"a.b": [1, 2]}, "a.b.1")
     (0.5, 2)
@@ -51,16 +53,16 @@ def at(record: Any, path: str) -> Any:
     keys = path.split(".")
     record = (keys[0].isdecimal() and record) or named(record) or record
     for count in range(len(keys), 0, -1):
-        key, rest = ".".join(keys[:count]), ".".join(keys[count:])
+        key, remaining = ".".join(keys[:count]), ".".join(keys[count:])
         if isinstance(record, Mapping) and key in record:
-            return at(record[key], rest)
+            return at(record[key], remaining)
         if isinstance(record, list) and count == 1 and key.isdecimal() and int(key) < len(record):
-            return at(record[int(key)], rest)
+            return at(record[int(key)], remaining)
     raise Missing
 
 
 def in_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """A name as a key to sort by: its parts without digits, then the numbers between them.
+    """Return a sort key for natural order: the parts of a name without digits, then the numbers between them.
 
     >>> sorted(["s10.json", "s9.json", "s2.json"], key=in_numbers)
     ['s2.json', 's9.json', 's10.json']
@@ -70,18 +72,19 @@ def in_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def lines(text: str) -> list[str]:
-    r"""The lines of a text, which end in a line feed, alone or behind a carriage return: what JSON may hold unescaped,
-    such as U+2028, ends none.
+    r"""Split a text at line feeds, with or without a carriage return before them.
+
+    Other separators that JSON allows unescaped, such as U+2028, do not end a line.
 
     >>> lines("a\u2028b\r\nc\x85\n")
     ['a\u2028b', 'c\x85']
     """
-    found = text.split("\n")
-    return [line.removesuffix("\r") for line in (found if found[-1] else found[:-1])]
+    parts = text.split("\n")
+    return [line.removesuffix("\r") for line in (parts if parts[-1] else parts[:-1])]
 
 
 def opened(value: Any) -> Any:
-    """What an object or a list kept as JSON text says; else the value.
+    """Parse a JSON string of an object or a list; return other values unchanged.
 
     >>> opened('{"a": 1}'), opened("{x")
     ({'a': 1}, '{x')
@@ -93,39 +96,40 @@ def opened(value: Any) -> Any:
 
 
 def named(record: Any) -> dict[str, Any] | None:
-    """What a list of scores or checks says, each by its name; None of other lists. Of two by one name the later one
-    counts that is not marked as no longer valid.
+    """Return a list of scores or checks as a dict by name; None for other lists.
+
+    If a name occurs twice, the last entry that is not marked as invalid counts.
 
     >>> named([{"name": "right", "value": 1}, {"key": "tone", "score": 0.5, "value": None}]), named([{"name": "a"}])
     ({'right': 1, 'tone': 0.5}, None)
     """
-    out: dict[str, Any] = {}
-    for each in record if isinstance(record, list) else ():
-        if not isinstance(each, Mapping):
+    scores: dict[str, Any] = {}
+    for entry in record if isinstance(record, list) else ():
+        if not isinstance(entry, Mapping):
             return None
-        inner = each.get("feedback")
-        told = {**each, **inner} if isinstance(inner, Mapping) else each
-        name = next((told[key] for key in _NAMES if isinstance(told.get(key), str)), None)
-        value = next((told[key] for key in _VALUES if isinstance(told.get(key), (str, int, float))), None)
+        feedback = entry.get("feedback")
+        fields = {**entry, **feedback} if isinstance(feedback, Mapping) else entry
+        name = next((fields[key] for key in _NAMES if isinstance(fields.get(key), str)), None)
+        value = next((fields[key] for key in _VALUES if isinstance(fields.get(key), (str, int, float))), None)
         if name and name.isdecimal():
             return None
-        if name and value is not None and told.get("valid", True):
-            out[name] = value
-    return out or None
+        if name and value is not None and fields.get("valid", True):
+            scores[name] = value
+    return scores or None
 
 
 def leaves(record: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Paths and values of what is no object or list; messages and lists of numbers are not walked through."""
-    held = named(record) or record
-    if isinstance(held, Mapping) and depth < DEEPEST:
-        for key, value in held.items():
+    """Yield (path, value) of the leaves of a record. Lists are not searched, except lists of scores."""
+    node = named(record) or record
+    if isinstance(node, Mapping) and depth < DEEPEST:
+        for key, value in node.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
     elif not isinstance(record, (Mapping, list)) and prefix:
         yield prefix, record
 
 
 def number(value: Any) -> float | None:
-    """A number, a boolean, or a number as text; None for anything else.
+    """Convert a number, a boolean, or a numeric string to a float; None for other values.
 
     >>> number(True), number("0.5"), number("good"), number([1])
     (1.0, 0.5, None, None)
@@ -136,10 +140,10 @@ def number(value: Any) -> float | None:
     if not isinstance(value, (str, int, float)):
         return None
     try:
-        found = float(value)
+        converted = float(value)
     except (ValueError, OverflowError):
         return None
-    return None if word and math.isnan(found) else found
+    return None if word and math.isnan(converted) else converted
 
 
 _VERDICTS = {
@@ -158,11 +162,11 @@ _VERDICTS = {
     "unresolved unsolved escalated terrible awful strongly_disagree very_dissatisfied 👎 ❌",
 }
 VERDICTS = {word: number for number, words in _VERDICTS.items() for word in words.split()}
-"""Words of people's feedback and checks; those of a scale keep its order, each with a number of its own."""
+"""Numbers for the words of feedback and checks. The words of one scale keep their order and have distinct numbers."""
 
 
 def verdict(value: Any) -> float | None:
-    """As `number`, and from 1 to 0 the number of a word that says how good something is.
+    """Convert a value as `number` does, and a word of feedback to a number from 0 (bad) to 1 (good).
 
     >>> verdict("Thumbs-Up"), verdict("good"), verdict("partially correct"), verdict("failed"), verdict("maybe")
     (1.0, 0.75, 0.5, 0.0, None)
@@ -172,7 +176,7 @@ def verdict(value: Any) -> float | None:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in a word or two."""
+    """Describe the type of a value in a few words."""
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, (int, float)):
@@ -185,12 +189,12 @@ def kind(value: Any) -> str:
 
 
 def version(value: Any) -> int | None:
-    """A policy version: a whole number, or digits after at most a v."""
+    """Convert a policy version to an int: a whole number from 0, or a string of digits with an optional v before it."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):
         return value if value >= 0 else None
-    found = _VERSION.fullmatch(value) if isinstance(value, str) else None
-    return int(found[1]) if found else None
+    match = _VERSION.fullmatch(value) if isinstance(value, str) else None
+    return int(match[1]) if match else None

@@ -1,8 +1,8 @@
-"""What a Parquet file says of itself: the rows, values and bytes of its row groups, before a reader trusts any of it.
+"""Read the rows, values and bytes of row groups from the metadata of a Parquet file, before a reader trusts it.
 
-Thrift's compact protocol, as far as footers and headers of pages need it (parquet-format, `parquet.thrift`). pyarrow
-ends the process where a crafted footer contradicts itself, so it is not asked. It unpacks each page to the size that
-the page's own header names, whatever the footer says. Called by `arrow`.
+Implements the parts of Thrift's compact protocol that footers and page headers use (parquet-format, `parquet.thrift`).
+pyarrow is not used, because it ends the process if a crafted footer contradicts itself. pyarrow also unpacks each page
+to the size in the page's own header, whatever the footer states.
 """
 
 import os
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-# Bytes of a footer, and levels of nesting in it: schemas are flat lists, so real ones have about eight.
+# Most bytes of a footer, and most levels of nesting in it. Schemas are flat lists, so real footers have about eight.
 MOST_BYTES, DEPTH = 1 << 26, 24
-# Bytes of a page's header that are read at first, and at most, as in pyarrow.
+# Bytes of a page header that are read first, and at most, as in pyarrow.
 _HEADER_BYTES, _MOST_HEADER_BYTES = 1 << 9, 1 << 24
 
 _STRUCT, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LISTS, _MAP = 12, 1, 2, 3, 7, 8, (9, 10), 11
@@ -20,9 +20,9 @@ _STRUCT, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LISTS, _MAP = 12, 1, 2, 3, 7, 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row group: its rows, and of each column values, bytes in the file and bytes before compression.
+    """One row group: number of rows, and for each column the values, bytes in the file and uncompressed bytes.
 
-    Of values and bytes before compression each is the larger one of the footer's and of what the pages claim, if asked.
+    If page headers were read, values and uncompressed bytes are the larger of the footer's and the pages' numbers.
     """
 
     rows: int
@@ -32,13 +32,14 @@ class RowGroup:
 
 
 def row_groups(path: str | os.PathLike[str], *, pages: bool = False) -> Iterator[RowGroup]:
-    """The row groups of a file.
+    """Yield the row groups of a file.
 
     Args:
-        pages: whether to look at the header of each page too.
+        path: the file.
+        pages: whether to read the header of each page too.
 
     Raises:
-        ValueError: if the footer, or the header of a page, is not one.
+        ValueError: if the footer, or the header of a page, is invalid.
         OSError: if the file cannot be read.
     """
     with open(path, "rb") as file:
@@ -55,44 +56,44 @@ def row_groups(path: str | os.PathLike[str], *, pages: bool = False) -> Iterator
         for group in _list(_struct(footer.value(_STRUCT, 0)).get(4)):
             columns = [_struct(_struct(column).get(3)) for column in _list(_struct(group).get(1))]
             values, stored, plain = ([_number(column.get(field)) for column in columns] for field in (5, 7, 6))
-            for at, column in enumerate(columns if pages else ()):
-                found = _pages(file, column, values[at], stored[at])
-                values[at], plain[at] = max(values[at], found[0]), max(plain[at], found[1])
+            for index, column in enumerate(columns if pages else ()):
+                page_totals = _pages(file, column, values[index], stored[index])
+                values[index], plain[index] = max(values[index], page_totals[0]), max(plain[index], page_totals[1])
             yield RowGroup(_number(_struct(group).get(3)), values, stored, plain)
 
 
 def _pages(file: BinaryIO, column: dict[int, Any], values: int, stored: int) -> tuple[int, int]:
-    """Values, and bytes before compression, of all pages of a column, as their headers have it."""
+    """Return the number of values and of uncompressed bytes of a column, added over its page headers."""
     starts = [_number(column[field]) for field in (9, 11) if column.get(field)]
-    held = plain = pages = 0
+    value_count = plain = pages = 0
     if not starts:
-        return held, plain
-    at = min(starts)
-    end = at + stored
-    while at < end:
-        header, length = _header(file, at)
+        return value_count, plain
+    offset = min(starts)
+    end = offset + stored
+    while offset < end:
+        header, length = _header(file, offset)
         plain += _number(header.get(2))
-        held += sum(_number(_struct(header[kind]).get(1)) for kind in (5, 7, 8) if kind in header)
-        at += length + _number(header.get(3))
+        value_count += sum(_number(_struct(header[kind]).get(1)) for kind in (5, 7, 8) if kind in header)
+        offset += length + _number(header.get(3))
         pages += 1
         if pages > 2 * values + 16:
             raise ValueError("a column has more pages than values")
-    return held, plain
+    return value_count, plain
 
 
-def _header(file: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
-    """The header of the page that begins at a place of a file, and its length."""
-    most = _HEADER_BYTES
+def _header(file: BinaryIO, offset: int) -> tuple[dict[int, Any], int]:
+    """Return the header of the page at an offset of a file, and the header's length in bytes."""
+    read_bytes = _HEADER_BYTES
     while True:
-        file.seek(at)
-        data = file.read(most)
+        file.seek(offset)
+        data = file.read(read_bytes)
         header = _Thrift(data)
         try:
             return _struct(header.value(_STRUCT, 0)), header.at
         except ValueError:
-            if len(data) < most or most >= _MOST_HEADER_BYTES:
-                raise ValueError(f"no page begins at byte {at}") from None
-        most *= 8
+            if len(data) < read_bytes or read_bytes >= _MOST_HEADER_BYTES:
+                raise ValueError(f"no page begins at byte {offset}") from None
+        read_bytes *= 8
 
 
 def _struct(value: Any) -> dict[int, Any]:
@@ -114,7 +115,10 @@ def _number(value: Any) -> int:
 
 
 class _Thrift:
-    """Values of the compact protocol: structs as dicts by field, lists as lists; what no count stands in is None."""
+    """Decoder of Thrift's compact protocol. Structs become dicts by field id, lists stay lists.
+
+    Values other than integers, structs and lists are skipped and returned as None.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data, self.at = data, 0
@@ -143,7 +147,7 @@ class _Thrift:
         while head := self._byte():
             kind, step = head & 15, head >> 4
             field = field + step if step else self.value(4, depth)
-            # Of a boolean the kind is the value.
+            # The type code of a boolean contains its value, so no byte follows.
             fields[field] = None if kind in (_TRUE, _FALSE) else self.value(kind, depth + 1)
         return fields
 

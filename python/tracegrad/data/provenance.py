@@ -1,4 +1,4 @@
-"""What a run was made of: traces and model with their hashes, the version, and the commit of the working directory."""
+"""Record the inputs of a run: hashes of traces and model, the version, and the commit of the working directory."""
 
 import hashlib
 import os
@@ -12,16 +12,19 @@ from tracegrad.errors import TracegradError, redacted
 from tracegrad.storage.safetensors_file import write_bytes
 
 WHOLE = 1 << 26
-"""Files up to so many bytes are hashed whole; of a longer one, as weights are, the first and the last."""
+"""Model files of up to `WHOLE` bytes are hashed completely; of larger ones, the first and last `WHOLE // 2` bytes."""
 
 
 def provenance(traces: Sequence[str], model: Path) -> dict[str, Any]:
-    """Paths, sizes and hashes; None where something cannot be read again, as standard input."""
+    """Return the paths, sizes and hashes of traces and model, the version, and the commit.
+
+    Sizes and hashes are None for inputs that cannot be read again, such as standard input.
+    """
     return {
-        "traces": [_of(path) for path in _files(traces)],
+        "traces": [_entry(path) for path in _files(traces)],
         "model": {
             "path": str(model.resolve()),
-            "sha256": _together(sorted(model.rglob("*")) if model.is_dir() else []),
+            "sha256": _folder_hash(sorted(model.rglob("*")) if model.is_dir() else []),
         },
         "version": _core.__version__,
         "commit": commit(Path.cwd()),
@@ -29,58 +32,58 @@ def provenance(traces: Sequence[str], model: Path) -> dict[str, Any]:
 
 
 def _files(traces: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for each in traces:
-        if os.path.isfile(os.path.join(each, "manifest.json")):
-            found.append(os.path.join(each, "manifest.json"))
+    paths: list[str] = []
+    for trace in traces:
+        if os.path.isfile(os.path.join(trace, "manifest.json")):
+            paths.append(os.path.join(trace, "manifest.json"))
             continue
         try:
-            found += [place.path for place in expand([each])]
+            paths += [place.path for place in expand([trace])]
         except TracegradError:
-            found.append(each)
-    return found
+            paths.append(trace)
+    return paths
 
 
-def _of(path: str) -> dict[str, Any]:
+def _entry(path: str) -> dict[str, Any]:
     try:
         return {"path": redacted(path), "bytes": os.stat(path).st_size, "sha256": _hash(path, whole=True)}
     except OSError:
         return {"path": redacted(path), "bytes": None, "sha256": None}
 
 
-def _together(paths: Sequence[Path]) -> str:
-    """Of all files of a folder that are not links to folders, by name."""
-    found = hashlib.sha256()
+def _folder_hash(paths: Sequence[Path]) -> str:
+    """Hash the names, sizes and contents of files, in order. Other paths are left out."""
+    digest = hashlib.sha256()
     for path in paths:
         if path.is_file():
-            found.update(f"{path.name}:{path.stat().st_size}:{_hash(str(path), whole=False)}\n".encode())
-    return found.hexdigest()
+            digest.update(f"{path.name}:{path.stat().st_size}:{_hash(str(path), whole=False)}\n".encode())
+    return digest.hexdigest()
 
 
 def _hash(path: str, *, whole: bool) -> str:
-    found, size = hashlib.sha256(), os.stat(path).st_size
+    digest, size = hashlib.sha256(), os.stat(path).st_size
     with open(path, "rb") as file:
         if not whole and size > WHOLE:
-            found.update(file.read(WHOLE // 2))
+            digest.update(file.read(WHOLE // 2))
             file.seek(size - WHOLE // 2)
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def commit(folder: Path) -> str | None:
-    """The commit that is checked out where a folder lies; None where it is in no repository."""
-    for above in (folder, *folder.parents):
-        head = above / ".git" / "HEAD"
+    """Return the commit that is checked out in the repository of a folder, None outside a repository."""
+    for parent in (folder, *folder.parents):
+        head = parent / ".git" / "HEAD"
         try:
-            said = head.read_text(encoding="utf-8").strip()
-            if not said.startswith("ref: "):
-                return said or None
-            name = said.removeprefix("ref: ")
-            loose = above / ".git" / name
+            content = head.read_text(encoding="utf-8").strip()
+            if not content.startswith("ref: "):
+                return content or None
+            name = content.removeprefix("ref: ")
+            loose = parent / ".git" / name
             if loose.is_file():
                 return loose.read_text(encoding="utf-8").strip()
-            packed = (above / ".git" / "packed-refs").read_text(encoding="utf-8")
+            packed = (parent / ".git" / "packed-refs").read_text(encoding="utf-8")
             return next((line.split()[0] for line in packed.splitlines() if line.endswith(f" {name}")), None)
         except (OSError, UnicodeDecodeError, IndexError):
             continue
@@ -88,18 +91,18 @@ def commit(folder: Path) -> str | None:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same as comments of a config."""
+    """Format a provenance as comment lines of a config."""
     traces = [f"# traces {each['path']} sha256 {each['sha256']}" for each in found["traces"]]
     model = f"# model {found['model']['path']} sha256 {found['model']['sha256']}"
     return [*traces, model, f"# tracegrad {found['version']}, commit {found['commit']}"]
 
 
 def sign(path: Path, made_of: dict[str, Any]) -> None:
-    """Writes what the run was made of above its config, once."""
+    """Insert the provenance at the top of a config file, unless it is already there."""
     try:
-        told = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except OSError:
         return
     head = "\n".join(lines(made_of)) + "\n\n"
-    if not told.startswith("# made of"):
-        write_bytes(path, [("# made of\n" + head + told).encode("utf-8", "backslashreplace")])
+    if not text.startswith("# made of"):
+        write_bytes(path, [("# made of\n" + head + text).encode("utf-8", "backslashreplace")])

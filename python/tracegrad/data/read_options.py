@@ -1,4 +1,4 @@
-"""How to read: what a caller of `read` and `stream` may say besides the source and the mapping, checked."""
+"""Options of `read` and `stream`, except the source and the field map, with their checks."""
 
 import os
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Options:
-    """As for `tracegrad.read`, but `quarantine` is the prefix of one source alone.
+    """Reader options, as for `tracegrad.stream`; `quarantine` is the prefix of one source.
 
     Raises:
-        ArgumentError: for what no reader takes.
+        ArgumentError: if an option is invalid.
     """
 
     batch: int = 1024
@@ -42,5 +42,5 @@ class Options:
 
     @property
     def aside(self) -> str | None:
-        """The prefix of the quarantine as text."""
+        """The prefix of the quarantine as a string, None by default."""
         return None if self.quarantine is None else os.fspath(self.quarantine)

@@ -1,8 +1,8 @@
 """Read traces from files, folders, addresses and data sets: `read`, `stream`, `InputStream`.
 
-Records in a form that the core reads, without a field map, go through the core as they are. Others are parsed here,
-get what the field map finds in them, and are decoded from there. Also the counts of what was mapped, joined,
-converted and left out, and the progress line (not tqdm: reading needs numpy alone).
+The Rust core decodes records directly if it reads their form and there is no field map. Other records are parsed in
+Python, get the values of the field map, and are decoded afterwards. The module also counts the records that were
+mapped, joined, converted and left out, and prints the progress line. It does not use tqdm: reading requires numpy only.
 """
 
 import os
@@ -33,13 +33,13 @@ EVERY_S, PLAIN_EVERY_S = 0.2, 30.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What was read so far.
+    """Progress of a read.
 
     Args:
-        taken, total: bytes of the inputs; a total of 0 is not known.
-        records: read so far.
-        seconds: since reading began.
-        done: whether it is the last word.
+        taken, total: bytes consumed and bytes of all inputs. A total of 0 means unknown.
+        records: number of records read so far.
+        seconds: seconds since the start.
+        done: whether the read is complete.
     """
 
     taken: int
@@ -49,21 +49,24 @@ class Progress:
     done: bool = False
 
     def line(self) -> str:
-        """The same in words.
+        """Return the progress as a line for the terminal.
 
         >>> Progress(500_000_000, 1_000_000_000, 12_000, 10.0).line()
         'read     500.0 MB of 1.0 GB (50%), 12,000 records, 50.0 MB a second, 10 s left'
         """
         rate = self.taken / self.seconds if self.seconds > 0 else 0.0
         share = f" of {size(self.total)} ({min(self.taken / self.total, 1):.0%})" if self.total else ""
-        left = ""
+        time_left = ""
         if self.total and rate and not self.done:
-            left = f", {max(self.total - self.taken, 0) / rate:.0f} s left"
-        return f"read     {size(self.taken)}{share}, {self.records:,} records, {size(rate)} a second{left}"
+            time_left = f", {max(self.total - self.taken, 0) / rate:.0f} s left"
+        return f"read     {size(self.taken)}{share}, {self.records:,} records, {size(rate)} a second{time_left}"
 
 
 class Bar:
-    """Says progress on a stream, not more often than anybody can read; `close` says the last word."""
+    """Progress line on a stream, rate-limited: every 0.2 s on a terminal, every 30 s elsewhere.
+
+    The last call, with `done` set, clears the line.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -73,7 +76,7 @@ class Bar:
         self._width = 0
 
     def __call__(self, progress: Progress) -> None:
-        """Says it, if it is time."""
+        """Print the progress, unless the last line is too recent."""
         now = time.monotonic()
         if progress.done:
             if self._width:
@@ -95,7 +98,7 @@ class Bar:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that suits them.
+    """Format a number of bytes in a readable unit.
 
     >>> size(999), size(1_500_000)
     ('999 bytes', '1.5 MB')
@@ -111,12 +114,14 @@ class Tally:
     """Counts of one stream.
 
     Args:
-        empty: empty files, which are left out.
-        bare: files without a record of a call, and `first_bare`, the error of the first of them.
-        promptless: traces without a prompt, where groups are by prompt.
-        adapted: records that adapters took, by what they are, and `callless`, those that hold no call.
-        mapper: what the mapping found: the fields of `Mapper` but `told`.
-        sessions: lines about conversations that were joined.
+        empty: number of empty files, which are left out.
+        bare: number of files without a record of a call.
+        first_bare: error of the first of these files.
+        promptless: number of traces without a prompt, if traces are grouped by prompt.
+        adapted: number of records that adapters converted, by adapter.
+        callless: number of these that contain no call, by adapter.
+        mapper: statistics of the field map: the fields of `Mapper` except `told`.
+        sessions: lines about joined conversations.
     """
 
     empty: int = 0
@@ -129,42 +134,48 @@ class Tally:
     sessions: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """Return the counts as a JSON-serializable dict."""
         return asdict(self)
 
     def check(self, told: Map) -> None:
-        """Refuses a mapping of which a path matches nothing.
+        """Check that every path of the field map matched a record.
 
         Raises:
-            ArgumentError: with the nearest path that there is.
+            ArgumentError: if a path matched nothing; the message names the nearest existing path.
         """
         _mapper(told, [self.mapper]).check()
 
     def lines(self, told: Map, report: ReadReport, blank: str) -> list[str]:
-        """The same for a terminal; `blank` is what the reader says of a file without records."""
+        """Return the counts as lines for a terminal.
+
+        Args:
+            told: the field map.
+            report: statistics of the read.
+            blank: the core's message for a file without records, which is cut off the first error.
+        """
         count = report.reasons.get("failed_call", 0)
         calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
-        adapted = formats.Adapted()
-        adapted.counts, adapted.empty = Counter(self.adapted), Counter(self.callless)
-        first = self.first_bare.partition(f": {blank}")[0]
-        alone = f"map      group: {self.promptless:,} traces have no prompt and are alone"
+        converted = formats.Adapted()
+        converted.counts, converted.empty = Counter(self.adapted), Counter(self.callless)
+        first_error = self.first_bare.partition(f": {blank}")[0]
+        promptless_line = f"map      group: {self.promptless:,} traces have no prompt and are alone"
         return [
             *([f"         {self.empty:,} empty files are left out"] if self.empty else []),
             *(
-                [f"         {self.bare:,} files without a record of a call are left out, {first} first"]
+                [f"         {self.bare:,} files without a record of a call are left out, {first_error} first"]
                 if self.bare
                 else []
             ),
-            *adapted.lines(),
+            *converted.lines(),
             *([f"         {calls}"] if count else []),
             *_mapper(told, [self.mapper]).lines(),
             *self.sessions,
-            *([alone] if self.promptless else []),
+            *([promptless_line] if self.promptless else []),
         ]
 
 
 def state(mapper: Mapper) -> dict[str, Any]:
-    """What a mapper has found, as JSON has it."""
+    """Return the statistics of a mapper as a JSON-serializable dict."""
     return {
         "seen": {name: dict(kinds) for name, kinds in mapper.seen.items()},
         "records": mapper.records,
@@ -175,55 +186,55 @@ def state(mapper: Mapper) -> dict[str, Any]:
     }
 
 
-def _mapper(told: Map, states: Sequence[dict[str, Any]]) -> Mapper:
-    """One mapper that has found what several have."""
-    out = Mapper(told)
-    for each in states:
-        for name, kinds in each.get("seen", {}).items():
-            out.seen.setdefault(name, Counter()).update(kinds)
-        out.records += each.get("records", 0)
-        for bound in each.get("bounds", ()):
-            out.low, out.high = min(out.low, bound), max(out.high, bound)
-        out.names.update(each.get("names", ()))
-        out.words = {**out.words, **each.get("words", {})}
-        out.paths |= dict.fromkeys(each.get("paths", ()))
-    return out
+def _mapper(field_map: Map, statistics: Sequence[dict[str, Any]]) -> Mapper:
+    """Merge the statistics of several mappers into a new one."""
+    merged = Mapper(field_map)
+    for counts in statistics:
+        for name, kinds in counts.get("seen", {}).items():
+            merged.seen.setdefault(name, Counter()).update(kinds)
+        merged.records += counts.get("records", 0)
+        for bound in counts.get("bounds", ()):
+            merged.low, merged.high = min(merged.low, bound), max(merged.high, bound)
+        merged.names.update(counts.get("names", ()))
+        merged.words = {**merged.words, **counts.get("words", {})}
+        merged.paths |= dict.fromkeys(counts.get("paths", ()))
+    return merged
 
 
 def added(tallies: Sequence[Tally], told: Map) -> Tally:
-    """The counts of several streams together, in their order."""
-    out = Tally(mapper=state(_mapper(told, [each.mapper for each in tallies])))
-    for each in tallies:
-        out.empty, out.bare = out.empty + each.empty, out.bare + each.bare
-        out.promptless += each.promptless
-        out.first_bare = out.first_bare or each.first_bare
-        out.adapted = _plus(out.adapted, each.adapted)
-        out.callless = _plus(out.callless, each.callless)
-        out.sessions += each.sessions
-    return out
+    """Add the counts of several streams, in their order."""
+    total = Tally(mapper=state(_mapper(told, [tally.mapper for tally in tallies])))
+    for tally in tallies:
+        total.empty, total.bare = total.empty + tally.empty, total.bare + tally.bare
+        total.promptless += tally.promptless
+        total.first_bare = total.first_bare or tally.first_bare
+        total.adapted = _added_counts(total.adapted, tally.adapted)
+        total.callless = _added_counts(total.callless, tally.callless)
+        total.sessions += tally.sessions
+    return total
 
 
-def _plus(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {name: one.get(name, 0) + other.get(name, 0) for name in [*one, *other]}
+def _added_counts(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in [*left, *right]}
 
 
 Path = str | os.PathLike[str]
 BLANK = "there is no record in it"
-"""What the core says of a file whose records were none, or were none of a call."""
+"""The core's message for a file without records, or without a record of a call."""
 
 
 def read(source: Any, **options: Any) -> Traces:
-    """Reads all traces of what is named: files, folders, patterns, addresses, tables, datasets, records.
+    """Read all traces from files, folders, patterns, addresses, tables, datasets or records.
 
     Args:
         source: a path, folder, pattern or address (s3://...), or several; "-" for standard input; an Arrow table, a
-            `datasets.Dataset`, or records as dicts. Files hold JSONL, a JSON array, pretty-printed objects, events,
-            Parquet or Arrow; plain, gzip or zstd.
-        options: as for `stream`, but `batch`.
+            `datasets.Dataset`, or records as dicts. Files contain JSONL, a JSON array, pretty-printed objects,
+            server-sent events, Parquet or Arrow; plain, gzip or zstd.
+        options: as for `stream`, except `batch`.
 
     Raises:
-        ReadError: if something cannot be read, is empty, or, with "raise", breaks off.
-        FormatError: if a record is bad, with "raise".
+        ReadError: if an input cannot be read or is empty, or if it is truncated and `on_error` is "raise".
+        FormatError: if a record is bad and `on_error` is "raise".
 
     >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> read([{"messages": messages, "metadata": {"score": "1"}}], map={"reward": "metadata.score"}).reward.tolist()
@@ -245,33 +256,41 @@ def stream(
     chunk_bytes: int = CHUNK_BYTES,
     progress: Callable[[Progress], None] | None = None,
 ) -> "InputStream":
-    """Reads inputs of any size in bounded memory.
+    """Read inputs of any size in bounded memory.
 
     Args:
         source: as for `read`.
-        map: where the records hold what a trace needs, as `Map` or its fields: {"reward": "metadata.score"}.
-        batch: traces in each `Traces`, about.
-        format: "auto" tells each record's form by its structure, and `read_report.formats` says which and why; or the
-            name of one form of docs/trace-format.md, which every record must then have.
-        on_error: "raise", "skip" (counted in `read_report`), or "quarantine": bad records go to
-            `PREFIX.quarantine.raw` byte for byte and, with file, line and reason, to `PREFIX.quarantine.jsonl`.
-        quarantine: PREFIX; the path itself by default. Of several files the second has PREFIX-1, and so on.
-        limit: stop after so many traces.
+        map: fields of the records that contain the reward, group, session, ...: a `Map` or a dict of its fields, such
+            as {"reward": "metadata.score"}.
+        batch: approximate number of traces in each `Traces`.
+        format: "auto" detects the form of each record from its structure; `read_report.formats` lists the forms and the
+            reasons. The name of one form of docs/trace-format.md requires every record to have that form.
+        on_error: "raise", "skip" (counted in `read_report`), or "quarantine". Quarantine writes bad records byte for
+            byte to `PREFIX.quarantine.raw`, and with file, line and reason to `PREFIX.quarantine.jsonl`.
+        quarantine: PREFIX; by default the path of the input. The second of several files uses PREFIX-1, and so on.
+        limit: maximum number of traces.
         max_record_bytes: a longer record is bad.
         chunk_bytes: bytes of records parsed at once; the result does not depend on it.
-        progress: called with how far it is.
+        progress: called with a `Progress` after each batch.
+
+    Raises:
+        ArgumentError: if an option is invalid, or `format` is set together with `map.session`.
+        ReadError: if the first input cannot be opened.
     """
     options = Options(batch, format, on_error, quarantine, limit, max_record_bytes, chunk_bytes)
-    told = Map(**map) if isinstance(map, Mapping) else map or Map()
-    if told.session and format != "auto":
+    field_map = Map(**map) if isinstance(map, Mapping) else map or Map()
+    if field_map.session and format != "auto":
         raise ArgumentError(
             f"format is {format!r} and sessions are joined. What is joined is a call log. Leave format out."
         )
-    return InputStream(source, told, options, progress)
+    return InputStream(source, field_map, options, progress)
 
 
 class InputStream(Iterator[Traces]):
-    """Batches of traces as they are read; `read_report` counts what was read so far, `lines` says what was mapped."""
+    """Iterator over batches of traces.
+
+    `read_report` counts the records read so far. `lines` describes how they were mapped, joined and converted.
+    """
 
     def __init__(
         self,
@@ -283,26 +302,26 @@ class InputStream(Iterator[Traces]):
         is_part: bool = False,
     ) -> None:
         self._is_part = is_part
-        self._told, self._options, self._progress = told, options, progress
-        self._done = ReadReport()
+        self._field_map, self._options, self._progress = told, options, progress
+        self._finished = ReadReport()
         self._taken = 0
         self._stopped = False
-        self._began = time.monotonic()
-        self._empty = self._promptless = 0
-        self._bare: list[ReadError] = []
+        self._start = time.monotonic()
+        self._empty_files = self._promptless = 0
+        self._bare_errors: list[ReadError] = []
         self._mapper = Mapper(told)
         self._adapted = formats.Adapted()
         self._sessions: Sessions | None = None
-        self._again: Again | None = None
+        self._retry: Again | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._places, self._given = named(source)
-        kept = filled(self._places)
-        self._empty, self._places = len(self._places) - len(kept), kept
-        self._check_aside()
-        self._total = sum(place.size for place in kept)
-        # What cannot be read is said at once, not with the first batch.
+        self._places, self._object = named(source)
+        non_empty = filled(self._places)
+        self._empty_files, self._places = len(self._places) - len(non_empty), non_empty
+        self._check_quarantine()
+        self._total = sum(place.size for place in non_empty)
+        # Open the first input now, so that an unreadable one raises here and not with the first batch.
         self._source: Source | None = self._open(0)
-        self._traces = self._all()
+        self._traces = self._read_all()
 
     def __next__(self) -> Traces:
         if self._stopped:
@@ -312,7 +331,7 @@ class InputStream(Iterator[Traces]):
             )
         try:
             for traces in self._traces:
-                self._say()
+                self._report_progress()
                 if len(traces):
                     return traces
         except TracegradError:
@@ -320,27 +339,27 @@ class InputStream(Iterator[Traces]):
         except BaseException:
             self._stopped = True
             raise
-        self._say(done=True)
+        self._report_progress(done=True)
         raise StopIteration
 
     @property
     def read_report(self) -> ReadReport:
-        """Counts of what was read so far."""
+        """Counts of the records read so far."""
         if self._source is None:
-            return self._done
-        again = [self._again.report] if self._again else []
-        return reduce(summed, [self._done, self._source.report, *again])
+            return self._finished
+        retried = [self._retry.report] if self._retry else []
+        return reduce(summed, [self._finished, self._source.report, *retried])
 
     def lines(self) -> list[str]:
-        """What was mapped, joined and converted, for a terminal."""
-        return self.tally().lines(self._told, self.read_report, BLANK)
+        """Return how records were mapped, joined and converted, as lines for a terminal."""
+        return self.tally().lines(self._field_map, self.read_report, BLANK)
 
     def tally(self) -> Tally:
-        """The same as counts."""
+        """Return the counts of mapped, joined and converted records."""
         return Tally(
-            empty=self._empty,
-            bare=len(self._bare),
-            first_bare=str(self._bare[0]) if self._bare else "",
+            empty=self._empty_files,
+            bare=len(self._bare_errors),
+            first_bare=str(self._bare_errors[0]) if self._bare_errors else "",
             promptless=self._promptless,
             adapted=dict(self._adapted.counts),
             callless=dict(self._adapted.empty),
@@ -348,24 +367,24 @@ class InputStream(Iterator[Traces]):
             sessions=self._sessions.lines() if self._sessions else [],
         )
 
-    def _all(self) -> Iterator[Traces]:
+    def _read_all(self) -> Iterator[Traces]:
         for number in range(max(len(self._places), 1)):
             if number:
                 self._source = self._open(number)
             assert self._source is not None
             try:
-                yield from self._of(self._source, number)
+                yield from self._read_source(self._source, number)
             except ReadError as error:
                 if BLANK not in str(error):
                     raise
-                self._bare.append(error)
+                self._bare_errors.append(error)
             self._taken += self._source.taken
-            self._done = self.read_report
-            self._source = self._again = None
-            if self._options.limit is not None and self._done.traces >= self._options.limit:
+            self._finished = self.read_report
+            self._source = self._retry = None
+            if self._options.limit is not None and self._finished.traces >= self._options.limit:
                 break
-        if self._bare and len(self._bare) == len(self._places) and not self._is_part:
-            raise self._bare[0]
+        if self._bare_errors and len(self._bare_errors) == len(self._places) and not self._is_part:
+            raise self._bare_errors[0]
         if not self._is_part:
             self._mapper.check()
         if self._sessions is not None:
@@ -373,117 +392,129 @@ class InputStream(Iterator[Traces]):
         if self._folder is not None:
             self._folder.cleanup()
 
-    def _of(self, source: Source, number: int) -> Iterator[Traces]:
+    def _read_source(self, source: Source, number: int) -> Iterator[Traces]:
         head = source.head()
         adapts = self._options.format == "auto" and formats.needed(head, source.name)
-        if not self._told.told() and not adapts:
-            yield from self._plain(source, number)
+        if not self._field_map.told() and not adapts:
+            yield from self._directly_read(source, number)
             return
         gather = formats.Gather()
         self._adapted.roots = self._options.format == "auto" and formats.only_roots(head)
-        for part in source.records():
-            rows = (row for line, raw in part for row in self._made(number, line, raw, gather, source.name))
+        for chunk in source.records():
+            rows = (row for line, raw in chunk for row in self._made(number, line, raw, gather, source.name))
             yield from self._decoded(source, rows)
-        yield from self._decoded(source, (row for whole in gather.rest() for row in self._mapped(number, *whole)))
+        yield from self._decoded(source, (row for record in gather.rest() for row in self._mapped(number, *record)))
         if self._sessions is None:
             source.finish()
 
-    def _plain(self, source: Source, number: int) -> Iterator[Traces]:
-        """The traces of records as they are; those whose answer may stand beside them are looked at one by one."""
-        unused, left, adapts = 0, self._options.limit, self._options.format == "auto"
-        left = None if left is None else left - self._done.traces
-        for part in source.plain(lambda line, raw: self._adapted.rows(source.name, line, raw) if adapts else None):
-            now = source.report.unused_choices
-            odd = [*range(len(part))] if now > unused else part.core.open(formats.ANSWERS)
-            unused = now
-            if odd and adapts:
-                self._again = self._again or Again(self._adapted, lambda: self._decoder(number, "-again"))
-                part = self._again.traces(part, odd)
-                part = part if left is None else part[:left]
-            left = None if left is None else left - len(part)
-            yield part
+    def _directly_read(self, source: Source, number: int) -> Iterator[Traces]:
+        """Yield traces decoded by the core without conversion.
 
-    def _decoded(self, source: Source, made: Iterable[Row]) -> Iterator[Traces]:
-        """The traces of what is made of a few records, of which there may be much: a few bytes at once."""
-        part: list[Row] = []
-        held = 0
-        for row in made:
-            part.append(row)
-            held += _size(row)
-            if held > sources.RECORD_BYTES:
-                yield self._grouped(source.decode(part))
-                part, held = [], 0
-        if part:
-            yield self._grouped(source.decode(part))
+        A record is tried with the adapters a second time if its answer may be stored outside its messages.
+        """
+        previous_unused, remaining, adapts = 0, self._options.limit, self._options.format == "auto"
+        remaining = None if remaining is None else remaining - self._finished.traces
+        for traces in source.plain(lambda line, raw: self._adapted.rows(source.name, line, raw) if adapts else None):
+            unused_choices = source.report.unused_choices
+            suspects = [*range(len(traces))] if unused_choices > previous_unused else traces.core.open(formats.ANSWERS)
+            previous_unused = unused_choices
+            if suspects and adapts:
+                self._retry = self._retry or Again(self._adapted, lambda: self._decoder(number, "-again"))
+                traces = self._retry.traces(traces, suspects)
+                traces = traces if remaining is None else traces[:remaining]
+            remaining = None if remaining is None else remaining - len(traces)
+            yield traces
+
+    def _decoded(self, source: Source, rows: Iterable[Row]) -> Iterator[Traces]:
+        """Decode converted rows, at most about `RECORD_BYTES` at once: one record can become many rows."""
+        chunk: list[Row] = []
+        chunk_bytes = 0
+        for row in rows:
+            chunk.append(row)
+            chunk_bytes += _size(row)
+            if chunk_bytes > sources.RECORD_BYTES:
+                yield self._grouped(source.decode(chunk))
+                chunk, chunk_bytes = [], 0
+        if chunk:
+            yield self._grouped(source.decode(chunk))
 
     def _made(self, number: int, line: Line, raw: bytes, gather: formats.Gather, name: str) -> list[Row]:
-        """The records to decode in place of one of the file; the refusal of one of which an adapter makes none."""
+        """Return the rows to decode for one record of the file, or its refusal if an adapter cannot convert it."""
         record = loads(raw)
         if formats.is_chunk(record):
-            return [row for whole in gather.take(line, raw, record) for row in self._mapped(number, *whole)]
+            return [row for merged in gather.take(line, raw, record) for row in self._mapped(number, *merged)]
         try:
-            found = self._adapted.adapt(record, len(raw), name, line)
+            converted = self._adapted.adapt(record, len(raw), name, line)
         except Unfit as unfit:
             return [(line, raw, unfit.args[0])]
-        session = self._told.session
-        if found is None and session and formats.is_verdict(record) and chat.within(record, session) is not None:
-            found = []
-        if found is None:
+        session = self._field_map.session
+        if converted is None and session and formats.is_verdict(record) and chat.within(record, session) is not None:
+            converted = []
+        if converted is None:
             return self._mapped(number, line, raw, raw, record)
-        if not found and session:
+        if not converted and session:
             return self._mapped(number, line, raw, raw, record, silent=True)
         rows, origin = [], raw
-        for place, text, each in found:
-            # A failed call is refused where it stands, and says nothing of its conversation.
-            is_failed = formats.is_failed(each)
-            rows += [(place, origin, text)] if is_failed else self._mapped(number, place, origin, text, each, record)
-            # Its own bytes are held and counted once, but where each bad one of them is put aside with them.
+        for place, text, item in converted:
+            # A failed call is refused at its own line; its values do not apply to its conversation.
+            is_failed = formats.is_failed(item)
+            rows += [(place, origin, text)] if is_failed else self._mapped(number, place, origin, text, item, record)
+            # Count and keep the original bytes once. A quarantine needs them for each bad record.
             origin = raw if self._options.on_error == "quarantine" else b""
         return rows
 
     def _mapped(
-        self, number: int, line: Line, origin: bytes, raw: bytes, record: Any, outer: Any = None, silent: bool = False
+        self,
+        number: int,
+        line: Line,
+        origin: bytes,
+        raw: bytes,
+        record: Any,
+        original: Any = None,
+        silent: bool = False,
     ) -> list[Row]:
-        """With the header that the mapping finds in the record, or else in the one that it was made of."""
+        """Add the mapped values to a record. `original` is used for values that `record` lacks."""
         if not isinstance(record, dict):
             return [(line, origin, raw)]
-        whole = {**outer, **record} if isinstance(outer, dict) else record
+        merged = {**original, **record} if isinstance(original, dict) else record
         try:
-            header = self._mapper.header(whole)
-            if not self._told.session:
+            header = self._mapper.header(merged)
+            if not self._field_map.session:
                 return [(line, origin, add(raw, header))]
             if self._sessions is None:
-                self._sessions = Sessions(self._told, [place.path for place in self._places])
-            self._sessions.take(number, line, raw, whole, header, silent=silent)
+                self._sessions = Sessions(self._field_map, [place.path for place in self._places])
+            self._sessions.take(number, line, raw, merged, header, silent=silent)
         except Unfit as unfit:
             return [(line, origin, unfit.args[0])]
         return []
 
     def _joined(self, sessions: Sessions) -> Iterator[Traces]:
-        """The conversations, decoded as if they stood where their first calls do."""
+        """Yield the joined conversations, each with the file and line of its first call."""
         decoders: dict[int, Any] = {}
-        made = 0
+        count = 0
         for place, row in sessions.joined():
             if place not in decoders:
                 decoders[place] = self._decoder(place, "-joined")
             core = decoders[place].decode([row])
-            made += len(core)
+            count += len(core)
             yield self._grouped(Traces(core))
-            if self._options.limit is not None and made >= self._options.limit:
+            if self._options.limit is not None and count >= self._options.limit:
                 break
         for decoder in decoders.values():
-            self._done = summed(self._done, replace(ReadReport(**decoder.report()), bytes=0))
+            self._finished = summed(self._finished, replace(ReadReport(**decoder.report()), bytes=0))
         sessions.close()
 
     def _decoder(self, number: int, end: str) -> Any:
-        """What decodes records of a place that were made of others; bad ones go aside under a name of their own."""
+        """Return a reader for converted records of a place, whose quarantine prefix ends with `end`."""
         name = self._places[number].path if self._places else "<records>"
-        with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as empty:
-            return sources.decoder(empty.name, name, replace(self._options, quarantine=self._aside(number, end)))
+        with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as file:
+            return sources.decoder(
+                file.name, name, replace(self._options, quarantine=self._quarantine_prefix(number, end))
+            )
 
     def _grouped(self, traces: Traces) -> Traces:
-        """With groups by their prompts, where that is told."""
-        if self._told.group != "prompt" or not len(traces):
+        """Set the group of each trace to its prompt, if the field map requests it."""
+        if self._field_map.group != "prompt" or not len(traces):
             return traces
         parts = []
         for trace in traces:
@@ -497,50 +528,50 @@ class InputStream(Iterator[Traces]):
 
     def _open(self, number: int) -> Source:
         limit = self._options.limit
-        if self._told.session:
+        if self._field_map.session:
             limit = None
         elif limit is not None:
-            limit = max(limit - self._done.traces, 0)
-        options = replace(self._options, limit=limit, quarantine=self._aside(number))
+            limit = max(limit - self._finished.traces, 0)
+        options = replace(self._options, limit=limit, quarantine=self._quarantine_prefix(number))
         if not self._places:
-            return sources.of_object(self._given, options)
+            return sources.of_object(self._object, options)
         place = self._places[number]
         if place.kind == "address" and self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="tracegrad-")
         return sources.of_place(place, options, self._folder.name if self._folder else None)
 
-    def _check_aside(self) -> None:
-        """Refuses a quarantine that is one of the inputs."""
+    def _check_quarantine(self) -> None:
+        """Raise if a quarantine file is one of the inputs."""
         if self._options.on_error == "quarantine":
             prefix = self._options.aside
             names = (
                 f"{prefix}-{number}" if prefix and number else prefix or place.path
                 for number, place in enumerate(self._places)
             )
-            made = (f"{name}.quarantine.{ending}" for name in names for ending in ("raw", "jsonl"))
-            files.check_not_read(made, (place.path for place in self._places), "the quarantine")
+            outputs = (f"{name}.quarantine.{ending}" for name in names for ending in ("raw", "jsonl"))
+            files.check_not_read(outputs, (place.path for place in self._places), "the quarantine")
 
-    def _aside(self, number: int, end: str = "") -> str | None:
-        """The prefix of a place's quarantine."""
+    def _quarantine_prefix(self, number: int, end: str = "") -> str | None:
+        """Return the quarantine prefix of a place, None without quarantine."""
         if self._options.on_error != "quarantine":
             return None
         if (prefix := self._options.aside) is not None:
             return (f"{prefix}-{number}" if number else prefix) + end
         place = self._places[number] if self._places else None
         if place is None or place.kind != "file":
-            what = "standard input" if place is not None and place.kind == "stdin" else "it"
-            raise ArgumentError(f"{what} has no name for its quarantine. Pass quarantine=PREFIX.")
+            subject = "standard input" if place is not None and place.kind == "stdin" else "it"
+            raise ArgumentError(f"{subject} has no name for its quarantine. Pass quarantine=PREFIX.")
         return place.path + end
 
-    def _say(self, done: bool = False) -> None:
+    def _report_progress(self, done: bool = False) -> None:
         if self._progress is not None:
             taken = self._taken + (self._source.taken if self._source else 0)
-            spent = time.monotonic() - self._began
-            self._progress(Progress(taken, self._total, self.read_report.records, spent, done))
+            seconds = time.monotonic() - self._start
+            self._progress(Progress(taken, self._total, self.read_report.records, seconds, done))
 
 
 def _size(row: Row) -> int:
-    """Bytes that a row holds, and that its decoding copies."""
+    """Return the bytes of a row in memory, all of which its decoding copies."""
     return len(row[1]) + (len(row[2]) if isinstance(row[2], bytes) else 0)
 
 
@@ -550,10 +581,13 @@ def of_part(
     options: Options,
     progress: Callable[[Progress], None] | None = None,
 ) -> InputStream:
-    """A stream of some places of an input, of which all may be without a record of a call."""
+    """Return a stream of some places of an input.
+
+    It does not raise if all of these places contain no record of a call, or if a mapped path matches nothing in them.
+    """
     return InputStream(places, told, options, progress, is_part=True)
 
 
 def together(parts: InputStream) -> Traces:
-    """All that a stream gives."""
+    """Return all traces of a stream as one `Traces`, with its read report."""
     return Traces(_core.Traces.concatenate([part.core for part in parts]), parts.read_report)

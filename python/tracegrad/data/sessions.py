@@ -1,7 +1,8 @@
-"""Join records that are single calls into conversations, by a key or because one continues another.
+"""Join records that are single calls into conversations, by a key or because one call continues another.
 
-Two messages are the same if role, text, tool calls and the call they answer are. Records are spooled to an unnamed file
-until the last is read, with one line of index each, so that memory does not grow with their size.
+Two messages are equal if their role, text, tool calls and tool call id are equal. Records are written to an unlinked
+temporary file until the last one is read. Memory contains one index entry per record, so it does not grow with the size
+of the records.
 """
 
 import contextlib
@@ -27,9 +28,10 @@ _RESPONSE_FIELDS = ("token_ids", "finish_reason", "stop_reason", "logprobs")
 
 
 def calls_of(record: Any) -> list[dict[str, Any]] | None:
-    """The calls of a record that is one or several; None where it is none.
+    """Return the calls in a record, or None if it contains none.
 
-    A list of messages is the call that gave its last one: what the assistant said before was given.
+    A list of messages that ends with an assistant message is one call, whose answer is that message. Earlier assistant
+    messages are part of its prompt.
 
     >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "token_ids": [19]}]
     >>> calls_of({"messages": said})[0]["response"]["choices"][0]["token_ids"]
@@ -46,82 +48,89 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
     if isinstance(response, (Mapping, list)) and isinstance(request, Mapping):
         return [{**sampling, "request": request, "response": response}]
     if isinstance(response, Mapping) and isinstance(messages, list):
-        asked = chat.table(record.get("model_parameters"))
-        partial = {} if asked else chat.PARTIAL
-        return [{**partial, **sampling, "request": {**asked, "messages": messages}, "response": response}]
+        parameters = chat.table(record.get("model_parameters"))
+        partial = {} if parameters else chat.PARTIAL
+        return [{**partial, **sampling, "request": {**parameters, "messages": messages}, "response": response}]
     if isinstance(record.get("choices"), list) and "prompt_token_ids" in record:
         return [{**sampling, "response": record}]
     if isinstance(messages, list) and messages and chat.role(messages[-1]) == "assistant":
         tools = {"tools": record["tools"]} if record.get("tools") else {}
         request = {"messages": messages[:-1], **tools}
-        return [{**chat.PARTIAL, **sampling, "request": request, "response": _answer(messages[-1])}]
+        return [{**chat.PARTIAL, **sampling, "request": request, "response": _response_of(messages[-1])}]
     return None
 
 
-def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The response that a recorded message came in."""
-    told = {**message, **chat.table(message.get("generation"))}
-    choice = chat.told(told, _RESPONSE_FIELDS)
-    if "logprobs" in choice and isinstance(choice["logprobs"], list) and told.get("tokens"):
-        choice["logprobs"] = {"tokens": told["tokens"], "logprobs": choice["logprobs"]}
-    kept = chat.without(message, *_RESPONSE_FIELDS, "generation", "prompt_token_ids")
-    return {**chat.told(told, ["prompt_token_ids"]), "choices": [{"index": 0, **choice, "message": kept}]}
+def _response_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Rebuild the response that contained a recorded message."""
+    fields = {**message, **chat.table(message.get("generation"))}
+    choice = chat.told(fields, _RESPONSE_FIELDS)
+    if "logprobs" in choice and isinstance(choice["logprobs"], list) and fields.get("tokens"):
+        choice["logprobs"] = {"tokens": fields["tokens"], "logprobs": choice["logprobs"]}
+    plain_message = chat.without(message, *_RESPONSE_FIELDS, "generation", "prompt_token_ids")
+    return {**chat.told(fields, ["prompt_token_ids"]), "choices": [{"index": 0, **choice, "message": plain_message}]}
 
 
 def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
-    """Hashes of the messages of a call's request up to each of them, and of all with its answer, None without one.
+    """Return the hash of each prefix of a call's request messages, and the hash of all messages with the answer.
 
-    A call of the Responses API goes by what it was asked, or by the id of the response that it goes on, and by its own.
+    The second value is None without an answer. For a call of the Responses API, the first hash is of the id of the
+    response that it continues, or else of its instructions and input; the second is of its own response id.
     """
     request, response = chat.table(call.get("request")), chat.table(call.get("response"))
     messages = request.get("messages")
     if messages is None and "input" in request:
-        before = _hash(request.get(_PREVIOUS) or [request.get("instructions"), request["input"]])
-        return [before], _hash(response["id"]) if isinstance(response.get("id"), str) else None
-    told = messages if isinstance(messages, list) else []
-    chain, found = hashlib.blake2b(digest_size=16), []
-    for message in told:
-        chain.update(_normal(message))
-        found.append(chain.digest())
-    answer = _answered(call.get("response"))
-    if answer is None or not told:
-        return found, None
-    chain.update(_normal({"role": "assistant", **answer}))
-    return found, chain.digest()
+        prompt_hash = _hash(request.get(_PREVIOUS) or [request.get("instructions"), request["input"]])
+        return [prompt_hash], _hash(response["id"]) if isinstance(response.get("id"), str) else None
+    conversation = messages if isinstance(messages, list) else []
+    digest, hashes = hashlib.blake2b(digest_size=16), []
+    for message in conversation:
+        digest.update(_normal(message))
+        hashes.append(digest.digest())
+    reply = _answer_of(call.get("response"))
+    if reply is None or not conversation:
+        return hashes, None
+    digest.update(_normal({"role": "assistant", **reply}))
+    return hashes, digest.digest()
 
 
 def whole_inputs(calls: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    """Calls of the Responses API with what `previous_response_id` stands for before their own input, where the call
-    that gave that response is among those before.
+    """Return calls of the Responses API with complete inputs.
+
+    `previous_response_id` is replaced by the items that it refers to, if an earlier call in `calls` returned that
+    response.
+
+    Args:
+        calls: calls in order.
+        most_bytes: limit of the bytes of all inserted items.
 
     Raises:
-        OverflowError: if all that is put before them has more than `most_bytes`.
+        OverflowError: if the inserted items have more than `most_bytes`.
     """
-    known: dict[str, tuple[list[Any], int]] = {}
-    made, held = [], 0
+    responses: dict[str, tuple[list[Any], int]] = {}
+    complete, inserted_bytes = [], 0
     for call in calls:
         request, response = chat.table(call.get("request")), chat.table(call.get("response"))
-        asked, previous = request.get("input"), request.get(_PREVIOUS)
-        if isinstance(asked, (str, list)):
-            own = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            before, size = known.get(previous, ([], 0)) if isinstance(previous, str) else ([], 0)
-            if (held := held + size) > most_bytes:
+        input_items, previous_id = request.get("input"), request.get(_PREVIOUS)
+        if isinstance(input_items, (str, list)):
+            items = [{"role": "user", "content": input_items}] if isinstance(input_items, str) else input_items
+            earlier, size = responses.get(previous_id, ([], 0)) if isinstance(previous_id, str) else ([], 0)
+            if (inserted_bytes := inserted_bytes + size) > most_bytes:
                 raise OverflowError
-            if before:
-                call = {**call, "request": {**chat.without(request, _PREVIOUS), "input": [*before, *own]}}
+            if earlier:
+                call = {**call, "request": {**chat.without(request, _PREVIOUS), "input": [*earlier, *items]}}
             if isinstance(response.get("id"), str) and isinstance(response.get("output"), list):
-                said = [*own, *response["output"]]
-                known[response["id"]] = [*before, *said], size + len(json.dumps(said, default=str))
-        made.append(call)
-    return made
+                turn = [*items, *response["output"]]
+                responses[response["id"]] = [*earlier, *turn], size + len(json.dumps(turn, default=str))
+        complete.append(call)
+    return complete
 
 
 def _hash(value: Any) -> bytes:
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 
-def _answered(response: Any) -> Mapping[str, Any] | None:
-    """The message that a response holds: one in chunks, or of another API, as the core reads it."""
+def _answer_of(response: Any) -> Mapping[str, Any] | None:
+    """Return the answer in a response, None if there is none. The core reads stream chunks and other APIs."""
     if not isinstance(response, Mapping) or "choices" not in response:
         try:
             return Trace.from_dict({"request": {"messages": []}, "response": response}).messages[-1]
@@ -136,9 +145,9 @@ def _normal(message: Any) -> bytes:
     if not isinstance(message, Mapping):
         return json.dumps(message, default=str).encode() + b"\n"
     calls = message.get("tool_calls")
-    told = [_call(each) for each in calls] if isinstance(calls, list) else []
-    said = [message.get("role"), chat.text_of(message.get("content")) or "", told, message.get("tool_call_id")]
-    return json.dumps(said, sort_keys=True, default=str).encode() + b"\n"
+    tool_calls = [_call(call) for call in calls] if isinstance(calls, list) else []
+    fields = [message.get("role"), chat.text_of(message.get("content")) or "", tool_calls, message.get("tool_call_id")]
+    return json.dumps(fields, sort_keys=True, default=str).encode() + b"\n"
 
 
 def _call(call: Any) -> list[Any]:
@@ -152,8 +161,8 @@ def _call(call: Any) -> list[Any]:
     return [call.get("id"), function.get("name"), arguments]
 
 
-_OF_ALL = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
-_LAST = ("reward", "rewards")
+_SHARED_FIELDS = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
+_REWARD_FIELDS = ("reward", "rewards")
 _CALL_FIELDS = (*chat.SAMPLING, "logprob_kind", "policy_version", "sampling_defaults")
 _NO_CALL = (
     "Only single calls can be joined: request with response, or messages that end with the answer",
@@ -169,7 +178,7 @@ _TOO_LONG = (
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a record lies, and what it goes by."""
+    """Index entry of a record: its position in the temporary file, and the values by which it is joined."""
 
     place: int
     line: Line
@@ -183,23 +192,26 @@ class _Entry:
 
 
 _Part = tuple[_Entry, bytes, Any]
-"""A record, where it lies, as it stands and as Python has it."""
+"""(index entry, JSON bytes, parsed record)."""
 
 
 Joined = tuple[int, Row]
-"""What was made of the records of one session, at the place and line of its first."""
+"""(place, row) of one joined session; the place and line are those of its first record."""
 
 
 @dataclass
 class Sessions:
-    """Takes records, then gives sessions, in the order of their first records.
-
-    `records` and `sessions` count them.
+    """Collects records with `take`, then yields sessions with `joined`, in the order of their first records.
 
     Args:
-        told: by what they are joined, and in which order.
-        files: the name of each place. Calls of one conversation in files whose names differ by numbers alone are in the
-            order of these numbers, where nothing else says their order.
+        told: the field map, with `session` and `order`.
+        files: the name of each place. If the names differ only in numbers and the field map has no `order`, the calls
+            of one conversation are sorted by these numbers.
+        records: number of records taken.
+        sessions: number of sessions yielded.
+        unlike: number of sessions whose rewards differ.
+        silent: number of records without a call, which only add values such as a reward to their session.
+        apart: number of calls of another model or other tools, which were split off their session.
     """
 
     told: Map
@@ -221,26 +233,36 @@ class Sessions:
     def take(
         self, place: int, line: Line, raw: bytes, record: Any, header: Mapping[str, Any], *, silent: bool = False
     ) -> None:
-        """Lays one record down; of a `silent` one, which is no call, only what it says of its session counts.
+        """Add one record.
+
+        Args:
+            place: index of its file in `files`.
+            line: its line.
+            raw: its JSON.
+            record: the parsed record.
+            header: mapped values.
+            silent: whether the record is not a call. Then only its rewards and its `header` are added to its session.
 
         Raises:
-            Unfit: for a value of `order` or `session` that is none.
+            Unfit: if a value of `order` or `session` has the wrong type.
         """
         by_prefix = self.told.session == "prefix"
         key = None if by_prefix else _key(record, self.told.session)
         if silent:
             if key is not None:
-                told = {**chat.told(record, _LAST), **header}
-                self._keyed.setdefault((key, 0), []).append(_Entry(place, line, self._size, 0, 0.0, told, silent=True))
+                values = {**chat.told(record, _REWARD_FIELDS), **header}
+                self._keyed.setdefault((key, 0), []).append(
+                    _Entry(place, line, self._size, 0, 0.0, values, silent=True)
+                )
                 self.silent += 1
             return
         order = _order(record, self.told.order) if self.told.order else 0.0
         before, end = (), None
         if by_prefix and (calls := calls_of(record)):
-            found, end = prefixes(calls[-1])
-            before = tuple(prefixes(calls[0])[0] if len(calls) > 1 else found)
+            hashes, end = prefixes(calls[-1])
+            before = tuple(prefixes(calls[0])[0] if len(calls) > 1 else hashes)
         if key is not None:
-            # Several of one record, as the choices of a response, are no calls of one conversation.
+            # Several rows of one record, such as the choices of a response, belong to separate conversations.
             self._choice = self._choice + 1 if (place, line, key) == self._origin else 0
             self._origin = place, line, key
         self._file.write(raw)
@@ -250,29 +272,30 @@ class Sessions:
         (self._free if key is None else self._keyed.setdefault((key, self._choice), [])).append(entry)
 
     def joined(self) -> Iterator[Joined]:
-        """Every session as one record."""
+        """Yield every session as one record."""
         if self.told.session == "prefix":
-            sessions: list[tuple[str | None, list[_Entry]]] = [(None, each) for each in self._chains()]
+            sessions: list[tuple[str | None, list[_Entry]]] = [(None, group) for group in self._chains()]
         else:
-            named = ((f"{key}-{choice}" if choice else key, each) for (key, choice), each in self._keyed.items())
-            sessions = [*named, *((None, [entry]) for entry in self._free)]
-            sessions.sort(key=lambda each: min(entry.offset for entry in each[1]))
+            keyed = ((f"{key}-{choice}" if choice else key, group) for (key, choice), group in self._keyed.items())
+            sessions = [*keyed, *((None, [entry]) for entry in self._free)]
+            sessions.sort(key=lambda group: min(entry.offset for entry in group[1]))
         for key, entries in sessions:
             if not (calls := [entry for entry in entries if not entry.silent]):
                 continue
             self.sessions += 1
-            beside = [entry.header for entry in entries if entry.silent]
-            yield from self._joined(key, self._in_order(calls), beside)
+            side_headers = [entry.header for entry in entries if entry.silent]
+            yield from self._joined(key, self._in_order(calls), side_headers)
 
     def _in_order(self, entries: list[_Entry], before: bool = False) -> list[_Entry]:
-        """Records in the order that they say, else in that of the numbers in the names of their files, else as they
-        stand; with `before`, shorter conversations first, as these may be gone on with.
+        """Sort records by the field map's `order`, then by the numbers in their file names, then by position.
+
+        With `before`, shorter conversations come before longer ones that may continue them.
         """
         keys = {
-            place: json_path.in_numbers(self.files[place]) for place in {each.place for each in entries} if self.files
+            place: json_path.in_numbers(self.files[place]) for place in {entry.place for entry in entries} if self.files
         }
-        alike = len({words for words, _ in keys.values()}) == 1
-        number = {place: numbers if alike else () for place, (_, numbers) in keys.items()}
+        is_numbered = len({words for words, _ in keys.values()}) == 1
+        number = {place: numbers if is_numbered else () for place, (_, numbers) in keys.items()}
 
         def key(entry: _Entry) -> tuple[Any, ...]:
             return entry.order, len(entry.before) if before else 0, number.get(entry.place, ()), entry.offset
@@ -280,89 +303,96 @@ class Sessions:
         return sorted(entries, key=key)
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Close the temporary file."""
         self._file.close()
 
     def _chains(self) -> list[list[_Entry]]:
-        """Sessions of calls that go on one another, each by the longest beginning that was said before."""
+        """Join each call to the session whose end is the longest prefix of its messages."""
         sessions: list[list[_Entry]] = []
         ends: dict[bytes, list[int]] = {}
         for entry in self._in_order(self._free, before=True):
-            said = next((each for each in reversed(entry.before) if each in ends), None)
-            if said is None:
+            prefix = next((digest for digest in reversed(entry.before) if digest in ends), None)
+            if prefix is None:
                 number = len(sessions)
                 sessions.append([])
             else:
-                # Of equal conversations each is gone on with once, before one is gone on with twice.
-                number = ends[said].pop(0) if len(ends[said]) > 1 else ends[said][0]
+                # If several sessions end alike, each is continued once before one is continued twice.
+                number = ends[prefix].pop(0) if len(ends[prefix]) > 1 else ends[prefix][0]
             sessions[number].append(entry)
             if entry.end is not None:
                 ends.setdefault(entry.end, []).append(number)
         return sorted(sessions, key=lambda session: min(entry.offset for entry in session))
 
-    def _joined(self, key: str | None, entries: list[_Entry], beside: list[Mapping[str, Any]]) -> Iterator[Joined]:
-        """The calls of one session; one of several that is no call, or that the core refuses, is refused where it
-        stands, and takes none of the others along.
+    def _joined(
+        self, key: str | None, entries: list[_Entry], side_headers: list[Mapping[str, Any]]
+    ) -> Iterator[Joined]:
+        """Join the calls of one session.
+
+        A record that is not a call, or that the core refuses, is refused at its own line; the others are still joined.
         """
         texts = [(entry, self._text(entry)) for entry in entries]
         calls = [(entry, text, loads(text)) for entry, text in texts]
-        apart: list[list[_Part]] = []
+        side_calls: list[list[_Part]] = []
         if len(calls) > 1:
-            calls, others = _parted(calls, lambda part: calls_of(part[2]) is not None)
+            calls, others = _partition(calls, lambda part: calls_of(part[2]) is not None)
             for entry, text, record in others:
                 keys = ", ".join(list(map(str, record))[:8]) or "none"
-                why = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
-                yield entry.place, (entry.line, text, why)
-            calls, *apart = _apart(calls) if calls and key is not None else [calls]
+                reason = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
+                yield entry.place, (entry.line, text, reason)
+            calls, *side_calls = _without_side_calls(calls) if calls and key is not None else [calls]
         if not calls:
             return
-        if apart and not any(_rewards(part) for part in calls):
-            beside = [*(_rewards(part) for each in apart for part in each), *beside]
+        if side_calls and not any(_rewards(part) for part in calls):
+            side_headers = [*(_rewards(part) for group in side_calls for part in group), *side_headers]
         unlike = self.unlike
         try:
-            joined = self._join(key, calls, beside)
+            joined = self._join(key, calls, side_headers)
         except OverflowError:
             (entry, _, _), text = calls[0], b"\n".join(text for _, text, _ in calls)
             yield entry.place, (entry.line, text, _TOO_LONG)
             return
-        if len(calls) > 1 and not _is_read(joined[1][2]):
-            good, bad = _parted(calls, lambda part: _is_read(add(part[1], part[0].header)))
-            yield from ((entry.place, (entry.line, text, add(text, entry.header))) for entry, text, _ in bad)
-            if not good:
+        if len(calls) > 1 and not _is_decodable(joined[1][2]):
+            readable, unreadable = _partition(calls, lambda part: _is_decodable(add(part[1], part[0].header)))
+            yield from ((entry.place, (entry.line, text, add(text, entry.header))) for entry, text, _ in unreadable)
+            if not readable:
                 return
             self.unlike = unlike
-            joined = self._join(key, good, beside)
+            joined = self._join(key, readable, side_headers)
         yield joined
-        for number, parts in enumerate(apart, 2):
+        for number, parts in enumerate(side_calls, 2):
             self.apart += len(parts)
             yield self._join(f"{key}#{number}", parts, [], rewarded=False)
 
     def _join(
-        self, key: str | None, parts: list[_Part], beside: list[Mapping[str, Any]], *, rewarded: bool = True
+        self, key: str | None, parts: list[_Part], side_headers: list[Mapping[str, Any]], *, rewarded: bool = True
     ) -> Joined:
-        (first, only, _), *others = parts
+        (first, raw, _), *others = parts
         origin = b"\n".join(text for _, text, _ in parts)
         if not others and rewarded:
-            named = {} if key is None or "id" in first.header else {"id": key}
-            header = {**named, **first.header}
-            for each in beside:
+            name = {} if key is None or "id" in first.header else {"id": key}
+            header = {**name, **first.header}
+            for each in side_headers:
                 header |= each
-            return first.place, (first.line, origin, add(only, header))
-        calls, head = [], {} if key is None else {"id": key}
-        last: dict[str, Any] = {}
+            return first.place, (first.line, origin, add(raw, header))
+        calls, shared = [], {} if key is None else {"id": key}
+        last_rewards: dict[str, Any] = {}
         for entry, _, record in parts:
-            told = {**record, **entry.header}
-            calls += [{**chat.told(told, _CALL_FIELDS), **call} for call in calls_of(record) or ()]
-            head = {**chat.told(told, _OF_ALL), **head}
+            fields = {**record, **entry.header}
+            calls += [{**chat.told(fields, _CALL_FIELDS), **call} for call in calls_of(record) or ()]
+            shared = {**chat.told(fields, _SHARED_FIELDS), **shared}
             if "id" in entry.header:
-                head["id"] = head["id"] if key is None else entry.header["id"]
-            found = chat.told(told, _LAST) if rewarded else {}
-            self.unlike += bool(last and found and found != last)
-            last = found or last
-        for each in beside:
-            self.unlike += bool(last and each.keys() & last.keys() and {**last, **each} != {**each, **last})
-            last |= each
-        record = {**head, **last, "calls": whole_inputs(calls, MOST_BYTES)}
+                shared["id"] = shared["id"] if key is None else entry.header["id"]
+            rewards = chat.told(fields, _REWARD_FIELDS) if rewarded else {}
+            self.unlike += bool(last_rewards and rewards and rewards != last_rewards)
+            last_rewards = rewards or last_rewards
+        for each in side_headers:
+            self.unlike += bool(
+                last_rewards
+                and each.keys() & last_rewards.keys()
+                and {**last_rewards, **each} != {**each, **last_rewards}
+            )
+            last_rewards |= each
+        record = {**shared, **last_rewards, "calls": whole_inputs(calls, MOST_BYTES)}
         return first.place, (first.line, origin, add(b"{}", record))
 
     def _text(self, entry: _Entry) -> bytes:
@@ -370,69 +400,77 @@ class Sessions:
         return self._file.read(entry.length)
 
     def lines(self) -> list[str]:
-        """What was joined, for a terminal."""
-        how = "go on one another" if self.told.session == "prefix" else f"share {self.told.session}"
-        out = [f"map      session: {self.records:,} records are {self.sessions:,} conversations, whose calls {how}"]
+        """Return the counts as lines for a terminal."""
+        relation = "go on one another" if self.told.session == "prefix" else f"share {self.told.session}"
+        lines = [
+            f"map      session: {self.records:,} records are {self.sessions:,} conversations, whose calls {relation}"
+        ]
         if self.silent:
-            out.append(f"         {self.silent:,} records without a call say what they say of their conversations")
+            lines.append(f"         {self.silent:,} records without a call say what they say of their conversations")
         if self.apart:
-            out.append(
+            lines.append(
                 f"         {self.apart:,} calls of another model, or with other tools, that begin otherwise than their "
                 "conversation stand apart, without a reward"
             )
         if self.unlike:
-            out.append(f"         {self.unlike:,} rewards of one conversation differ: its last one counts")
-        return out
+            lines.append(f"         {self.unlike:,} rewards of one conversation differ: its last one counts")
+        return lines
 
 
-def _apart(parts: list[_Part]) -> list[list[_Part]]:
-    """The calls of a conversation, then those that are none of it: they begin otherwise, and were asked of another
-    model or with other tools, as what finds a title or guards an agent is. Those of one model and its tools together.
+def _without_side_calls(parts: list[_Part]) -> list[list[_Part]]:
+    """Split calls that do not belong to a conversation from those that do; return the conversation first.
 
-    The conversation is where most calls go on one another, then where there are tools. Where neither tells which it is,
-    all stay together.
+    Calls are split off if they start with other messages and use another model or other tools: for example calls that
+    write a title or guard an agent. Split calls with the same model and tools form one list.
+
+    The conversation has the longest chain of calls that continue one another; ties are resolved by whether the calls
+    have tools. If a tie remains, nothing is split.
     """
-    asked: dict[str, list[int]] = {}
-    begins: list[Any] = []
+    calls_by_model: dict[str, list[int]] = {}
+    starts: list[Any] = []
     chains: list[tuple[int, bool]] = []
     ends: dict[bytes, int] = {}
-    for at, (_, _, record) in enumerate(parts):
+    for index, (_, _, record) in enumerate(parts):
         call = next(iter(calls_of(record) or ()), {})
         request = chat.table(call.get("request"))
         tools = request.get("tools") or record.get("tools") or []
-        told = [request.get("model") or record.get("model"), tools]
-        asked.setdefault(json.dumps(told, sort_keys=True, default=str), []).append(at)
+        model_and_tools = [request.get("model") or record.get("model"), tools]
+        calls_by_model.setdefault(json.dumps(model_and_tools, sort_keys=True, default=str), []).append(index)
         before, end = prefixes(call)
-        goes_on = next((ends[each] for each in reversed(before) if each in ends), None)
+        continued = next((ends[digest] for digest in reversed(before) if digest in ends), None)
         system = json.dumps([request.get("system"), request.get("instructions")], sort_keys=True, default=str)
-        begins.append((system, *before[:1]) if goes_on is None else begins[goes_on])
-        chains.append((1 if goes_on is None else chains[goes_on][0] + 1, bool(tools)))
+        starts.append((system, *before[:1]) if continued is None else starts[continued])
+        chains.append((1 if continued is None else chains[continued][0] + 1, bool(tools)))
         if end is not None:
-            ends.setdefault(end, at)
-    ranks = {key: max(chains[at] for at in each) for key, each in asked.items()}
-    best = [key for key, rank in ranks.items() if rank == max(ranks.values())]
-    begun = {begins[at] for at in asked[best[0]]}
-    if not all(begins[at] in begun for key in best for at in asked[key]):
+            ends.setdefault(end, index)
+    ranks = {key: max(chains[index] for index in indices) for key, indices in calls_by_model.items()}
+    best_models = [key for key, rank in ranks.items() if rank == max(ranks.values())]
+    main_starts = {starts[index] for index in calls_by_model[best_models[0]]}
+    if not all(starts[index] in main_starts for key in best_models for index in calls_by_model[key]):
         return [parts]
-    mine = [at for at, begin in enumerate(begins) if begin in begun]
-    others = [[at for at in each if begins[at] not in begun] for each in asked.values()]
-    return [[parts[at] for at in each] for each in (mine, *others) if each]
+    main = [index for index, start in enumerate(starts) if start in main_starts]
+    others = [[index for index in indices if starts[index] not in main_starts] for indices in calls_by_model.values()]
+    return [[parts[index] for index in indices] for indices in (main, *others) if indices]
 
 
 def _rewards(part: _Part) -> dict[str, Any]:
-    """What a record says of rewards."""
-    return {key: each for key, each in chat.told({**part[2], **part[0].header}, _LAST).items() if each is not None}
+    """Return the rewards of a record that are not null."""
+    return {
+        key: value
+        for key, value in chat.told({**part[2], **part[0].header}, _REWARD_FIELDS).items()
+        if value is not None
+    }
 
 
-def _parted(parts: list[_Part], is_good: Callable[[_Part], bool]) -> tuple[list[_Part], list[_Part]]:
-    good, bad = [], []
+def _partition(parts: list[_Part], predicate: Callable[[_Part], bool]) -> tuple[list[_Part], list[_Part]]:
+    accepted, rejected = [], []
     for part in parts:
-        (good if is_good(part) else bad).append(part)
-    return good, bad
+        (accepted if predicate(part) else rejected).append(part)
+    return accepted, rejected
 
 
-def _is_read(text: Made) -> bool:
-    """Whether the core reads a record."""
+def _is_decodable(text: Made) -> bool:
+    """Return whether the core can decode a record."""
     try:
         return isinstance(text, bytes) and len(_core.Traces.decode([text], "<record>", 1, "auto")[0]) > 0
     except FormatError:
@@ -456,10 +494,10 @@ def _key(record: Any, path: str) -> str | None:
 
 def _order(record: Any, path: str) -> float:
     value = chat.within(record, path)
-    found = None if isinstance(value, bool) else json_path.number(value)
-    if found is None and isinstance(value, str):
-        found = moment(value)
-    if found is None:
+    order = None if isinstance(value, bool) else json_path.number(value)
+    if order is None and isinstance(value, str):
+        order = moment(value)
+    if order is None:
         raise Unfit(
             (
                 f"{path} is {json_path.kind(value)}",
@@ -467,13 +505,13 @@ def _order(record: Any, path: str) -> float:
                 "Name another field, or leave it out: calls are then in the order of the file",
             )
         )
-    return found
+    return order
 
 
 def moment(text: str) -> float | None:
-    """A time as text, in seconds since 1970; of no zone it is UTC."""
+    """Parse an ISO 8601 time into seconds since 1970. A time without a zone is UTC. None if it is not a time."""
     try:
-        found = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        time = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
     except ValueError:
         return None
-    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+    return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()

@@ -1,7 +1,7 @@
 """Find the inputs that a user names, and read records from them.
 
 An input is a file, standard input, a folder, a glob or an fsspec address (s3://, gs://, az://, hf://, https://; extra
-`cloud`). A `Source` gives decoded traces, or records that a caller changes before they are decoded.
+`cloud`). A `Source` yields decoded traces, or undecoded records that a caller can change first.
 """
 
 import glob
@@ -27,8 +27,8 @@ from tracegrad.storage.remote import ADDRESS, system, unreadable
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".eval", ".traj", ".sse", ".feather", ".log", ".txt")
 PACKED = (".gz", ".zst", ".zstd", ".gzip")
-_FRAME = "import pandas as pd; pd.read_{}({!r}).to_json({!r}, orient='records', lines=True)"
-_OTHERS = {
+_CONVERSION = "import pandas as pd; pd.read_{}({!r}).to_json({!r}, orient='records', lines=True)"
+_UNREADABLE = {
     ".csv": ("a CSV file", "csv"),
     ".tsv": ("a TSV file", "table"),
     ".xlsx": ("an Excel file", "excel"),
@@ -42,24 +42,24 @@ _OTHERS = {
 
 
 def suffix(path: str) -> str:
-    """The suffix of a file, below that of its compression."""
+    """Return the lower-case suffix of a file, without the suffix of its compression."""
     stem, last = os.path.splitext(path.lower())
     return os.path.splitext(stem)[1] if last in PACKED else last
 
 
 def refuse_other(path: str) -> None:
-    """Refuses what holds no JSON, by its suffix.
+    """Refuse a file whose suffix belongs to a format without JSON, such as CSV.
 
     Raises:
-        ReadError: with the line of Python that converts it.
+        ReadError: if the suffix is one of these; the message contains a line of Python that converts the file.
     """
-    known = _OTHERS.get(suffix(path))
-    if known is None:
+    format_info = _UNREADABLE.get(suffix(path))
+    if format_info is None:
         return
-    what, reader = known
-    line = _FRAME.format(reader, path, f"{os.path.splitext(path)[0]}.jsonl")
+    kind, reader = format_info
+    line = _CONVERSION.format(reader, path, f"{os.path.splitext(path)[0]}.jsonl")
     raise ReadError(
-        f"{path}: it is {what}. Rows of text hold no messages and no lists of logprobs, so they are not read. Convert "
+        f"{path}: it is {kind}. Rows of text hold no messages and no lists of logprobs, so they are not read. Convert "
         f"it, and look at what came of it: python -c {line!r}"
     )
 
@@ -68,34 +68,43 @@ BLOCK = 1 << 20
 
 
 def listed(address: str) -> list[tuple[str, int]]:
-    """The files that an address names, with their bytes: itself, those below a folder, or those of a pattern.
+    """Return the files that an address names, with their sizes in bytes.
+
+    The address is a file, a folder (all files below it with a supported suffix) or a pattern.
 
     Raises:
-        ReadError: if there is none, or it cannot be asked.
-        ArgumentError: if fsspec, or what it needs for this kind of address, is not installed.
+        ReadError: if there are no such files, or the file system cannot be queried.
+        ArgumentError: if the folder contains prepared shards, or if fsspec (or the package that it needs for this kind
+            of address) is not installed.
     """
     with system(address) as (files, path):
         if any(mark in path for mark in "*?["):
-            found = {name: told for name, told in files.glob(path, detail=True).items() if told["type"] == "file"}
+            file_info = {name: info for name, info in files.glob(path, detail=True).items() if info["type"] == "file"}
         elif files.isdir(path):
-            inside = files.find(path, detail=True)
-            if f"{path.rstrip('/')}/manifest.json" in inside:
+            below = files.find(path, detail=True)
+            if f"{path.rstrip('/')}/manifest.json" in below:
                 raise ArgumentError(
                     f"{address} holds prepared shards. They are aligned already. Give that address to train alone, or "
                     "those of the traces."
                 )
-            found = {name: told for name, told in inside.items() if suffix(name) in SUFFIXES}
+            file_info = {name: info for name, info in below.items() if suffix(name) in SUFFIXES}
         else:
-            found = {path: files.info(path)}
-    if not found:
+            file_info = {path: files.info(path)}
+    if not file_info:
         raise ReadError(f"{address}: nothing there has such a name. There are no traces to read. Check the address.")
-    for name in found:
+    for name in file_info:
         refuse_other(name)
-    return [(files.unstrip_protocol(name), int(found[name].get("size") or 0)) for name in sorted(found, key=in_numbers)]
+    return [
+        (files.unstrip_protocol(name), int(file_info[name].get("size") or 0))
+        for name in sorted(file_info, key=in_numbers)
+    ]
 
 
 def local_copy(address: str, folder: str) -> str:
-    """A whole file brought into a folder: what is read from its end (Parquet, Arrow, zip) needs all of it."""
+    """Download a file into a folder and return its path.
+
+    Formats that are read from their end (Parquet, Arrow, zip) need a complete local copy.
+    """
     with system(address) as (files, path):
         target = os.path.join(folder, os.path.basename(path.split("?")[0].rstrip("/")) or "file")
         files.get_file(path, target)
@@ -103,13 +112,16 @@ def local_copy(address: str, folder: str) -> str:
 
 
 def head(address: str, count: int = 8) -> bytes:
-    """The first bytes of a file."""
+    """Return the first `count` bytes of a file."""
     with system(address) as (files, path):
         return bytes(files.read_block(path, 0, count))
 
 
 class Pipe:
-    """The bytes of an address, from a path that any reader can open; `check` after the end says what went wrong."""
+    """The bytes of an address, copied by a thread into an OS pipe.
+
+    Any reader can open `path`. Call `check` after the last byte: it raises the error of the copying thread.
+    """
 
     def __init__(self, address: str) -> None:
         with system(address) as (files, path):
@@ -133,19 +145,19 @@ class Pipe:
                 for block in self._blocks():
                     pipe.write(block)
         except BrokenPipeError:
-            pass  # its reader needs no more
+            pass  # The reader closed its end early, for example at the limit.
         except Exception as error:
             self._error = error
 
     def opened(self) -> None:
-        """Lets go of the end that is read, once another has opened it."""
+        """Close this process's handle of the read end, after the reader has opened `path`."""
         os.close(self._out)
 
     def check(self) -> None:
-        """After the last byte.
+        """Wait for the copying thread, after the last byte was read.
 
         Raises:
-            ReadError: if the address broke off.
+            ReadError: if the address could not be read to its end.
         """
         self._thread.join(timeout=60)
         if self._error is not None:
@@ -153,10 +165,12 @@ class Pipe:
 
 
 class Piece(Pipe):
-    """Some bytes of a file of lines, behind as many line breaks as stand before them: so its lines have their numbers.
+    """A range of bytes of a file of lines.
+
+    The pipe starts with `line - 1` line breaks, so that the reader counts the original line numbers.
 
     Raises:
-        ReadError: if it cannot be opened.
+        ReadError: if the file cannot be opened.
     """
 
     def __init__(self, path: str, start: int, end: int, line: int) -> None:
@@ -179,7 +193,7 @@ class Piece(Pipe):
 
 
 MOST_PLACES = 1_000_000
-_BEGINS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "eval"}
+_MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "eval"}
 
 
 @dataclass(frozen=True)
@@ -188,12 +202,12 @@ class Place:
 
     Args:
         kind: "file", "stdin", "parquet", "arrow", "saved" (a datasets folder), "eval" (an inspect-ai log) or "address".
-        path: where it is.
-        size: bytes on the disk, 0 where they are not known.
-        modified: time of its last change in nanoseconds, 0 where it is not known.
-        start, end: which of its bytes are read, of a file that is cut between records; all, where `end` is 0.
-        line: on which these begin.
-        number: from 1, among the places whose paths are the same without their secrets.
+        path: local path, address, or "-" for standard input.
+        size: size in bytes, 0 if unknown.
+        modified: time of the last change in nanoseconds, 0 if unknown.
+        start, end: range of bytes to read, if the file is split between records. An `end` of 0 means the complete file.
+        line: number of the line at `start`.
+        number: from 1, among the places whose paths are equal once their secrets are removed.
     """
 
     kind: str
@@ -207,7 +221,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The path without secrets, as records and errors name it; no two places that are read together have one name.
+        """The path without secrets, as records and errors name it. It is unique among the places of one read.
 
         >>> [Place("address", f"https://host/a?sig={sig}", number=n).name for n, sig in enumerate("xy", 1)]
         ['https://host/a?sig=***', 'https://host/a?sig=*** (2)']
@@ -216,12 +230,14 @@ class Place:
 
 
 def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
-    """The places that names stand for, in the order of the names; what a folder or glob holds, by name, in the order of
-    the numbers in them.
+    """Return the places that paths, patterns and addresses name, in the order of `paths`.
+
+    The files of a folder or glob are in natural order: by name, with the numbers in names compared as numbers.
 
     Raises:
-        ReadError: if there is nothing of that name, or nothing in it that could hold traces.
-        ArgumentError: if standard input is named beside others.
+        ReadError: if a path does not exist, or a folder contains no file with a supported suffix.
+        ArgumentError: if standard input is named together with other inputs, if a folder contains prepared shards, or
+            if there are more than `MOST_PLACES` files.
 
     >>> expand(["-"])
     [Place(kind='stdin', path='-', size=0, modified=0, start=0, end=0, line=1, number=1)]
@@ -229,27 +245,27 @@ def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
     names = [os.fspath(path) for path in paths]
     if "-" in names and len(names) > 1:
         raise ArgumentError("standard input is named beside other inputs. Its end is not known. Read it alone.")
-    places = [place for name in names for place in _of(name)]
+    places = [place for name in names for place in _places_of(name)]
     if len(places) > MOST_PLACES:
         raise ArgumentError(f"{len(places):,} files are named. At most {MOST_PLACES:,} are read. Name fewer.")
     return _numbered(places)
 
 
 def _numbered(places: list[Place]) -> list[Place]:
-    """The places, those that differ by secrets alone told apart."""
+    """Number the addresses whose paths differ only in their secrets, so that their names are unique."""
     paths: dict[str, dict[str, int]] = {}
-    found = []
+    numbered = []
     for place in places:
         if not ADDRESS.match(place.path):
-            found.append(place)
+            numbered.append(place)
             continue
-        alike = paths.setdefault(redacted(place.path), {})
-        found.append(replace(place, number=alike.setdefault(place.path, len(alike) + 1)))
-    return found
+        numbers = paths.setdefault(redacted(place.path), {})
+        numbered.append(replace(place, number=numbers.setdefault(place.path, len(numbers) + 1)))
+    return numbered
 
 
 def filled(places: list[Place]) -> list[Place]:
-    """The places that are not empty files; the first, where all are."""
+    """Return the places without empty files; if all files are empty, only the first place."""
     return [place for place in places if not _is_empty(place)] or places[:1]
 
 
@@ -261,23 +277,23 @@ def _is_empty(place: Place) -> bool:
 
 
 def named(source: Any) -> tuple[list[Place], Any]:
-    """The places that are named, or given, or else what holds records itself.
+    """Return (places, None) if `source` names inputs, else ([], source): an object that contains the records itself.
 
     Raises:
-        ReadError, ArgumentError: as `expand`, or if nothing is named.
+        ReadError, ArgumentError: as for `expand`; ReadError also if `source` is an empty sequence.
     """
     if isinstance(source, (str, os.PathLike)):
         return expand([source]), None
-    if isinstance(source, Sequence) and source and all(isinstance(each, Place) for each in source):
+    if isinstance(source, Sequence) and source and all(isinstance(item, Place) for item in source):
         return list(source), None
-    if isinstance(source, Sequence) and source and all(isinstance(each, (str, os.PathLike)) for each in source):
+    if isinstance(source, Sequence) and source and all(isinstance(item, (str, os.PathLike)) for item in source):
         return expand(source), None
     if isinstance(source, Sequence) and not source and not hasattr(source, "features"):
         raise ReadError("no input is named. There are no traces to read. Name a file.")
     return [], source
 
 
-def _of(name: str) -> list[Place]:
+def _places_of(name: str) -> list[Place]:
     if name == "-":
         return [Place("stdin", name)]
     if ADDRESS.match(name):
@@ -287,12 +303,16 @@ def _of(name: str) -> list[Place]:
     if os.path.lexists(name):
         return [_file(name)]
     if glob.has_magic(name):
-        found = sorted((path for path in glob.glob(name, recursive=True) if not _is_aside(path)), key=in_numbers)
-        places = [place for path in found for place in (_folder(Path(path)) if os.path.isdir(path) else [_found(path)])]
+        matches = sorted((path for path in glob.glob(name, recursive=True) if not _is_quarantine(path)), key=in_numbers)
+        places = [
+            place
+            for path in matches
+            for place in (_folder(Path(path)) if os.path.isdir(path) else [_place_in_folder(path)])
+        ]
         if places:
             return places
         raise ReadError(f"{name}: no file has such a name. There are no traces to read. Check the pattern.")
-    return [Place("file", name)]  # the reader says what is wrong with it
+    return [Place("file", name)]  # The reader reports that the file does not exist.
 
 
 def _folder(folder: Path) -> list[Place]:
@@ -303,28 +323,28 @@ def _folder(folder: Path) -> list[Place]:
             f"{folder} holds prepared shards. They are aligned already. Give that folder to train alone, or the files "
             "of traces."
         )
-    found, others = [], set()
+    paths, others = [], set()
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted((each for each in folders if not each.startswith(".")), key=in_numbers)
+        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=in_numbers)
         for file in sorted(files, key=in_numbers):
             path = os.path.join(root, file)
-            if file.startswith(".") or _is_aside(file):
+            if file.startswith(".") or _is_quarantine(file):
                 continue
             if suffix(file) in SUFFIXES:
-                found.append(path)
+                paths.append(path)
             else:
                 others.add(suffix(file) or file)
-    if not found:
-        held = f"it holds {', '.join(sorted(others)[:5])}" if others else "it is empty"
+    if not paths:
+        content = f"it holds {', '.join(sorted(others)[:5])}" if others else "it is empty"
         raise ReadError(
-            f"{folder}: {held}. There are no traces to read. Name the files themselves; of a folder are read: "
+            f"{folder}: {content}. There are no traces to read. Name the files themselves; of a folder are read: "
             f"{', '.join(SUFFIXES)}, also as .gz or .zst."
         )
-    return [_found(path) for path in found]
+    return [_place_in_folder(path) for path in paths]
 
 
-def _found(path: str) -> Place:
-    """A file that a folder or a pattern holds; a pipe is read only where its own name is given."""
+def _place_in_folder(path: str) -> Place:
+    """Return the place of a file in a folder or pattern. A pipe is read only if the user names it directly."""
     try:
         refuse_special(path)
     except OSError as error:
@@ -334,17 +354,17 @@ def _found(path: str) -> Place:
     return _file(path)
 
 
-def _is_aside(path: str) -> bool:
-    """Whether a file is what a quarantine wrote."""
+def _is_quarantine(path: str) -> bool:
+    """Return whether a file was written by a quarantine."""
     return path.endswith((".quarantine.raw", ".quarantine.jsonl"))
 
 
 def _file(path: str) -> Place:
     refuse_other(path)
     try:
-        found = os.stat(path)
-        size, modified = found.st_size, found.st_mtime_ns
-        if not stat.S_ISREG(found.st_mode):
+        info = os.stat(path)
+        size, modified = info.st_size, info.st_mtime_ns
+        if not stat.S_ISREG(info.st_mode):
             return Place("file", path)
         with open(path, "rb") as file:
             head = file.read(8)
@@ -355,41 +375,42 @@ def _file(path: str) -> Place:
 
 
 def kind_of(head: bytes) -> str:
-    """The kind of a file that begins so."""
-    return next((kind for begin, kind in _BEGINS.items() if head.startswith(begin)), "file")
+    """Return the kind of a file from its first bytes."""
+    return next((kind for begin, kind in _MAGIC.items() if head.startswith(begin)), "file")
 
 
 RECORDS, RECORD_BYTES = 256, 8 << 20
-"""How many records, or bytes of them, are changed at once."""
+"""Most records, and most bytes of records, in one chunk that Python converts."""
 
 Refusal = tuple[str, str, str]
-"""Why nothing can be made of a record: what was found, why it matters, what to do."""
+"""The reason for which a record is refused: (problem, why it matters, what to do)."""
 Made = bytes | Refusal
 Row = tuple[Line, bytes, Made]
-"""The place and the bytes of a record, and what was made of it."""
+"""(line, original bytes, converted JSON or the refusal) of a record."""
 Known = Callable[[Line, bytes], "list[Row] | None"]
-"""What is made of a record at a place that the core does not read; None where nothing can be."""
+"""Converts a record that the core refuses, given its line and bytes. None if no adapter recognizes the record."""
 
 
 class FileSource:
-    """A file, a pipe, standard input or the bytes of an address, read by the core."""
+    """A file, a pipe, standard input or the bytes of an address, read by the Rust core."""
 
     def __init__(self, place: Place, options: Options) -> None:
         self.name, self._batch, self._limit = place.name, options.batch, options.limit
         self._place, self._pipe = place, _pipe(place)
         path, name = (self._pipe.path, self.name) if self._pipe else (place.path, None)
-        told = (options.on_error, options.aside, options.limit, options.max_record_bytes, options.chunk_bytes)
+        settings = (options.on_error, options.aside, options.limit, options.max_record_bytes, options.chunk_bytes)
         self._options = options
-        self._reader = _core.TraceReader(path, *told, options.format, name)
+        self._reader = _core.TraceReader(path, *settings, options.format, name)
         if self._pipe:
             self._pipe.opened()
         self._patient = place.kind == "file" and place.size > 0
         self._first: list[tuple[Line, bytes]] = []
 
     def head(self) -> list[bytes]:
-        """The first records, about 64 KiB; one of what may make a reader wait. What comes next has them again.
+        """Return the first records, at most 16 and about 64 KiB, without consuming them.
 
-        Those of the whole file, where a piece of it is read.
+        Only one record is returned if the source may block (a pipe, standard input, an address). For a piece of a file,
+        these are the first records of the complete file.
         """
         if self._place.end:
             return FileSource(replace(self._place, start=0, end=0, line=1), self._options).head()
@@ -398,123 +419,123 @@ class FileSource:
         return [text for _, text in self._first]
 
     def plain(self, known: Known) -> Iterator[Traces]:
-        """The traces of the records as they are, and of a bad one what `known` makes of it."""
+        """Yield traces decoded by the core. `known` converts the records that the core refuses."""
         try:
             if self._first:
                 self._reader.put_back(self._first)
             while len(core := self._batch_of(known)):
                 yield Traces(core)
         except FormatError:
-            self._end()  # a record that was cut, because its address broke off
+            self._end()  # An address that broke off leaves a truncated record: then raise that error instead.
             raise
         self._end()
 
-    def _batch_of(self, known: Known) -> _core.Traces:
+    def _batch_of(self, convert: Known) -> _core.Traces:
         core, refused = self._reader.batch_asking(self._batch)
-        parts, count = [core], len(core)
+        parts, traces = [core], len(core)
         while refused:
-            if (rows := known(*refused)) is None:
+            if (rows := convert(*refused)) is None:
                 self._reader.settle_refused()
             else:
                 parts.append(self._reader.decode(rows))
-            core, refused = self._reader.batch_asking(max(self._batch - count, 1))
+            core, refused = self._reader.batch_asking(max(self._batch - traces, 1))
             parts.append(core)
-            count = sum(map(len, parts))
+            traces = sum(map(len, parts))
         return _core.Traces.concatenate(parts) if len(parts) > 1 else core
 
     def records(self) -> Iterator[list[tuple[Line, bytes]]]:
-        """Lines and bytes of the records; each list is to be given to `decode` before the next is asked for."""
-        part = self._first or self._reader.cut(RECORDS, RECORD_BYTES)
-        while part:
-            yield part
-            part = self._reader.cut(RECORDS, RECORD_BYTES)
+        """Yield chunks of (line, bytes). Pass the records of each chunk to `decode` before you request the next one."""
+        chunk = self._first or self._reader.cut(RECORDS, RECORD_BYTES)
+        while chunk:
+            yield chunk
+            chunk = self._reader.cut(RECORDS, RECORD_BYTES)
         self._end()
 
     def finish(self) -> None:
-        """After the last record was decoded: an empty file is an error, and what was put aside is whole."""
+        """Finish after the last record was decoded: complete the quarantine, and raise if the file was empty."""
         self._reader.batch(1)
 
     def decode(self, made: list[Row]) -> Traces:
-        """The traces of what was made of records; bad ones are settled as `on_error` says."""
+        """Decode converted records. Bad records are handled as `on_error` specifies."""
         return Traces(self._reader.decode(made))
 
     @property
     def report(self) -> ReadReport:
-        """Counts of what was read so far."""
+        """Counts of the records read so far."""
         return ReadReport(**self._reader.report())
 
     @property
     def taken(self) -> int:
-        """Bytes taken so far."""
+        """Bytes consumed so far."""
         before = self._pipe.breaks if isinstance(self._pipe, Piece) else 0
         return max(self._reader.taken() - before, 0)
 
     def _end(self) -> None:
-        # At the limit the rest of an address is still on its way, and nobody waits for it.
+        # If the limit was reached, the remaining bytes of an address are not needed: do not wait for them.
         if self._pipe and (self._limit is None or self.report.traces < self._limit):
             self._pipe.check()
 
 
 def _pipe(place: Place) -> Pipe | None:
-    """What brings the bytes of what is not read as a whole file."""
+    """Return the pipe for an address or a piece of a file, None for other places."""
     if place.kind == "address":
         return Pipe(place.path)
     return Piece(place.path, place.start, place.end, place.line) if place.end else None
 
 
 class RowSource:
-    """Rows of Arrow, or records that Python has already."""
+    """Rows of Arrow data, or records that are Python objects."""
 
     def __init__(self, rows: arrow.RowStream, name: str, size: int, options: Options) -> None:
         self.name, self._rows, self._size, self._limit = name, rows, size, options.limit
 
     def head(self) -> list[bytes]:
-        """The first record; it is read again by what is called next."""
+        """Return the first record, without consuming it."""
         return self._rows.head()
 
     def plain(self, known: Known) -> Iterator[Traces]:
-        """The traces of the rows as they are, and of a bad one what `known` makes of it."""
+        """Yield traces decoded from the rows. `known` converts the rows that the core refuses."""
         self._rows.known = lambda line, raw: None if (rows := known(line, raw)) is None else self._decoded(rows)
-        for part in self._rows:
-            yield self._within(part)
+        for traces in self._rows:
+            yield self._within(traces)
             if self._limit == 0:
                 return
 
     def records(self) -> Iterator[list[tuple[Line, bytes]]]:
-        """Numbers and JSON of the rows."""
+        """Yield chunks of (row number, JSON)."""
         yield from self._rows.records()
 
     def finish(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: rows leave nothing open."""
 
     def decode(self, made: list[Row]) -> Traces:
-        """The traces of what was made of rows."""
+        """Decode converted rows, up to the limit."""
         return self._within(self._decoded(made))
 
     def _within(self, traces: Traces) -> Traces:
-        """As many as the limit leaves room for."""
+        """Truncate traces to the remaining limit, and subtract them from it."""
         if self._limit is not None:
             traces = traces[: self._limit] if len(traces) > self._limit else traces
             self._limit -= len(traces)
         return traces
 
-    def _decoded(self, made: list[Row]) -> Traces:
-        good = []
-        for line, _, what in made:
-            if isinstance(what, bytes):
-                good.append((line, what))
+    def _decoded(self, rows: list[Row]) -> Traces:
+        accepted = []
+        for line, _, converted in rows:
+            if isinstance(converted, bytes):
+                accepted.append((line, converted))
             else:
-                self._rows.refuse(f"{located(self.name, line)}: {said(what)}", "wrong_type")
-        return self._rows.decode(good) if good else Traces(_core.Traces.concatenate([]))
+                self._rows.refuse(f"{located(self.name, line)}: {said(converted)}", "wrong_type")
+        return self._rows.decode(accepted) if accepted else Traces(_core.Traces.concatenate([]))
 
     @property
     def report(self) -> ReadReport:
-        """Counts of what was read so far."""
+        """Counts of the records read so far."""
         return self._rows.read_report
 
     @property
     def taken(self) -> int:
-        """Bytes taken so far, as far as they are known: of a file its size, once a row of it was read."""
+        """Bytes consumed so far: 0 before the first row, then the size of the file."""
         return self._size if self._rows.read_report.records else 0
 
 
@@ -522,13 +543,19 @@ Source = FileSource | RowSource
 
 
 def decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
-    """What decodes records of `name` that were made of several, and settles bad ones; `empty` is an empty file."""
-    told = (options.on_error, options.aside, None, options.max_record_bytes, options.chunk_bytes)
-    return _core.TraceReader(empty, *told, options.format, name)
+    """Return a core reader for records that were converted or joined from `name`; it also handles bad ones.
+
+    Args:
+        empty: path of an empty file, which the reader opens in place of the input.
+        name: name of the input, for errors.
+        options: reader options.
+    """
+    settings = (options.on_error, options.aside, None, options.max_record_bytes, options.chunk_bytes)
+    return _core.TraceReader(empty, *settings, options.format, name)
 
 
 def said(refusal: Refusal) -> str:
-    """A refusal as an error says it."""
+    """Return the three parts of a refusal as sentences, for an error message."""
     return " ".join(f"{part.rstrip('.')}." for part in refusal)
 
 
@@ -537,34 +564,36 @@ class JsonRows(arrow.RowStream):
 
     def __init__(self, records: Iterable[Any], name: str, *, format: str, on_error: str) -> None:
         super().__init__((), name, format=format, on_error=on_error)
-        self._given = iter(records)
+        self._records = iter(records)
 
     def head(self) -> list[bytes]:
-        """The first record as JSON, none where there is none; it is read again."""
-        first = list(itertools.islice(self._given, 1))
-        self._given = itertools.chain(first, self._given)
+        """Return the first record as JSON, without consuming it; an empty list if there are no records."""
+        first = list(itertools.islice(self._records, 1))
+        self._records = itertools.chain(first, self._records)
         return [to_json(record, 1) for record in first]
 
     def records(self) -> Iterator[list[tuple[Line, bytes]]]:
-        """The records as JSON with their numbers, from 1."""
-        numbered = enumerate(self._given, 1)
-        while part := list(itertools.islice(numbered, RECORDS)):
-            yield [(number, to_json(record, number)) for number, record in part]
+        """Yield chunks of (number, JSON); numbers start at 1."""
+        numbered = enumerate(self._records, 1)
+        while chunk := list(itertools.islice(numbered, RECORDS)):
+            yield [(number, to_json(record, number)) for number, record in chunk]
 
-    def _all(self) -> Iterator[Traces]:
-        for part in self.records():
-            yield self.decode(part)
+    def _read_all(self) -> Iterator[Traces]:
+        for chunk in self.records():
+            yield self.decode(chunk)
 
 
 def of_place(place: Place, options: Options, folder: str | None = None) -> Source:
-    """The source of a place.
+    """Return the source of a place.
 
     Args:
-        folder: takes copies of what must be whole before it can be read.
+        place: the input.
+        options: reader options.
+        folder: directory for downloads of files that need a complete local copy; a temporary one if None.
 
     Raises:
-        ReadError, FormatError: if it cannot be read.
-        ArgumentError: if what it needs is not installed, or `on_error` is not for rows.
+        ReadError, FormatError: if the place cannot be read.
+        ArgumentError: if a required package is not installed, or rows do not support this `on_error`.
     """
     if place.kind == "address" and kind_of(head(place.path)) != "file":
         local = local_copy(place.path, folder or tempfile.mkdtemp())
@@ -575,30 +604,30 @@ def of_place(place: Place, options: Options, folder: str | None = None) -> Sourc
 
 
 def _rows_of(place: Place, options: Options) -> arrow.RowStream:
-    told: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
+    settings: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
     if place.kind == "parquet":
-        return arrow_files.ParquetStream(place.path, batch=options.batch, **told)
+        return arrow_files.ParquetStream(place.path, batch=options.batch, **settings)
     if place.kind == "arrow":
-        most = arrow_files.most_bytes(place.path)
-        return arrow.RowStream(arrow_files.arrow_batches(place.path), place.path, most=most, **told)
+        max_bytes = arrow_files.most_bytes(place.path)
+        return arrow.RowStream(arrow_files.arrow_batches(place.path), place.path, most=max_bytes, **settings)
     if place.kind == "saved":
         files = arrow_files.saved_files(place.path)
-        most = sum(map(arrow_files.most_bytes, files))
+        max_bytes = sum(map(arrow_files.most_bytes, files))
         batches = itertools.chain.from_iterable(map(arrow_files.arrow_batches, files))
-        return arrow.RowStream(batches, place.path, most=most, **told)
-    return JsonRows(eval_log.samples(place.path), place.path, **told)
+        return arrow.RowStream(batches, place.path, most=max_bytes, **settings)
+    return JsonRows(eval_log.samples(place.path), place.path, **settings)
 
 
 def of_object(given: Any, options: Options) -> Source:
-    """The source of what Python has already: a table, a dataset, or records."""
-    told: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
+    """Return the source of a Python object: a table, a dataset, or records."""
+    settings: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
     if isinstance(given, Mapping) and not hasattr(given, "features"):
         given = [given]
     is_table = hasattr(given, "__arrow_c_stream__") or (hasattr(given, "with_format") and hasattr(given, "features"))
     if is_table or type(given).__name__ in ("Table", "RecordBatch"):
-        rows = arrow.RowStream(arrow.batches_of(given), "<table>", **told)
+        rows = arrow.RowStream(arrow.batches_of(given), "<table>", **settings)
     elif isinstance(given, Iterable):
-        rows = JsonRows(given, "<records>", **told)
+        rows = JsonRows(given, "<records>", **settings)
     else:
         raise ArgumentError(
             f"{type(given).__name__} holds no traces. Nothing can be read from it. Give a path, several, a table, a "

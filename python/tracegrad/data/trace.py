@@ -1,6 +1,6 @@
-"""Hold recorded traces in memory: `Trace`, `Traces`, `write`, `strip_logprobs`, and the report of a read.
+"""Recorded traces in memory: `Trace`, `Traces`, `write`, `strip_logprobs`, and the report of a read.
 
-docs/trace-format.md says which records are accepted. There is no tokenizer here: `align` makes tokens of traces.
+docs/trace-format.md lists the accepted records. This module uses no tokenizer: `align` turns traces into tokens.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ FIRST_ERRORS = 5
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What was read, and what was wrong with it.
+    """Statistics of a read.
 
     Args:
-        records: good and bad ones.
-        traces: good ones.
-        formats: good ones by the form they were read in: how many, and the sign by which it was known.
-        bad: bad ones, left out or written aside.
-        reasons: bad ones by reason, such as `not_json`, `wrong_type`, `stream`.
+        records: number of records, good and bad.
+        traces: number of good records.
+        formats: good records by form: their number, and the sign by which the form was detected.
+        bad: number of bad records, left out or quarantined.
+        reasons: bad records by reason, such as `not_json`, `wrong_type`, `stream`.
         errors: the first five errors in full.
-        generations: sampling calls in the good ones.
-        tokens: sampled tokens that they list.
-        missing_logprobs: logprobs that were null, NaN or -inf; they are NaN.
-        invalid_logprobs: logprobs that were positive or exactly -9999.0; they are NaN.
-        unused_choices: choices of responses that name none, where the first was taken.
-        bytes: of records, after decompression.
+        generations: number of sampling calls in the good records.
+        tokens: number of sampled tokens in these calls.
+        missing_logprobs: number of logprobs that were null, NaN or -inf; they are NaN.
+        invalid_logprobs: number of logprobs that were positive or exactly -9999.0; they are NaN.
+        unused_choices: number of choices left out, as their record selects none and the first was used.
+        bytes: bytes of records, after decompression.
     """
 
     records: int = 0
@@ -57,10 +57,13 @@ class ReadReport:
 
 
 def summed(left: ReadReport, right: ReadReport) -> ReadReport:
-    """The counts of two readers together."""
+    """Add the counts of two reports."""
 
-    def add(one: Any, other: Any) -> dict[str, Any]:
-        return {key: _plus(one.get(key), other.get(key)) for key in [*one, *(key for key in other if key not in one)]}
+    def add(first: Any, second: Any) -> dict[str, Any]:
+        return {
+            key: _plus(first.get(key), second.get(key))
+            for key in [*first, *(key for key in second if key not in first)]
+        }
 
     counts = {
         name: getattr(left, name) + getattr(right, name) for name, value in vars(left).items() if isinstance(value, int)
@@ -68,19 +71,19 @@ def summed(left: ReadReport, right: ReadReport) -> ReadReport:
     return replace(
         left,
         **counts,
-        formats={name: found for name, found in add(left.formats, right.formats).items() if found[0]},
+        formats={name: entry for name, entry in add(left.formats, right.formats).items() if entry[0]},
         reasons=add(left.reasons, right.reasons),
         errors=(*left.errors, *right.errors)[:FIRST_ERRORS],
     )
 
 
-def _plus(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    return (one[0] + other[0], one[1]) if isinstance(one, tuple) else one + other
+def _plus(first: Any, second: Any) -> Any:
+    if first is None or second is None:
+        return second if first is None else first
+    return (first[0] + second[0], first[1]) if isinstance(first, tuple) else first + second
 
 
-# Numbers of tokens, whoever wrote them.
+# Fields with token ids, logprobs or masks, in the records of all supported producers.
 TOKEN_KEYS = frozenset(
     [
         "logprobs",
@@ -147,7 +150,7 @@ TOKEN_KEYS = frozenset(
     ]
 )
 
-# Names that may also be those of text: dropped where they hold a list of numbers.
+# Names that can also be those of text fields: dropped if the value is a list of numbers.
 SOMETIMES = frozenset(
     [
         "tokens",
@@ -165,10 +168,10 @@ SOMETIMES = frozenset(
     ]
 )
 
-# Numbers of the tokens in the `generation` of a message.
+# Fields with token values in the `generation` of a message.
 GENERATION_KEYS = frozenset({"tokens", "bytes"})
 
-# Objects that hold further records, and no text of the user's.
+# Objects that contain further records instead of user text; they are searched recursively.
 NESTED = frozenset(
     [
         "messages",
@@ -213,12 +216,12 @@ NESTED = frozenset(
     ]
 )
 
-# Beginnings of the flat names that spans give to the same.
+# Prefixes of the flat attribute names under which spans store such values.
 SPAN_PREFIXES = ("logprobs.", "llm.hosted_vllm.", "agentlightning.operation.output.")
 
 
 def without_numbers(record: Any) -> Any:
-    """A record, message or choice without ids, logprobs and masks; what is given is not changed."""
+    """Return a copy of a record, message or choice without ids, logprobs and masks."""
     return _without(record, TOKEN_KEYS)
 
 
@@ -229,21 +232,21 @@ def _without(value: Any, dropped: frozenset[str]) -> Any:
         return [_without(item, dropped) for item in value]
     if not isinstance(value, Mapping):
         return value
-    kept: dict[str, Any] = {}
+    remaining: dict[str, Any] = {}
     for key, item in value.items():
         if key in dropped or (key in SOMETIMES and _is_numbers(item)) or _is_span_of_numbers(key, item):
             continue
         if key == "generation":
-            kept[key] = _without(item, TOKEN_KEYS | GENERATION_KEYS)
+            remaining[key] = _without(item, TOKEN_KEYS | GENERATION_KEYS)
         elif key in NESTED or hasattr(item, "model_dump"):
-            kept[key] = _without(item, TOKEN_KEYS)
+            remaining[key] = _without(item, TOKEN_KEYS)
         else:
-            kept[key] = item
-    return kept
+            remaining[key] = item
+    return remaining
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether a list holds numbers alone, in it or in its lists."""
+    """Return whether a value is a non-empty list of numbers, nulls and such lists."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(isinstance(item, int | float) or item is None or _is_numbers(item) for item in value)
@@ -258,11 +261,11 @@ def _is_span_of_numbers(key: str, value: Any) -> bool:
 Record = TypeVar("Record")
 Path = str | os.PathLike[str]
 Line = int | tuple[int, int]
-"""A line, or a line with the number of the record where several may stand on it."""
+"""A line number, or (line, number of the record) if a line can contain several records."""
 
 
 def located(file: str, line: Line) -> str:
-    """A file and a line as errors name them.
+    """Format a file and line for error messages.
 
     >>> located("runs.json", (1, 57))
     'runs.json:1 record 57'
@@ -275,24 +278,25 @@ class Generation:
     """One sampling call of a trace.
 
     Args:
-        message: index into `Trace.pool` of the message it produced.
-        context: indices into `Trace.pool` of the messages it was conditioned on.
-        tokens: how many tokens the record lists.
+        message: index into `Trace.pool` of the message that was sampled.
+        context: indices into `Trace.pool` of the messages of its prompt.
+        tokens: number of tokens in the record.
         token_ids: [tokens] int32, or None.
         prompt_token_ids: all ids before the first sampled one, int32, or None.
-        logprobs: [tokens] float32 in nats, NaN where missing or invalid, or None.
+        logprobs: [tokens] float32 in nats, NaN if missing or invalid, or None.
         has_bytes, has_texts: whether the record has the tokens' bytes or texts.
-        missing, invalid: how many logprobs were null, NaN or -inf; positive or -9999.0.
+        missing: number of logprobs that were null, NaN or -inf.
+        invalid: number of logprobs that were positive or -9999.0.
         finish_reason, stop_reason: as recorded.
         logprob_kind: "raw", "processed" or "unknown".
         temperature, top_p: as recorded, or None.
-        sampling: the other sampling options that the record says (top_k, min_p, repetition_penalty, logit_bias, ...),
-            by the names of vLLM and OpenAI, whoever wrote them.
-        policy_version: -1 unknown.
+        sampling: the other recorded sampling options (top_k, min_p, repetition_penalty, logit_bias, ...), under the
+            names of vLLM and OpenAI.
+        policy_version: recorded version of the weights, -1 if unknown.
         cumulative_logprob: nats, or None.
-        text: what the tokens spell, where the record has it apart from the message.
-        versions: (first token, one past the last, policy version), where it changed while sampling.
-        notes: (reason, tokens concerned, what was found) of the reader.
+        text: text of the tokens, if it is recorded separately from the message.
+        versions: (first token, one past the last, policy version), if the weights changed during the generation.
+        notes: (reason, number of tokens, details) of the reader.
     """
 
     message: int
@@ -319,14 +323,14 @@ class Generation:
 
 
 def of_json(raw: bytes) -> Any:
-    """Return the value of a JSON text; an integer of more digits than Python reads is a text, as it stands.
+    """Parse JSON. An integer with more digits than Python converts becomes a string of these digits.
 
     >>> of_json(b'{"a": 1, "b": ' + b"9" * 5000 + b"}")["b"] == "9" * 5000
     True
 
     Raises:
-        ValueError: if it is no JSON.
-        RecursionError: if it is nested too deep.
+        ValueError: if the text is not JSON.
+        RecursionError: if it is nested too deeply.
     """
     try:
         return json.loads(raw)
@@ -343,7 +347,7 @@ def _integer(digits: str) -> int | str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace:
-    """One recorded trajectory. Made by `Traces[i]`, `Trace.from_dict` or `Trace.from_messages`.
+    """One recorded trajectory. Create it with `Traces[i]`, `Trace.from_dict` or `Trace.from_messages`.
 
     >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> trace = Trace.from_messages(messages, reward=1)
@@ -356,16 +360,24 @@ class Trace:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any] | Any) -> Trace:
-        """Takes a record in any accepted form.
+        """Create a trace from a record in any accepted form.
 
         Raises:
-            FormatError: if it is in none.
+            FormatError: if the record has no accepted form.
         """
         return Traces.from_records([record])[0]
 
     @classmethod
     def from_messages(cls, messages: Sequence[Any], **record: Any) -> Trace:
-        """Takes chat messages; `record` is the rest of a native record: `reward=`, `group=`, `tools=`, ..."""
+        """Create a trace from chat messages.
+
+        Args:
+            messages: the chat messages.
+            record: other fields of a native record: `reward=`, `group=`, `tools=`, ...
+
+        Raises:
+            FormatError: if the result is not a valid native record.
+        """
         return cls.from_dict({"format": "tracegrad/1", **record, "messages": list(messages)})
 
     @property
@@ -375,7 +387,7 @@ class Trace:
 
     @property
     def location(self) -> tuple[str | None, int | None]:
-        """File and line it was read from."""
+        """File and line of the record, None if unknown."""
         file, line = self.core.location(self.index)
         return file, line[0] if isinstance(line, tuple) else line
 
@@ -401,7 +413,7 @@ class Trace:
 
     @property
     def tools(self) -> list[Any] | None:
-        """Tool schemas as given to the server."""
+        """Tool schemas as sent to the server."""
         return self.core.tools(self.index)
 
     @property
@@ -411,12 +423,12 @@ class Trace:
 
     @cached_property
     def pool(self) -> list[dict[str, Any]]:
-        """Every distinct message; a rewritten history adds messages instead of replacing them."""
+        """All distinct messages. A rewritten history adds messages and does not replace earlier ones."""
         return self.core.messages(self.index)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as it ended, without token lists."""
+        """The final conversation, without token lists."""
         return [self.pool[i] for i in self.core.conversation(self.index)]
 
     @property
@@ -427,7 +439,7 @@ class Trace:
 
     @cached_property
     def generations(self) -> list[Generation]:
-        """What the policy sampled, in the order of the calls."""
+        """The generations of the policy, in the order of the calls."""
         return [Generation(**generation) for generation in self.core.generations(self.index)]
 
     @property
@@ -437,11 +449,11 @@ class Trace:
 
     @property
     def record(self) -> bytes:
-        """The record as it was read."""
+        """The original bytes of the record."""
         return self.core.record(self.index)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as it was read, unknown keys included; an integer of more digits than Python reads is a text."""
+        """Return the original record, with unknown keys. Integers too long for Python become strings."""
         return of_json(self.record)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -462,7 +474,7 @@ class Trace:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Traces(Sequence[Trace]):
-    """Traces in memory; slices and sums share them.
+    """Traces in memory. Slices and sums share the data.
 
     >>> traces = Traces.from_records([{"messages": [{"role": "user", "content": "?"}], "reward": r} for r in (0, 1)])
     >>> len(traces), traces[1].reward, len(traces[:1] + traces), traces.reward.tolist()
@@ -474,14 +486,14 @@ class Traces(Sequence[Trace]):
 
     @classmethod
     def from_records(cls, records: Iterable[Any], *, format: str = "auto") -> Traces:
-        """Takes records in any accepted form: dicts, objects with `model_dump` (also inside dicts), or JSON as bytes.
+        """Create traces from records in any accepted form.
 
         Args:
-            records: one for each trace.
+            records: one record per trace: a dict, an object with `model_dump` (also inside dicts), or JSON as bytes.
             format: as for `read`.
 
         Raises:
-            FormatError: if one is in no accepted form; its line is its number, from 1.
+            FormatError: if a record has no accepted form. Its line is its number, from 1.
         """
         _validation.instance(format, "format", str, "Pass 'auto' or the name of a form.")
         _validation.rows(records, "records", (str, bytes, Mapping))
@@ -499,7 +511,7 @@ class Traces(Sequence[Trace]):
     def __getitem__(self, index: int | slice | Sequence[int] | NDArray[Any]) -> Trace | Traces:
         if isinstance(index, int | np.integer):
             return Trace(self.core, range(len(self))[index])
-        rows = np.arange(len(self))[index if isinstance(index, slice) else _chosen(index)]
+        rows = np.arange(len(self))[index if isinstance(index, slice) else _index_array(index)]
         return Traces(self.core.take(rows.tolist()))
 
     def __eq__(self, other: object) -> bool:
@@ -513,7 +525,7 @@ class Traces(Sequence[Trace]):
 
     @classmethod
     def concatenate(cls, parts: Iterable[Traces]) -> Traces:
-        """All parts, one after the other."""
+        """Concatenate several `Traces`."""
         _validation.rows(parts, "parts", (Traces,))
         cores = [
             _validation.instance(part, "a part", Traces, "Pass Traces[:] of what read() gave.").core for part in parts
@@ -522,26 +534,31 @@ class Traces(Sequence[Trace]):
 
     @property
     def reward(self) -> NDArray[np.float32]:
-        """[R] float32, NaN where a trace has none."""
+        """[R] float32 rewards, NaN for a trace without one."""
         return self.core.reward_column()
 
     @property
     def pictures(self) -> Pictures:
-        """The distinct pictures that the records hold, in the order in which they appear. Nothing is decoded."""
+        """The distinct images of the records, in order of appearance, not decoded."""
         return Pictures.of_records(self.core)
 
     @property
     def groups(self) -> list[str | None]:
-        """R group ids."""
+        """[R] group ids."""
         return [self.core.group(i) for i in range(len(self))]
 
     def to_arrow(self) -> Any:
-        """A `pyarrow.Table` with one row a trace: names, rewards, turns, sampled tokens, its `prompt` and `completion`
-        as lists of (role, content, more as JSON); raises ArgumentError if pyarrow is not installed."""
+        """Return a `pyarrow.Table` with one row per trace: names, rewards, turns, sampled tokens, prompt, completion.
+
+        `prompt` and `completion` are lists of (role, content, other fields as JSON).
+
+        Raises:
+            ArgumentError: if pyarrow is not installed.
+        """
         return to_arrow.arrow().table(to_arrow.by_conversation(self))
 
     def to_pandas(self) -> Any:
-        """The table of `to_arrow` as a `pandas.DataFrame`; pandas must be installed."""
+        """Return the table of `to_arrow` as a `pandas.DataFrame`. Requires pandas."""
         return self.to_arrow().to_pandas()
 
     def __repr__(self) -> str:
@@ -552,23 +569,23 @@ class Traces(Sequence[Trace]):
         return _html.table(repr(self), ("id", "group", "reward", "messages", "sampled tokens"), rows)
 
 
-def _chosen(index: Any) -> NDArray[Any]:
-    """Rows by number, or one flag a row."""
+def _index_array(index: Any) -> NDArray[Any]:
+    """Return an index array of integers, or of one boolean per row."""
     array = _validation.flat(_validation.numbers(index, "the index"), "the index")
     return array if array.dtype.kind == "b" else _validation.whole(array, np.int64, "the index")
 
 
 def write(traces: Traces | Iterable[Traces | Trace], path: Path) -> None:
-    """Writes the records of traces as JSONL, byte for byte as they were read; `.gz` and `.zst` compress.
+    """Write the original bytes of the records as JSONL; the suffixes `.gz` and `.zst` compress.
 
-    The file appears when all is written: after an error there is no half file, and an earlier one is untouched.
+    The write is atomic: an error leaves no partial file, and an existing file stays unchanged.
 
     Args:
-        traces: `Traces`, or an iterable of `Trace` or of `Traces`, such as `tracegrad.stream` gives.
+        traces: `Traces`, or an iterable of `Trace` or of `Traces`, such as `tracegrad.stream`.
         path: the file.
 
     Raises:
-        ReadError: if it cannot be written: a missing directory, a full disk.
+        ReadError: if the file cannot be written, such as for a missing directory or a full disk.
     """
     writer = _core.TraceWriter(os.fspath(path))
     try:
@@ -580,7 +597,7 @@ def write(traces: Traces | Iterable[Traces | Trace], path: Path) -> None:
 
 
 def strip_logprobs(trace: Record) -> Record:
-    """The trace without logprobs and ids, in every form they are accepted in; for judges and logs.
+    """Return a copy of a trace without logprobs and ids, for judges and logs. All accepted forms are supported.
 
     Args:
         trace: a `Trace` or `Traces`, or a record, message or choice as a dict or list, which is not changed.
@@ -589,37 +606,48 @@ def strip_logprobs(trace: Record) -> Record:
     {'role': 'assistant', 'content': '4'}
     """
     if isinstance(trace, Traces):
-        return Traces.from_records([_stripped_record(one) for one in trace])  # type: ignore[return-value]
+        return Traces.from_records([_stripped_record(item) for item in trace])  # type: ignore[return-value]
     if isinstance(trace, Trace):
         return Trace.from_dict(_stripped_record(trace))  # type: ignore[return-value]
     return without_numbers(trace)
 
 
 def _stripped_record(trace: Trace) -> dict[str, Any]:
-    """What was said, by the trace's own id. A form that cannot be without its numbers becomes a list of messages."""
+    """Return a record without token values, with the trace's id.
+
+    A form that is not valid without them becomes a native record of the messages.
+    """
     record = {**without_numbers(trace.to_dict()), "id": trace.id}
-    if _says_the_same(record, trace):
+    if _is_equivalent(record, trace):
         return record
-    head = {"group": trace.group, "reward": trace.reward, "model": trace.model, "tools": trace.tools}
-    told = {key: value for key, value in head.items() if value is not None}
-    return {"format": "tracegrad/1", "id": trace.id, **told, "rewards": trace.rewards, "messages": trace.messages}
+    header = {"group": trace.group, "reward": trace.reward, "model": trace.model, "tools": trace.tools}
+    fields = {key: value for key, value in header.items() if value is not None}
+    return {"format": "tracegrad/1", "id": trace.id, **fields, "rewards": trace.rewards, "messages": trace.messages}
 
 
-def _says_the_same(record: dict[str, Any], trace: Trace) -> bool:
-    """Whether a stripped record is still read, as the same messages, and holds nothing of tokens."""
+def _is_equivalent(record: dict[str, Any], trace: Trace) -> bool:
+    """Return whether a stripped record can be read, has the same messages, and contains no token values."""
     try:
-        [again] = Traces.from_records([record])
+        [reread] = Traces.from_records([record])
     except FormatError:
         return False
-    kept = any(
+    has_tokens = any(
         generation.token_ids is not None or generation.prompt_token_ids is not None or generation.tokens
-        for generation in again.generations
+        for generation in reread.generations
     )
-    return not kept and again.messages == trace.messages
+    return not has_tokens and reread.messages == trace.messages
 
 
 def to_json(record: Any, number: int) -> bytes:
-    """A record as JSON bytes. ASCII escapes are used only for what UTF-8 cannot say."""
+    """Return a record as JSON bytes. ASCII escapes are used only if a string is not valid UTF-8.
+
+    Args:
+        record: a `Trace`, JSON bytes, or an object of dicts, lists, strings and numbers.
+        number: number of the record, for the error.
+
+    Raises:
+        FormatError: if the record is not JSON-serializable, or nested too deeply.
+    """
     if isinstance(record, Trace | bytes):
         return record.record if isinstance(record, Trace) else record
     try:
@@ -641,7 +669,7 @@ def to_json(record: Any, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What `json` cannot write: API objects and numpy values."""
+    """Convert a value that `json` cannot serialize: an API object or a numpy value."""
     for method in ("model_dump", "tolist"):
         if hasattr(value, method):
             return getattr(value, method)()

@@ -1,7 +1,7 @@
 """Convert records of other producers to records that the core reads.
 
-The adapters of `registry` are asked in order, and the first that knows a record takes it. A record that none knows
-stays as it is. What is left out is counted and reported.
+The adapters of `registry` are tried in order, and the first that recognizes a record converts it. Other records stay
+unchanged. Records that are left out are counted and reported.
 """
 
 from tracegrad.data.formats.generic import is_verdict

@@ -1,4 +1,4 @@
-"""inspect-ai's `.eval` logs: a zip with one JSON file for each sample, unpacked one at a time."""
+"""Read inspect-ai's `.eval` logs: a zip with one JSON file per sample. One sample is unpacked at a time."""
 
 import io
 import tempfile
@@ -12,24 +12,24 @@ from tracegrad.errors import ReadError
 
 MOST_BYTES = 1 << 30
 MOST_DIRECTORY = 1 << 24
-"""Bytes of a log's list of members, which is held whole: enough for 100,000 samples with names as inspect-ai writes."""
+"""Most bytes of a zip directory, which is read into memory. Enough for 100,000 samples with inspect-ai's names."""
 ZSTD = 93
 _LOCAL_HEADER = 30
-_BEGUN = ("header.json", "_journal/start.json")
-"""What inspect-ai writes beside the samples."""
+_STARTED = ("header.json", "_journal/start.json")
+"""Files that inspect-ai writes before the samples."""
 
 
 def samples(path: str) -> Iterator[bytes]:
-    """The samples of a log, as JSON.
+    """Yield the samples of a log as JSON.
 
     Raises:
-        ReadError: if it is no such log, or a sample cannot be unpacked.
+        ReadError: if the file is not such a log, or a sample cannot be unpacked.
     """
     try:
         with _File(path) as file, zipfile.ZipFile(file) as log:
             file.is_open = True
             for each in _members(log, path):
-                yield _unpacked(log, each, path)
+                yield _unpack(log, each, path)
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         if isinstance(error, ReadError):
             raise
@@ -37,7 +37,10 @@ def samples(path: str) -> Iterator[bytes]:
 
 
 class _File(io.BufferedReader):
-    """A file that refuses to hand out a list of members larger than `MOST_DIRECTORY`, which `zipfile` reads at once."""
+    """A file that refuses to read more than `MOST_DIRECTORY` bytes at once until `is_open` is set.
+
+    `zipfile` reads the complete directory at once when it opens a file.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(io.FileIO(path))
@@ -45,10 +48,10 @@ class _File(io.BufferedReader):
 
     def read(self, size: int | None = -1) -> bytes:
         if not self.is_open:
-            at = self.tell()
-            left = self.seek(0, io.SEEK_END) - at
-            self.seek(at)
-            if min(left if size is None or size < 0 else size, left) > MOST_DIRECTORY:
+            position = self.tell()
+            available = self.seek(0, io.SEEK_END) - position
+            self.seek(position)
+            if min(available if size is None or size < 0 else size, available) > MOST_DIRECTORY:
                 raise ReadError(
                     f"{self.name}: its list of members has more than {MOST_DIRECTORY:,} bytes. It would be held "
                     "whole. Write the samples as JSONL, or as several logs."
@@ -57,30 +60,30 @@ class _File(io.BufferedReader):
 
 
 def _members(log: zipfile.ZipFile, path: str) -> list[zipfile.ZipInfo]:
-    """The samples of a log by name, of a name the one that was written last."""
-    named = {each.filename: each for each in log.infolist()}
-    inside = [name for name in named if name.startswith("samples/")]
-    if not inside and any(name in named for name in _BEGUN):
+    """Return the samples of a log, sorted by name. If several have the same name, the last one counts."""
+    by_name = {member.filename: member for member in log.infolist()}
+    sample_names = [name for name in by_name if name.startswith("samples/")]
+    if not sample_names and any(name in by_name for name in _STARTED):
         raise ReadError(
             f"{path}: there is no record in it: it is a log of inspect-ai whose run was cut off before its "
             "first sample was written. There are no traces to read. Run it again, or name the other logs."
         )
-    if not inside:
+    if not sample_names:
         raise ReadError(
             f"{path}: it is a zip without samples/. Only logs of inspect-ai are read so. Unpack it, and name "
             "the files in it."
         )
-    found = [named[name] for name in sorted(inside) if name.endswith(".json")]
-    for one, two in pairwise(sorted(found, key=lambda each: each.header_offset)):
-        if one.header_offset + _LOCAL_HEADER + one.compress_size > two.header_offset:
+    members = [by_name[name] for name in sorted(sample_names) if name.endswith(".json")]
+    for left, right in pairwise(sorted(members, key=lambda member: member.header_offset)):
+        if left.header_offset + _LOCAL_HEADER + left.compress_size > right.header_offset:
             raise ReadError(
-                f"{path}: {one.filename[:200]} and {two.filename[:200]} are the same bytes of the file. One sample "
+                f"{path}: {left.filename[:200]} and {right.filename[:200]} are the same bytes of the file. One sample "
                 "could be read any number of times. Copy the log again."
             )
-    return found
+    return members
 
 
-def _unpacked(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes:
+def _unpack(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes:
     if member.file_size > MOST_BYTES:
         raise ReadError(
             f"{path}: {member.filename} has {member.file_size:,} bytes. A sample would be held whole. Convert the "
@@ -88,30 +91,30 @@ def _unpacked(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes
         )
     try:
         with log.open(member) as file:
-            found = file.read(MOST_BYTES + 1)
+            content = file.read(MOST_BYTES + 1)
     except NotImplementedError:
         if member.compress_type == ZSTD:
-            return _of_zstd(log, member)
+            return _unpack_zstd(log, member)
         raise ReadError(
             f"{path}: {member.filename} is compressed by method {member.compress_type}, which this Python does not "
             "unpack. inspect log convert --to json writes it otherwise."
         ) from None
-    if len(found) > MOST_BYTES:
+    if len(content) > MOST_BYTES:
         raise ReadError(f"{path}: {member.filename} is longer than it says. It cannot be trusted. Copy the log again.")
-    return found
+    return content
 
 
-def _of_zstd(log: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """A member that is a zstd frame, which the core unpacks."""
+def _unpack_zstd(log: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Unpack a member that is a zstd frame, with the core."""
     with open(str(log.filename), "rb") as file, tempfile.NamedTemporaryFile(prefix="tracegrad-") as frame:
         file.seek(member.header_offset)
         head = file.read(_LOCAL_HEADER)
-        name, extra = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+        name, extra = (int.from_bytes(head[offset : offset + 2], "little") for offset in (26, 28))
         file.seek(member.header_offset + _LOCAL_HEADER + name + extra)
-        left = member.compress_size
-        while block := file.read(min(left, 1 << 20)):
+        remaining = member.compress_size
+        while block := file.read(min(remaining, 1 << 20)):
             frame.write(block)
-            left -= len(block)
+            remaining -= len(block)
         frame.flush()
         reader = _core.TraceReader(frame.name, "raise", None, None, MOST_BYTES, CHUNK_BYTES, "auto", member.filename)
         records = reader.cut(2, MOST_BYTES)

@@ -1,9 +1,9 @@
-"""Find calls and conversations by their shape in records of unknown producers, and in rows of tracers.
+"""Detect calls and conversations by their structure in records of unknown producers, and in rows of tracers.
 
-Looked for are lists of messages, responses and single answers, also in JSON as text and in events of a stream; what is
-ambiguous is none. Rows of a tracer form a tree, of which most are no model calls; a row without a call may hold the
-reward of its trace. Sources: OpenTelemetry's and OpenInference's JSON (`context.trace_id`, `parent_id`), OpenAI Agents
-(`trace.span`), LlamaIndex events (`span_id`).
+The search finds lists of messages, responses and single answers, also in JSON strings and in server-sent events. An
+ambiguous record is not converted. Rows of a tracer form a tree, and most of them are not model calls. A row without a
+call may contain the reward of its trace. Sources: OpenTelemetry's and OpenInference's JSON (`context.trace_id`,
+`parent_id`), OpenAI Agents (`trace.span`), LlamaIndex events (`span_id`).
 """
 
 import itertools
@@ -20,19 +20,19 @@ from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 
 DEEPEST, MOST_LOOKED = 8, 4096
 ROLES = {"tool-call": "assistant", "tool-response": "user"}
-"""Roles of smolagents, as it sends them."""
+"""Roles of smolagents, and the roles that it sends to the server for them."""
 PARENTS = ("parent_id", "parent_span_id", "parentSpanId", "parentId")
-"""Keys under which a span names the one that began it."""
+"""Keys under which a span names its parent."""
 _MESSAGE_KEYS = {"content", "tool_calls", "blocks"}
 _PARAMETERS = (*chat.SAMPLING, "model", "tools", "max_tokens")
-_WISHED = re.compile(r"expect|reference|ideal|gold|target|ground|truth|label|example", re.I)
-"""Names under which stands what should have been said."""
+_EXPECTED = re.compile(r"expect|reference|ideal|gold|target|ground|truth|label|example", re.I)
+"""Names of fields that contain the expected answer instead of a sampled one."""
 _NOT_KEPT = ("messages", "calls", "choices", "request", "response", "prompt_token_ids")
 
 
 @dataclass
-class _Found:
-    """What stands in a record; each with the top key it stands under, answers with what stands beside them."""
+class _Matches:
+    """Results of a search in a record, with their top-level keys; talks and answers also have their parent object."""
 
     talks: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
     responses: list[tuple[str, Any]] = field(default_factory=list)
@@ -42,190 +42,199 @@ class _Found:
 
 
 def of_record(record: Any) -> list[dict[str, Any]] | None:
-    """One trace of what stands in a record, which is looked through once: a call, the calls of one conversation, or
-    else its one list of messages; None where it holds neither.
+    """Convert a record with a call, the calls of one conversation, or one list of messages to a trace.
+
+    None if the record contains none of them, or if it is ambiguous. The record is searched once.
     """
     if not isinstance(record, Mapping):
         return None
-    found = _look(record)
-    made = _of_call(record, found)
-    return _of_talk(record, found) if made is None else made
+    matches = _look(record)
+    traces = _of_call(record, matches)
+    return _of_talk(record, matches) if traces is None else traces
 
 
 def has_call(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds a call, or the calls of one conversation."""
+    """Return whether a record contains a call, or the calls of one conversation."""
     return _of_call(record, _look(record)) is not None
 
 
-def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
-    """One trace of a call, or of the calls of one conversation as a list, with what else the record says."""
-    if (one := _call(found)) is not None:
-        known = _partial(found.talks[0][1], record)
-        return [{**known, **_beside(record, one[0]), "request": one[1], "response": one[2]}]
-    if (steps := _steps(found)) is None:
+def _of_call(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any]] | None:
+    """Convert a call, or the calls of one conversation, with the other fields of the record."""
+    if (call := _call(matches)) is not None:
+        partial = _partial(matches.talks[0][1], record)
+        return [{**partial, **_other_fields(record, call[0]), "request": call[1], "response": call[2]}]
+    if (steps := _steps(matches)) is None:
         return None
     key, rows, calls = steps
-    # A list of one may as well be an export of one, whose reward stands in it.
-    within = _beside(rows[0], set()) if len(rows) == 1 else {}
-    return [{**within, **_beside(record, {key}), "calls": calls}]
+    # A list with one element may be an export of a single record, whose reward is inside that element.
+    row_fields = _other_fields(rows[0], set()) if len(rows) == 1 else {}
+    return [{**row_fields, **_other_fields(record, {key}), "calls": calls}]
 
 
-def _of_talk(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
-    """The record with its one list of messages, in which an assistant said something, under their own name."""
-    if any(plain(str(key)) in ERRORS and value for key, value in record.items()):  # a request is no conversation then
-        own = (each[1] is record or "model" not in each[1] or _role(each[2][-1]) == "assistant" for each in found.talks)
-        found.talks = [*itertools.compress(found.talks, own)]
-    if "messages" in record or (told := _talk(found)) is None:
+def _of_talk(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any]] | None:
+    """Rename the record's only list of messages with an assistant turn to `messages`."""
+    if any(plain(str(key)) in ERRORS and value for key, value in record.items()):
+        # The call failed, so the messages of its request are not a conversation.
+        is_conversation = (
+            each[1] is record or "model" not in each[1] or _role(each[2][-1]) == "assistant" for each in matches.talks
+        )
+        matches.talks = [*itertools.compress(matches.talks, is_conversation)]
+    if "messages" in record or (talk := _talk(matches)) is None:
         return None
-    key, messages = told
-    return [{**_beside(record, {key}), "messages": [message(each) for each in messages]}]
+    key, messages = talk
+    return [{**_other_fields(record, {key}), "messages": [message(each) for each in messages]}]
 
 
 def message(told: Any) -> dict[str, Any]:
-    """A message of one of several spellings, as a chat template gets it.
+    """Return a message of any supported producer in the form that chat templates expect.
 
     >>> message({"role": "tool-response", "content": [{"type": "text", "text": "4"}]})
     {'role': 'user', 'content': '4'}
     """
     if langchain.is_message(told):
         return langchain.message(told)
-    said = chat.told(told, [key for key in told if key != "blocks"])
+    fields = chat.told(told, [key for key in told if key != "blocks"])
     content = told.get("content", told.get("blocks"))
-    return {**said, "role": ROLES.get(said["role"], said["role"]), "content": langchain.text_of(content)}
+    return {**fields, "role": ROLES.get(fields["role"], fields["role"]), "content": langchain.text_of(content)}
 
 
-def _beside(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+def _other_fields(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     return chat.without(record, *used, *_NOT_KEPT)
 
 
-def _call(found: _Found) -> tuple[set[str], dict[str, Any], Any] | None:
-    """The top keys, request and response of the one call that was found."""
-    if len(found.talks) != 1:
+def _call(matches: _Matches) -> tuple[set[str], dict[str, Any], Any] | None:
+    """Return the top-level keys, request and response of the only call; None if there is not exactly one."""
+    if len(matches.talks) != 1:
         return None
-    key, parent, talk = found.talks[0]
+    key, parent, talk = matches.talks[0]
     used = {key}
-    if len(found.responses) == 1:
-        under, response = found.responses[0]
-    elif not found.responses and len(found.answers) == 1 and _role(talk[-1]) != "assistant":
-        under, said, beside = found.answers[0]
-        response = langchain.of_message(message(said), _sampled(beside))
-        if _is_choice(beside):
-            used.add("usage")  # Of all choices of the response that it was taken out of.
+    if len(matches.responses) == 1:
+        response_key, response = matches.responses[0]
+    elif not matches.responses and len(matches.answers) == 1 and _role(talk[-1]) != "assistant":
+        response_key, answer, siblings = matches.answers[0]
+        response = langchain.of_message(message(answer), _sampled(siblings))
+        if _is_choice(siblings):
+            used.add("usage")  # This counts all choices of the original response.
     else:
         return None
-    return {*used, under}, {**_parameters(parent), "messages": [message(each) for each in talk]}, response
+    return {*used, response_key}, {**_parameters(parent), "messages": [message(each) for each in talk]}, response
 
 
 def _partial(parent: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of a call whose messages stand in no request: one is an object of its own that names a model."""
+    """Return the mark of a partial request, or {} if the messages are in a complete one.
+
+    A complete request is a nested object that names a model.
+    """
     return {} if parent is not record and "model" in parent and "messages" in parent else dict(chat.PARTIAL)
 
 
-def _sampled(beside: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands beside an answer and says how it was sampled, as in a choice that was taken out of its response."""
+def _sampled(siblings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the logprobs, finish reason and token ids next to an answer, as a separate choice has them."""
     kinds = {"logprobs": Mapping, "finish_reason": str, "token_ids": list}
-    return {key: beside[key] for key, kind in kinds.items() if isinstance(beside.get(key), kind)}
+    return {key: siblings[key] for key, kind in kinds.items() if isinstance(siblings.get(key), kind)}
 
 
 def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked of the model, where messages stand: in their request, or in an object beside them."""
+    """Return the sampling parameters of a call, from its request or from an object next to the messages."""
     if isinstance(parent.get("messages"), list):
         return chat.told(parent, _PARAMETERS)
-    told: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for each in (*parent.values(), parent):
-        told |= chat.sampling(each)
-    return told
+        parameters |= chat.sampling(each)
+    return parameters
 
 
-def _steps(found: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
-    """The one list that holds calls, its rows and its calls, if each goes on from what the first was asked; in a tree
-    of spans else those of the one parent whose calls do, as what a tool or a guard asks is none of the conversation.
+def _steps(matches: _Matches) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
+    """Return the key, rows and calls of the only list with calls; None if they are not one conversation.
+
+    Calls are one conversation if each continues the messages of the first. In a tree of spans, only the calls of one
+    parent must satisfy this, and these are used: calls of a tool or a guard do not belong to the conversation.
     """
-    if found.talks or found.responses:
+    if matches.talks or matches.responses:
         return None
-    held = []
-    for key, rows in found.lists:
-        looked = [(each, _look(each)) for each in rows if isinstance(each, Mapping)]
-        within = [(row, inner, _call(inner)) for row, inner in looked]
-        called = [
-            (_parent_of(row), {**_partial(inner.talks[0][1], row), "request": call[1], "response": call[2]})
-            for row, inner, call in within
+    candidates = []
+    for key, rows in matches.lists:
+        searched = [(each, _look(each)) for each in rows if isinstance(each, Mapping)]
+        row_calls = [(row, inside, _call(inside)) for row, inside in searched]
+        calls_of_parents = [
+            (_parent_of(row), {**_partial(inside.talks[0][1], row), "request": call[1], "response": call[2]})
+            for row, inside, call in row_calls
             if call
         ]
-        if called:
-            held.append((key, rows, called))
-    if len(held) != 1:
+        if calls_of_parents:
+            candidates.append((key, rows, calls_of_parents))
+    if len(candidates) != 1:
         return None
-    key, rows, called = held[0]
-    if _go_on(calls := [call for _, call in called]):
+    key, rows, calls_of_parents = candidates[0]
+    if _go_on(calls := [call for _, call in calls_of_parents]):
         return key, rows, calls
     of_parents: dict[Any, list[dict[str, Any]]] = {}
-    for above, call in called:
-        of_parents.setdefault(above, []).append(call)
-    longer = [calls for above, calls in of_parents.items() if above and len(calls) > 1 and _go_on(calls)]
+    for parent, call in calls_of_parents:
+        of_parents.setdefault(parent, []).append(call)
+    longer = [calls for parent, calls in of_parents.items() if parent and len(calls) > 1 and _go_on(calls)]
     return (key, rows, longer[0]) if len(longer) == 1 else None
 
 
 def _go_on(calls: list[dict[str, Any]]) -> bool:
-    """Whether each call goes on from what the first was asked."""
-    asked = [call["request"]["messages"] for call in calls]
-    return all(len(each) > len(asked[0]) and each[: len(asked[0])] == asked[0] for each in asked[1:])
+    """Return whether each call continues the messages of the first."""
+    prompts = [call["request"]["messages"] for call in calls]
+    return all(len(prompt) > len(prompts[0]) and prompt[: len(prompts[0])] == prompts[0] for prompt in prompts[1:])
 
 
 def _parent_of(span: Mapping[str, Any]) -> Any:
-    """The id of the span that began a span, None where it names none."""
+    """Return the id of the parent of a span, None if it names none."""
     return next((span[key] for key in PARENTS if isinstance(span.get(key), str)), None)
 
 
-def _talk(found: _Found) -> tuple[str, list[Any]] | None:
-    """The key and the messages of the one conversation that was found."""
-    talks = [(key, talk) for key, _, talk in found.talks if any(_role(each) == "assistant" for each in talk)]
+def _talk(matches: _Matches) -> tuple[str, list[Any]] | None:
+    """Return the key and messages of the only conversation; None if there is not exactly one."""
+    talks = [(key, talk) for key, _, talk in matches.talks if any(_role(item) == "assistant" for item in talk)]
     talks = [(key, talk) for key, talk in talks if not _asks(key, talk)]
-    if len(talks) != 1 or found.responses:
+    if len(talks) != 1 or matches.responses:
         return None
-    return talks[0] if all(said == talks[0][1][-1] for _, said, _ in found.answers) else None
+    return talks[0] if all(answer == talks[0][1][-1] for _, answer, _ in matches.answers) else None
 
 
 def _asks(key: str, messages: list[Any]) -> bool:
-    """Whether messages are a prompt, whose answers of the assistant were not sampled here."""
+    """Return whether messages are a prompt, whose assistant turns were not sampled by this call."""
     return key in (*PROMPTS, "prompts") and _role(messages[-1]) != "assistant"
 
 
-def _look(record: Mapping[str, Any]) -> _Found:
-    found = _Found()
+def _look(record: Mapping[str, Any]) -> _Matches:
+    matches = _Matches()
     for key, value in record.items():
-        if not _WISHED.search(str(key)):
-            _into(found, str(key), value, record, 1)
-    return found
+        if not _EXPECTED.search(str(key)):
+            _into(matches, str(key), value, record, 1)
+    return matches
 
 
-def _into(found: _Found, key: str, value: Any, parent: Mapping[str, Any], depth: int) -> None:
-    """Looks at a value below a top key, and into it where it is neither messages nor a response."""
-    found.looked += 1
-    if found.looked > MOST_LOOKED or depth > DEEPEST or not isinstance(value, (str, Mapping, list)):
+def _into(matches: _Matches, key: str, value: Any, parent: Mapping[str, Any], depth: int) -> None:
+    """Classify a value below a top-level key, and search its items unless it is messages or a response."""
+    matches.looked += 1
+    if matches.looked > MOST_LOOKED or depth > DEEPEST or not isinstance(value, (str, Mapping, list)):
         return
     value = opened(value)
     if _is_response(value):
-        found.responses.append((key, value))
+        matches.responses.append((key, value))
     elif isinstance(value, Mapping):
-        before = len(found.responses)
+        before = len(matches.responses)
         for name, each in value.items():
-            if not _WISHED.search(str(name)):
-                _into(found, key, each, value, depth + 1)
-        if _is_message(value) and _role(value) == "assistant" and len(found.responses) == before:
-            found.answers.append((key, value, parent))
+            if not _EXPECTED.search(str(name)):
+                _into(matches, key, each, value, depth + 1)
+        if _is_message(value) and _role(value) == "assistant" and len(matches.responses) == before:
+            matches.answers.append((key, value, parent))
     elif isinstance(value, list) and value:
         if all(map(_is_message, value)):
             if len(value) == 1 and _role(value[0]) == "assistant":
-                found.answers.append((key, value[0], parent))
+                matches.answers.append((key, value[0], parent))
             else:
-                found.talks.append((key, parent, value))
+                matches.talks.append((key, parent, value))
         elif all(map(_is_choice, value)):
-            found.responses.append((key, {"choices": value}))
+            matches.responses.append((key, {"choices": value}))
         elif isinstance(value[0], Mapping):
-            found.lists.append((key, value))
+            matches.lists.append((key, value))
         elif len(value) == 1:
-            _into(found, key, value[0], parent, depth + 1)
+            _into(matches, key, value[0], parent, depth + 1)
 
 
 def _is_response(value: Any) -> bool:
@@ -236,8 +245,8 @@ def _is_response(value: Any) -> bool:
 
 
 def _is_choice(value: Any) -> bool:
-    said = chat.table(value).get("message")
-    return _is_message(said) and _role(said) == "assistant"
+    content = chat.table(value).get("message")
+    return _is_message(content) and _role(content) == "assistant"
 
 
 def _is_message(value: Any) -> bool:
@@ -254,13 +263,13 @@ _CALL_KEYS = {
     *(*REQUESTS, *RESPONSES, *map(plain, (*PROMPTS, *ANSWERS)), "messages", "choices", "calls"),
     *("user", "human", "assistant", "bot", "text", "content", "reply", "solution"),
 }
-"""Names, by their letters alone, under which a call or what was said may stand."""
-_LONGEST = 200
+"""Names of fields that may contain a call or text of a conversation, in lower case and without `_` and `-`."""
+_LABEL_MAX = 200
 _TRACES = ("trace_id", "traceId")
 
 
 def of_span(record: Any) -> list[dict[str, Any]] | None:
-    """No trace: a span that comes here, or the trace that spans belong to, holds no call. None of what is neither."""
+    """Return no records for a span or trace object, because it contains no call; None for other records."""
     if not isinstance(record, Mapping):
         return None
     if record.get("object") == "trace" or isinstance(record.get("span_id"), str):
@@ -270,75 +279,83 @@ def of_span(record: Any) -> list[dict[str, Any]] | None:
 
 
 def of_several(record: Any) -> list[dict[str, Any]] | None:
-    """One record for each trace, where the spans of a record, or of an export of OTLP, are of several; None else.
+    """Split a record, or an OTLP export, with spans of several traces into one record for each trace.
 
-    A trace in which no model was called is left out.
+    Traces without a model call are left out. None if the spans belong to fewer than two traces.
     """
     if not isinstance(record, Mapping) or any(record.get(key) is not None for key in ("id", *_TRACES, "rollout_id")):
         return None
     names = dict.fromkeys(_trace(span) for span in _spans(record))
     if len(names) < 2:
         return None
-    made = [each for each in (_part(record, name) for name in names) if any(map(_may_call, _spans(each)))]
-    return made if len(made) > 1 else None
+    parts = [part for part in (_part(record, name) for name in names) if any(map(_may_call, _spans(part)))]
+    return parts if len(parts) > 1 else None
 
 
 def _spans(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """All spans of a record."""
-    held = [record.get("spans")]
+    """Yield all spans of a record."""
+    span_lists = [record.get("spans")]
     for resource in record_fields.listed(record.get("resourceSpans"), "resourceSpans"):
-        held += [chat.table(scope).get("spans") for scope in chat.table(resource).get("scopeSpans") or ()]
-    for spans in held:
+        span_lists += [chat.table(scope).get("spans") for scope in chat.table(resource).get("scopeSpans") or ()]
+    for spans in span_lists:
         yield from (chat.table(span) for span in spans or () if isinstance(spans, list))
 
 
 def _trace(span: Any) -> Any:
-    """The trace that a span is of."""
-    told = chat.table(span)
+    """Return the trace id of a span, None if it has none."""
+    fields = chat.table(span)
     return next(
-        (each[key] for each in (told, chat.table(told.get("context"))) for key in _TRACES if each.get(key)), None
+        (source[key] for source in (fields, chat.table(fields.get("context"))) for key in _TRACES if source.get(key)),
+        None,
     )
 
 
 def _may_call(span: Mapping[str, Any]) -> bool:
-    """Whether a span says something of a model, as a call of one does."""
+    """Return whether the attributes of a span mention a model, as in a model call."""
     return any(map(to_json(span.get("attributes") or {}).count, (b'"gen_ai.', b'"llm.', b"token_ids")))
 
 
 def _part(record: Mapping[str, Any], name: Any) -> dict[str, Any]:
-    """A record with the spans of one trace."""
+    """Return a copy of a record with only the spans of one trace."""
 
-    def only(spans: Any) -> list[Any]:
+    def spans_of_trace(spans: Any) -> list[Any]:
         return [span for span in spans or () if _trace(span) == name]
 
-    out = {**record, **({"id": name} if isinstance(name, str) else {})}
+    result = {**record, **({"id": name} if isinstance(name, str) else {})}
     if record.get("spans"):
-        out["spans"] = only(record["spans"])
+        result["spans"] = spans_of_trace(record["spans"])
     if "resourceSpans" in record:
         scopes = [
-            [{**scope, "spans": own} for scope in resource.get("scopeSpans") or () if (own := only(scope.get("spans")))]
+            [
+                {**scope, "spans": selected}
+                for scope in resource.get("scopeSpans") or ()
+                if (selected := spans_of_trace(scope.get("spans")))
+            ]
             for resource in record["resourceSpans"]
         ]
-        out["resourceSpans"] = [
-            {**resource, "scopeSpans": own}
-            for resource, own in zip(record["resourceSpans"], scopes, strict=True)
-            if own
+        result["resourceSpans"] = [
+            {**resource, "scopeSpans": selected}
+            for resource, selected in zip(record["resourceSpans"], scopes, strict=True)
+            if selected
         ]
-    return out
+    return result
 
 
 def is_verdict(record: Any) -> bool:
-    """Whether a row only says how good a conversation was, which stands elsewhere: flat, and without a text."""
+    """Return whether a row contains only the reward of a conversation that is recorded elsewhere.
+
+    Such a row has a reward and no text of a conversation.
+    """
     if not isinstance(record, Mapping) or any(map(_may_say, record.values())):
         return False
     if not _CALL_KEYS.isdisjoint(plain(str(key)) for key in record):
         return False
-    told = [json_path.verdict(value) for key, value in record.items() if json_path.REWARD.search(str(key))]
-    return any(each is not None and each == each for each in told)
+    rewards = [json_path.verdict(value) for key, value in record.items() if json_path.REWARD.search(str(key))]
+    return any(reward is not None and reward == reward for reward in rewards)
 
 
 def _may_say(value: Any) -> bool:
-    """Whether a value may hold what was said: a list, or a text that is long or has several lines."""
+    """Return whether a value may contain text of a conversation: a list, or a long or multi-line string."""
     if isinstance(value, Mapping):
         return any(map(_may_say, value.values()))
-    return isinstance(value, list) or (isinstance(value, str) and (len(value) > _LONGEST or "\n" in value))
+    return isinstance(value, list) or (isinstance(value, str) and (len(value) > _LABEL_MAX or "\n" in value))

@@ -1,7 +1,7 @@
-"""NeMo Gym's rollouts: a row of the task, the request as `responses_create_params`, what followed as one `response`.
+"""Convert NeMo Gym's rollouts: a row of the task with `responses_create_params` and one `response` for all turns.
 
-Source: NeMo Gym 0.3 `rollout_collection.py` (rows of rollouts.jsonl) and `openai_utils.py` (output items that carry
-`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`). A turn is what the model gave without a break.
+Source: NeMo Gym 0.3 `rollout_collection.py` (rows of rollouts.jsonl) and `openai_utils.py` (output items with
+`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`). Consecutive model items form one turn.
 """
 
 from collections.abc import Mapping
@@ -18,57 +18,59 @@ _TOKENS = {
 
 
 def of_rollout(record: Any) -> list[dict[str, Any]] | None:
-    """One trace of all messages; none where the model said nothing, None where it is no rollout."""
-    asked, answered = (chat.table(record).get(key) for key in ("responses_create_params", "response"))
-    if not isinstance(asked, Mapping) or not isinstance(output := chat.table(answered).get("output"), list):
+    """Convert a rollout to one trace; no trace without an assistant message, None if the record is not a rollout."""
+    params, response = (chat.table(record).get(key) for key in ("responses_create_params", "response"))
+    if not isinstance(params, Mapping) or not isinstance(output := chat.table(response).get("output"), list):
         return None
-    given = asked.get("input")
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
-    said = _messages(output)
-    if not chat.has_answer(said):
+    prompt = params.get("input")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    output_messages = _messages(output)
+    if not chat.has_answer(output_messages):
         return []
     task = record.get("_ng_task_index")
     group = {} if task is None or "group" in record else {"group": str(task)}
-    rest = chat.without(record, "responses_create_params", "response")
-    tools = chat.tools(record_fields.listed(asked.get("tools"), "tools"))
-    talk = [*chat.under(asked.get("instructions"), chat.given(messages)), *said]
-    return [{**chat.told(asked, chat.SAMPLING), **group, **rest, **tools, "messages": talk}]
+    other_fields = chat.without(record, "responses_create_params", "response")
+    tools = chat.tools(record_fields.listed(params.get("tools"), "tools"))
+    conversation = [*chat.under(params.get("instructions"), chat.given(messages)), *output_messages]
+    return [{**chat.told(params, chat.SAMPLING), **group, **other_fields, **tools, "messages": conversation}]
 
 
 def _messages(items: Any) -> list[dict[str, Any]]:
-    """Items of the Responses API as messages; reasoning, text and calls in one go are one message."""
-    out: list[dict[str, Any]] = []
-    goes_on = False
+    """Convert items of the Responses API to messages; consecutive reasoning, text and calls become one message."""
+    messages: list[dict[str, Any]] = []
+    is_open = False
     for item in items if isinstance(items, list) else []:
         if not isinstance(item, Mapping):
             continue
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            out.append(
+            messages.append(
                 {"role": "tool", "tool_call_id": item.get("call_id"), "content": chat.text_of(item.get("output"))}
             )
         elif kind == "message" and item.get("role") != "assistant":
-            out.append({"role": item.get("role", "user"), "content": chat.text_of(item.get("content"))})
+            messages.append({"role": item.get("role", "user"), "content": chat.text_of(item.get("content"))})
         else:
-            if not goes_on:
-                out.append({"role": "assistant", "content": None})
-            _add(out[-1], kind, item)
-            goes_on = "generation_token_ids" not in item
+            if not is_open:
+                messages.append({"role": "assistant", "content": None})
+            _add(messages[-1], kind, item)
+            is_open = "generation_token_ids" not in item
             continue
-        goes_on = False
-    return out
+        is_open = False
+    return messages
 
 
-def _add(said: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
-    """Adds an item that the model gave to its message."""
+def _add(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
+    """Add a model item to its message."""
     if kind == "reasoning":
-        told = item.get("summary") or item.get("content")
-        parts = [{"text": told}] if isinstance(told, str) else record_fields.listed(told, f"{kind}.content")
+        text = item.get("summary") or item.get("content")
+        parts = [{"text": text}] if isinstance(text, str) else record_fields.listed(text, f"{kind}.content")
         thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
-        said["reasoning_content"] = said.get("reasoning_content", "") + thought
+        message["reasoning_content"] = message.get("reasoning_content", "") + thought
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        message.setdefault("tool_calls", []).append(
+            {"id": item.get("call_id"), "type": "function", "function": function}
+        )
     else:
-        said["content"] = (said["content"] or "") + str(chat.text_of(item.get("content")) or "")
-    said.update({name: item[key] for key, name in _TOKENS.items() if item.get(key) is not None})
+        message["content"] = (message["content"] or "") + str(chat.text_of(item.get("content")) or "")
+    message.update({name: item[key] for key, name in _TOKENS.items() if item.get(key) is not None})

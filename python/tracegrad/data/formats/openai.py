@@ -1,8 +1,9 @@
-"""Convert calls that clients of OpenAI's API logged: under other names, as chunks of a stream, inside a message.
+"""Convert calls that clients of OpenAI's API logged: under other names, as stream chunks, or inside a message.
 
-Sources: model dumps of openai 3 beside the arguments of the call; litellm's logger callbacks (`kwargs`,
-`response_obj`); proxies that keep `request_body` and `response_body`; mini-swe-agent 2's trajectories
-(`extra.response`). Names count by their words: `requestBody` is `request_body`. Chunks are gathered by their id.
+Sources: model dumps of openai 3 next to the arguments of the call; litellm's logger callbacks (`kwargs`,
+`response_obj`); proxies that store `request_body` and `response_body`; mini-swe-agent 2's trajectories
+(`extra.response`). Case, `_` and `-` in names are ignored: `requestBody` equals `request_body`. Chunks are joined by
+their id.
 """
 
 import json
@@ -18,11 +19,11 @@ from tracegrad.errors import FormatError
 _KINDS = ("chat.completion.chunk", "text_completion.chunk")
 MOST_CHUNKS = 1_000_000
 Gathered = tuple[Line, bytes, bytes, dict[str, Any]]
-"""A call with the place and the bytes of its first chunk, and its own."""
+"""(line and bytes of the first chunk, JSON of the joined call, the joined call)."""
 
 
 def is_chunk(record: Any) -> bool:
-    """Whether a record is one chunk of an OpenAI-shaped stream."""
+    """Return whether a record is one chunk of an OpenAI-compatible stream."""
     if not isinstance(record, Mapping) or "messages" in record or "request" in record:
         return False
     choices = record.get("choices")
@@ -31,47 +32,51 @@ def is_chunk(record: Any) -> bool:
 
 
 def is_list(record: Any) -> bool:
-    """Whether a record is a list of chunks."""
+    """Return whether a record is a list of chunks."""
     return isinstance(record, list) and bool(record) and is_chunk(record[0])
 
 
 def of_list(record: Any) -> list[dict[str, Any]] | None:
-    """One call for each id, in the order of their first chunks; None of what is no list of chunks."""
+    """Convert a list of chunks to one call for each id, in the order of their first chunks; None for other records."""
     if not is_list(record):
         return None
     calls: dict[Any, list[Any]] = {}
     for chunk in record:
         calls.setdefault(chat.table(chunk).get("id"), []).append(chunk)
-    # The prompt of such a call is known where the first chunk has its ids.
+    # There is no request. The prompt is recorded only if the first chunk contains its ids.
     return [{"response": chunks} for chunks in calls.values()]
 
 
 class Gather:
-    """Chunks that stand line by line: those of one id that follow one another are one call."""
+    """Joins chunks on separate lines: consecutive chunks with the same id are one call."""
 
     def __init__(self) -> None:
-        self._held: list[Any] = []
+        self._chunks: list[Any] = []
         self._line: Line = 0
         self._raw = b""
 
     def take(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[Gathered]:
-        """Takes a chunk; gives the call before, where this one begins another."""
-        if self._held and chunk.get("id") != self._held[0].get("id"):
+        """Add a chunk, and yield the previous call if this chunk starts another one.
+
+        Raises:
+            FormatError: if a call has more than `MOST_CHUNKS` chunks.
+        """
+        if self._chunks and chunk.get("id") != self._chunks[0].get("id"):
             yield from self.rest()
-        if not self._held:
+        if not self._chunks:
             self._line, self._raw = line, raw
-        if len(self._held) >= MOST_CHUNKS:
+        if len(self._chunks) >= MOST_CHUNKS:
             raise FormatError(
                 f"{located('line', line)}: a stream of more than {MOST_CHUNKS:,} chunks. It would have to be held "
                 "whole. Split it."
             )
-        self._held.append(chunk)
+        self._chunks.append(chunk)
 
     def rest(self) -> Iterator[Gathered]:
-        """The call that is held."""
-        if self._held:
-            held, self._held = self._held, []
-            call = {"response": held}
+        """Yield the current call, if there is one."""
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
+            call = {"response": chunks}
             yield self._line, self._raw, to_json(call), call
 
 
@@ -88,59 +93,69 @@ ERRORS = ("error", "errorstr", "errormessage", "exception", "err")
 
 
 def of_call(record: Any) -> list[dict[str, Any]] | None:
-    """A request and a response that the core does not find, with what else the record says; None where they are not."""
+    """Convert a request and response under names that the core does not read, with the other fields of the record.
+
+    None if the record has no such names.
+    """
     if not isinstance(record, Mapping) or "calls" in record or "call_type" in record:
         return None
     if isinstance(record.get("request"), Mapping) and isinstance(record.get("response"), Mapping):
         return None
     if (names := _names(record)) is None:
         return None
-    asked, answered = names
-    if not asked and not _is_response(record[answered]):
-        return [_of_other(record, answered)]
-    request = opened(record[asked]) if asked else {"messages": record["messages"]}
-    response = opened(record[answered])
-    if not asked:
+    request_key, response_key = names
+    if not request_key and not _is_response(record[response_key]):
+        return [_of_other(record, response_key)]
+    request = opened(record[request_key]) if request_key else {"messages": record["messages"]}
+    response = opened(record[response_key])
+    if not request_key:
         request |= chat.told(record, (*chat.SAMPLING, "tools", "model"))
-        said = _said(response)
-        if request["messages"] and said is not None and _same(request["messages"][-1], said):
+        answer = _first_message(response)
+        if request["messages"] and answer is not None and _same(request["messages"][-1], answer):
             request["messages"] = request["messages"][:-1]
-    kept = chat.without(record, asked, answered, "messages")
-    return [{**({} if asked else chat.PARTIAL), **kept, "request": request, "response": response}]
+    other_fields = chat.without(record, request_key, response_key, "messages")
+    return [{**({} if request_key else chat.PARTIAL), **other_fields, "request": request, "response": response}]
 
 
 def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Under which keys request and response stand; an empty first one where messages stand beside the response."""
-    named = {plain(str(key)): key for key in reversed(list(record))}
-    there = [named[key] for key in RESPONSES if key in named]
-    answered = next((key for key in there if _is_response(record[key])), None)
-    if answered is None:
-        if (other := _of_other_api(record, named, there)) is not None:
-            return other
-        talk = record.get("messages")
-        asks = isinstance(talk, list) and talk and isinstance(talk[-1], Mapping) and talk[-1].get("role") != "assistant"
-        answered = next((key for key in there if asks and _read({}, opened(record[key]))), None)
-        return None if answered is None else ("", answered)
-    others = [named[key] for key in REQUESTS if key in named and named[key] != answered]
-    asked = next((key for key in others if _is_request(record[key])), None)
-    if asked is None:
-        return ("", answered) if isinstance(record.get("messages"), list) else None
-    return asked, answered
+    """Return the keys of the request and the response; the first is "" if the request is the record's `messages`."""
+    keys = {plain(str(key)): key for key in reversed(list(record))}
+    response_keys = [keys[key] for key in RESPONSES if key in keys]
+    response_key = next((key for key in response_keys if _is_response(record[key])), None)
+    if response_key is None:
+        if (other_api := _of_other_api(record, keys, response_keys)) is not None:
+            return other_api
+        messages = record.get("messages")
+        asks = (
+            isinstance(messages, list)
+            and messages
+            and isinstance(messages[-1], Mapping)
+            and messages[-1].get("role") != "assistant"
+        )
+        response_key = next((key for key in response_keys if asks and _read({}, opened(record[key]))), None)
+        return None if response_key is None else ("", response_key)
+    request_keys = [keys[key] for key in REQUESTS if key in keys and keys[key] != response_key]
+    request_key = next((key for key in request_keys if _is_request(record[key])), None)
+    if request_key is None:
+        return ("", response_key) if isinstance(record.get("messages"), list) else None
+    return request_key, response_key
 
 
-def _of_other_api(record: Mapping[str, Any], named: dict[str, str], there: list[str]) -> tuple[str, str] | None:
-    """The keys of a request of another API, and of a response to it that the core reads."""
-    for asked in (named[key] for key in REQUESTS if key in named):
-        request = opened(record[asked])
+def _of_other_api(record: Mapping[str, Any], keys: dict[str, str], response_keys: list[str]) -> tuple[str, str] | None:
+    """Return the keys of a request of another API and of its response, if the core reads that response."""
+    for request_key in (keys[key] for key in REQUESTS if key in keys):
+        request = opened(record[request_key])
         if isinstance(request, Mapping) and not request.keys().isdisjoint(("input", "contents", "system")):
-            answered = next((key for key in there if key != asked and _read(request, opened(record[key]))), None)
-            if answered is not None:
-                return asked, answered
+            response_key = next(
+                (key for key in response_keys if key != request_key and _read(request, opened(record[key]))), None
+            )
+            if response_key is not None:
+                return request_key, response_key
     return None
 
 
 def plain(name: str) -> str:
-    """A name by its letters alone.
+    """Return a name in lower case without `_` and `-`.
 
     >>> plain("requestBody"), plain("request_body")
     ('requestbody', 'requestbody')
@@ -149,23 +164,23 @@ def plain(name: str) -> str:
 
 
 def opened(value: Any) -> Any:
-    """What JSON as text says, or the events of a stream as text; else the value.
+    """Parse a string of JSON or of stream events; return other values unchanged.
 
     >>> opened('data: {"choices": []}\\n\\ndata: [DONE]\\n')
     [{'choices': []}]
     """
-    found = dict(value) if isinstance(value, Mapping) else json_path.opened(value)
-    return _events(found) if isinstance(found, str) and found.lstrip("\ufeff\r\n").startswith(_EVENTS) else found
+    parsed = dict(value) if isinstance(value, Mapping) else json_path.opened(value)
+    return _events(parsed) if isinstance(parsed, str) and parsed.lstrip("\ufeff\r\n").startswith(_EVENTS) else parsed
 
 
 _EVENTS = ("data:", "event:", "id:", "retry:", ":", "{")
-"""How the lines of a stream begin: fields of server-sent events, or a chunk."""
+"""Starts of the lines of a stream: fields of server-sent events, or a chunk."""
 
 
 def _events(text: str) -> Any:
-    """The chunks of a stream, each a line of JSON, behind `data:` or alone; the text where one is none."""
-    said = [line for line in json_path.lines(text.lstrip("\ufeff")) if line.startswith(("data:", "{"))]
-    data = [line.removeprefix("data:").strip() for line in said]
+    """Parse the chunks of a stream: lines of JSON, with or without `data:`. Return the text if one is not JSON."""
+    event_lines = [line for line in json_path.lines(text.lstrip("\ufeff")) if line.startswith(("data:", "{"))]
+    data = [line.removeprefix("data:").strip() for line in event_lines]
     try:
         return [json.loads(each) for each in data if each and each != "[DONE]"]
     except (ValueError, RecursionError):
@@ -173,31 +188,33 @@ def _events(text: str) -> Any:
 
 
 def _is_request(value: Any) -> bool:
-    told = opened(value)
-    return isinstance(told, Mapping) and isinstance(told.get("messages"), list)
+    request = opened(value)
+    return isinstance(request, Mapping) and isinstance(request.get("messages"), list)
 
 
 def _is_response(value: Any) -> bool:
-    told = opened(value)
-    choices = chat.table(told).get("choices")
-    return is_list(told) or (isinstance(choices, list) and bool(choices))
+    response = opened(value)
+    choices = chat.table(response).get("choices")
+    return is_list(response) or (isinstance(choices, list) and bool(choices))
 
 
-def _of_other(record: Mapping[str, Any], answered: str) -> dict[str, Any]:
-    """Messages and the response of another API beside them: as a call, or with what it says behind the messages, where
-    that API asks by something else than messages.
+def _of_other(record: Mapping[str, Any], response_key: str) -> dict[str, Any]:
+    """Convert messages next to the response of another API.
+
+    The result is a call if the core reads the response with these messages as its request. Otherwise the response's
+    message is appended to the messages.
     """
-    kept = chat.without(record, answered, "messages")
-    talk, response = record["messages"], opened(record[answered])
-    request = {**chat.told(record, chat.SAMPLING), "messages": talk}
+    other_fields = chat.without(record, response_key, "messages")
+    messages, response = record["messages"], opened(record[response_key])
+    request = {**chat.told(record, chat.SAMPLING), "messages": messages}
     trace = _read(request, response)
-    if trace is not None and len(trace.messages) == len(talk) + 1:
-        return {**chat.PARTIAL, **kept, "request": request, "response": response}
-    return {**kept, "messages": [*chat.given(talk), *(trace.messages[-1:] if trace else [])]}
+    if trace is not None and len(trace.messages) == len(messages) + 1:
+        return {**chat.PARTIAL, **other_fields, "request": request, "response": response}
+    return {**other_fields, "messages": [*chat.given(messages), *(trace.messages[-1:] if trace else [])]}
 
 
 def _read(request: Any, response: Any) -> Trace | None:
-    """What the core reads of a response of another API, with something sampled in it."""
+    """Return the trace that the core reads from a request and response; None if it has no sampled turn."""
     if not isinstance(response, (Mapping, list)) or not response:
         return None
     try:
@@ -207,39 +224,39 @@ def _read(request: Any, response: Any) -> Trace | None:
     return next((trace for trace in Traces(core) if trace.generations), None)
 
 
-def _said(response: Any) -> Any:
-    """The message of a response that is whole."""
+def _first_message(response: Any) -> Any:
+    """Return the message of the first choice of a response that is not a stream."""
     return chat.table(response["choices"][0]).get("message") if "choices" in chat.table(response) else None
 
 
-def _same(message: Any, said: Any) -> bool:
-    if not isinstance(message, Mapping) or not isinstance(said, Mapping):
+def _same(message: Any, answer: Any) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(answer, Mapping):
         return False
-    return all((message.get(key) or "") == (said.get(key) or "") for key in ("role", "content", "tool_calls"))
+    return all((message.get(key) or "") == (answer.get(key) or "") for key in ("role", "content", "tool_calls"))
 
 
-_TOLD = ("token_ids", "logprobs")
+_TOKEN_FIELDS = ("token_ids", "logprobs")
 
 
 def of_talk(record: Any) -> list[dict[str, Any]] | None:
-    """The record with these responses among its messages; None where no message has one that says its tokens."""
+    """Replace messages by the responses stored in them; None if no such response has token ids or logprobs."""
     talk = chat.table(record).get("messages")
     if not isinstance(talk, list):
         return None
-    held = [_response(each) for each in talk]
-    if not any(each["choices"][0].get(key) for each in held if each for key in _TOLD):
+    responses = [_response(each) for each in talk]
+    if not any(each["choices"][0].get(key) for each in responses if each for key in _TOKEN_FIELDS):
         return None
-    # What its program noted of a message no template knows.
-    plain = [chat.without(each, "extra") if isinstance(each, Mapping) else each for each in talk]
-    messages = [each if response is None else response for each, response in zip(plain, held, strict=True)]
-    # Where mini-swe-agent's config of the model stands.
+    # Chat templates do not read the notes that the agent stores in `extra`.
+    without_notes = [chat.without(each, "extra") if isinstance(each, Mapping) else each for each in talk]
+    messages = [each if response is None else response for each, response in zip(without_notes, responses, strict=True)]
+    # mini-swe-agent stores the model's configuration here.
     sampling = chat.sampling(chat.within(record, "info.config.model.model_kwargs"))
     return [{**sampling, **record, "messages": messages}]
 
 
 def _response(message: Any) -> Mapping[str, Any] | None:
-    """The response of one choice that an assistant's message keeps."""
+    """Return the response with one choice that an assistant message stores in `extra`, None if there is none."""
     response = chat.table(message.get("extra")).get("response") if chat.role(message) == "assistant" else None
     choices = chat.table(response).get("choices")
-    alone = isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], Mapping)
-    return response if alone else None
+    has_one_choice = isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], Mapping)
+    return response if has_one_choice else None

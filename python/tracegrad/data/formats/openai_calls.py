@@ -1,8 +1,8 @@
-"""Split a response of several choices into one trace each, and count calls that failed.
+"""Split a response of several choices into one trace per choice, and detect failed calls.
 
-Each choice becomes a trace of one group and takes its own value of every list beside the choices that has their length.
-If one reward stands beside several choices, its owner cannot be known: the record stays as it is. A failed call (an
-error, an HTTP status from 400, no response) becomes a record that the core refuses, with its place and message.
+The traces of one response form a group. A list in the record with one value per choice is split among them. If the
+record has a single reward for several choices, the reward cannot be assigned, and the record is not split. A failed
+call (an error, an HTTP status of 400 or more, no response) becomes a record that the core refuses with its message.
 """
 
 import itertools
@@ -18,211 +18,251 @@ from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 from tracegrad.data.formats.record_fields import failed_call
 from tracegrad.errors import FormatError
 
-_SAID = ("request", "response", "messages", "choices", "tools", "usage")
+_CALL_FIELDS = ("request", "response", "messages", "choices", "tools", "usage")
 
 
 def of_call(record: Any) -> list[dict[str, Any]] | None:
-    """As `of_response`, of a request beside a response of several choices, or several responses; None of others."""
-    told = chat.table(record)
-    response, asks = told.get("response"), isinstance(told.get("request"), Mapping)
-    several = len(_choices(response)) > 1 or _are_whole(response)
-    return of_response(record) if asks and several else None
+    """Apply `of_response` to a request with a response of several choices, or with several responses.
+
+    None for other records.
+    """
+    fields = chat.table(record)
+    response, has_request = fields.get("response"), isinstance(fields.get("request"), Mapping)
+    has_several = len(_choices(response)) > 1 or _are_complete_responses(response)
+    return of_response(record) if has_request and has_several else None
 
 
 def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """As `of_response`, of a record that an adapter made: only a response of choices, or of chunks, may be several."""
+    """Apply `of_response` to a record that an adapter made, if its response has several choices or is a list.
+
+    None for other records.
+    """
     response = record.get("response")
-    several = len(_choices(response)) > 1 or (isinstance(response, list) and len(response) > 1)
-    return of_response(record) if several else None
+    has_several = len(_choices(response)) > 1 or (isinstance(response, list) and len(response) > 1)
+    return of_response(record) if has_several else None
 
 
-def _are_whole(response: Any) -> bool:
-    """Whether a response is a list of several objects of which none is a chunk, or holds several choices."""
+def _are_complete_responses(response: Any) -> bool:
+    """Return whether a response is a list of several complete responses, each with one choice."""
 
-    def is_part(each: Any) -> bool:
-        return not isinstance(each, Mapping) or openai.is_chunk(each) or len(_choices(each)) > 1
+    def is_incomplete(item: Any) -> bool:
+        return not isinstance(item, Mapping) or openai.is_chunk(item) or len(_choices(item)) > 1
 
-    return isinstance(response, list) and len(response) > 1 and not any(map(is_part, response))
+    return isinstance(response, list) and len(response) > 1 and not any(map(is_incomplete, response))
 
 
 def _is_further(chunk: Any) -> bool:
-    """Whether a chunk of a stream is of another choice than the first."""
+    """Return whether a chunk of a stream belongs to a choice other than the first."""
     return any(chat.table(each).get("index") for each in _choices(chunk))
 
 
 def of_response(record: Any) -> list[dict[str, Any]] | None:
-    """One record for each choice of a record that the core reads as one call; None where it leaves no choice out, or
-    where whose reward it is cannot be known.
+    """Split a record of one call with several choices into one record per choice.
+
+    None if the core leaves no choice out, or if a reward cannot be assigned to a choice.
 
     Raises:
-        Unfit: if what stands beside them fits no choice, or they share too much.
+        Unfit: if a list in the record does not match the number of choices, or the shared fields are too large.
     """
     if not isinstance(record, Mapping) or "calls" in record or "choice" in record:
         return None
     response, request = record.get("response"), record.get("request")
-    known = isinstance(request, Mapping) and len(_choices(response)) > 1
-    count = len(_choices(response)) if known else 1 + _unused(record)
-    if count == 1 or not _tells_apart(chat.without(record, *_SAID), count):
+    has_choices = isinstance(request, Mapping) and len(_choices(response)) > 1
+    count = len(_choices(response)) if has_choices else 1 + _unused(record)
+    if count == 1 or not _rewards_are_assignable(chat.without(record, *_CALL_FIELDS), count):
         return None
-    asked = request.get("messages") if isinstance(request, Mapping) else record.get("messages")
-    group = prompt_response.group_of(record, record.get("prompt_token_ids", []) if asked is None else asked)
+    messages = request.get("messages") if isinstance(request, Mapping) else record.get("messages")
+    group = prompt_response.group_of(record, record.get("prompt_token_ids", []) if messages is None else messages)
     if isinstance(response, Mapping) and len(_choices(response)) == count:
         return _of_choices(record, response, count, group)
     if len(_choices(record)) == count:
-        told = prompt_response.rows(record, count, ("choices", "usage"), {})
+        rows = prompt_response.rows(record, count, ("choices", "usage"), {})
         return [
             {"group": group, **row, **of_answer, "choices": [choice]}
-            for (row, of_answer), choice in zip(told, record["choices"], strict=True)
+            for (row, of_answer), choice in zip(rows, record["choices"], strict=True)
         ]
-    if isinstance(response, list) and _are_whole(response) and len(response) == count:
-        kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
-        told = prompt_response.rows(record, count, _SAID, kept)
+    if isinstance(response, list) and _are_complete_responses(response) and len(response) == count:
+        shared = {key: record[key] for key in _CALL_FIELDS if key in record and key not in ("response", "usage")}
+        rows = prompt_response.rows(record, count, _CALL_FIELDS, shared)
         return [
-            {"group": group, **row, **of_answer, **kept, "response": each}
-            for (row, of_answer), each in zip(told, response, strict=True)
+            {"group": group, **row, **of_answer, **shared, "response": item}
+            for (row, of_answer), item in zip(rows, response, strict=True)
         ]
-    # Of a stream, or of another API, which says itself which choice is which.
-    told = prompt_response.rows(record, count, ("response", "usage"), response)
-    kept = chat.told(record, ["response"])
-    return [{"group": group, **row, **of_answer, "choice": at, **kept} for at, (row, of_answer) in enumerate(told)]
+    # Chunks of a stream, and responses of other APIs, number their choices themselves: `choice` selects one.
+    rows = prompt_response.rows(record, count, ("response", "usage"), response)
+    shared = chat.told(record, ["response"])
+    return [
+        {"group": group, **row, **of_answer, "choice": index, **shared} for index, (row, of_answer) in enumerate(rows)
+    ]
 
 
 def _of_choices(record: Mapping[str, Any], response: Mapping[str, Any], count: int, group: Any) -> list[dict[str, Any]]:
-    # Its usage counts all of them.
-    whole = chat.without(response, "usage", "choices")
-    kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
-    made = []
-    told = prompt_response.rows(record, count, _SAID, (kept, whole))
-    for (row, of_answer), choice in zip(told, _choices(response), strict=True):
-        name = {"id": f"{whole['id']}-{len(made)}"} if isinstance(whole.get("id"), (str, int)) else {}
+    # Usage is dropped, as it counts the tokens of all choices.
+    response_fields = chat.without(response, "usage", "choices")
+    shared = {key: record[key] for key in _CALL_FIELDS if key in record and key not in ("response", "usage")}
+    records = []
+    rows = prompt_response.rows(record, count, _CALL_FIELDS, (shared, response_fields))
+    for (row, of_answer), choice in zip(rows, _choices(response), strict=True):
+        name = (
+            {"id": f"{response_fields['id']}-{len(records)}"}
+            if isinstance(response_fields.get("id"), (str, int))
+            else {}
+        )
         prompt_ids = {key: of_answer.pop(key) for key in ("prompt_token_ids",) if key in of_answer}
         choice = {**of_answer, **choice} if isinstance(choice, Mapping) else choice
-        made.append({"group": group, **row, **kept, "response": {**prompt_ids, **whole, **name, "choices": [choice]}})
-    return made
+        records.append(
+            {
+                "group": group,
+                **row,
+                **shared,
+                "response": {**prompt_ids, **response_fields, **name, "choices": [choice]},
+            }
+        )
+    return records
 
 
 def _choices(value: Any) -> list[Any]:
-    found = chat.table(value).get("choices")
-    return found if isinstance(found, list) else []
+    choices = chat.table(value).get("choices")
+    return choices if isinstance(choices, list) else []
 
 
 def _unused(record: Mapping[str, Any]) -> int:
-    """How many choices of a record of one call the core leaves out."""
-    bare = to_json(chat.without(record, "reward", "rewards"))
+    """Return the number of choices that the core leaves out of a record of one call."""
+    raw = to_json(chat.without(record, "reward", "rewards"))
     try:
-        core, report = _core.Traces.decode([bare], "<record>", 1, "auto")
+        core, report = _core.Traces.decode([raw], "<record>", 1, "auto")
     except FormatError:
         return 0
     return report["unused_choices"] if len(core) == report["generations"] == 1 else 0
 
 
-def _tells_apart(outer: Mapping[str, Any], count: int) -> bool:
-    """Whether each choice has a reward of its own, or there is none beside them at all."""
+def _rewards_are_assignable(outer: Mapping[str, Any], count: int) -> bool:
+    """Return whether each choice has its own reward, or the record has no reward at all."""
     leaves = {path for path, _ in json_path.leaves(outer)}
-    own = [path for path, _ in json_path.leaves(prompt_response.part(outer, 0, count)) if path not in leaves]
-    if any(map(json_path.REWARD.search, own)):
+    split_paths = [path for path, _ in json_path.leaves(prompt_response.part(outer, 0, count)) if path not in leaves]
+    if any(map(json_path.REWARD.search, split_paths)):
         return True
-    beside = itertools.islice(json_path.leaves(outer), json_path.MOST_WALKED)
-    return not any(json_path.REWARD.search(path) and json_path.verdict(value) is not None for path, value in beside)
+    other_leaves = itertools.islice(json_path.leaves(outer), json_path.MOST_WALKED)
+    return not any(
+        json_path.REWARD.search(path) and json_path.verdict(value) is not None for path, value in other_leaves
+    )
 
 
 _STATUS = ("status", "statuscode", "httpstatus", "httpstatuscode", "responsestatus", "responsestatuscode")
-_ASKS = ("messages", "input", "prompt", "contents")
-_SAYS = ("choices", "output", "content", "candidates")
+_PROMPT_FIELDS = ("messages", "input", "prompt", "contents")
+_ANSWER_FIELDS = ("choices", "output", "content", "candidates")
 _EMPTY: tuple[Any, ...] = (None, "", {}, [])
 
 
 def of_error(record: Any) -> list[dict[str, Any]] | None:
-    """One that the core refuses, of a request beside an error or its status; None of others."""
-    if not isinstance(record, Mapping) or (asked := _asked(record)) is None:
+    """Convert a request with an error or an error status to a record that the core refuses; None for other records."""
+    if not isinstance(record, Mapping) or (prompt_key := _prompt_key(record)) is None:
         return None
-    answers = _answers(record, asked)
+    answers = _answers(record, prompt_key)
     if any(_is_answer(value) for _, value in answers):
         return None
-    if why := next((said for _, value in answers if (said := _error(value))), None):
-        return [failed_call(record, why)]
-    # Messages alone, in which something was answered, may be of a run that failed later.
-    if not answers and asked == "messages" and chat.has_answer(record[asked]):
+    if reason := next((message for _, value in answers if (message := _error(value))), None):
+        return [failed_call(record, reason)]
+    # Messages with assistant turns and no answer field may come from a run that failed later.
+    if not answers and prompt_key == "messages" and chat.has_answer(record[prompt_key]):
         return None
-    nothing = all(value in _EMPTY for _, value in answers)
-    why = (nothing and _told(record)) or _status(record)
-    return [failed_call(record, why)] if why and not _is_elsewhere(record, asked) else None
+    is_empty = all(value in _EMPTY for _, value in answers)
+    reason = (is_empty and _error_field(record)) or _status(record)
+    return [failed_call(record, reason)] if reason and not _has_answer_elsewhere(record, prompt_key) else None
 
 
 def of_nothing(record: Any) -> list[dict[str, Any]] | None:
-    """As `of_error`, of a request of messages beside nothing, or a text, where its response should be; None where an
-    answer stands elsewhere.
+    """Convert a request whose response is empty or a string to a record that the core refuses.
+
+    None for other records, including those with an answer in another field.
     """
-    return _without(record, is_text=False)
+    return _refused_without_answer(record, is_text=False)
 
 
 def of_prompt(record: Any) -> list[dict[str, Any]] | None:
-    """As `of_error`, of a prompt as text, whose answer is null: asked last, where nothing else was found."""
-    return _without(record, is_text=True)
+    """Convert a text prompt with an empty answer to a record that the core refuses; None for other records.
+
+    This must be the last adapter, as it matches records that the others recognize.
+    """
+    return _refused_without_answer(record, is_text=True)
 
 
-def _without(record: Any, *, is_text: bool) -> list[dict[str, Any]] | None:
-    """What is refused of a request, whose prompt is a text or is none, beside nothing or a text."""
-    if not isinstance(record, Mapping) or (asked := _asked(record)) is None:
+def _refused_without_answer(record: Any, *, is_text: bool) -> list[dict[str, Any]] | None:
+    """Refuse a request with an empty or string answer. `is_text` selects text prompts; otherwise they are left out."""
+    if not isinstance(record, Mapping) or (prompt_key := _prompt_key(record)) is None:
         return None
-    answers = _answers(record, asked) if isinstance(opened(record[asked]), str) == is_text else []
+    answers = _answers(record, prompt_key) if isinstance(opened(record[prompt_key]), str) == is_text else []
     if not answers or any(value not in _EMPTY and not isinstance(value, str) for _, value in answers):
         return None
-    if _is_elsewhere(record, asked):
+    if _has_answer_elsewhere(record, prompt_key):
         return None
-    said = next(((key, value) for key, value in answers if value not in _EMPTY), None)
-    if said is not None:
-        return [failed_call(record, f"`{said[0]}` is a text, which no server answers with: {said[1][:60]!r}")]
+    string_answer = next(((key, value) for key, value in answers if value not in _EMPTY), None)
+    if string_answer is not None:
+        return [
+            failed_call(
+                record, f"`{string_answer[0]}` is a text, which no server answers with: {string_answer[1][:60]!r}"
+            )
+        ]
     key, value = answers[0]
-    what = json_path.kind(value) if value is None else "empty"
-    return [failed_call(record, f"`{key}` is {what}, so there is no answer in it")]
+    description = json_path.kind(value) if value is None else "empty"
+    return [failed_call(record, f"`{key}` is {description}, so there is no answer in it")]
 
 
-def _is_elsewhere(record: Mapping[str, Any], asked: str) -> bool:
-    """Whether the answer, or a conversation, stands where its name does not say so."""
-    return generic.has_call(record) or generic.of_record(chat.without(record, asked)) is not None
+def _has_answer_elsewhere(record: Mapping[str, Any], prompt_key: str) -> bool:
+    """Return whether an answer or a conversation is stored under an unusual name."""
+    return generic.has_call(record) or generic.of_record(chat.without(record, prompt_key)) is not None
 
 
-def _asked(record: Mapping[str, Any]) -> str | None:
-    """The key of what was asked and waits for its answer: a request, messages, or a prompt as text."""
+def _prompt_key(record: Mapping[str, Any]) -> str | None:
+    """Return the key of a request, messages or text prompt that does not end with an answer; None if there is none."""
     if "calls" in record:
         return None
     for key, value in record.items():
-        told = opened(value) if plain(str(key)) in REQUESTS else None
-        if isinstance(told, Mapping) and any(map(told.get, _ASKS)) and _waits(told.get("messages")):
+        request = opened(value) if plain(str(key)) in REQUESTS else None
+        if (
+            isinstance(request, Mapping)
+            and any(map(request.get, _PROMPT_FIELDS))
+            and _needs_answer(request.get("messages"))
+        ):
             return key
     if isinstance(record.get("messages"), list):
-        return "messages" if record["messages"] and _waits(record["messages"]) else None
+        return "messages" if record["messages"] and _needs_answer(record["messages"]) else None
     return next((key for key in PROMPTS if isinstance(record.get(key), str) and record[key]), None)
 
 
-def _waits(messages: Any) -> bool:
-    """Whether no answer of the assistant is the last of messages."""
+def _needs_answer(messages: Any) -> bool:
+    """Return whether messages do not end with an assistant message."""
     return not (isinstance(messages, list) and messages and chat.role(messages[-1]) == "assistant")
 
 
-def _answers(record: Mapping[str, Any], asked: str) -> list[tuple[str, Any]]:
-    """Where an answer should be, and what stands there."""
+def _answers(record: Mapping[str, Any], prompt_key: str) -> list[tuple[str, Any]]:
+    """Return (key, value) of each field whose name is that of an answer."""
     names = {*RESPONSES, *map(plain, ANSWERS)}
-    found = [(str(key), opened(value)) for key, value in record.items() if key != asked and plain(str(key)) in names]
-    return [(key, {} if value == {"choices": []} else value) for key, value in found]
+    answers = [
+        (str(key), opened(value)) for key, value in record.items() if key != prompt_key and plain(str(key)) in names
+    ]
+    return [(key, {} if value == {"choices": []} else value) for key, value in answers]
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a server's answer, or a stream of one, is there: a text may be one, or what a server says of an error."""
+    """Return whether a value is an answer of a server or a stream of one. A string is not: it may be an error."""
     if isinstance(value, Mapping):
-        return any(map(value.get, _SAYS)) or isinstance(value.get("message"), Mapping) or bool(value.get("response"))
+        return (
+            any(map(value.get, _ANSWER_FIELDS))
+            or isinstance(value.get("message"), Mapping)
+            or bool(value.get("response"))
+        )
     return isinstance(value, list) and bool(value)
 
 
 def _error(body: Any) -> str | None:
-    """What a response says of its error, also where it stands within it beside its status; None of an answer."""
-    if not isinstance(body, Mapping) or any(map(body.get, _SAYS)):
+    """Return the error in a response, also one nested in its `body`; None for an answer."""
+    if not isinstance(body, Mapping) or any(map(body.get, _ANSWER_FIELDS)):
         return None
     if body.get("object") == "error" or body.get("error"):
-        return _words(body.get("error") or body)
-    inner = opened(body.get("body"))
-    return (_error(inner) or _status(body)) if isinstance(inner, (Mapping, str)) else _status(body)
+        return _error_message(body.get("error") or body)
+    nested = opened(body.get("body"))
+    return (_error(nested) or _status(body)) if isinstance(nested, (Mapping, str)) else _status(body)
 
 
 def _status(record: Mapping[str, Any]) -> str | None:
@@ -234,14 +274,16 @@ def _status(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _told(record: Mapping[str, Any]) -> str | None:
-    """What stands under the name of an error beside the request."""
+def _error_field(record: Mapping[str, Any]) -> str | None:
+    """Return the message of an error field of the record, None if there is none."""
     errors = [value for key, value in record.items() if plain(str(key)) in ERRORS and value]
-    return _words(errors[0]) if errors and isinstance(errors[0], (str, Mapping)) else None
+    return _error_message(errors[0]) if errors and isinstance(errors[0], (str, Mapping)) else None
 
 
-def _words(error: Any) -> str:
-    said = error
-    while isinstance(said, Mapping):
-        said = next((said[key] for key in ("message", "error", "type", "code") if said.get(key)), "it says no more")
-    return str(said)[:200]
+def _error_message(error: Any) -> str:
+    message = error
+    while isinstance(message, Mapping):
+        message = next(
+            (message[key] for key in ("message", "error", "type", "code") if message.get(key)), "it says no more"
+        )
+    return str(message)[:200]

@@ -1,7 +1,8 @@
 """Convert prompts with one or several answers, preference pairs, ShareGPT and lm-evaluation-harness samples.
 
-Text only. A preference pair becomes two traces of one group with rewards 1 and 0 (0.5 each if equal), or with the
-scores of the pair. Several answers are one group; a list of their length beside them is one value each.
+Text only. A preference pair becomes two traces of one group with rewards 1 and 0 (0.5 each if equal); scores of the two
+sides become named rewards. Several answers form one group; a list of the same length in the record has one value per
+answer.
 Sources: FastChat's and LLaMA-Factory's ShareGPT data, camel-ai 0.2.90 `ShareGPTDataCollector`; lm-eval 0.4
 `evaluator_utils.py`, `evaluator.py` (samples_TASK.jsonl).
 """
@@ -24,121 +25,130 @@ _OF_MODEL = re.compile(
 )
 _OF_USER = re.compile(r"(user|human|customer)(prompt|question|query|input|message|request)")
 _PROMPT = re.compile(r"(^|_)(prompt|input|inputs|query|instruction)(_text|_str)?$", re.I)
-_LEAST = 8  # letters: a shorter text stands in others by chance
-_WISHED = ("answer", "answers")
-_SHOWN = re.compile(r"[A-Z]\w*\(\s*\w+=")
+_MIN_PROMPT_LENGTH = 8  # Characters. A shorter prompt can occur in other texts by chance.
+_EXPECTED = ("answer", "answers")
+_PYTHON_REPR = re.compile(r"[A-Z]\w*\(\s*\w+=")
 _TURNS = re.compile(r"\n\n(Human|Assistant):[ ]?")
 _SIDES = ("chosen", "rejected")
 _SCORES = ("score", "rating", "reward", "grade", "quality", "points")
 
 
 def of_preference(record: Any) -> list[dict[str, Any]] | None:
-    """Two traces of one group; None where a record is no pair."""
+    """Convert a preference pair to two traces of one group; None if the record is not a pair."""
     if not (isinstance(record, Mapping) and is_said(record.get("chosen")) and is_said(record.get("rejected"))):
         return None
     prompt = messages_of(record.get("prompt") or record.get("question") or [], "user")
     sides = {side: messages_of(record[side], "assistant") for side in _SIDES}
-    sides = {side: said[len(prompt) :] if said[: len(prompt)] == prompt else said for side, said in sides.items()}
-    # What both sides begin with was given, as TRL's extract_prompt has it.
-    both = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
-    shared = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)]
-    sides = {side: said[len(shared) :] for side, said in sides.items()}
-    is_whole = shared[:1] and shared[0].get("role") == "system" and all(each in shared for each in prompt)
-    prompt = chat.under(record.get("system"), shared if is_whole else [*prompt, *shared])
+    sides = {side: turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns for side, turns in sides.items()}
+    # Messages that both sides start with belong to the prompt, as in TRL's extract_prompt.
+    paired = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
+    shared = [message for message, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], paired)]
+    sides = {side: turns[len(shared) :] for side, turns in sides.items()}
+    has_prompt = shared[:1] and shared[0].get("role") == "system" and all(each in shared for each in prompt)
+    prompt = chat.under(record.get("system"), shared if has_prompt else [*prompt, *shared])
     group = group_of(record, prompt)
-    rest = chat.without(record, "prompt", "chosen", "rejected", "system", "id")
-    made, equal, scores = [], sides["chosen"] == sides["rejected"], _scores(record)
-    for side, said in sides.items():
+    other_fields = chat.without(record, "prompt", "chosen", "rejected", "system", "id")
+    traces, equal, scores = [], sides["chosen"] == sides["rejected"], _scores(record)
+    for side, turns in sides.items():
         name = {"id": f"{record['id']}-{side}"} if isinstance(record.get("id"), (str, int)) else {}
         reward = 0.5 if equal else float(side == "chosen")
         rewards = {"rewards": scores[side]} if scores[side] else {}
-        messages = [*chat.given(prompt), *said]
-        made.append({**rest, **name, "group": group, "reward": reward, **rewards, "messages": messages})
-    return made
+        messages = [*chat.given(prompt), *turns]
+        traces.append({**other_fields, **name, "group": group, "reward": reward, **rewards, "messages": messages})
+    return traces
 
 
 def _scores(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """What each side was rated, where both were, by a name with the side before or behind it."""
-    named = {plain(str(key)): value for key, value in record.items()}
-    out: dict[str, dict[str, float]] = {side: {} for side in _SIDES}
+    """Return the scores of each side, from fields named side + score or score + side, if both sides have the score."""
+    values_by_name = {plain(str(key)): value for key, value in record.items()}
+    scores_by_side: dict[str, dict[str, float]] = {side: {} for side in _SIDES}
     for name in _SCORES:
-        told = {side: named.get(side + name, named.get(name + side)) for side in _SIDES}
-        found = {side: None if isinstance(each, bool) else json_path.number(each) for side, each in told.items()}
-        for side, each in found.items():
-            if each is not None and None not in found.values():
-                out[side][name] = each
-    return out
+        values = {side: values_by_name.get(side + name, values_by_name.get(name + side)) for side in _SIDES}
+        scores = {side: None if isinstance(score, bool) else json_path.number(score) for side, score in values.items()}
+        for side, score in scores.items():
+            if score is not None and None not in scores.values():
+                scores_by_side[side][name] = score
+    return scores_by_side
 
 
 def of_answered(record: Any) -> list[dict[str, Any]] | None:
-    """One trace: what was given, and the answer as the sampled turn; None where a record is not a prompt with it.
+    """Convert a prompt and an answer to one trace, whose sampled turn is the answer.
 
-    Messages are the prompt where an answer must follow them, and no prompt of another name counts then.
+    None if the record has no prompt or no answer. If the record has `messages`, these are the prompt (if an answer can
+    follow them), and other prompt fields are ignored.
     """
     if not isinstance(record, Mapping):
         return None
-    answered = _named({key: value for key, value in record.items() if not _is_raw(value)}, ANSWERS, _OF_MODEL)
-    asked = _whole(record, _named(record, PROMPTS, _OF_USER))
+    answer_key = _field_with_text(
+        {key: value for key, value in record.items() if not _is_serialized_response(value)}, ANSWERS, _OF_MODEL
+    )
+    prompt_key = _longest_prompt_key(record, _field_with_text(record, PROMPTS, _OF_USER))
     if "messages" in record:
-        asked = "messages" if answered and record[answered] and asks(record["messages"], answered) else None
-    if asked is None or answered is None:
+        prompt_key = "messages" if answer_key and record[answer_key] and asks(record["messages"], answer_key) else None
+    if prompt_key is None or answer_key is None:
         return None
-    prompt = messages_of(record[asked], "user")
-    if asked == "instruction" and isinstance(more := record.get("input"), str) and more:
-        prompt = [{"role": "user", "content": f"{record['instruction']}\n\n{more}"}]
+    prompt = messages_of(record[prompt_key], "user")
+    if prompt_key == "instruction" and isinstance(extra_input := record.get("input"), str) and extra_input:
+        prompt = [{"role": "user", "content": f"{record['instruction']}\n\n{extra_input}"}]
     prompt = chat.under(record.get("system"), prompt)
-    said = messages_of(record[answered], "assistant")
-    said = [{**each, "content": langchain.text_of(each["content"])} if "content" in each else each for each in said]
-    rest = chat.without(record, asked, answered, "system", "input" if asked == "instruction" else asked)
-    if len(said) == 1:
-        said = [{**said[0], **{key: rest.pop(key) for key in chat.OF_ANSWER if key in rest}}]
-    return [{**rest, "messages": [*chat.given(prompt), *said]}]
+    turns = messages_of(record[answer_key], "assistant")
+    turns = [{**turn, "content": langchain.text_of(turn["content"])} if "content" in turn else turn for turn in turns]
+    other_fields = chat.without(
+        record, prompt_key, answer_key, "system", "input" if prompt_key == "instruction" else prompt_key
+    )
+    if len(turns) == 1:
+        turns = [{**turns[0], **{key: other_fields.pop(key) for key in chat.OF_ANSWER if key in other_fields}}]
+    return [{**other_fields, "messages": [*chat.given(prompt), *turns]}]
 
 
-def _whole(record: Mapping[str, Any], asked: str | None) -> str | None:
-    """Under which name the whole prompt stands: the longest text of a prompt that holds the one under `asked`."""
-    if asked is None or not isinstance(record[asked], str) or len(record[asked]) < _LEAST:
-        return asked
+def _longest_prompt_key(record: Mapping[str, Any], prompt_key: str | None) -> str | None:
+    """Return the field of the complete prompt: the longest prompt text that contains the one at `asked`."""
+    if prompt_key is None or not isinstance(record[prompt_key], str) or len(record[prompt_key]) < _MIN_PROMPT_LENGTH:
+        return prompt_key
     others = [name for name, text in record.items() if _PROMPT.search(str(name)) and isinstance(text, str)]
-    return max((asked, *(name for name in others if record[asked] in record[name])), key=lambda name: len(record[name]))
+    return max(
+        (prompt_key, *(name for name in others if record[prompt_key] in record[name])),
+        key=lambda name: len(record[name]),
+    )
 
 
 def group_of(record: Mapping[str, Any], prompt: Any) -> Any:
-    """The group that a record names, else one of its prompt."""
-    named = next((record[key] for key in ("group", "prompt_id") if record.get(key) is not None), None)
+    """Return the group that a record names, else a hash of its prompt."""
+    group = next((record[key] for key in ("group", "prompt_id") if record.get(key) is not None), None)
     text = json.dumps(prompt, sort_keys=True, default=str).encode()
-    return f"prompt-{hashlib.sha256(text).hexdigest()[:16]}" if named is None else named
+    return f"prompt-{hashlib.sha256(text).hexdigest()[:16]}" if group is None else group
 
 
 def asks(talk: Any, answer: str) -> bool:
-    """Whether messages are what the text under a key is the answer to: they end with the user, or with a tool.
+    """Return whether messages are the prompt of the text at key `answer`: whether they end with a user or tool message.
 
-    Not those that say themselves which tokens were sampled; and after a tool `answer` is what the task asks for.
+    Messages with token ids or logprobs contain their own answers. After a tool message, a key `answer` or `answers` is
+    the expected answer of the task.
     """
     if not isinstance(talk, list) or not is_said(talk) or talk[-1]["role"] == "assistant":
         return False
-    if talk[-1]["role"] != "user" and answer in _WISHED:
+    if talk[-1]["role"] != "user" and answer in _EXPECTED:
         return False
     return not any(key in each for each in talk for key in (*chat.OF_ANSWER, "generation"))
 
 
-def _is_raw(value: Any) -> bool:
-    """Whether a text is a response, the events of one, or how Python shows one, and no answer."""
-    if isinstance(value, str) and _SHOWN.match(value):
+def _is_serialized_response(value: Any) -> bool:
+    """Return whether a string is a serialized response (JSON, events or a Python repr) instead of an answer."""
+    if isinstance(value, str) and _PYTHON_REPR.match(value):
         return True
-    told = opened(value) if isinstance(value, str) else None
-    return (isinstance(told, Mapping) and "choices" in told) or (isinstance(told, list) and value[:1] != "[")
+    parsed = opened(value) if isinstance(value, str) else None
+    return (isinstance(parsed, Mapping) and "choices" in parsed) or (isinstance(parsed, list) and value[:1] != "[")
 
 
-def _named(record: Mapping[str, Any], names: tuple[str, ...], longer: re.Pattern[str]) -> str | None:
-    """The first of these names under which something is said, or else the one longer name that says whose it is."""
-    found = next((name for name in names if is_said(record.get(name))), None)
+def _field_with_text(record: Mapping[str, Any], names: tuple[str, ...], longer: re.Pattern[str]) -> str | None:
+    """Return the first of `names` with text or messages, else the only field whose name matches `longer`."""
+    match = next((name for name in names if is_said(record.get(name))), None)
     others = [name for name in record if longer.fullmatch(plain(str(name))) and is_said(record[name])]
-    return others[0] if found is None and len(others) == 1 else found
+    return others[0] if match is None and len(others) == 1 else match
 
 
 def is_said(value: Any) -> bool:
-    """Whether a value is a text, a message, or a list of messages."""
+    """Return whether a value is a string, a message, or a list of messages."""
     if isinstance(value, str):
         return True
     if isinstance(value, Mapping):
@@ -147,7 +157,9 @@ def is_said(value: Any) -> bool:
 
 
 def messages_of(value: Any, role: str) -> list[dict[str, Any]]:
-    """A text as the message of a role, or the turns that it writes out as Anthropic's do; messages as they are.
+    """Return a string as a message of a role, or as the turns that it spells as "Human:" and "Assistant:".
+
+    Messages are copied unchanged.
 
     >>> messages_of("\\n\\nHuman: 2+2?\\n\\nAssistant: 4", "assistant")[1]
     {'role': 'assistant', 'content': '4'}
@@ -156,34 +168,37 @@ def messages_of(value: Any, role: str) -> list[dict[str, Any]]:
         first, *turns = _TURNS.split(value)
         if first or turns[:1] != ["Human"]:
             return [{"role": role, "content": value}]
-        said = [
-            {"role": "user" if who == "Human" else "assistant", "content": text}
-            for who, text in zip(turns[::2], turns[1::2], strict=True)
+        messages = [
+            {"role": "user" if speaker == "Human" else "assistant", "content": text}
+            for speaker, text in zip(turns[::2], turns[1::2], strict=True)
         ]
-        return said if said[-1]["content"] else said[:-1]  # a prompt ends where the assistant begins
+        return messages if messages[-1]["content"] else messages[:-1]  # A prompt ends with an empty assistant turn.
     return [dict(value)] if isinstance(value, Mapping) else [dict(each) for each in value]
 
 
 def of_sample(record: Any) -> list[dict[str, Any]] | None:
-    """One trace for each answer of each request of a row of samples, asked by the messages of the chat template or by
-    text as a user's; None of what is no such row.
+    """Convert a row of lm-evaluation-harness samples to one trace for each answer of each request.
+
+    The prompt is the messages of the chat template, or a text, which becomes a user message. None for other records.
     """
     if not (isinstance(record, Mapping) and all(sign in record for sign in ("doc_id", "arguments", "resps"))):
         return None
-    asked = record["arguments"]
-    requests = [*asked.values()] if isinstance(asked, Mapping) else record_fields.listed(asked, "arguments")
+    arguments = record["arguments"]
+    requests = [*arguments.values()] if isinstance(arguments, Mapping) else record_fields.listed(arguments, "arguments")
     group = f"{record.get('task_name', 'doc')}-{record.get('prompt_hash', record['doc_id'])}"
-    rest = {"group": group, **chat.without(record, "arguments", "resps", "filtered_resps")}
-    made = []
+    shared = {"group": group, **chat.without(record, "arguments", "resps", "filtered_resps")}
+    traces = []
     for request, answers in zip(requests, record_fields.listed(record["resps"], "resps"), strict=False):
         parts = [*request.values()] if isinstance(request, Mapping) else record_fields.listed(request, "arguments")
         prompt = _prompt(parts[0]) if parts else None
-        told = chat.sampling(parts[1]) if len(parts) > 1 else {}
+        sampling = chat.sampling(parts[1]) if len(parts) > 1 else {}
         texts = [
             text for text in record_fields.listed(answers, "resps") if prompt is not None and isinstance(text, str)
         ]
-        made += [{**rest, **told, "messages": [*(prompt or []), messages_of(text, "assistant")[0]]} for text in texts]
-    return made
+        traces += [
+            {**shared, **sampling, "messages": [*(prompt or []), messages_of(text, "assistant")[0]]} for text in texts
+        ]
+    return traces
 
 
 def _prompt(value: Any) -> list[dict[str, Any]] | None:
@@ -197,47 +212,47 @@ _TEXTS = ("text", "content", "completion", "response", "output", "answer", "gene
 
 
 def of_samples(record: Any) -> list[dict[str, Any]] | None:
-    """One trace for each answer of a prompt with a list of them; None of others.
+    """Convert a prompt with a list of answers to one trace for each answer; None for other records.
 
     Raises:
-        Unfit: if what stands beside them fits no answer, or they share too much.
+        Unfit: if a list in the record does not match the number of answers, or the shared fields are too large.
     """
-    answers = _of(record) if isinstance(record, Mapping) else ""
-    if not answers or (asked := _asked(record, answers)) is None:
+    answers = _answer_list_key(record) if isinstance(record, Mapping) else ""
+    if not answers or (prompt_key := _prompt_key(record, answers)) is None:
         return None
-    prompt = chat.under(record.get("system"), messages_of(record[asked], "user"))
-    told = rows(record, len(record[answers]), (asked, answers, "system"), prompt)
-    group, given = group_of(record, prompt), chat.given(prompt)
-    made = []
-    for (row, of_answer), answer in zip(told, record[answers], strict=True):
+    prompt = chat.under(record.get("system"), messages_of(record[prompt_key], "user"))
+    answer_rows = rows(record, len(record[answers]), (prompt_key, answers, "system"), prompt)
+    group, prompt_messages = group_of(record, prompt), chat.given(prompt)
+    traces = []
+    for (row, message_fields), answer in zip(answer_rows, record[answers], strict=True):
         if answer is None:
-            made.append(record_fields.failed_call(row, "null stands where an answer of the model should be"))
+            traces.append(record_fields.failed_call(row, "null stands where an answer of the model should be"))
             continue
-        own, text = {}, answer
+        answer_fields, text = {}, answer
         if isinstance(answer, Mapping) and "role" not in answer:
             key = next(name for name in _TEXTS if is_said(answer.get(name)))
-            own, text = chat.without(answer, key), answer[key]
-        said = messages_of(text, "assistant")
-        of_own = {name: own.pop(name) for name in chat.OF_ANSWER if name in own}
-        said[-1:] = [{**of_answer, **said[-1], **of_own}]
-        made.append({"group": group, **row, **_rewarded(own), "messages": [*given, *said]})
-    return made
+            answer_fields, text = chat.without(answer, key), answer[key]
+        turns = messages_of(text, "assistant")
+        own_message_fields = {name: answer_fields.pop(name) for name in chat.OF_ANSWER if name in answer_fields}
+        turns[-1:] = [{**message_fields, **turns[-1], **own_message_fields}]
+        traces.append({"group": group, **row, **_rewarded(answer_fields), "messages": [*prompt_messages, *turns]})
+    return traces
 
 
-def _asked(record: Mapping[str, Any], answers: str) -> str | None:
-    """The key of the prompt: messages where there are any, and they end before an answer."""
+def _prompt_key(record: Mapping[str, Any], answers: str) -> str | None:
+    """Return the key of the prompt: `messages` if the record has them and they end before an answer."""
     if "messages" in record:
         return "messages" if asks(record["messages"], answers) else None
     return next((name for name in (*PROMPTS, "prompts") if is_said(record.get(name))), None)
 
 
-def _of(record: Mapping[str, Any]) -> str:
-    """The key of the answers, "" where there are none."""
+def _answer_list_key(record: Mapping[str, Any]) -> str:
+    """Return the key of the list of answers, "" if there is none."""
     for name in ANSWER_LISTS:
         answers = record.get(name)
         answers = answers if isinstance(answers, list) else []
-        known = [each for each in answers if each is not None]
-        if not known or not all(map(_is_answer, known)):
+        present = [each for each in answers if each is not None]
+        if not present or not all(map(_is_answer, present)):
             continue
         if name != "choices" or _are_sampled(record, answers):
             return name
@@ -245,7 +260,10 @@ def _of(record: Mapping[str, Any]) -> str:
 
 
 def _are_sampled(record: Mapping[str, Any], choices: list[Any]) -> bool:
-    """Whether choices are what a model gave, and not those of a question: they are objects, or each has a reward."""
+    """Return whether choices were sampled, unlike those of a multiple-choice question.
+
+    Sampled choices are objects, or each of them has a reward.
+    """
     rewards = (record.get(key) for key in ("reward", "rewards", "score", "scores"))
     are_objects = all(isinstance(each, Mapping) for each in choices)
     return are_objects or any(is_of_each("reward", each, len(choices)) for each in rewards)
@@ -260,46 +278,53 @@ def _is_answer(value: Any) -> bool:
 def rows(
     record: Mapping[str, Any], count: int, used: tuple[str, ...], given: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What the record says of each answer, and what of it goes on the answer: its own values of lists, and all else.
+    """Return (fields of the trace, fields of the answer's message) for each answer of a record.
+
+    A list with one value for each answer is split; other fields are copied to every answer.
 
     Args:
-        used: keys that the caller takes.
-        given: what each trace has of these.
+        record: the record.
+        count: number of answers.
+        used: keys that the caller handles itself.
+        given: values of these keys that every trace contains, for the size limit.
+
+    Raises:
+        Unfit: if a list of rewards, ids or logprobs does not have `count` values, or the shared fields are too large.
     """
-    of_answers = _of_answers(record, count)
-    rest = chat.without(record, *used, *chat.OF_ANSWER)
-    lists = {key for key, value in rest.items() if is_of_each(key, value, count)}
-    lists |= {"id"} if isinstance(rest.get("id"), list) and len(rest["id"]) == count else set()
+    message_fields = _of_answers(record, count)
+    other_fields = chat.without(record, *used, *chat.OF_ANSWER)
+    lists = {key for key, value in other_fields.items() if is_of_each(key, value, count)}
+    lists |= {"id"} if isinstance(other_fields.get("id"), list) and len(other_fields["id"]) == count else set()
     for key in ("reward", "rewards"):
-        if isinstance(rest.get(key), list) and key not in lists:
-            raise record_fields.unequal(key, rest[key], count)
-    record_fields.bounded(count, (given, chat.without(rest, *lists)))
-    told = []
-    for at in range(count):
-        row = {key: value[at] if key in lists else part(value, at, count) for key, value in rest.items()}
-        name = {"id": f"{row['id']}-{at}"} if isinstance(row.get("id"), (str, int)) and "id" not in lists else {}
-        told.append((_rewarded({**row, **name}), of_answers[at]))
-    return told
+        if isinstance(other_fields.get(key), list) and key not in lists:
+            raise record_fields.unequal(key, other_fields[key], count)
+    record_fields.bounded(count, (given, chat.without(other_fields, *lists)))
+    result = []
+    for index in range(count):
+        row = {key: value[index] if key in lists else part(value, index, count) for key, value in other_fields.items()}
+        name = {"id": f"{row['id']}-{index}"} if isinstance(row.get("id"), (str, int)) and "id" not in lists else {}
+        result.append((_rewarded({**row, **name}), message_fields[index]))
+    return result
 
 
 def part(value: Any, at: int, count: int, depth: int = 0) -> Any:
-    """An object with, of lists in it that have one value for each of so many answers, the value of one.
+    """Return an object in which every list with `count` per-answer values is replaced by its value at `at`.
 
     >>> part({"by": "x", "right": [True, False]}, 1, 2)
     {'by': 'x', 'right': False}
     """
     if not isinstance(value, Mapping) or depth == json_path.DEEPEST:
         return value
-    made = {
-        key: each[at] if is_of_each(key, each, count) else part(each, at, count, depth + 1)
-        for key, each in value.items()
+    split = {
+        key: item[at] if is_of_each(key, item, count) else part(item, at, count, depth + 1)
+        for key, item in value.items()
     }
-    return made if any(made[key] is not each for key, each in value.items()) else value
+    return split if any(split[key] is not item for key, item in value.items()) else value
 
 
 def _of_answers(record: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """What goes on the message of each answer: its ids, their logprobs, why it ended."""
-    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    """Return the token ids, logprobs and finish reason of each answer."""
+    fields: list[dict[str, Any]] = [{} for _ in range(count)]
     for name in chat.OF_ANSWER:
         value = record.get(name)
         if value is None:
@@ -313,17 +338,17 @@ def _of_answers(record: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
             values = [value]
         else:
             raise record_fields.unequal(name, value, count)
-        for said, each in zip(found, values, strict=True):
-            said |= {} if each is None else {name: each}
-    return found
+        for answer_fields, each in zip(fields, values, strict=True):
+            answer_fields |= {} if each is None else {name: each}
+    return fields
 
 
 def _has_each(name: str, value: Any) -> bool:
-    """Whether a value is a list of what answers have, and not what one of them has."""
+    """Return whether a value is a list with one value per answer, and not the value of a single answer."""
     if not isinstance(value, list) or not value:
         return False
-    wanted = str if name == "finish_reason" else (list, Mapping)
-    return all(each is None or (isinstance(each, wanted) and "logprob" not in chat.table(each)) for each in value)
+    item_types = str if name == "finish_reason" else (list, Mapping)
+    return all(each is None or (isinstance(each, item_types) and "logprob" not in chat.table(each)) for each in value)
 
 
 def _are_ids(value: Any) -> bool:
@@ -331,15 +356,16 @@ def _are_ids(value: Any) -> bool:
 
 
 def is_of_each(key: str, value: Any, count: int) -> bool:
-    """Whether a value is a list of as many numbers, or of words that are ones, or under a name of rewards of objects
-    that have these; null stands for one that is not known.
+    """Return whether a value is a list of `count` numbers, or of words with a numeric value such as "pass".
+
+    Under the name of a reward, it may also be a list of objects with such values. Null means unknown.
     """
     if not isinstance(value, list) or len(value) != count:
         return False
-    known = [each for each in value if each is not None]
-    if json_path.REWARD.search(str(key)) and all(isinstance(each, Mapping) for each in known):
-        return bool(known) and all(any(map(_is_verdict, each.values())) for each in known)
-    return bool(known) and all(map(_is_verdict, known))
+    present = [item for item in value if item is not None]
+    if json_path.REWARD.search(str(key)) and all(isinstance(item, Mapping) for item in present):
+        return bool(present) and all(any(map(_is_verdict, item.values())) for item in present)
+    return bool(present) and all(map(_is_verdict, present))
 
 
 def _is_verdict(value: Any) -> bool:
@@ -347,10 +373,10 @@ def _is_verdict(value: Any) -> bool:
 
 
 def _rewarded(row: dict[str, Any]) -> dict[str, Any]:
-    """With `reward` as a number, where `reward` or `rewards` is one, or a number as text."""
+    """Set `reward` to a number if `reward` or `rewards` is a number or a numeric string."""
     for key in ("reward", "rewards"):
-        if key in row and (found := json_path.number(row[key])) is not None:
-            row = {**chat.without(row, key), "reward": found}
+        if key in row and (reward := json_path.number(row[key])) is not None:
+            row = {**chat.without(row, key), "reward": reward}
     return row
 
 
@@ -366,7 +392,7 @@ _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
 def of_talk(record: Any) -> list[dict[str, Any]] | None:
-    """The record with messages in place of its conversation; None where it is none of this form."""
+    """Convert a ShareGPT record: its conversation becomes messages. None for other records."""
     talk = next((record[key] for key in _KEYS if key in record), None) if isinstance(record, Mapping) else None
     if (
         not isinstance(talk, list)
@@ -377,33 +403,35 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
     messages = [_message(each) for each in talk]
     if messages[0]["role"] != "system":
         messages = chat.under(record.get("system"), messages)
-    rest = chat.without(record, *_KEYS, "system", "tools")
+    other_fields = chat.without(record, *_KEYS, "system", "tools")
     tools = _tools(record.get("tools"))
-    return [{**rest, **({"tools": tools} if tools else {}), "messages": messages}]
+    return [{**other_fields, **({"tools": tools} if tools else {}), "messages": messages}]
 
 
-def _message(told: Mapping[str, Any]) -> dict[str, Any]:
-    """A message; what `function_call` says is a call, where it is the JSON of one or several."""
-    speaker, said = str(told["from"]).lower(), told["value"]
-    if speaker == "function_call" and isinstance(said, str):
-        calls = json_path.opened(said.strip())
-        made = [_call(each) for each in (calls if isinstance(calls, list) else [calls])]
-        if made and None not in made:
-            return {"role": "assistant", "content": None, "tool_calls": made}
-    return {"role": ROLES.get(speaker, str(told["from"])), "content": said}
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a message. The JSON of a `function_call` speaker becomes tool calls."""
+    speaker, content = str(turn["from"]).lower(), turn["value"]
+    if speaker == "function_call" and isinstance(content, str):
+        calls = json_path.opened(content.strip())
+        tool_calls = [_call(each) for each in (calls if isinstance(calls, list) else [calls])]
+        if tool_calls and None not in tool_calls:
+            return {"role": "assistant", "content": None, "tool_calls": tool_calls}
+    return {"role": ROLES.get(speaker, str(turn["from"])), "content": content}
 
 
-def _call(told: Any) -> dict[str, Any] | None:
-    """A call of a tool: its name and arguments, alone or wrapped as OpenAI does; None where it is none."""
-    function = chat.table(chat.table(told).get("function", told))
+def _call(call: Any) -> dict[str, Any] | None:
+    """Convert a tool call, with or without OpenAI's `function` wrapper; None if it is not a tool call."""
+    function = chat.table(chat.table(call).get("function", call))
     arguments = next((function[key] for key in _ARGUMENTS if key in function), None)
     if not isinstance(function.get("name"), str) or arguments is None:
         return None
     return {"type": "function", "function": {"name": function["name"], "arguments": chat.written(arguments)}}
 
 
-def _tools(told: Any) -> list[Any]:
-    """Schemas of tools, which may stand as text, and without the wrapping that templates expect."""
-    found = json_path.opened(told.strip() if isinstance(told, str) else told)
-    tools = [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
-    return [dict(each) if "function" in each else {"type": "function", "function": dict(each)} for each in tools]
+def _tools(value: Any) -> list[Any]:
+    """Return tool schemas, also from a JSON string, with the `function` wrapper that templates expect."""
+    schemas = json_path.opened(value.strip() if isinstance(value, str) else value)
+    tools = [schema for schema in schemas if isinstance(schema, Mapping)] if isinstance(schemas, list) else []
+    return [
+        dict(schema) if "function" in schema else {"type": "function", "function": dict(schema)} for schema in tools
+    ]

@@ -1,7 +1,7 @@
-"""Pydantic AI's message history: requests and responses, each of parts.
+"""Convert Pydantic AI's message history: requests and responses, each a list of parts.
 
-Source: pydantic-ai 2 `messages.py` (`ModelMessagesTypeAdapter`, `all_messages_json`). Logprobs stand in the
-`provider_details` of a response where the settings asked for them.
+Source: pydantic-ai 2 `messages.py` (`ModelMessagesTypeAdapter`, `all_messages_json`). If logprobs were requested, they
+are in the `provider_details` of a response.
 """
 
 import json
@@ -12,32 +12,35 @@ from tracegrad.data import chat
 from tracegrad.data.formats import langchain
 from tracegrad.data.formats.openai import opened
 
-_GIVEN = {"system-prompt": "system", "user-prompt": "user", "tool-return": "tool", "retry-prompt": "user"}
+_ROLES = {"system-prompt": "system", "user-prompt": "user", "tool-return": "tool", "retry-prompt": "user"}
 
 
 def of_history(record: Any) -> list[dict[str, Any]] | None:
-    """One trace of such a history; none where the model said nothing, None where a record does not hold just one."""
-    found = _history(record)
-    if found is None:
+    """Convert a history to one trace; no trace without a model response, None unless there is exactly one history."""
+    match = _history(record)
+    if match is None:
         return None
-    key, history = found
+    key, history = match
     messages: list[dict[str, Any]] = []
-    for each in history:
-        messages += [_response(each)] if each["kind"] == "response" else _request(each)
-    told = next((each["instructions"] for each in history if isinstance(each.get("instructions"), str)), None)
-    if not any(each["role"] == "system" for each in messages):
-        messages = chat.under(told, messages)
-    rest = chat.without(chat.table(record), key)
-    return [{**rest, "messages": messages}] if chat.has_answer(messages) else []
+    for item in history:
+        messages += [_response(item)] if item["kind"] == "response" else _request(item)
+    instructions = next((item["instructions"] for item in history if isinstance(item.get("instructions"), str)), None)
+    if not any(item["role"] == "system" for item in messages):
+        messages = chat.under(instructions, messages)
+    other_fields = chat.without(chat.table(record), key)
+    return [{**other_fields, "messages": messages}] if chat.has_answer(messages) else []
 
 
 def _history(record: Any) -> tuple[str, list[Any]] | None:
-    told = record.items() if isinstance(record, Mapping) else [("", record)]
-    found = [
-        (str(key), opened(value) if isinstance(value, str) and '"part_kind"' in value else value) for key, value in told
+    items = record.items() if isinstance(record, Mapping) else [("", record)]
+    histories = [
+        (str(key), opened(value) if isinstance(value, str) and '"part_kind"' in value else value)
+        for key, value in items
     ]
-    found = [(key, value) for key, value in found if isinstance(value, list) and value and all(map(_is_message, value))]
-    return found[0] if len(found) == 1 else None
+    histories = [
+        (key, value) for key, value in histories if isinstance(value, list) and value and all(map(_is_message, value))
+    ]
+    return histories[0] if len(histories) == 1 else None
 
 
 def _is_message(value: Any) -> bool:
@@ -47,20 +50,20 @@ def _is_message(value: Any) -> bool:
     return isinstance(parts, list) and all(isinstance(each, Mapping) and "part_kind" in each for each in parts)
 
 
-def _request(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    out = []
-    for part in told["parts"]:
+def _request(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = []
+    for part in request["parts"]:
         kind, content = part["part_kind"], part.get("content")
-        answers = kind == "retry-prompt" and part.get("tool_call_id") and part.get("tool_name")
-        role = "tool" if answers else _GIVEN.get(kind, "user")
+        is_tool_result = kind == "retry-prompt" and part.get("tool_call_id") and part.get("tool_name")
+        role = "tool" if is_tool_result else _ROLES.get(kind, "user")
         content = langchain.text_of(content) if isinstance(content, (str, list)) else content
-        said = {"role": role, "content": content if isinstance(content, str) else json.dumps(content, default=str)}
-        out.append({**said, "tool_call_id": part.get("tool_call_id")} if role == "tool" else said)
-    return out
+        message = {"role": role, "content": content if isinstance(content, str) else json.dumps(content, default=str)}
+        messages.append({**message, "tool_call_id": part.get("tool_call_id")} if role == "tool" else message)
+    return messages
 
 
-def _response(told: Mapping[str, Any]) -> dict[str, Any]:
-    parts = told["parts"]
+def _response(response: Mapping[str, Any]) -> dict[str, Any]:
+    parts = response["parts"]
     texts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "text"]
     thoughts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "thinking"]
     calls = [
@@ -68,10 +71,10 @@ def _response(told: Mapping[str, Any]) -> dict[str, Any]:
         for part in parts
         if part["part_kind"] == "tool-call"
     ]
-    details = chat.table(told.get("provider_details"))
+    details = chat.table(response.get("provider_details"))
     logprobs, finish = details.get("logprobs"), details.get("finish_reason")
-    said: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
-    said |= {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
-    said |= {"tool_calls": calls} if calls else {}
-    said |= {"logprobs": {"content": logprobs}} if isinstance(logprobs, list) else {}
-    return said | ({"finish_reason": finish} if isinstance(finish, str) else {})
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
+    message |= {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
+    message |= {"tool_calls": calls} if calls else {}
+    message |= {"logprobs": {"content": logprobs}} if isinstance(logprobs, list) else {}
+    return message | ({"finish_reason": finish} if isinstance(finish, str) else {})

@@ -1,6 +1,6 @@
-"""List the adapters in the order in which they are asked, and count the records that each one took.
+"""List the adapters in order of priority, and count the records that each one converts.
 
-Also the second look at records that the core can read although an answer stands beside their messages.
+Also retry records that the core can read although their answer is stored outside their messages.
 """
 
 from collections import Counter
@@ -30,12 +30,17 @@ from tracegrad.errors import FormatError, ReadError
 
 
 class Adapter(NamedTuple):
-    """Its name, and what makes records of one: none where it holds no call, None where it does not know it.
+    """A converter of the records of one producer.
 
-    A `weak` one goes by keys that others use too: it is asked only for what the core does not read; of these, one that
-    finds an answer `beside` messages also for messages that the core reads and that do not end with what was sampled.
-    One of its `keys` stands in each record that it knows and that the core would read too: without them the core's
-    reading stands, and the record is not parsed here. `talks` is its name where it made messages, and no call.
+    Args:
+        name: name in counts and messages.
+        adapt: converts a record to several: an empty list if it contains no call, None if the form is not recognized.
+        keys: every record that the adapter recognizes, and that the core could read too, contains one of these. A
+            record without them is left to the core and not parsed in Python.
+        weak: whether it recognizes records by common keys. It is then tried only for records that the core cannot read.
+        beside: whether a weak adapter is also tried for messages that the core reads but that do not end with a sampled
+            turn. Their answer may be stored next to them.
+        talks: name used instead of `name` if the result is messages and not a call.
     """
 
     name: str
@@ -47,26 +52,28 @@ class Adapter(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The records that an adapter made of one, and what it is called."""
+    """Result of an adapter: its name and the converted records."""
 
     name: str
     records: list[dict[str, Any]]
 
 
 def _of_export(record: Any) -> list[dict[str, Any]] | None:
-    """What is made of each record in the one list of records in an object around them, known by their first; None
-    without one. A record that no adapter knows is left to the core, which says why.
+    """Convert an object that wraps exactly one list of records; None if it does not.
+
+    A list is recognized by its first record. A record in it that no adapter recognizes is left to the core, which
+    reports the reason.
     """
-    held = [each for each in chat.table(record).values() if isinstance(each, list) and each]
-    held = [each for each in held if isinstance(each[0], Mapping)]
-    held = [each for each in held if made_of(each[0]) is not None or _core_reads(each[0])]
-    if len(held) != 1:
+    record_lists = [each for each in chat.table(record).values() if isinstance(each, list) and each]
+    record_lists = [each for each in record_lists if isinstance(each[0], Mapping)]
+    record_lists = [each for each in record_lists if made_of(each[0]) is not None or _core_reads(each[0])]
+    if len(record_lists) != 1:
         return None
-    out = []
-    for each in held[0]:
-        made = adapt(each)
-        out += [each if isinstance(each, dict) else {"record": each}] if made is None else made
-    return out
+    converted = []
+    for each in record_lists[0]:
+        results = adapt(each)
+        converted += [each if isinstance(each, dict) else {"record": each}] if results is None else results
+    return converted
 
 
 EXPORT = "export"
@@ -98,28 +105,32 @@ ADAPTERS = (
 
 
 def only_roots(head: list[bytes]) -> bool:
-    """Whether the first records of a source are runs of LangSmith without those that they started: then what was said
-    stands in them alone.
+    """Return whether the first records of a source are all LangSmith root runs, without their child runs.
+
+    The conversation is then read from the root runs.
     """
     return len(head) > 1 and all(langchain.is_root(loads(each)) for each in head)
 
 
 def _of_root(record: Any) -> Made | None:
-    """What is made of what a root run says, none where that is no conversation."""
+    """Convert a LangSmith root run; no records if it contains no conversation, None if it is not a root run."""
     if not langchain.is_root(record):
         return None
-    said = langchain.of_root(record)
-    if (made := made_of(said)) is not None:
-        return Made("langsmith", made.records)
-    return Made("langsmith", [said] if record_fields.is_failed(said) or _core_reads(said) else [])
+    conversation = langchain.of_root(record)
+    if (conversion := made_of(conversation)) is not None:
+        return Made("langsmith", conversion.records)
+    return Made(
+        "langsmith", [conversation] if record_fields.is_failed(conversation) or _core_reads(conversation) else []
+    )
 
 
 def made_of(record: Any) -> Made | None:
-    """What the first adapter that knows a record makes of it, each choice of a response a record of its own; None where
-    none knows it, or where the core's reading stands.
+    """Convert a record with the first adapter that recognizes it; each choice of a response becomes a record.
+
+    None if no adapter recognizes the record, or if the core reads it correctly without conversion.
 
     Raises:
-        Unfit: if a value of it is none that its form has there.
+        Unfit: if a value in the record has the wrong type for its form.
     """
     with record_fields.fitting("any form"):
         standing = None
@@ -134,7 +145,7 @@ def made_of(record: Any) -> Made | None:
                 made = each.adapt(record)
             if made is not None:
                 of_talk = each.talks and made and "messages" in made[0]
-                parts = [part for one in made for part in openai_calls.of_made(one) or [one]]
+                parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
                 return Made(each.talks if of_talk else each.name, parts)
         made = None if standing in (OPEN, UNREAD) or _is_plain(record) else openai_calls.of_response(record)
         return None if made is None else Made("choices", made)
@@ -144,9 +155,12 @@ STANDS, OPEN, ALONE, UNREAD = "stands", "open", "alone", "unread"
 
 
 def _standing(record: Any) -> str:
-    """Whether the core's reading of a record stands, as `_core.Traces.plain` has it: OPEN where it reads messages that
-    go on behind what was sampled last, so that the answer may stand beside them; ALONE where nothing says what it was
-    sampled after, so that the request may stand beside it; UNREAD where nothing sampled is read.
+    """Classify how the core reads a record.
+
+    STANDS: the core reads it completely, as `_core.Traces.plain` reports.
+    OPEN: messages follow the last sampled turn, so the answer may be stored next to them.
+    ALONE: the record has an answer without a prompt, so the request may be stored next to it.
+    UNREAD: the core cannot read the record, or finds nothing sampled in it.
     """
     if _is_plain(record):
         return STANDS
@@ -159,19 +173,20 @@ def _standing(record: Any) -> str:
         return UNREAD
     if core.open() and "chat" in report["formats"]:
         return OPEN
-    told = report["unused_choices"] or any(each.context or each.prompt_token_ids is not None for each in first)
-    return STANDS if told or _core.Traces.plain([to_json(record)], [])[0] else ALONE
+    has_prompt = report["unused_choices"] or any(each.context or each.prompt_token_ids is not None for each in first)
+    return STANDS if has_prompt or _core.Traces.plain([to_json(record)], [])[0] else ALONE
 
 
 def _is_plain(record: Any) -> bool:
-    """Whether a record has the keys of the core's commonest forms, and what was sampled last where they end: then it
-    stands, without a look at what the core makes of it.
+    """Return whether a record has the keys of one of the core's most common forms and ends with a sampled turn.
+
+    Such a record does not have to be decoded to know that the core reads it completely.
     """
     if not isinstance(record, Mapping):
         return False
-    talk, response = record.get("messages"), record.get("response")
-    if isinstance(talk, list) and talk and response is None and "calls" not in record:
-        return _was_sampled(talk[-1])
+    messages, response = record.get("messages"), record.get("response")
+    if isinstance(messages, list) and messages and response is None and "calls" not in record:
+        return _was_sampled(messages[-1])
     if isinstance(record.get("request"), Mapping) and isinstance(response, Mapping) and "choices" in response:
         return isinstance(response["choices"], list) and len(response["choices"]) == 1
     return isinstance(record.get("calls"), list)
@@ -184,40 +199,45 @@ def _was_sampled(message: Any) -> bool:
 
 
 def _core_reads(record: Any) -> bool:
-    """Whether the core reads a record, with something that was sampled in it."""
+    """Return whether the core reads a record and finds a sampled turn in it."""
     return _standing(record) != UNREAD
 
 
 def adapt(record: Any, roots: bool = False) -> list[dict[str, Any]] | None:
-    """Records in a form that the core reads; None where the record needs no adapter.
+    """Convert a record to records that the core reads; None if it needs no conversion.
 
     Args:
-        roots: whether `only_roots` says so of its source.
+        record: the parsed record.
+        roots: the result of `only_roots` for its source.
 
     Raises:
-        Unfit: if nothing can be made of it.
+        Unfit: if the record cannot be converted.
 
     >>> adapt({"prompt": "2+2?", "response": "4"})[0]["messages"][1]["content"]
     '4'
     """
-    found = (_of_root(record) if roots else None) or made_of(record)
-    return None if found is None else found.records
+    conversion = (_of_root(record) if roots else None) or made_of(record)
+    return None if conversion is None else conversion.records
 
 
 ANSWERS = sorted(
     {openai.plain(each) for each in (*openai.RESPONSES, *prompt_response.ANSWERS, *prompt_response.ANSWER_LISTS)}
 )
-"""Names under which an answer may stand, by their letters alone."""
+"""Names of fields that may contain an answer, in lower case and without `_` and `-`."""
 _KEYS = [key.encode() for each in ADAPTERS for key in each.keys]
 
 
 def needed(head: list[bytes], name: str) -> bool:
-    """Whether one of the first records of a source is for an adapter; what the core reads as it stands is not parsed.
+    """Return whether one of the first records of a source needs an adapter.
+
+    Records that the core reads directly are not parsed.
 
     Raises:
-        ReadError: if the source is a table of text.
+        ReadError: if the source is a table of separated text, such as CSV.
     """
-    parsed = {at: loads(head[at]) for at, plain in enumerate(_core.Traces.plain(head, _KEYS)) if not plain}
+    parsed = {
+        index: loads(head[index]) for index, is_direct in enumerate(_core.Traces.plain(head, _KEYS)) if not is_direct
+    }
     if 0 in parsed and parsed[0] is None:
         refuse_table(head[0], name)
     return any(openai.is_chunk(record) or _is_ours(record) for record in parsed.values())
@@ -227,31 +247,32 @@ def _is_ours(record: Any) -> bool:
     try:
         return made_of(record) is not None
     except Unfit:
-        return True  # so that it is refused where it is read, with its line
+        return True  # The reader then refuses the record, with its line.
 
 
 def refuse_table(line: bytes, name: str) -> None:
-    """Refuses rows of separated text, whatever the file is called.
+    """Refuse a table of separated text (CSV, TSV), whatever the name of the file.
 
     Raises:
-        ReadError: with the line of Python that converts it.
+        ReadError: if the line looks like a row of such a table; the message contains a line of Python that converts it.
     """
     head = line[:4096].decode("utf-8", "replace").strip().split("\n")[0]
     for separator, reader in ((",", "csv"), ("\t", "table")):
         cells = head.split(separator)
         if len(cells) > 1 and all(cell.strip(' "').replace("_", "").isalnum() for cell in cells):
-            told = f"pd.read_{reader}({name!r}).to_json('traces.jsonl', orient='records', lines=True)"
+            conversion = f"pd.read_{reader}({name!r}).to_json('traces.jsonl', orient='records', lines=True)"
             raise ReadError(
                 f"{name}:1: it begins like a table of separated text: {head[:60]!r}. Rows of text hold no messages and "
                 "no lists of logprobs, so they are not read. Convert it, and look at what came of it: python -c "
-                f'"import pandas as pd; {told}"'
+                f'"import pandas as pd; {conversion}"'
             )
 
 
 class Adapted:
-    """What became of records that adapters took: how many of each, and how many held no call.
+    """Converts records, and counts them by adapter.
 
-    `roots` is what `only_roots` says of the source that is read.
+    `counts` has the converted records, `empty` those without a call. `roots` is the result of `only_roots` for the
+    current source.
     """
 
     def __init__(self) -> None:
@@ -260,60 +281,63 @@ class Adapted:
         self.roots = False
 
     def rows(self, name: str, line: Line, raw: bytes) -> list[Row] | None:
-        """What is to be decoded in place of a record; None where no adapter knows it."""
+        """Return the rows to decode instead of a record; None if no adapter recognizes it."""
         try:
-            found = self.adapt(loads(raw), len(raw), name, line)
+            converted = self.adapt(loads(raw), len(raw), name, line)
         except Unfit as unfit:
             return [(line, raw, unfit.args[0])]
-        return None if found is None else [(at, raw, text) for at, text, _ in found]
+        return None if converted is None else [(place, raw, text) for place, text, _ in converted]
 
     def adapt(self, record: Any, size: int, name: str, line: Line) -> list[tuple[Line, bytes, dict[str, Any]]] | None:
-        """As `adapt`, counted, each with its place and its JSON.
+        """Convert a record as `adapt` does, count it, and return (line, JSON, record) of each result.
 
-        Those of a list in the record have their number there; several others without an id are named by its place.
+        Records of a wrapped list get (line, number in the list) as their line. Otherwise, if there are several results,
+        those without an id get one made of the file, the line and their index.
 
         Args:
-            size: bytes of the record.
-            name, line: where it stands.
+            record: the parsed record.
+            size: its size in bytes.
+            name: its file.
+            line: its line.
 
         Raises:
-            Unfit: if nothing can be made of it, or too much is.
+            Unfit: if the record cannot be converted, or the results are too large.
         """
-        found = (_of_root(record) if self.roots else None) or made_of(record)
-        if found is None:
+        conversion = (_of_root(record) if self.roots else None) or made_of(record)
+        if conversion is None:
             return None
-        adapter, records = found
-        out, left = [], record_fields.MOST_BYTES + 4 * size
-        for at, each in enumerate(records):
+        adapter, records = conversion
+        results, bytes_left = [], record_fields.MOST_BYTES + 4 * size
+        for index, each in enumerate(records):
             place = line
             if adapter == EXPORT and isinstance(line, int):
-                place = (line, at + 1)
+                place = (line, index + 1)
             elif len(records) > 1 and each.get("id") is None:
-                each = {**each, "id": f"{located(name, line)}-{at}"}
+                each = {**each, "id": f"{located(name, line)}-{index}"}
             with record_fields.fitting(adapter):
-                out.append((place, to_json(each), each))
-            left -= len(out[-1][1])
-            if left < 0:
+                results.append((place, to_json(each), each))
+            bytes_left -= len(results[-1][1])
+            if bytes_left < 0:
                 raise record_fields.too_much(f"{len(records):,} traces")
         self.counts[adapter] += adapter != record_fields.FAILED
         self.empty[adapter] += not records
-        return out
+        return results
 
     def lines(self) -> list[str]:
-        """The same for a terminal."""
-        out = []
+        """Return the counts as lines for a terminal."""
+        lines = []
         for name, count in (+self.counts).items():
-            left = f", {self.empty[name]:,} of them hold no call and are left out" if self.empty[name] else ""
-            out.append(f"convert  {count:,} records of {name}{left}")
-        return out
+            empty_note = f", {self.empty[name]:,} of them hold no call and are left out" if self.empty[name] else ""
+            lines.append(f"convert  {count:,} records of {name}{empty_note}")
+        return lines
 
 
 class Again:
-    """What becomes of the odd records of one source.
+    """Retries records of one source with the adapters after the core decoded them.
 
     Args:
-        adapted: makes records of them.
-        decoder: opens what decodes these and settles bad ones.
+        adapted: converts the records.
+        decoder: returns a core reader, which decodes the results and handles bad ones.
     """
 
     def __init__(self, adapted: Adapted, decoder: Callable[[], Any]) -> None:
@@ -323,13 +347,13 @@ class Again:
 
     @property
     def report(self) -> ReadReport:
-        """What is to be added to the counts of the source."""
+        """Counts to add to those of the source: minus the first decoding of these records, plus the second."""
         if self._decoder is None:
             return ReadReport()
         return summed(_less(self._before), replace(ReadReport(**self._decoder.report()), bytes=0))
 
     def traces(self, part: Traces, odd: Sequence[int]) -> Traces:
-        """The traces of a batch, those at `odd` looked at; one that no adapter knows stays as it was read."""
+        """Retry the traces of a batch at the indices `odd`. A trace that no adapter recognizes stays unchanged."""
         parts, start = [], 0
         for index in odd:
             trace = part[index]
@@ -339,14 +363,14 @@ class Again:
                 continue
             if self._decoder is None:
                 self._decoder = self._open()
-            _, before = _core.Traces.decode([trace.record], "<record>", 1, "auto")
-            self._before = summed(self._before, replace(ReadReport(**before), bytes=0))
+            _, first_report = _core.Traces.decode([trace.record], "<record>", 1, "auto")
+            self._before = summed(self._before, replace(ReadReport(**first_report), bytes=0))
             parts += [part[start:index].core, self._decoder.decode(rows)]
             start = index + 1
         return Traces(_core.Traces.concatenate([*parts, part[start:].core])) if start else part
 
 
 def _less(report: ReadReport) -> ReadReport:
-    """Counts to take away."""
+    """Negate the counts of a report, so that adding the result subtracts them."""
     counts = {name: -value for name, value in vars(report).items() if isinstance(value, int)}
-    return replace(report, **counts, formats={name: (-count, why) for name, (count, why) in report.formats.items()})
+    return replace(report, **counts, formats={name: (-count, sign) for name, (count, sign) in report.formats.items()})
