@@ -23,7 +23,7 @@ from tracegrad.trainer.token_log import subset
 APART = 0.5  # nats between a recorded and a recomputed logprob
 FURTHER, ALONE = 0.02, 0.1  # nats after images: above what text tokens show, and without text tokens
 OWN_TOKENS, OWN_SHARE = 64, 0.99  # least number of tokens, and least share of them equal to the last bit
-ROW = 8192  # tokens of a packed row; a longer branch gets a row of its length
+ROW = 8192  # tokens of a packed row, or those of the longest branch if it has more
 
 
 @dataclass(frozen=True)
@@ -190,13 +190,13 @@ def broken_pictures(found: Rescored) -> Hits:
     return found.broken
 
 
-def _image_note(found: Rescored) -> str:
-    return "" if found.seen is None else f"; {found.seen.words(np.abs(found.recorded - found.recomputed))}"
+def _image_note(rescored: Rescored) -> str:
+    return "" if rescored.seen is None else f"; {rescored.seen.words(np.abs(rescored.recorded - rescored.recomputed))}"
 
 
-def _place(found: Rescored, at: int) -> Place:
-    turn = int(np.searchsorted(found.cu_turns, at, side="right")) - 1
-    return replace(found.first[turn], token=at - int(found.cu_turns[turn]))
+def _place(rescored: Rescored, at: int) -> Place:
+    turn = int(np.searchsorted(rescored.cu_turns, at, side="right")) - 1
+    return replace(rescored.first[turn], token=at - int(rescored.cu_turns[turn]))
 
 
 def rescore(

@@ -65,7 +65,7 @@ def injected(tokenizer: Tokenizer) -> str:
     """Return the text that the template writes before the first user message only; "" if it has no words.
 
     It is the text before the first user message, without the ending that the text before the second one shares, and
-    without special tokens. Less than 8 letters count as no words.
+    without special tokens. Fewer than 8 letters count as no words.
     """
     user = {"role": "user", "content": "first words"}
     later = [{"role": "assistant", "content": "an answer"}, {"role": "user", "content": "second words"}]
