@@ -1,8 +1,9 @@
-"""Advantages: what a reward says in comparison with others, as arrays in and arrays out.
+"""Compute advantages: how a reward compares with others. Arrays in, arrays out.
 
-In come rewards, group ids and, for rewards of turns or terms, the lengths of traces; out go advantages per trace [R]
-or per term [M], float32, computed in float64. Groups are ragged, by id. NaN is a reward that is not known: it stands
-outside every baseline and its advantage is 0. numpy alone, no tokens, no model.
+The input is rewards and group ids. Rewards of turns or terms also need the lengths of traces. The output is float32
+advantages per trace [R] or per term [M], computed in float64. Groups are defined by id and may differ in size. NaN is
+an unknown reward: it is outside every baseline, and its advantage is 0. The package needs only numpy, no tokens and no
+model.
 
     GRPO, Dr. GRPO          group_mean(rewards, groups, scale="std", ddof=1) and without scale
     RLOO, OPO, GPG          rloo, opo, gpg

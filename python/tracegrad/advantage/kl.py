@@ -1,7 +1,7 @@
-"""KL in the reward: what a trace pays for having left the reference, before it is compared with others.
+"""KL in the reward: subtract a KL penalty from the reward of a trace, before the baseline.
 
-The logprobs are of the policy before the step and of the reference, so both are measured before advantages are known.
-The recorded policy may stand for the first. A coefficient that follows a target is a value of its own.
+The logprobs are those of the policy before the step and of the reference, so both are computed before the advantages.
+The recorded logprobs may replace the first. `AdaptiveKl` is a coefficient that follows a target.
 """
 
 from dataclasses import dataclass, replace
@@ -15,18 +15,18 @@ from tracegrad.advantage.outcome import Floats, refuse_infinite
 from tracegrad.advantage.token import rows, terms
 from tracegrad.errors import ArgumentError
 
-_LIMIT = 20.0
-_MOST = 0.2
-"""What the controller's error is held within, in Ziegler et al. and all that took it from there."""
+_LOG_RATIO_LIMIT = 20.0
+_ERROR_BOUND = 0.2
+"""Bound of the controller's error, as in Ziegler et al. and the code that follows them."""
 
 
 class Penalised(NamedTuple):
-    """What `kl_in_reward` gives.
+    """Result of `kl_in_reward`.
 
     Args:
-        rewards: [R] float64, each less what the terms of its trace pay together.
-        per_term: [M] float64, -coef times the estimate at each term: add it to rewards of terms (`at_turn_ends`).
-        kl: the estimate, its mean over each trace and then over traces with a term: what `AdaptiveKl.after` takes.
+        rewards: [R] float64, each minus the penalties of the terms of its trace.
+        per_term: [M] float64, -coef times the estimate at each term; add it to rewards of terms (`at_turn_ends`).
+        kl: mean of the estimate over each trace, then over traces with a term; pass it to `AdaptiveKl.after`.
     """
 
     rewards: Floats
@@ -44,18 +44,18 @@ def kl_in_reward(
     kind: Literal["k1", "k2", "k3", "abs"] = "k1",
     cap: float | None = None,
 ) -> Penalised:
-    """Takes coef times an estimate of KL(old||ref) at each term out of the reward of its trace.
+    """Subtract coef times an estimate of KL(old||ref) at each term from the reward of its trace.
 
     With l = log old - log ref: k1 is l, abs |l|, k2 l^2 / 2, k3 exp(-l) - 1 + l.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored; it stays NaN.
+        rewards: [R], NaN if a trace could not be scored; it stays NaN.
         old: [M] logprobs of the policy before the step (or of the one that sampled), nats.
         ref: [M] logprobs of the reference, nats.
         trace: [M] row of each term's trace in `rewards`.
         coef: 0 or more.
         kind: the estimate.
-        cap: the estimate is held within this on both sides; verl holds k3 within 10.
+        cap: the estimate is clamped to [-cap, cap]; verl clamps k3 to 10.
 
     Raises:
         ArgumentError: for logprobs that are not finite, a coefficient or cap below 0, shapes that differ.
@@ -74,33 +74,34 @@ def kl_in_reward(
     reward = _validation.real(rewards, "rewards")
     refuse_infinite(reward)
     owner = rows(trace, len(reward))
-    one, _ = terms(owner, old=old)
-    other, _ = terms(owner, ref=ref)
-    gap = one - other
-    bad = np.flatnonzero(np.isnan(gap))
-    if len(bad):
+    old_logprob, _ = terms(owner, old=old)
+    ref_logprob, _ = terms(owner, ref=ref)
+    gap = old_logprob - ref_logprob
+    unknown = np.flatnonzero(np.isnan(gap))
+    if len(unknown):
         raise ArgumentError(
-            f"term {bad[0]} of trace {owner[bad[0]]}: old {one[bad[0]]}, ref {other[bad[0]]}. What its trace pays is "
+            f"term {unknown[0]} of trace {owner[unknown[0]]}: old {old_logprob[unknown[0]]}, "
+            f"ref {ref_logprob[unknown[0]]}. What its trace pays is "
             "not known. Measure both policies at every term, or leave the trace out."
         )
-    held = gap.clip(-_LIMIT, _LIMIT)
-    estimates = {"k1": gap, "abs": np.abs(gap), "k2": gap**2 / 2, "k3": np.expm1(-held) + held}
+    bounded = gap.clip(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    estimates = {"k1": gap, "abs": np.abs(gap), "k2": gap**2 / 2, "k3": np.expm1(-bounded) + bounded}
     estimate = estimates[kind] if cap is None else estimates[kind].clip(-cap, cap)
     count = np.bincount(owner, minlength=len(reward))
     total = np.bincount(owner, estimate, len(reward))
-    alive = count > 0
-    mean = float((total[alive] / count[alive]).mean()) if alive.any() else 0.0
+    nonempty = count > 0
+    mean = float((total[nonempty] / count[nonempty]).mean()) if nonempty.any() else 0.0
     return Penalised(reward - coef * total, 0.0 - coef * estimate, mean)
 
 
 @dataclass(frozen=True)
 class AdaptiveKl:
-    """A coefficient that rises where the divergence is above its target and falls below it.
+    """Coefficient that rises if the divergence is above its target and falls if it is below.
 
     Args:
-        coef: now.
-        target: of the divergence, nats.
-        horizon: traces over which an error of 1 would double the coefficient; the error is held within 0.2.
+        coef: current value.
+        target: target divergence, nats.
+        horizon: number of traces over which an error of 1 would double the coefficient; the error is clamped to +-0.2.
 
     Source: Ziegler et al. 2019, arXiv 1909.08593; verl's and SkyRL's AdaptiveKLController.
 
@@ -118,6 +119,6 @@ class AdaptiveKl:
                 raise ArgumentError(f"AdaptiveKl.{name} is {value}. It divides the error. Pass a number above 0.")
 
     def after(self, kl: float, traces: int) -> "AdaptiveKl":
-        """The coefficient after a batch of so many traces with this divergence (`Penalised.kl`)."""
-        error = min(max(kl / self.target - 1, -_MOST), _MOST)
+        """Return the coefficient after a batch of `traces` traces with this divergence (`Penalised.kl`)."""
+        error = min(max(kl / self.target - 1, -_ERROR_BOUND), _ERROR_BOUND)
         return replace(self, coef=self.coef * (1 + error * traces / self.horizon))

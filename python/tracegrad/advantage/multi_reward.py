@@ -1,6 +1,6 @@
-"""Several rewards per trace: one number by weights, before or after each is compared with its group.
+"""Combine several rewards per trace into one by weights, before or after comparing each with its group.
 
-Called with `Sequences.rewards` [R, K]. What comes out is float64 and goes on to a function of `outcome` or to `whiten`.
+The functions take `Sequences.rewards` [R, K]. Pass their float64 result to a function of `outcome` or to `whiten`.
 """
 
 import numpy as np
@@ -12,16 +12,16 @@ from tracegrad.errors import ArgumentError
 
 
 def weighted_sum(rewards: ArrayLike, weights: ArrayLike | None = None) -> Floats:
-    """Sum of weight times reward over those a trace has: one reward per trace, for any function of one reward.
+    """Return the sum of weight times reward over the rewards that a trace has, for any function of one reward.
 
     With `group_mean` this is TRL's multi_objective_aggregation="sum_then_normalize".
 
     Args:
-        rewards: [R, K], NaN (None of a reward function) where a trace lacks one: it adds nothing.
+        rewards: [R, K], NaN (None of a reward function) if a trace lacks a reward: it adds nothing.
         weights: [K], default 1 each.
 
     Returns:
-        [R] float64, NaN where a trace has none of its rewards: it is unscorable.
+        [R] float64, NaN if a trace has none of its rewards: it is unscorable.
 
     Raises:
         ArgumentError: for infinite rewards or weights, or shapes that contradict one another.
@@ -43,21 +43,21 @@ def normalize_then_sum(
     eps: float | None = None,
     singleton: Singleton = "refuse",
 ) -> Floats:
-    """GDPO before its last step: each reward compared with its own group, then the weighted sum.
+    """Compare each reward with its own group, then return the weighted sum: GDPO before its last step.
 
-    So that a reward of large spread does not drown the others. GDPO ends with `whiten` of this: in TRL
-    ("normalize_then_sum") over traces, eps 1e-4 in the deviation; in verl over terms, `whiten(found[trace], ...)`,
-    eps 1e-8 in the variance.
+    A reward of large spread then does not dominate the others. GDPO ends with `whiten` of this: in TRL
+    ("normalize_then_sum") over traces, eps 1e-4 in the deviation; in verl over terms, `whiten(found[trace], ...)`, eps
+    1e-8 in the variance.
 
     Args:
-        rewards: [R, K], NaN where a trace lacks one: it stands outside that reward's baseline and adds nothing.
+        rewards: [R, K], NaN if a trace lacks a reward: it is outside that reward's baseline and adds nothing.
         groups: [R] ids.
         weights: [K], default 1 each.
-        scale, ddof, eps, singleton: of each reward, as `group_mean` has them; a group in which one trace has the
-            reward is a group of one.
+        scale, ddof, eps, singleton: for each reward, as in `group_mean`. A group in which only one trace has the reward
+            is a group of one.
 
     Returns:
-        [R] float64, NaN where a trace has none of its rewards.
+        [R] float64, NaN if a trace has none of its rewards.
 
     Raises:
         ArgumentError: as `group_mean` and `weighted_sum`.
@@ -94,14 +94,15 @@ def _table(rewards: ArrayLike, weights: ArrayLike | None) -> tuple[Floats, Float
 
 
 def overlong(lengths: ArrayLike, *, longest: int, buffer: int, penalty: float = 1.0) -> NDArray[np.float32]:
-    """What DAPO adds to the reward of a long answer: 0 up to longest - buffer tokens, from there a line to -penalty at
-    `longest`, and beyond.
+    """Return DAPO's penalty for long answers, to add to the reward.
+
+    It is 0 up to longest - buffer tokens, then falls linearly to -penalty at `longest`, and further beyond it.
 
     Args:
         lengths: [R] trained tokens of each trace.
-        longest: the budget of generation.
-        buffer: the last tokens of it, over which the line falls.
-        penalty: what is taken at `longest`, in units of the reward.
+        longest: generation budget, in tokens.
+        buffer: the last tokens of the budget, over which the penalty grows.
+        penalty: what is subtracted at `longest`, in units of the reward.
 
     Returns:
         [R] float32, to be added to the rewards before the baseline.

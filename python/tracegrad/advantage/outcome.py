@@ -20,18 +20,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """What the groups of a batch are like, and which of them teach nothing.
+    """Counts of the groups of a batch, and of those without any gradient.
 
     Args:
-        traces: traces.
-        unscorable: traces whose reward is NaN; they stand outside baselines and have advantage 0.
+        traces: number of traces.
+        unscorable: traces whose reward is NaN; they are outside baselines and have advantage 0.
         groups: groups with a scorable trace.
-        singletons: groups with exactly one.
-        equal: groups of two or more whose rewards are all the same: they teach nothing. Over `groups` this is TRL's
-            `frac_reward_zero_std`.
+        singletons: groups with exactly one scorable trace.
+        equal: groups of two or more whose rewards are all the same, so that all advantages are 0. Divided by `groups`
+            this is TRL's `frac_reward_zero_std`.
         singleton_ids: ids of the singletons.
         equal_ids: ids of the equal groups.
-        equal_rewards: the one reward of each of them: tells "all solved" from "none solved".
+        equal_rewards: the reward of each equal group; it distinguishes "all solved" from "none solved".
         unscorable_ids: ids of groups without any scorable trace.
     """
 
@@ -47,10 +47,10 @@ class GroupCounts:
 
 
 def group_counts(rewards: ArrayLike, groups: ArrayLike) -> GroupCounts:
-    """Counts what the baselines meet: groups of one, groups without variance, traces without a score.
+    """Count groups of one, groups without variance, and traces without a score.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored.
+        rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
 
     Raises:
@@ -79,14 +79,14 @@ def group_counts(rewards: ArrayLike, groups: ArrayLike) -> GroupCounts:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Rewards and the groups they stand in.
+    """Rewards with the groups of their traces.
 
     Args:
-        reward: [R] float64, 0 where it is not known.
+        reward: [R] float64, 0 if unknown.
         known: [R] bool.
         index: [R], row of each trace's group in `names`.
         names: [G] ids.
-        count: [G] known rewards.
+        count: [G] number of known rewards.
     """
 
     reward: Floats
@@ -97,7 +97,7 @@ class Grouped:
 
     @classmethod
     def of(cls, rewards: ArrayLike, groups: ArrayLike) -> "Grouped":
-        """From [R] rewards, NaN where unknown, and [R] ids of any type that sorts."""
+        """Group [R] rewards, NaN if unknown, by [R] ids of any type that sorts."""
         reward, group = _validation.real(rewards, "rewards"), _validation.labels(groups, "groups")
         if reward.ndim != 1 or group.shape != reward.shape:
             raise ArgumentError(
@@ -110,17 +110,17 @@ class Grouped:
         return cls(np.where(known, reward, 0.0), known, index, names, np.bincount(index[known], minlength=len(names)))
 
     def sum(self, values: Floats) -> Floats:
-        """[G]: [R] values summed over the known rewards of each group."""
+        """Return [G]: [R] values summed over the known rewards of each group."""
         return np.bincount(self.index, np.where(self.known, values, 0.0), len(self.names)).astype(np.float64)
 
     @cached_property
     def mean(self) -> Floats:
-        """[G] mean of the known rewards, 0 where there are none."""
+        """[G] mean of the known rewards, 0 if there are none."""
         return self.sum(self.reward) / np.maximum(self.count, 1)
 
     @cached_property
     def extent(self) -> tuple[Floats, Floats]:
-        """[G] lowest and highest known reward; infinities where there are none."""
+        """[G] lowest and highest known reward; infinities if there are none."""
         low, high = np.full(len(self.names), np.inf), np.full(len(self.names), -np.inf)
         np.minimum.at(low, self.index[self.known], self.reward[self.known])
         np.maximum.at(high, self.index[self.known], self.reward[self.known])
@@ -128,17 +128,20 @@ class Grouped:
 
     @property
     def equal(self) -> NDArray[np.bool_]:
-        """[G]: two or more known rewards, all the same."""
+        """[G] bool: two or more known rewards, all the same."""
         low, high = self.extent
         return (self.count > 1) & (low == high)
 
     @property
     def alone(self) -> NDArray[np.bool_]:
-        """[R]: the only known reward of its group."""
+        """[R] bool: the only known reward of its group."""
         return (self.count == 1)[self.index] & self.known
 
     def settle(self, advantage: Floats, singleton: str) -> Floats:
-        """[R] float64: 0 for unknown rewards, exactly 0 in equal groups, and what `singleton` says for a lone one."""
+        """Return [R] float64: the advantages with their special cases applied.
+
+        They are 0 for unknown rewards and exactly 0 in equal groups. `singleton` decides those of a group of one.
+        """
         if not isinstance(singleton, str) or singleton not in ("refuse", "zero", "keep"):
             raise ArgumentError(
                 f"singleton is {_validation.described(singleton)}. It says what becomes of a group of one. "
@@ -152,12 +155,12 @@ class Grouped:
                 f"{int(alone.sum())} such groups. A baseline needs two. Pass singleton='zero' or 'keep', or use "
                 "batch_mean for one sample a prompt."
             )
-        settled = np.where(self.equal[self.index] | ~self.known, 0.0, advantage)
-        return np.where(alone, self.reward if singleton == "keep" else 0.0, settled)
+        result = np.where(self.equal[self.index] | ~self.known, 0.0, advantage)
+        return np.where(alone, self.reward if singleton == "keep" else 0.0, result)
 
 
 def refuse_infinite(reward: Floats) -> None:
-    """Raises ArgumentError for an infinite reward, naming the first."""
+    """Raise ArgumentError for an infinite reward, naming the first."""
     bad = np.flatnonzero(np.isinf(reward))
     if len(bad):
         raise ArgumentError(
@@ -173,7 +176,7 @@ _EPS = 1e-4
 
 
 def check_scale(scale: str, ddof: int | None, eps: float | None) -> float:
-    """The eps to use.
+    """Return the eps to use.
 
     Raises:
         ArgumentError: for an unknown scale, a ddof that is missing, or a ddof or eps without effect.
@@ -194,7 +197,7 @@ def check_scale(scale: str, ddof: int | None, eps: float | None) -> float:
 
 
 def check_ddof(ddof: int | None, where: str) -> None:
-    """Raises ArgumentError unless ddof is 0 or 1."""
+    """Raise ArgumentError unless ddof is 0 or 1."""
     if ddof not in (0, 1):
         raise ArgumentError(
             f"ddof is {ddof} with {where}. Peers differ here, by a factor of sqrt(n / (n - 1)): "
@@ -203,7 +206,7 @@ def check_ddof(ddof: int | None, where: str) -> None:
 
 
 def scaled(advantage: Floats, group: Grouped, scale: str, ddof: int | None, eps: float) -> Floats:
-    """[R] float64: advantage / (deviation of the rewards + eps); a group of one counts as deviation 1."""
+    """Return [R] float64: advantage / (deviation of the rewards + eps); a group of one has deviation 1."""
     if scale == "none":
         return advantage
     assert ddof is not None
@@ -216,20 +219,20 @@ def scaled(advantage: Floats, group: Grouped, scale: str, ddof: int | None, eps:
 
 
 def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArray[np.float32]:
-    """All values minus their mean, divided by their deviation.
+    """Return all values minus their mean, divided by their deviation.
 
-    Over traces this is a batch normalisation; over terms (`advantages[trace]`) a trace counts once per term, as verl's
-    and SkyRL's `masked_whiten` have it. NaN stands outside and becomes 0; where all values are equal all are 0.
+    Over traces this is a batch normalisation. Over terms (`advantages[trace]`) a trace counts once per term, as in
+    verl's and SkyRL's `masked_whiten`. NaN is left out and becomes 0. If all values are equal, all results are 0.
 
     Args:
         values: [R] or [M].
         ddof: 1 divides the squares by n - 1, 0 by n.
-        eps: what keeps the quotient finite.
-        eps_in: "variance": (x - mean) / sqrt(variance + eps), verl and SkyRL with 1e-8; "deviation":
-            (x - mean) / (deviation + eps), TRL with 1e-4.
+        eps: keeps the quotient finite.
+        eps_in: "variance": (x - mean) / sqrt(variance + eps), verl and SkyRL with 1e-8; "deviation": (x - mean) /
+            (deviation + eps), TRL with 1e-4.
 
     Returns:
-        The shape of `values`, float32.
+        float32, in the shape of `values`.
 
     Raises:
         ArgumentError: if exactly one value is known, as its deviation is not defined; for infinities.
@@ -241,7 +244,7 @@ def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArra
 
 
 def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
-    """`whiten` in float64."""
+    """Return `whiten` in float64."""
     if eps_in not in ("variance", "deviation"):
         raise ArgumentError(
             f"eps_in is {eps_in!r}. Peers differ in where eps stands. "
@@ -265,15 +268,17 @@ def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
 def by_mean_size(
     advantages: ArrayLike, *, weights: ArrayLike | None = None, balance: float = 0.0
 ) -> NDArray[np.float32]:
-    """Advantages of terms divided by their mean size, so that the rate means the same whatever the rewards' spread.
+    """Divide advantages of terms by their mean size, so that a learning rate has the same effect for any spread of
+    rewards.
 
     Args:
         advantages: [M] of all terms of a batch.
-        weights: [M] that the terms count with in the mean, which is over the sum of the weights; None is alike.
-        balance: from 0 to 1 takes that share off negative advantages first, from 0 to -1 off positive ones.
+        weights: [M] weight of each term in the mean, which is divided by the sum of the weights; None means equal
+            weights.
+        balance: from 0 to 1 first removes that share of negative advantages, from 0 to -1 of positive ones.
 
     Returns:
-        [M] float32; all 0 where all are.
+        [M] float32; all 0 if all advantages are 0.
 
     Raises:
         ArgumentError: for values that are not finite, weights below 0, shapes that differ, a balance beyond 1.
@@ -299,7 +304,7 @@ def by_mean_size(
 
 
 def divided(numerator: Floats, denominator: Floats) -> Floats:
-    """The quotient, 0 where the denominator is not above 0."""
+    """Return the quotient, 0 if the denominator is not above 0."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
 
 
@@ -321,26 +326,26 @@ def group_mean(
     eps: float | None = None,
     singleton: Singleton = "refuse",
 ) -> NDArray[np.float32]:
-    """Reward minus the mean of its group; with a scale divided by (standard deviation + eps).
+    """Return reward minus the mean of its group; with a scale divided by (standard deviation + eps).
 
-    Groups are by id and may be ragged. Where all rewards of a group are equal, its advantages are exactly 0.
+    Groups are defined by id and may differ in size. If all rewards of a group are equal, its advantages are exactly 0.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored: it stands outside the baseline and has advantage 0.
+        rewards: [R], NaN if a trace could not be scored: it is outside the baseline and has advantage 0.
         groups: [R] ids, of any type that sorts.
         scale: "none" (Dr. GRPO), "std" of the group (GRPO), or "batch_std" of all rewards (TRL's
             scale_rewards="batch").
         ddof: required with a scale: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART).
-        eps: with a scale, added to the standard deviation; 1e-4 (TRL) by default, verl, SkyRL and ART have 1e-6.
-        singleton: a group with one scorable trace has no baseline: "refuse" it, give it "zero", or "keep" its reward
-            (over 1 + eps with "std", as verl's grpo does).
+        eps: with a scale, added to the standard deviation; default 1e-4 (TRL). verl, SkyRL and ART use 1e-6.
+        singleton: a group with one scorable trace has no baseline: "refuse" raises, "zero" sets its advantage to 0,
+            "keep" uses its reward (divided by 1 + eps with "std", as verl's grpo does).
 
     Returns:
         [R] float32.
 
     Raises:
-        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ, ddof missing or
-            without effect.
+        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ, ddof missing or without
+            effect.
 
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1; scale="none": Liu et al. 2025, arXiv 2503.20783.
 
@@ -351,7 +356,7 @@ def group_mean(
 
 
 def centred(group: Grouped, scale: str, ddof: int | None, eps: float | None, singleton: str) -> Floats:
-    """`group_mean` in float64, for what is computed from it."""
+    """Return `group_mean` in float64, for further computation."""
     eps_ = check_scale(scale, ddof, eps)
     advantage = group.settle(group.reward - group.mean[group.index], singleton)
     return scaled(advantage, group, scale, ddof, eps_)
@@ -365,10 +370,10 @@ def batch_mean(
     eps: float | None = None,
     singleton: Singleton = "refuse",
 ) -> NDArray[np.float32]:
-    """Reward minus the mean of the batch, for logs with one sample a prompt; otherwise as `group_mean`.
+    """Return reward minus the mean of the batch, for logs with one sample per prompt; otherwise as `group_mean`.
 
-    The baseline then holds the difference between easy and hard prompts too: more variance, no bias worth the name in a
-    large batch.
+    The baseline then includes the difference between easy and hard prompts. The variance is larger, and the bias is
+    negligible in a large batch.
 
     >>> batch_mean([1.0, 0.0, 0.0, 1.0]).tolist()
     [0.5, -0.5, -0.5, 0.5]
@@ -379,10 +384,10 @@ def batch_mean(
 
 
 def rloo(rewards: ArrayLike, groups: ArrayLike, *, singleton: Singleton = "refuse") -> NDArray[np.float32]:
-    """Reward minus the mean of the others in its group: (r - mean) * n / (n - 1).
+    """Return reward minus the mean of the others in its group: (r - mean) * n / (n - 1).
 
     Args:
-        rewards: [R], NaN where a trace could not be scored.
+        rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
         singleton: peers differ: "keep" is verl's rloo, "zero" its rloo_vectorized, SkyRL's and TRL's.
 
@@ -405,14 +410,14 @@ def rloo(rewards: ArrayLike, groups: ArrayLike, *, singleton: Singleton = "refus
 def opo(
     rewards: ArrayLike, lengths: ArrayLike, groups: ArrayLike, *, singleton: Singleton = "refuse"
 ) -> NDArray[np.float32]:
-    """Reward minus the length-weighted mean of its group, sum(l * r) / sum(l).
+    """Return reward minus the length-weighted mean of its group, sum(l * r) / sum(l).
 
-    The baseline of least variance where the squared norm of a trace's gradient grows with its length.
+    This is the baseline of least variance if the squared norm of a trace's gradient grows with its length.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored.
-        lengths: [R] trained terms of each trace, not negative. A group whose scorable traces have none in all has
-            advantage 0: there is nothing to train (verl: NaN).
+        rewards: [R], NaN if a trace could not be scored.
+        lengths: [R] trained terms of each trace, not negative. If the scorable traces of a group have no terms at all,
+            their advantage is 0: there is nothing to train (verl: NaN).
         groups: [R] ids.
         singleton: verl keeps the reward.
 
@@ -433,24 +438,24 @@ def opo(
             f"lengths have shape {length.shape} for {len(group.reward)} traces, the least is "
             f"{length.min() if length.size else None}. They weigh the baseline. Pass how many terms each trace has."
         )
-    weight = group.sum(length)
-    baseline = divided(group.sum(length * group.reward), weight)
-    advantage = np.where((weight > 0)[group.index], group.reward - baseline[group.index], 0.0)
+    total_length = group.sum(length)
+    baseline = divided(group.sum(length * group.reward), total_length)
+    advantage = np.where((total_length > 0)[group.index], group.reward - baseline[group.index], 0.0)
     return group.settle(advantage, singleton).astype(np.float32)
 
 
 def gpg(
     rewards: ArrayLike, groups: ArrayLike, *, nonzero: Counted, singleton: Singleton = "refuse"
 ) -> NDArray[np.float32]:
-    """alpha * (reward - mean of its group), where alpha = scorable traces / those that are not zero.
+    """Return alpha * (reward - mean of its group), with alpha = scorable traces / those that are not zero.
 
-    Alpha makes up for the traces of a batch that carry no gradient.
+    Alpha compensates for the traces of a batch that have no gradient.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored.
+        rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
-        nonzero: what is counted: "advantages" (a trace without one carries no gradient), or "rewards", as verl does:
-            there a failed trace counts as carrying none, and adding 1 to all rewards changes alpha.
+        nonzero: what is counted: "advantages" (a trace with advantage 0 has no gradient), or "rewards", as verl does:
+            there a failed trace counts as one without gradient, and adding 1 to all rewards changes alpha.
         singleton: verl keeps alpha * reward.
 
     Returns:
@@ -477,12 +482,13 @@ def gpg(
 def max_rl(
     rewards: ArrayLike, groups: ArrayLike, *, eps: float = 0.0, singleton: Singleton = "refuse"
 ) -> NDArray[np.float32]:
-    """(reward - mean) / (mean + eps) of its group, 0 where the mean is not above 0.
+    """Return (reward - mean) / (mean + eps) of its group, 0 if the mean is not above 0.
 
-    For rewards that are not negative, 0 or 1 above all: a group weighs as one over the share that solved it.
+    For rewards that are not negative, in particular 0 or 1: a group is weighted by the inverse of the share that solved
+    it.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored.
+        rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
         eps: 0 in prime-rl; 1e-6 in SkyRL.
         singleton: SkyRL keeps the reward.
@@ -493,14 +499,14 @@ def max_rl(
     Raises:
         ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ.
 
-    Source: Maximum-likelihood RL, 2026, arXiv 2602.02710. SkyRL divides by a mean below 0 too, which turns the sign.
+    Source: Maximum-likelihood RL, 2026, arXiv 2602.02710. SkyRL divides by a mean below 0 too, which flips the sign.
 
     >>> max_rl([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0]).tolist()
     [3.0, -1.0, -1.0, -1.0]
     """
     group = Grouped.of(rewards, groups)
-    over = np.where(group.mean > 0, group.mean + eps, 0.0)[group.index]
-    return group.settle(divided(group.reward - group.mean[group.index], over), singleton).astype(np.float32)
+    denominator = np.where(group.mean > 0, group.mean + eps, 0.0)[group.index]
+    return group.settle(divided(group.reward - group.mean[group.index], denominator), singleton).astype(np.float32)
 
 
 def pass_at_k(
@@ -512,10 +518,10 @@ def pass_at_k(
     eps: float | None = None,
     singleton: Singleton = "refuse",
 ) -> NDArray[np.float32]:
-    """The best of a group has its lead over the second best, all others have 0.
+    """Return the lead of the best trace of a group over the second best; all other traces have 0.
 
-    What one more sample adds to the best of k: only the trace that sets the maximum is credited. Arguments as
-    `group_mean`; verl has scale="std", ddof 1, eps 1e-6 by default, and refuses a group of one.
+    This is what one more sample adds to the best of k: only the trace that sets the maximum is credited. Arguments as
+    in `group_mean`; verl uses scale="std", ddof 1, eps 1e-6 by default, and refuses a group of one.
 
     Returns:
         [R] float32.
@@ -540,16 +546,16 @@ def pass_at_k(
 def a_star(
     rewards: ArrayLike, groups: ArrayLike, *, beta: float, singleton: Singleton = "refuse"
 ) -> NDArray[np.float32]:
-    """Reward minus V*, where V* = beta * log(mean over the group of exp(reward / beta)).
+    """Return reward minus V*, where V* = beta * log(mean over the group of exp(reward / beta)).
 
-    V* is the value of the best policy that stays within KL of the one that sampled; the target that OAPL and A*-PO
-    regress on. It lies between the mean (large beta) and the maximum (small beta) of the group.
+    V* is the value of the best policy that stays within KL of the one that sampled; OAPL and A*-PO regress on it. It is
+    between the mean (large beta) and the maximum (small beta) of the group.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored.
+        rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
         beta: above 0; TRL's A2PO has beta1 0.5.
-        singleton: of one sample V* is its reward, and says nothing.
+        singleton: for one sample V* is its own reward, so it carries no information.
 
     Returns:
         [R] float32.
@@ -567,9 +573,9 @@ def a_star(
     if not 0 < beta < np.inf:
         raise ArgumentError(f"beta is {beta}. V* is a mean of exp(reward / beta). Pass a number above 0, such as 0.5.")
     group = Grouped.of(rewards, groups)
-    top = np.where(group.count > 0, group.extent[1], 0.0)
+    highest = np.where(group.count > 0, group.extent[1], 0.0)
     mean = group.sum(
-        np.exp((group.reward - top[group.index]) / beta, where=group.known, out=np.zeros_like(group.reward))
+        np.exp((group.reward - highest[group.index]) / beta, where=group.known, out=np.zeros_like(group.reward))
     )
-    value = top + beta * np.log(np.where(group.count > 0, mean, 1.0) / np.maximum(group.count, 1))
+    value = highest + beta * np.log(np.where(group.count > 0, mean, 1.0) / np.maximum(group.count, 1))
     return group.settle(group.reward - value[group.index], singleton).astype(np.float32)

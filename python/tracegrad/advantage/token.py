@@ -11,7 +11,10 @@ from tracegrad.errors import ArgumentError
 
 
 def discounted(values: Floats, owner: NDArray[np.int64], gamma: float) -> Floats:
-    """[M] S_t = v_t + gamma * S_(t+1) within each trace, by doubling: after k rounds S_t holds 2**k terms."""
+    """Return [M] S_t = v_t + gamma * S_(t+1) within each trace.
+
+    Computed by doubling: after k rounds S_t covers 2**k terms.
+    """
     order = np.argsort(owner, kind="stable")
     ids, total = owner[order], values[order]
     longest = int(np.bincount(np.cumsum(np.diff(ids, prepend=ids[:1]) != 0)).max()) if len(ids) else 0
@@ -19,27 +22,27 @@ def discounted(values: Floats, owner: NDArray[np.int64], gamma: float) -> Floats
     while reach < longest and gamma**reach:
         total[:-reach] += np.where(ids[reach:] == ids[:-reach], gamma**reach * total[reach:], 0.0)
         reach *= 2
-    return _back(total, order)
+    return _in_original_order(total, order)
 
 
 def following(values: Floats, owner: NDArray[np.int64]) -> Floats:
-    """[M] the value at the next term of the same trace, 0 after the last."""
+    """Return [M] the value at the next term of the same trace, 0 after the last."""
     order = np.argsort(owner, kind="stable")
-    ids, given = owner[order], values[order]
-    after = np.zeros_like(given)
-    after[:-1] = np.where(ids[1:] == ids[:-1], given[1:], 0.0)
-    return _back(after, order)
+    ids, ordered = owner[order], values[order]
+    after = np.zeros_like(ordered)
+    after[:-1] = np.where(ids[1:] == ids[:-1], ordered[1:], 0.0)
+    return _in_original_order(after, order)
 
 
 def accumulated(values: Floats, owner: NDArray[np.int64]) -> Floats:
-    """[M] the sum from the first term of the trace to this one."""
+    """Return [M] the sum from the first term of the trace to this one."""
     return discounted(values[::-1], owner[::-1], 1.0)[::-1]
 
 
 def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
-    """One [M] float64 array and the [M] ids of traces, checked."""
-    ((name, given),) = values.items()
-    array, owner = _validation.real(given, name), _validation.numbers(trace, "trace")
+    """Check one [M] array and the [M] trace ids; return them as float64 and int64."""
+    ((name, raw),) = values.items()
+    array, owner = _validation.real(raw, name), _validation.numbers(trace, "trace")
     if array.ndim != 1 or owner.shape != array.shape or (owner.dtype.kind not in "iu" and owner.size):
         raise ArgumentError(
             f"{name} have shape {array.shape}, trace has shape {owner.shape} of {owner.dtype}. Each term has one value "
@@ -55,7 +58,7 @@ def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int
 
 
 def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
-    """[M] rows of traces, checked against the number of traces."""
+    """Return [M] rows of traces, checked against the number of traces."""
     owner = _validation.integers(trace, "trace")
     if len(owner) and not 0 <= owner.min() <= owner.max() < total:
         raise ArgumentError(
@@ -66,38 +69,38 @@ def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
 
 
 def check_share(value: float, name: str) -> None:
-    """Raises ArgumentError unless 0 <= value <= 1."""
+    """Raise ArgumentError unless 0 <= value <= 1."""
     if not 0 <= value <= 1:
         raise ArgumentError(f"{name} is {value}. Beyond 0 to 1 far rewards count more than near ones. Pass a share.")
 
 
-def _back(values: Floats, order: NDArray[np.intp]) -> Floats:
+def _in_original_order(values: Floats, order: NDArray[np.intp]) -> Floats:
     out = np.empty_like(values)
     out[order] = values
     return out
 
 
 _VARIANCE_EPS = 1e-8
-"""verl's and SkyRL's `masked_whiten`."""
+"""As in verl's and SkyRL's `masked_whiten`."""
 
 
 class Gae(NamedTuple):
-    """What `gae` gives: advantages [M] float64 and returns [M] float64, the target of the value function."""
+    """Result of `gae`: advantages [M] float64, and returns [M] float64, the target of the value function."""
 
     advantages: Floats
     returns: Floats
 
 
 def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
-    """What each term still gets: G_t = r_t + gamma * G_(t+1), to the end of its trace.
+    """Return the reward from each term to the end of its trace: G_t = r_t + gamma * G_(t+1).
 
     Args:
-        rewards: [M], 0 where a term has none, NaN where it is not known: that adds nothing.
+        rewards: [M], 0 if a term has none, NaN if unknown: that adds nothing.
         trace: [M] id of each term's trace.
-        gamma: 0 to 1. At 1 an early term is credited with all that follows, at 0 with its own reward alone.
+        gamma: 0 to 1. At 1 an early term is credited with all later rewards, at 0 only with its own.
 
     Returns:
-        [M] float64, NaN where no known reward is reached.
+        [M] float64, NaN if no known reward is reached.
 
     Raises:
         ArgumentError: for gamma outside 0 to 1, infinite rewards, or shapes that differ.
@@ -115,18 +118,18 @@ def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> NDArray[np.float32]:
-    """REINFORCE++: discounted returns, whitened over all terms (deviation with n - 1, 1e-8 in the variance).
+    """REINFORCE++: return discounted returns, whitened over all terms (deviation with n - 1, 1e-8 in the variance).
 
     Args: as `returns`.
 
     Returns:
-        [M] float32; 0 where nothing is known.
+        [M] float32; 0 if no reward is known.
 
     Raises:
         ArgumentError: as `returns` and `whiten`.
 
-    Source: Hu 2025, arXiv 2501.03262. As verl; SkyRL ends a return at a hole in the mask, so that a reward after a tool
-    result does not reach the turns before it.
+    Source: Hu 2025, arXiv 2501.03262. As verl. SkyRL ends a return at a gap in the mask, so that a reward after a tool
+    result does not reach earlier turns.
 
     >>> reinforce_plus_plus([0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], gamma=1.0).round(3).tolist()
     [0.8659999966621399, 0.8659999966621399, -0.8659999966621399, -0.8659999966621399]
@@ -137,10 +140,10 @@ def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -
 def reinforce_plus_plus_baseline(
     rewards: ArrayLike, groups: ArrayLike, trace: ArrayLike, *, singleton: Singleton = "refuse"
 ) -> NDArray[np.float32]:
-    """REINFORCE++ with a baseline: reward minus the mean of its group, whitened over all terms.
+    """REINFORCE++ with a baseline: return reward minus the mean of its group, whitened over all terms.
 
     Args:
-        rewards: [R], NaN where a trace could not be scored: its terms have 0, and stand outside mean and deviation.
+        rewards: [R], NaN if a trace could not be scored: its terms have 0, and are left out of mean and deviation.
         groups: [R] ids.
         trace: [M] row of each term's trace in `rewards`.
         singleton: verl keeps the reward.
@@ -162,15 +165,15 @@ def reinforce_plus_plus_baseline(
 
 
 def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np.float32]:
-    """What a term still gets, undiscounted, minus the reward of the greedy answer to the same prompt.
+    """Return the undiscounted return of each term minus the reward of the greedy answer to the same prompt.
 
     Args:
-        rewards: [M] per term, as `returns` takes them.
-        greedy: [R] reward of the greedy answer to each trace's prompt, NaN where it is not known.
+        rewards: [M] per term, as in `returns`.
+        greedy: [R] reward of the greedy answer to each trace's prompt, NaN if unknown.
         trace: [M] row of each term's trace in `greedy`.
 
     Returns:
-        [M] float32; 0 where either is not known.
+        [M] float32; 0 if either is unknown.
 
     Raises:
         ArgumentError: as `returns`, and for rows that `greedy` does not have.
@@ -187,13 +190,13 @@ def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np
 
 
 def gae(rewards: ArrayLike, values: ArrayLike, trace: ArrayLike, *, gamma: float, lam: float) -> Gae:
-    """Generalised advantage estimates: A_t = d_t + gamma * lam * A_(t+1), d_t = r_t + gamma * V_(t+1) - V_t.
+    """Return generalised advantage estimates: A_t = d_t + gamma * lam * A_(t+1), d_t = r_t + gamma * V_(t+1) - V_t.
 
     V after the last term of a trace is 0. verl and SkyRL end with `whiten(found.advantages, ddof=1, eps=1e-8,
     eps_in="variance")`; the returns are not whitened.
 
     Args:
-        rewards: [M], 0 where a term has none.
+        rewards: [M], 0 if a term has none.
         values: [M] of the value function, at the state before each term.
         trace: [M] id of each term's trace.
         gamma: 0 to 1.
@@ -240,24 +243,25 @@ def optimal_token_baseline(
     eps: float = 1e-8,
     singleton: Singleton = "refuse",
 ) -> NDArray[np.float32]:
-    """G_t - B_t, where B_t = sum(G_t * W_t) / (sum(W_t) + eps) over the traces of the group that have a term at step t.
+    """Return G_t - B_t, with B_t = sum(G_t * W_t) / (sum(W_t) + eps) over the traces of the group with a term at step
+    t.
 
-    G_t is the undiscounted return. W_t sums w_j = 1 - 2 * p_j + sum_v p_v**2 over the terms up to t: the squared norm
-    of the gradient of the logprob with respect to the logits, so that B_t is the baseline of least variance.
+    G_t is the undiscounted return. W_t sums w_j = 1 - 2 * p_j + sum_v p_v**2 over the terms up to t. That is the
+    squared norm of the gradient of the logprob with respect to the logits, so B_t is the baseline of least variance.
 
     Args:
-        rewards: [M] per term, 0 where a term has none; a trace with a NaN is unscorable.
+        rewards: [M] per term, 0 if a term has none; a trace with a NaN is unscorable.
         groups: [R] ids.
         trace: [M] row of each term's trace in `groups`.
-        logprobs: [M] nats, of the policy that is trained, at the time of sampling.
+        logprobs: [M] nats, of the policy being trained, at the time of sampling.
         sum_pi_squared: [M] sum over the vocabulary of p squared.
-        tail: at a step where one trace of a larger group is left: "keep" the return (verl's handle_zero_tail=True), or
-            "zero", as there is nothing to compare with (False).
+        tail: at a step that only one trace of a larger group reaches: "keep" the return (verl's handle_zero_tail=True),
+            or "zero", because there is nothing to compare with (False).
         weights: [M] importance weights; w_j is multiplied by their square.
         position: [M] step of each term, rising within a trace; default its number among the terms of the trace (verl's
             tir_optimal_token_baseline). Pass offsets within the response for verl's optimal_token_baseline.
         eps: added to the denominator.
-        singleton: a group in which one scorable trace has terms; verl keeps the return.
+        singleton: for a group in which one scorable trace has terms; verl keeps the return.
 
     Returns:
         [M] float32.
@@ -282,8 +286,8 @@ def optimal_token_baseline(
     index = np.unique(group, return_inverse=True)[1].reshape(-1)
     rows(owner, len(index))
     known = ~np.isnan(reward)
-    lost = np.isin(owner, owner[~known])
-    total = np.where(lost, np.nan, discounted(np.where(known, reward, 0.0), owner, 1.0))
+    unscorable = np.isin(owner, owner[~known])
+    total = np.where(unscorable, np.nan, discounted(np.where(known, reward, 0.0), owner, 1.0))
     energy = accumulated(_energy(owner, logprobs, sum_pi_squared, weights), owner)
     step = _steps(owner, position)
     cells = Grouped.of(total, index[owner] * (step.max(initial=0) + 1) + step)
@@ -325,7 +329,10 @@ def _steps(owner: NDArray[np.int64], position: ArrayLike | None) -> NDArray[np.i
 def _with_lone_traces(
     advantage: Floats, total: Floats, owner: NDArray[np.int64], group: NDArray, singleton: str
 ) -> Floats:
-    """The advantages, where a trace is the only scorable one of its group with what `singleton` says."""
+    """Return the advantages with groups of one handled as `singleton` says.
+
+    A group of one has a single scorable trace with terms.
+    """
     present, first = np.unique(owner, return_index=True)
     traces = Grouped.of(total[first], group[present])
     traces.settle(traces.reward, singleton)
@@ -334,24 +341,25 @@ def _with_lone_traces(
 
 
 def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) -> Floats:
-    """What each turn still gets: its own reward and gamma times what the next turn gets.
+    """Return the return of each turn: its own reward plus gamma times the return of the next turn.
 
-    gamma=0 credits a turn with its own reward alone; gamma=1 credits it with its own and all later ones; between, a
-    later turn counts less, by turns and not by tokens. `turns_to_terms` brings it to the terms.
+    gamma=0 credits a turn only with its own reward, gamma=1 with its own and all later ones. In between, a later turn
+    counts less, by turns and not by tokens. `turns_to_terms` distributes the returns to the terms.
 
-    A baseline stands after it, one number for all turns of a trace, from the other traces of its group: then it does
-    not depend on what the trace does. A mean that is taken out of each turn before they are summed, as in the process
-    supervision of DeepSeekMath (Shao et al. 2024, arXiv 2402.03300, section 4.1.3), is paid once for each turn that a
-    trace takes. Where traces choose how many they take, the gradient is biased towards fewer, or more where the mean is
-    below 0 (verl#7244); so it is with a mean over the turns of the group, in which a longer trace counts more often.
+    Subtract a baseline afterwards: one number for all turns of a trace, from the other traces of its group. It then
+    does not depend on what the trace does. If you subtract a mean from each turn before the sum, a trace pays it once
+    for each of its turns. The process supervision of DeepSeekMath does so (Shao et al. 2024, arXiv 2402.03300, section
+    4.1.3). If traces choose their number of turns, the gradient is then biased towards fewer turns, or towards more if
+    the mean is below 0 (verl#7244). A mean over the turns of the group has the same bias, because a longer trace counts
+    more often in it.
 
     Args:
-        turn_rewards: [K], NaN where a turn has none: it adds nothing.
-        cu_turns: [R+1] offsets: trace r owns turns cu_turns[r]:cu_turns[r+1].
+        turn_rewards: [K], NaN if a turn has none: it adds nothing.
+        cu_turns: [R+1] offsets: trace r has turns cu_turns[r]:cu_turns[r+1].
         gamma: 0 to 1.
 
     Returns:
-        [K] float64, NaN where no known reward is reached.
+        [K] float64, NaN if no known reward is reached.
 
     Raises:
         ArgumentError: for gamma outside 0 to 1, infinite rewards, or offsets that do not rise from 0 to K.
@@ -359,9 +367,9 @@ def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) 
     >>> turn_returns([1.0, 2.0, 4.0], [0, 2, 3], gamma=0.5).tolist()
     [2.0, 2.0, 4.0]
 
-    Two traces of a group: one ends after a turn that got 1, the other's two turns got 1 and 0. Both got 1 in all, so
-    that nothing speaks for either at the first turn, where they part: 0 and 0. The mean of all three turns, 2/3, taken
-    out before, would have said 1/3 for the one that ended and 1/3 - 2/3 for the one that went on.
+    Example with two traces of a group: one ends after a turn with reward 1, the other has two turns with rewards 1 and
+    0. Both have a total of 1, so neither is better at the first turn, where they diverge: 0 and 0. If the mean of all
+    three turns, 2/3, were subtracted first, the result would be 1/3 for the one that ended and 1/3 - 2/3 for the other.
 
     >>> from tracegrad.advantage import group_mean, rloo
     >>> rewards, cu_turns, group = np.array([1.0, 1.0, 0.0]), np.array([0, 1, 3]), np.array([7, 7])
@@ -380,7 +388,7 @@ def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) 
 
 
 def turns_to_terms(values: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, turn: ArrayLike) -> NDArray[np.float32]:
-    """Gives every term the value of its turn, 0 where that is NaN.
+    """Return for every term the value of its turn, 0 if that is NaN.
 
     Args:
         values: [K], one per turn.
@@ -402,9 +410,9 @@ def turns_to_terms(values: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, tur
 
 
 def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, turn: ArrayLike) -> Floats:
-    """Puts each turn's reward on the last term of the turn: per-term rewards for `returns`, `gae` and the rest.
+    """Return per-term rewards with each turn's reward on its last term, for `returns`, `gae` and similar functions.
 
-    A turn without terms gives its reward to the last term before it; if there is none it can credit nothing.
+    A turn without terms gives its reward to the last term before it. If there is no such term, the reward is dropped.
 
     Args: as `turns_to_terms`.
 
@@ -423,13 +431,13 @@ def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike,
     row = _turn_rows(offsets, trace, turn)
     out = np.where(np.isnan(reward[row]), np.nan, 0.0)
     order = np.argsort(row, kind="stable")
-    given = np.flatnonzero(~np.isnan(reward))
-    upto = np.searchsorted(row[order], given, side="right")
-    before = np.searchsorted(row[order], np.repeat(offsets[:-1], np.diff(offsets))[given])
-    there = upto > before  # the trace has a term in this turn or an earlier one
-    term = order[upto[there] - 1]
+    rewarded = np.flatnonzero(~np.isnan(reward))
+    end = np.searchsorted(row[order], rewarded, side="right")
+    before = np.searchsorted(row[order], np.repeat(offsets[:-1], np.diff(offsets))[rewarded])
+    has_term = end > before  # the trace has a term in this turn or an earlier one
+    term = order[end[has_term] - 1]
     hit = np.bincount(term, minlength=len(row)) > 0
-    return np.where(hit, np.bincount(term, reward[given][there], len(row)), out)
+    return np.where(hit, np.bincount(term, reward[rewarded][has_term], len(row)), out)
 
 
 def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
@@ -444,7 +452,7 @@ def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
 
 
 def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) -> NDArray[np.int64]:
-    """[M]: which of all turns each term is of."""
+    """Return [M]: the row of each term's turn among all turns."""
     owner, number = rows(trace, len(offsets) - 1), _validation.integers(turn, "turn")
     if number.shape != owner.shape:
         raise ArgumentError(

@@ -1,8 +1,8 @@
-"""Check recorded traces for problems that raise no error and would ruin training.
+"""Check recorded traces for problems that raise no error but would corrupt training.
 
-`examine` takes whatever `read` takes, with a model's tokenizer, and returns a `Diagnosis`: findings with their places,
-costs and cures. `CHECKS` lists the checks (docs/doctor.md), and `lag_test` is the test for shifted logprobs, for any
-trainer. torch is used by `rescore` alone.
+`examine` reads the same inputs as `tracegrad.read`, and needs the model's tokenizer. It returns a `Diagnosis`: findings
+with their places, their impact and a fix. `CHECKS` lists all checks (docs/doctor.md). `lag_test` detects shifted
+logprobs in plain arrays, so it works with any trainer. Only `rescore` needs torch.
 """
 
 from tracegrad.doctor.examination import CHECKS, Diagnosis, examine

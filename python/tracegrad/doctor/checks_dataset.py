@@ -1,4 +1,4 @@
-"""Checks of a whole file, at its end: bad records, traces that do not align, drift, rewards, copies, versions."""
+"""Dataset-level checks, run after the last batch: bad records, alignment, rewards, duplicates, policy versions."""
 
 import re
 
@@ -126,13 +126,13 @@ def equal_rewards(whole: Whole) -> Hits:
     """
     if not whole.rewards.reward:
         return Hits()
-    found = group_counts(np.concatenate(whole.rewards.reward), np.concatenate(whole.rewards.group))
-    if not found.equal:
-        return Hits(0, found.groups)
-    at = min(found.equal_ids, key=lambda each: whole.rewards.first[int(each)][2])
-    first, name, _ = whole.rewards.first[int(at)]
-    reward = dict(zip(found.equal_ids, found.equal_rewards, strict=True))[at]
-    return Hits(found.equal, found.groups, first, f"group '{name}': every reward is {reward:g}")
+    counts = group_counts(np.concatenate(whole.rewards.reward), np.concatenate(whole.rewards.group))
+    if not counts.equal:
+        return Hits(0, counts.groups)
+    group_id = min(counts.equal_ids, key=lambda candidate: whole.rewards.first[int(candidate)][2])
+    first, name, _ = whole.rewards.first[int(group_id)]
+    reward = dict(zip(counts.equal_ids, counts.equal_rewards, strict=True))[group_id]
+    return Hits(counts.equal, counts.groups, first, f"group '{name}': every reward is {reward:g}")
 
 
 @check(
@@ -152,11 +152,13 @@ def lone_traces(whole: Whole) -> Hits:
     """
     if not whole.rewards.reward:
         return Hits()
-    found = group_counts(np.concatenate(whole.rewards.reward), np.concatenate(whole.rewards.group))
-    if not found.singletons:
-        return Hits(0, found.groups)
-    first, name, _ = min((whole.rewards.first[int(each)] for each in found.singleton_ids), key=lambda each: each[2])
-    return Hits(found.singletons, found.groups, first, f"group '{name}'" if name else "the record names no group")
+    counts = group_counts(np.concatenate(whole.rewards.reward), np.concatenate(whole.rewards.group))
+    if not counts.singletons:
+        return Hits(0, counts.groups)
+    first, name, _ = min(
+        (whole.rewards.first[int(entry)] for entry in counts.singleton_ids), key=lambda entry: entry[2]
+    )
+    return Hits(counts.singletons, counts.groups, first, f"group '{name}'" if name else "the record names no group")
 
 
 @check(
@@ -208,18 +210,18 @@ def stale_versions(whole: Whole) -> Hits:
     """
     tokens = {version: count for version, count in whole.versions.tokens.items() if version >= 0}
     newest = max(tokens, default=0)
-    old = {version: count for version, count in tokens.items() if newest - version > STALE}
-    if not old:
+    stale = {version: count for version, count in tokens.items() if newest - version > STALE}
+    if not stale:
         return Hits(0, sum(tokens.values()))
-    first = whole.versions.first[min(old)]
-    return Hits(sum(old.values()), sum(tokens.values()), first, f"version {min(old)}, the newest is {newest}")
+    first = whole.versions.first[min(stale)]
+    return Hits(sum(stale.values()), sum(tokens.values()), first, f"version {min(stale)}, the newest is {newest}")
 
 
 def place_of(error: str) -> Place | None:
-    """The place that one of our errors begins with."""
-    found = LOCATED.match(error)
-    if found is None:
+    """Return the place named at the start of a tracegrad error message, or None if there is none."""
+    match = LOCATED.match(error)
+    if match is None:
         return None
-    file, *numbers = found.group("file", "line", "turn", "token", "record")
-    line, *inner = (None if each is None else int(each) for each in numbers)
-    return Place(file, line, found["trace"], *inner)
+    file, *numbers = match.group("file", "line", "turn", "token", "record")
+    line, *inner = (None if number is None else int(number) for number in numbers)
+    return Place(file, line, match["trace"], *inner)

@@ -1,4 +1,4 @@
-"""Checks of pictures, batch by batch: what is not in the record, what has no place, what stands in a prompt twice."""
+"""Image checks, run on each batch: images missing from the record, unplaced in a prompt, or expanded twice."""
 
 import numpy as np
 
@@ -64,10 +64,10 @@ def doubled_pictures(look: Look) -> Hits:
     pads, features, starts = _before(look)
     hit = (pads >= 2) & (starts > 0) & (pads >= features - starts)
 
-    def found(g: int) -> str:
+    def describe(g: int) -> str:
         return f"{pads[g]} ids of pictures beside the {features[g]} of {starts[g]} pictures"
 
-    return look.hits(hit, None, found)
+    return look.hits(hit, None, describe)
 
 
 @check(
@@ -86,7 +86,10 @@ def pictures_as_sent(look: Look) -> Hits:
 
 
 def _before(look: Look) -> tuple[Array, Array, Array]:
-    """[G] each: pads outside of pictures before a turn that nobody sampled, features of pictures, pictures."""
+    """Return three [G] int64 arrays that count, before each turn: pad ids outside images, image features, images.
+
+    Counting starts at the beginning of the turn's branch. Pad ids that the policy sampled are not counted.
+    """
     sequences, images = look.sequences, look.sequences.images
     out = np.zeros((3, look.generations), np.int64)
     if images is None or not len(look.own):
@@ -95,10 +98,10 @@ def _before(look: Look) -> tuple[Array, Array, Array]:
     tokens = images.tokens(sequences.cu_seqlens)
     marks[1, tokens + 1] = 1
     marks[2, tokens[images.cu_features[:-1]] + 1] = 1
-    given = (sequences.ids == images.rule.pad) & (sequences.source != SAMPLED)
-    marks[0, 1:] = given & (marks[1, 1:] == 0)
-    total = marks.cumsum(axis=1)
+    prompt_pads = (sequences.ids == images.rule.pad) & (sequences.source != SAMPLED)
+    marks[0, 1:] = prompt_pads & (marks[1, 1:] == 0)
+    running = marks.cumsum(axis=1)
     generations, first = np.unique(look.own_generation, return_index=True)
-    at = look.own[first]
-    out[:, generations] = total[:, at] - total[:, sequences.cu_seqlens[look.branch[at]]]
+    position = look.own[first]
+    out[:, generations] = running[:, position] - running[:, sequences.cu_seqlens[look.branch[position]]]
     return out[0], out[1], out[2]

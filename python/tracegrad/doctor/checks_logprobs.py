@@ -1,4 +1,4 @@
-"""Check logprobs: missing, filled with zeros, of another distribution, contradicted by top_logprobs or a sum."""
+"""Logprob checks: missing, filled with zeros, from another distribution, contradicted by top_logprobs or by a sum."""
 
 import json
 from collections.abc import Iterator
@@ -13,27 +13,27 @@ from tracegrad.data.sampling import TRUNCATING, options
 from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.trace_batch import Array, Look
 
-LARGEST = 4 << 20  # bytes of a record that is parsed again
-CLOSE = 1e-4  # nats
-LISTED = 8  # tokens of a turn that stand among their alternatives, from which they say something
+LARGEST = 4 << 20  # bytes; larger records are not parsed a second time
+CLOSE = 1e-4  # nats within which two logprobs are equal
+LISTED = 8  # tokens that must appear among their own alternatives before a turn counts as evidence
 
 
 def lag_of_tops(record: bytes) -> int:
-    """The lag at which the logprobs of a record's turns equal those in their top_logprobs; 0 where that is in place.
+    """Return the lag at which a record's logprobs equal those in its top_logprobs; 0 if they are in place or unclear.
 
-    A turn counts with 8 tokens whose own text is among the alternatives: in place under half of them may agree, and at
-    the lag nine in ten must.
+    Only a turn with at least 8 tokens that appear among their own alternatives decides. At lag 0 fewer than half of its
+    tokens may agree, and at the returned lag at least nine in ten must.
     """
     if len(record) > LARGEST or b'"top_logprobs"' not in record:
         return 0
     try:
-        turns = list(_turns(json.loads(record)))
+        turns = list(_token_lists(json.loads(record)))
     except (ValueError, RecursionError):
         return 0
-    for logprobs, own in turns:
-        agree = {lag: _agree(logprobs, own, lag) for lag in (-1, 0, 1)}
+    for logprobs, in_tops in turns:
+        agree = {lag: _agreement(logprobs, in_tops, lag) for lag in (-1, 0, 1)}
         lag = max(agree, key=agree.__getitem__)
-        if np.sum(~np.isnan(own)) >= LISTED and agree[0] < 0.5 and agree[lag] >= 0.9:
+        if np.sum(~np.isnan(in_tops)) >= LISTED and agree[0] < 0.5 and agree[lag] >= 0.9:
             return lag
     return 0
 
@@ -41,76 +41,84 @@ def lag_of_tops(record: bytes) -> int:
 def kept_mass(record: bytes, told: dict[str, Any]) -> tuple[float, float] | None:
     """Return the mean and the least kept mass S of a record's tokens under min_p, top_k and top_p.
 
-    A token counts if its alternatives (top_logprobs) reach as far as the cut; None if no token does.
+    A token counts if its alternatives (top_logprobs) reach as far as the truncation. Return None if no token does.
 
     Args:
-        record: JSON whose logprobs are raw, of temperature 1.
-        told: min_p, top_k and top_p, as far as they are on.
+        record: JSON whose logprobs are raw, sampled at temperature 1.
+        told: the values of min_p, top_k and top_p that are switched on.
     """
     if len(record) > LARGEST or b'"top_logprobs"' not in record:
         return None
     try:
-        found = [mass for listed in _listed(json.loads(record)) if (mass := _mass(listed, told)) is not None]
-        return (float(np.mean(found)), float(np.min(found))) if found else None
+        masses = [
+            mass
+            for probabilities in _alternatives(json.loads(record))
+            if (mass := _mass_under(probabilities, told)) is not None
+        ]
+        return (float(np.mean(masses)), float(np.min(masses))) if masses else None
     except (TypeError, ValueError, RecursionError):
         return None
 
 
-def _listed(value: Any) -> Iterator[Any]:
-    """The probabilities of each token's alternatives, the likeliest first."""
+def _alternatives(value: Any) -> Iterator[Any]:
+    """Yield the probabilities of each token's alternatives, the most likely first."""
     if isinstance(value, dict):
         if isinstance(tops := value.get("top_logprobs"), list) and "logprob" in value:
-            numbers = np.array([_number(each) for each in tops if isinstance(each, dict)], np.float64)
-            yield -np.sort(-np.exp(numbers[numbers <= 0]))
+            logprobs = np.array([_number(entry) for entry in tops if isinstance(entry, dict)], np.float64)
+            yield -np.sort(-np.exp(logprobs[logprobs <= 0]))
         value = list(value.values())
-    for each in value if isinstance(value, list) else ():
-        yield from _listed(each)
+    for entry in value if isinstance(value, list) else ():
+        yield from _alternatives(entry)
 
 
-def _mass(listed: Any, told: dict[str, Any]) -> float | None:
-    """What min_p, then top_k, then top_p of the rest leave of a distribution whose likeliest tokens are listed."""
+def _mass_under(listed: Any, sampling: dict[str, Any]) -> float | None:
+    """Return the mass that min_p, then top_k, then top_p leave of a distribution.
+
+    `listed` has its most likely tokens only. Return None if they do not reach as far as the truncation.
+    """
     if not len(listed):
         return None
-    kept, whole = listed, False  # whole: every token that is left is listed
-    if least := float(told.get("min_p", 0)):
-        kept = listed[listed >= least * listed[0]]
-        whole = len(kept) < len(listed)
-    if (most := int(told.get("top_k", 0))) > 0 and len(kept) >= most:
-        kept, whole = kept[:most], True
-    if (share := float(told.get("top_p", 1))) < 1:
-        total = np.cumsum(kept)
-        enough = np.flatnonzero(total >= share * (total[-1] if whole else 1.0))
-        if len(enough):
-            return float(total[enough[0]])
-    return float(kept.sum()) if whole else None
+    remaining, complete = listed, False  # complete: the list contains every token that is left
+    if min_p := float(sampling.get("min_p", 0)):
+        remaining = listed[listed >= min_p * listed[0]]
+        complete = len(remaining) < len(listed)
+    if (top_k := int(sampling.get("top_k", 0))) > 0 and len(remaining) >= top_k:
+        remaining, complete = remaining[:top_k], True
+    if (top_p := float(sampling.get("top_p", 1))) < 1:
+        total = np.cumsum(remaining)
+        reached = np.flatnonzero(total >= top_p * (total[-1] if complete else 1.0))
+        if len(reached):
+            return float(total[reached[0]])
+    return float(remaining.sum()) if complete else None
 
 
-def _agree(logprobs: Any, own: Any, lag: int) -> float:
-    """Share of tokens whose logprob is that of the token `lag` places on, as its alternatives give it."""
-    inner = np.arange(1, len(own) - 1)
-    inner = inner[~np.isnan(own[inner + lag]) & ~np.isnan(logprobs[inner])]
-    return float(np.mean(np.abs(logprobs[inner] - own[inner + lag]) < CLOSE)) if len(inner) else 0.0
+def _agreement(logprobs: Any, in_tops: Any, lag: int) -> float:
+    """Return the share of tokens whose logprob top_logprobs list for the token `lag` positions later."""
+    inner = np.arange(1, len(in_tops) - 1)
+    inner = inner[~np.isnan(in_tops[inner + lag]) & ~np.isnan(logprobs[inner])]
+    return float(np.mean(np.abs(logprobs[inner] - in_tops[inner + lag]) < CLOSE)) if len(inner) else 0.0
 
 
-def _turns(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Listed logprobs, and those that the alternatives give the same tokens, of each token list in a JSON value."""
+def _token_lists(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield two arrays for each token list in a JSON value.
+
+    The first has the logprobs of the tokens, the second the logprobs that top_logprobs list for the same tokens.
+    """
     if isinstance(value, dict):
-        for each in value.values():
-            yield from _turns(each)
-    elif isinstance(value, list) and value and all(isinstance(each, dict) and "logprob" in each for each in value):
+        for entry in value.values():
+            yield from _token_lists(entry)
+    elif isinstance(value, list) and value and all(isinstance(entry, dict) and "logprob" in entry for entry in value):
         if "top_logprobs" in value[0]:
-            yield np.array([_number(each) for each in value]), np.array([_among(each) for each in value])
+            yield np.array([_number(entry) for entry in value]), np.array([_own_logprob(entry) for entry in value])
     elif isinstance(value, list):
-        for each in value:
-            yield from _turns(each)
+        for entry in value:
+            yield from _token_lists(entry)
 
 
-def _among(entry: dict[str, Any]) -> float:
-    found = [each for each in entry.get("top_logprobs") or () if isinstance(each, dict)]
-    same = [
-        each for each in found if each.get("token") == entry.get("token") and each.get("bytes") == entry.get("bytes")
-    ]
-    return _number(same[0]) if same else float("nan")
+def _own_logprob(entry: dict[str, Any]) -> float:
+    tops = [top for top in entry.get("top_logprobs") or () if isinstance(top, dict)]
+    matches = [top for top in tops if top.get("token") == entry.get("token") and top.get("bytes") == entry.get("bytes")]
+    return _number(matches[0]) if matches else float("nan")
 
 
 def _number(entry: dict[str, Any]) -> float:
@@ -118,20 +126,20 @@ def _number(entry: dict[str, Any]) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")
 
 
-GREEDY = 0.01  # temperature below which tokens are not drawn
-PLAIN = 0.7  # temperature from which few tokens are certain
+GREEDY = 0.01  # below this temperature decoding counts as greedy
+PLAIN = 0.7  # from this temperature on few tokens are certain
 NEAR = 0.01  # nats: probabilities from 0.99 to 1, which a model gives more often than exactly 1
-MORE = 10  # zeros for each logprob that near: real data had up to 2
-ROUNDED = 1e-4  # a file whose logprobs are all multiples of it has zeros by rounding
-PROMPTS = 256  # whose last answers are kept
-APART, SHARE_APART = 3, 0.1  # contradictions, and their share of the places at which answers part
+MORE = 10  # zeros per logprob that close to 0; real data had at most 2
+ROUNDED = 1e-4  # if all logprobs are multiples of this, zeros come from rounding
+PROMPTS = 256  # prompts whose last answer is remembered
+APART, SHARE_APART = 3, 0.1  # least number of contradictions, and their least share of the diverging places
 STOPS, SHARE_STOPS, SHARE_OTHERS = 8, 0.5, 0.02
 TOKENS, ZEROS, SHARE = 64, 20, 0.03
 
 
 @dataclass
 class Count:
-    """Logprobs of one kind of token: how many, exactly 0, and near 0; where the first zero stands."""
+    """Number of logprobs of one kind of token: all, exactly 0, and near 0; with the place of the first zero."""
 
     tokens: int = 0
     zeros: int = 0
@@ -139,7 +147,7 @@ class Count:
     first: Place | None = None
 
     def add(self, look: Look, at: Array, logprobs: Array) -> None:
-        """Adds tokens `at` of the own ones of a batch, with their logprobs."""
+        """Add the tokens `at`, indices into `look.own`, with their logprobs."""
         zero = logprobs == 0
         self.tokens += len(at)
         self.zeros += int(zero.sum())
@@ -149,25 +157,28 @@ class Count:
 
     @property
     def share(self) -> float:
-        """Zeros among the tokens."""
+        """Share of zeros among the tokens."""
         return self.zeros / max(self.tokens, 1)
 
     @property
     def is_bare(self) -> bool:
-        """Whether exact zeros stand without the logprobs near 0 that a model gives beside them."""
+        """Whether exact zeros come without the logprobs near 0 that a model produces more often."""
         return self.zeros > MORE * self.near
 
 
 @dataclass
 class Zeros:
-    """Zeros of a file.
+    """Counts of exact zeros among the logprobs of a file.
 
     Args:
-        parted, contradicted: places at which two answers to one prompt part, and those where a token that was drawn
-            has a logprob of exactly 0.
-        stops, others: stop tokens and other tokens, where the temperature is known not to be low.
-        unsaid_stops, unsaid: the same where no temperature is recorded.
-        exact: whether a logprob is no multiple of 0.0001.
+        parted, contradicted: places at which two answers to one prompt diverge, and those of them at which a drawn
+            token has a logprob of exactly 0.
+        first, found: the first contradicted place, and its description.
+        stops, others: stop tokens and other tokens of turns at a temperature of at least 0.7.
+        unsaid_stops, unsaid: the same for turns without a recorded temperature.
+        exact: whether any logprob is not a multiple of 0.0001.
+        nonzero: whether any logprob differs from 0.
+        answers: ids and logprobs of the last answer to each of the last 256 prompts, by a hash of the prompt.
     """
 
     parted: int = 0
@@ -183,23 +194,23 @@ class Zeros:
     answers: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def add(self, look: Look) -> None:
-        """Counts one batch."""
+        """Add one batch."""
         own, generation = look.own, look.own_generation
         logprobs = look.sequences.rollout_logprobs[own].astype(np.float64)
-        heat = look["temperature"][generation]
-        known = ~np.isnan(logprobs)
-        values = logprobs[known & (logprobs != 0)] / ROUNDED
+        temperature = look["temperature"][generation]
+        present = ~np.isnan(logprobs)
+        values = logprobs[present & (logprobs != 0)] / ROUNDED
         self.nonzero |= len(values) > 0
         self.exact |= bool(np.any(np.abs(values - np.round(values)) > 0.01))
         last = np.diff(generation, append=-1) != 0
         stop = last & look.vocabulary.is_special(look.sequences.ids[own])
-        # What a grammar forces has probability 1.
+        # A grammar gives the token that it forces probability 1, so a logprob of 0 is right there.
         forced = look.finish == "tool_calls"
-        forced[[g for g, asked in look.mismatch.items() if asked.keys() - {"temperature", "top_p"}]] = True
-        known &= ~forced[generation]
+        forced[[g for g, mismatch in look.mismatch.items() if mismatch.keys() - {"temperature", "top_p"}]] = True
+        present &= ~forced[generation]
         for usable, stops, others in (
-            (known & (heat >= PLAIN), self.stops, self.others),
-            (known & np.isnan(heat), self.unsaid_stops, self.unsaid),
+            (present & (temperature >= PLAIN), self.stops, self.others),
+            (present & np.isnan(temperature), self.unsaid_stops, self.unsaid),
         ):
             stops.add(look, at := np.flatnonzero(usable & stop), logprobs[at])
             others.add(look, at := np.flatnonzero(usable & ~stop), logprobs[at])
@@ -211,46 +222,54 @@ class Zeros:
         for g in np.flatnonzero((np.diff(cu) > 0) & ~(look["temperature"] < GREEDY)):
             span = slice(cu[g], cu[g + 1])
             start = int(own[span.start])
-            ids, said = sequences.ids[own[span]], logprobs[span]
+            ids, answer = sequences.ids[own[span]], logprobs[span]
             prompt = hash(sequences.ids[sequences.cu_seqlens[look.branch[start]] : start].tobytes())
-            before = self.answers.pop(prompt, None)
-            self.answers[prompt] = ids, said
+            earlier = self.answers.pop(prompt, None)
+            self.answers[prompt] = ids, answer
             if len(self.answers) > PROMPTS:
                 self.answers.pop(next(iter(self.answers)))
-            if before is None:
+            if earlier is None:
                 continue
-            both = min(len(ids), len(before[0]))
-            parts = np.flatnonzero(ids[:both] != before[0][:both])
-            if not len(parts) or np.isnan(said[at := int(parts[0])]) or np.isnan(before[1][at]):
+            shared = min(len(ids), len(earlier[0]))
+            differences = np.flatnonzero(ids[:shared] != earlier[0][:shared])
+            if (
+                not len(differences)
+                or np.isnan(answer[position := int(differences[0])])
+                or np.isnan(earlier[1][position])
+            ):
                 continue
             self.parted += 1
-            if said[at] == 0 or before[1][at] == 0:
+            if answer[position] == 0 or earlier[1][position] == 0:
                 self.contradicted += 1
                 if self.first is None:
-                    self.first = look.at(int(g), at)
+                    self.first = look.at(int(g), position)
                     self.found = "another answer to the prompt goes on with another token, and one of the two has 0"
 
     def hits(self, turns: int) -> Hits:
-        """Hits where the zeros cannot be a model's; `turns` are those of the file."""
+        """Return hits if the zeros cannot come from a model; `turns` is the number of turns in the file."""
         if self.contradicted >= APART and self.contradicted >= SHARE_APART * self.parted:
-            said = f"{self.found} ({self.contradicted:,} of {self.parted:,} such places)"
-            return Hits(self.contradicted, self.parted, self.first, said)
+            description = f"{self.found} ({self.contradicted:,} of {self.parted:,} such places)"
+            return Hits(self.contradicted, self.parted, self.first, description)
         if self.nonzero and not self.exact:
             return Hits(0, turns)
         for stops, others in ((self.stops, self.others), (self.unsaid_stops, self.unsaid)):
-            alone = others.share <= SHARE_OTHERS or (stops is self.stops and others.is_bare)
-            if stops.tokens >= STOPS and stops.share >= SHARE_STOPS and stops.is_bare and alone:
-                said = f"{stops.zeros:,} of {stops.tokens:,} stop tokens have 0, {others.share:.1%} of the others"
-                return Hits(stops.zeros, stops.tokens, stops.first, said)
-        found = self.others
-        if found.tokens >= TOKENS and found.zeros >= ZEROS and found.share >= SHARE and found.is_bare:
-            said = f"{found.zeros:,} of {found.tokens:,} tokens have 0, and {found.near:,} a probability from 0.99 to 1"
-            return Hits(found.zeros, found.tokens, found.first, said)
+            isolated = others.share <= SHARE_OTHERS or (stops is self.stops and others.is_bare)
+            if stops.tokens >= STOPS and stops.share >= SHARE_STOPS and stops.is_bare and isolated:
+                description = (
+                    f"{stops.zeros:,} of {stops.tokens:,} stop tokens have 0, {others.share:.1%} of the others"
+                )
+                return Hits(stops.zeros, stops.tokens, stops.first, description)
+        plain = self.others
+        if plain.tokens >= TOKENS and plain.zeros >= ZEROS and plain.share >= SHARE and plain.is_bare:
+            description = (
+                f"{plain.zeros:,} of {plain.tokens:,} tokens have 0, and {plain.near:,} a probability from 0.99 to 1"
+            )
+            return Hits(plain.zeros, plain.tokens, plain.first, description)
         return Hits(0, turns)
 
 
-FILLED_TURN = 8  # tokens of one value from which a whole turn counts as filled
-FILLED_TAIL = 4  # zeros at the end of a turn that has other values before
+FILLED_TURN = 8  # least number of equal logprobs for which a turn counts as filled
+FILLED_TAIL = 4  # least number of zeros at the end of a turn that has other values before
 
 
 @check(
@@ -333,32 +352,32 @@ def filled_logprobs(look: Look) -> Hits:
     rounds single tokens to 0.0, so zeros alone prove nothing. Greedy turns (temperature 0) are not looked at. Wrong
     from 1 % of turns.
     """
-    whole, tail, least = fillings(look)
+    constant, tail, least = fillings(look)
     return look.hits(
-        whole | tail,
+        constant | tail,
         None,
-        lambda g: f"all {look['logprobs'][g]} logprobs are {least[g]:g}" if whole[g] else "the turn ends in zeros",
+        lambda g: f"all {look['logprobs'][g]} logprobs are {least[g]:g}" if constant[g] else "the turn ends in zeros",
     )
 
 
 def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[Any]]:
-    """[G] bools: one value throughout; zeros at the end; and [G] the least value, 0 where a turn has none."""
+    """Return three [G] arrays: all logprobs are equal, zeros end the turn, and the lowest logprob or 0."""
     cu, flat = look.cu_logprobs, look["flat_logprobs"]
     count = np.diff(cu)
     least, most = np.zeros(look.generations), np.full(look.generations, -1.0)
     full = np.flatnonzero(count)
     if len(full):
-        least[full], most[full] = (each.reduceat(flat, cu[:-1][full]) for each in (np.minimum, np.maximum))
+        least[full], most[full] = (function.reduceat(flat, cu[:-1][full]) for function in (np.minimum, np.maximum))
     turn = np.repeat(np.arange(look.generations), count)
-    solid = np.full(look.generations, -1, np.int64)  # the last token of each turn that is not exactly 0
-    other = np.flatnonzero(flat != 0)
-    solid[turn[other]] = other
-    zeros = np.where(solid >= 0, cu[1:] - 1 - solid, 0)
+    last_nonzero = np.full(look.generations, -1, np.int64)
+    nonzero = np.flatnonzero(flat != 0)
+    last_nonzero[turn[nonzero]] = nonzero
+    zeros = np.where(last_nonzero >= 0, cu[1:] - 1 - last_nonzero, 0)
     greedy = look["temperature"] == 0
-    whole = (count >= FILLED_TURN) & (least == most) & ~greedy
+    constant = (count >= FILLED_TURN) & (least == most) & ~greedy
     tail = (zeros >= FILLED_TAIL) & ~greedy
-    inside = np.sum(flat == 0) - int(zeros.sum()) - int(count[whole & (least == 0)].sum())
-    return whole, tail & (inside < 0.05 * max(len(flat), 1)), least
+    other_zeros = np.sum(flat == 0) - int(zeros.sum()) - int(count[constant & (least == 0)].sum())
+    return constant, tail & (other_zeros < 0.05 * max(len(flat), 1)), least
 
 
 @check(
@@ -402,23 +421,28 @@ def reshaped_sampling(look: Look) -> Hits:
 
     Threshold: any value other than the one at which the option does nothing; wrong from 1 % of turns.
     """
-    found = {
-        g: {name: value for name, value in told.items() if name != "temperature"} for g, told in look.mismatch.items()
+    reshaping = {
+        g: {name: value for name, value in mismatch.items() if name != "temperature"}
+        for g, mismatch in look.mismatch.items()
     }
-    hit = np.array([bool(found.get(g)) for g in range(look.generations)], bool)
+    hit = np.array([bool(reshaping.get(g)) for g in range(look.generations)], bool)
     kinds = ("of an unknown kind", "raw", "processed")
     return look.hits(
-        hit, None, lambda g: f"{options(found[g])}, logprobs {kinds[look['logprob_kind'][g]]}{_kept(look, g, found[g])}"
+        hit,
+        None,
+        lambda g: (
+            f"{options(reshaping[g])}, logprobs {kinds[look['logprob_kind'][g]]}{_mass_note(look, g, reshaping[g])}"
+        ),
     )
 
 
-def _kept(look: Look, generation: int, told: dict[str, Any]) -> str:
-    """The kept mass S of a turn whose tokens were cut off, by its alternatives where these say it; else ""."""
-    if told.keys().isdisjoint(TRUNCATING):
+def _mass_note(look: Look, generation: int, sampling: dict[str, Any]) -> str:
+    """Return a description of the kept mass S of a turn with truncated sampling; "" without truncation."""
+    if sampling.keys().isdisjoint(TRUNCATING):
         return ""
     raw = look["logprob_kind"][generation] != LOGPROB_KINDS.index("processed") and look["temperature"][generation] == 1
     record = look.traces.core.record(int(look.trace[generation]))
-    mass = kept_mass(record, told) if raw and told.keys() <= {"top_p", "top_k", "min_p"} else None
+    mass = kept_mass(record, sampling) if raw and sampling.keys() <= {"top_p", "top_k", "min_p"} else None
     if mass is None:
         return "; the kept mass S is not measured"
     return f"; kept mass S {mass[0]:.3f} on average, {mass[1]:.3f} at least, by the top_logprobs of its record"
@@ -439,9 +463,9 @@ def server_defaults(look: Look) -> Hits:
 
     Threshold: any turn costs; never wrong, as the file does not say how the server was started.
     """
-    left = {} if look.sampling_defaults else look.left_out
-    hit = np.array([g in left for g in range(look.generations)], bool)
-    return look.hits(hit, None, lambda g: options({name: look.defaults[name] for name in left[g]}))
+    omitted = {} if look.sampling_defaults else look.left_out
+    hit = np.array([g in omitted for g in range(look.generations)], bool)
+    return look.hits(hit, None, lambda g: options({name: look.defaults[name] for name in omitted[g]}))
 
 
 @check(
@@ -460,8 +484,8 @@ def wrong_sum(look: Look) -> Hits:
     flat = np.nan_to_num(look["flat_logprobs"].astype(np.float64))
     turn = np.repeat(np.arange(look.generations), np.diff(look.cu_logprobs))
     total = np.bincount(turn, flat, minlength=look.generations)
-    told = look["cumulative_logprob"]
-    whole = ~np.isnan(told) & (look["logprobs"] > 0) & (look["missing"] + look["invalid"] == 0)
-    gap = np.abs(total - told)
-    hit = whole & (gap > 0.01) & (gap > 1e-3 * np.abs(told))
-    return look.hits(hit, whole, lambda g: f"they sum to {total[g]:.4f}, cumulative_logprob is {told[g]:.4f}")
+    recorded = look["cumulative_logprob"]
+    complete = ~np.isnan(recorded) & (look["logprobs"] > 0) & (look["missing"] + look["invalid"] == 0)
+    gap = np.abs(total - recorded)
+    hit = complete & (gap > 0.01) & (gap > 1e-3 * np.abs(recorded))
+    return look.hits(hit, complete, lambda g: f"they sum to {total[g]:.4f}, cumulative_logprob is {recorded[g]:.4f}")

@@ -1,7 +1,8 @@
-"""Logprobs that stand beside a neighbour of their token, found without the model.
+"""Detect logprobs that belong to a neighbouring token, without the model.
 
-Three signs: `lag_test` against bigram counts of the file itself; lists that begin with null, as prompt logprobs do; and
-top_logprobs that give a token its neighbour's number. `rescore` compares with the model's own logprobs.
+There are three signs. `lag_test` compares logprobs with bigram counts of the same file. A list that begins with null
+looks like prompt logprobs. top_logprobs may list a token's logprob for its neighbour. (`rescore` compares with the
+model's own logprobs instead.)
 """
 
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ from tracegrad.doctor.rescore import Rescored
 from tracegrad.doctor.shift_test import LagTest, bigram_logprobs, lag_test
 from tracegrad.doctor.stats import Sample, Turn, Whole
 
-TOKENS, TURNS = 200, 10  # fewer tell nothing, nor do fewer that differ
-LEAD, PLACE_LEAD = 4.0, 2.2  # standard errors
-GAIN = 0.05  # of correlation
-PARTS = 8  # of the file, tested one by one
+TOKENS, TURNS = 200, 10  # least number of tokens, and of distinct turns and places, for a decision
+LEAD, PLACE_LEAD = 4.0, 2.2  # least lead over lag 0, in standard errors over turns and over places
+GAIN = 0.05  # least gain in rank correlation over lag 0
+PARTS = 8  # parts of the file that are tested one by one
 
 
 @check(
@@ -39,29 +40,32 @@ def shifted_logprobs(whole: Whole) -> Hits:
     10 to 50 of its traces none was called shifted; shifted ones were found in 94 % (+1) and 77 % (-1) of draws of
     10 traces (294 tokens), 100 % and 99 % of 20, and all of 50.
     """
-    told = whole.sample
-    if (moved := whole.tops) and moved.lag:
-        said = f"top_logprobs give {_side(moved.lag)} the number that is listed"
-        return Hits(moved.count, moved.looked, moved.first, said)
-    if whole.headless.count >= max(2, 0.5 * whole.turns) and not in_place(told.turns):
+    sample = whole.sample
+    if (tops := whole.tops) and tops.lag:
+        description = f"top_logprobs give {_neighbour(tops.lag)} the number that is listed"
+        return Hits(tops.count, tops.looked, tops.first, description)
+    if whole.headless.count >= max(2, 0.5 * whole.turns) and not in_place(sample.turns):
         return Hits(
             whole.headless.count, whole.turns, whole.headless.first, "the list begins with null, as a prompt's does"
         )
-    for part, words in parts(told):
-        found = judge(part)
-        if found is None:
+    for part, suffix in parts(sample):
+        shift = judge(part)
+        if shift is None:
             continue
-        lag, test, first = found
-        said = (
-            f"they follow {_side(lag)}: rank correlation {test.correlation[lag]:.2f} there, "
-            f"{test.correlation[0]:.2f} in place ({test.tokens:,} tokens{words})"
+        lag, test, first = shift
+        description = (
+            f"they follow {_neighbour(lag)}: rank correlation {test.correlation[lag]:.2f} there, "
+            f"{test.correlation[0]:.2f} in place ({test.tokens:,} tokens{suffix})"
         )
-        return Hits(len(part) * told.stride, max(told.count, 1), first, said)
-    return Hits(0, told.count)
+        return Hits(len(part) * sample.stride, max(sample.count, 1), first, description)
+    return Hits(0, sample.count)
 
 
 def parts(sample: Sample) -> Iterator[tuple[list[Turn], str]]:
-    """The whole sample, then the parts that may come from a recorder of their own, with words for them."""
+    """Yield the whole sample, then the parts that may have been recorded differently, each with a description.
+
+    The parts are the alignment levels, first and later turns, and eighths of the file.
+    """
     turns = sample.turns
     yield turns, ""
     for tier in sorted({turn.tier for turn in turns}):
@@ -74,7 +78,7 @@ def parts(sample: Sample) -> Iterator[tuple[list[Turn], str]]:
 
 
 def judge(turns: list[Turn]) -> tuple[int, LagTest, Place] | None:
-    """The lag that these turns' logprobs stand at, with the test and the first turn; None where it is 0 or unclear."""
+    """Return the lag of these turns' logprobs, the test and the first place; None if the lag is 0 or unclear."""
     if len(turns) < TURNS:
         return None
     test = tested(turns)
@@ -82,18 +86,18 @@ def judge(turns: list[Turn]) -> tuple[int, LagTest, Place] | None:
 
 
 def in_place(turns: list[Turn]) -> bool:
-    """Whether counts say clearly that the logprobs stand beside their own tokens."""
+    """Return whether bigram counts show clearly that the logprobs belong to their own tokens."""
     if len(turns) < TURNS:
         return False
-    return _beside_own(tested(turns))
+    return _is_in_place(tested(turns))
 
 
-def _beside_own(test: LagTest) -> bool:
+def _is_in_place(test: LagTest) -> bool:
     return test.tokens >= TOKENS and all(test.lead[lag] <= -LEAD for lag in (-1, 1))
 
 
 def tested(turns: list[Turn]) -> LagTest:
-    """Recorded logprobs of these turns beside bigram counts of the same turns."""
+    """Run the lag test of the turns' logprobs against bigram counts of the same turns."""
     before, ids = (np.concatenate([getattr(turn, name) for turn in turns]) for name in ("before", "ids"))
     logprobs = np.concatenate([turn.logprobs for turn in turns])
     cu = np.concatenate([[0], np.cumsum([len(turn.ids) for turn in turns])])
@@ -101,26 +105,28 @@ def tested(turns: list[Turn]) -> LagTest:
 
 
 def against_model(found: Rescored) -> Hits | None:
-    """Hits where recorded logprobs follow those of the model one token away, none where they stand in place; None where
-    it is unclear."""
+    """Test recorded logprobs against the model's.
+
+    Return hits if they follow those of a neighbouring token, no hits if they are in place, and None if it is unclear.
+    """
     test = found.lags()
     lag = shifted_to(test)
     if lag == 0:
-        # What the model says outweighs counts, which few answers of one shape may mislead.
-        return Hits(0, test.turns) if _beside_own(test) else None
-    said = (
-        f"they follow the model's logprob of {_side(lag)}: rank correlation {test.correlation[lag]:.2f} there, "
+        # The model outweighs counts, which a few answers of one shape can mislead.
+        return Hits(0, test.turns) if _is_in_place(test) else None
+    description = (
+        f"they follow the model's logprob of {_neighbour(lag)}: rank correlation {test.correlation[lag]:.2f} there, "
         f"{test.correlation[0]:.2f} in place ({test.tokens:,} tokens rescored)"
     )
-    return Hits(test.turns, test.turns, found.first[0], said)
+    return Hits(test.turns, test.turns, found.first[0], description)
 
 
-def _side(lag: int) -> str:
+def _neighbour(lag: int) -> str:
     return "the next token" if lag > 0 else "the token before"
 
 
 def shifted_to(test: LagTest) -> int:
-    """The lag that leads clearly; 0 where none does."""
+    """Return the lag that leads clearly, or 0 if there is none."""
     lag = test.best
     if lag == 0 or test.tokens < TOKENS or min(test.draws, test.places) < TURNS:
         return 0

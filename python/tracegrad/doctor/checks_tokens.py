@@ -1,4 +1,4 @@
-"""Checks of tokens and prompts, batch by batch: whose ids they are, what they end with, what the template adds."""
+"""Token and prompt checks, run on each batch: foreign ids, missing ends, lost chunks, the template's additions."""
 
 import re
 
@@ -12,12 +12,12 @@ from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.trace_batch import Look
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
-PLACEHOLDERS = 4  # ids from which one id, or a count, is no text
+PLACEHOLDERS = 4  # least number of ids for which a repeated or rising id counts as a placeholder
 EXPERTS = re.compile(rb'(?<!\\)"(?:[a-z_]*routed_experts|routing_matrix)"\s*:(?!\s*(?:null|\[\]))')
-"""A record that holds the experts of its tokens; in a text of a message its quotes would be escaped."""
-FEW = 8  # tokens, at most, of an answer without a word: its end, and an empty thought that a template writes
+"""Match a record with the routed experts of its tokens. Inside a message text the quotes would be escaped."""
+FEW = 8  # most tokens of an empty answer: its end, and the empty reasoning block that some templates write
 WORDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
-SLACK, SHARE = _core.USAGE_SLACK  # tokens that servers count in usage and do not list
+SLACK, SHARE = _core.USAGE_SLACK  # tokens, and their share, that servers count in usage but do not list
 
 
 @check(
@@ -91,9 +91,9 @@ def double_bos(look: Look) -> Hits:
     """
     head = look["prompt_head"].reshape(-1, 2)
     twice = (head[:, 0] == head[:, 1]) & look.vocabulary.is_special(head[:, 0])
-    found = look.drift(16)
-    twice[list(found)] = True
-    return look.hits(twice, None, lambda g: found.get(g, (0, f"the prompt begins with id {head[g, 0]} twice"))[1])
+    mismatches = look.drift(16)
+    twice[list(mismatches)] = True
+    return look.hits(twice, None, lambda g: mismatches.get(g, (0, f"the prompt begins with id {head[g, 0]} twice"))[1])
 
 
 @check(
@@ -124,8 +124,8 @@ def mixture_of_experts(look: Look) -> Hits:
     Threshold: any turn is a note.
     """
     records = map(look.traces.core.record, range(len(look.traces)))
-    holds = np.array([EXPERTS.search(record) is not None for record in records], bool)
-    return look.hits(holds[look.trace], None, lambda _: "the record holds the experts of its tokens")
+    has_experts = np.array([EXPERTS.search(record) is not None for record in records], bool)
+    return look.hits(has_experts[look.trace], None, lambda _: "the record holds the experts of its tokens")
 
 
 @check(
@@ -141,12 +141,12 @@ def truncated(look: Look) -> Hits:
     Threshold: any turn is a note; it costs from 5 % of turns: below, it is the tail that every limit cuts.
     """
     cut = np.isin(look.finish, CUT)
-    unsaid = (look.finish == "") & look.known & ~_ends(look)
+    unmarked = (look.finish == "") & look.known & ~_ends_with_special(look)
 
-    def found(g: int) -> str:
+    def describe(g: int) -> str:
         return f"finish_reason '{look.finish[g]}'" if cut[g] else "no finish reason, and no end among the tokens"
 
-    return look.hits(cut | unsaid, None, found)
+    return look.hits(cut | unmarked, None, describe)
 
 
 @check(
@@ -165,20 +165,20 @@ def lost_chunks(look: Look) -> Hits:
     2 % less than usage.completion_tokens: servers were seen to count 0 to 2 more than they list. Wrong from 10 %,
     where it is the recorder's habit.
     """
-    spelled = _spelled(look)
+    spelled = _spelled_bytes(look)
     short = look.known & (spelled < look["content_bytes"])
     used, thought = look.usage
-    fewer = _fewer(look, used) & (thought <= 0) & ~look.unlisted
+    fewer = _lists_fewer(look, used) & (thought <= 0) & ~look.unlisted
     explained = np.zeros(look.generations, bool)
     explained[list(look.drift(25, 26))] = True
     short[list(look.drift(28))] = False
 
-    def say(g: int) -> str:
+    def describe(g: int) -> str:
         if short[g]:
             return f"tokens spell {int(spelled[g])} bytes of a content of {int(look['content_bytes'][g])}"
         return f"{int(look['tokens'][g])} tokens listed where usage counts {int(used[g])}"
 
-    return look.hits((short | fewer) & ~explained, None, say)
+    return look.hits((short | fewer) & ~explained, None, describe)
 
 
 @check(
@@ -213,11 +213,11 @@ def unlisted_calls(look: Look) -> Hits:
     """
     used, _ = look.usage
 
-    def say(g: int) -> str:
+    def describe(g: int) -> str:
         counted = f", usage counts {int(used[g])}" if used[g] >= 0 else ""
         return f"{int(look['tokens'][g])} tokens listed, of the words and not of the call{counted}"
 
-    return look.hits(look.unlisted, None, say)
+    return look.hits(look.unlisted, None, describe)
 
 
 @check(
@@ -235,7 +235,7 @@ def hidden_reasoning(look: Look) -> Hits:
     """
     used, thought = look.usage
     return look.hits(
-        _fewer(look, used) & (thought > 0),
+        _lists_fewer(look, used) & (thought > 0),
         None,
         lambda g: (
             f"{int(look['tokens'][g])} tokens listed, usage counts {int(used[g])}, {int(thought[g])} of reasoning"
@@ -257,13 +257,13 @@ def injected_system(look: Look) -> Hits:
     (R17, R31). What a template puts in is found by rendering one user message.
     """
     text = look.vocabulary.injected
-    found = look.drift(17)
+    mismatches = look.drift(17)
     hit = np.zeros(look.generations, bool)
     if text:
         hit = (look["system"] == 0) & (look["rendered"] == 1) & (look["context"] > 0)
         hit[[g for g in look.drift(31) if look["system"][g] == 0]] = True
-    hit[list(found)] = True
-    return look.hits(hit, None, lambda g: found[g][1] if g in found else f"the template adds {text[:60]!r}")
+    hit[list(mismatches)] = True
+    return look.hits(hit, None, lambda g: mismatches[g][1] if g in mismatches else f"the template adds {text[:60]!r}")
 
 
 @check(
@@ -319,22 +319,22 @@ def empty_answers(look: Look) -> Hits:
         messages = said(look.traces.core, int(trace))
         for g in short[look.trace[short] == trace]:
             words = [messages[int(look.turn[g])].get(key) for key in WORDS]
-            hit[g] = not any(each.strip() if isinstance(each, str) else each for each in words)
+            hit[g] = not any(field.strip() if isinstance(field, str) else field for field in words)
     return look.hits(hit)
 
 
-def _ends(look: Look) -> NDArray[np.bool_]:
-    """[G] whether the last id is a special token."""
+def _ends_with_special(look: Look) -> NDArray[np.bool_]:
+    """Return [G] bool: whether the last id is a special token."""
     return look.vocabulary.is_special(look.last_id)
 
 
-def _spelled(look: Look) -> NDArray[np.int64]:
-    """[G] bytes that the ids in a branch spell, less an end."""
+def _spelled_bytes(look: Look) -> NDArray[np.int64]:
+    """Return [G] bytes that the ids in a branch spell, without a final special token."""
     size = look.vocabulary.spelled
     spelled = np.bincount(look.own_generation, size(look.sequences.ids[look.own]), minlength=look.generations)
-    return spelled - np.where(_ends(look), size(look.last_id), 0)
+    return spelled - np.where(_ends_with_special(look), size(look.last_id), 0)
 
 
-def _fewer(look: Look, used: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _lists_fewer(look: Look, used: NDArray[np.int64]) -> NDArray[np.bool_]:
     gap = used - look["tokens"]
     return (look["tokens"] > 0) & (gap > SLACK) & (gap > SHARE * used)

@@ -1,4 +1,4 @@
-"""Checks of whole traces, batch by batch: what later turns kept of earlier ones, length, rewards, held-out prompts."""
+"""Trace checks, run on each batch: histories of later turns, length, tools, rewards, held-out prompts, choices."""
 
 import hashlib
 import json
@@ -33,38 +33,38 @@ def dropped_reasoning(look: Look) -> Hits:
 
     Threshold: any turn is a note; it costs from 5 % of turns, where prompts are mostly computed twice.
     """
-    found = {at: each for at, each in look.drift(STRIPPED).items() if _thinks(_said(look, at))}
+    lost = {turn: finding for turn, finding in look.drift(STRIPPED).items() if _closes_thought(_turn_bytes(look, turn))}
     for generation in look.drift(NOT_EXTENDED):
         before = generation - 1
-        if look.turn[generation] > 0 and before not in found and _lost_thought(look, before, generation):
-            found[before] = (-1, "sampled reasoning, and the next recorded prompt does not have it")
+        if look.turn[generation] > 0 and before not in lost and _thought_is_lost(look, before, generation):
+            lost[before] = (-1, "sampled reasoning, and the next recorded prompt does not have it")
     hit = np.zeros(look.generations, bool)
-    hit[list(found)] = True
-    return look.hits(hit, None, lambda g: found[g][1])
+    hit[list(lost)] = True
+    return look.hits(hit, None, lambda g: lost[g][1])
 
 
-def _lost_thought(look: Look, before: int, after: int) -> bool:
-    """Whether turn `before` closed a thought that does not stand before turn `after`."""
-    said, span = _said(look, before), _span(look, after)
-    if not len(span) or not _thinks(said):
+def _thought_is_lost(look: Look, before: int, after: int) -> bool:
+    """Return whether turn `before` closed a non-empty thought that is missing from the prompt of turn `after`."""
+    turn_bytes, span = _turn_bytes(look, before), _token_positions(look, after)
+    if not len(span) or not _closes_thought(turn_bytes):
         return False
     start = int(look.sequences.cu_seqlens[look.branch[span[0]]])
-    return said not in look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[start : span[0]])
+    return turn_bytes not in look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[start : span[0]])
 
 
-def _span(look: Look, generation: int) -> NDArray[np.int64]:
-    """Where the sampled tokens of a turn stand."""
+def _token_positions(look: Look, generation: int) -> NDArray[np.int64]:
+    """Return the positions of a turn's sampled tokens."""
     return look.own[slice(*np.searchsorted(look.own_generation, [generation, generation + 1]))]
 
 
-def _said(look: Look, generation: int) -> bytes:
-    """What the sampled tokens of a turn spell."""
-    return look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[_span(look, generation)])
+def _turn_bytes(look: Look, generation: int) -> bytes:
+    """Return the bytes that the sampled tokens of a turn spell."""
+    return look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[_token_positions(look, generation)])
 
 
-def _thinks(said: bytes) -> bool:
-    """Whether a turn closes a thought that is not empty."""
-    thought, closer, _ = said.partition(CLOSER)
+def _closes_thought(turn_bytes: bytes) -> bool:
+    """Return whether a turn closes a thought that is not empty."""
+    thought, closer, _ = turn_bytes.partition(CLOSER)
     return bool(closer and thought.replace(OPENER, b"").strip())
 
 
@@ -82,13 +82,13 @@ def history_rewritten(look: Look) -> Hits:
 
     Threshold: any turn is a note; it costs from 5 % of turns, where most prompts are computed twice.
     """
-    found = {**look.drift(NOT_EXTENDED), **look.drift(REWRITTEN)}
+    mismatches = {**look.drift(NOT_EXTENDED), **look.drift(REWRITTEN)}
     thoughts = {generation + 1 for generation in look.drift(STRIPPED)}
     hit = np.zeros(look.generations, bool)
-    for generation in found:
+    for generation in mismatches:
         if look.turn[generation] > 0 and generation not in thoughts:
-            hit[generation] = not _lost_thought(look, generation - 1, generation)
-    return look.hits(hit, None, lambda g: found[g][1])
+            hit[generation] = not _thought_is_lost(look, generation - 1, generation)
+    return look.hits(hit, None, lambda g: mismatches[g][1])
 
 
 @check(
@@ -153,9 +153,9 @@ def no_rewards(look: Look) -> Hits:
     """
     sequences = look.sequences
     owner = np.repeat(np.arange(sequences.traces), np.diff(sequences.cu_turns))
-    told = np.bincount(owner, ~np.isnan(sequences.turn_rewards), minlength=sequences.traces) > 0
-    at = np.flatnonzero(np.isnan(sequences.rewards).all(axis=1) & ~told)
-    return Hits(len(at), sequences.traces, look.trace_at(int(look.rows[at[0]])) if len(at) else None)
+    has_turn_reward = np.bincount(owner, ~np.isnan(sequences.turn_rewards), minlength=sequences.traces) > 0
+    unscored = np.flatnonzero(np.isnan(sequences.rewards).all(axis=1) & ~has_turn_reward)
+    return Hits(len(unscored), sequences.traces, look.trace_at(int(look.rows[unscored[0]])) if len(unscored) else None)
 
 
 @check(
@@ -171,12 +171,14 @@ def contaminated(look: Look) -> Hits:
     Threshold: any trace. Equal are role and content of all messages before the first turn but system ones, white space
     at the ends aside; prompt ids where a record has no messages.
     """
-    held = getattr(look.options, "held_out", None)
-    if held is None:
+    held_out = getattr(look.options, "held_out", None)
+    if held_out is None:
         return Hits()
-    at = np.flatnonzero(np.isin(prompt_hashes(look.traces), held))
-    first = look.trace_at(int(at[0])) if len(at) else None
-    return Hits(len(at), len(look.traces), first, f"{len(held):,} prompts are held out" if len(at) else "")
+    matches = np.flatnonzero(np.isin(prompt_hashes(look.traces), held_out))
+    first = look.trace_at(int(matches[0])) if len(matches) else None
+    return Hits(
+        len(matches), len(look.traces), first, f"{len(held_out):,} prompts are held out" if len(matches) else ""
+    )
 
 
 @check(
@@ -194,8 +196,8 @@ def unanswered(look: Look) -> Hits:
 
     Threshold: any trace is a note, as a limit of turns leaves such ones; it costs from 5 % of traces.
     """
-    at = look.traces.core.open()
-    return Hits(len(at), len(look.traces), look.trace_at(at[0]) if at else None)
+    unfinished = look.traces.core.open()
+    return Hits(len(unfinished), len(look.traces), look.trace_at(unfinished[0]) if unfinished else None)
 
 
 @check(
@@ -218,25 +220,25 @@ def unused_choices(look: Look) -> Hits:
     for at in np.flatnonzero(counts == 1):
         record = look.traces.core.record(int(at))
         if _NUMBERED.search(record):
-            left = _core.Traces.decode([record], "<record>", 1, look.traces.core.format)[1]["unused_choices"]
-            unused, first = unused + left, first or (look.trace_at(int(at)) if left else None)
+            unread = _core.Traces.decode([record], "<record>", 1, look.traces.core.format)[1]["unused_choices"]
+            unused, first = unused + unread, first or (look.trace_at(int(at)) if unread else None)
     return Hits(unused, unused + int(counts[counts == 1].sum()), first)
 
 
 def prompt_hashes(traces: Traces) -> NDArray[np.uint64]:
-    """[R] a 64-bit hash of what each trace was asked first."""
+    """Return [R] uint64: a hash of the messages (or prompt ids) before each trace's first turn."""
     return np.fromiter((_hash(_prompt(trace)) for trace in traces), np.uint64, len(traces))
 
 
 def _prompt(trace: Trace) -> bytes:
     generations = trace.core.generations(trace.index)[:1]
     context = generations[0]["context"] if generations else range(len(trace.pool))
-    said = [trace.pool[index] for index in context]
-    asked = [message for message in said if message.get("role") not in ("system", "developer")] or said
-    if not asked and generations and generations[0]["prompt_token_ids"] is not None:
+    messages = [trace.pool[index] for index in context]
+    user_messages = [message for message in messages if message.get("role") not in ("system", "developer")] or messages
+    if not user_messages and generations and generations[0]["prompt_token_ids"] is not None:
         return generations[0]["prompt_token_ids"].tobytes()
-    told = [[message.get("role"), _plain(message.get("content"))] for message in asked]
-    return json.dumps(told, ensure_ascii=True, sort_keys=True).encode()
+    key = [[message.get("role"), _plain(message.get("content"))] for message in user_messages]
+    return json.dumps(key, ensure_ascii=True, sort_keys=True).encode()
 
 
 def _plain(content: Any) -> Any:

@@ -38,7 +38,7 @@ from tracegrad.storage.files import read_json
 
 SAMPLE = 200
 TOLD = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
-"""Findings that a flag of the command mends."""
+"""Findings that a flag of the suggested command fixes."""
 NUMBERS = (
     "raw_at_temperature",
     "reshaped_sampling",
@@ -49,7 +49,7 @@ NUMBERS = (
     "wrong_sum",
     "impossible_logprobs",
 )
-"""Findings that spoil logprobs and leave the text as it was said: an objective without a ratio takes it."""
+"""Findings that spoil the logprobs but not the text: an objective without a ratio can still train on it."""
 TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
 
 
@@ -64,94 +64,102 @@ def command(
     rescored: bool = False,
     defaults: str | None = None,
 ) -> str:
-    """`tracegrad train`, or `score` where nothing looks like a reward; `doctor --rescore` where only counts speak
-    against it; "" where none could work.
+    """Return the command to run next; "" if no command would work.
+
+    It is `tracegrad train` in most cases, or `score` if nothing looks like a reward. It is `doctor --rescore` if only
+    bigram counts suggest shifted logprobs, and `doctor` with a flag if the temperature is stored in a field that is not
+    mapped.
     """
     by_name = {finding.name: finding for finding in found}
     wrong = {finding.name for finding in found if finding.severity == Severity.WRONG}
-    mended = {*TOLD, *NUMBERS, "shifted_logprobs"}
-    if list(named) == ["-"] or wrong - mended or (rescored and "shifted_logprobs" in wrong):
+    fixable = {*TOLD, *NUMBERS, "shifted_logprobs"}
+    if list(named) == ["-"] or wrong - fixable or (rescored and "shifted_logprobs" in wrong):
         return ""
     candidates, missing = seems
-    mapped = [part for name, path in told.told().items() for part in (f"--map.{name}", path)]
+    map_flags = [part for name, path in told.told().items() for part in (f"--map.{name}", path)]
     if "shifted_logprobs" in wrong:
-        said = [*(["--logprob-kind", kind] if kind else []), *(["--sampling-defaults", defaults] if defaults else [])]
-        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said, "--rescore"])
-    mapped += candidates.flags(missing)
-    if "sampling" in missing and {"--map.sampling", "--map.temperature"} & {*mapped}:
-        # What the numbers are of depends on the temperature: the doctor looks again, with it.
-        said = ["--logprob-kind", kind] if kind else []
-        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said])
-    bare = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
-    foreign = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
-    text = bare is not None and bare.count == bare.of
-    text = text or bool(wrong.intersection(NUMBERS) - {"wrong_tokenizer"})
-    text = text or (foreign is not None and foreign.count * 2 > foreign.of)
+        options = [
+            *(["--logprob-kind", kind] if kind else []),
+            *(["--sampling-defaults", defaults] if defaults else []),
+        ]
+        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *map_flags, *options, "--rescore"])
+    map_flags += candidates.flags(missing)
+    if "sampling" in missing and {"--map.sampling", "--map.temperature"} & {*map_flags}:
+        # The temperature decides which distribution the logprobs come from, so the doctor must run again with it.
+        options = ["--logprob-kind", kind] if kind else []
+        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *map_flags, *options])
+    no_logprobs = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
+    foreign_ids = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
+    text_only = no_logprobs is not None and no_logprobs.count == no_logprobs.of
+    text_only = text_only or bool(wrong.intersection(NUMBERS) - {"wrong_tokenizer"})
+    text_only = text_only or (foreign_ids is not None and foreign_ids.count * 2 > foreign_ids.of)
     if not whole.traces:
-        if not (sample := _sample(named, mapped)):
+        if not (sample := _sample(named, map_flags)):
             return ""
-        text = all(turn.logprobs is None for trace in sample for turn in trace.generations)
-    elif "nothing_to_train" in wrong and not (foreign and text):
+        text_only = all(turn.logprobs is None for trace in sample for turn in trace.generations)
+    elif "nothing_to_train" in wrong and not (foreign_ids and text_only):
         return ""
-    if "reward" in missing and "--map.reward" not in mapped:
-        out = ["--reward", "mine.py:right", "--text", "--out", "scored.jsonl", "--model", str(model)]
+    if "reward" in missing and "--map.reward" not in map_flags:
+        score_flags = ["--reward", "mine.py:right", "--text", "--out", "scored.jsonl", "--model", str(model)]
         skip = ["--on-error", "skip"] if whole.read.bad else []
-        return shlex.join(["tracegrad", "score", *named, *mapped, *out, *skip])
-    flags = [*mapped, *_which(whole), *(TEXT if text else ())]
-    if ("lone_traces" in wrong or "group" in missing) and "--map.group" not in mapped:
+        return shlex.join(["tracegrad", "score", *named, *map_flags, *score_flags, *skip])
+    flags = [*map_flags, *_reward_flag(whole), *(TEXT if text_only else ())]
+    if ("lone_traces" in wrong or "group" in missing) and "--map.group" not in map_flags:
         flags += ["--advantage.baseline", "batch_mean"]
-    elif "lone_traces" in by_name or any(each.partial for each in candidates.taken(missing)):
+    elif "lone_traces" in by_name or any(candidate.partial for candidate in candidates.taken(missing)):
         flags += ["--advantage.singleton", "zero"]
-    partly = (bare is not None or foreign is not None) and not text
+    partly = (no_logprobs is not None or foreign_ids is not None) and not text_only
     if whole.traces and (whole.read.bad or whole.unaligned or partly):
         flags += ["--on-error", "skip"]
-    if "equal_rewards" in by_name and not _may_hold_out(by_name["equal_rewards"].hits):
+    if "equal_rewards" in by_name and not _can_hold_out(by_name["equal_rewards"].hits):
         flags += ["--data.holdout", "0"]
-    if not text and (kind is not None or whole.unsaid):
+    if not text_only and (kind is not None or whole.unsaid):
         flags += ["--logprob-kind", kind or "raw"]
     flags += ["--sampling-defaults", defaults] if defaults == "model" else []
     return shlex.join(["tracegrad", "train", *named, "--model", str(model), "--out", "runs/first", *flags])
 
 
-def _may_hold_out(equal: Hits) -> bool:
-    """Whether a group whose rewards differ is left to train on where the usual share of groups is held out."""
+def _can_hold_out(equal: Hits) -> bool:
+    """Return whether groups with differing rewards remain for training after the default share is held out."""
     return equal.of - equal.count > max(round(Data().holdout * equal.of), 1)
 
 
-def _which(whole: Whole) -> list[str]:
-    """Which of several rewards, where none is the total: the first that differs between traces, and of traces that
-    never have that one, as those of another task, the first of theirs.
+def _reward_flag(whole: Whole) -> list[str]:
+    """Return the flag that selects rewards if there are several and none of them is the total.
+
+    It selects the first reward that differs between traces. Traces that never have it, such as those of another task,
+    use the first of their own.
     """
     spans, chosen = whole.rewards.spans, list[str]()
-    apart = [name for name, (low, high) in spans.items() if low < high]
-    for name in apart:
-        beside = any(name in each and set(chosen) & set(each) for each in whole.rewards.together)
-        if not chosen or not (beside or "," in name + chosen[0]):
+    varying = [name for name, (low, high) in spans.items() if low < high]
+    for name in varying:
+        overlaps = any(name in names and set(chosen) & set(names) for names in whole.rewards.together)
+        if not chosen or not (overlaps or "," in name + chosen[0]):
             chosen.append(name)
-    return ["--data.reward", ",".join(chosen)] if "reward" not in spans and len(spans) > 1 and apart else []
+    return ["--data.reward", ",".join(chosen)] if "reward" not in spans and len(spans) > 1 and varying else []
 
 
 def untold(whole: Whole) -> list[str]:
-    """What the records leave open and the user must say: which reward, and what logprobs are of."""
-    out = []
-    if which := _which(whole):
+    """Return lines about what the records leave open: which reward to train on, and the kind of the logprobs."""
+    lines = []
+    if flag := _reward_flag(whole):
         spans = list(whole.rewards.spans.items())[:8]
         names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
-        out.append(f"found    several rewards and no total, {names}: {shlex.join(which)}")
-    out += which_reward(list(whole.rewards.spans))
+        lines.append(f"found    several rewards and no total, {names}: {shlex.join(flag)}")
+    lines += which_reward(list(whole.rewards.spans))
     if whole.unsaid:
         kinds = "--logprob-kind raw, vLLM's default, or processed"
-        out.append(f"found    {whole.unsaid:,} turns do not say what their logprobs are of: {kinds}")
-    return out
+        lines.append(f"found    {whole.unsaid:,} turns do not say what their logprobs are of: {kinds}")
+    return lines
 
 
 def _sample(named: Sequence[str], flags: Sequence[str]) -> Traces | None:
-    """The first traces as they would be read, joined or not."""
+    """Return the first traces, read with these flags but not joined into sessions; None if they cannot be read."""
     pairs = dict(zip(flags[::2], flags[1::2], strict=True))
-    told = {name.removeprefix("--map."): path for name, path in pairs.items()}
-    kept = {name: path for name, path in told.items() if name not in ("session", "order")}
+    mapping = {name.removeprefix("--map."): path for name, path in pairs.items()}
+    unjoined = {name: path for name, path in mapping.items() if name not in ("session", "order")}
     try:
-        return data.together(data.stream(list(named), map=kept, on_error="skip", limit=SAMPLE))
+        return data.together(data.stream(list(named), map=unjoined, on_error="skip", limit=SAMPLE))
     except TracegradError:
         return None
 
@@ -221,11 +229,11 @@ CHECKS: tuple[Check, ...] = (OF_BATCHES[0], OF_FILES[0], *OF_BATCHES[1:], *OF_FI
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked.
+    """Options of `examine` that the checks read.
 
     Args:
-        max_tokens: longest branch, None for no limit.
-        held_out: sorted prompt hashes of held-out files, None where none is given.
+        max_tokens: longest branch, in tokens; None means no limit.
+        held_out: sorted prompt hashes of the held-out files; None if there are none.
     """
 
     max_tokens: int | None = None
@@ -234,17 +242,18 @@ class Options:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """What was found in a file.
+    """Result of `examine`.
 
     Args:
         source: the file as the user named it.
-        traces, turns, terms: read, sampled, and tokens that would be trained.
-        findings: the worst first; within a severity, the larger share first.
-        rewards: their span and mean, and how many groups they stand in, as a line; "" where no trace has one.
-        advice: the recipe for the traces that were rescored; None where none were.
-        mapped: what was mapped, joined and converted, as lines.
-        found: where rewards, groups or sessions are not told, what the records seem to hold, with the flag to type.
-        following: the command that goes on from here, "" where there is none.
+        traces, turns, terms: number of traces read, of sampled turns, and of tokens that would be trained.
+        findings: the worst first; within a severity, the largest share first.
+        rewards: a line with their range, their mean and the number of groups; "" if no trace has a reward.
+        advice: the recipe recommended for the rescored traces; None if none were rescored.
+        mapped: lines about what was mapped, joined and converted.
+        found: lines about fields that look like the reward, group or session, if you did not specify them, with the
+            flag to pass.
+        following: the command to run next; "" if there is none.
     """
 
     source: str
@@ -260,12 +269,12 @@ class Diagnosis:
 
     @property
     def severity(self) -> Severity | None:
-        """That of the worst finding, None where there is none."""
+        """Severity of the worst finding; None if there is no finding."""
         return max((finding.severity for finding in self.findings), default=None)
 
     @property
     def exit_code(self) -> int:
-        """1 where training on the file would be wrong."""
+        """1 if training on the file would be wrong, else 0."""
         return int(self.severity == Severity.WRONG)
 
     def __repr__(self) -> str:
@@ -275,12 +284,15 @@ class Diagnosis:
         )
 
     def _repr_html_(self) -> str:
-        rows = [(each.severity.name, each.check.title, each.hits.count, each.hits.of) for each in self.findings]
+        rows = [
+            (finding.severity.name, finding.check.title, finding.hits.count, finding.hits.of)
+            for finding in self.findings
+        ]
         return _html.table(repr(self), ("", "finding", "count", "of"), rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints: at most ten findings, and the names of the others."""
-        told = {
+        """Return the object that `--json` prints: at most ten findings, and the names of the others."""
+        result = {
             "format": "tracegrad-doctor/1",
             "source": self.source,
             "traces": self.traces,
@@ -295,7 +307,7 @@ class Diagnosis:
             "found": list(self.found),
             "next": self.following,
         }
-        return told if self.advice is None else {**told, "advice": self.advice.as_dict()}
+        return result if self.advice is None else {**result, "advice": self.advice.as_dict()}
 
 
 def examine(
@@ -311,43 +323,48 @@ def examine(
     map: Map | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Diagnosis:
-    """Looks through a file of any size; memory grows with groups and long traces (a hash each), not with tokens.
+    """Check a file of any size. Memory grows with groups and long traces (a hash each), not with tokens.
 
     Args:
-        source: what `tracegrad.read` takes as names, one or several.
+        source: one or several names, as for `tracegrad.read`.
         model: folder with tokenizer.json, chat template and config.json.
-        max_tokens: longest trace that can be trained; default max_position_embeddings of config.json, where there.
+        max_tokens: longest trace that can be trained, in tokens; default max_position_embeddings of config.json, if
+            present.
         held_out: files of traces whose prompts must not be trained on.
-        logprob_kind: "raw", "processed" or "unknown", over what the records say.
-        sampling_defaults: how options that requests leave out are read: as off ("neutral"), or as the model's
-            generation_config.json sets them ("model"); None: as off, and a finding says what the file sets.
-        server_profile: which server rendered prompts that are not recorded, as for `align`.
-        rescored: how many traces to compare with the model's own logprobs as well; needs torch and transformers.
-        map: where the records hold what a trace needs.
-        progress: called with how far reading is.
+        logprob_kind: "raw", "processed" or "unknown"; overrides what the records say.
+        sampling_defaults: how to read options that a request leaves out: as off ("neutral"), or as the model's
+            generation_config.json sets them ("model"). None reads them as off, and a finding lists what that file sets.
+        server_profile: server that rendered prompts which are not recorded, as for `align`.
+        rescored: number of traces to compare with the model's own logprobs as well; needs torch and transformers.
+        map: where the records store the fields of a trace.
+        progress: called with the progress of reading.
 
     Raises:
-        ReadError: if a file cannot be read, is empty, or holds no trace.
-        TokenizerError, TemplateError: if the model folder is not what it should be.
-        ArgumentError: if an argument is none of its values.
+        ReadError: if a file cannot be read, is empty, or has no trace.
+        TokenizerError, TemplateError: if the model folder has no usable tokenizer or chat template.
+        ArgumentError: if an argument has an invalid value.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ArgumentError(f"max_tokens is {max_tokens}. A trace holds at least one token. Leave it out.")
-    named, model = [os.fspath(source)] if isinstance(source, (str, os.PathLike)) else list(source), Path(model)
-    source = ", ".join(named)
+    paths, model = [os.fspath(source)] if isinstance(source, (str, os.PathLike)) else list(source), Path(model)
+    source = ", ".join(paths)
     if rescored < 0:
         raise ArgumentError(f"rescored is {rescored}. It is a number of traces. Leave it out, or give one from 1.")
     tokenizer = Tokenizer.from_pretrained(model)
     options = Options(max_tokens or positions(model), _held_out(held_out))
     vocabulary = Vocabulary.of(tokenizer)
     defaults = model_defaults(model)
-    taken = defaults if sampling_defaults == "model" else None
+    server_defaults = defaults if sampling_defaults == "model" else None
     whole, hits = Whole(source), {check.name: Hits() for check in OF_BATCHES}
-    traces = stream(named, map=map, batch=BATCH, on_error="skip", progress=progress)
+    traces = stream(paths, map=map, batch=BATCH, on_error="skip", progress=progress)
     sample = Spread(rescored)
     for part in traces:
-        told = {"logprob_kind": logprob_kind, "server_profile": server_profile, "sampling_defaults": taken}
-        sequences = align(part, tokenizer, **told, on_error="skip")
+        settings = {
+            "logprob_kind": logprob_kind,
+            "server_profile": server_profile,
+            "sampling_defaults": server_defaults,
+        }
+        sequences = align(part, tokenizer, **settings, on_error="skip")
         look = Look(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
         whole.add(look)
         for check in OF_BATCHES:
@@ -355,71 +372,76 @@ def examine(
         sample.add(part)
     whole.read = traces.read_report
     hits |= {check.name: check.run(whole) for check in OF_FILES}
-    how = (logprob_kind, taken, server_profile)
-    again = rescore.rescore(sample.traces(), model, tokenizer, *how) if sample.kept else None
-    if again is not None:
-        hits |= {check.name: check.run(again) for check in OF_MODELS}
-        if (mass := again.advice.measured.kept) is not None:
-            hits["reshaped_sampling"] = _measured(hits["reshaped_sampling"], mass)
-        told = checks_shift.against_model(again)
-        hits["shifted_logprobs"] = hits["shifted_logprobs"] if told is None else told
-    found = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]
-    findings, advice = _sorted([finding for finding in found if finding is not None]), again and again.advice
+    sampling = (logprob_kind, server_defaults, server_profile)
+    comparison = rescore.rescore(sample.traces(), model, tokenizer, *sampling) if sample.kept else None
+    if comparison is not None:
+        hits |= {check.name: check.run(comparison) for check in OF_MODELS}
+        if (mass := comparison.advice.measured.kept) is not None:
+            hits["reshaped_sampling"] = _with_kept_mass(hits["reshaped_sampling"], mass)
+        shift = checks_shift.against_model(comparison)
+        hits["shifted_logprobs"] = hits["shifted_logprobs"] if shift is None else shift
+    results = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]
+    findings, advice = (
+        _sorted([finding for finding in results if finding is not None]),
+        comparison and comparison.advice,
+    )
     if not whole.traces and not findings:
-        said = "; ".join(" ".join(line.split()) for line in traces.lines())
+        notes = "; ".join(" ".join(line.split()) for line in traces.lines())
         raise ReadError(
-            f"{source}: no trace was found in it{f' ({said})' if said else ''}. Its records hold no call of a model "
+            f"{source}: no trace was found in it{f' ({notes})' if notes else ''}. Its records hold no call of a model "
             "with an answer. Check that it is the right file, and that what wrote it did not break off."
         )
-    map, names = map or Map(), {finding.name for finding in found if finding is not None}
-    missing = _missing(map, names, whole)
-    seems = infer_fields.find(named, map, missing) if missing else infer_fields.Candidates(0, ())
-    about = (map, logprob_kind, findings, whole, (seems, missing), bool(again), sampling_defaults)
-    following = command(named, model, *about)
+    map, names = map or Map(), {finding.name for finding in results if finding is not None}
+    missing = _unspecified(map, names, whole)
+    guesses = infer_fields.find(paths, map, missing) if missing else infer_fields.Candidates(0, ())
+    context = (map, logprob_kind, findings, whole, (guesses, missing), bool(comparison), sampling_defaults)
+    following = command(paths, model, *context)
     if server_profile and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
-    counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *untold(whole))
-    return Diagnosis(source, *counts, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
+    totals, lines = (whole.traces, whole.turns, whole.terms), (*guesses.lines(missing), *untold(whole))
+    return Diagnosis(source, *totals, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
 
 
-def _measured(hits: Hits, mass: tuple[float, float]) -> Hits:
-    """Hits of cut distributions with the kept mass that rescoring measured."""
-    said = hits.found.partition(";")[0]
-    return replace(hits, found=f"{said}; kept mass S {mass[0]:.3f} on average, {mass[1]:.3f} at least, by --rescore")
+def _with_kept_mass(hits: Hits, mass: tuple[float, float]) -> Hits:
+    """Return the hits of truncated sampling, with the kept mass that rescoring measured."""
+    description = hits.found.partition(";")[0]
+    return replace(
+        hits, found=f"{description}; kept mass S {mass[0]:.3f} on average, {mass[1]:.3f} at least, by --rescore"
+    )
 
 
-def _missing(told: Map, names: set[str], whole: Whole) -> list[str]:
-    """What neither the records nor the user say."""
+def _unspecified(mapping: Map, names: set[str], whole: Whole) -> list[str]:
+    """Return which of reward, group, sampling and session neither the records nor the user specify."""
     missing = ["reward"] * (not whole.traces or not whole.rewards.spans)
     missing += ["group"] * ("lone_traces" in names or not whole.grouped)
-    missing += ["sampling"] * bool(whole.heatless and not told.temperature)
-    return [name for name in [*missing, "session"] if not getattr(told, name)]
+    missing += ["sampling"] * bool(whole.heatless and not mapping.temperature)
+    return [name for name in [*missing, "session"] if not getattr(mapping, name)]
 
 
-def _sorted(found: list[Finding]) -> tuple[Finding, ...]:
-    """Worst first; what only repeats a wrong one is left out."""
-    hidden = {name for finding in found if finding.severity == Severity.WRONG for name in finding.check.hides}
-    shown = [finding for finding in found if finding.name not in hidden]
+def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Return the findings, the worst first, without those that only repeat a WRONG one."""
+    hidden = {name for finding in findings if finding.severity == Severity.WRONG for name in finding.check.hides}
+    shown = [finding for finding in findings if finding.name not in hidden]
     return tuple(sorted(shown, key=lambda finding: (-finding.severity, -(finding.share or 1.0))))
 
 
 def positions(model: Path) -> int | None:
-    """max_position_embeddings of the model's config.json, None where it does not say."""
+    """Return max_position_embeddings of the model's config.json; None if it is not there."""
     try:
         config = read_json(model / "config.json")
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict):
         return None
-    inner = config.get("text_config")
-    found = config.get(
-        "max_position_embeddings", inner.get("max_position_embeddings") if isinstance(inner, dict) else 0
+    text_config = config.get("text_config")
+    limit = config.get(
+        "max_position_embeddings", text_config.get("max_position_embeddings") if isinstance(text_config, dict) else 0
     )
-    return found if isinstance(found, int) and found > 0 else None
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _held_out(files: Sequence[str]) -> NDArray[np.uint64] | None:
     if not files:
         return None
-    parts = (part for each in files for part in stream(each, batch=BATCH, on_error="skip"))
+    parts = (part for file in files for part in stream(file, batch=BATCH, on_error="skip"))
     return np.unique(np.concatenate([np.unique(prompt_hashes(part)) for part in parts]))

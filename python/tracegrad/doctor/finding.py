@@ -1,7 +1,7 @@
-"""What a finding says: `Severity`, `Place`, `Hits` of a check, `Check` with its words, `Finding`.
+"""Define findings: `Severity`, `Place`, `Hits` of a check, `Check` with its text, and `Finding`.
 
-No check stands here. The words of a check (what it sees, its thresholds, why it hurts, the cure) are written once,
-beside it; the terminal, the JSON and docs/doctor.md all take them from there.
+The text of a check (what it detects, its thresholds, its impact, the fix) is written once, next to the check. The
+terminal output, the JSON and docs/doctor.md all use that text.
 """
 
 import math
@@ -14,7 +14,11 @@ from tracegrad.data.trace import Traces
 
 
 class Severity(IntEnum):
-    """How bad: `WRONG` (training on it would be wrong), `COSTS` (right, but it wastes or loses), `NOTE` (to know)."""
+    """Severity of a finding.
+
+    `WRONG`: training on the data would be wrong. `COSTS`: training is right, but something is wasted or lost. `NOTE`:
+    worth knowing.
+    """
 
     NOTE = 1
     COSTS = 2
@@ -23,14 +27,14 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands.
+    """Location in the input.
 
     Args:
         file, line: where the trace was read from.
-        trace: its id.
+        trace: id of the trace.
         turn: generation of the trace, from 0, or None.
         token: token of the turn, from 0, or None.
-        record: its number in the file, where several may stand on one line.
+        record: number of the record in the file, if one line can have several records.
     """
 
     file: str | None
@@ -42,29 +46,29 @@ class Place:
 
     @classmethod
     def of(cls, traces: Traces, index: int, turn: int | None = None, token: int | None = None) -> "Place":
-        """The place of a trace, or in it."""
+        """Return the place of a trace, or of a turn or token in it."""
         file, line = traces.core.location(index)
         line, record = line if isinstance(line, tuple) else (line, None)
         return cls(file, line, traces.core.id(index), turn, token, record)
 
     def __str__(self) -> str:
-        where = [f"{self.file}:{self.line}" if self.line is not None else str(self.file or "?")]
-        where += [f"record {self.record}"] if self.record is not None else []
-        where += [f"trace '{self.trace}'"] if self.trace not in (None, "", " ".join(where)) else []
-        where += [f"turn {self.turn}"] if self.turn is not None else []
-        where += [f"token {self.token}"] if self.token is not None else []
-        return " ".join(where)
+        parts = [f"{self.file}:{self.line}" if self.line is not None else str(self.file or "?")]
+        parts += [f"record {self.record}"] if self.record is not None else []
+        parts += [f"trace '{self.trace}'"] if self.trace not in (None, "", " ".join(parts)) else []
+        parts += [f"turn {self.turn}"] if self.turn is not None else []
+        parts += [f"token {self.token}"] if self.token is not None else []
+        return " ".join(parts)
 
 
 @dataclass(frozen=True)
 class Hits:
-    """What a check saw: how often, of how many, where first, in which words.
+    """Result of a check: how many were hit, out of how many, and the first place.
 
     Args:
         count: how many were hit.
-        of: how many were looked at; count / of is what the thresholds are about.
-        first: the first place, None where there is none.
-        found: what was found at the first place, or overall.
+        of: how many were checked; the thresholds apply to count / of.
+        first: the first place, None if there is none.
+        found: description of the first hit, or of all hits.
     """
 
     count: int = 0
@@ -79,17 +83,17 @@ class Hits:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing the doctor looks for.
+    """One problem that the doctor looks for.
 
     Args:
-        name: of the finding, such as `shifted_logprobs`.
+        name: name of the finding, such as `shifted_logprobs`.
         title: the finding in a few words.
         unit: what is counted: turns, traces, groups, tokens, records, versions.
         levels: severity to the share of hits from which the finding has it; a share of 0 means any hit.
-        hurts: why it hurts training.
-        cure: what to do.
-        run: the function; its docstring says what it sees, its threshold, and why that threshold.
-        hides: names of checks whose finding only repeats this one where this one is WRONG.
+        hurts: the impact on training.
+        cure: the fix.
+        run: the function. Its docstring describes what it detects, its threshold, and the reason for that threshold.
+        hides: names of checks whose findings only repeat this one if this one is WRONG.
     """
 
     name: str
@@ -102,7 +106,7 @@ class Check:
     hides: tuple[str, ...] = ()
 
     def finding(self, hits: Hits) -> "Finding | None":
-        """The finding of these hits, None where they are none."""
+        """Return the finding for these hits; None if they reach no severity."""
         share = hits.count / hits.of if hits.of else math.inf
         reached = [level for level, least in self.levels.items() if hits.count and share >= least]
         return Finding(self, max(reached), hits) if reached else None
@@ -110,12 +114,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found.
+    """One problem that was found.
 
     Args:
-        check: what was looked for.
-        severity: by the share of hits.
-        hits: how often, where first.
+        check: the check that found it.
+        severity: severity by the share of hits.
+        hits: number of hits, and the first place.
     """
 
     check: Check
@@ -124,16 +128,16 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """The check's name."""
+        """Name of the check."""
         return self.check.name
 
     @property
     def share(self) -> float | None:
-        """Hits among what was looked at, None where that has no meaning."""
+        """Share of hits among what was checked; None if nothing was counted."""
         return self.hits.count / self.hits.of if self.hits.of else None
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` holds of it."""
+        """Return the entry of this finding in the `--json` output."""
         first = self.hits.first
         return {
             "name": self.name,
@@ -160,11 +164,14 @@ def check(
     wrong: float | None = None,
     hides: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any], Hits]], Check]:
-    """Makes a function a `Check` of its own name; the numbers are the shares of `Check.levels`."""
-    given = {Severity.NOTE: note, Severity.COSTS: costs, Severity.WRONG: wrong}
-    levels = {level: share for level, share in given.items() if share is not None}
+    """Return a decorator that turns a function into a `Check` of the same name.
 
-    def made(run: Callable[[Any], Hits]) -> Check:
+    `note`, `costs` and `wrong` are the shares in `Check.levels`.
+    """
+    shares = {Severity.NOTE: note, Severity.COSTS: costs, Severity.WRONG: wrong}
+    levels = {level: share for level, share in shares.items() if share is not None}
+
+    def decorate(run: Callable[[Any], Hits]) -> Check:
         return Check(run.__name__, title, unit, levels, hurts, cure, run, hides)
 
-    return made
+    return decorate

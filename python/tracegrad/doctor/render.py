@@ -1,4 +1,4 @@
-"""A diagnosis for a terminal. Whatever stands in a file is shown harmless: control characters are escaped."""
+"""Render a diagnosis for a terminal. Control characters in text from files are escaped."""
 
 import textwrap
 
@@ -17,18 +17,22 @@ LONGEST, MOST_TYPED = 300, 1 << 17
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """Two lines for a clean file, else a verdict and four or five for each of ten findings; then what is next."""
-    source, found = printable(diagnosis.source), diagnosis.findings
-    what = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.terms:,} tokens to train in {source}"
+    """Return the lines to print.
+
+    A clean file gets two lines. Otherwise there is a summary, then four or five lines for each of at most ten findings.
+    The command to run next comes last.
+    """
+    source, findings = printable(diagnosis.source), diagnosis.findings
+    summary = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.terms:,} tokens to train in {source}"
     rewards = [f"         {diagnosis.rewards}"] if diagnosis.rewards else []
     if diagnosis.severity is None:
-        first = [f"clean    {what}: nothing found", *rewards, *map(printable, diagnosis.mapped)]
+        first = [f"clean    {summary}: nothing found", *rewards, *map(printable, diagnosis.mapped)]
         return [*first, *_found(diagnosis), *_advised(diagnosis), *_following(diagnosis)]
-    count = f"{len(found)} finding{'s' * (len(found) > 1)}"
-    shown = [line for finding in found[:SHOWN] for line in ["", *_lines(finding)]]
-    more = ", ".join(finding.name for finding in found[SHOWN:])
+    count = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
+    shown = [line for finding in findings[:SHOWN] for line in ["", *_lines(finding)]]
+    more = ", ".join(finding.name for finding in findings[SHOWN:])
     return [
-        f"{diagnosis.severity.name.lower():<8} {what}",
+        f"{diagnosis.severity.name.lower():<8} {summary}",
         *rewards,
         f"         {count}; {_verdict(diagnosis)}",
         *map(printable, diagnosis.mapped),
@@ -41,7 +45,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def _verdict(diagnosis: Diagnosis) -> str:
-    """What the worst finding means, and whether the command that is printed trains rightly for all that."""
+    """Return what the worst finding means, and whether the suggested command avoids the problem."""
     if diagnosis.severity == Severity.WRONG:
         for verb, verdict in (("train", AROUND), ("score", SCORED)):
             if diagnosis.following.startswith(f"tracegrad {verb} "):
@@ -54,13 +58,13 @@ def _found(diagnosis: Diagnosis) -> list[str]:
 
 
 def _following(diagnosis: Diagnosis) -> list[str]:
-    """Whole, however long: it is there to be typed."""
+    """Return the lines of the next command, at full length so that it can be copied."""
     if not diagnosis.following:
         return []
     out = ["", f"next     {printable(diagnosis.following, MOST_TYPED)}"]
     if diagnosis.following.startswith("tracegrad score"):
-        told = "right(prompts, completions, **columns) of mine.py gives a number for each text: docs/your-logs.md"
-        out.append(f"         {told}")
+        hint = "right(prompts, completions, **columns) of mine.py gives a number for each text: docs/your-logs.md"
+        out.append(f"         {hint}")
     return out
 
 
@@ -76,7 +80,7 @@ def _lines(finding: Finding) -> list[str]:
 
 
 def _advised(diagnosis: Diagnosis) -> list[str]:
-    """Nothing but where traces were rescored: the recipe, why, and what decided."""
+    """Return lines with the recommended recipe, the reason and deciding figure; none unless traces were rescored."""
     if (advice := diagnosis.advice) is None:
         return []
     rows = [*_row("why", advice.reason), *_row("figure", advice.decided), *_row("saw", str(advice.measured))]
@@ -92,8 +96,9 @@ def _row(head: str, text: str) -> list[str]:
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """The text with what a terminal would obey (controls, bidirectional marks) escaped, and cut where long."""
+    """Return the text truncated, with characters that act on a terminal (controls, bidirectional marks) escaped."""
     short = text if len(text) <= longest else f"{text[:longest]}..."
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "backslashreplace").decode() for each in short
+        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()
+        for character in short
     )

@@ -20,10 +20,10 @@ from tracegrad.packing import pack
 from tracegrad.recipes import Advice, for_data
 from tracegrad.trainer.token_log import subset
 
-APART = 0.5  # nats between recorded and recomputed
-FURTHER, ALONE = 0.02, 0.1  # nats behind pictures: above what text shows, and where there is none
-OWN_TOKENS, OWN_SHARE = 64, 0.99  # tokens equal to the last bit, and their share
-ROW = 8192  # tokens of a packed row, or the longest trace
+APART = 0.5  # nats between a recorded and a recomputed logprob
+FURTHER, ALONE = 0.02, 0.1  # nats after images: above what text tokens show, and without text tokens
+OWN_TOKENS, OWN_SHARE = 64, 0.99  # least number of tokens, and least share of them equal to the last bit
+ROW = 8192  # tokens of a packed row, or those of the longest branch if it has more
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Rescored:
     """Recorded and recomputed logprobs of the same trained tokens.
 
     Args:
-        recorded, recomputed: [M] nats.
+        recorded, recomputed: [M] float64 nats.
         cu_turns: [N+1] offsets of the turns.
-        first: where each turn stands, N places.
-        advice: the recipe for these traces, by what was measured.
-        seen: which of the tokens stand behind pictures; None where there is no picture.
-        broken: pictures that cannot be decoded, whose traces are left out here.
+        first: place of each turn, N places.
+        advice: the recipe recommended by what was measured on these traces.
+        seen: which tokens come after images; None if there is no image.
+        broken: images that cannot be decoded. Their traces are left out here.
     """
 
     recorded: Array
@@ -48,18 +48,18 @@ class Rescored:
     broken: Hits = field(default_factory=Hits)
 
     def lags(self) -> LagTest:
-        """Recorded beside recomputed, at lags -1, 0 and 1."""
+        """Run the lag test of recorded against recomputed logprobs at lags -1, 0 and 1."""
         return lag_test(self.recorded, self.recomputed, self.cu_turns)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Pictures before rescored tokens.
+    """Images before rescored tokens.
 
     Args:
-        behind: [M] bool: tokens with a picture before them.
-        pictures, transparent: distinct ones, and how many of them show what they are laid on.
-        backend: which code resizes them here.
+        behind: [M] bool: whether a token has an image before it in its branch.
+        pictures, transparent: number of distinct images, and of those with transparent pixels.
+        backend: library that resizes the images here.
     """
 
     behind: Array
@@ -69,7 +69,7 @@ class Seen:
 
     @classmethod
     def of(cls, sequences: Sequences, terms: Array) -> "Seen | None":
-        """Of these tokens [M]; None where no picture stands anywhere."""
+        """Return the images before these tokens [M]; None if there are no images."""
         if (images := sequences.images) is None or not len(images):
             return None
         marks = np.zeros(sequences.tokens + 1, np.int64)
@@ -77,15 +77,15 @@ class Seen:
         total = marks.cumsum()
         start = np.repeat(sequences.cu_seqlens[:-1], np.diff(sequences.cu_seqlens))[terms]
         rows = np.unique(images.picture).tolist()
-        kinds, table = images.pictures.media_type, images.pictures
-        clear = sum(is_transparent(table.bytes_of(row), kinds[row]) for row in rows)
-        return cls(total[terms] > total[start], len(rows), clear, images.rule.processor.backend)
+        media_types, table = images.pictures.media_type, images.pictures
+        transparent = sum(is_transparent(table.bytes_of(row), media_types[row]) for row in rows)
+        return cls(total[terms] > total[start], len(rows), transparent, images.rule.processor.backend)
 
     def words(self, gap: Array) -> str:
-        """How far apart tokens [M] are behind pictures and elsewhere, and what could set the pictures apart."""
+        """Return how large the gaps [M] are after images and elsewhere, and what may cause a difference."""
         places = (("behind pictures", self.behind), ("elsewhere", ~self.behind))
-        apart = [f"{gap[at].mean():.2g} nats on {at.sum():,} tokens {where}" for where, at in places if at.any()]
-        parts = [", ".join(apart)]
+        gaps = [f"{gap[mask].mean():.2g} nats on {mask.sum():,} tokens {place}" for place, mask in places if mask.any()]
+        parts = [", ".join(gaps)]
         parts.append(f"pictures are resized by {self.backend} here")
         if self.transparent:
             parts.append(
@@ -111,13 +111,13 @@ def other_model(found: Rescored) -> Hits:
     Threshold: a note from 1 % of tokens, as engines in bf16 differ on a few; it costs from 5 %, where the policy has
     moved on; wrong from half, where it is another model.
     """
-    apart = np.flatnonzero(np.abs(found.recorded - found.recomputed) > APART)
-    if not len(apart):
+    differing = np.flatnonzero(np.abs(found.recorded - found.recomputed) > APART)
+    if not len(differing):
         return Hits(0, len(found.recorded))
-    at = int(apart[0])
-    place = _place(found, at)
-    said = f"recorded {found.recorded[at]:.3f}, the model gives {found.recomputed[at]:.3f}"
-    return Hits(len(apart), len(found.recorded), place, said + _of_pictures(found))
+    index = int(differing[0])
+    place = _place(found, index)
+    description = f"recorded {found.recorded[index]:.3f}, the model gives {found.recomputed[index]:.3f}"
+    return Hits(len(differing), len(found.recorded), place, description + _image_note(found))
 
 
 @check(
@@ -135,12 +135,12 @@ def own_logprobs(found: Rescored) -> Hits:
     Threshold: 99 % of at least 64 tokens below probability 0.999: other code for the same weights, or another batch,
     sums in another order, which moves most logprobs by some bits.
     """
-    recorded, recomputed = (each.astype(np.float32) for each in (found.recorded, found.recomputed))
-    open_ = np.flatnonzero(recorded < -1e-3)
-    same = recorded[open_] == recomputed[open_]
-    if len(open_) < OWN_TOKENS or same.mean() < OWN_SHARE:
-        return Hits(0, len(open_))
-    return Hits(int(same.sum()), len(open_), _place(found, int(open_[same.argmax()])), "equal to the last bit")
+    recorded, recomputed = (logprobs.astype(np.float32) for logprobs in (found.recorded, found.recomputed))
+    uncertain = np.flatnonzero(recorded < -1e-3)
+    same = recorded[uncertain] == recomputed[uncertain]
+    if len(uncertain) < OWN_TOKENS or same.mean() < OWN_SHARE:
+        return Hits(0, len(uncertain))
+    return Hits(int(same.sum()), len(uncertain), _place(found, int(uncertain[same.argmax()])), "equal to the last bit")
 
 
 @check(
@@ -166,11 +166,11 @@ def other_pictures(found: Rescored) -> Hits:
     if found.seen is None or not found.seen.behind.any():
         return Hits()
     gap, behind = np.abs(found.recorded - found.recomputed), found.seen.behind
-    bar = ALONE if behind.all() else FURTHER + 4 * float(np.quantile(gap[~behind], 0.95))
-    further = np.flatnonzero(behind & (gap > bar))
+    threshold = ALONE if behind.all() else FURTHER + 4 * float(np.quantile(gap[~behind], 0.95))
+    further = np.flatnonzero(behind & (gap > threshold))
     if not len(further):
         return Hits(0, int(behind.sum()))
-    return Hits(len(further), int(behind.sum()), _place(found, int(further[0])), _of_pictures(found).removeprefix("; "))
+    return Hits(len(further), int(behind.sum()), _place(found, int(further[0])), _image_note(found).removeprefix("; "))
 
 
 @check(
@@ -190,13 +190,13 @@ def broken_pictures(found: Rescored) -> Hits:
     return found.broken
 
 
-def _of_pictures(found: Rescored) -> str:
-    return "" if found.seen is None else f"; {found.seen.words(np.abs(found.recorded - found.recomputed))}"
+def _image_note(rescored: Rescored) -> str:
+    return "" if rescored.seen is None else f"; {rescored.seen.words(np.abs(rescored.recorded - rescored.recomputed))}"
 
 
-def _place(found: Rescored, at: int) -> Place:
-    turn = int(np.searchsorted(found.cu_turns, at, side="right")) - 1
-    return replace(found.first[turn], token=at - int(found.cu_turns[turn]))
+def _place(rescored: Rescored, at: int) -> Place:
+    turn = int(np.searchsorted(rescored.cu_turns, at, side="right")) - 1
+    return replace(rescored.first[turn], token=at - int(rescored.cu_turns[turn]))
 
 
 def rescore(
@@ -207,43 +207,47 @@ def rescore(
     sampling_defaults: Mapping[str, Any] | None = None,
     server_profile: str | None = None,
 ) -> Rescored | None:
-    """The model's logprobs of the sampled tokens of these traces; None where none is trained.
+    """Return the model's logprobs of the sampled tokens of these traces.
 
-    Where none has a recorded logprob there is nothing to compare, and the advice alone is given.
+    Return None if no token is trained and no image is broken. If no token has a recorded logprob, there is nothing to
+    compare: the result has only the advice.
     """
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "logprob_kind": logprob_kind,
         "sampling_defaults": sampling_defaults,
         "server_profile": server_profile,
     }
-    every = align(traces, tokenizer, **told, on_error="skip")
-    located = {trace.id: at for at, trace in enumerate(traces)}
-    sequences, broken = _decodable(every, lambda row: Place.of(traces, located[every.trace_ids[row]]))
+    aligned = align(traces, tokenizer, **settings, on_error="skip")
+    index_of = {trace.id: index for index, trace in enumerate(traces)}
+    sequences, broken = _without_broken_images(aligned, lambda row: Place.of(traces, index_of[aligned.trace_ids[row]]))
     if not len(sequences.terms) and not broken.count:
         return None
     terms = sequences.terms[~np.isnan(sequences.rollout_logprobs[sequences.terms])]
     if not len(terms):
-        return Rescored(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(every), broken=broken)
+        return Rescored(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(aligned), broken=broken)
     recomputed = _recomputed(sequences, model)
     advice, recomputed = for_data(sequences, recomputed), recomputed[terms]
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms]
     turn = sequences.cu_turns[owner] + sequences.turn[terms]
     start = np.flatnonzero(np.concatenate([[True], turn[1:] != turn[:-1]]))
     first = [
-        Place.of(traces, located[name], int(sequences.turn[terms[at]]))
-        for at in start
-        for name in [sequences.trace_ids[owner[at]]]
+        Place.of(traces, index_of[trace_id], int(sequences.turn[terms[index]]))
+        for index in start
+        for trace_id in [sequences.trace_ids[owner[index]]]
     ]
     cu = np.concatenate([start, [len(terms)]])
     seen = Seen.of(sequences, terms)
     return Rescored(sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice, seen, broken)
 
 
-def _decodable(sequences: Sequences, place: Callable[[int], Place]) -> tuple[Sequences, Hits]:
-    """Without the traces that show a picture which cannot be decoded, and what was found; `place` is of a trace."""
+def _without_broken_images(sequences: Sequences, place: Callable[[int], Place]) -> tuple[Sequences, Hits]:
+    """Return the sequences without traces that show an undecodable image, and the hits of such images.
+
+    `place` returns the place of a trace, given its row in the sequences.
+    """
     if (images := sequences.images) is None:
         return sequences, Hits()
-    table, why = images.pictures, dict[int, str]()
+    table, errors = images.pictures, dict[int, str]()
     rows = np.unique(images.picture).tolist()
     for row in rows:
         size, name = (
@@ -253,18 +257,18 @@ def _decodable(sequences: Sequences, place: Callable[[int], Place]) -> tuple[Seq
         try:
             pixels(table.bytes_of(row), name, table.media_type[row], size)
         except ReadError as error:
-            why[row] = str(error)
-    if not why:
+            errors[row] = str(error)
+    if not errors:
         return sequences, Hits(0, len(rows))
-    spans = np.flatnonzero(np.isin(images.picture, list(why)))
-    lost = sequences.trace[np.searchsorted(images.cu_images, spans, side="right") - 1]
-    kept = np.setdiff1d(np.arange(sequences.traces), lost)
-    hits = Hits(len(why), len(rows), place(int(lost[0])), why[int(images.picture[spans[0]])])
+    spans = np.flatnonzero(np.isin(images.picture, list(errors)))
+    owners = sequences.trace[np.searchsorted(images.cu_images, spans, side="right") - 1]
+    kept = np.setdiff1d(np.arange(sequences.traces), owners)
+    hits = Hits(len(errors), len(rows), place(int(owners[0])), errors[int(images.picture[spans[0]])])
     return subset(sequences, kept)[0], hits
 
 
 def _recomputed(sequences: Sequences, model: Path) -> Array:
-    """[T] nats, NaN where nothing is trained."""
+    """Return [T] float64 nats; NaN at tokens that are not trained."""
     try:
         import torch
 

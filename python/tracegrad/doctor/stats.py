@@ -1,7 +1,7 @@
-"""Collect statistics of a file while it streams by: hashes, counters, and a bounded sample of tokens.
+"""Collect statistics of a file while it streams: hashes, counters, and a bounded sample of tokens.
 
-`Whole.add` takes one batch; `checks_dataset` reads the sums at the end. Memory grows with traces and groups, a few
-numbers each, never with tokens.
+`Whole.add` adds one batch; `checks_dataset` reads the totals at the end. Memory grows by a few numbers per trace and
+group, not with tokens.
 """
 
 import itertools
@@ -17,9 +17,9 @@ from tracegrad.doctor.checks_logprobs import Zeros, lag_of_tops
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.trace_batch import Array, Look
 
-SAMPLE_TOKENS = 1 << 17  # of the lag test
-SAMPLE_TRACES = 64  # of those whose JSON is looked at again
-PROMPT_MISMATCH = 31  # reason of a turn whose prompt is not recorded
+SAMPLE_TOKENS = 1 << 17  # most tokens kept for the lag test
+SAMPLE_TRACES = 64  # traces whose JSON is parsed a second time
+PROMPT_MISMATCH = 31  # alignment reason of a turn whose prompt is not recorded
 CHANCE = 15.0  # nats: a trace this improbable is not sampled twice
 LONG = 64  # tokens: text this long, without logprobs, is not sampled twice
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"((?:chatcmpl|cmpl|resp|gen|msg)[-_](?!tool[-_])[^"\\]{8,200})"')
@@ -28,26 +28,29 @@ CHOICE = re.compile(rb'"choice"\s*:\s*(\d+)')
 
 
 class Hashes:
-    """A set of 64-bit integers at 8 bytes each: sorted arrays, the last two joined while they are of like size."""
+    """Set of 64-bit integers that takes 8 bytes each.
+
+    They are kept as sorted arrays; the last two arrays are merged if they have similar sizes.
+    """
 
     def __init__(self) -> None:
         self._sorted: list[Array] = []
 
     def add(self, values: Array) -> Array:
-        """[n] bools: which of `values` [n] stood there before, or earlier among them; then they stand there too."""
-        known = np.zeros(len(values), bool)
+        """Add `values` [n]. Return [n] bool: whether each was in the set before, or occurs earlier in `values`."""
+        seen = np.zeros(len(values), bool)
         for part in self._sorted:
-            at = np.minimum(np.searchsorted(part, values), len(part) - 1)
-            known |= part[at] == values
-        fresh, first = np.unique(values, return_index=True)
-        again = np.ones(len(values), bool)
-        again[first] = False
-        if len(fresh):
-            self._sorted.append(fresh)
+            position = np.minimum(np.searchsorted(part, values), len(part) - 1)
+            seen |= part[position] == values
+        distinct, first = np.unique(values, return_index=True)
+        repeated = np.ones(len(values), bool)
+        repeated[first] = False
+        if len(distinct):
+            self._sorted.append(distinct)
         while len(self._sorted) > 1 and len(self._sorted[-2]) < 2 * len(self._sorted[-1]):
             last = self._sorted.pop()
             self._sorted[-1] = np.union1d(self._sorted[-1], last)
-        return known | again
+        return seen | repeated
 
 
 WORDS = (
@@ -60,7 +63,7 @@ WORDS = (
 
 @dataclass
 class Copies:
-    """Traces that stand in the file a second time: by their own words, by a response's id, or by improbable tokens."""
+    """Traces that occur in the file a second time, by their record, by a response id, or by improbable tokens."""
 
     seen: Hashes = field(default_factory=Hashes)
     count: int = 0
@@ -68,12 +71,12 @@ class Copies:
     found: str = ""
 
     def add(self, look: Look) -> None:
-        """Looks each trace of the batch up, then remembers it."""
+        """Look up each trace of the batch, then remember it."""
         trace, kind, mark = _marks(look)
         repeated = {int(look.trace[g]): text for g, (_, text) in sorted(look.drift(30).items(), reverse=True)}
-        old = np.flatnonzero(self.seen.add(mark))
-        for at in old[::-1]:
-            repeated[int(trace[at])] = WORDS[kind[at]]
+        repeats = np.flatnonzero(self.seen.add(mark))
+        for row in repeats[::-1]:
+            repeated[int(trace[row])] = WORDS[kind[row]]
         self.count += len(repeated)
         if repeated and self.first is None:
             index = min(repeated)
@@ -81,39 +84,53 @@ class Copies:
 
 
 def _marks(look: Look) -> tuple[Array, Array, Array]:
-    """What would tell a copy of a trace: its index in the batch, which of `WORDS`, a hash; the surest first."""
-    core, found = look.traces.core, []
+    """Return the marks that identify a copy of a trace.
+
+    Each mark has the index of the trace in the batch, an index into `WORDS`, and a hash. The marks of a trace are
+    ordered from the most to the least certain.
+    """
+    core, marks = look.traces.core, []
     for index in range(len(look.traces)):
         record = core.record(index)
         file, line = core.location(index)
         if core.id(index) not in ("", located(file or "", line or 0)):
-            found.append((index, 0, hash(record)))
-        if b'"id"' in record and (answered := set(RESPONSE_ID.findall(record))):
-            # The choices of one stream have one id.
-            found.append((index, 1, hash((tuple(sorted(answered)), tuple(CHOICE.findall(record))))))
-    found += _improbable(look)
-    rows = np.array(sorted(found, key=lambda each: each[:2]), np.int64).reshape(-1, 3)
+            marks.append((index, 0, hash(record)))
+        if b'"id"' in record and (response_ids := set(RESPONSE_ID.findall(record))):
+            # All choices of one stream share an id, so the choice is part of the mark.
+            marks.append((index, 1, hash((tuple(sorted(response_ids)), tuple(CHOICE.findall(record))))))
+    marks += _improbable_marks(look)
+    rows = np.array(sorted(marks, key=lambda entry: entry[:2]), np.int64).reshape(-1, 3)
     return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
-def _improbable(look: Look) -> list[tuple[int, int, int]]:
-    """Marks of traces whose tokens are not drawn twice by chance, greedy ones apart."""
+def _improbable_marks(look: Look) -> list[tuple[int, int, int]]:
+    """Return marks of traces, greedy ones excepted, whose tokens are too improbable to be drawn twice by chance."""
     owner = look.trace[look.own_generation]
     ids, logprobs = look.sequences.ids[look.own], look.sequences.rollout_logprobs[look.own]
     cu = np.searchsorted(owner, np.arange(len(look.traces) + 1))
-    known = np.concatenate([[0], np.cumsum(~np.isnan(logprobs))])
-    surprise = np.concatenate([[0.0], np.cumsum(-np.nan_to_num(logprobs.astype(np.float64)))])
-    silent = known[cu[1:]] == known[cu[:-1]]
-    rare = (surprise[cu[1:]] - surprise[cu[:-1]] >= CHANCE) | (silent & (np.diff(cu) >= LONG))
-    rare[look.trace[look["temperature"] == 0]] = False
-    spans = ((int(index), slice(cu[index], cu[index + 1])) for index in np.flatnonzero(rare))
-    return [(i, 2 + int(silent[i]), hash((ids[span].tobytes(), logprobs[span].tobytes()))) for i, span in spans]
+    known_before = np.concatenate([[0], np.cumsum(~np.isnan(logprobs))])
+    surprise_before = np.concatenate([[0.0], np.cumsum(-np.nan_to_num(logprobs.astype(np.float64)))])
+    without_logprobs = known_before[cu[1:]] == known_before[cu[:-1]]
+    improbable = (surprise_before[cu[1:]] - surprise_before[cu[:-1]] >= CHANCE) | (
+        without_logprobs & (np.diff(cu) >= LONG)
+    )
+    improbable[look.trace[look["temperature"] == 0]] = False
+    spans = ((int(index), slice(cu[index], cu[index + 1])) for index in np.flatnonzero(improbable))
+    return [
+        (i, 2 + int(without_logprobs[i]), hash((ids[span].tobytes(), logprobs[span].tobytes()))) for i, span in spans
+    ]
 
 
 @dataclass
 class Rewards:
-    """First reward of each trace by group, where each group begins, the least and the largest of each name, and which
-    names stand together in one trace.
+    """Rewards of the traces of a file.
+
+    Args:
+        reward: first reward of each trace that has one, else NaN, by batch.
+        spans: reward name to its least and largest value.
+        together: sets of names that occur in one trace.
+        group: hash of the group of each trace, by batch.
+        first: hash of a group to its first place, its name ("" if none) and its number.
     """
 
     reward: list[Array] = field(default_factory=list)
@@ -123,43 +140,43 @@ class Rewards:
     first: dict[int, tuple[Place, str, int]] = field(default_factory=dict)
 
     def add(self, look: Look) -> None:
-        """Keeps 12 bytes a trace and one place a group."""
+        """Add one batch; keeps 12 bytes for each trace and one place for each group."""
         sequences = look.sequences
         known = ~np.isnan(sequences.rewards)
         column = np.where(known.any(axis=1), known.argmax(axis=1), 0)
         self.reward.append(sequences.rewards[np.arange(sequences.traces), column])
         for name, column in zip(sequences.reward_names, sequences.rewards.T, strict=True):
-            if len(told := column[~np.isnan(column)]):
+            if len(values := column[~np.isnan(column)]):
                 low, high = self.spans.get(name, (np.inf, -np.inf))
-                self.spans[name] = (min(low, float(told.min())), max(high, float(told.max())))
+                self.spans[name] = (min(low, float(values.min())), max(high, float(values.max())))
         for row in np.unique(known, axis=0):
             self.together.add(tuple(itertools.compress(sequences.reward_names, row)))
         names = [look.traces.core.group(int(row)) for row in look.rows]
-        alone = [f"\x1f{look.trace_at(int(row))}" for row in look.rows]
-        hashes = [hash(own if name is None else name) for name, own in zip(names, alone, strict=True)]
+        own_names = [f"\x1f{look.trace_at(int(row))}" for row in look.rows]
+        hashes = [hash(own_name if name is None else name) for name, own_name in zip(names, own_names, strict=True)]
         self.group.append(np.asarray(hashes, np.int64))
         for row, name, key in zip(look.rows, names, hashes, strict=True):
             if key not in self.first:
                 self.first[key] = (look.trace_at(int(row)), name or "", len(self.first))
 
     def line(self) -> str:
-        """Span and mean of the first rewards, and how many groups they stand in; "" where no trace has one."""
+        """Return a line with range, mean and group sizes of the first rewards; "" if no trace has a reward."""
         rewards = np.concatenate(self.reward) if self.reward else np.zeros(0)
         known = ~np.isnan(rewards)
         if not known.any():
             return ""
-        told, sizes = rewards[known], np.unique(np.concatenate(self.group)[known], return_counts=True)[1]
-        few, many = int(sizes.min()), int(sizes.max())
+        valid, sizes = rewards[known], np.unique(np.concatenate(self.group)[known], return_counts=True)[1]
+        smallest, largest = int(sizes.min()), int(sizes.max())
         lacking = f", {np.sum(~known):,} traces have none" * (not known.all())
         return (
-            f"rewards {told.min():g} to {told.max():g}, mean {told.mean():.3g}{lacking}; {len(sizes):,} groups of "
-            f"{few:,}{f' to {many:,}' * (few < many)} traces"
+            f"rewards {valid.min():g} to {valid.max():g}, mean {valid.mean():.3g}{lacking}; {len(sizes):,} groups of "
+            f"{smallest:,}{f' to {largest:,}' * (smallest < largest)} traces"
         )
 
 
 @dataclass
 class Alike:
-    """Traces that are, token for token, an earlier one of their record, with another reward."""
+    """Traces that equal an earlier trace of their record token for token, but have another reward."""
 
     seen: dict[bytes, float] = field(default_factory=dict)
     place: tuple[str | None, Line | None] = (None, None)
@@ -168,45 +185,53 @@ class Alike:
     found: str = ""
 
     def add(self, look: Look) -> None:
-        """Compares the traces of each record, which stand one behind the other."""
+        """Compare the traces of each record, which are neighbours in the batch."""
         sequences = look.sequences
         starts = np.searchsorted(sequences.trace, np.arange(sequences.traces + 1))
-        for at, row in enumerate(look.rows):
+        for index, row in enumerate(look.rows):
             place = look.traces.core.location(int(row))
             if place != self.place:
                 self.place, self.seen = place, {}
-            known = ~np.isnan(sequences.rewards[at])
+            known = ~np.isnan(sequences.rewards[index])
             if not known.any():
                 continue
-            reward = float(sequences.rewards[at, known.argmax()])
-            ids = sequences.ids[slice(*sequences.cu_seqlens[starts[at : at + 2]])]
-            before = self.seen.setdefault(ids.tobytes(), reward)
-            if before != reward:
+            reward = float(sequences.rewards[index, known.argmax()])
+            ids = sequences.ids[slice(*sequences.cu_seqlens[starts[index : index + 2]])]
+            earlier = self.seen.setdefault(ids.tobytes(), reward)
+            if earlier != reward:
                 self.count += 1
                 if self.first is None:
                     self.first = look.trace_at(int(row))
-                    self.found = f"reward {reward:g}, and {before:g} of an equal one of the same record"
+                    self.found = f"reward {reward:g}, and {earlier:g} of an equal one of the same record"
 
 
 @dataclass
 class Versions:
-    """Sampled tokens of each policy version, and where it first stands."""
+    """Number of recorded tokens of each policy version, and the first place of each version."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     first: dict[int, Place] = field(default_factory=dict)
 
     def add(self, look: Look) -> None:
-        """Counts the recorded tokens of each version."""
+        """Add the recorded tokens of each version."""
         versions = look["version"]
         for version in np.unique(versions):
-            here = np.flatnonzero(versions == version)
-            self.tokens[int(version)] = self.tokens.get(int(version), 0) + int(look["tokens"][here].sum())
-            self.first.setdefault(int(version), look.at(int(here[0])))
+            generations = np.flatnonzero(versions == version)
+            self.tokens[int(version)] = self.tokens.get(int(version), 0) + int(look["tokens"][generations].sum())
+            self.first.setdefault(int(version), look.at(int(generations[0])))
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the sample: before, ids [n] int32, logprobs [n] float32, its tier, and where it stands."""
+    """One turn of the sample.
+
+    Args:
+        before: [n] int32, the id before each token; -1 at the start of a branch.
+        ids: [n] int32.
+        logprobs: [n] float32, nats.
+        tier: the highest alignment level of its tokens.
+        place: location of the turn.
+    """
 
     before: Array
     ids: Array
@@ -217,7 +242,7 @@ class Turn:
 
 @dataclass
 class Sample:
-    """Turns for the lag test, evenly over the file: when there are too many, every second one is let go."""
+    """Turns for the lag test, spread evenly over the file. If there are too many, every second one is dropped."""
 
     stride: int = 1
     count: int = 0
@@ -225,20 +250,20 @@ class Sample:
     tokens: int = 0
 
     def add(self, look: Look) -> None:
-        """Takes every `stride`-th turn with known ids and a logprob: previous ids, ids, logprobs, tier, place."""
+        """Add every `stride`-th turn that has known ids, at least 3 tokens and at least one logprob."""
         sequences, own = look.sequences, look.own
         logprobs = sequences.rollout_logprobs[own]
         cu = np.searchsorted(look.own_generation, np.arange(look.generations + 1))
-        told = np.bincount(look.own_generation[~np.isnan(logprobs)], minlength=look.generations)
-        fit = np.flatnonzero(look.known & (np.diff(cu) >= 3) & (told > 0))
-        start, self.count = self.count, self.count + len(fit)
-        for g in fit[-start % self.stride :: self.stride]:
-            at = own[cu[g] : cu[g + 1]]
-            before = np.where(at > sequences.cu_seqlens[look.branch[at]], sequences.ids[at - 1], -1)
-            tier = int(sequences.tier[at].max())
-            turn = Turn(before, sequences.ids[at], logprobs[cu[g] : cu[g + 1]].copy(), tier, look.at(int(g)))
+        logprob_count = np.bincount(look.own_generation[~np.isnan(logprobs)], minlength=look.generations)
+        eligible = np.flatnonzero(look.known & (np.diff(cu) >= 3) & (logprob_count > 0))
+        start, self.count = self.count, self.count + len(eligible)
+        for g in eligible[-start % self.stride :: self.stride]:
+            position = own[cu[g] : cu[g + 1]]
+            before = np.where(position > sequences.cu_seqlens[look.branch[position]], sequences.ids[position - 1], -1)
+            tier = int(sequences.tier[position].max())
+            turn = Turn(before, sequences.ids[position], logprobs[cu[g] : cu[g + 1]].copy(), tier, look.at(int(g)))
             self.turns.append(turn)
-            self.tokens += len(at)
+            self.tokens += len(position)
         while self.tokens > SAMPLE_TOKENS and len(self.turns) > 1:
             self.turns = self.turns[::2]
             self.stride *= 2
@@ -247,7 +272,7 @@ class Sample:
 
 @dataclass
 class Tops:
-    """Traces of a sample of 64 whose top_logprobs say that their logprobs are a neighbour's."""
+    """Traces in a sample of 64 whose top_logprobs show that their logprobs belong to a neighbouring token."""
 
     lag: int = 0
     count: int = 0
@@ -256,22 +281,25 @@ class Tops:
 
     @classmethod
     def of(cls, traces: Traces) -> "Tops":
-        """Looks at the records of these traces."""
+        """Check the records of these traces."""
         lags = [lag_of_tops(trace.record) for trace in traces]
-        at = next((index for index, lag in enumerate(lags) if lag), None)
-        if at is None:
+        shifted = next((index for index, lag in enumerate(lags) if lag), None)
+        if shifted is None:
             return cls(looked=len(lags))
-        return cls(lags[at], sum(map(bool, lags)), len(lags), Place.of(traces, at))
+        return cls(lags[shifted], sum(map(bool, lags)), len(lags), Place.of(traces, shifted))
 
 
 class Spread:
-    """Traces evenly over a file of unknown length: at twice as many as wanted, every second one is let go."""
+    """Traces spread evenly over a file of unknown length.
+
+    As soon as more than twice the wanted number is kept, every second one is dropped.
+    """
 
     def __init__(self, wanted: int) -> None:
         self.wanted, self.kept, self._stride, self._seen = wanted, list[Traces](), 1, 0
 
     def add(self, part: Traces) -> None:
-        """Looks at one batch."""
+        """Add one batch."""
         for index in range(len(part) if self.wanted else 0):
             if self._seen % self._stride == 0:
                 self.kept.append(part[[index]])
@@ -280,23 +308,26 @@ class Spread:
                 self.kept, self._stride = self.kept[::2], self._stride * 2
 
     def traces(self) -> Traces:
-        """At most `wanted` of them."""
+        """Return at most `wanted` traces."""
         step = max(1, -(-len(self.kept) // max(self.wanted, 1)))
         return Traces.concatenate(self.kept[::step])
 
 
 @dataclass
 class Whole:
-    """Everything that is kept of a file.
+    """Statistics of a whole file.
 
     Args:
         source: the file as the user named it.
-        read: counts of the reader.
-        traces, turns, recorded, exact, terms: sums over batches; of traces, those that were read.
-        unaligned: traces that could not be aligned, and the first reason.
-        promptless, silent: turns without a prompt, without logprobs.
-        heatless: turns with logprobs that say no temperature.
-        unsaid: turns that do not say what their logprobs are of, at a temperature that is not 1.
+        read: counters of the reader.
+        traces, turns, recorded, exact, terms: sums over batches: traces read, turns, recorded tokens, tokens with an
+            exact id and logprob, tokens that would be trained.
+        unaligned, first_error: number of traces that could not be aligned, and the first reason.
+        headless: turns in which only the first logprob is missing.
+        promptless, silent: turns without a prompt, and turns without logprobs.
+        heatless: turns with logprobs and without a recorded temperature.
+        unsaid: turns with logprobs of unknown kind at a temperature that is not known to be 1.
+        few: sample of traces whose top_logprobs are read.
     """
 
     source: str
@@ -323,11 +354,11 @@ class Whole:
 
     @cached_property
     def tops(self) -> Tops:
-        """What the alternatives of a few traces say."""
+        """Result of comparing logprobs with top_logprobs on a few traces."""
         return Tops.of(self.few.traces())
 
     def add(self, look: Look) -> None:
-        """Adds one batch."""
+        """Add one batch."""
         drift = look.sequences.drift
         self.traces += len(look.traces)
         self.turns += look.generations
@@ -349,17 +380,17 @@ class Whole:
 
     @property
     def grouped(self) -> bool:
-        """Whether most traces name a group; one that names none is a group of its own."""
-        alone = sum(not name for _, name, _ in self.rewards.first.values())
-        return alone * 2 < sum(map(len, self.rewards.group))
+        """Whether most traces name a group; a trace without a group name is a group of its own."""
+        ungrouped = sum(not name for _, name, _ in self.rewards.first.values())
+        return ungrouped * 2 < sum(map(len, self.rewards.group))
 
     @property
     def is_text(self) -> bool:
-        """Whether no turn has logprobs, and most have their prompts."""
+        """Whether no turn has logprobs and at least half of the turns have a prompt."""
         return bool(self.turns) and self.silent == self.turns and self.promptless * 2 <= self.turns
 
     def hindered(self) -> str:
-        """Why no token is trained, by what holds for most turns."""
+        """Return why no token is trained: the first reason that holds for most turns."""
         if not self.turns:
             return "no message of an assistant was sampled"
         if self.promptless * 2 > self.turns:

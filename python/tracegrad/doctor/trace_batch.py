@@ -1,6 +1,6 @@
-"""Hold one batch of traces as flat columns for the checks, with what they ask of a tokenizer.
+"""Hold one batch of traces as flat columns for the checks, with the facts about a tokenizer that they need.
 
-G generations of R traces; no Python object per token.
+G generations of R traces, with no Python object per token.
 """
 
 import json
@@ -27,13 +27,14 @@ from tracegrad.errors import TemplateError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as arrays.
+    """Tokenizer facts as arrays.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's.
         special: [V] bool, special tokens.
         size: [V] int64, bytes that each id spells.
-        injected: what the template writes before a first user message that no message says, "" if nothing.
+        injected: text that the template writes before a first user message and that is in no message; "" if there is
+            none.
     """
 
     tokenizer: Tokenizer
@@ -43,38 +44,39 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        """Asks for every id, and renders two user messages."""
+        """Look up every id, and render a conversation with two user messages."""
         ids, core = range(len(tokenizer)), tokenizer._core
         special = np.fromiter(map(core.is_special, ids), bool)
         size = np.fromiter((len(core.token_bytes(i) or b"") for i in ids), np.int64)
         return cls(tokenizer, special, size, injected(tokenizer))
 
     def spelled(self, ids: NDArray[Any]) -> NDArray[np.int64]:
-        """[n] bytes that each of `ids` [n] spells; none for ids that only the model has."""
+        """Return [n] bytes that each of `ids` [n] spells; 0 for ids outside the tokenizer."""
         inside = (ids >= 0) & (ids < len(self.size))
         return np.where(inside, self.size[np.where(inside, ids, 0)], 0)
 
     def is_special(self, ids: NDArray[Any]) -> NDArray[np.bool_]:
-        """[n] bools: which of `ids` [n] are special tokens; none outside the vocabulary."""
+        """Return [n] bool: whether each of `ids` [n] is a special token; False outside the tokenizer."""
         inside = (ids >= 0) & (ids < len(self.special))
         return inside & self.special[np.where(inside, ids, 0)]
 
 
 def injected(tokenizer: Tokenizer) -> str:
-    """What the template writes before the first of the user's words and not before later ones; "" if no words.
+    """Return the text that the template writes before the first user message only; "" if it has no words.
 
-    The text before the first user message, less what stands before the second one, less special tokens.
+    It is the text before the first user message, without the ending that the text before the second one shares, and
+    without special tokens. Fewer than 8 letters count as no words.
     """
     user = {"role": "user", "content": "first words"}
-    rest = [{"role": "assistant", "content": "an answer"}, {"role": "user", "content": "second words"}]
+    later = [{"role": "assistant", "content": "an answer"}, {"role": "user", "content": "second words"}]
     try:
-        text = tokenizer.render([user, *rest]).text
+        text = tokenizer.render([user, *later]).text
     except TemplateError:
         return ""
     before, _, after = text.partition("first words")
-    between = after.partition("an answer")[2].partition("second words")[0]
+    before_second = after.partition("an answer")[2].partition("second words")[0]
     shared = 0
-    while shared < min(len(before), len(between)) and before[-1 - shared] == between[-1 - shared]:
+    while shared < min(len(before), len(before_second)) and before[-1 - shared] == before_second[-1 - shared]:
         shared += 1
     ids = tokenizer.encode(before[: len(before) - shared])
     plain = tokenizer.decode([i for i in ids.tolist() if not tokenizer._core.is_special(i)]).strip()
@@ -87,12 +89,12 @@ THOUGHT = tuple(
     re.compile(rb'"%s\\*"\s*:\s*(\d{1,18})' % name) for name in (b"reasoning_tokens", b"thoughtsTokenCount")
 )
 ENDED = re.compile(rb'"finish_reason\\*"\s*:(?!\s*null)')
-"""The end of a choice: chunks before the last say null. In the text of a stream quotes are escaped."""
+"""Match the end of a choice: earlier chunks have null. In the text of a stream the quotes are escaped."""
 SEVERAL = re.compile(rb'"n"\s*:\s*(?:[2-9]|[1-9]\d+)\s*[,}]')
 OF_REQUEST = {"messages", "prompt", "model", "temperature", "top_p", "max_tokens", "logprobs", "stream", "seed"}
-"""Keys of which one stands beside the `n` of a request."""
+"""Keys of a request: an object with `n` is a request if it has one of them."""
 SAMPLED_WITH = {"model", "temperature", "top_p", "max_tokens", "max_completion_tokens"}
-"""Keys of which one stands beside the sampling options of a request."""
+"""Keys of a request: an object has sampling options if it has one of them."""
 _NAMES = [name for name in OFF if name != "top_p"]  # top_p and temperature are columns
 RESHAPING = re.compile(
     rb'"(?:%s)"\s*:(?!\s*(?:null|false|-?[01](?:\.0)?)\s*[,}])|"(?:%s)"\s*:\s*0(?:\.0)?\s*[,}]|'
@@ -108,64 +110,66 @@ RESHAPING = re.compile(
         )
     )
 )
-"""What a record holds if `sampling.mismatch` may find something in it."""
-TEMPERATURE_LEFT_OUT, TOP_P_LEFT_OUT, REQUEST = 1, 2, 4  # bits of the column left_out
-TEXT_TIERS = 4  # from this tier on ids are canonical, not recorded
+"""Match a record in which `sampling.mismatch` may find something."""
+TEMPERATURE_LEFT_OUT, TOP_P_LEFT_OUT, REQUEST = 1, 2, 4  # bits in the column left_out
+TEXT_TIERS = 4  # from this alignment level on, ids are the canonical ones of the text, not recorded ones
 
 
-def _counts(record: bytes, patterns: Sequence[re.Pattern[bytes]]) -> list[int]:
-    """The numbers under the first of some names that is there."""
-    told = next(filter(None, (pattern.findall(record) for pattern in patterns)), [])
-    return [min(int(each), 1 << 40) for each in told]
+def _usage_counts(record: bytes, patterns: Sequence[re.Pattern[bytes]]) -> list[int]:
+    """Return the numbers under the first of some names that is present."""
+    numbers = next(filter(None, (pattern.findall(record) for pattern in patterns)), [])
+    return [min(int(number), 1 << 40) for number in numbers]
 
 
-def _calls(record: bytes) -> Iterator[bytes]:
-    """The responses of a record, each as JSON."""
-    whole = loads(record)
-    calls = whole.get("calls") if isinstance(whole, dict) else None
-    for call in calls if isinstance(calls, list) else [whole]:
+def _responses(record: bytes) -> Iterator[bytes]:
+    """Yield the responses of a record, each as JSON."""
+    parsed = loads(record)
+    calls = parsed.get("calls") if isinstance(parsed, dict) else None
+    for call in calls if isinstance(calls, list) else [parsed]:
         yield json.dumps(call.get("response", call) if isinstance(call, dict) else call).encode()
 
 
-def _asked_for_several(record: bytes) -> bool:
-    """Whether a request in a record, or its parameters beside it, asks for several choices."""
-    return bool(SEVERAL.search(record)) and any(map(_is_several, _objects(loads(record))))
+def _requests_several_choices(record: bytes) -> bool:
+    """Return whether a request in a record, or the parameters next to it, asks for several choices."""
+    return bool(SEVERAL.search(record)) and any(map(_has_several_choices, _request_objects(loads(record))))
 
 
-def _is_several(told: dict[str, Any]) -> bool:
-    n = told.get("n")
-    return isinstance(n, int) and n > 1 and not OF_REQUEST.isdisjoint(told)
+def _has_several_choices(request: dict[str, Any]) -> bool:
+    n = request.get("n")
+    return isinstance(n, int) and n > 1 and not OF_REQUEST.isdisjoint(request)
 
 
-def _objects(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The objects in a record, but those that were said."""
+def _request_objects(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a record, without its messages, responses and tools."""
     if isinstance(value, dict):
         yield value
-        inside = [each for key, each in value.items() if key not in ("messages", "response", "tools")]
+        children = [child for key, child in value.items() if key not in ("messages", "response", "tools")]
     else:
-        inside = value if isinstance(value, list) else []
-    for each in inside if depth < DEEPEST else ():
-        yield from _objects(each, depth + 1)
+        children = value if isinstance(value, list) else []
+    for child in children if depth < DEEPEST else ():
+        yield from _request_objects(child, depth + 1)
 
 
-def _sampling(value: Any) -> dict[str, Any]:
-    """The sampling options in a request, or in what holds it."""
-    found = [each for each in _objects(value) if not SAMPLED_WITH.isdisjoint(each)]
-    inner = [each.get(key) for each in found for key in ("extra_body", "sampling_params")]
-    return {key: held for each in (*found, *inner) if isinstance(each, dict) for key, held in each.items()}
+def _sampling_options(value: Any) -> dict[str, Any]:
+    """Return the sampling options in a request, or in an object that contains it."""
+    requests = [request for request in _request_objects(value) if not SAMPLED_WITH.isdisjoint(request)]
+    inner = [request.get(key) for request in requests for key in ("extra_body", "sampling_params")]
+    return {
+        key: option for request in (*requests, *inner) if isinstance(request, dict) for key, option in request.items()
+    }
 
 
 class Look:
-    """One batch.
+    """One batch of traces as flat columns.
 
     Args:
         traces: as read.
-        sequences: as aligned; traces that cannot be aligned are missing there.
-        vocabulary: of the model's tokenizer.
-        options: what the user asked: max_tokens, held-out prompts.
-        logprob_kind: what the logprobs are of, over what the records say.
-        defaults: what the model's generation_config.json sets, by `sampling.model_defaults`.
-        sampling_defaults: how options that requests leave out are read: "neutral", "model", or None, as nobody said.
+        sequences: as aligned. Traces that cannot be aligned are missing there.
+        vocabulary: tokenizer facts of the model.
+        options: user options that checks read: max_tokens and held_out.
+        logprob_kind: kind of the logprobs; overrides what the records say.
+        defaults: options that the model's generation_config.json sets (`sampling.model_defaults`).
+        sampling_defaults: how to read options that requests leave out: "neutral", "model", or None if not specified.
     """
 
     def __init__(
@@ -188,22 +192,22 @@ class Look:
         self.generations = len(self.trace)
 
     def __getitem__(self, name: str) -> Array:
-        """[G] column of the records; names as in `_core.Traces.columns`."""
+        """Return a [G] column of the records; names as in `_core.Traces.columns`."""
         return self.columns[name]
 
     @cached_property
     def finish(self) -> Array:
-        """[G] strings: finish reasons, "" where unsaid."""
+        """[G] str, finish reasons; "" if not recorded."""
         return np.asarray(self.columns["finish_reason"], dtype=object)
 
     @cached_property
     def first_generation(self) -> Array:
-        """[R+1]: trace r owns generations first[r]:first[r+1]."""
+        """[R+1] offsets: trace r has generations first[r]:first[r+1]."""
         return np.searchsorted(self.trace, np.arange(len(self.traces) + 1))
 
     @cached_property
     def rows(self) -> Array:
-        """[aligned] index into the batch of each aligned trace; they keep their order."""
+        """[aligned] index into the batch of each aligned trace, in their order."""
         return np.delete(np.arange(len(self.traces)), self.sequences.drift.left_out)
 
     @cached_property
@@ -213,13 +217,16 @@ class Look:
 
     @cached_property
     def own(self) -> Array:
-        """Positions of sampled tokens, each event once, where it is trained; generations stand together, in order."""
-        at = np.flatnonzero((self.sequences.source == SAMPLED) & (self.sequences.turn >= 0))
-        generation = self._generation(at)
+        """Positions of sampled tokens, grouped by generation in order.
+
+        A token that several branches share is listed once, in the first branch that has its generation.
+        """
+        position = np.flatnonzero((self.sequences.source == SAMPLED) & (self.sequences.turn >= 0))
+        generation = self._generation(position)
         first = np.full(self.generations, self.sequences.branches, np.int64)
-        np.minimum.at(first, generation, self.branch[at])
-        mine = self.branch[at] == first[generation]
-        return at[mine][np.argsort(generation[mine], kind="stable")]
+        np.minimum.at(first, generation, self.branch[position])
+        in_first = self.branch[position] == first[generation]
+        return position[in_first][np.argsort(generation[in_first], kind="stable")]
 
     def _generation(self, at: Array) -> Array:
         row = self.sequences.trace[self.branch[at]]
@@ -227,148 +234,170 @@ class Look:
 
     @cached_property
     def own_generation(self) -> Array:
-        """[own] generation of each."""
+        """[own] generation of each position in `own`."""
         return self._generation(self.own)
 
     @cached_property
     def aligned(self) -> Array:
-        """[G] tokens of each generation that stand in a branch."""
+        """[G] number of tokens of each generation that are in a branch."""
         return np.bincount(self.own_generation, minlength=self.generations)
 
     @cached_property
     def known(self) -> Array:
-        """[G] bool: every listed token stands in a branch, with an id that the record determines."""
+        """[G] bool: whether all listed tokens are in a branch, with ids that the record determines."""
         text = self.sequences.tier[self.own] >= TEXT_TIERS
         canonical = np.bincount(self.own_generation[text], minlength=self.generations) > 0
         return (self.aligned > 0) & (self.aligned >= self["tokens"]) & ~canonical
 
     @cached_property
     def unlisted(self) -> Array:
-        """[G] bool: a tool was called, and tokens that are recorded as texts spell the words and not the call."""
-        out, own = np.zeros(self.generations, bool), self.own_generation
+        """[G] bool: whether a tool was called but the recorded token texts spell only the words before the call."""
+        flags, own = np.zeros(self.generations, bool), self.own_generation
         cu = np.searchsorted(own, np.arange(self.generations + 1))
         ids, tier = self.sequences.ids[self.own], self.sequences.tier[self.own]
         for g in np.flatnonzero((self.finish == "tool_calls") & self.known):
-            at = slice(cu[g], cu[g + 1])
-            if np.isin(tier[at], SPELLED).all():
+            span = slice(cu[g], cu[g + 1])
+            if np.isin(tier[span], SPELLED).all():
                 message = said(self.traces.core, int(self.trace[g]))[int(self.turn[g])]
-                out[g] = without_call(message, self.vocabulary.tokenizer.decode(ids[at].tolist()))
-        return out
+                flags[g] = without_call(message, self.vocabulary.tokenizer.decode(ids[span].tolist()))
+        return flags
 
     @cached_property
     def last_id(self) -> Array:
-        """[G] last id that stands in a branch, -1 where none does."""
+        """[G] last id that is in a branch; -1 if none is."""
         last = np.full(self.generations, -1, np.int64)
         last[self.own_generation] = self.sequences.ids[self.own]
         return last
 
     @cached_property
     def usage(self) -> tuple[Array, Array]:
-        """[G] completion tokens by the record's own usage, and reasoning tokens among them; -1 where not told.
+        """[G] completion tokens according to the record's usage, and the reasoning tokens among them; -1 if unknown.
 
-        Only where a record tells usage once for each generation, and no response has several choices, or was asked for
-        several and lost the others: usage counts all.
+        The numbers are used only if a record has one usage for each generation. A record is skipped if a response has
+        several choices, or if several were requested, because usage counts all of them.
         """
-        used, thought = (np.full(self.generations, -1, np.int64) for _ in range(2))
+        completion, reasoning = (np.full(self.generations, -1, np.int64) for _ in range(2))
         for index in range(len(self.traces)):
             start, end = self.first_generation[index : index + 2]
             record = self.traces.core.record(index)
-            if len(ENDED.findall(record)) > end - start or _asked_for_several(record):
+            if len(ENDED.findall(record)) > end - start or _requests_several_choices(record):
                 continue
-            for patterns, column in ((USED, used), (THOUGHT, thought)):
-                told = _counts(record, patterns)
-                if len(told) > end - start:
-                    # Servers that count in every chunk count up: the largest is that of the call.
-                    told = [max(of_call) for call in _calls(record) if (of_call := _counts(call, patterns))]
-                if len(told) == end - start:
-                    column[start:end] = told
-        return used, thought
+            for patterns, column in ((USED, completion), (THOUGHT, reasoning)):
+                counts = _usage_counts(record, patterns)
+                if len(counts) > end - start:
+                    # Servers that count in every chunk count up, so the largest number is the call's.
+                    counts = [max(of_call) for call in _responses(record) if (of_call := _usage_counts(call, patterns))]
+                if len(counts) == end - start:
+                    column[start:end] = counts
+        return completion, reasoning
 
     @cached_property
     def mismatch(self) -> dict[int, dict[str, Any]]:
-        """Generations with logprobs and options under which these are of another distribution than the trainer's."""
-        heat, cut, kinds = self["temperature"], self["top_p"], self["logprob_kind"]
-        asked = dict[int, dict[str, Any]]()
-        for g in np.flatnonzero((~np.isnan(heat) & (heat != 1)) | (cut < 1)):
-            told = {"temperature": heat[g], "top_p": cut[g]}
-            asked[int(g)] = {name: round(float(value), 6) for name, value in told.items() if not np.isnan(value)}
-        for g, told in enumerate(self["sampling"]):
-            if told is not None:
-                asked[g] = {**told, **asked.get(g, {})}
+        """Generations whose logprobs come from another distribution than the trainer's.
+
+        Maps a generation to the sampling options that cause the difference. Only generations with logprobs are
+        included.
+        """
+        temperature, top_p, kinds = self["temperature"], self["top_p"], self["logprob_kind"]
+        sampling = dict[int, dict[str, Any]]()
+        for g in np.flatnonzero((~np.isnan(temperature) & (temperature != 1)) | (top_p < 1)):
+            columns = {"temperature": temperature[g], "top_p": top_p[g]}
+            sampling[int(g)] = {name: round(float(value), 6) for name, value in columns.items() if not np.isnan(value)}
+        for g, options in enumerate(self["sampling"]):
+            if options is not None:
+                sampling[g] = {**options, **sampling.get(g, {})}
         if self.sampling_defaults == "model":
             for g, names in self.left_out.items():
-                asked[g] = {**asked.get(g, {}), **{name: self.defaults[name] for name in names}}
+                sampling[g] = {**sampling.get(g, {}), **{name: self.defaults[name] for name in names}}
         for index in range(len(self.traces)):
             if RESHAPING.search(raw := self.traces.core.record(index)) and isinstance(record := loads(raw), dict):
                 start, end = self.first_generation[index : index + 2]
                 calls = record.get("calls")
                 calls = calls if isinstance(calls, list) else []
-                apart = len(calls) == end - start
-                of_record = {key: value for key, value in record.items() if key not in ("calls", "metadata", "task")}
-                common = _sampling(of_record if apart else {**of_record, "calls": calls})
+                one_call_each = len(calls) == end - start
+                record_options = {
+                    key: value for key, value in record.items() if key not in ("calls", "metadata", "task")
+                }
+                common = _sampling_options(record_options if one_call_each else {**record_options, "calls": calls})
                 for g in range(start, end):
-                    asked[g] = {**common, **(_sampling(calls[g - start]) if apart else {}), **asked.get(g, {})}
-        found = {g: mismatch(told, LOGPROB_KINDS[kinds[g]]) for g, told in asked.items() if self["logprobs"][g] > 0}
-        return {g: wrong for g, wrong in sorted(found.items()) if wrong}
+                    sampling[g] = {
+                        **common,
+                        **(_sampling_options(calls[g - start]) if one_call_each else {}),
+                        **sampling.get(g, {}),
+                    }
+        causes = {
+            g: mismatch(options, LOGPROB_KINDS[kinds[g]]) for g, options in sampling.items() if self["logprobs"][g] > 0
+        }
+        return {g: cause for g, cause in sorted(causes.items()) if cause}
 
     @cached_property
     def left_out(self) -> dict[int, list[str]]:
-        """Generations with logprobs whose request leaves out what the model's generation_config.json sets: which."""
+        """Generations with logprobs whose request omits options that the model's generation_config.json sets.
+
+        Maps a generation to the names of these options.
+        """
         if not self.defaults:
             return {}
-        found = dict[int, list[str]]()
+        omitted = dict[int, list[str]]()
         bits = {"temperature": TEMPERATURE_LEFT_OUT, "top_p": TOP_P_LEFT_OUT}
         for g in np.flatnonzero((self["left_out"] & REQUEST != 0) & (self["logprobs"] > 0)):
-            told, left = self["sampling"][g] or {}, int(self["left_out"][g])
-            names = [name for name in self.defaults if left & bits.get(name, REQUEST) and name not in told]
+            request, flags = self["sampling"][g] or {}, int(self["left_out"][g])
+            names = [name for name in self.defaults if flags & bits.get(name, REQUEST) and name not in request]
             if names:
-                found[int(g)] = names
-        return found
+                omitted[int(g)] = names
+        return omitted
 
     @cached_property
     def cu_logprobs(self) -> Array:
-        """[G+1]: generation g has flat_logprobs[cu[g]:cu[g+1]] as recorded."""
+        """[G+1] offsets: generation g has flat_logprobs[cu[g]:cu[g+1]] as recorded."""
         return np.concatenate([[0], np.cumsum(np.maximum(self["logprobs"], 0))])
 
     @cached_property
     def headless(self) -> Array:
-        """[G] bool: of two or more logprobs the first one is missing, and no other."""
+        """[G] bool: whether the first of two or more logprobs is missing, and no other."""
         first = np.minimum(self.cu_logprobs[:-1], max(len(self["flat_logprobs"]) - 1, 0))
         some = (self["logprobs"] > 1) & (self["missing"] == 1)
         return some & np.isnan(self["flat_logprobs"][first]) if len(self["flat_logprobs"]) else some
 
     def drift(self, *codes: int) -> dict[int, tuple[int, str]]:
-        """Generations with a finding of these reasons (R<code>): generation to (first token or -1, detail)."""
-        drift, found = self.sequences.drift, {}
-        for at in np.flatnonzero(np.isin(drift.reason, codes)):
-            start = int(self.first_generation[self.rows[drift.trace[at]]])
-            generation = start + max(int(drift.turn[at]), 0)
-            if generation < self.generations and generation not in found:
-                found[generation] = (int(drift.token[at]), drift.detail[at])
-        return found
+        """Return generations with an alignment reason R<code>: generation to (first token or -1, detail)."""
+        drift, findings = self.sequences.drift, {}
+        for row in np.flatnonzero(np.isin(drift.reason, codes)):
+            start = int(self.first_generation[self.rows[drift.trace[row]]])
+            generation = start + max(int(drift.turn[row]), 0)
+            if generation < self.generations and generation not in findings:
+                findings[generation] = (int(drift.token[row]), drift.detail[row])
+        return findings
 
     def at(self, generation: int, token: int = -1) -> Place:
-        """The place of a generation, or of a token of it."""
+        """Return the place of a generation, or of a token of it."""
         index = int(self.trace[generation])
         return Place.of(self.traces, index, int(self.turn[generation]), token if token >= 0 else None)
 
     def trace_at(self, index: int) -> Place:
-        """The place of a trace."""
+        """Return the place of a trace."""
         return Place.of(self.traces, index)
 
     def hits(
         self, hit: Array, of: Array | None = None, found: Callable[[int], str] = lambda _: "", token: int = -1
     ) -> Hits:
-        """Hits of [G] bools among `of` (default: all generations); `found` says what the first one shows."""
-        at = np.flatnonzero(hit)
+        """Return hits of [G] bools.
+
+        Args:
+            hit: [G] bool.
+            of: [G] bool, the generations that were checked; default all.
+            found: returns the description of the first hit, given its generation.
+            token: token of the first hit, or -1.
+        """
+        indices = np.flatnonzero(hit)
         total = self.generations if of is None else int(of.sum())
-        if not len(at):
+        if not len(indices):
             return Hits(0, total)
-        return Hits(len(at), total, self.at(int(at[0]), token), found(int(at[0])))
+        return Hits(len(indices), total, self.at(int(indices[0]), token), found(int(indices[0])))
 
     def drift_hits(self, *codes: int) -> Hits:
-        """Hits of generations with a drift finding of these reasons."""
-        if not (found := self.drift(*codes)):
+        """Return hits of generations with one of these alignment reasons."""
+        if not (findings := self.drift(*codes)):
             return Hits(0, self.generations)
-        first = min(found)
-        return Hits(len(found), self.generations, self.at(first, found[first][0]), found[first][1])
+        first = min(findings)
+        return Hits(len(findings), self.generations, self.at(first, findings[first][0]), findings[first][1])

@@ -1,7 +1,7 @@
-"""Define what a run measures, and write it.
+"""Define the metrics of a run, and write them.
 
-Each `Metric` has a name, a unit, a denominator and its formula over sums, so that a number in metrics.jsonl leads to
-its definition by name. Sums merge over micro-batches and ranks. docs/metrics.md lists them.
+Each `Metric` has a name, a unit, a denominator and a formula over sums, so that you can look up each number of
+metrics.jsonl by its name. Sums merge over micro-batches and ranks. docs/metrics.md lists all metrics.
 """
 
 from tracegrad.metrics.aggregate import Moments, Rows, Sums, moments
@@ -22,7 +22,7 @@ from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicy
 from tracegrad.metrics.training import COMPLETIONS, REWARDS, TOOLS, TRAINING, Rewards, Tally, completions, tools
 
 METRICS: tuple[Metric, ...] = (*TRAINING, *REWARDS, *COMPLETIONS, *TOOLS, *OFF_POLICY)
-"""All that metrics.jsonl may hold, `NAME/turn_0` and the like under the name before the stroke."""
+"""All metrics of metrics.jsonl. Breakdowns such as `NAME/turn_0` are listed under the name before the slash."""
 
 __all__ = [
     "COMPLETIONS",

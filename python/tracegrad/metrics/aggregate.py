@@ -13,20 +13,20 @@ from tracegrad import _validation
 from tracegrad.errors import ArgumentError
 
 LIMIT = 20.0
-"""Log-ratios beyond plus or minus this many nats fall into the two open bins at the ends."""
+"""Log-ratios beyond plus or minus this many nats are in the two open bins at the ends."""
 FINE = 1e-3
-"""Below this many nats bins are of one width; above, their width grows with |l|."""
+"""Below this many nats all bins have nearly the same width; above, their width grows with |l|."""
 HALF = 4096
-"""Bins on either side of the one around l = 0."""
+"""Number of bins on either side of the one around l = 0."""
 BINS = 2 * HALF + 3
-"""Bins in all: 2 * HALF + 1 between the limits, and an open one at each end."""
+"""Total number of bins: 2 * HALF + 1 between the limits, and an open one at each end."""
 _WIDTH = np.arcsinh(LIMIT / FINE) / HALF
 RESOLUTION = _WIDTH / 2
 """A percentile is off by at most RESOLUTION * sqrt(l^2 + FINE^2) nats: 0.13 % of l, and 1.3e-6 near l = 0."""
 
 
 def bins(log_ratios: NDArray[np.floating]) -> NDArray[np.intp]:
-    """[M] the bin of each log-ratio; -inf (a weight of 0) is in the first.
+    """Return [M] the bin of each log-ratio; -inf (a weight of 0) is in the first bin.
 
     >>> bins(np.array([-np.inf, 0.0, 25.0])).tolist()
     [0, 4097, 8194]
@@ -36,15 +36,15 @@ def bins(log_ratios: NDArray[np.floating]) -> NDArray[np.intp]:
 
 
 def percentile(counts: NDArray[np.int64], share: float, low: float, high: float) -> float:
-    """The smallest ratio with at least `share` of the counted ratios at or below it, up to `RESOLUTION`.
+    """Return the smallest ratio with at least `share` of the counted ratios at or below it, up to `RESOLUTION`.
 
     Args:
         counts: [BINS].
         share: from 0 to 1.
-        low, high: the smallest and the largest ratio, known exactly; the answer lies between them.
+        low, high: the smallest and the largest ratio, known exactly; the result is between them.
 
     Returns:
-        the ratio, not its logarithm; NaN where nothing was counted.
+        the ratio, not its logarithm; NaN if nothing was counted.
 
     >>> counts = np.bincount(bins(np.log([0.5, 1.0, 1.0, 2.0])), minlength=BINS)
     >>> percentile(counts, 0.5, 0.5, 2.0), percentile(counts, 1.0, 0.5, 2.0)
@@ -56,10 +56,10 @@ def percentile(counts: NDArray[np.int64], share: float, low: float, high: float)
     rank = min(max(int(np.ceil(share * total)), 1), total)
     if rank == total:
         return high
-    found = int(np.searchsorted(np.cumsum(counts), rank))
-    if not 0 < found < BINS - 1:
-        return low if found == 0 else high
-    return float(np.clip(np.exp(FINE * np.sinh((found - HALF - 1) * _WIDTH)), low, high))
+    bin_index = int(np.searchsorted(np.cumsum(counts), rank))
+    if not 0 < bin_index < BINS - 1:
+        return low if bin_index == 0 else high
+    return float(np.clip(np.exp(FINE * np.sinh((bin_index - HALF - 1) * _WIDTH)), low, high))
 
 
 Floats = NDArray[np.float64]
@@ -68,12 +68,14 @@ Ints = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Terms by id. Neighbours with one id are taken together first, which makes terms in order of their trace fast.
+    """Terms grouped by id.
+
+    Consecutive terms with the same id are reduced first, which is fast if terms are in order of their trace.
 
     Args:
-        starts: [K] first term of each run of neighbours.
+        starts: [K] first term of each run of equal ids.
         owner: [K] the group of each run.
-        count: groups.
+        count: number of groups.
         terms: M.
     """
 
@@ -84,7 +86,7 @@ class Groups:
 
     @classmethod
     def of(cls, ids: NDArray[np.integer]) -> Groups:
-        """Groups numbered in the order of their ids.
+        """Return groups numbered in the order of their ids.
 
         >>> Groups.of(np.array([7, 7, 3, 7])).total(np.array([1.0, 2.0, 4.0, 8.0])).tolist()
         [4.0, 11.0]
@@ -95,31 +97,31 @@ class Groups:
 
     @classmethod
     def runs(cls, ids: NDArray[np.integer]) -> Groups:
-        """Groups of neighbours with one id; an id that comes again later is another group."""
+        """Return one group per run of equal ids; an id that occurs again later is another group."""
         starts = _runs(ids)
         return cls(starts, np.arange(len(starts)), len(starts), len(ids))
 
     def split(self, cell: Ints, cells: int) -> tuple[Groups, Ints]:
-        """These groups cut by a second id below `cells`, and that id of each of the parts."""
+        """Return these groups split by a second id below `cells`, and that id for each of the parts."""
         starts = np.union1d(self.starts, _runs(cell))
-        whole = self.owner[np.searchsorted(self.starts, starts, side="right") - 1]
-        names, owner = np.unique(whole * cells + cell[starts], return_inverse=True)
+        group = self.owner[np.searchsorted(self.starts, starts, side="right") - 1]
+        names, owner = np.unique(group * cells + cell[starts], return_inverse=True)
         return Groups(starts, owner.reshape(-1), len(names), self.terms), names % cells
 
     def total(self, values: NDArray[Any]) -> Floats:
-        """[count] sum of each group, in float64."""
+        """Return [count] sum of each group, in float64."""
         runs = np.add.reduceat(values, self.starts, dtype=np.float64) if self.terms else np.zeros(0)
         return np.bincount(self.owner, runs, self.count).astype(np.float64, copy=False)
 
     def largest(self, values: NDArray[Any]) -> Floats:
-        """[count] largest of each group; -inf of a group without terms."""
-        found = np.full(self.count, -np.inf)
+        """Return [count] largest value of each group; -inf for a group without terms."""
+        largest = np.full(self.count, -np.inf)
         if self.terms:
-            np.maximum.at(found, self.owner, np.maximum.reduceat(values, self.starts))
-        return found
+            np.maximum.at(largest, self.owner, np.maximum.reduceat(values, self.starts))
+        return largest
 
     def back(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[M] each term's group's value."""
+        """Return [M] the value of each term's group."""
         return np.repeat(values[self.owner], np.diff(self.starts, append=self.terms))
 
 
@@ -129,12 +131,12 @@ def _runs(ids: NDArray[Any]) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Terms as a peer holds them: rows of a padded array, some of which may be empty.
+    """Terms as a peer stores them: rows of a padded array, some of which may be empty.
 
     Args:
         groups: terms by row; a row is a trace.
-        lengths: [R] terms of each row.
-        positions: elements of the padded array, for peers that divide by them.
+        lengths: [R] number of terms of each row.
+        positions: number of elements of the padded array, for peers that divide by it.
     """
 
     groups: Groups
@@ -143,11 +145,11 @@ class Rows:
 
     @classmethod
     def of(cls, trace: ArrayLike, rows: int | None = None, positions: int | None = None) -> Rows:
-        """Flat terms.
+        """Build rows from flat terms.
 
         Args:
             trace: [M] row of each term, from 0.
-            rows: R, if the last ones are empty; default the highest id + 1.
+            rows: R, if the last rows are empty; default the highest id + 1.
             positions: default M, a padded array without padding.
 
         Raises:
@@ -169,7 +171,7 @@ class Rows:
 
     @classmethod
     def padded(cls, mask: ArrayLike) -> Rows:
-        """The terms of a padded array [B, S] of flags, in the order of `array[mask]`.
+        """Build rows from the terms of a padded array [B, S] of flags, in the order of `array[mask]`.
 
         >>> Rows.padded([[True, False], [False, False]]).lengths.tolist()
         [1.0, 0.0]
@@ -179,36 +181,36 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows, empty ones among them."""
+        """Number of rows, including empty ones."""
         return self.groups.count
 
     @property
     def filled(self) -> NDArray[np.bool_]:
-        """[R] rows with a term."""
+        """[R] bool: rows with a term."""
         return self.lengths > 0
 
     def total(self, values: NDArray[Any]) -> Floats:
-        """[R] sum of each row, 0 of an empty one."""
+        """Return [R] sum of each row, 0 for an empty one."""
         return self.groups.total(values)
 
     def mean(self, values: NDArray[Any]) -> Floats:
-        """[R] mean of each row, 0 of an empty one."""
+        """Return [R] mean of each row, 0 for an empty one."""
         return self.total(values) / np.maximum(self.lengths, 1.0)
 
     def largest(self, values: NDArray[Any], empty: float = 0.0) -> Floats:
-        """[R] largest of each row."""
+        """Return [R] largest value of each row, `empty` for an empty one."""
         return np.where(self.filled, self.groups.largest(values), empty)
 
     def any(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[R] whether any term of the row is flagged."""
+        """Return [R] whether any term of the row is flagged."""
         return self.largest(flags.astype(np.float64)) > 0
 
     def back(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[M] each term's row's value."""
+        """Return [M] the value of each term's row."""
         return self.groups.back(values)
 
     def where(self, keep: NDArray[np.bool_]) -> Rows:
-        """The same rows with some of their terms."""
+        """Return the same rows with only the terms in `keep`."""
         return Rows.of(self.back(np.arange(self.count))[keep], self.count, self.positions)
 
 
@@ -219,12 +221,13 @@ AllReduce = Callable[[Floats, str], Floats]
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Named arrays that merge exactly: counts to the last bit, totals to the rounding of float64.
+    """Named arrays that merge exactly: counts to the last bit, totals up to float64 rounding.
 
     Args:
         totals: float64, added.
         counts: int64, added. Below 2^53 they survive an all-reduce in float64.
-        maxima: float64, of which the largest is kept. A minimum is the maximum of the negative; its name starts with -.
+        maxima: float64; merging keeps the largest. A minimum is stored as the maximum of the negative; its name starts
+            with -.
 
     >>> a, b = Sums.of(totals={"x": 1.5}, counts={"n": 1}), Sums.of(totals={"x": 2.0}, counts={"n": 3})
     >>> float((a + b)["x"] / (a + b)["n"])
@@ -242,11 +245,11 @@ class Sums:
         counts: Mapping[str, ArrayLike] | None = None,
         maxima: Mapping[str, ArrayLike] | None = None,
     ) -> Sums:
-        """From numbers or arrays."""
-        return cls(_as(totals, np.float64), _as(counts, np.int64), _as(maxima, np.float64))
+        """Build sums from numbers or arrays."""
+        return cls(_as_arrays(totals, np.float64), _as_arrays(counts, np.int64), _as_arrays(maxima, np.float64))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """The array called `name`, of whichever kind."""
+        """Return the array called `name`, of any kind."""
         for part in (self.totals, self.counts, self.maxima):
             if name in part:
                 return part[name]
@@ -256,21 +259,21 @@ class Sums:
         return name in self.totals or name in self.counts or name in self.maxima
 
     def __or__(self, other: Sums) -> Sums:
-        """Sums of other names beside these."""
+        """Return these sums together with sums of other names."""
         return Sums({**self.totals, **other.totals}, {**self.counts, **other.counts}, {**self.maxima, **other.maxima})
 
     def __add__(self, other: Sums) -> Sums:
-        """The sums of both parts together.
+        """Return the sums of both parts together.
 
         Raises:
-            ArgumentError: if the parts were not measured alike.
+            ArgumentError: if the parts have different names or shapes.
         """
         for mine, theirs in zip(self._parts(), other._parts(), strict=True):
             shapes = {k: v.shape for k, v in mine.items()}, {k: v.shape for k, v in theirs.items()}
             if shapes[0] != shapes[1]:
-                apart = sorted({k for k, _ in set(shapes[0].items()) ^ set(shapes[1].items())})
+                names = sorted({k for k, _ in set(shapes[0].items()) ^ set(shapes[1].items())})
                 raise ArgumentError(
-                    f"these parts were not measured alike: {', '.join(apart[:5])} is not in both, or not of one shape. "
+                    f"these parts were not measured alike: {', '.join(names[:5])} is not in both, or not of one shape. "
                     "Their sum would mix two definitions. Give every part the same options and the same arrays."
                 )
         return Sums(
@@ -280,17 +283,17 @@ class Sums:
         )
 
     def all_reduce(self, all_reduce: AllReduce) -> Sums:
-        """The sums of all ranks, by two collective calls; every rank must have measured the same names."""
-        added = _through(all_reduce, "sum", {**self.totals, **self.counts})
+        """Return the sums of all ranks, with two collective calls; every rank must have measured the same names."""
+        added = _all_reduce_arrays(all_reduce, "sum", {**self.totals, **self.counts})
         counts = {name: np.rint(added.pop(name)).astype(np.int64) for name in self.counts}
-        return Sums(added, counts, _through(all_reduce, "max", self.maxima))
+        return Sums(added, counts, _all_reduce_arrays(all_reduce, "max", self.maxima))
 
     def at(self, prefix: str) -> Sums:
-        """The same sums under longer names."""
+        """Return the same sums with a prefix before their names."""
         return Sums(*({prefix + name: value for name, value in part.items()} for part in self._parts()))
 
     def under(self, prefix: str) -> Sums:
-        """The sums whose names begin with `prefix`, by the rest of their names."""
+        """Return the sums whose names begin with `prefix`, without that prefix."""
         cut = len(prefix)
         return Sums(*({k[cut:]: v for k, v in part.items() if k.startswith(prefix)} for part in self._parts()))
 
@@ -298,25 +301,25 @@ class Sums:
         return self.totals, self.counts, self.maxima
 
 
-def _as(named: Mapping[str, ArrayLike] | None, dtype: Any) -> dict[str, NDArray[Any]]:
-    return {name: np.asarray(value, dtype) for name, value in (named or {}).items()}
+def _as_arrays(arrays: Mapping[str, ArrayLike] | None, dtype: Any) -> dict[str, NDArray[Any]]:
+    return {name: np.asarray(value, dtype) for name, value in (arrays or {}).items()}
 
 
-def _through(all_reduce: AllReduce, op: str, named: Mapping[str, NDArray[Any]]) -> dict[str, Floats]:
-    """Arrays of any shape through one collective call."""
-    if not named:
+def _all_reduce_arrays(all_reduce: AllReduce, op: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Floats]:
+    """Reduce arrays of any shape with one collective call."""
+    if not arrays:
         return {}
-    flat = np.concatenate([np.asarray(value, np.float64).reshape(-1) for value in named.values()])
-    back = np.asarray(all_reduce(flat, op), np.float64)
-    ends = np.cumsum([value.size for value in named.values()])
+    flat = np.concatenate([np.asarray(value, np.float64).reshape(-1) for value in arrays.values()])
+    reduced = np.asarray(all_reduce(flat, op), np.float64)
+    ends = np.cumsum([value.size for value in arrays.values()])
     return {
-        name: back[end - value.size : end].reshape(value.shape)
-        for (name, value), end in zip(named.items(), ends, strict=True)
+        name: reduced[end - value.size : end].reshape(value.shape)
+        for (name, value), end in zip(arrays.items(), ends, strict=True)
     }
 
 
 def per(top: ArrayLike, bottom: ArrayLike) -> Floats:
-    """top / bottom, and NaN where the bottom is 0: a mean over nothing does not exist."""
+    """Return top / bottom, and NaN if the bottom is 0: a mean over nothing does not exist."""
     top, bottom = np.broadcast_arrays(np.asarray(top, np.float64), np.asarray(bottom, np.float64))
     return np.divide(top, bottom, out=np.full(top.shape, np.nan), where=bottom != 0)
 
@@ -324,20 +327,20 @@ def per(top: ArrayLike, bottom: ArrayLike) -> Floats:
 def moments(
     name: str, values: ArrayLike, *, low: float | None = None, high: float | None = None, about: float = 0.0
 ) -> Sums:
-    """The sums of one quantity that `Moments` reads.
+    """Return the sums of one quantity that `Moments` reads.
 
     Args:
-        name: what they are called.
-        values: any shape, finite, or infinite where a peer leaves it so.
-        low, high: also counts the values beyond these bounds, and sums the values clamped to them.
-        about: squares are of the distance from this number: choose one the values lie around, as ratios do around 1.
+        name: prefix of the names of the sums.
+        values: any shape, finite, or infinite if a peer leaves it so.
+        low, high: also count the values beyond these bounds, and sum the values clamped to them.
+        about: squares are of the distance from this number. Choose a number close to the values, such as 1 for ratios.
 
     >>> Moments(moments("w", [1.0, 3.0]), "w").mean()
     2.0
     """
     values = _validation.real(values, "values")
-    away = values - about
-    totals: dict[str, Any] = {"": values.sum(), ".away": away.sum(), ".squares": (away * away).sum()}
+    distance = values - about
+    totals: dict[str, Any] = {"": values.sum(), ".away": distance.sum(), ".squares": (distance * distance).sum()}
     counts: dict[str, Any] = {".n": values.size}
     if low is not None or high is not None:
         bounded = np.clip(values, -np.inf if low is None else low, np.inf if high is None else high)
@@ -350,55 +353,55 @@ def moments(
 
 @dataclass(frozen=True)
 class Moments:
-    """One quantity of some sums."""
+    """Moments of one quantity, read from some sums."""
 
     sums: Sums
     name: str
 
     @property
     def n(self) -> int:
-        """How many values."""
+        """Number of values."""
         return int(self.sums[self.name + ".n"])
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """Sum of the values."""
         return float(self.sums[self.name])
 
     @property
     def largest(self) -> float:
-        """The largest; -inf of none."""
+        """The largest value; -inf if there is none."""
         return float(self.sums[self.name + ".max"])
 
     @property
     def smallest(self) -> float:
-        """The smallest; inf of none."""
+        """The smallest value; inf if there is none."""
         return -float(self.sums[self.name + ".-min"])
 
     def mean(self) -> float:
-        """total / n; NaN of none."""
+        """Return total / n; NaN if there is no value."""
         return float(per(self.total, self.n))
 
     def share(self, side: str) -> float:
-        """Share of the values "above" or "below" the bounds."""
+        """Return the share of the values "above" or "below" the bounds."""
         return float(per(self.sums[f"{self.name}.{side}"], self.n))
 
     def deviation(self, ddof: int = 0) -> float:
-        """Standard deviation; NaN of fewer than ddof + 1 values."""
+        """Return the standard deviation; NaN for fewer than ddof + 1 values."""
         if self.n <= ddof:
             return float("nan")
-        away, squares = (float(self.sums[self.name + field]) for field in (".away", ".squares"))
-        return float(np.sqrt(max(squares - away * away / self.n, 0.0) / (self.n - ddof)))
+        distance, squares = (float(self.sums[self.name + field]) for field in (".away", ".squares"))
+        return float(np.sqrt(max(squares - distance * distance / self.n, 0.0) / (self.n - ddof)))
 
     def clamped_deviation(self) -> float:
-        """Standard deviation over n of the values clamped to the bounds."""
+        """Return the standard deviation over n of the values clamped to the bounds."""
         mean = per(self.sums[self.name + ".clamped"], self.n)
         square = per(self.sums[self.name + ".clamped_squares"], self.n)
         return float(np.sqrt(np.maximum(square - mean * mean, 0.0)))
 
 
 def reading(how: Callable[[Moments], float]) -> Callable[[str], Callable[[Sums], float]]:
-    """What a row of a table reads of a quantity, by the quantity's name.
+    """Turn a function of `Moments` into one that, given a quantity's name, returns a formula over `Sums`.
 
     >>> mean_of("w")(moments("w", [1.0, 3.0]))
     2.0
@@ -407,7 +410,7 @@ def reading(how: Callable[[Moments], float]) -> Callable[[str], Callable[[Sums],
 
 
 def over(top: str, bottom: str) -> Callable[[Sums], Floats]:
-    """The quotient of two sums; NaN over 0."""
+    """Return the formula for the quotient of two sums; NaN over 0."""
     return lambda sums: per(sums[top], sums[bottom])
 
 

@@ -1,8 +1,7 @@
-"""What a metric is: a name, a unit, which policies it compares, by what it is divided, and the formula over sums.
+"""Define a metric: its name, unit, compared policies, denominator, and formula over sums.
 
-Here are the row type, the markdown tables of docs/metrics.md, and `Measured`, sums that know the names they are read
-by. The rows themselves stand beside their sums, in `training`, `off_policy` and
-`integrations.metrics`.
+The module has the row type, the markdown tables of docs/metrics.md, and `Measured`: sums together with the names that
+are computed from them. The rows are defined next to their sums, in `training`, `off_policy` and `integrations.metrics`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from tracegrad.metrics.aggregate import AllReduce, Sums
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of a table.
+    """One metric: a row of a table in docs/metrics.md.
 
     Args:
-        name: key under which it is logged; a peer's name may hold a placeholder in braces.
-        unit: of the value.
-        ratio: which policies it compares, numerator first; "" where it compares none.
-        per: what the sum is divided by; "" where it is no mean.
+        name: key under which it is logged; a peer's name may contain a placeholder in braces.
+        unit: unit of the value.
+        ratio: which policies it compares, numerator first; "" if it compares none.
+        per: denominator of the mean; "" if it is not a mean.
         meaning: definition in one sentence.
         value: the formula over its sums; None if the trainer computes it (see `trainer.step_metrics`).
     """
@@ -38,12 +37,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows and where the sums that they read stand.
+    """Metrics, and the names of the sums that they read.
 
     Args:
-        rows: of a table.
-        prefix: of the names of the sums.
-        words: what stands in the braces of the rows' names.
+        rows: metrics of a table.
+        prefix: prefix of the names of the sums.
+        words: values of the placeholders in the metrics' names.
     """
 
     rows: tuple[Metric, ...]
@@ -51,25 +50,25 @@ class Reading:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, sums: Sums) -> dict[str, float]:
-        """Each row's name and value."""
-        here = sums.under(self.prefix) if self.prefix else sums
-        return {row.name.format(**self.words): float(row.value(here)) for row in self.rows if row.value is not None}
+        """Return the name and value of each metric."""
+        own_sums = sums.under(self.prefix) if self.prefix else sums
+        return {row.name.format(**self.words): float(row.value(own_sums)) for row in self.rows if row.value is not None}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Sums of one part of a step, and the names that they are read by. Parts are added, then named once.
+    """Sums of one part of a step, and the metrics that are computed from them. Add parts first, then call `named` once.
 
     Args:
         sums: mergeable.
-        readings: rows over them.
+        readings: metrics over them.
     """
 
     sums: Sums
     readings: tuple[Reading, ...]
 
     def __add__(self, other: Measured) -> Measured:
-        """Both parts together."""
+        """Return both parts together."""
         if self.readings != other.readings:
             raise ArgumentError(
                 "these parts are read by different names. Their sums would mix two definitions. Measure every part "
@@ -78,20 +77,20 @@ class Measured:
         return Measured(self.sums + other.sums, self.readings)
 
     def __or__(self, other: Measured) -> Measured:
-        """Other metrics of the same part beside these."""
+        """Return these metrics together with other metrics of the same part."""
         return Measured(self.sums | other.sums, (*self.readings, *other.readings))
 
     def all_reduce(self, all_reduce: AllReduce) -> Measured:
-        """The same over all ranks."""
+        """Return the same over all ranks."""
         return Measured(self.sums.all_reduce(all_reduce), self.readings)
 
     def named(self) -> dict[str, float]:
-        """Names to values; a mean over nothing is NaN."""
+        """Return names to values; a mean over nothing is NaN."""
         return {name: value for reading in self.readings for name, value in reading.named(self.sums).items()}
 
 
 def table(rows: Iterable[Metric]) -> str:
-    """Rows as a markdown table.
+    """Return metrics as a markdown table.
 
     >>> print(table([Metric("kl", "nats", "theta / ref", "terms", "How far.")]))
     | name | unit | which ratio | divided by | meaning |

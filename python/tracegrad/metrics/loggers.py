@@ -1,7 +1,7 @@
 """Write metrics: metrics.jsonl, the progress line, TensorBoard, wandb and trackio.
 
-A dashboard is imported when it is chosen. It gets the finite numbers of a row under the step's number, and a run that
-is resumed continues under its name.
+A dashboard library is imported only if you select it. It receives the finite numbers of a row with the step number. A
+resumed run continues under its old name.
 """
 
 import io
@@ -24,23 +24,23 @@ Row = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Something that takes one row a step."""
+    """Destination for one row per step."""
 
     def log(self, row: Row) -> None:
-        """Takes the row of one step."""
+        """Log the row of one step."""
         ...
 
     def close(self) -> None:
-        """Writes what is still held back."""
+        """Write what is still buffered."""
         ...
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a step, flushed at once; NaN and infinities are written as null.
+    """metrics.jsonl: one JSON object per step, flushed at once; NaN and infinities are written as null.
 
     Args:
-        path: the file; appended to.
-        keep_to_step: rows of later steps are dropped first (a run that resumes from a checkpoint repeats them).
+        path: the file; rows are appended.
+        keep_to_step: rows of later steps are dropped first, because a run that resumes from a checkpoint repeats them.
     """
 
     def __init__(self, path: Path, *, keep_to_step: int | None = None) -> None:
@@ -52,7 +52,7 @@ class JsonLines:
         self._file = io.TextIOWrapper(files.append(path), encoding="utf-8")
 
     def log(self, row: Row) -> None:
-        """Appends one line.
+        """Append one line.
 
         Raises:
             TracegradError: if the file cannot be written.
@@ -67,12 +67,12 @@ class JsonLines:
             ) from error
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 def finite(row: Row) -> dict[str, Any]:
-    """The row with None for NaN and infinities, as JSON has it."""
+    """Return the row with None for NaN and infinities, as in JSON."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
@@ -81,14 +81,14 @@ def _line(row: Row) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, a last line that was cut off left out.
+    """Return the rows of a metrics.jsonl, without a truncated last line.
 
     Raises:
-        ReadError: for a line that is no row.
+        ReadError: for a line that is not a row.
     """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        row = _row(line)
+        row = _parse_row(line)
         if row is None:
             raise ReadError(
                 f"{path}:{number}: no row of metrics. The file was changed after it was written, and the curves of the "
@@ -98,7 +98,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -112,7 +112,7 @@ class Progress:
     Args:
         total: optimizer steps of the whole run.
         done: steps taken before this process.
-        stream: where the line goes, default stderr; where that is no terminal, a line of its own at most every 10 s.
+        stream: output stream, default stderr. If it is not a terminal, a separate line is printed at most every 10 s.
     """
 
     def __init__(self, total: int, done: int = 0, *, stream: TextIO | None = None) -> None:
@@ -127,29 +127,29 @@ class Progress:
         )
         self._last: dict[str, Any] = {}
         self._step, self._total = done, total
-        self._known = False
-        self._shown = time.monotonic()
+        self._was_known = False
+        self._last_printed = time.monotonic()
 
     def log(self, row: Row) -> None:
-        """Shows the row; a value that was measured earlier stays on the line."""
+        """Show the row; metrics of earlier rows stay on the line."""
         self._last.update({k: v for k, v in row.items() if v is not None})
-        self._known |= bool(row.get("off_policy_value_known"))
-        line = progress_line(self._last, was_known=self._known)
+        self._was_known |= bool(row.get("off_policy_value_known"))
+        line = progress_line(self._last, was_known=self._was_known)
         self._bar.set_description_str(line, refresh=False)
         self._bar.update(row["step"] - self._step)
         self._step = row["step"]
-        if not self._live and (self._step == self._total or time.monotonic() - self._shown > 10):
+        if not self._live and (self._step == self._total or time.monotonic() - self._last_printed > 10):
             print(f"step {self._step}/{self._total}  {line}", file=self._stream, flush=True)
-            self._shown = time.monotonic()
+            self._last_printed = time.monotonic()
 
     def close(self) -> None:
-        """Leaves the last state of the line standing."""
+        """Leave the last state of the line on the screen."""
         self._bar.refresh()
         self._bar.close()
 
 
 def progress_line(row: Row, was_known: bool = False) -> str:
-    """What the live line says of a row; `was_known`: the value was known at some step before.
+    """Return the text of the live line for a row; `was_known`: the value was known at some earlier step.
 
     >>> value = {"": 0.41, "_low": 0.33, "_high": 0.49, "_ess_fraction": 0.8, "_known": 1}
     >>> value = {f"off_policy_value{end}": number for end, number in value.items()}
@@ -160,14 +160,14 @@ def progress_line(row: Row, was_known: bool = False) -> str:
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4f}")
     if "off_policy_value" in row:
-        found = off_policy_value_of(row)
-        known = found and "{:.3f} ({:.3f}-{:.3f})".format(*found)
-        parts.append(f"value {known or ('no longer known' if was_known else 'not known')}")
+        value = off_policy_value_of(row)
+        text = value and "{:.3f} ({:.3f}-{:.3f})".format(*value)
+        parts.append(f"value {text or ('no longer known' if was_known else 'not known')}")
     if "ratio_mean" in row:
         parts.append(f"ratio {row['ratio_mean']:.3f}")
     if "clip_fraction" in row:
         parts.append(f"clip {row['clip_fraction']:.1%}")
-    if row.get("off_policy_value_ess_fraction"):  # 0 is of no trace with a ratio, not of a small sample
+    if row.get("off_policy_value_ess_fraction"):  # 0 means that no trace has a ratio, not that the sample is small
         parts.append(f"ESS {row['off_policy_value_ess_fraction']:.0%}")
     if "tokens_per_s" in row:
         parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
@@ -175,9 +175,9 @@ def progress_line(row: Row, was_known: bool = False) -> str:
 
 
 def off_policy_value_of(row: Row) -> tuple[float, float, float] | None:
-    """Return the off-policy value of a row and the ends of its interval; None if the row has none that is known.
+    """Return the off-policy value of a row and the ends of its interval; None if the row has no known value.
 
-    What is shown of a value (command line, report, model card, viewer, notebook) is what this returns.
+    Every display of a value (command line, report, model card, viewer, notebook) uses this function.
 
     >>> row = {"off_policy_value": 0.95, "off_policy_value_low": 0.9, "off_policy_value_high": 1.0}
     >>> off_policy_value_of({**row, "off_policy_value_known": 1})
@@ -192,10 +192,10 @@ def off_policy_value_of(row: Row) -> tuple[float, float, float] | None:
 
 
 class Stopwatch:
-    """Wall seconds by stage.
+    """Wall time by stage, in seconds.
 
     Args:
-        begins: called with the name of each stage as it begins.
+        begins: called with the name of each stage when it begins.
 
     >>> watch = Stopwatch()
     >>> with watch("read"):
@@ -206,12 +206,12 @@ class Stopwatch:
 
     def __init__(self, begins: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._begins = begins
+        self._on_begin = begins
         self._running: list[tuple[str, float]] = []
 
     def __call__(self, stage: str) -> "Stopwatch":
-        if self._begins is not None:
-            self._begins(stage)
+        if self._on_begin is not None:
+            self._on_begin(stage)
         self._running.append((stage, time.perf_counter()))
         return self
 
@@ -219,12 +219,12 @@ class Stopwatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        stage, began = self._running.pop()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+        stage, start = self._running.pop()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
 def log_all(sinks: Iterable[Sink], row: Row) -> None:
-    """Gives one row to every sink."""
+    """Log one row to every sink."""
     for sink in sinks:
         sink.log(row)
 
@@ -234,12 +234,13 @@ _ID = "dashboard_id"
 
 
 def opened(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """The dashboards that are chosen, ready for rows.
+    """Return the selected dashboards, ready for rows.
 
     Args:
-        told: their names, with commas between, as `train.log_to` has them.
-        out: folder of the run, which has its name on the dashboard. It keeps the id under which a resumed run goes on.
-        config: options by dotted name, shown beside the curves.
+        told: their names, separated by commas, as in `train.log_to`.
+        out: directory of the run. Its name is the run's name on the dashboard, and it stores the id with which a
+            resumed run continues.
+        config: options by dotted name, shown next to the curves.
     """
     return [_SINKS[name](out, config) for name in split_names(told)]
 
@@ -251,57 +252,57 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise _missing("tensorboard") from error
+            raise _missing_package("tensorboard") from error
         self._writer = SummaryWriter(str(out / "tensorboard"))
         self._writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
 
     def log(self, row: Row) -> None:
-        """Writes the finite numbers of the row."""
+        """Write the finite numbers of the row."""
         for name, value in _numbers(row).items():
             self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases, in the project of WANDB_PROJECT or "tracegrad"; wandb's own variables apply."""
+    """A Weights & Biases run in the project of WANDB_PROJECT or "tracegrad"; wandb's environment variables apply."""
 
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise _missing("wandb") from error
+            raise _missing_package("wandb") from error
         settings = wandb.Settings(silent=True)
         project = None if settings.project else PROJECT
-        told: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "id": _id(out),
             "name": out.name,
             "dir": str(out),
             "config": dict(config),
             "settings": settings,
         }
-        self._run = wandb.init(project=project, resume="allow", **told)
+        self._run = wandb.init(project=project, resume="allow", **arguments)
 
     def log(self, row: Row) -> None:
-        """Logs the finite numbers of the row."""
+        """Log the finite numbers of the row."""
         self._run.log(_numbers(row), step=row["step"])
 
     def close(self) -> None:
-        """Writes what is held back and ends the run."""
+        """Write what is buffered and end the run."""
         self._run.finish()
 
 
 class Trackio:
-    """A run of trackio, in the project "tracegrad", with rows and the traces of steps; its own variables apply."""
+    """A trackio run in the project "tracegrad", with rows and the traces of steps; its environment variables apply."""
 
     def __init__(self, out: Path, config: Mapping[str, Any]) -> None:
         try:
             import trackio
         except ImportError as error:
-            raise _missing("trackio") from error
+            raise _missing_package("trackio") from error
         self._trackio = trackio
         name = f"{out.name}-{_id(out)}"
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
@@ -309,18 +310,18 @@ class Trackio:
             self._run = trackio.init(PROJECT, name=name, config=dict(config), resume="allow", **quiet)
 
     def log(self, row: Row) -> None:
-        """Logs the finite numbers of the row."""
+        """Log the finite numbers of the row."""
         self._run.log(_numbers(row), step=row["step"])
 
     def log_traces(self, traces: Iterable[Trace], step: int) -> None:
-        """Logs conversations with their rewards, as trackio shows them."""
+        """Log conversations with their rewards, as trackio shows them."""
         for trace in traces:
-            about = {"id": trace.id, "group": trace.group, "reward": trace.reward, **trace.rewards}
-            shown = self._trackio.Trace(messages=trace.messages, metadata=about)
-            self._run.log({f"traces/{trace.id}": shown}, step=step)
+            metadata = {"id": trace.id, "group": trace.group, "reward": trace.reward, **trace.rewards}
+            conversation = self._trackio.Trace(messages=trace.messages, metadata=metadata)
+            self._run.log({f"traces/{trace.id}": conversation}, step=step)
 
     def close(self) -> None:
-        """Writes what is held back and ends the run."""
+        """Write what is buffered and end the run."""
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
@@ -333,10 +334,10 @@ _SINKS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
 
 
 def log_traces(sinks: Iterable[Sink], traces: Iterable[Trace], step: int) -> None:
-    """Gives traces to every sink that takes them."""
-    if takers := [sink for sink in sinks if isinstance(sink, Trackio)]:
+    """Log traces to every sink that accepts them."""
+    if accepting := [sink for sink in sinks if isinstance(sink, Trackio)]:
         traces = list(traces)
-        for sink in takers:
+        for sink in accepting:
             sink.log_traces(traces, step)
 
 
@@ -349,7 +350,7 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _id(out: Path) -> str:
-    """The run's id on dashboards, made once for its folder."""
+    """Return the run's id on dashboards; it is created once for its directory."""
     path = out / _ID
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)
@@ -357,7 +358,7 @@ def _id(out: Path) -> str:
     return path.read_text(encoding="ascii").strip()
 
 
-def _missing(name: str) -> ArgumentError:
+def _missing_package(name: str) -> ArgumentError:
     return ArgumentError(
         f"train.log_to names {name}, and that package is not installed. Nothing can be written for it. "
         f"pip install 'tracegrad[{name}]', or leave the name out: metrics.jsonl is always written."

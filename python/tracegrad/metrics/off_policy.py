@@ -1,4 +1,4 @@
-"""Define the off-policy metrics and compute them: ratios, KL, ESS, mismatch, clipping, by token and trace."""
+"""Define and compute the off-policy metrics: ratios, KL, ESS, mismatch and gradient shares, by token and trace."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tracegrad.metrics.aggregate import AllReduce, Floats, Groups, Sums, per
 from tracegrad.metrics.definition import Metric
 
 LIMIT = aggregate.LIMIT
-"""Log-ratios, and their sums over a trace, are clamped to plus or minus this many nats before exp, and counted."""
+"""Log-ratios, and their sums over a trace, are clamped to plus or minus this many nats before exp and counted."""
 
 _PAIRS = {
     "mismatch": ("old", "rollout"),
@@ -22,18 +22,18 @@ _PAIRS = {
     "update": ("theta", "old"),
     "reference": ("ref", "theta"),
 }
-"""Numerator and denominator of each comparison; the tokens are draws of the denominator, or taken for such."""
+"""Numerator and denominator of each comparison; tokens are treated as samples from the denominator."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """What is summed of one comparison, [M] by term or [K] by piece.
+    """Quantities of one comparison that are summed, [M] by term or [K] by piece.
 
     Args:
-        totals, counts, maxima: as in `Sums`; counts hold "n".
+        totals, counts, maxima: as in `Sums`; counts contain "n".
         spread: totals whose squares by trace give a standard error.
-        bins: [M] bin of each ratio in the histogram, -1 where none is known.
-        by_trace: what is taken of a whole trace before it is summed.
+        bins: [M] bin of each ratio in the histogram, -1 if unknown.
+        by_trace: computes further sums from the totals of each trace before they are summed.
     """
 
     totals: Mapping[str, NDArray]
@@ -44,7 +44,7 @@ class Column:
     by_trace: Callable[[Mapping[str, Floats], Floats], Sums] | None = None
 
     def by(self, groups: Groups) -> "Column":
-        """Summed into groups."""
+        """Return the column summed into groups."""
         totals, counts, spread = (
             {name: groups.total(values) for name, values in part.items()}
             for part in (self.totals, self.counts, self.spread)
@@ -54,55 +54,55 @@ class Column:
 
 
 def columns(given: Mapping[str, NDArray], terms: int) -> dict[str, Column]:
-    """Each comparison that the arrays allow."""
+    """Return each comparison that the arrays allow."""
     logprobs = {name: given[name].astype(np.float64) for name in ("old", "rollout", "theta", "ref") if name in given}
-    found = {"terms": Column({}, {"n": np.ones(terms, bool)})}
+    result = {"terms": Column({}, {"n": np.ones(terms, bool)})}
     for name, (top, bottom) in _PAIRS.items():
         if top in logprobs and bottom in logprobs:
-            found[name] = _pair(logprobs[top], logprobs[bottom], whole=name == "mismatch")
+            result[name] = _pair(logprobs[top], logprobs[bottom], with_traces=name == "mismatch")
     if "weight" in given:
-        kept = ~(np.isnan(logprobs["old"]) | np.isnan(logprobs["rollout"]))
+        weighted = ~(np.isnan(logprobs["old"]) | np.isnan(logprobs["rollout"]))
         if "keep" in given:
-            kept &= given["keep"].astype(bool)
-        found["weight"] = _weights(np.where(kept, given["weight"], 0.0), kept)
+            weighted &= given["keep"].astype(bool)
+        result["weight"] = _weights(np.where(weighted, given["weight"], 0.0), weighted)
     if "advantages" in given:
-        found["advantage"] = _advantages(given["advantages"].astype(np.float64))
+        result["advantage"] = _advantages(given["advantages"].astype(np.float64))
     if "gradient" in given:
-        found["gradient"] = _gradient(np.abs(given["gradient"].astype(np.float64)), np.sign(given["advantages"]))
-    return found
+        result["gradient"] = _gradient(np.abs(given["gradient"].astype(np.float64)), np.sign(given["advantages"]))
+    return result
 
 
-def _pair(top: Floats, bottom: Floats, *, whole: bool) -> Column:
+def _pair(top: Floats, bottom: Floats, *, with_traces: bool) -> Column:
     known = ~(np.isnan(top) | np.isnan(bottom))
     log = np.where(known, top - bottom, 0.0)
     bounded = np.clip(log, -LIMIT, LIMIT)
     ratio, gap = np.exp(bounded), np.abs(log)
-    counted = np.where(known, ratio, 0.0)
-    totals = {"ratio": counted, "ratio2": counted * counted, "gap": gap}
+    counted_ratio = np.where(known, ratio, 0.0)
+    totals = {"ratio": counted_ratio, "ratio2": counted_ratio * counted_ratio, "gap": gap}
     maxima = {"ratio.max": np.where(known, ratio, -np.inf), "ratio.-min": np.where(known, -ratio, -np.inf)}
-    if whole:
+    if with_traces:
         totals |= {"top": np.where(known, top, 0.0), "bottom": np.where(known, bottom, 0.0)}
     return Column(
         totals,
         {"n": known, "clamped": gap > LIMIT},
         {**maxima, "gap.max": gap},
         {"k1": -log, "k2": log * log / 2, "k3": np.expm1(bounded) - bounded},
-        np.where(known, aggregate.bins(log), -1) if whole else None,
-        _whole_traces if whole else None,
+        np.where(known, aggregate.bins(log), -1) if with_traces else None,
+        _trace_sums if with_traces else None,
     )
 
 
-def _whole_traces(inside: Mapping[str, Floats], n: Floats) -> Sums:
-    """Products and perplexities of the traces [G] with a known term; the others count for nothing."""
-    some = n > 0
-    product = np.exp(np.clip(-inside["k1"][some], -LIMIT, LIMIT))
-    top, bottom = (inside[side][some] / n[some] for side in ("top", "bottom"))
-    found = {"product": product, "product2": product * product, "log_perplexity_gap": bottom - top}
-    found |= {"top.perplexity": np.exp(-top), "bottom.perplexity": np.exp(-bottom)}
-    return Sums.of({name: _spread_out(values, some) for name, values in found.items()})
+def _trace_sums(totals: Mapping[str, Floats], n: Floats) -> Sums:
+    """Return products and perplexities of the traces [G] with a known term; the other traces count as 0."""
+    nonempty = n > 0
+    product = np.exp(np.clip(-totals["k1"][nonempty], -LIMIT, LIMIT))
+    top, bottom = (totals[side][nonempty] / n[nonempty] for side in ("top", "bottom"))
+    values_by_name = {"product": product, "product2": product * product, "log_perplexity_gap": bottom - top}
+    values_by_name |= {"top.perplexity": np.exp(-top), "bottom.perplexity": np.exp(-bottom)}
+    return Sums.of({name: _scatter(values, nonempty) for name, values in values_by_name.items()})
 
 
-def _spread_out(values: Floats, at: NDArray[np.bool_]) -> Floats:
+def _scatter(values: Floats, at: NDArray[np.bool_]) -> Floats:
     out = np.zeros(len(at))
     out[at] = values
     return out
@@ -120,17 +120,21 @@ def _advantages(advantages: Floats) -> Column:
     return Column(totals, {"n": np.ones(len(advantages), bool)}, {"a.max": advantages, "a.-min": -advantages})
 
 
-def _gradient(pull: Floats, sign: NDArray) -> Column:
-    totals = {"pull": pull, "positive": np.where(sign > 0, pull, 0.0), "negative": np.where(sign < 0, pull, 0.0)}
+def _gradient(magnitude: Floats, sign: NDArray) -> Column:
+    totals = {
+        "pull": magnitude,
+        "positive": np.where(sign > 0, magnitude, 0.0),
+        "negative": np.where(sign < 0, magnitude, 0.0),
+    }
 
-    def shares(inside: Mapping[str, Floats], _: Floats) -> Sums:
-        return Sums.of({"pull2": inside["pull"] ** 2}, maxima={"pull.max": inside["pull"]})
+    def shares(trace_totals: Mapping[str, Floats], _: Floats) -> Sums:
+        return Sums.of({"pull2": trace_totals["pull"] ** 2}, maxima={"pull.max": trace_totals["pull"]})
 
-    return Column(totals, {"n": np.ones(len(pull), bool)}, by_trace=shares)
+    return Column(totals, {"n": np.ones(len(magnitude), bool)}, by_trace=shares)
 
 
 PERCENTILES = {"p1": 0.01, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "p99_9": 0.999}
-"""Name to the share of terms at or below."""
+"""Name to the share of terms at or below the percentile."""
 
 Formula = Callable[[Sums], Floats]
 
@@ -148,7 +152,7 @@ def _smallest(name: str) -> Formula:
 
 
 def _kish(name: str, square: str) -> Formula:
-    """(sum x)^2 / sum x^2, and 0 where every x is 0."""
+    """Return the formula (sum x)^2 / sum x^2, which is 0 if every x is 0."""
     return lambda s: np.where(s["n"] > 0, np.nan_to_num(per(s[name] ** 2, s[square])), np.nan)
 
 
@@ -158,7 +162,10 @@ def _kish_share(name: str, square: str, bottom: str = "n") -> Formula:
 
 
 def _standard_error(name: str) -> Formula:
-    """Of a ratio of sums over traces: C / (C - 1) * sum over traces of (S - mean n)^2, its root over n; C traces."""
+    """Return the formula for the standard error of a ratio of sums over C traces.
+
+    It is the root of C / (C - 1) * sum over traces of (S - mean n)^2, divided by n.
+    """
 
     def value(s: Sums) -> Floats:
         traces = np.where(s["traces"] > 1, s["traces"], np.nan)
@@ -381,7 +388,7 @@ ROWS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
 }
-"""By comparison, as `OffPolicy` sums them."""
+"""Metrics by comparison, as `OffPolicy` sums them."""
 
 ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
     "gradient": (
@@ -395,26 +402,26 @@ ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
         ),
     )
 }
-"""What exists in a breakdown only."""
+"""Metrics that exist only in breakdowns."""
 
 OFF_POLICY = tuple(row for part, rows in ROWS.items() for row in rows + ROWS_BY_CELL.get(part, ()))
 
 
 LAGS = (0, 1, 2, 3, 4, 8, 16)
-"""First lag of each cell; the last cell is open."""
+"""First lag of each cell; the last range is open."""
 TURNS = 8
-"""Turns with a cell of their own; later ones share one."""
+"""Number of turns with a separate cell; later turns share one cell."""
 _TIERS = 7
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Values to cells, which are fixed, so that sums have one shape on every rank.
+    """Assignment of values to cells. The cells are fixed, so that sums have the same shape on every rank.
 
     Args:
-        starts: first value of each cell but the last, which holds what is below the first or not in `values`.
-        cells: their names.
-        above: values from here on are unknown too; None where the last cell is open.
+        starts: first value of each cell but the last, which contains unknown values: those below the first start.
+        cells: names of the cells.
+        above: values from here on are unknown too; None if the last range is open.
     """
 
     starts: tuple[int, ...]
@@ -422,7 +429,7 @@ class Breakdown:
     above: int | None = None
 
     def place(self, values: NDArray[np.integer]) -> NDArray[np.intp]:
-        """[M] cell of each value.
+        """Return [M] the cell of each value.
 
         >>> BREAKDOWNS["lag"].place(np.array([0, 5, 99, -1])).tolist()
         [0, 4, 6, 7]
@@ -430,9 +437,9 @@ class Breakdown:
         ['lag_0', 'lag_4-7', 'lag_16+', 'lag_unknown']
         """
         wide = values.astype(np.int64)
-        found = np.searchsorted(self.starts, wide, side="right") - 1
+        cell = np.searchsorted(self.starts, wide, side="right") - 1
         unknown = (wide < self.starts[0]) | (False if self.above is None else wide >= self.above)
-        return np.where(unknown, len(self.cells) - 1, found)
+        return np.where(unknown, len(self.cells) - 1, cell)
 
 
 def _names(name: str, starts: tuple[int, ...]) -> tuple[str, ...]:
@@ -446,16 +453,16 @@ BREAKDOWNS = {
     "tier": Breakdown(tuple(range(_TIERS)), (*(f"tier_T{i}" for i in range(_TIERS)), "tier_unknown"), above=_TIERS),
     "lag": Breakdown(LAGS, _names("lag", LAGS)),
 }
-"""Name of the array to its cells."""
+"""Breakdown by the name of its array."""
 
 
 @dataclass(frozen=True)
 class OffPolicy:
-    """Sums of one part of a step. Parts are added with +, ranks with `all_reduce`, and named once at the end.
+    """Sums of one part of a step. Add parts with +, merge ranks with `all_reduce`, and call `named` once at the end.
 
-    The parts may be cut anywhere between traces. Chi-square and effective sample by trace, perplexity, standard errors
-    and shares of the gradient by trace are of whole traces: a trace that is split counts as two. Integer counts merge
-    to the last bit, sums to the rounding of float64.
+    Parts may be split anywhere between traces. Chi-square and effective sample size by trace, perplexity, standard
+    errors and shares of the gradient by trace need whole traces: a trace that is split counts as two. Integer counts
+    merge to the last bit, sums up to float64 rounding.
 
     >>> old, rollout = np.log([0.5, 0.5, 0.2]), np.log([0.5, 0.25, 0.2])
     >>> here = OffPolicy.of(old, rollout, trace=[0, 0, 1]).named()
@@ -482,86 +489,89 @@ class OffPolicy:
         tier: ArrayLike | None = None,
         lag: ArrayLike | None = None,
     ) -> "OffPolicy":
-        """Measures terms. All arrays are [M], one entry per term, in any order.
+        """Measure terms. All arrays are [M], one entry per term, in any order.
 
         Args:
             old: logprobs of the proximal policy, nats; those of theta in objectives without old.
-            rollout: recorded logprobs, NaN where not known: such a term stands outside every ratio to rollout.
+            rollout: recorded logprobs, NaN if unknown: such a term is left out of every ratio to rollout.
             trace: integer ids.
-            keep: bool, False where a gate dropped the term; such a term has no weight. Default all True.
+            keep: bool, False if a gate dropped the term; such a term has no weight. Default all True.
             weight: after truncation (`Corrected.weight`).
             theta, ref: logprobs of the policy being trained and of the reference.
-            advantages: of each term.
-            gradient: d loss / d logprob, what the term pulls with.
-            turn: which generation of its trace, -1 unknown.
-            tier: index of the tier of alignment, 255 none.
-            lag: policy versions between the one that is trained and the one that sampled the term, -1 unknown.
+            advantages: advantage of each term.
+            gradient: d loss / d logprob of each term.
+            turn: index of the generation in its trace, -1 if unknown.
+            tier: index of the alignment level, 255 if none.
+            lag: policy versions between the one being trained and the one that sampled the term, -1 if unknown.
 
         Raises:
             ArgumentError: if the arrays differ in length, or a logprob is infinite.
         """
-        named = {"old": old, "rollout": rollout, "theta": theta, "ref": ref, "keep": keep, "weight": weight}
-        named |= {"advantages": advantages, "gradient": gradient, "turn": turn, "tier": tier, "lag": lag}
-        given = {name: _validation.numbers(values, name) for name, values in named.items() if values is not None}
+        arguments = {"old": old, "rollout": rollout, "theta": theta, "ref": ref, "keep": keep, "weight": weight}
+        arguments |= {"advantages": advantages, "gradient": gradient, "turn": turn, "tier": tier, "lag": lag}
+        arrays = {name: _validation.numbers(values, name) for name, values in arguments.items() if values is not None}
         ids = _validation.integers(trace, "trace")
-        _check(given, len(ids))
-        cells = {name: cut.place(given[name]) for name, cut in BREAKDOWNS.items() if name in given}
-        pieces, given, cells = _pieces(ids, given, cells)
-        measured = columns(given, len(ids))
+        _check_arrays(arrays, len(ids))
+        cells = {name: breakdown.place(arrays[name]) for name, breakdown in BREAKDOWNS.items() if name in arrays}
+        pieces, arrays, cells = _pieces(ids, arrays, cells)
+        measured = columns(arrays, len(ids))
         at_pieces = {name: column.by(pieces.groups) for name, column in measured.items()}
-        nowhere = np.zeros(len(ids), np.intp)
+        single_cell = np.zeros(len(ids), np.intp)
         sums = Sums.of()
         for name, count in {"all": 1, **{name: len(BREAKDOWNS[name].cells) for name in cells}}.items():
-            cell = cells.get(name, nowhere)
+            cell = cells.get(name, single_cell)
             parts, owner = Groups.of(pieces.trace).split(cell[pieces.groups.starts], count)
-            here = {part: _summed(column, parts, owner, count) for part, column in at_pieces.items()}
+            part_sums = {part: _sum_by_cell(column, parts, owner, count) for part, column in at_pieces.items()}
             for part, column in measured.items():
                 histograms = Sums.of() if column.bins is None else _histograms(column.bins, cell, count)
-                sums = sums | (here[part] | histograms).at(f"{name}/{part}.")
+                sums = sums | (part_sums[part] | histograms).at(f"{name}/{part}.")
         return cls(sums)
 
     def __add__(self, other: "OffPolicy") -> "OffPolicy":
-        """Both parts together."""
+        """Return both parts together."""
         return OffPolicy(self.sums + other.sums)
 
     def all_reduce(self, all_reduce: AllReduce) -> "OffPolicy":
-        """The same over all ranks: two collective calls, whatever was measured."""
+        """Return the same over all ranks, with two collective calls for any number of metrics."""
         return OffPolicy(self.sums.all_reduce(all_reduce))
 
     def named(self) -> dict[str, float]:
-        """Names of docs/metrics.md to values; `NAME/turn_0` and so on where a breakdown has more than one cell."""
-        found = {name: float(value[0]) for name, value in _values(self.sums.under("all/"), ROWS).items()}
+        """Return the names in docs/metrics.md to values; `NAME/turn_0` and so on if a breakdown has several cells."""
+        metrics = {name: float(value[0]) for name, value in _values(self.sums.under("all/"), ROWS).items()}
         for name, breakdown in BREAKDOWNS.items():
-            here = self.sums.under(f"{name}/")
-            filled = np.flatnonzero(here["terms.n"]) if "terms.n" in here else np.zeros(0, np.intp)
+            sums = self.sums.under(f"{name}/")
+            filled = np.flatnonzero(sums["terms.n"]) if "terms.n" in sums else np.zeros(0, np.intp)
             if len(filled) > 1:
-                values = _values(here, {part: ROWS[part] + ROWS_BY_CELL.get(part, ()) for part in ROWS})
-                found |= {
+                values = _values(sums, {part: ROWS[part] + ROWS_BY_CELL.get(part, ()) for part in ROWS})
+                metrics |= {
                     f"{metric}/{breakdown.cells[cell]}": float(value[cell])
                     for metric, value in values.items()
                     for cell in filled
                 }
-        return found
+        return metrics
 
 
 def _values(sums: Sums, rows: Mapping[str, tuple]) -> dict[str, Floats]:
-    """Each row's value in each cell, for the comparisons that were measured at all."""
+    """Return each metric's value in each cell, for the comparisons that were measured."""
     measured = [part for part in rows if f"{part}.n" in sums and sums[f"{part}.n"].any()]
     return {row.name: row.value(sums.under(f"{part}.")) for part in measured for row in rows[part]}
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Neighbouring terms of one trace and one cell of every breakdown: what all breakdowns are summed from."""
+    """Consecutive terms of one trace and one cell of every breakdown; all breakdowns are summed from these pieces."""
 
     groups: Groups
     trace: NDArray[np.intp]
 
 
 def _pieces(
-    ids: NDArray, given: dict[str, NDArray], cells: dict[str, NDArray]
+    ids: NDArray, arrays: dict[str, NDArray], cells: dict[str, NDArray]
 ) -> tuple[_Pieces, dict[str, NDArray], dict[str, NDArray]]:
-    """The pieces, and the arrays in their order: as given, or sorted where neighbours have little in common."""
+    """Return the pieces, and the arrays in their order.
+
+    The order is the given one, or sorted by piece if pieces would have fewer than four terms on average.
+    """
     groups = Groups.of(ids)
     key = groups.back(np.arange(groups.count))
     for cell in cells.values():
@@ -570,14 +580,14 @@ def _pieces(
     if pieces.count * 4 > len(ids):
         order = np.argsort(key, kind="stable")
         key = key[order]
-        given = {name: values[order] for name, values in given.items()}
+        arrays = {name: values[order] for name, values in arrays.items()}
         cells = {name: values[order] for name, values in cells.items()}
         pieces = Groups.runs(key)
-    return _Pieces(pieces, key[pieces.starts] >> 4 * len(cells)), given, cells
+    return _Pieces(pieces, key[pieces.starts] >> 4 * len(cells)), arrays, cells
 
 
-def _summed(pieces: Column, parts: Groups, owner: NDArray, cells: int) -> Sums:
-    """[cells] of pieces [K]: first into the parts of traces, each of which lies in one cell, then into cells."""
+def _sum_by_cell(pieces: Column, parts: Groups, owner: NDArray, cells: int) -> Sums:
+    """Return [cells] sums of pieces [K], summed first into the parts of traces (each in one cell), then into cells."""
 
     def by_cell(values: Floats) -> Floats:
         return np.bincount(owner, values, cells).astype(np.float64, copy=False)
@@ -587,8 +597,8 @@ def _summed(pieces: Column, parts: Groups, owner: NDArray, cells: int) -> Sums:
     totals = {**column.totals, **column.spread}
     maxima = dict(column.maxima)
     if column.by_trace is not None:
-        taken = column.by_trace(totals, n)
-        totals, maxima = {**totals, **taken.totals}, {**maxima, **taken.maxima}
+        trace_sums = column.by_trace(totals, n)
+        totals, maxima = {**totals, **trace_sums.totals}, {**maxima, **trace_sums.maxima}
     if column.spread:
         totals["n2"] = n * n
         for name, values in column.spread.items():
@@ -602,20 +612,20 @@ def _summed(pieces: Column, parts: Groups, owner: NDArray, cells: int) -> Sums:
 
 
 def _largest(values: Floats, owner: NDArray, cells: int) -> Floats:
-    found = np.full(cells, -np.inf)
-    np.maximum.at(found, owner, values)
-    return found
+    largest = np.full(cells, -np.inf)
+    np.maximum.at(largest, owner, values)
+    return largest
 
 
 def _histograms(bins: NDArray[np.intp], cell: NDArray[np.intp], cells: int) -> Sums:
-    """[cells, BINS] counts; a bin of -1 counts for nothing."""
+    """Return [cells, BINS] counts; a bin of -1 is not counted."""
     wide = aggregate.BINS + 1
     counts = np.bincount(cell * wide + bins + 1, minlength=cells * wide)
     return Sums.of(counts={"histogram": counts.reshape(cells, wide)[:, 1:]})
 
 
-def _check(given: Mapping[str, NDArray], terms: int) -> None:
-    for name, values in given.items():
+def _check_arrays(arrays: Mapping[str, NDArray], terms: int) -> None:
+    for name, values in arrays.items():
         if values.shape != (terms,):
             raise ArgumentError(
                 f"{name} is {values.shape} but trace has {terms} terms. Each term needs its own entry. "
@@ -626,9 +636,9 @@ def _check(given: Mapping[str, NDArray], terms: int) -> None:
                 f"{name} has {int(np.isinf(values).sum())} infinite logprobs. A sum with one of them says nothing of "
                 "the others. Pass NaN where a logprob is not known."
             )
-    if "weight" in given and not (np.isfinite(given["weight"]) & (given["weight"] >= 0)).all():
+    if "weight" in arrays and not (np.isfinite(arrays["weight"]) & (arrays["weight"] >= 0)).all():
         raise ArgumentError("weight holds what is negative or not finite. Factors are not. Pass Corrected.weight.")
-    if "gradient" in given and "advantages" not in given:
+    if "gradient" in arrays and "advantages" not in arrays:
         raise ArgumentError(
             "gradient without advantages. Which sign a term pulls with is not known. Pass advantages= too."
         )

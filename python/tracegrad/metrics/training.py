@@ -1,6 +1,7 @@
-"""Define the metrics of training, rewards, completions and tools, and collect them over a step.
+"""Define the metrics of training, rewards, completions and tools, and accumulate them over a step.
 
-`trainer.step_metrics` computes those of training from a step's `Outcome`; `Tally` refuses names without a definition.
+`trainer.step_metrics` computes the training metrics from a step's `Outcome`. `Tally` rejects names without a
+definition.
 """
 
 import math
@@ -17,7 +18,9 @@ from tracegrad.metrics.definition import Measured, Metric, Reading
 
 @dataclass(frozen=True)
 class Rewards:
-    """Sums over the traces of one part of a step; parts are cut between groups, as a group has one baseline.
+    """Reward sums over the traces of one part of a step.
+
+    Parts must be split between groups, because a group has one baseline.
 
     >>> found = Rewards.of([1.0, 1.0, 0.0, float("nan")], [0, 0, 1, 1]).named()
     >>> round(found["reward"], 3), found["frac_reward_zero_std"], found["frac_unscorable"]
@@ -28,10 +31,10 @@ class Rewards:
 
     @classmethod
     def of(cls, rewards: ArrayLike, group: ArrayLike) -> "Rewards":
-        """Measures traces.
+        """Measure traces.
 
         Args:
-            rewards: [R], NaN where a trace could not be scored.
+            rewards: [R], NaN if a trace could not be scored.
             group: [R] ids.
 
         Raises:
@@ -48,20 +51,20 @@ class Rewards:
         return cls(moments("reward", reward[known]) | Sums.of(counts=counts))
 
     def __add__(self, other: "Rewards") -> "Rewards":
-        """Both parts together."""
+        """Return both parts together."""
         return Rewards(self.sums + other.sums)
 
     def all_reduce(self, all_reduce: AllReduce) -> "Rewards":
-        """The same over all ranks."""
+        """Return the same over all ranks."""
         return Rewards(self.sums.all_reduce(all_reduce))
 
     def named(self) -> dict[str, float]:
-        """Names of docs/metrics.md to values."""
+        """Return the names in docs/metrics.md to values."""
         return {row.name: float(row.value(self.sums)) for row in REWARDS if row.value is not None}
 
 
 def flat(reward: NDArray[np.float64], group: NDArray) -> NDArray[np.bool_]:
-    """[R] traces of a group of two or more known rewards that are all equal."""
+    """Return [R] bool: traces of a group with two or more known rewards that are all equal."""
     groups, known = Groups.of(group), ~np.isnan(reward)
     high = groups.largest(np.where(known, reward, -np.inf))
     low = -groups.largest(np.where(known, -reward, -np.inf))
@@ -106,8 +109,8 @@ def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> Measu
 
     Args:
         prompts: [R] integers: tokens before the first sampled one.
-        sampled: [R] integers: tokens that the policy sampled; those of tool results and of the template are not.
-        cut: [R] bool: whether a limit cut the trace off, so that it did not end by itself.
+        sampled: [R] integers: tokens that the policy sampled, without tool results and template tokens.
+        cut: [R] bool: whether a limit truncated the trace, so that it did not end by itself.
 
     Raises:
         ArgumentError: if an array is not flat, of another type or of another length.
@@ -118,9 +121,9 @@ def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> Measu
     """
     before = _validation.integers(prompts, "prompts")
     lengths = _validation.integers(sampled, "sampled", length=len(before))
-    flags = _validation.flags(cut, "cut", length=len(before))
-    counts = {"tokens": before.sum() + lengths.sum(), "cut": np.count_nonzero(flags)}
-    sums = moments("length", lengths) | moments("ended", lengths[~flags]) | Sums.of(counts=counts)
+    truncated = _validation.flags(cut, "cut", length=len(before))
+    counts = {"tokens": before.sum() + lengths.sum(), "cut": np.count_nonzero(truncated)}
+    sums = moments("length", lengths) | moments("ended", lengths[~truncated]) | Sums.of(counts=counts)
     return Measured(sums.at("completions/"), (Reading(COMPLETIONS, "completions/"),))
 
 
@@ -128,20 +131,20 @@ def tools(calls: ArrayLike, failed: ArrayLike) -> Measured:
     """Measure `tools/*` of R traces.
 
     Args:
-        calls: [R] integers: tool calls of each.
-        failed: [R] integers: those of them that were answered by an error.
+        calls: [R] integers: tool calls of each trace.
+        failed: [R] integers: tool calls that were answered with an error.
 
     >>> tools([2, 0, 2], [1, 0, 0]).named()
     {'tools/call_frequency': 1.3333333333333333, 'tools/failure_frequency': 0.25}
     """
-    called = _validation.integers(calls, "calls")
-    wrong = _validation.integers(failed, "failed", length=len(called))
-    counts = {"traces": len(called), "calls": called.sum(), "failed": wrong.sum()}
+    call_counts = _validation.integers(calls, "calls")
+    failures = _validation.integers(failed, "failed", length=len(call_counts))
+    counts = {"traces": len(call_counts), "calls": call_counts.sum(), "failed": failures.sum()}
     return Measured(Sums.of(counts=counts).at("tools/"), (Reading(TOOLS, "tools/"),))
 
 
-def _ended(how: str) -> Metric:
-    """Of the traces that ended by themselves; TRL has 0 where there is none."""
+def _terminated_metric(how: str) -> Metric:
+    """Return a length metric over the traces that ended by themselves; 0 if there is none, as in TRL."""
     word, row = {"mean": ("Mean", mean_of), "min": ("Smallest", smallest_of), "max": ("Largest", largest_of)}[how]
     return Metric(
         f"completions/{how}_terminated_length",
@@ -181,7 +184,7 @@ COMPLETIONS: tuple[Metric, ...] = (
         "Traces whose last turn was cut off by a limit.",
         lambda s: per(s["cut"], s["length.n"]),
     ),
-    *map(_ended, ("mean", "min", "max")),
+    *map(_terminated_metric, ("mean", "min", "max")),
 )
 TOOLS: tuple[Metric, ...] = (
     Metric(
@@ -326,14 +329,14 @@ TRAINING: tuple[Metric, ...] = (
     ),
     Metric("logprob_bad", "nats", "", "terms", "The same for traces with a reward below their group's mean."),
 )
-"""What the learner itself puts into a row."""
+"""Metrics that the trainer itself writes into a row."""
 
 _NAMES = {metric.name for metric in TRAINING}
 
 
 @dataclass
 class Tally:
-    """Sums with integer denominators; a mean is taken once, at the end, over everything added.
+    """Sums with integer denominators. Each mean is computed once, at the end, over everything added.
 
     >>> tally = Tally()
     >>> tally.add("entropy", 3.0, 2)
@@ -347,34 +350,34 @@ class Tally:
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, total: float, count: int) -> None:
-        """Adds a sum over `count` elements.
+        """Add a sum over `count` elements.
 
         Raises:
-            ArgumentError: if the table does not know `name`.
+            ArgumentError: if `name` has no definition.
         """
-        _known(name)
+        _check_name(name)
         self.sums[name] = self.sums.get(name, 0.0) + float(total)
         self.counts[name] = self.counts.get(name, 0) + int(count)
 
     def maximum(self, name: str, value: float) -> None:
-        """Keeps the largest value seen."""
-        _known(name)
+        """Keep the largest value so far."""
+        _check_name(name)
         self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
     def all_reduce(self, all_reduce: AllReduce) -> "Tally":
-        """The same over all ranks, each of which added the same names."""
+        """Return the same over all ranks, each of which must have added the same names."""
         counts = {f"{name}.n": n for name, n in self.counts.items()}
-        found = Sums.of(self.sums, counts, self.maxima).all_reduce(all_reduce)
-        sums, maxima = ({name: float(v) for name, v in part.items()} for part in (found.totals, found.maxima))
-        return Tally(sums, {name: int(found[f"{name}.n"]) for name in self.counts}, maxima)
+        reduced = Sums.of(self.sums, counts, self.maxima).all_reduce(all_reduce)
+        sums, maxima = ({name: float(v) for name, v in part.items()} for part in (reduced.totals, reduced.maxima))
+        return Tally(sums, {name: int(reduced[f"{name}.n"]) for name in self.counts}, maxima)
 
     def means(self) -> dict[str, float]:
-        """Each sum over its count; NaN where the count is 0."""
+        """Return each sum divided by its count; NaN if the count is 0."""
         means = {name: self.sums[name] / n if n else math.nan for name, n in self.counts.items()}
         return {**means, **self.maxima}
 
 
-def _known(name: str) -> None:
+def _check_name(name: str) -> None:
     if name not in _NAMES:
         raise ArgumentError(
             f"metric {name!r} is not in the table. A number without a definition is not logged. Add it to TRAINING."

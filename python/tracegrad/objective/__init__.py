@@ -1,9 +1,10 @@
-"""Define losses from parts, correct for off-policy data, and evaluate in Rust and torch. Arrays in, arrays out.
+"""Define losses from components, correct for off-policy data, and evaluate in Rust and torch. Arrays in, arrays out.
 
-An `Objective` holds ratios, weights, rejections, a surrogate, penalties and a normalisation, as frozen values. Each
-formula stands once, next to the fields of its part, in tensor methods that do not import torch. `correction.correct`
-evaluates in Rust what is known before the step, `evaluate` in torch what carries a gradient. `presets` holds published
-methods as values; `override` changes fields by name; your own loss is a `Surrogate` or a function (docs/extending.md).
+An `Objective` combines ratios, weights, rejections, a surrogate, penalties and a normalisation, as frozen values. Each
+formula is written once, next to the fields of its component, in tensor methods that do not import torch.
+`correction.correct` evaluates in Rust what is known before the step; `evaluate` evaluates in torch what has a gradient.
+`presets` has published methods as values, and `override` changes fields by name. Your own loss is a `Surrogate` or a
+function (docs/extending.md).
 
 A *term* is one trained token: one token that the policy sampled in one trace.
 """

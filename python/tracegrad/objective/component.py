@@ -1,4 +1,4 @@
-"""Define `Part`, the base class of the parts of an objective, and `View`, the tensors that they are evaluated on."""
+"""Define `Part`, the base class of components of an objective, and `View`, the tensors that they are evaluated on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -12,42 +12,49 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """A piece of an objective."""
+    """Component of an objective."""
 
     takes_entropy = False
     """Whether it reads the entropy of the policy being trained."""
 
     @property
     def detached(self) -> bool:
-        """True where it is known before the step, so that `correct` evaluates it."""
-        taken = self.ratios()
-        return bool(taken) and all(ratio.detached for ratio, _ in taken)
+        """Whether its value is known before the step, so that `correct` evaluates it."""
+        ratios = self.ratios()
+        return bool(ratios) and all(ratio.detached for ratio, _ in ratios)
 
     @property
     def microbatch(self) -> bool:
-        """True where a field, or a field of a field, is "microbatch": a statistic of the terms evaluated together."""
+        """Whether a field, or a field of a field, is "microbatch": a statistic of the terms evaluated together."""
         return any("microbatch" in (value, getattr(value, "scope", None)) for value in vars(self).values())
 
     @property
     def reach(self) -> str:
-        """Why its value depends on other traces, by more than integers known before the step; "" where it does not."""
+        """Reason why its value depends on other traces; "" if it does not.
+
+        A dependence through integers that are known before the step does not count.
+        """
         return ""
 
     def ratios(self) -> Sequence[tuple[Ratio, Level]]:
-        """The ratios that it reads, each with its level: by default its field `ratio` at its field `level`."""
+        """Return the ratios that it reads, each with its level; by default its field `ratio` at its field `level`."""
         ratio = getattr(self, "ratio", None)
         return [] if ratio is None else [(ratio, getattr(self, "level", TOKEN))]
 
     def check(self, objective: "Objective") -> None:
-        """Raises for an objective in which it would have no effect, or another effect than its fields say."""
+        """Raise if it would have no effect in this objective, or another effect than its fields say."""
 
     def core(self) -> tuple[Any, ...]:
-        """Its fields as plain numbers, strings and tuples, from which the Rust core evaluates it."""
+        """Return its fields as plain numbers, strings and tuples, from which the Rust core evaluates it."""
         raise NotImplementedError
 
 
 def core_of(name: str, part: Any) -> Any:
-    """`part.core()` of a detached part; raises for a class of your own, whose formula the core does not know."""
+    """Return `part.core()` of a detached component.
+
+    Raises:
+        ArgumentError: for a class of your own, because the core does not implement its formula.
+    """
     if "core" not in vars(type(part)):
         raise ArgumentError(
             f"{name} is a {type(part).__name__}, and no evaluator knows its formula: what is known before the step the "
@@ -58,24 +65,25 @@ def core_of(name: str, part: Any) -> Any:
 
 
 class View:
-    """The terms of one evaluation. Tensors are [m] or [B, S], floats in the dtype of the logprobs.
+    """Terms of one evaluation. Tensors are [m] or [B, S]; floats have the dtype of the logprobs.
 
-    Missing logprobs have one rule, made here before anything else. A ratio that names rollout (or the proximal, which
-    leans on it) has a value where the recorded logprob is known, any other at every term. A level runs over the terms
-    that are `present`: known, or kept without it by `correct(missing="neutral")`.
+    Missing logprobs follow one rule, which is applied here first. A ratio that names rollout (or the proximal policy,
+    which is computed from it) has a value only at terms with a recorded logprob. Any other ratio has a value at every
+    term. A level runs over the terms that are `present`: known, or kept without a logprob by
+    `correct(missing="neutral")`.
 
     Args:
-        objective: that is evaluated.
+        objective: the objective to evaluate.
         arrays: old, rollout, ref, alpha, advantages, trace, turn, group by name.
-        logprobs: of the policy being trained.
-        entropy: of it, or None.
+        logprobs: logprobs under the policy being trained.
+        entropy: its entropy, or None.
         counted: bool, False at padding.
-        keep: bool, what `correct` has left of them.
-        scales: by reduction.
-        permutation: a random one of n, for what draws.
+        keep: bool, the terms that `correct` kept.
+        scales: scale of each term, by reduction.
+        permutation: returns a random permutation of n; used by components that draw at random.
 
     Attributes:
-        advantages: at kept terms, 0 elsewhere; the evaluator takes the shifts out.
+        advantages: advantages at kept terms, 0 elsewhere. The evaluator subtracts the shifts.
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class View:
 
     @cached_property
     def logprobs(self) -> Any:
-        """Of the policy being trained at kept terms, with gradient; 0 elsewhere."""
+        """Logprobs under the policy being trained at kept terms, with gradient; 0 elsewhere."""
         return self.log("theta", self.keep)
 
     @cached_property
@@ -118,7 +126,7 @@ class View:
         """The policies of `ratio`.
 
         Raises:
-            ArgumentError: if the objective has none.
+            ArgumentError: if the objective has no ratio.
         """
         if self.objective.ratio is None:
             raise ArgumentError(
@@ -129,25 +137,25 @@ class View:
 
     @cached_property
     def clipped(self) -> Any:
-        """bool: terms whose gradient the surrogate's bounds took away."""
+        """Bool: terms whose gradient was removed by the bounds of the surrogate."""
         return self.objective.surrogate.clipped(self)
 
     @property
     def entropy(self) -> Any:
-        """Of the next-token distribution at each term, nats.
+        """Entropy of the next-token distribution at each term, nats.
 
         Raises:
-            ArgumentError: if it was not passed.
+            ArgumentError: if no entropy was passed.
         """
         if self._entropy is None:
             raise ArgumentError("a part of the objective reads the entropy, and it is None. Pass it, and declare it.")
         return self._entropy
 
     def array(self, name: str) -> Any:
-        """An array of the terms as it was given.
+        """Return an array of the terms as it was passed.
 
         Raises:
-            ArgumentError: if the terms have none.
+            ArgumentError: if the terms do not have it.
         """
         values = self.arrays[name]
         if values is None:
@@ -157,11 +165,11 @@ class View:
         return values
 
     def given(self, name: str, mask: Any) -> Any:
-        """An array in the dtype of the logprobs, 0 where `mask` is False."""
+        """Return an array in the dtype of the logprobs, 0 at terms outside `mask`."""
         return self.array(name).where(mask, 0).to(self._theta.dtype)
 
     def log(self, policy: str, mask: Any) -> Any:
-        """The logprob under a policy, 0 without a gradient where `mask` is False."""
+        """Return the logprob under a policy; 0 without a gradient outside `mask`."""
         if policy == "theta":
             return self._theta.where(mask, 0)
         if policy != "proximal":
@@ -170,27 +178,32 @@ class View:
         return rollout + self.given("alpha", mask) * (theta - rollout)
 
     def between(self, ratio: Ratio, mask: Any) -> Any:
-        """log num - log den, 0 without a gradient where `mask` is False."""
+        """Return log num - log den; 0 without a gradient outside `mask`."""
         return self.log(ratio.num, mask) - self.log(ratio.den, mask)
 
     def has(self, ratio: Ratio) -> Any:
-        """Where a ratio has a value."""
+        """Return at which terms a ratio has a value."""
         return self.known if ratio.recorded else self.counted
 
     def inside(self, level: Level) -> Any:
-        """The terms over which the surrogate's level runs."""
+        """Return the terms over which the surrogate's level runs."""
         return self.keep if level.terms == "kept" or level.over == "token" else self.present
 
     def left(self, gated: bool | str, keep: Any) -> Any:
-        """The terms that a penalty or bonus runs over, as its field `gated` says; `keep` is what all gates left."""
+        """Return the terms that a penalty or bonus runs over.
+
+        Args:
+            gated: the field `gated` of the penalty or bonus.
+            keep: bool, the terms that all gates kept.
+        """
         return self.keep if gated == "detached" else keep if gated else self.counted
 
     def at(self, ratio: Ratio, level: Level, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
-        """(log-ratio at a level, clamped; where it has a value): 0 elsewhere.
+        """Return the clamped log-ratio at a level (0 without a value), and at which terms it has a value.
 
         Args:
-            factor: what multiplies the ratio of each token.
-            keep: bool, read where the level is over kept terms.
+            factor: multiplies the ratio of each token.
+            keep: bool, used if the level runs over kept terms.
         """
         has = self.has(ratio)
         log_ratio = self.between(ratio, has)
@@ -202,29 +215,29 @@ class View:
         return bounded(level_log.where(known, 0)), known
 
     def scale(self, reduce: Reduce | None) -> Any:
-        """The scale of a reduction, the objective's where None.
+        """Return the scale of a reduction; None means that of the objective.
 
         Raises:
-            ArgumentError: if the terms lack it.
+            ArgumentError: if the terms do not have it.
         """
-        wanted = reduce or self.objective.reduce
-        if wanted not in self._scales:
+        reduction = reduce or self.objective.reduce
+        if reduction not in self._scales:
             raise ArgumentError(
-                f"a penalty or bonus has its own denominators, {wanted}, and the terms have no scale for them. "
+                f"a penalty or bonus has its own denominators, {reduction}, and the terms have no scale for them. "
                 "Pass correct(reductions=objective.reductions) and Terms(scales=corrected.scales)."
             )
-        return self._scales[wanted].to(self._theta.dtype)
+        return self._scales[reduction].to(self._theta.dtype)
 
     def detached(self) -> "View":
-        """The same with logprobs and entropy that carry no gradient."""
+        """Return the same view with logprobs and entropy that have no gradient."""
         entropy = None if self._entropy is None else self._entropy.detach()
-        marks = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}
-        view = View(self.objective, self.arrays, self._theta.detach(), entropy, **marks)
+        fields = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}
+        view = View(self.objective, self.arrays, self._theta.detach(), entropy, **fields)
         view._segments, view.advantages = self._segments, self.advantages
         return view
 
     def segments(self, over: str) -> Any:
-        """[terms] dense index of the turn, trace, group or batch of each term, flat."""
+        """Return [terms] the dense index of the turn, trace, group or batch of each term, flat."""
         if over not in self._segments:
             self._segments[over] = self._index(over)
         return self._segments[over]
@@ -238,7 +251,10 @@ class View:
 
 
 def _dense(ids: Any) -> Any:
-    """[terms] the rank of each id among those present; unlike torch.unique without a wait for the device."""
+    """Return [terms] the rank of each id among the distinct ids.
+
+    Unlike torch.unique it does not wait for the device.
+    """
     ordered, order = ids.reshape(-1).long().sort()
     steps = (ordered != ordered.roll(1)).long()
     steps[:1] = 0

@@ -1,6 +1,6 @@
 """Evaluate what an objective does not differentiate: weight, mask and scale of every trained token.
 
-`correct` runs in Rust, once per optimizer step. `pad` and `flatten` convert between padded and flat arrays.
+`correct` runs in Rust, once per optimizer step. `Layout` converts between padded and flat arrays.
 """
 
 import math
@@ -23,13 +23,13 @@ from tracegrad.objective.weight import Weight
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the terms stand in the arrays given, and how results go back there.
+    """Positions of the terms in the caller's arrays.
 
     Args:
-        shape: of the logprobs.
-        mask: flat, True at the terms; None where every position is one.
-        dtype: float32 or float64, which all floats are computed in.
-        like: the logprobs, which results resemble.
+        shape: shape of the logprobs.
+        mask: flat bool, True at the terms; None if every position is a term.
+        dtype: float32 or float64, in which all floats are computed.
+        like: the logprobs; results have their type and device.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, like: Any, mask: Any, trace: Any) -> "Layout":
-        """The layout of logprobs and their mask."""
+        """Return the layout of logprobs and their mask."""
         if like is None:
             raise ArgumentError("old and rollout are both None. Pass the logprobs that are known.")
         array = _validation.numbers(like, "the logprobs")
@@ -63,11 +63,11 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Positions to a row."""
+        """Number of positions in a row."""
         return self.shape[-1]
 
     def floats(self, values: Any, name: str) -> NDArray[np.floating] | None:
-        """One number per position, flat."""
+        """Return one number per position, flat."""
         if values is None:
             return None
         array = _validation.numbers(values, name)
@@ -77,7 +77,7 @@ class Layout:
         return _validation.narrowed(array, self.dtype, name).reshape(-1)
 
     def ids(self, values: Any, name: str) -> NDArray[np.integer] | None:
-        """One integer per position or per row, flat; int32 and int64 as they are."""
+        """Return one integer per position or per row, flat; int32 and int64 keep their dtype."""
         if values is None:
             return None
         array = _validation.numbers(values, name)
@@ -87,7 +87,10 @@ class Layout:
         return _validation.whole(array, kind, name).reshape(-1)
 
     def back(self, values: NDArray[Any] | float) -> Any:
-        """Flat results in the shape, kind and device of what was given; a number as a view of itself everywhere."""
+        """Return flat results in the shape, type and device of the logprobs.
+
+        A number is returned as a broadcast view of itself.
+        """
         tensor = is_tensor(self.like)
         if not isinstance(values, np.ndarray):
             if not tensor:
@@ -112,14 +115,14 @@ class Layout:
 
 
 def proximal_alpha(version: ArrayLike, proximal: int, current: int) -> NDArray[np.float32]:
-    """(proximal - version) / (current - version): 0 at the recorded policy, 1 at the trained one.
+    """Return (proximal - version) / (current - version): 0 at the recorded policy, 1 at the trained one.
 
-    Held within [0, 1]; 1 where a token is as new as the trained policy.
+    The result is clamped to [0, 1]. It is 1 for a token as new as the trained policy.
 
     Args:
         version: [m] integers, the policy version that sampled each token.
-        proximal: the version of the proximal policy: the trained one when `old` would last have been measured.
-        current: the version of the policy being trained.
+        proximal: version of the proximal policy: the trained one at the time when `old` would last have been measured.
+        current: version of the policy being trained.
 
     Returns:
         [m] float32, for `Terms.alpha`.
@@ -133,16 +136,16 @@ def proximal_alpha(version: ArrayLike, proximal: int, current: int) -> NDArray[n
     proximal, current = (
         _validation.integer(value, name, least=-1) for name, value in (("proximal", proximal), ("current", current))
     )
-    apart = current - recorded
-    alpha = (proximal - recorded) / np.maximum(apart, 1)
-    return np.where(apart > 0, alpha.clip(0.0, 1.0), 1.0).astype(np.float32)
+    distance = current - recorded
+    alpha = (proximal - recorded) / np.maximum(distance, 1)
+    return np.where(distance > 0, alpha.clip(0.0, 1.0), 1.0).astype(np.float32)
 
 
 AllReduce = Callable[[NDArray[np.float64], str], NDArray[np.float64]]
 
 
 class Totals(Protocol):
-    """Counts of a step over all ranks, as `Step.totals` holds them."""
+    """Counts of a step over all ranks, as in `Step.totals`."""
 
     @property
     def terms(self) -> int: ...
@@ -154,15 +157,16 @@ class Totals(Protocol):
 
 @dataclass(frozen=True)
 class Corrected:
-    """What the loss takes of each term, in the shape (and on the device) of the logprobs given.
+    """Weight, mask and scale of each term, in the shape (and on the device) of the given logprobs.
 
     Args:
-        weight: float, detached; 0 where masked as missing, 1 where neutral.
-        keep: bool, whether the term trains.
-        scale: float, 1 over the reduction's denominators; a read-only view of one number where all are equal.
-        metrics: what was dropped, missing and truncated (docs/metrics.md); of the ratios themselves, their KL and
-            effective sample `tracegrad.metrics.OffPolicy.of(old, rollout, trace=..., weight=..., keep=...)` tells.
-        scales: the same for `reduce` and every reduction of `reductions`.
+        weight: float, detached; 0 if masked as missing, 1 if neutral.
+        keep: bool, whether the term is trained.
+        scale: float, 1 over the reduction's denominators; a read-only view of one number if all are equal.
+        metrics: numbers of dropped, missing and truncated terms (docs/metrics.md). For the ratios themselves, their KL
+            and effective sample size, use `tracegrad.metrics.OffPolicy.of(old, rollout, trace=..., weight=...,
+            keep=...)`.
+        scales: the scale for `reduce` and for every reduction of `reductions`.
     """
 
     weight: Any
@@ -192,38 +196,40 @@ def correct(
     missing: Missing = "mask",
     all_reduce: AllReduce | None = None,
 ) -> Corrected:
-    """Weights, gates and denominators of the terms of one optimizer step.
+    """Compute weight, mask and scale of the terms of one optimizer step.
 
-    Arrays are flat [M], one entry per term, or [B, S] with `mask`, numpy or torch. float64 is computed in float64, all
-    else in float32. In a padded array each row is a trace unless `trace` says otherwise; per-row arrays may be [B].
+    Arrays are flat [M], one entry per term, or [B, S] with `mask`; numpy or torch. float64 is computed in float64,
+    everything else in float32. In a padded array each row is a trace unless `trace` is passed; per-row arrays may be
+    [B].
 
-    A term is known where its recorded logprob is. Every log-ratio, of a token or aggregated, is held within
-    LOG_RATIO_LIMIT before it is exponentiated. Weights and gates that depend on the policy being trained, or on the
-    log-linear proximal, are passed over: the objective evaluates them.
+    A term is known if its recorded logprob is. Every log-ratio, of a token or aggregated, is clamped to
+    +-LOG_RATIO_LIMIT before it is exponentiated. Weights and gates that depend on the policy being trained, or on the
+    log-linear proximal policy, are skipped here: the objective evaluates them.
 
     Args:
         old: logprobs of the proximal policy (the model being trained, before the step), nats; None in the direct form.
-        rollout: recorded logprobs, nats, NaN where not known; None where the objective takes no ratio of them.
-        ref: logprobs of the reference model, nats; needed where a weight or gate names it.
-        trace: integer ids; required for flat arrays. Terms of a trace need not stand together.
-        turn: which generation of its trace; needed for turn levels.
+        rollout: recorded logprobs, nats, NaN if unknown; None if the objective has no ratio to them.
+        ref: logprobs of the reference model, nats; needed if a weight or gate names it.
+        trace: integer ids; required for flat arrays. Terms of a trace need not be adjacent.
+        turn: index of the generation within its trace; needed for turn levels.
         group: integer ids; needed for group levels and for Reduce(per="group") and "prompt".
-        advantages: needed where a gate or weight says `when`.
-        mask: bool, True at the terms; all others are never read and come back with weight, keep and scale 0.
+        advantages: needed if a gate or weight has a `when` condition.
+        mask: bool, True at the terms. Other positions are never read; their weight, keep and scale are 0.
         weights, gates, reduce: of an Objective; reduce is the mean over tokens by default.
-        reductions: further ones whose scale is wanted (`Objective.reductions`).
-        totals: counts over all ranks before any gate (`Step.totals`); counted from these arrays by default.
-        group_terms: terms of each term's group over all ranks (`Step.group_terms`).
-        group_traces: traces with a term in it (`Step.group_traces`).
-        missing: a NaN in `rollout` is dropped ("mask": outside level sums and "kept" denominators, inside "all"
-            ones), taken with weight 1 ("neutral": outside sums and means, falls only with its turn, trace, group or
-            batch) or an error ("refuse").
+        reductions: further reductions whose scale is returned (`Objective.reductions`).
+        totals: counts over all ranks before any gate (`Step.totals`); default: counted from these arrays.
+        group_terms: number of terms in each term's group over all ranks (`Step.group_terms`).
+        group_traces: number of traces with a term in that group (`Step.group_traces`).
+        missing: how to treat a NaN in `rollout`. "mask" drops the term: it is outside level sums and "kept"
+            denominators, inside "all" ones. "neutral" keeps it with weight 1: it is outside sums and means, and dropped
+            only with its turn, trace, group or batch. "refuse" raises.
         all_reduce: all_reduce(array, "sum" or "max") over ranks, returning the reduced float64 array. Every rank makes
-            the same calls, a rank without terms too.
+            the same calls, including ranks without terms.
 
     Raises:
-        ArgumentError: for shapes that differ, a plan that names what was not given, logprobs that are positive,
-            infinite or -9999, `old` or `ref` that is not finite, NaN under "refuse", and group levels over ranks.
+        ArgumentError: for shapes that differ, weights or gates that need an array which is None, logprobs that are
+            positive, infinite or -9999, `old` or `ref` that is not finite, NaN under "refuse", and group levels over
+            ranks.
 
     >>> import numpy as np
     >>> from tracegrad.objective import Clamp, Ratio, Weight
@@ -237,7 +243,9 @@ def correct(
     reduction: Reduce = _validation.instance(
         Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
     )
-    wanted: list[Reduce] = list(dict.fromkeys([reduction, *_validation.instances(reductions, "reductions", Reduce)]))
+    all_reductions: list[Reduce] = list(
+        dict.fromkeys([reduction, *_validation.instances(reductions, "reductions", Reduce)])
+    )
     _validation.one_of(missing, "missing", get_args(Missing))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
@@ -266,12 +274,12 @@ def correct(
     weight, keep, scales, stats = _core.correct_terms(
         columns,
         [core_of("a gate", gate) for gate in gates if gate.detached],
-        [core_of("a weight", each) for each in weights if each.detached],
-        [core_of("a reduction", each) for each in wanted],
+        [core_of("a weight", part) for part in weights if part.detached],
+        [core_of("a reduction", part) for part in all_reductions],
         missing,
         all_reduce,
     )
-    by_reduction = {each: layout.back(scale) for each, scale in zip(wanted, scales, strict=True)}
+    by_reduction = {part: layout.back(scale) for part, scale in zip(all_reductions, scales, strict=True)}
     ratios = old is not None and rollout is not None
     return Corrected(
         layout.back(weight), layout.back(keep), by_reduction[reduction], _metrics(stats, ratios), by_reduction
@@ -284,7 +292,7 @@ def _counts(totals: Totals) -> tuple[int, ...]:
 
 
 def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
-    """What the correction did, and nothing of the ratios themselves: `metrics.OffPolicy` describes those."""
+    """Return what the correction did. `metrics.OffPolicy` describes the ratios themselves."""
     terms = max(stats["terms"], 1.0)
     metrics = {
         "terms": stats["terms"],

@@ -17,29 +17,32 @@ from tracegrad.objective.weight import Weight
 
 
 def why_zero_advantage(objective: "Objective") -> str:
-    """Why a trace whose advantages are all 0 may change the gradient of a step, by its own terms or those of others.
+    """Return why a trace whose advantages are all 0 may change the gradient of a step; "" if it cannot.
 
-    Without a reason its surrogate is 0 times something, and other traces depend on it by integer totals alone, which
-    are known without its forward pass.
+    It may do so by its own terms, or through those of other traces. If there is no reason, its surrogate is 0 times
+    something. Other traces then depend on it only through integer totals, which are known without its forward pass.
     """
     return next(chain(_beyond_advantage(objective), _statistics(objective)), "")
 
 
 def why_dropped(objective: "Objective") -> str:
-    """Why the logprob of a dropped term (closed detached gate, missing logprob) may change the gradient."""
+    """Return why the logprob of a dropped term may change the gradient; "" if it cannot.
+
+    A term is dropped by a detached gate, or because its logprob is missing.
+    """
     kl = (f"the penalty '{penalty}'" for penalty in objective.penalties if not penalty.gated)
     bonus = ("the entropy bonus" for part in [objective.entropy] if part is not None and not part.gated)
     over = (f"{part} runs over dropped terms too" for part in chain(kl, bonus))
-    return next(chain(_of_microbatch(objective), _trained_levels(objective), over), "")
+    return next(chain(_microbatch_statistics(objective), _trained_levels(objective), over), "")
 
 
 def why_weightless(objective: "Objective") -> str:
-    """Why the logprob of a term with weight 0 or advantage 0 may change the gradient."""
+    """Return why the logprob of a term with weight 0 or advantage 0 may change the gradient; "" if it cannot."""
     return next(chain(_beyond_advantage(objective), _trained_levels(objective)), "")
 
 
 def _beyond_advantage(objective: "Objective") -> Iterator[str]:
-    """Parts through which a term with advantage 0 has a gradient, or changes that of others."""
+    """Yield components through which a term with advantage 0 has a gradient, or changes that of others."""
     if not objective.surrogate.times_advantage:
         yield f"the surrogate {objective.surrogate} has a gradient where the advantage is 0"
     for shift in objective.shifts:
@@ -48,16 +51,16 @@ def _beyond_advantage(objective: "Objective") -> Iterator[str]:
         yield f"the penalty '{penalty}' has a gradient whatever the advantage"
     if objective.entropy is not None:
         yield "the entropy bonus has a gradient whatever the advantage"
-    yield from _of_microbatch(objective)
+    yield from _microbatch_statistics(objective)
 
 
-def _of_microbatch(objective: "Objective") -> Iterator[str]:
+def _microbatch_statistics(objective: "Objective") -> Iterator[str]:
     for part in objective.per_microbatch:
         yield f"'{part}' is a statistic of all terms of a micro-batch"
 
 
 def _trained_levels(objective: "Objective") -> Iterator[str]:
-    """Ratios of the policy being trained that are aggregated over several terms."""
+    """Yield ratios of the policy being trained that are aggregated over several terms."""
     if objective.surrogate.locality != "term":
         yield f"the surrogate {objective.surrogate} looks at a {objective.surrogate.locality}, its terms together"
     for ratio, level in objective.ratios():
@@ -66,7 +69,7 @@ def _trained_levels(objective: "Objective") -> Iterator[str]:
 
 
 def _statistics(objective: "Objective") -> Iterator[str]:
-    """Statistics over several traces that are not integers known before the step."""
+    """Yield statistics over several traces that are not integers known before the step."""
     for reduce in objective.reductions:
         if reduce.denominator == "kept":
             yield f"the denominator of '{reduce}' counts the terms that its gates keep"
@@ -78,15 +81,15 @@ Missing = Literal["mask", "neutral", "refuse"]
 
 @dataclass(frozen=True)
 class Needs:
-    """Which arrays an objective takes, whether it takes a trace's current-policy ratio, and which terms cannot change
-    its gradient.
-
-    With `trace_ratio` all branches of a trace must stand in one batch.
+    """Arrays that an objective reads, and terms that cannot change its gradient.
 
     Args:
-        zero_advantage: why a trace whose every advantage is 0 matters to the gradient; "" where it can be left out.
-        dropped: why the logprob of a term that `correct` dropped matters; "" where its head row can be left out.
-        weightless: why the logprob of a term with weight or advantage 0 matters; likewise.
+        old, rollout, ref, entropy, proximal: whether it reads this array or policy.
+        trace_ratio: whether it reads a current-policy ratio over a trace or turn. If so, all branches of a trace must
+            be in one batch.
+        zero_advantage: reason why a trace whose every advantage is 0 matters to the gradient; "" if it can be left out.
+        dropped: reason why the logprob of a term that `correct` dropped matters; "" if its logit row can be left out.
+        weightless: the same for a term with weight 0 or advantage 0.
     """
 
     old: bool
@@ -104,8 +107,8 @@ class Needs:
 class Objective:
     """loss = sum of scale * keep * weight * surrogate(ratio, A) + sum over penalties of coef * scale * penalty.
 
-    An objective is called with the logprobs being trained and the other arrays of the terms, which carry the evaluator:
-    `objective(logprobs, entropy, terms)`, see `tracegrad.objective`. Printed, it is its formula.
+    Call it as `objective(logprobs, entropy, terms)`. `terms` has the other arrays, and the evaluator for their kind of
+    array (see `tracegrad.objective`). `print` shows its formula.
 
     Args:
         surrogate: PolicyGradient, CrossEntropy, Importance, Clip, Sigmoid, GeoClip or Regress; a `Surrogate` of your
@@ -116,11 +119,11 @@ class Objective:
         penalties: added, each with its own coefficient.
         reduce: the scale of each term.
         shifts: subtracted from the advantage.
-        entropy: a bonus; None is without.
+        entropy: entropy bonus; None means none.
 
     Raises:
-        ArgumentError: if multiplied ratios do not telescope to theta/rollout, theta/old or 1, an option has no
-            effect, or a part is of a type that the evaluators do not know.
+        ArgumentError: if multiplied ratios do not telescope to theta/rollout, theta/old or 1, if an option has no
+            effect, or if a component has a type that the evaluators do not support.
 
     >>> from tracegrad.objective import Clamp, Clip
     >>> print(Objective(Clip(), Ratio("theta", "old"), (Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),)))
@@ -155,7 +158,7 @@ class Objective:
                 )
 
     def _check_kinds(self) -> None:
-        """Kinds of the parts, of which the core must know those that it evaluates."""
+        """Check the types of the components. The core must implement those that it evaluates."""
         if callable(self.surrogate):
             object.__setattr__(self, "surrogate", Function(self.surrogate))
         kind_of("Objective.surrogate", self.surrogate, Surrogate)
@@ -195,7 +198,7 @@ class Objective:
         if self.ratio is not None:
             ratios = [self.ratio, *ratios]
         else:
-            allowed.append({"old": 1, "rollout": -1})  # the score function, at one update per batch
+            allowed.append({"old": 1, "rollout": -1})  # score function with one update per batch
         if left_over(ratios) not in allowed:
             raise ArgumentError(
                 f"{' * '.join(map(str, ratios))} does not telescope to theta/rollout, theta/old or 1. "
@@ -204,14 +207,14 @@ class Objective:
             )
 
     def _check_order(self) -> None:
-        seen = False
+        has_trained = False
         for gate in self.gates:
-            if gate.detached and seen:
+            if gate.detached and has_trained:
                 raise ArgumentError(
                     f"the gate '{gate}' is known before the step and stands after one that is not. They are applied in "
                     "order. Put it first."
                 )
-            seen |= not gate.detached
+            has_trained |= not gate.detached
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -225,28 +228,31 @@ class Objective:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What `correct` takes of it: correct(old, rollout, ..., **objective.plan)."""
+        """Arguments for `correct`: correct(old, rollout, ..., **objective.plan)."""
         parts = {"weights": self.weights, "gates": self.gates}
         return {**parts, "reduce": self.reduce, "reductions": self.reductions}
 
     @property
     def level(self) -> Level:
-        """The level of the surrogate's ratio; the token where it takes none."""
+        """The level of the surrogate's ratio; the token if it has no ratio."""
         return self.surrogate.level
 
     @property
     def per_microbatch(self) -> tuple[str, ...]:
-        """Parts that look at a micro-batch, so that the gradient depends on how a step was cut; mostly none."""
-        whole = [self.surrogate] if self.surrogate.locality == "batch" else []
-        return tuple(map(str, [*whole, *(part for part in self.parts if part.microbatch)]))
+        """Components that read a whole micro-batch; usually none.
+
+        With such a component the gradient depends on how a step was split.
+        """
+        surrogate = [self.surrogate] if self.surrogate.locality == "batch" else []
+        return tuple(map(str, [*surrogate, *(part for part in self.parts if part.microbatch)]))
 
     @property
     def locality(self) -> Locality:
-        """The smallest set of terms that can be evaluated apart from the others of a batch, with the same sum.
+        """The smallest set of terms that can be evaluated apart from the other terms of a batch, with the same sum.
 
         "term": the loss is a sum over terms. "turn", "trace": over turns or traces, whose current-policy ratios are
-        aggregated. "batch": a part looks at all terms that are evaluated together. What is detached was evaluated
-        before and does not count.
+        aggregated. "batch": a component reads all terms that are evaluated together. Detached components were evaluated
+        before and do not count.
 
         >>> from tracegrad.objective import PolicyGradient
         >>> Objective(PolicyGradient()).locality
@@ -254,9 +260,9 @@ class Objective:
         """
         if self.per_microbatch:
             return "batch"
-        named: dict[str, Locality] = {"token": "term", "turn": "turn", "trace": "trace"}
-        seen = [named.get(level.over, "batch") for ratio, level in self.ratios() if not ratio.detached]
-        return max([*seen, self.surrogate.locality], key=("term", "turn", "trace", "batch").index)
+        localities: dict[str, Locality] = {"token": "term", "turn": "turn", "trace": "trace"}
+        levels = [localities.get(level.over, "batch") for ratio, level in self.ratios() if not ratio.detached]
+        return max([*levels, self.surrogate.locality], key=("term", "turn", "trace", "batch").index)
 
     @property
     def reductions(self) -> tuple[Reduce, ...]:
@@ -264,7 +270,7 @@ class Objective:
         return tuple(dict.fromkeys([self.reduce, *(part.reduce for part in self._added if part.reduce)]))
 
     def ratios(self) -> Iterator[tuple[Ratio, Level]]:
-        """Every ratio with its level."""
+        """Yield every ratio with its level."""
         if self.ratio is not None:
             yield self.ratio, self.level
         for part in self.parts:
@@ -272,14 +278,14 @@ class Objective:
 
     @property
     def needs(self) -> Needs:
-        """Which arrays it takes, and whether a whole trace must stand in one batch."""
-        used, reads = list(self.ratios()), self.surrogate.reads
-        proximal = any("proximal" in ratio for ratio, _ in used)
-        shared = any(level.over in ("turn", "trace") and not ratio.detached for ratio, level in used)
+        """Arrays that it reads, and whether a whole trace must be in one batch."""
+        ratios, surrogate_reads = list(self.ratios()), self.surrogate.reads
+        proximal = any("proximal" in ratio for ratio, _ in ratios)
+        shared = any(level.over in ("turn", "trace") and not ratio.detached for ratio, level in ratios)
         return Needs(
-            old="old" in reads or any("old" in ratio for ratio, _ in used),
-            rollout="rollout" in reads or any(ratio.recorded for ratio, _ in used),
-            ref="ref" in reads or any("ref" in ratio for ratio, _ in used),
+            old="old" in surrogate_reads or any("old" in ratio for ratio, _ in ratios),
+            rollout="rollout" in surrogate_reads or any(ratio.recorded for ratio, _ in ratios),
+            ref="ref" in surrogate_reads or any("ref" in ratio for ratio, _ in ratios),
             trace_ratio=shared or self.surrogate.locality != "term",
             entropy=self.entropy_gradient or any(part.takes_entropy for part in (self.surrogate, *self.parts)),
             proximal=proximal,
@@ -290,14 +296,14 @@ class Objective:
 
     @property
     def entropy_gradient(self) -> bool:
-        """Whether a gradient goes through the entropy: of a bonus, or of a surrogate that reads it."""
+        """Whether a gradient flows through the entropy: from a bonus, or from a surrogate that reads it."""
         return self.entropy is not None or "entropy" in self.surrogate.reads
 
     def check_missing(self, missing: Missing) -> None:
-        """Refuses a policy for missing rollout logprobs that would be a ratio of 1 in disguise.
+        """Refuse a treatment of missing rollout logprobs that would silently assume a ratio of 1.
 
         Raises:
-            ArgumentError: if `missing` is "neutral" and rollout stands beside theta in anything but a gate.
+            ArgumentError: if `missing` is "neutral", and rollout is in a ratio with theta in anything but a gate.
         """
         check_choice("missing", missing, ("mask", "neutral", "refuse"))
         trained = [self.ratio, *(part.ratio for part in (*self.penalties, *self.shifts))]
@@ -310,20 +316,20 @@ class Objective:
             )
 
     def __call__(self, logprobs: Any, entropy: Any, terms: Any) -> Any:
-        """The loss on `terms`, which bring the evaluator of their kind of array (see `tracegrad.objective.Terms`)."""
+        """Return the loss on `terms`, which bring the evaluator for their kind of array (`objective.Terms`)."""
         return terms.evaluate(self, logprobs, entropy)
 
     def coefficients(self, logprobs: Any, terms: Any) -> Any:
-        """c with d loss / d logprob = -c at each term: per-token weights of -logp for any trainer.
+        """Return c with d loss / d logprob = -c at each term: per-token weights of -logp for any trainer.
 
-        A trainer that minimises sum of -c * logp, c held constant, takes the same step, in whatever framework.
+        A trainer in any framework that minimises sum of -c * logp with constant c takes the same step.
 
         Args:
             logprobs: [m] or [B, S] of the policy being trained, nats; any array.
             terms: the other arrays of the terms.
 
         Returns:
-            numpy, of the shape of `logprobs`; float64 where they are, else float32.
+            numpy array in the shape of `logprobs`; float64 if they are float64, else float32.
 
         Raises:
             ArgumentError: with an entropy bonus, whose gradient needs the whole distribution.
@@ -331,7 +337,7 @@ class Objective:
         return terms.coefficients(self, logprobs)
 
     def __str__(self) -> str:
-        ratio = f"; r = {self._spoken_ratio()}" if self.ratio is not None else ""
+        ratio = f"; r = {self._ratio_text()}" if self.ratio is not None else ""
         lines = [
             f"loss = sum of scale * keep * {'weight * ' if self.weights else ''}S",
             f"  S = {self.surrogate}{ratio}",
@@ -346,8 +352,8 @@ class Objective:
     def _repr_html_(self) -> str:
         return _html.text(str(self))
 
-    def _spoken_ratio(self) -> str:
-        """The ratio r in words, for the printed formula."""
+    def _ratio_text(self) -> str:
+        """Return the ratio r as text, for the printed formula."""
         if self.level == TOKEN:
             return str(self.ratio)
         through = "" if self.level.grad == "through" else ", gradient through the token's own"
@@ -357,7 +363,7 @@ class Objective:
 
 
 def with_kl(objective: Objective, coef: float) -> Objective:
-    """The objective with a k3 penalty against the reference model, or without one where `coef` is 0.
+    """Return the objective with a k3 penalty against the reference model; without one if `coef` is 0.
 
     The penalty is neither gated nor weighted: TRL's with use_bias_correction_kl=False. TRL's default is `with_beta`.
 
@@ -365,15 +371,15 @@ def with_kl(objective: Objective, coef: float) -> Objective:
     >>> with_kl(Objective(PolicyGradient()), 0.04).needs.ref
     True
     """
-    return _penalised(objective, coef)
+    return _with_kl_penalty(objective, coef)
 
 
 def with_beta(objective: Objective, beta: float) -> Objective:
-    """The objective with exactly what TRL's `beta` adds by default, or without a penalty where `beta` is 0.
+    """Return the objective with exactly what TRL's `beta` adds by default; without a penalty if `beta` is 0.
 
-    As `with_kl`, times the ratio of the policy being trained at the level of the surrogate
-    (use_bias_correction_kl=True). Where the surrogate takes no ratio it is that of the weight on the trained policy, at
-    the token under a Gamma shape (VESPO), or the token's theta/old.
+    The penalty is that of `with_kl`, times the ratio of the policy being trained at the level of the surrogate
+    (use_bias_correction_kl=True). If the surrogate has no ratio, the ratio comes from the weight on the trained policy,
+    at the token level under a Gamma shape (VESPO). Without such a weight it is the token's theta/old.
 
     Source: TRL 1.16's GRPOConfig; DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
 
@@ -385,10 +391,12 @@ def with_beta(objective: Objective, beta: float) -> Objective:
     trained = [weight for weight in objective.weights if not weight.detached]
     if objective.ratio is None and trained:
         ratio, level = trained[0].ratio, TOKEN if trained[0].shape.absorbing else trained[0].level
-    return _penalised(objective, beta, ratio, level)
+    return _with_kl_penalty(objective, beta, ratio, level)
 
 
-def _penalised(objective: Objective, coef: float, importance: Ratio | None = None, level: Level = TOKEN) -> Objective:
+def _with_kl_penalty(
+    objective: Objective, coef: float, importance: Ratio | None = None, level: Level = TOKEN
+) -> Objective:
     others = tuple(penalty for penalty in objective.penalties if penalty.ratio != Ratio("theta", "ref"))
     if coef == 0:
         return replace(objective, penalties=others)
@@ -400,7 +408,7 @@ def _penalised(objective: Objective, coef: float, importance: Ratio | None = Non
 
 
 def with_entropy(objective: Objective, coef: float) -> Objective:
-    """The objective with a fixed entropy bonus over all its terms, or without one where `coef` is 0.
+    """Return the objective with a fixed entropy bonus over all its terms; without one if `coef` is 0.
 
     >>> from tracegrad.objective import PolicyGradient
     >>> with_entropy(Objective(PolicyGradient()), 0.01).needs.entropy

@@ -1,4 +1,4 @@
-"""What is added to the surrogate: divergences from another policy, an entropy bonus, and shifts of the advantage."""
+"""Define what is added to the surrogate: KL penalties, an entropy bonus, and shifts of the advantage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ _GATED: dict[Gated, list[str]] = {True: ["kept terms only"], "detached": ["terms
 class Penalty(Part):
     """coef * an estimate of KL(num || den) at each term, with l = log num - log den.
 
-    k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, abs = |l|, square = l^2. For tokens drawn by num k1 and k3 are unbiased
-    in value, and k2 in gradient.
+    k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, abs = |l|, square = l^2. For tokens sampled from num, k1 and k3 are
+    unbiased in value, and k2 in gradient.
 
     Args:
-        ratio: theta/ref or another with theta above.
+        ratio: theta/ref, or another ratio with theta as numerator.
         kind: one of the above.
         coef: its factor in the loss.
-        gated: which dropped terms are left out: those of all gates (True), of none (False), or of the "detached" gates
-            alone, and with those what `missing="mask"` dropped, as `Reduce.denominator` counts (verl's KL loss).
+        gated: which dropped terms are left out. True: those of all gates. False: none. "detached": those of the
+            detached gates and those that `missing="mask"` dropped, as `Reduce.denominator` counts (verl's KL loss).
         weighted: whether the weights multiply it.
         straight_through: the value of `kind` with the gradient of k2 (verl's "k3+").
-        importance: this ratio multiplies it, with gradient, for tokens that another policy drew (TRL's
-            use_bias_correction_kl, DeepSeek-V3.2's unbiased KL); None is without.
+        importance: this ratio multiplies it, with gradient, for tokens that another policy sampled (TRL's
+            use_bias_correction_kl, DeepSeek-V3.2's unbiased KL); None means no ratio.
         importance_level: the level of that ratio.
-        cap: the estimate is held between -cap and cap and has no gradient beyond (verl and SkyRL: 10 for k3).
-        where: only on the terms it selects.
-        reduce: its own denominators; None is those of the objective.
+        cap: the estimate is clamped to [-cap, cap] and has no gradient beyond (verl and SkyRL: 10 for k3).
+        where: only on the terms that this selects.
+        reduce: its own denominators; None means those of the objective.
 
     Source: Schulman 2020, "Approximating KL divergence"; straight_through: verl's kl_penalty; importance:
     DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
@@ -86,7 +86,7 @@ class Penalty(Part):
         no_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
 
     def at(self, view: View, mask: Any) -> Any:
-        """The estimate at each term in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
+        """Return the estimate at each term in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
         mask = mask & view.has(self.ratio)
         if self.where is not None:
             mask = self.where.of(view, mask)
@@ -106,21 +106,21 @@ class Penalty(Part):
         kind = f"{self.kind}+" if self.straight_through else self.kind
         level = "" if self.importance_level == TOKEN else f" ({self.importance_level})"
         factors = f" * {self.importance}{level}" if self.importance else ""
-        touched = [*_GATED[self.gated], *["weighted"] * self.weighted]
-        touched += [str(self.where)] if self.where else []
-        touched += [f"at most {self.cap:g}"] if self.cap else []
-        touched += [f"scale {self.reduce}"] if self.reduce else []
-        return f"{self.coef:g} * {kind}({self.ratio}){factors}" + (f" [{', '.join(touched)}]" if touched else "")
+        notes = [*_GATED[self.gated], *["weighted"] * self.weighted]
+        notes += [str(self.where)] if self.where else []
+        notes += [f"at most {self.cap:g}"] if self.cap else []
+        notes += [f"scale {self.reduce}"] if self.reduce else []
+        return f"{self.coef:g} * {kind}({self.ratio}){factors}" + (f" [{', '.join(notes)}]" if notes else "")
 
 
 @dataclass(frozen=True)
 class Adapt:
-    """An entropy coefficient that seeks a target: up by `delta` after a step at or below it, down after one above.
+    """Entropy coefficient that follows a target: up by `delta` after a step at or below it, down after one above.
 
-    The bonus is applied only after a step at or below the target. The state lives in `trainer.optim.Control`.
+    The bonus is applied only after a step at or below the target. The state is in `trainer.optim.Control`.
 
     Args:
-        target: nats.
+        target: target entropy, nats.
         delta: change of the coefficient after each optimizer step.
         low, high: bounds of the coefficient.
 
@@ -140,13 +140,13 @@ class Adapt:
 
 @dataclass(frozen=True)
 class Entropy:
-    """A bonus: -coef * the entropy of the next-token distribution at each term, with gradient.
+    """Entropy bonus: -coef * the entropy of the next-token distribution at each term, with gradient.
 
     Args:
-        coef: its factor, not negative; where it adapts, the one it starts from.
+        coef: its factor, not negative; the start value if the coefficient adapts.
         gated: which dropped terms are left out, as in `Penalty`.
-        reduce: its own denominators; None is those of the objective.
-        adapt: how the coefficient changes between steps; None keeps it.
+        reduce: its own denominators; None means those of the objective.
+        adapt: how the coefficient changes between steps; None means not at all.
 
     Source: Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms".
     """
@@ -175,13 +175,13 @@ class Entropy:
 
 @dataclass(frozen=True)
 class Shift(Part):
-    """A - coef * l in place of A, l held constant: a divergence paid out of the advantage, term by term.
+    """A - coef * l in place of A, with l held constant: a KL penalty subtracted from the advantage, term by term.
 
     Args:
         ratio: theta/ref, theta/rollout or theta/old.
         coef: in units of the advantage per nat.
-        center: "microbatch" takes l - mean l over the terms evaluated together, said aloud: the gradient depends on
-            how the step was cut; None takes l.
+        center: "microbatch" uses l - mean l over the terms evaluated together; None uses l. You must ask for it,
+            because the gradient then depends on how the step was split.
 
     Source: Kimi K2, arXiv 2507.20534, as ART's kimi_k2_tau; centred: ART's kl_penalty_coef.
     """
@@ -197,7 +197,7 @@ class Shift(Part):
             raise ArgumentError(f"the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
 
     def of(self, view: View) -> Any:
-        """What is taken out of the advantage of each kept term."""
+        """Return what is subtracted from the advantage of each kept term."""
         charged = view.keep & view.has(self.ratio)
         log_ratio = view.between(self.ratio, charged).detach()
         if self.center is not None:

@@ -1,7 +1,7 @@
 """Define the published methods as values of `Objective`, and find one by name.
 
-A preset is used as it is, or with fields changed by name: `override(DAPO, "surrogate.high", "0.3")`. On a command line
-it is named by its attribute here, by `file.py:NAME` or `module:NAME`, or written as source text.
+Use a preset as it is, or change its fields by name: `override(DAPO, "surrogate.high", "0.3")`. On a command line, name
+it by its attribute here or by `file.py:NAME` or `module:NAME`, or write the objective as source text.
 """
 
 import importlib
@@ -487,7 +487,9 @@ _T = TypeVar("_T")
 
 
 def find(name: str) -> Objective:
-    """The objective called `name` here, the value NAME of `module:NAME` or `file.py:NAME`, or what a text spells.
+    """Return an objective by name.
+
+    The name is one of this module's, or `module:NAME` or `file.py:NAME`, or source text of an `Objective`.
 
     Raises:
         ArgumentError: if there is none, with the nearest name; if it is not an Objective.
@@ -503,17 +505,17 @@ def find(name: str) -> Objective:
 
 
 def named(name: str, kind: type[_T], room: str, what: str) -> _T:
-    """The value of a kind called `name` in a room, or NAME of `module:NAME` or `file.py:NAME`."""
+    """Return the value of type `kind` called `name` in module `room`, or NAME of `module:NAME` or `file.py:NAME`."""
     module, _, attribute = name.rpartition(":")
     try:
-        home = vars(module_of(module) if module.endswith(".py") else importlib.import_module(module or room))
+        namespace = vars(module_of(module) if module.endswith(".py") else importlib.import_module(module or room))
     except Exception as error:
         raise ArgumentError(
             f"{what} {name!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Nothing is known of "
             "the loss. Write module:NAME, or file.py:NAME."
         ) from error
-    value = home.get(attribute)
+    value = namespace.get(attribute)
     if isinstance(value, kind):
         return value
-    names = sorted(key for key, each in home.items() if isinstance(each, kind) and not key.startswith("_"))
+    names = sorted(key for key, match in namespace.items() if isinstance(match, kind) and not key.startswith("_"))
     raise ArgumentError(f"no {what} is called {name!r}. {nearest(attribute, names)}")

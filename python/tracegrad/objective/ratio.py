@@ -30,18 +30,18 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "abs": lambda x: x.abs(),
     "square": lambda x: x.square(),
 }
-"""Statistics of a log-ratio: k3(x) is exp(x) - 1 - x."""
+"""Statistics of a log-ratio x: k3(x) is exp(x) - 1 - x."""
 
 
 def bounded(log_ratio: Any) -> Any:
-    """The log-ratio clamped to +-LOG_RATIO_LIMIT, as it is before every `exp`."""
+    """Return the log-ratio clamped to +-LOG_RATIO_LIMIT, as before every `exp`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def holds(when: When, advantages: Any) -> Any:
-    """Where a condition on the sign of the advantage is met."""
-    met = {"A>0": advantages.gt, "A>=0": advantages.ge, "A<0": advantages.lt, "A<=0": advantages.le}
-    return met[when](0) if when in met else advantages == advantages
+    """Return at which terms a condition on the sign of the advantage is met."""
+    comparisons = {"A>0": advantages.gt, "A>=0": advantages.ge, "A<0": advantages.lt, "A<=0": advantages.le}
+    return comparisons[when](0) if when in comparisons else advantages == advantages
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Ratio:
     """The probability ratio num / den of one sampled token under two policies.
 
     Args:
-        num: "theta" (being trained), "old" (recomputed before the step), "rollout" (recorded), "ref" or "proximal":
-            log-linear between the recorded and the trained policy, log rollout + alpha (log theta - log rollout) held
-            constant, which stands in for old without a forward pass (`Terms.alpha`).
+        num: "theta" (being trained), "old" (recomputed before the step), "rollout" (recorded), "ref" or "proximal". The
+            proximal policy is log-linear between the recorded and the trained one: log rollout + alpha (log theta - log
+            rollout), held constant. It replaces old without a forward pass (`Terms.alpha`).
         den: the same.
 
     Source: proximal: A-3PO, arXiv 2512.06547; AReaL's prox_logp_method="loglinear".
@@ -77,21 +77,21 @@ class Ratio:
 
     @property
     def detached(self) -> bool:
-        """True where it does not depend on the policy being trained, so that it is known before the step."""
+        """Whether it is independent of the policy being trained, so that it is known before the step."""
         return "theta" not in self and "proximal" not in self
 
     @property
     def recorded(self) -> bool:
-        """True where it names rollout, so that it has no value at terms whose recorded logprob is missing."""
+        """Whether it names rollout, so that it has no value at terms with a missing recorded logprob."""
         return "rollout" in self or "proximal" in self
 
     def core(self) -> tuple[str, str]:
-        """Its plain form."""
+        """Return its plain form."""
         return (self.num, self.den)
 
 
 def left_over(ratios: Iterable[Ratio]) -> dict[str, int]:
-    """The powers of the policies that stay when ratios are multiplied; the proximal counts as old.
+    """Return the powers of the policies that remain when ratios are multiplied; the proximal counts as old.
 
     >>> left_over([Ratio("theta", "old"), Ratio("old", "rollout")])
     {'theta': 1, 'rollout': -1}
@@ -105,7 +105,7 @@ def left_over(ratios: Iterable[Ratio]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Level:
-    """Over which terms a log-ratio is aggregated before it is exponentiated and handed back to each of them.
+    """Terms over which a log-ratio is aggregated before it is exponentiated and returned to each of them.
 
     A trace is what papers call a sequence, all its branches together; a turn is one generation of it. The product of
     the token ratios is `Level("trace", "sum")`, their geometric mean `Level("trace", "mean")`: papers call either the
@@ -113,14 +113,14 @@ class Level:
 
     Args:
         over: "token", "turn", "trace", "group" or "batch", which is all terms of the step.
-        agg: "sum", "mean" or "max"; within a turn or trace also "prefix_sum" and "prefix_min", the sum and the lowest
-            over the terms up to each one, itself included; None where `over` is "token".
+        agg: "sum", "mean" or "max"; within a turn or trace also "prefix_sum" and "prefix_min", the sum and the minimum
+            over the terms up to and including each one; None if `over` is "token".
         grad: "through" the aggregate, or only through the term's own "token" (GSPO-token); read in a surrogate only.
-        terms: "all" terms whose logprobs are known, or those still "kept" by the gates.
+        terms: "all" terms with known logprobs, or those still "kept" by the gates.
         blend: mixes in the token's own ratio: "arithmetic" (r_token + r_level) / 2, "geometric" its geometric form
             (ART's average and geometric_average).
-        scope: what "batch" and "group" reach over: the whole "step", or the "microbatch" that is evaluated together,
-            which is all that a ratio of the trained policy can see.
+        scope: the range of "batch" and "group": the whole "step", or the "microbatch" that is evaluated together. A
+            ratio of the trained policy can only see a micro-batch.
     """
 
     over: Over = "token"
@@ -146,42 +146,49 @@ class Level:
 
     @property
     def wide(self) -> bool:
-        """True for group and batch, which reach beyond one trace."""
+        """Whether the level is the group or batch, which span several traces."""
         return self.over in ("group", "batch")
 
     def core(self, kept: bool) -> tuple[str, str | None, bool, str | None]:
-        """Its plain form; `kept` says of which terms."""
+        """Return its plain form; `kept` says over which terms."""
         return (self.over, self.agg, kept, self.blend)
 
     def of(self, values: Any, view: Any, inside: Any) -> Any:
-        """Log-ratios aggregated and handed back to each term, sums in float64; NaN where a segment has none inside."""
+        """Return log-ratios aggregated and broadcast back to each term.
+
+        Sums are in float64. The result is NaN if a segment has no term inside.
+        """
         if self.over == "token":
             return values
         flat, index, inside = values.reshape(-1).double(), view.segments(self.over), inside.reshape(-1)
         prefix = self.agg in ("prefix_sum", "prefix_min")
-        whole = (_running if prefix else _whole)(self.agg, flat, index, inside).reshape(values.shape).to(values.dtype)
+        aggregate = (
+            (_running_aggregate if prefix else _segment_aggregate)(self.agg, flat, index, inside)
+            .reshape(values.shape)
+            .to(values.dtype)
+        )
         if self.blend == "geometric":
-            whole = (whole + values) / 2
+            aggregate = (aggregate + values) / 2
         elif self.blend == "arithmetic":
-            whole = bounded(whole).logaddexp(bounded(values)) - math.log(2)
-        return whole.detach() + values - values.detach() if self.grad == "token" else whole
+            aggregate = bounded(aggregate).logaddexp(bounded(values)) - math.log(2)
+        return aggregate.detach() + values - values.detach() if self.grad == "token" else aggregate
 
     def __str__(self) -> str:
         if self.over == "token":
             return "each token"
-        named = {"sum": "sum", "mean": "mean", "max": "max", "prefix_sum": "running sum", "prefix_min": "running min"}
+        words = {"sum": "sum", "mean": "mean", "max": "max", "prefix_sum": "running sum", "prefix_min": "running min"}
         within = " of the micro-batch" if self.scope == "microbatch" else ""
         kept = " over kept terms" if self.terms == "kept" else ""
         blend = f", {self.blend} mean with the token's own" if self.blend else ""
-        return f"{named[self.agg or 'sum']} over the {self.over}{within}{kept}{blend}"
+        return f"{words[self.agg or 'sum']} over the {self.over}{within}{kept}{blend}"
 
 
 TOKEN = Level()
-"""Each term alone."""
+"""Each term by itself."""
 
 
-def _whole(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
-    """[terms] the aggregate of each term's segment."""
+def _segment_aggregate(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
+    """Return [terms] the aggregate of each term's segment."""
     count = values.new_zeros(len(values)).index_add(0, index, inside.double())
     if agg == "max":
         lowest = values.new_full((len(values),), -INFINITY)
@@ -193,8 +200,11 @@ def _whole(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
     return total.where(count > 0, math.nan)[index]
 
 
-def _running(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
-    """The running sum or minimum within each segment, by doubling: after k rounds over the last 2^k terms."""
+def _running_aggregate(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
+    """Return the running sum or minimum within each segment.
+
+    Computed by doubling: after k rounds it covers the last 2^k terms.
+    """
     neutral = 0.0 if agg == "prefix_sum" else INFINITY
     order = index.argsort(stable=True)
     segment, running = index[order], values.where(inside, neutral)[order]
@@ -210,9 +220,10 @@ def _running(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
 
 
 def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:
-    """The sum over the terms of its segment from each one on, a later one times `factor` for each term between.
+    """Return the sum from each term to the end of its segment, discounted by `factor` per term.
 
-    By doubling, as the running sums: after k rounds over the next 2^k terms. What is not inside takes no place.
+    Computed by doubling, as the running sums: after k rounds it covers the next 2^k terms. Terms that are not inside do
+    not count as a step.
     """
     index = index.masked_fill(~inside.reshape(-1), len(index))
     order = index.argsort(stable=True)
@@ -227,7 +238,7 @@ def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:
 
 
 def check_reach(name: str, ratio: Ratio, level: Level) -> None:
-    """Refuses a statistic of the trained policy over more than a micro-batch can see, unless it says so."""
+    """Refuse a statistic of the trained policy over more than one micro-batch, unless its scope allows that."""
     if level.wide and not ratio.detached and level.scope == "step":
         raise ArgumentError(
             f"{name}: {ratio} depends on the policy being trained, which sees one micro-batch at a time, and the level "
@@ -239,7 +250,7 @@ def check_reach(name: str, ratio: Ratio, level: Level) -> None:
 
 @dataclass(frozen=True)
 class Reduce:
-    """How terms become one number: gives the `scale` of each term.
+    """How terms are reduced to one number: it defines the `scale` of each term.
 
     | per | inner "mean" | inner "sum" |
     |---|---|---|
@@ -250,9 +261,9 @@ class Reduce:
     | constant | | 1 / norm (inner is None) |
 
     Args:
-        per: "token", "trace", "group" (its traces count alike), "prompt" (its terms count alike) or "constant".
-        inner: "mean" or "sum" within a trace, or within a prompt; None where `per` is "token" or "constant".
-        norm: constant that divides an inner sum, 1 where None; required where `per` is "constant".
+        per: "token", "trace", "group" (its traces count equally), "prompt" (its terms count equally) or "constant".
+        inner: "mean" or "sum" within a trace, or within a prompt; None if `per` is "token" or "constant".
+        norm: constant that divides an inner sum, 1 if None; required if `per` is "constant".
         denominator: "all" counts every term of the step, "kept" those left by the detached gates and by
             `missing="mask"`.
 
@@ -282,7 +293,7 @@ class Reduce:
             positive("Reduce.norm", self.norm)
 
     def core(self) -> tuple[Any, ...]:
-        """(per, mean, norm, kept)."""
+        """Return (per, mean, norm, kept)."""
         norm = 1.0 if self.norm is None else self.norm
         return (self.per, self.inner == "mean", norm, self.denominator == "kept")
 

@@ -30,19 +30,19 @@ Stat = Literal["ratio", "k1", "k2", "k3", "abs", "square", "dprob", "binary_kl"]
 
 STATS: tuple[str, ...] = get_args(Stat)
 _NEVER_NEGATIVE = ("k2", "k3", "abs", "square")
-_KL_EPSILON = 1e-8  # verl's, where a probability is 1
+_KL_EPSILON = 1e-8  # verl's value, for probabilities of 1
 
 
 class AnyGate(Part):
-    """What drops terms. One of your own is a frozen dataclass below this, with `keeps`.
+    """Base class of components that drop terms. For your own, write a frozen subclass with `keeps`.
 
-    Its ratio must hold the policy being trained; a detached one also needs `core()` and a form in the Rust core.
+    Its ratio must contain the policy being trained. A detached one also needs `core()` and a form in the Rust core.
     """
 
     def keeps(self, view: View, keep: Any) -> Any:
-        """`keep` without the terms that this gate drops; asked only of gates that are not detached.
+        """Return `keep` without the terms that this gate drops. It is not called for detached gates.
 
-        A term whose logprob is missing is not dropped: look at those in `view.has(ratio) & view.present` alone.
+        A term with a missing logprob must not be dropped: consider only terms in `view.has(ratio) & view.present`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no keeps(view, keep)")
 
@@ -51,19 +51,20 @@ class AnyGate(Part):
 class Gate(AnyGate):
     """Keeps a term iff low <= stat <= high, bounds included; a dropped term has no loss and no gradient.
 
-    With l = log num - log den, p and q the two probabilities: ratio = exp(l), k1 = l, k2 = l^2 / 2,
-    k3 = exp(l) - 1 - l, abs = |l|, square = l^2, dprob = p - q, binary_kl = the KL of (q, 1 - q) from (p, 1 - p) with
-    the sign of p - q. A level aggregates l before the ratio is exponentiated, and the others as they are. (verl's k1 is
-    -l, so its bounds are the inverse of these.)
+    With l = log num - log den, p and q the two probabilities: ratio = exp(l), k1 = l, k2 = l^2 / 2, k3 = exp(l) - 1 -
+    l, abs = |l|, square = l^2, dprob = p - q, binary_kl = the KL of (q, 1 - q) from (p, 1 - p) with the sign of p - q.
+    A level aggregates l before the ratio is exponentiated; it aggregates the other statistics as they are. (verl's k1
+    is -l, so its bounds are the inverse of these.)
 
     Args:
         ratio: any two policies.
         stat: one of the above.
-        level: over which terms the statistic is taken; which of them, `terms` says.
+        level: terms over which the statistic is aggregated; `terms` restricts them.
         low, high: bounds in the unit of `stat`; None is unbounded.
-        when: on which sign of the advantage it can drop a term: "always", "A>0", "A>=0", "A<0" or "A<=0".
-        drops: what falls with a term that fails: None is the level itself; "trace" with a token level is a veto.
-        terms: the statistic is of "all" terms whose logprobs are known, or of those "kept" by the gates before.
+        when: sign of the advantage for which it can drop a term: "always", "A>0", "A>=0", "A<0" or "A<=0".
+        drops: what is dropped together with a term that fails: None is the level itself; "trace" with a token level is
+            a veto.
+        terms: the statistic is over "all" terms with known logprobs, or over those "kept" by earlier gates.
 
     >>> print(Gate(Ratio("old", "rollout"), low=1e-4, drops="trace"))
     drop the trace unless 0.0001 <= ratio(old/rollout) of each token
@@ -114,7 +115,7 @@ class Gate(AnyGate):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """low and high, infinite where None."""
+        """low and high, infinite if None."""
         return (-INFINITY if self.low is None else self.low, INFINITY if self.high is None else self.high)
 
     @property
@@ -126,7 +127,7 @@ class Gate(AnyGate):
         return [(self.ratio, Level(self.drops, "max") if self.drops else self.level)]
 
     def core(self) -> tuple[Any, ...]:
-        """(ratio, stat, level, low, high, when, drops)."""
+        """Return (ratio, stat, level, low, high, when, drops)."""
         level = self.level.core(self.terms == "kept")
         return (self.ratio.core(), self.stat, level, *self.bounds, self.when, self.drops or self.level.over)
 
@@ -146,15 +147,15 @@ class Gate(AnyGate):
         return keep & ~failed
 
     def _stat(self, view: View, has: Any) -> Any:
-        """The statistic of each term; for "ratio" its logarithm, which is what levels aggregate."""
+        """Return the statistic of each term; for "ratio" its logarithm, which is what levels aggregate."""
         log_ratio = view.between(self.ratio, has)
         if self.stat not in ("dprob", "binary_kl"):
             return KINDS["k1" if self.stat == "ratio" else self.stat](log_ratio)
         p, q = (view.log(policy, has).clamp(max=0).exp() for policy in (self.ratio.num, self.ratio.den))
         if self.stat == "dprob":
             return p - q
-        rest = (1 - q) * ((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON)).log()
-        return (p - q).sign() * (rest - q * log_ratio)
+        complement = (1 - q) * ((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON)).log()
+        return (p - q).sign() * (complement - q * log_ratio)
 
     def __str__(self) -> str:
         low = "" if self.low is None else f"{self.low:g} <= "
@@ -173,18 +174,18 @@ class Gate(AnyGate):
 class Budget(AnyGate):
     """Keeps the terms with the smallest stat, as many as leave its mean over the step at most `mean`; at least one.
 
-    Terms of equal stat stand or fall together.
+    Terms with an equal stat are kept or dropped together.
 
     Args:
         ratio: two policies, neither of them being trained.
         stat: "square" (M2PO), "abs", "k2" or "k3".
-        mean: what the mean over the kept terms may be.
-        terms: "all" terms whose logprobs are known, or those "kept" by the gates before.
+        mean: upper bound of the mean over the kept terms.
+        terms: "all" terms with known logprobs, or those "kept" by earlier gates.
         quadrants: "all", or the two "active" ones, which an update moves further away: A > 0 with a ratio above 1, and
             A < 0 with a ratio below 1. Terms outside these are neither counted in the mean nor dropped.
 
-    Source: M2PO, arXiv 2510.01161, mean (log ratio)^2 <= 0.04: its final version (ICLR 2026, Algorithm 1) and the
-    authors' code take the active quadrants, its first version and AReaL all.
+    Source: M2PO, arXiv 2510.01161, mean (log ratio)^2 <= 0.04. Its final version (ICLR 2026, Algorithm 1) and the
+    authors' code use the active quadrants, its first version and AReaL all.
 
     >>> print(Budget(Ratio("old", "rollout"), quadrants="active"))
     keep the terms with the smallest square(old/rollout) in the active quadrants whose mean is at most 0.04
@@ -212,7 +213,7 @@ class Budget(AnyGate):
         return f"'{self}' is a budget of the whole step"
 
     def core(self) -> tuple[Any, ...]:
-        """(ratio, stat, mean, kept, active)."""
+        """Return (ratio, stat, mean, kept, active)."""
         return (self.ratio.core(), self.stat, self.mean, self.terms == "kept", self.quadrants == "active")
 
     def __str__(self) -> str:
@@ -224,11 +225,11 @@ class Budget(AnyGate):
 class TopEntropy(AnyGate):
     """Keeps the share of terms with the highest entropy of the policy being trained, within each micro-batch.
 
-    Those at or above the quantile of the terms, which is torch.quantile's.
+    A term is kept if its entropy is at or above the quantile of the terms (that of torch.quantile).
 
     Args:
-        share: of the terms of a micro-batch, in [0, 1); 0 keeps those with the highest entropy of all.
-        scope: "microbatch", said aloud: the gradient depends on how the step was cut.
+        share: share of the terms of a micro-batch, in [0, 1); 0 keeps only the terms with the maximum entropy.
+        scope: "microbatch". You must write it, because the gradient depends on how the step was split.
 
     Source: Wang et al. 2025, arXiv 2506.01939; TRL's top_entropy_quantile.
     """
@@ -239,7 +240,7 @@ class TopEntropy(AnyGate):
     takes_entropy = True
 
     def __post_init__(self) -> None:
-        _check(self, zero=True)
+        _check_share(self, zero=True)
 
     def keeps(self, view: View, keep: Any) -> Any:
         counted = view.entropy.where(view.counted, math.nan).float().reshape(-1)
@@ -251,17 +252,18 @@ class TopEntropy(AnyGate):
 
 @dataclass(frozen=True)
 class DropCovariance(AnyGate):
-    """Drops a random share of the terms whose covariance of advantage and logprob lies between low and high.
+    """Drops a random share of the terms whose covariance of advantage and logprob is between low and high.
 
-    cov = (A - mean A)(logp - mean logp), means over the micro-batch's terms that the gates before have left; terms that
-    the clip has taken are no candidates. `max(int(share * terms), 1)` of the candidates fall, drawn by torch's global
+    cov = (A - mean A)(logp - mean logp), with means over the terms of the micro-batch that earlier gates kept. Clipped
+    terms are not candidates. `max(int(share * terms), 1)` of the candidates are dropped, drawn with torch's global
     generator.
 
     Args:
-        share: of the terms that are left of a micro-batch, in (0, 1).
+        share: share of the kept terms of a micro-batch, in (0, 1).
         low, high: bounds of cov, excluded.
-        scope: "microbatch", said aloud: the gradient depends on how the step was cut.
-        scaled: takes A times the scale of its term, as SkyRL's clip_cov does: bounds are then of a mean's order.
+        scope: "microbatch". You must write it, because the gradient depends on how the step was split.
+        scaled: uses A times the scale of its term, as SkyRL's clip_cov does. The bounds are then of the order of a
+            mean.
 
     Source: Clip-Cov of Cui et al. 2025, arXiv 2505.22617; verl's clip_cov.
     """
@@ -273,7 +275,7 @@ class DropCovariance(AnyGate):
     scaled: bool = False
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_share(self)
         rising("DropCovariance", self.low, self.high)
 
     def check(self, objective: "Objective") -> None:
@@ -285,14 +287,14 @@ class DropCovariance(AnyGate):
         covariance = _covariance(view, counted, self.scaled)
         between = (covariance > self.low) & (covariance < self.high) & ~view.clipped
         candidates = between.reshape(-1).nonzero().squeeze(-1)
-        wanted = max(int(self.share * int(counted.sum())), 1)
-        fallen = keep.reshape(-1) & False
+        count = max(int(self.share * int(counted.sum())), 1)
+        dropped = keep.reshape(-1) & False
         if len(candidates):
-            fallen[candidates[view.permutation(len(candidates))[:wanted].to(candidates.device)]] = True
-        return keep & ~fallen.reshape(keep.shape)
+            dropped[candidates[view.permutation(len(candidates))[:count].to(candidates.device)]] = True
+        return keep & ~dropped.reshape(keep.shape)
 
     def __str__(self) -> str:
-        of = _named(self.scaled)
+        of = _covariance_name(self.scaled)
         return f"drop a random {self.share:g} of the terms with {self.low:g} < {of} < {self.high:g}"
 
 
@@ -301,9 +303,9 @@ class TopCovariance(Part):
     """Selects the share of terms with the highest covariance of advantage and logprob, for a penalty on them.
 
     Args:
-        share: of the terms of a micro-batch that the penalty runs over, in (0, 1); at least one term.
-        scope: "microbatch", said aloud.
-        scaled: takes A times the scale of its term, as SkyRL's kl_cov does, where scales may differ.
+        share: share of the terms of a micro-batch that the penalty applies to, in (0, 1); at least one term.
+        scope: "microbatch"; you must write it.
+        scaled: uses A times the scale of its term, as SkyRL's kl_cov does; it matters only if scales differ.
 
     Source: KL-Cov of Cui et al. 2025, arXiv 2505.22617; verl's kl_cov.
     """
@@ -313,27 +315,27 @@ class TopCovariance(Part):
     scaled: bool = False
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_share(self)
 
     def of(self, view: View, mask: Any) -> Any:
-        """The selected terms in `mask`, at least one where there are any."""
+        """Return the selected terms in `mask`, at least one if there are any."""
         covariance = _covariance(view.detached(), mask, self.scaled).reshape(-1)
         count = mask.sum()
-        wanted = (self.share * count.double()).long().clamp(min=1).minimum(count)
+        selected_count = (self.share * count.double()).long().clamp(min=1).minimum(count)
         order = covariance.argsort(descending=True)
         rank = order.new_ones(len(order)).cumsum(0) - 1
-        return (mask.reshape(-1) & False).scatter(0, order, rank < wanted).reshape(mask.shape)
+        return (mask.reshape(-1) & False).scatter(0, order, rank < selected_count).reshape(mask.shape)
 
     def __str__(self) -> str:
-        return f"on the {self.share:g} of the micro-batch's terms with the highest {_named(self.scaled)}"
+        return f"on the {self.share:g} of the micro-batch's terms with the highest {_covariance_name(self.scaled)}"
 
 
-def _named(scaled: bool) -> str:
+def _covariance_name(scaled: bool) -> str:
     return "cov(scale A, logp)" if scaled else "cov(A, logp)"
 
 
 def _covariance(view: View, mask: Any, scaled: bool) -> Any:
-    """(A - mean A)(logp - mean logp) of each term in `mask`, minus infinity elsewhere."""
+    """Return (A - mean A)(logp - mean logp) of each term in `mask`, minus infinity elsewhere."""
     advantages, logprobs = view.given("advantages", mask), view.log("theta", mask)
     advantages = advantages * view.scale(None) if scaled else advantages
     count = mask.sum().clamp(min=1)
@@ -341,7 +343,7 @@ def _covariance(view: View, mask: Any, scaled: bool) -> Any:
     return covariance.where(mask, -INFINITY)
 
 
-def _check(part: TopEntropy | DropCovariance | TopCovariance, *, zero: bool = False) -> None:
+def _check_share(part: TopEntropy | DropCovariance | TopCovariance, *, zero: bool = False) -> None:
     name = type(part).__name__
     check_choice(f"{name}.scope", part.scope, ("microbatch",))
     if not (0 < part.share < 1 or (zero and part.share == 0)):

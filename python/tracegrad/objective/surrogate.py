@@ -1,6 +1,6 @@
 """Define the surrogate losses: PPO's clip, policy gradient, regression, cross entropy and others.
 
-`FutureClip` (FIPO) and `GeoClip` (GMPO) look at all tokens of a trace.
+`FutureClip` (FIPO) and `GeoClip` (GMPO) read all tokens of a trace.
 """
 
 import math
@@ -23,22 +23,23 @@ Locality = Literal["term", "turn", "trace", "batch"]
 
 def _check_promises(name: str, locality: Locality, reads: tuple[str, ...]) -> None:
     check_choice(f"{name}.locality", locality, ("term", "turn", "trace", "batch"))
-    for each in reads:
-        check_choice(f"{name}.reads", each, ("old", "rollout", "ref", "entropy"))
+    for array in reads:
+        check_choice(f"{name}.reads", array, ("old", "rollout", "ref", "entropy"))
 
 
 class Surrogate:
-    """A loss at each term. One of your own is a frozen dataclass below this, with `loss`.
+    """Base class of losses at each term. For your own, write a frozen subclass with `loss`.
 
-    What it promises stands behind its name, `class Mine(Surrogate, locality="term")`; a promise that is not made is the
-    safe one, in a class below `Clip` too.
+    You declare its properties in the class statement, `class Mine(Surrogate, locality="term")`. Each default is the
+    safe choice, also for a subclass of `Clip`.
 
     Promises:
-        locality: what it reads beside a term's own arrays and its ratio: nothing ("term"), the other terms of its
-            "turn" or "trace", or all that are evaluated together ("batch": how a step is cut changes its gradient).
-        times_advantage: it is A times something, so that a term with A = 0 pulls on nothing.
+        locality: what it reads in addition to a term's own arrays and its ratio: nothing ("term"), the other terms of
+            its "turn" or "trace", or all terms that are evaluated together ("batch": how a step is split changes its
+            gradient).
+        times_advantage: it is A times something, so that a term with A = 0 has no gradient.
         reads: further arrays: "old", "rollout", "ref" or "entropy".
-        ratio: False for one that takes no ratio, True for one that must have one, None for either.
+        ratio: False if it takes no ratio, True if it needs one, None for either.
     """
 
     level: Level = TOKEN
@@ -48,9 +49,9 @@ class Surrogate:
     reads: tuple[str, ...] = ()
     takes_ratio: bool | None = None
     takes_entropy: bool = False
-    """Whether it reads the entropy without a gradient; with one it is in `reads`."""
+    """Whether it reads the entropy without a gradient. If it needs a gradient, the entropy is in `reads`."""
     clips: bool = False
-    """Whether it has a bound beyond which a term has no gradient, as it says which (`clipped`)."""
+    """Whether it has a bound beyond which a term has no gradient: it defines `clipped`."""
     holds_tokens: bool = False
     """Whether its formula changes the log-ratios of tokens before its level aggregates them."""
 
@@ -69,32 +70,33 @@ class Surrogate:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The ratios that its clip leaves alone, for metrics; None without a clip of the ratio."""
+        """The range of ratios that its clip leaves unchanged, for metrics; None without a clip of the ratio."""
         return None
 
     def loss(self, view: View) -> Any:
-        """The loss at each term, minimised; where `view.keep` is False it is not read."""
+        """Return the loss at each term, to be minimised. Values outside `view.keep` are not read."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(view)")
 
     def log_ratio(self, view: View) -> Any:
-        """log r at its level, with gradient."""
+        """Return log r at its level, with gradient."""
         inside = view.inside(self.level)
         return self.level.of(view.between(view.pair, inside), view, inside)
 
     def clipped(self, view: View) -> Any:
-        """bool: terms whose gradient the clip took away."""
+        """Return bool: terms whose gradient the clip removed."""
         return view.keep & False
 
     def check(self, objective: "Objective") -> None:
-        """Refuses an objective that it cannot be in."""
+        """Raise for an objective that it cannot be part of."""
 
 
 @dataclass(frozen=True, repr=False)
 class Function(Surrogate):
-    """A function of yours as it is, `loss(view) -> per_term`: what `Objective(function, ratio)` makes of it.
+    """Wraps your own function `loss(view) -> per_term`: `Objective(function, ratio)` makes one.
 
     Args:
-        function: one that its module gives by its name, so that a resumed run and other processes find the same.
+        function: must be importable from its module by name, so that a resumed run and other processes find the same
+            one.
         locality, times_advantage, reads: as in `Surrogate`.
 
     >>> def squared(view):
@@ -115,8 +117,8 @@ class Function(Surrogate):
         return self.function(view)
 
     def __repr__(self) -> str:
-        promised = ", ".join(map(repr, (self.locality, self.times_advantage, self.reads)))
-        return f"Function({getattr(self.function, '__module__', '')}.{self._name}, {promised})"
+        promises = ", ".join(map(repr, (self.locality, self.times_advantage, self.reads)))
+        return f"Function({getattr(self.function, '__module__', '')}.{self._name}, {promises})"
 
     def __str__(self) -> str:
         return f"{self._name}(view)"
@@ -131,7 +133,8 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
     """-A * logp: the plain policy gradient; takes no ratio (weights may).
 
     Args:
-        when: on which sign of the advantage; elsewhere the surrogate is 0, and denominators still count the term.
+        when: sign of the advantage for which it applies. Otherwise the surrogate is 0, and denominators still count the
+            term.
     """
 
     when: When = "always"
@@ -148,7 +151,7 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
 
 @dataclass(frozen=True)
 class CrossEntropy(Surrogate, locality="term", ratio=False):
-    """-logp: imitation, whatever the advantage says; takes no ratio."""
+    """-logp: imitation, whatever the advantage; takes no ratio."""
 
     def check(self, objective: "Objective") -> None:
         no_effect(bool(objective.shifts), "Objective.shifts", "A is not read")
@@ -185,12 +188,12 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
 
     Args:
         low, high: distances from 1, as in verl, slime and TRL's GRPO; not absolute bounds.
-        dual: for A < 0 the loss is at most -A dual (dual clip), an absolute ratio above 1; None is without.
-        delta: r of the unclipped branch is at most delta, an absolute ratio above 1 (TRL); None is without.
+        dual: for A < 0 the loss is at most -A dual (dual clip), an absolute ratio above 1; None means no bound.
+        delta: r of the unclipped branch is at most delta, an absolute ratio above 1 (TRL); None means no bound.
         level: the level of r.
 
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; dual: Ye et al. 2019, arXiv 1912.09729, eq. 5; delta: TRL,
-    INTELLECT-2, arXiv 2505.07291, which it equals for delta above 1 + high.
+    and INTELLECT-2, arXiv 2505.07291, which it equals for delta above 1 + high.
     """
 
     low: float = 0.2
@@ -225,8 +228,8 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
 
     def loss(self, view: View) -> Any:
         a, r, (low, high) = view.advantages, view.ratio, self.bounds
-        free = r if self.delta is None else r.clamp(max=self.delta)
-        value = (-a * free).maximum(-a * r.clamp(low, high))
+        unclipped = r if self.delta is None else r.clamp(max=self.delta)
+        value = (-a * unclipped).maximum(-a * r.clamp(low, high))
         return value if self.dual is None else value.minimum(-a * self.dual).where(a < 0, value)
 
     def clipped(self, view: View) -> Any:
@@ -248,7 +251,7 @@ class Sigmoid(Surrogate, locality="term", times_advantage=True, ratio=True):
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft clip, with slope 1 at r = 1.
 
     Args:
-        tau_pos, tau_neg: tau where A > 0 and elsewhere.
+        tau_pos, tau_neg: tau for A > 0, and for other terms.
         level: the level of r.
 
     Source: SAPO, arXiv 2511.20347, eq. 5.
@@ -305,13 +308,13 @@ class Regress(Surrogate, locality="term", ratio=True):
 class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
     """Clip(low, high, dual) times f, held constant: how much likelier the rest of the trace has become, 1 to `most`.
 
-    f = clamp(exp(sum over k >= t of 2^(-(k - t) / half_life) l_k), 1, most), over the trace's terms in their order, l
-    the log-ratio of a term, 0 where the ratio is above `dual`.
+    f = clamp(exp(sum over k >= t of 2^(-(k - t) / half_life) l_k), 1, most), over the trace's terms in their order. l
+    is the log-ratio of a term, or 0 if its ratio is above `dual`.
 
     Args:
         low, high, dual: as in `Clip`.
-        half_life: terms after which one counts half.
-        most: what f is at most.
+        half_life: distance in terms at which a later term counts half.
+        most: upper bound of f.
 
     Source: FIPO, arXiv 2603.19835 (Future-KL), weights clipped above alone.
     """
@@ -325,11 +328,11 @@ class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
     def __post_init__(self) -> None:
         positive("FutureClip.half_life", self.half_life)
         around_one("FutureClip", 1.0, self.most)
-        Clip(self.low, self.high, self.dual)  # which checks them
+        Clip(self.low, self.high, self.dual)  # raises for invalid bounds
 
     @property
     def clip(self) -> Clip:
-        """What f multiplies."""
+        """The clip that f multiplies."""
         return Clip(self.low, self.high, self.dual)
 
     @property
@@ -341,7 +344,7 @@ class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
         return self.clip.loss(view) * self.influence(view)
 
     def influence(self, view: View) -> Any:
-        """f at each term."""
+        """Return f at each term."""
         log_ratio = view.log_ratio.detach()
         inside = log_ratio.where(view.keep & (log_ratio <= math.log(self.dual)), 0)
         future = discounted(inside, view.segments("trace"), view.counted, 2 ** (-1 / self.half_life))
@@ -361,8 +364,8 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
 
     Args:
         low, high: bounds of the log-ratio, nats, as distances from 0.
-        where: the terms over which the mean runs; the denominators stay those of all terms. A trace of which none is
-            left has the ratio 1. TRL's top_entropy_quantile with GMPO.
+        where: terms over which the mean runs; the denominators remain those of all terms. A trace with none of them has
+            the ratio 1. TRL's top_entropy_quantile with GMPO.
 
     Source: GMPO, arXiv 2507.20673, eq. 4; bounds of 0.4.
     """
@@ -378,14 +381,14 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
         positive("GeoClip.high", self.high)
         if self.where is not None:
             kind_of("GeoClip.where", self.where, TopEntropy)
-            object.__setattr__(self, "locality", "batch")  # it looks at all terms of a micro-batch
+            object.__setattr__(self, "locality", "batch")  # it reads all terms of a micro-batch
 
     @property
     def takes_entropy(self) -> bool:  # type: ignore[override]
         return self.where is not None
 
     def log_ratio(self, view: View) -> Any:
-        a, log_ratio, inside = view.advantages, self._of_tokens(view), view.inside(self.level)
+        a, log_ratio, inside = view.advantages, self._token_log_ratio(view), view.inside(self.level)
         clipped = log_ratio.clamp(max=self.high).where(a > 0, log_ratio.clamp(min=-self.low)).where(a != 0, 0)
         if self.where is None:
             return self.level.of(clipped, view, inside)
@@ -396,10 +399,10 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
         return -view.advantages * view.ratio
 
     def clipped(self, view: View) -> Any:
-        a, log_ratio = view.advantages, self._of_tokens(view)
+        a, log_ratio = view.advantages, self._token_log_ratio(view)
         return ((a > 0) & (log_ratio > self.high)) | ((a < 0) & (log_ratio < -self.low))
 
-    def _of_tokens(self, view: View) -> Any:
+    def _token_log_ratio(self, view: View) -> Any:
         return view.between(view.pair, view.inside(self.level))
 
     def __str__(self) -> str:

@@ -22,19 +22,21 @@ from tracegrad.objective.weight import weighed
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What an objective needs of each term beside its logprob: [m] each, or [B, S]; tensors on any device, or numpy.
+    """Arrays that an objective needs in addition to the logprobs: [m] each, or [B, S]; tensors on any device, or numpy.
 
-    As in `correct`: in padded arrays a row is a trace unless `trace` says otherwise, and per-row arrays may be [B].
+    As in `correct`, a row of a padded array is a trace unless `trace` is passed, and per-row arrays may be [B].
 
     Args:
-        old, rollout, ref: float logprobs, nats; None where the objective does not need them.
+        old, rollout, ref: float logprobs, nats; None if the objective does not need them.
         advantages: float.
         scale: float, 1 over the reduction's denominators (`Corrected.scale`); 0 marks padding.
-        weight: float, detached factor; None is 1, and refused where the objective has weights that `correct` evaluates.
-        keep: bool; None keeps all, and is refused where the objective has gates that `correct` evaluates. Where it is
-            False nothing is read, so NaN may stand there.
+        weight: float, detached factor. None means 1, and is refused if the objective has weights that `correct`
+            evaluates.
+        keep: bool. None keeps all, and is refused if the objective has gates that `correct` evaluates. Terms with False
+            are not read, so they may be NaN.
         trace, turn, group: integer ids, needed for levels above the token.
-        alpha: float in [0, 1], where the proximal lies between rollout (0) and theta (1): `correction.proximal_alpha`.
+        alpha: float in [0, 1], the position of the proximal policy between rollout (0) and theta (1):
+            `correction.proximal_alpha`.
         scales: `Corrected.scales`, for penalties and bonuses with their own reduction.
 
     >>> from tracegrad.objective import presets
@@ -59,8 +61,8 @@ class Terms:
     scales: Mapping[Reduce, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scales"}
-        arrays = {name: _tensor(value) for name, value in given.items() if value is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scales"}
+        arrays = {name: _tensor(value) for name, value in values.items() if value is not None}
         shape, scales = arrays["scale"].shape, {key: _tensor(value) for key, value in (self.scales or {}).items()}
         if len(shape) > 1:
             arrays.setdefault("trace", torch.arange(shape[0], device=arrays["scale"].device))
@@ -69,20 +71,20 @@ class Terms:
             object.__setattr__(self, name, value)
 
     def select(self, where: Any) -> "Terms":
-        """The terms at `where`, a slice or an index: what a part of the loss that looks no further is evaluated on."""
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scales"}
-        chosen = {name: None if value is None else value[where] for name, value in given.items()}
-        return Terms(**chosen, scales={key: value[where] for key, value in (self.scales or {}).items()})
+        """Return the terms at `where`, a slice or an index, to evaluate a loss that reads no other terms."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scales"}
+        selected = {name: None if value is None else value[where] for name, value in values.items()}
+        return Terms(**selected, scales={key: value[where] for key, value in (self.scales or {}).items()})
 
     def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> "Loss":
-        """The loss of `objective` on these terms: what `objective(logprobs, entropy, terms)` calls."""
+        """Return the loss of `objective` on these terms; `objective(logprobs, entropy, terms)` calls it."""
         return evaluate(objective, logprobs, entropy, self)
 
     def coefficients(self, objective: Objective, logprobs: Any) -> NDArray[Any]:
-        """c with d loss / d logprob = -c, by autograd: what `objective.coefficients(logprobs, terms)` calls.
+        """Return c with d loss / d logprob = -c, by autograd; `objective.coefficients(logprobs, terms)` calls it.
 
         Raises:
-            ArgumentError: where the objective takes the entropy, whose gradient needs the whole distribution.
+            ArgumentError: if the objective reads the entropy, whose gradient needs the whole distribution.
         """
         if objective.needs.entropy:
             raise ArgumentError(
@@ -99,17 +101,17 @@ class Terms:
 class PerTerm:
     """Detached values of each term, for metrics and the report.
 
-    Surrogate and penalty are 0 and the weight is 1 where keep is False. Ratio and clipped are of all terms that
-    `Terms.keep` left, whatever the gates on the trained policy do: 1 and False elsewhere.
+    Surrogate and penalty are 0 and the weight is 1 at terms with keep False. Ratio and clipped cover all terms that
+    `Terms.keep` kept, whatever the gates on the trained policy drop; elsewhere they are 1 and False.
 
     Args:
         surrogate: before weight and scale.
-        ratio: of the surrogate at its level, clamped; 1 where it takes none.
-        clipped: bool, where the clip leaves no gradient: A > 0 above the bounds or above `delta`, A < 0 below them, or
-            above `dual` or above both `delta` and the bounds.
+        ratio: of the surrogate at its level, clamped; 1 if it has no ratio.
+        clipped: bool, True if the clip leaves no gradient: A > 0 above the bounds or above `delta`, A < 0 below them,
+            or above `dual` or above both `delta` and the bounds.
         penalty: sum of coef * penalty, before scale.
         weight: the product of all weights.
-        keep: bool, what all gates have left.
+        keep: bool, the terms that all gates kept.
     """
 
     surrogate: Tensor
@@ -122,20 +124,20 @@ class PerTerm:
 
 @dataclass(frozen=True)
 class Loss:
-    """A scalar to call backward on, and the detached values it is made of."""
+    """A scalar to call backward on, and the detached values that it consists of."""
 
     loss: Tensor
     per_term: PerTerm
 
 
 def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> Loss:
-    """sum of scale * weight * surrogate over kept terms, plus the penalties, minus the entropy bonus.
+    """Return sum of scale * weight * surrogate over kept terms, plus the penalties, minus the entropy bonus.
 
-    The sum over the batches of a step is the loss of the step, however it was cut.
+    The sum over the batches of a step is the loss of the step, however the step was split.
 
     Args:
         logprobs: [m] float32 or float64 of the policy being trained, nats, with gradient.
-        entropy: [m], read by objectives with an entropy bonus or gate only; None is fine without.
+        entropy: [m], read only by objectives with an entropy bonus or gate; otherwise it may be None.
         terms: the other arrays.
 
     Raises:
@@ -151,17 +153,17 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
             f"the loss of {objective.surrogate} is {shape} and the terms are {tuple(view.keep.shape)}. It would count "
             "for other terms than its own. Return one value for each term."
         )
-    keep, still = view.keep, view.detached()
+    keep, detached = view.keep, view.detached()
     for gate in objective.gates:
-        keep = keep if gate.detached else gate.keeps(still, keep)
-    known = torch.ones_like(view.advantages) if terms.weight is None else terms.weight.to(view.advantages.dtype)
-    weight = weighed(objective.weights, still, known, keep)
+        keep = keep if gate.detached else gate.keeps(detached, keep)
+    given_weight = torch.ones_like(view.advantages) if terms.weight is None else terms.weight.to(view.advantages.dtype)
+    weight = weighed(objective.weights, detached, given_weight, keep)
     loss = (view.scale(None) * (weight * value).where(keep, 0)).sum()
     penalty = torch.zeros_like(weight)
     for part in objective.penalties:
-        each = part.coef * part.at(view, view.left(part.gated, keep))
-        each = weight * each if part.weighted else each
-        loss, penalty = loss + (view.scale(part.reduce) * each).sum(), penalty + each
+        amount = part.coef * part.at(view, view.left(part.gated, keep))
+        amount = weight * amount if part.weighted else amount
+        loss, penalty = loss + (view.scale(part.reduce) * amount).sum(), penalty + amount
     if objective.entropy is not None:
         bonus = view.entropy.where(view.left(objective.entropy.gated, keep), 0)
         loss = loss - objective.entropy.coef * (view.scale(objective.entropy.reduce) * bonus).sum()
@@ -171,37 +173,37 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
 
 
 def _tensor(value: Any) -> Tensor:
-    """A tensor as it is; an array as one, copied where it is read-only (as a scale that is one number may be)."""
+    """Return a tensor unchanged, and an array as a tensor. A read-only array (such as a broadcast scale) is copied."""
     return torch.as_tensor(value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value)
 
 
 def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:
-    given = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
-    _check_shapes(objective, logprobs, entropy, given)
-    _check_detached(objective, given)
+    arrays = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
+    _check_shapes(objective, logprobs, entropy, arrays)
+    _check_detached(objective, arrays)
     logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
     counted = terms.scale != 0
     keep = counted if terms.keep is None else terms.keep.bool()
-    marks = {"counted": counted, "keep": keep, "scales": {**(terms.scales or {}), objective.reduce: terms.scale}}
-    return View(objective, given, logprobs, entropy, **marks, permutation=torch.randperm)
+    extra = {"counted": counted, "keep": keep, "scales": {**(terms.scales or {}), objective.reduce: terms.scale}}
+    return View(objective, arrays, logprobs, entropy, **extra, permutation=torch.randperm)
 
 
-def _check_detached(objective: Objective, given: Mapping[str, Any]) -> None:
-    """Refuses terms without what `correct` makes of the parts that are known before the step."""
+def _check_detached(objective: Objective, arrays: Mapping[str, Any]) -> None:
+    """Refuse terms that lack the weight or keep of components that `correct` evaluates."""
     for name, parts in (("weight", objective.weights), ("keep", objective.gates)):
-        known = [part for part in parts if part.detached]
-        if known and given[name] is None:
+        detached = [part for part in parts if part.detached]
+        if detached and arrays[name] is None:
             does = "weighs its terms by" if name == "weight" else "has the gate"
             raise ArgumentError(
-                f"the objective {does} '{known[0]}', which is known before the step, and the terms have no {name}. "
+                f"the objective {does} '{detached[0]}', which is known before the step, and the terms have no {name}. "
                 f"It would be passed over without a word. Pass Terms({name}=corrected.{name}) of correct(...), or an "
                 f"objective without it: replace(objective, {'weights' if name == 'weight' else 'gates'}=())."
             )
 
 
-def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:
-    """Refuses arrays that are not one entry per term, and an entropy that is needed and absent."""
-    for name, value in given.items():
+def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays that do not have one entry per term, and a missing entropy that is needed."""
+    for name, value in arrays.items():
         if value is not None and value.shape != logprobs.shape:
             raise ArgumentError(
                 f"terms.{name} is {tuple(value.shape)} but logprobs are {tuple(logprobs.shape)}. "
@@ -235,44 +237,44 @@ def terms_of(
     missing: Missing = "mask",
     all_reduce: AllReduce | None = None,
 ) -> tuple[Terms, Corrected]:
-    """What an objective takes of terms beside their logprobs, corrected as one step.
+    """Return the `Terms` of one step for an objective, and the `Corrected` that they contain.
 
     Args:
         logprobs: [B, S] with `mask`, or flat [M] with `trace`, of the policy being trained, nats; a tensor or numpy.
         advantages: [B], [B, S] or [M].
         mask: bool, True at the terms.
-        old: logprobs before the step; None is the policy as it is, whose ratio to itself is 1.
-        rollout, ref: read where the objective needs them; `rollout` is NaN where not known.
+        old: logprobs before the step; None means the current policy, whose ratio to itself is 1.
+        rollout, ref: read if the objective needs them; `rollout` is NaN if unknown.
         trace, turn, group, totals, missing, all_reduce: as in `correct`.
         alpha: as in `Terms`.
     """
     needs, theta = objective.needs, torch.as_tensor(logprobs).detach()
     if old is None or not needs.old:
         old = theta if needs.old else None if needs.rollout else theta.new_zeros(theta.shape)
-    known = {"rollout": rollout if needs.rollout else None, "ref": ref if needs.ref else None}
+    logprob_arrays = {"rollout": rollout if needs.rollout else None, "ref": ref if needs.ref else None}
     ids = {"advantages": advantages, "trace": trace, "turn": turn, "group": group}
-    how: Any = {"mask": mask, "totals": totals, "missing": missing, "all_reduce": all_reduce}
-    corrected = correct(old, **known, **ids, **objective.plan, **how)
-    half: Any = {
+    options: Any = {"mask": mask, "totals": totals, "missing": missing, "all_reduce": all_reduce}
+    corrected = correct(old, **logprob_arrays, **ids, **objective.plan, **options)
+    corrections: Any = {
         "weight": corrected.weight,
         "keep": corrected.keep,
         "scale": corrected.scale,
         "scales": corrected.scales,
     }
-    return Terms(old=old if needs.old else None, alpha=alpha, **known, **ids, **half), corrected
+    return Terms(old=old if needs.old else None, alpha=alpha, **logprob_arrays, **ids, **corrections), corrected
 
 
 def padded_loss(
     objective: Objective, logprobs: Tensor, *, mask: Any, advantages: Any, entropy: Tensor | None = None, **arrays: Any
 ) -> Loss:
-    """The loss of one step held as padded tensors, its denominators counted from them.
+    """Return the loss of one step given as padded tensors. The denominators are counted from them.
 
     Args:
         logprobs: [B, S] of the policy being trained, nats, with gradient.
         mask: [B, S] bool, True at the terms; a row is a trace.
         advantages: [B] or [B, S].
-        entropy: [B, S], for objectives that take it.
-        arrays: old, rollout, ref and the rest, as in `terms_of`.
+        entropy: [B, S], for objectives that read it.
+        arrays: old, rollout, ref and other arguments of `terms_of`.
 
     >>> import torch
     >>> from tracegrad.objective import presets

@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
 
 class Shape:
-    """What becomes of w. One of your own is a frozen dataclass below this, with `of`, on a ratio with theta."""
+    """Base class of functions of the ratio w.
+
+    For your own, write a frozen subclass with `of`; its weight needs a ratio with theta.
+    """
 
     absorbing = False
-    """Whether `Weight.absorbs` may hand it the other weights."""
+    """Whether it can be used with `Weight.absorbs`."""
 
     def of(self, log_ratio: Any) -> Any:
-        """The weight of each term by its log w, which is finite and clamped."""
+        """Return the weight of each term, given its log w, which is finite and clamped."""
         raise NotImplementedError(f"{type(self).__name__} has no of(log_ratio)")
 
     def core(self) -> tuple[str, float, float]:
-        """(name, first, second) for the core."""
+        """Return (name, first, second) for the Rust core."""
         raise NotImplementedError
 
 
@@ -43,11 +46,11 @@ class Identity(Shape):
 
 @dataclass(frozen=True)
 class Clamp(Shape):
-    """The weight is the ratio, held between `low` and `high` (truncated importance sampling).
+    """The weight is the ratio clamped to [low, high] (truncated importance sampling).
 
     Args:
         low, high: ratios.
-        below_one: bounds below 1 are meant, so that no weight reaches 1: TRL's cispo with its default epsilon_high.
+        below_one: allows bounds below 1, so that no weight reaches 1: TRL's cispo with its default epsilon_high.
 
     Source: Ionides 2008, "Truncated Importance Sampling"; Yao et al. 2025 (TIS, high = 2).
     """
@@ -74,11 +77,11 @@ class Clamp(Shape):
 
 @dataclass(frozen=True)
 class Window(Shape):
-    """The weight is the ratio where it lies between `low` and `high` and 0 elsewhere; denominators do not change.
+    """The weight is the ratio if it is between `low` and `high`, else 0; denominators do not change.
 
     Args:
         low, high: ratios.
-        strict: the bounds themselves are outside (SkyRL's rollout_is); inside by default.
+        strict: exclude the bounds themselves (SkyRL's rollout_is); by default they are included.
 
     Source: IcePop (Ring-1T, arXiv 2510.18855), [0.5, 5]; strict: GLM-5, arXiv 2602.15763.
     """
@@ -106,9 +109,10 @@ class Window(Shape):
 
 @dataclass(frozen=True)
 class Inverse(Shape):
-    """The weight is one over the ratio, at most `high`: what has become likely counts less, which corrects nothing.
+    """The weight is one over the ratio, at most `high`: a token that has become likely counts less. It is not a
+    correction.
 
-    On a ratio with theta; the core does not know it.
+    Only for a ratio with theta; the Rust core does not implement it.
 
     Source: ASPO, arXiv 2510.06062, for A > 0; high = 3 as its dual clip.
     """
@@ -154,7 +158,7 @@ class Gamma(Shape):
 
 @dataclass(frozen=True)
 class Gaussian(Shape):
-    """exp(-(log w)^2 / (2 sigma^2)): trust in a term by its distance, whatever the sign of it; at most 1.
+    """exp(-(log w)^2 / (2 sigma^2)): a term counts less the further w is from 1, in either direction; at most 1.
 
     Args:
         sigma: nats.
@@ -179,7 +183,7 @@ class Gaussian(Shape):
 
 
 _IDENTITY = Identity()
-_SMALLEST = 1e-8  # below it an absorbed weight has no logarithm worth the name (TRL's)
+_SMALLEST = 1e-8  # absorbed weights are clamped to it, because their logarithm is used (TRL's value)
 
 
 @dataclass(frozen=True)
@@ -188,12 +192,12 @@ class Weight(Part):
 
     Args:
         ratio: any two policies.
-        level: over which terms the log-ratio is aggregated.
+        level: terms over which the log-ratio is aggregated.
         shape: Clamp, Window, Gamma, Gaussian or Identity; with theta in the ratio also a `Shape` of your own.
-        when: on which sign of the advantage it applies; the factor is 1 elsewhere.
+        when: sign of the advantage for which it applies; otherwise the factor is 1.
         normalize: divide by the mean over the step, counted once for each token, turn or trace of `level`.
-        absorbs: the detached weights enter its level, token by token, and do not multiply the loss for themselves:
-            TRL's VESPO takes theta/old times the truncated old/rollout as one ratio.
+        absorbs: the detached weights are part of its level, token by token, and do not multiply the loss themselves:
+            TRL's VESPO treats theta/old times the truncated old/rollout as one ratio.
 
     >>> print(Weight(Ratio("old", "rollout"), Level("trace", "mean")))
     w, w = exp(mean over the trace of log old/rollout)
@@ -231,16 +235,16 @@ class Weight(Part):
         return f"the weight '{self}' reaches over a {self.level.over}" if self.level.wide else ""
 
     def check(self, objective: "Objective") -> None:
-        nothing = self.absorbs and not any(weight.detached for weight in objective.weights)
-        no_effect(nothing, "Weight.absorbs", "no weight is detached")
+        absorbs_nothing = self.absorbs and not any(weight.detached for weight in objective.weights)
+        no_effect(absorbs_nothing, "Weight.absorbs", "no weight is detached")
 
     def core(self) -> tuple[Any, ...]:
-        """(ratio, level, (shape, first, second), when, normalize)."""
+        """Return (ratio, level, (shape, first, second), when, normalize)."""
         level = self.level.core(self.level.terms == "kept")
         return (self.ratio.core(), level, core_of("Weight.shape", self.shape), self.when, self.normalize)
 
     def factor(self, view: View, keep: Any, absorbed: Any) -> Any:
-        """shape(w) at each term, 1 where the ratio has no value or the condition does not hold."""
+        """Return shape(w) at each term; 1 if the ratio has no value or the condition is not met."""
         level, applies = view.at(self.ratio, self.level, absorbed if self.absorbs else None, keep)
         if self.when != "always":
             applies = applies & holds(self.when, view.given("advantages", view.counted))
@@ -255,7 +259,7 @@ class Weight(Part):
 
 
 def weighed(weights: tuple[Weight, ...], view: View, detached: Any, keep: Any) -> Any:
-    """The product of the detached weights and those on the policy being trained, at each term."""
+    """Return the product of the detached weights and those on the policy being trained, at each term."""
     absorbed = None
     if any(weight.absorbs for weight in weights):
         detached, absorbed = detached.new_ones(detached.shape), detached.clamp(min=_SMALLEST)
