@@ -154,8 +154,9 @@ def whole(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
 
 
 def make_folder(path: Path) -> None:
-    """Create an empty folder. An existing folder of this name is removed with its files; a link is removed, not its
-    target.
+    """Create an empty folder. An existing folder of this name is removed with its files.
+
+    If the name is a symbolic link, the link is removed and its target is kept.
 
     Raises:
         OSError: if the system refuses.

@@ -251,8 +251,10 @@ def plain(folder: Folder) -> dict[str, Any]:
 
 
 def _parse_folder(value: Any, depth: int = 0) -> Folder:
-    """Convert a parsed manifest to a `Folder`. Raises ValueError, KeyError, TypeError or AttributeError if it is
-    invalid.
+    """Convert a parsed manifest to a `Folder`.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: if it is invalid.
     """
     if not depth and value["format"] != _FORMAT:
         raise ValueError(f"its format is {str(value['format'])[:40]!r} and not {_FORMAT!r}")
