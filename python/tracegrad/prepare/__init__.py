@@ -1,5 +1,4 @@
-"""Prepare traces for training: align them in memory (`load`), or write a folder of shards with many processes
-(`prepare`).
+"""Prepare traces for training, in memory (`load`) or as a folder of shards by many processes (`prepare`).
 
 The input is cut into parts by content. A part yields the same bytes on any process or machine. docs/trace-format.md
 specifies a prepared folder. This package does not need torch.

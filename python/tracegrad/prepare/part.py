@@ -99,10 +99,10 @@ def shard(
 
 def _check_names(sequences: Sequences) -> None:
     """Raise if a trace is named by its position in a list."""
-    generated_name = next((name for name in sequences.trace_ids if name.startswith("<records>:")), None)
-    if generated_name is not None:
+    unnamed = next((name for name in sequences.trace_ids if name.startswith("<records>:")), None)
+    if unnamed is not None:
         raise ArgumentError(
-            f"{generated_name} has no id. Records of other shards would be called the same, and taken for one group. Give "
+            f"{unnamed} has no id. Records of other shards would be called the same, and taken for one group. Give "
             "each record an `id`, or map={'id': PATH}."
         )
 
