@@ -198,23 +198,23 @@ def _rollout_arguments(run: RunFile) -> dict[str, Any]:
     from tracegrad.cli import user_functions
     from tracegrad.online.rollout_workers import Contract
 
-    chosen: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key in ("agent", "environment"):
         if key in run.named:
-            chosen[key] = user_functions.contract(run.named[key], run.base, key)
+            found[key] = user_functions.contract(run.named[key], run.base, key)
     if "tools" in run.named:
-        chosen["tools"] = user_functions.tools(run.named["tools"], run.base)
+        found["tools"] = user_functions.tools(run.named["tools"], run.base)
     if "rewards" in run.named:
-        chosen["rewards"] = user_functions.functions(run.named["rewards"], run.base, "rewards")
+        found["rewards"] = user_functions.functions(run.named["rewards"], run.base, "rewards")
     if "weights" in run.named:
-        chosen["weights"] = run.named["weights"]
-        if len(chosen["weights"]) != len(chosen.get("rewards", ())):
+        found["weights"] = run.named["weights"]
+        if len(found["weights"]) != len(found.get("rewards", ())):
             raise ArgumentError(
-                f"{run.path}: weights has {len(chosen['weights'])} numbers for {len(chosen.get('rewards', ()))} rewards. "
+                f"{run.path}: weights has {len(found['weights'])} numbers for {len(found.get('rewards', ()))} rewards. "
                 "Each reward function has one. Write as many."
             )
-    Contract.of(**{key: chosen.get(key) for key in ("agent", "environment", "tools", "rewards")})
-    return chosen
+    Contract.of(**{key: found.get(key) for key in ("agent", "environment", "tools", "rewards")})
+    return found
 
 
 def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json: bool) -> int:

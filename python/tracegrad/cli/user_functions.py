@@ -123,11 +123,11 @@ def _value(line: str, path: Path, number: int) -> Any:
         value = json.loads(line)
         if isinstance(value, (str, list, dict)):
             return value
-        cause = f"it is {line.strip()[:60]}"
+        text = f"it is {line.strip()[:60]}"
     except (ValueError, RecursionError) as error:
-        cause = str(error)[:100]
+        text = str(error)[:100]
     raise ArgumentError(
-        f"{path}:{number}: no task: {cause}. Which task is which group's would change. Write a JSON text, list or object."
+        f"{path}:{number}: no task: {text}. Which task is which group's would change. Write a JSON text, list or object."
     )
 
 
