@@ -123,11 +123,11 @@ def _value(line: str, path: Path, number: int) -> Any:
         value = json.loads(line)
         if isinstance(value, (str, list, dict)):
             return value
-        text = f"it is {line.strip()[:60]}"
+        why = f"it is {line.strip()[:60]}"
     except (ValueError, RecursionError) as error:
-        text = str(error)[:100]
+        why = str(error)[:100]
     raise ArgumentError(
-        f"{path}:{number}: no task: {text}. Which task is which group's would change. Write a JSON text, list or object."
+        f"{path}:{number}: no task: {why}. Which task is which group's would change. Write a JSON text, list or object."
     )
 
 

@@ -57,15 +57,15 @@ class Thumbnails:
         """
         digest = pictures.digest[row].tobytes()
         size = f"picture {pictures.width[row]} x {pictures.height[row]}"
-        tooltip = "  ·  ".join(
-            [size, pictures.media_type[row], f"blake3 {digest.hex()[:16]}", *([more] if more else [])]
-        )
-        source, problem = self._draw(pictures, row, digest)
+        tip = "  ·  ".join([size, pictures.media_type[row], f"blake3 {digest.hex()[:16]}", *([more] if more else [])])
+        source, why = self._draw(pictures, row, digest)
         if not source:
-            return f'<span class="picture box" data-n="{escape(tooltip)}">{escape(f"{size}: {problem}" if problem else size)}</span>'
+            return (
+                f'<span class="picture box" data-n="{escape(tip)}">{escape(f"{size}: {why}" if why else size)}</span>'
+            )
         alt = escape(f"{size}, blake3 {digest.hex()}")
         # The URL is generated here, so it needs no escaping, although it can end with `=`.
-        element = f'<span class="picture" data-n="{escape(tooltip)}"><img alt="{alt}" src="{source}"></span>'
+        element = f'<span class="picture" data-n="{escape(tip)}"><img alt="{alt}" src="{source}"></span>'
         self.room -= len(element)
         return element
 
