@@ -38,7 +38,7 @@ def read_key(path: Path) -> str:
     return key
 
 
-_kept: list[TextIO] = []
+_reserved: list[TextIO] = []
 
 
 class OutputFailed(Exception):
@@ -76,7 +76,7 @@ def nowhere(to: TextIO | None) -> None:
 
 def stream() -> TextIO:
     """Return the stream for machine-readable output."""
-    return _kept[-1] if _kept else sys.stdout
+    return _reserved[-1] if _reserved else sys.stdout
 
 
 @contextlib.contextmanager
@@ -96,10 +96,10 @@ def kept() -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         if _is_descriptor_1(output):
-            output = stack.enter_context(_turned(output))
+            output = stack.enter_context(_redirected(output))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        _kept.append(output)
-        stack.callback(_kept.pop)
+        _reserved.append(output)
+        stack.callback(_reserved.pop)
         yield
 
 
@@ -111,7 +111,7 @@ def _is_descriptor_1(output: TextIO) -> bool:
 
 
 @contextlib.contextmanager
-def _turned(output: TextIO) -> Iterator[TextIO]:
+def _redirected(output: TextIO) -> Iterator[TextIO]:
     """Redirect descriptor 1 to standard error, and yield a file that still writes to the old target."""
     _flush(output)
     with open(os.dup(1), "w", encoding=output.encoding, errors=output.errors) as original:

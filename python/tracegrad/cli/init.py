@@ -33,12 +33,12 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     if options.out.exists():
         raise ArgumentError(f"{options.out} is there already. It would be lost. Give another --out, or remove it.")
     candidates = infer_fields.find(options.traces, run_config.map)
-    best = {each.field: each for each in reversed(candidates.found)}
+    best = {candidate.field: candidate for candidate in reversed(candidates.found)}
     field_map = run_config.map.told()
-    for name, each in best.items():
-        field_map.setdefault(name, each.path)
-        if each.order and field_map[name] == each.path:
-            field_map.setdefault("order", each.order)
+    for name, candidate in best.items():
+        field_map.setdefault(name, candidate.path)
+        if candidate.order and field_map[name] == candidate.path:
+            field_map.setdefault("order", candidate.order)
     stream = data.stream(options.traces, map=config.Map(**field_map), on_error="skip", limit=SAMPLE)
     traces = data.together(stream)
     logprobs = any(turn.logprobs is not None for trace in traces for turn in trace.generations)
@@ -60,7 +60,9 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
         "runs/first",
     ]
     if options.json:
-        rows = [{"field": each.field, "path": each.path, "why": each.why} for each in candidates.found]
+        rows = [
+            {"field": candidate.field, "path": candidate.path, "why": candidate.why} for candidate in candidates.found
+        ]
         tell({"file": str(options.out), "found": rows, "command": shlex.join(command)})
         return 0
     say(*candidates.lines(), f"written  {options.out}: read it, then", f"         {shlex.join(command)}")

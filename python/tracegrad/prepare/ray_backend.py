@@ -118,9 +118,9 @@ def check(address: str) -> None:
         ArgumentError: if Ray is not installed, nothing listens at the address, or no Ray cluster answers there.
     """
     resolved = address or os.environ.get("RAY_ADDRESS", "")
-    what = f"--ray {address}" if address else f"RAY_ADDRESS is {resolved}" if resolved else "--ray"
+    setting = f"--ray {address}" if address else f"RAY_ADDRESS is {resolved}" if resolved else "--ray"
     if reason := _connection_error(resolved):
-        raise ArgumentError(f"{what}: nobody answers there ({reason}). {_CURE}")
+        raise ArgumentError(f"{setting}: nobody answers there ({reason}). {_CURE}")
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.data")
@@ -139,10 +139,10 @@ def check(address: str) -> None:
     except subprocess.TimeoutExpired as error:
         where = "" if resolved else " a cluster that was started here, and is gone without `ray stop`, or is busy:"
         raise ArgumentError(
-            f"{what}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
+            f"{setting}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
         ) from error
     if joined.returncode and resolved:  # Without an address and without a running cluster, Ray starts a local one.
-        raise ArgumentError(f"{what}: {_last_line(joined.stderr)}. {_CURE}")
+        raise ArgumentError(f"{setting}: {_last_line(joined.stderr)}. {_CURE}")
 
 
 _CURE = (

@@ -172,9 +172,9 @@ class Part:
 
     def __str__(self) -> str:
         first = self.places[0]
-        where = f" from byte {first.start:,}" if first.start else ""
-        more = f" and {len(self.places) - 1:,} files more" if len(self.places) > 1 else ""
-        return f"{self.name} ({first.path}{where}{more})"
+        offset = f" from byte {first.start:,}" if first.start else ""
+        others = f" and {len(self.places) - 1:,} files more" if len(self.places) > 1 else ""
+        return f"{self.name} ({first.path}{offset}{others})"
 
 
 def cut(

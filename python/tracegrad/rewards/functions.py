@@ -263,7 +263,7 @@ class _Log:
     def answer(self, found: Any) -> _Answer:
         if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__iter__"):
             raise TypeError(f"it returned {found!r:.100}, not one number or None for each trajectory")
-        return _Answer([None if value is None else _number(value) for value in found], self._metrics, self._extra)
+        return _Answer([None if reward is None else _number(reward) for reward in found], self._metrics, self._extra)
 
 
 class _PlainFunction:

@@ -275,7 +275,8 @@ class Judge:
     async def score(self, trajectories: Sequence[Any], *, group: str = "") -> Judged:
         """Return the scores of the trajectories of one group.
 
-        Equal trajectories are shown once. If all are equal, no vote is taken and the scores are NaN.
+        Equal trajectories are shown once. If a group of several has at most one distinct trajectory, no vote is taken
+        and the scores are NaN.
 
         Args:
             trajectories: each is a `Trace`, a list of messages, or None for a failed trajectory, which is not shown.

@@ -80,6 +80,8 @@ def _line(name: str, run: Path, options: Mapping[str, Any], is_selected: bool) -
 def recipe_of(told: Mapping[str, Any]) -> str:
     """Return the recipe whose options a config has, or "". If several match, return the one with most options.
 
+    A config that sets other objective options in addition does not match.
+
     >>> told = config.as_dict(recipes.find("DR_GRPO").settle()[0])
     >>> recipe_of(told), recipe_of({**told, "objective.surrogate.high": 0.5})
     ('DR_GRPO', '')
