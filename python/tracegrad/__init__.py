@@ -5,19 +5,19 @@
     traces = tg.read("traces.jsonl")
     data = tg.align(traces, tg.Tokenizer.from_pretrained("model"))
 
-`tg.advantage` and `tg.objective` take and return arrays; `tg.model`, `tg.trainer` and `tg.online` need torch and are
-imported on use. Importing tracegrad changes nothing in the process and needs numpy alone.
+`tg.advantage` and `tg.objective` take and return numpy arrays. `tg.model`, `tg.trainer` and `tg.online` need torch and
+are imported on first use. Importing tracegrad needs only numpy and changes no global state.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# numpy and the compiled core exist once in a process, so any other interpreter is refused before they are imported.
+# numpy and the compiled core share one state per process. Refuse sub-interpreters before importing either.
 try:
     import _interpreters
 except ImportError:
     try:
-        import _xxsubinterpreters as _interpreters  # until Python 3.12
+        import _xxsubinterpreters as _interpreters  # Python 3.12 and earlier
     except ImportError:
         _interpreters = None
 

@@ -1,4 +1,4 @@
-"""`python -m tracegrad`: the command line, where its own name is not on the path."""
+"""Run the command line as `python -m tracegrad`, for shells in which `tracegrad` is not on the PATH."""
 
 import sys
 

@@ -12,9 +12,10 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def escape(text: object) -> str:
-    """Text for element content and quoted attributes.
+    """Return text escaped for element content and quoted attributes.
 
-    Beside markup it takes apart whatever could look like an address or an attribute to a scanner of the page.
+    Besides markup, it escapes characters that a page scanner could read as an address or an attribute: `=`, `://` and
+    the backtick.
 
     >>> escape('<a href="x">')
     '&lt;a href&#61;&quot;x&quot;&gt;'
@@ -24,7 +25,9 @@ def escape(text: object) -> str:
 
 
 def visible(data: bytes) -> str:
-    """Escaped text of a token; bytes that are no character of their own in hexadecimal, line ends with a sign.
+    """Return the escaped text of a token, with invisible bytes and characters made visible.
+
+    Bytes that are not valid UTF-8 and control characters are printed in hexadecimal. Line breaks and tabs get a sign.
 
     >>> visible("é<".encode()), visible(b"\\xf0\\x9f"), visible(b"\\x00")
     ('é&lt;', '<i>F0·9F</i>', '<i>00</i>')
@@ -43,7 +46,7 @@ def visible(data: bytes) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, with thousands separated.
+    """Format a number with four significant digits and a thousands separator.
 
     >>> [number(x) for x in (0.123456, 12345.6, -2e-7, 0.0, 3.0, float("nan"))]
     ['0.1235', '12,346', '-2e-07', '0', '3', 'not known']
@@ -58,7 +61,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as percent, three significant digits.
+    """Format a share (0 to 1) as a percentage with three significant digits.
 
     >>> percent(0.1234), percent(0.00004), percent(1.0)
     ('12.3 %', '0.004 %', '100 %')
@@ -67,10 +70,10 @@ def percent(share: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with every hidden character spelled out."""
-    shown = {"\n": "\n", "\t": "\t"}
-    hidden = ((char, unicodedata.category(char) in _HIDDEN) for char in text)
-    return "".join(shown.get(char, f"[U+{ord(char):04X}]") if hides else char for char, hides in hidden)
+    """Return the text with every hidden character replaced by its code point."""
+    kept = {"\n": "\n", "\t": "\t"}
+    characters = ((char, unicodedata.category(char) in _HIDDEN) for char in text)
+    return "".join(kept.get(char, f"[U+{ord(char):04X}]") if is_hidden else char for char, is_hidden in characters)
 
 
 def _add_code(out: list[str], code: str) -> None:
@@ -81,7 +84,7 @@ def _add_code(out: list[str], code: str) -> None:
 
 
 def cell(value: object) -> str:
-    """One value as element content: None is empty, floats have four digits.
+    """Return one value as element content. None becomes an empty string, and floats get four significant digits.
 
     >>> cell("<b>"), cell(None), cell(0.123456)
     ('&lt;b&gt;', '', '0.1235')
@@ -92,21 +95,21 @@ def cell(value: object) -> str:
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A title and a table below it.
+    """Return the HTML of a title with a table below it.
 
     >>> table("1 trace", ("id",), [("a<b",)])
     '<p>1 trace</p><table><tr><th>id</th></tr><tr><td>a&lt;b</td></tr></table>'
     """
     top = "".join(f"<th>{cell(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{cell(each)}</td>" for each in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{cell(value)}</td>" for value in row) + "</tr>" for row in rows)
     return f"<p>{cell(title)}</p><table><tr>{top}</tr>{body}</table>"
 
 
 def text(lines: str | Iterable[str]) -> str:
-    """Lines as they are, in letters of one width.
+    """Return lines unchanged in a `<pre>` element.
 
     >>> text("a\\nb")
     '<pre>a\\nb</pre>'
     """
-    told = lines.split("\n") if isinstance(lines, str) else lines
-    return "<pre>" + "\n".join(cell(line) for line in told) + "</pre>"
+    parts = lines.split("\n") if isinstance(lines, str) else lines
+    return "<pre>" + "\n".join(cell(line) for line in parts) + "</pre>"

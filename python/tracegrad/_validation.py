@@ -1,7 +1,7 @@
 """Check the arguments of public functions: arrays, integers, flags, names and choices.
 
-A wrong one is an ArgumentError that names it. An array that is contiguous, aligned and of the wanted dtype is not
-copied. Neither torch nor numpy.ma is imported for a check.
+An invalid argument raises an ArgumentError that names it. An array that is contiguous, aligned and of the requested
+dtype is not copied. No check imports torch or numpy.ma.
 """
 
 import sys
@@ -19,23 +19,25 @@ _NO_ARRAYS = (str, bytes, bytearray, memoryview, Mapping, Set, Iterator)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is torch's; torch is not imported for the question."""
+    """Return whether a value is a torch tensor, without importing torch."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
 
 
 def _is_masked(value: Any) -> bool:
-    """Whether it is a masked array; who has made one has imported numpy.ma."""
+    """Return whether a value is a masked array. If one exists, numpy.ma is already imported."""
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 def numbers(values: Any, name: str) -> Array:
-    """An array of bool, integers or real floats, of any shape; tensors come to the CPU, small floats as float32.
+    """Return an array of bool, integers or real floats, of any shape.
 
-    None among numbers is NaN.
+    Tensors are copied to the CPU. Floats of fewer than 32 bits in tensors become float32. None among numbers becomes
+    NaN.
 
     Raises:
-        ArgumentError: for anything else: strings, masked or complex arrays, generators, lists of unequal length.
+        ArgumentError: for anything else, such as strings, masked or complex arrays, generators, and lists of unequal
+            lengths.
     """
     if isinstance(values, _NO_ARRAYS) or _is_masked(values) or values is None:
         _refuse(name, _kind(values))
@@ -55,42 +57,42 @@ def numbers(values: Any, name: str) -> Array:
 
 
 def floats(values: Any, name: str, dtype: DTypeLike = np.float64, *, length: int | None = None) -> Array:
-    """A flat array of `dtype`, float32 or float64, from numbers.
+    """Return numbers as a one-dimensional array of `dtype` (float32 or float64).
 
     Raises:
-        ArgumentError: for no numbers, another shape, or a finite number that `dtype` cannot hold.
+        ArgumentError: if the values are not numbers, if the shape is wrong, or if a finite number overflows `dtype`.
     """
     return narrowed(flat(numbers(values, name), name, length), dtype, name)
 
 
 def real(values: Any, name: str) -> NDArray[np.float64]:
-    """As `floats`, of any shape, in float64."""
+    """Return numbers as float64 in their own shape. Otherwise like `floats`."""
     return narrowed(numbers(values, name), np.float64, name)
 
 
 def integers(values: Any, name: str, dtype: DTypeLike = np.int64, *, length: int | None = None) -> Array:
-    """A flat array of `dtype` from integers.
+    """Return integers as a one-dimensional array of `dtype`.
 
     Raises:
-        ArgumentError: for floats, however whole, for bool, another shape, or an integer that `dtype` cannot hold.
+        ArgumentError: for floats (also integral ones), for bool, for a wrong shape, or if an integer overflows `dtype`.
     """
     return whole(flat(numbers(values, name), name, length), dtype, name)
 
 
 def flags(values: Any, name: str, *, length: int | None = None) -> NDArray[np.bool_]:
-    """A flat array of bool, from bool or from numbers that are 0 or 1.
+    """Return a one-dimensional bool array, from bool values or from numbers that are 0 or 1.
 
     Raises:
-        ArgumentError: for other numbers, or another shape.
+        ArgumentError: for other numbers, or for a wrong shape.
     """
     return as_flags(flat(numbers(values, name), name, length), name)
 
 
 def labels(values: Any, name: str) -> Array:
-    """A flat array of ids: integers or strings.
+    """Return a one-dimensional array of ids, either integers or strings.
 
     Raises:
-        ArgumentError: for anything else, such as floats, None or a list of both.
+        ArgumentError: for anything else, such as floats, None or a mixed list.
     """
     if isinstance(values, (list, tuple)) and values and all(isinstance(value, str) for value in values):
         values = np.asarray(values)
@@ -103,7 +105,11 @@ def labels(values: Any, name: str) -> Array:
 
 
 def flat(array: Array, name: str, length: int | None = None) -> Array:
-    """The array, if it has one dimension and `length` entries."""
+    """Return the array if it has one dimension and `length` entries.
+
+    Raises:
+        ArgumentError: for another shape or length.
+    """
     if array.ndim != 1:
         raise ArgumentError(f"{name} has shape {array.shape}. It must be flat: one entry per element.")
     if length is not None and len(array) != length:
@@ -112,54 +118,74 @@ def flat(array: Array, name: str, length: int | None = None) -> Array:
 
 
 def narrowed(array: Array, dtype: DTypeLike, name: str) -> Array:
-    """The numbers as floats of `dtype`."""
+    """Return the numbers as floats of `dtype`.
+
+    Raises:
+        ArgumentError: if a finite number would become infinite.
+    """
     with np.errstate(over="ignore"):
-        made = np.require(array, dtype, ["C", "A"])
-    if array.dtype.kind == "f" and array.dtype.itemsize > made.dtype.itemsize:
-        lost = np.isinf(made) & np.isfinite(array)
-        if lost.any():
+        cast = np.require(array, dtype, ["C", "A"])
+    if array.dtype.kind == "f" and array.dtype.itemsize > cast.dtype.itemsize:
+        is_inf = np.isinf(cast) & np.isfinite(array)
+        if is_inf.any():
             raise ArgumentError(
-                f"{name} holds {array[lost].flat[0]:.6g}, which {made.dtype} cannot hold. It would become infinite. "
+                f"{name} holds {array[is_inf].flat[0]:.6g}, which {cast.dtype} cannot hold. It would become infinite. "
                 "Pass numbers below 3.4e38, or NaN where one is not known."
             )
-    return made
+    return cast
 
 
 def whole(array: Array, dtype: DTypeLike, name: str) -> Array:
-    """The integers as `dtype`."""
+    """Return the integers as `dtype`.
+
+    Raises:
+        ArgumentError: for an array of another kind, or if an integer overflows `dtype`.
+    """
     if array.dtype.kind not in "iu" and array.size:
         _refuse(name, f"an array of {array.dtype}", "Pass integers; a float is no id, however whole.")
-    made = np.require(array, dtype, ["C", "A"])
-    if array.dtype != made.dtype and array.size:
-        limits = np.iinfo(made.dtype)
+    result = np.require(array, dtype, ["C", "A"])
+    if array.dtype != result.dtype and array.size:
+        limits = np.iinfo(result.dtype)
         low, high = int(array.min()), int(array.max())
         if low < limits.min or high > limits.max:
-            found = low if low < limits.min else high
+            extreme = low if low < limits.min else high
             raise ArgumentError(
-                f"{name} holds {found}, beyond {limits.min} to {limits.max}. It would become another number. "
-                f"Pass integers that {made.dtype} holds."
+                f"{name} holds {extreme}, beyond {limits.min} to {limits.max}. It would become another number. "
+                f"Pass integers that {result.dtype} holds."
             )
-    return made
+    return result
 
 
 def as_flags(array: Array, name: str) -> NDArray[np.bool_]:
-    """The numbers as bool, if each is 0 or 1."""
+    """Return the numbers as bool if each is 0 or 1.
+
+    Raises:
+        ArgumentError: for other numbers.
+    """
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
         _refuse(name, f"an array of {array.dtype} with other numbers than 0 and 1", "Pass True and False.")
     return np.require(array, np.bool_, ["C", "A"])
 
 
 def integer(value: Any, name: str, *, least: int, most: int = (1 << 63) - 1) -> int:
-    """An integer within bounds."""
-    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
-    if not is_whole or not least <= value <= most:
+    """Return the value as an int if it is an integer from `least` to `most`.
+
+    Raises:
+        ArgumentError: for another type (also bool) or an integer out of bounds.
+    """
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+    if not is_integer or not least <= value <= most:
         bounds = f"at least {least}" if most >= (1 << 31) else f"from {least} to {most}"
         raise ArgumentError(f"{name} is {described(value)}. It must be an integer of {bounds}.")
     return int(value)
 
 
 def number(value: Any, name: str, *, least: float = -np.inf, most: float = np.inf) -> float:
-    """A finite number within bounds."""
+    """Return the value as a float if it is a finite number from `least` to `most`.
+
+    Raises:
+        ArgumentError: for another type (also bool) or a number out of bounds.
+    """
     is_real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_real or not abs(value) < 1e300 or not least <= value <= most:
         raise ArgumentError(f"{name} is {described(value)}. It must be a finite number from {least} to {most}.")
@@ -167,21 +193,33 @@ def number(value: Any, name: str, *, least: float = -np.inf, most: float = np.in
 
 
 def flag(value: Any, name: str) -> bool:
-    """True or False."""
+    """Return the value as a bool if it is True or False.
+
+    Raises:
+        ArgumentError: for any other value.
+    """
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentError(f"{name} is {described(value)}. It must be True or False.")
     return bool(value)
 
 
 def one_of(value: Any, name: str, choices: Iterable[str | None]) -> Any:
-    """One of some names."""
+    """Return the value if it is one of the choices.
+
+    Raises:
+        ArgumentError: for any other value.
+    """
     if not (value is None or isinstance(value, str)) or value not in (choices := tuple(choices)):
         raise ArgumentError(f"{name} is {described(value)}. It must be one of {', '.join(map(repr, choices))}.")
     return value
 
 
 def instance(value: Any, name: str, kinds: type | tuple[type, ...], cure: str) -> Any:
-    """A value of some class."""
+    """Return the value if it is an instance of one of `kinds`.
+
+    Raises:
+        ArgumentError: for another type. The message ends with `cure`.
+    """
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
         raise ArgumentError(f"{name} is {described(value)}, no {wanted}. {cure}")
@@ -189,20 +227,30 @@ def instance(value: Any, name: str, kinds: type | tuple[type, ...], cure: str) -
 
 
 def instances(values: Any, name: str, kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
-    """A list or tuple of values of some class."""
+    """Return a list or tuple of values as a tuple if each is an instance of one of `kinds`.
+
+    Raises:
+        ArgumentError: for another container, or for an entry of another type.
+    """
     instance(values, name, (list, tuple), "Pass a list of them.")
-    return tuple(instance(value, f"{name}[{at}]", kinds, "See its documentation.") for at, value in enumerate(values))
+    return tuple(
+        instance(value, f"{name}[{index}]", kinds, "See its documentation.") for index, value in enumerate(values)
+    )
 
 
 def rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
-    """Refuses what has no rows, or is itself what one of them should be."""
+    """Raise if a value has no rows, or is itself of a type in `not_these` that a single row should have.
+
+    Raises:
+        ArgumentError: if the value cannot be iterated over or is one of `not_these`.
+    """
     has_rows = isinstance(values, Iterable) and not (isinstance(values, np.ndarray) and values.ndim == 0)
     if not has_rows or isinstance(values, not_these):
         raise ArgumentError(f"{name} is {described(values)}. Pass a list, with one entry for each.")
 
 
 def described(value: Any) -> str:
-    """A value for an error: short, on one line, whatever it is."""
+    """Return a short description of any value, on one line, for an error message."""
     if isinstance(value, (str, bytes, int, float, complex, type(None))):
         text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 200 else "an integer of many digits"
         return text if len(text) <= 60 else f"{text[:57]}..."
@@ -218,8 +266,8 @@ def _kind(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _refuse(name: str, found: str, cure: str = "Pass a list, a numpy array or a tensor of real numbers.") -> NoReturn:
-    raise ArgumentError(f"{name} is {found}. What it means as numbers would have to be guessed. {cure}")
+def _refuse(name: str, problem: str, cure: str = "Pass a list, a numpy array or a tensor of real numbers.") -> NoReturn:
+    raise ArgumentError(f"{name} is {problem}. What it means as numbers would have to be guessed. {cure}")
 
 
 def _from_tensor(tensor: Any) -> Array:
@@ -229,20 +277,20 @@ def _from_tensor(tensor: Any) -> Array:
 
 
 def _unwrapped(array: Array, name: str) -> Array:
-    """Floats of an array of objects that are numbers or None."""
+    """Return an object array of numbers and None as float64."""
     real = (int, float, np.integer, np.floating)
     items = array.reshape(-1).tolist()
     if not all(item is None or (isinstance(item, real) and not isinstance(item, bool)) for item in items):
         _refuse(name, "an array of objects that are no numbers")
-    if None not in items:  # integers beyond 64 bits
+    if None not in items:  # Without None, numpy makes an object array only for integers beyond 64 bits.
         _refuse(name, "an array of integers beyond 64 bits")
     return array.astype(np.float64)
 
 
 def _check_bytes(array: Array, name: str) -> None:
-    """Refuses bytes that bool does not have: what they say depends on who reads them."""
-    whole_array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-    if whole_array.size and int(whole_array.reshape(-1).view(np.uint8).max()) > 1:
+    """Raise if a bool array has bytes other than 0 and 1. Readers disagree about the meaning of such bytes."""
+    contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    if contiguous.size and int(contiguous.reshape(-1).view(np.uint8).max()) > 1:
         _refuse(name, "an array of bool whose bytes are not 0 and 1", "Make it anew: array.view('u1') != 0.")
 
 
@@ -252,7 +300,11 @@ def check_choice(name: str, value: object, valid: tuple[object, ...]) -> None:
 
 
 def kind_of(name: str, value: object, kind: type) -> None:
-    """Refuses a value of another type: no evaluator knows its formula."""
+    """Raise if a value is not an instance of `kind`, because no evaluator has a formula for it.
+
+    Raises:
+        ArgumentError: for another type.
+    """
     if not isinstance(value, kind):
         raise ArgumentError(
             f"{name} is a {type(value).__name__}, and no evaluator knows its formula. Another would be computed in its "
@@ -271,7 +323,11 @@ def rising(name: str, low: float, high: float) -> None:
 
 
 def around(name: str, low: float, high: float, centre: float, cure: str) -> None:
-    """Bounds of a quantity that is `centre` where two policies agree."""
+    """Raise if the bounds do not include `centre`, the value of the quantity if both policies agree.
+
+    Raises:
+        ArgumentError: if the bounds are out of order or exclude `centre`. The message ends with `cure`.
+    """
     rising(name, low, high)
     if not low <= centre <= high:
         raise ArgumentError(
@@ -281,7 +337,11 @@ def around(name: str, low: float, high: float, centre: float, cure: str) -> None
 
 
 def around_one(name: str, low: float, high: float) -> None:
-    """Bounds of a ratio: not negative, and 1 lies between them."""
+    """Raise if the bounds of a ratio are negative or do not include 1.
+
+    Raises:
+        ArgumentError: if `low` is negative, or if the bounds are out of order or exclude 1.
+    """
     if low < 0:
         raise ArgumentError(
             f"{name}.low is {low:g}, and no ratio is negative. Bounds are ratios, not distances from 1: write 1 - 0.2."

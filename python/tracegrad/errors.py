@@ -1,7 +1,8 @@
-"""Every error tracegrad raises: what was found, where, why it matters, what to do.
+"""Define every error that tracegrad raises. A message states what is wrong, where, why it matters and what to do.
 
-Raised by all packages, defined in the core; each is a ValueError and carries `file`, `line`, `trace`, `turn`, `token`
-where they are known. Their text is for terminals and logs: `shown` makes it one line that says what it seems to say.
+The core defines the base classes. Each error is a ValueError with the attributes `file`, `line`, `trace`, `turn` and
+`token`, if they apply. Messages go to terminals and logs, so `shown` escapes every character that could forge or hide
+text.
 """
 
 import copyreg
@@ -18,8 +19,8 @@ from tracegrad._core import (
     TracegradError,
 )
 
-# Controls and breaks of lines, what sets the direction of text, what takes no room, and halves of characters, which no
-# stream takes. The core's errors are written alike.
+# Control characters, line breaks, marks of text direction, characters of zero width, and lone surrogates, which no
+# stream can encode. The core escapes the same set.
 _STEERING = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e0fff]"
@@ -27,12 +28,13 @@ _STEERING = re.compile(
 
 
 def shown(text: object) -> str:
-    """Text of strangers as a terminal may show it: what would steer it, turn it or hide in it is an escape.
+    """Return third-party text as a terminal can safely show it: control, direction and invisible characters are
+    escaped.
 
     >>> shown("a\\x1b[2J\\u202eb")
     'a\\\\x1b[2J\\\\u202eb'
     """
-    return _STEERING.sub(lambda found: found.group().encode("unicode_escape").decode(), str(text))
+    return _STEERING.sub(lambda match: match.group().encode("unicode_escape").decode(), str(text))
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,3}[^\s\"<>\\]*[^\s\"<>\\:,.;)'\]}]")
@@ -41,32 +43,39 @@ _HIDDEN = "***"
 
 
 def redacted(text: object) -> str:
-    """Text without the secrets of the addresses in it: user and password, values of the query, and the fragment.
+    """Return text in which the secrets of addresses are replaced by `***`.
 
-    Whatever the provider calls its signature, every value is taken for one.
+    Secrets are the user and password, every value of the query, and the fragment. Providers name their signatures
+    differently, so every query value counts as a secret.
 
     >>> redacted("s3://me:pass@bucket/a.jsonl?X-Amz-Signature=0f&v=1: not found"), redacted("hf://datasets/a/b@main/c")
     ('s3://***@bucket/a.jsonl?X-Amz-Signature=***&v=***: not found', 'hf://datasets/a/b@main/c')
     """
-    return _ADDRESS.sub(lambda found: "".join(map(_redacted, _CHAINED.split(found.group()))), str(text))
+    return _ADDRESS.sub(lambda match: "".join(map(_redacted, _CHAINED.split(match.group()))), str(text))
 
 
 def _redacted(address: str) -> str:
-    scheme, mark, rest = address.partition(":/")
+    scheme, mark, tail = address.partition(":/")
     if not mark:
         return address
-    slashes = rest[: len(rest) - len(rest.lstrip("/"))]
-    rest = rest.lstrip("/")
-    place = re.split(r"[?#]", rest)[0]
-    first = place.partition("/")[0]
-    # A password may hold slashes that nobody has escaped; a port is no password, and Azure's user is a container.
-    if ":" in first and "@" in place and not first.startswith("[") and not re.search(r":\d{1,5}$", first):
-        rest = f"{_HIDDEN}@{rest[place.rfind('@') + 1 :]}"
-    elif "@" in first and not (scheme.lower().startswith(("abfs", "wasb")) and ":" not in first):
-        rest = f"{_HIDDEN}@{rest[first.rfind('@') + 1 :]}"
-    rest, fragment, _ = rest.partition("#")
-    path, query, values = rest.partition("?")
-    if query and (scheme.lower().startswith("http") or "=" in values):  # elsewhere a mark of a pattern
+    slashes = tail[: len(tail) - len(tail.lstrip("/"))]
+    tail = tail.lstrip("/")
+    location = re.split(r"[?#]", tail)[0]
+    authority = location.partition("/")[0]
+    # A password can contain unescaped slashes. Digits after the colon are a port. In Azure addresses, the part before
+    # the @ is a container.
+    if (
+        ":" in authority
+        and "@" in location
+        and not authority.startswith("[")
+        and not re.search(r":\d{1,5}$", authority)
+    ):
+        tail = f"{_HIDDEN}@{tail[location.rfind('@') + 1 :]}"
+    elif "@" in authority and not (scheme.lower().startswith(("abfs", "wasb")) and ":" not in authority):
+        tail = f"{_HIDDEN}@{tail[authority.rfind('@') + 1 :]}"
+    tail, fragment, _ = tail.partition("#")
+    path, query, values = tail.partition("?")
+    if query and (scheme.lower().startswith("http") or "=" in values):  # In other addresses, ? is a wildcard.
         query += "&".join(
             f"{value.partition('=')[0]}={_HIDDEN}" if "=" in value else _HIDDEN for value in values.split("&")
         )
@@ -83,30 +92,30 @@ def _representation(error: TracegradError) -> str:
     return f"{type(error).__name__}({_message(error)!r})"
 
 
-def _made(name: str, args: tuple[object, ...], place: dict[str, object]) -> TracegradError:
+def _rebuild(name: str, args: tuple[object, ...], place: dict[str, object]) -> TracegradError:
     error: TracegradError = globals()[name](*args)
     vars(error).update(place)
     return error
 
 
-def _parts(error: TracegradError) -> tuple[object, ...]:
-    return _made, (type(error).__name__, error.args, vars(error))
+def _reduce(error: TracegradError) -> tuple[object, ...]:
+    return _rebuild, (type(error).__name__, error.args, vars(error))
 
 
 class ServerError(TracegradError):
-    """A server that gave no answer, or one that cannot be used: which, what it said, and what to do."""
+    """A server that did not answer or cannot be used. The message names the server, its response and the remedy."""
 
 
 class RefusedFields(ServerError):
-    """A server that refuses a request for sampling fields that do nothing; `names` says which."""
+    """A server that rejects a request because of sampling fields that have no effect. `names` lists the fields."""
 
-    # A pickle makes one of its message alone, and sets what it carries afterwards.
+    # Unpickling calls the class with only the message and sets the attributes afterwards.
     def __init__(self, message: str, names: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.names = tuple(names)
 
 
-# Whoever raises one, from whatever text: this is the one place where it becomes a message.
+# Redact and escape in one place, wherever an error is raised.
 TracegradError.__str__ = _message  # type: ignore[assignment, method-assign]
 TracegradError.__repr__ = _representation  # type: ignore[assignment, method-assign]
 
@@ -122,7 +131,8 @@ __all__ = [
     "shown",
 ]
 
-# So that an error comes from another process as what it is: the core's classes cannot be found by their names.
+# Register how errors are pickled, so that they keep their class between processes. Pickle cannot import the core's
+# classes by name.
 for _name in __all__:
-    if isinstance(_found := globals()[_name], type):
-        copyreg.pickle(_found, _parts)  # type: ignore[arg-type]
+    if isinstance(_kind_of_error := globals()[_name], type):
+        copyreg.pickle(_kind_of_error, _reduce)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Run functions that users and environments bring: import `file.py:NAME`, limit time, report what failed.
+"""Run functions of users and environments: import `file.py:NAME`, limit their time, and report failures.
 
-Coroutines are awaited within a time limit and plain functions run in threads; what is late is left behind, because
-neither a thread nor a coroutine that swallows its cancellation can be stopped. Plain functions can also run in
-processes, which are killed when they are late. A failure says which line of whose code raised it: frames of tracegrad,
-Python and installed packages are not the user's.
+Coroutines are awaited within a time limit, and plain functions run in threads. A call that exceeds its limit is
+abandoned: neither a thread nor a coroutine that swallows its cancellation can be stopped. Plain functions can also run
+in processes, which are killed at the time limit. A failure names the line of user code that raised it. Frames of
+tracegrad, Python and installed packages do not count as user code.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ _OTHERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"
 
 @dataclass(frozen=True)
 class Failure:
-    """What became of a function that gave no value.
+    """The reason why a function returned no value.
 
     Args:
-        kind: "raised"; "late", past its time limit; "died", its process ended; "wrong", a value of another kind.
-        words: one line.
-        where: file, line and function of the caller's own code, "" where that is not known.
-        traceback: as Python prints it, at most 8192 characters, the end kept.
+        kind: "raised"; "late" (exceeded its time limit); "died" (its process ended); "wrong" (a value of another kind).
+        words: description, on one line.
+        where: file, line and function in the user's code, "" if that is not known.
+        traceback: as Python prints it. Only the last 8192 characters are kept.
     """
 
     kind: Literal["raised", "late", "died", "wrong"]
@@ -56,12 +56,12 @@ class Failure:
         return shown(f"{self.words} ({self.where})" if self.where else self.words)
 
     def as_dict(self) -> dict[str, str]:
-        """For a record."""
+        """Return the fields as a dict, for a record."""
         return {"kind": self.kind, "words": self.words, "where": self.where, "traceback": self.traceback}
 
 
 class Failed(TracegradError):
-    """A function gave no value; `failure` says why."""
+    """The exception for a function that returned no value. `failure` has the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -72,7 +72,7 @@ class Failed(TracegradError):
 
 
 def located(error: BaseException) -> Failure:
-    """The failure that an exception is, with its last line in the caller's own code.
+    """Return the failure that describes an exception, with the innermost line of user code in its traceback.
 
     >>> try:
     ...     {}["lamp"]
@@ -83,31 +83,35 @@ def located(error: BaseException) -> Failure:
     if isinstance(error, Failed):
         return error.failure
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if is_own(each.filename)] or frames[-1:]
-    where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    frames_of_user = [frame for frame in frames if is_own(frame.filename)] or frames[-1:]
+    where = (
+        f"{frames_of_user[-1].filename}:{frames_of_user[-1].lineno} in {frames_of_user[-1].name}"
+        if frames_of_user
+        else ""
+    )
     return Failure("raised", one_line(error), where, cut("".join(traceback.format_exception(error))))
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an exception, at most 1000 characters."""
-    # The text of a stranger's exception is a stranger's function too.
+    """Return the type and text of an exception on one line, at most 1000 characters."""
+    # `__str__` of a user's exception is user code and can raise too.
     with contextlib.suppress(Exception):
         return " ".join(f"{type(error).__name__}: {error}".split())[:1000].removesuffix(": ")
     return type(error).__name__
 
 
 def cut(text: str) -> str:
-    """The end of a text, as much as a record holds."""
+    """Return at most the last `HELD_CHARACTERS` characters of a text."""
     return text if len(text) <= HELD_CHARACTERS else "…" + text[1 - HELD_CHARACTERS :]
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is neither ours, nor Python's, nor an installed package's."""
+    """Return whether a file is user code: not part of tracegrad, Python or an installed package."""
     return not file.startswith((_HERE, *_OTHERS))
 
 
 def place(frame: FrameType) -> str:
-    """File, line and function of a frame."""
+    """Return file, line and function of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
@@ -115,10 +119,10 @@ HUNG_THREADS = 256
 
 
 async def within(seconds: float | None, work: Any, what: str) -> Any:
-    """Awaits `work`, at most so long; work that swallows its cancellation is left behind.
+    """Await `work` for at most `seconds`. Work that swallows its cancellation is abandoned.
 
     Raises:
-        Failed: "late" past the limit, "raised" for what it raises.
+        Failed: "late" if the limit is exceeded, "raised" if `work` raises or cancels itself.
     """
     task = asyncio.ensure_future(_without_exit(work))
     try:
@@ -126,11 +130,11 @@ async def within(seconds: float | None, work: Any, what: str) -> Any:
     except asyncio.CancelledError:
         task.cancel()
         task.add_done_callback(_forget)
-        with contextlib.suppress(asyncio.CancelledError):  # what it holds open is closed first
+        with contextlib.suppress(asyncio.CancelledError):  # Let it close its resources.
             await asyncio.wait({task}, timeout=1.0)
         raise
     if not task.done():
-        where = _standing(task)
+        where = _position(task)
         task.cancel()
         task.add_done_callback(_forget)
         await asyncio.wait({task}, timeout=1.0)
@@ -144,97 +148,97 @@ async def within(seconds: float | None, work: Any, what: str) -> Any:
 
 
 async def _without_exit(work: Any) -> Any:
-    """What `work` gives; asyncio would end the loop for an exit that a task raises."""
+    """Return the result of `work`. A SystemExit becomes `Failed`, because asyncio would end the loop."""
     try:
         return await work
     except SystemExit as error:
         raise Failed(located(error)) from error
 
 
-def _standing(task: asyncio.Future[Any]) -> str:
-    """The innermost line of the caller's own code at which a task waits."""
-    waits: Any = task.get_coro() if isinstance(task, asyncio.Task) else None
-    found = ""
-    while waits is not None:
-        frame = getattr(waits, "cr_frame", None) or getattr(waits, "gi_frame", None)
-        if frame is not None and (not found or is_own(frame.f_code.co_filename)):
-            found = place(frame)
-        waits = getattr(waits, "cr_await", None) or getattr(waits, "gi_yieldfrom", None)
-    return found
+def _position(task: asyncio.Future[Any]) -> str:
+    """Return the innermost line of user code at which a task waits."""
+    awaitable: Any = task.get_coro() if isinstance(task, asyncio.Task) else None
+    position = ""
+    while awaitable is not None:
+        frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)
+        if frame is not None and (not position or is_own(frame.f_code.co_filename)):
+            position = place(frame)
+        awaitable = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)
+    return position
 
 
 def _forget(task: asyncio.Future[Any]) -> None:
-    """Asks for the exception of a task that nobody awaits any more, so that none is printed."""
+    """Retrieve the exception of an abandoned task, so that asyncio does not print it."""
     if not task.cancelled():
         task.exception()
 
 
 class Thread:
-    """One thread that runs functions one after another, started when it is first used.
+    """A thread that runs functions one after another. It starts on first use.
 
-    An object made in it is only used in it, as databases and browsers ask. A function past its time limit cannot be
-    ended: the thread is left to it, and the next function gets another.
+    An object created in the thread is used only in it, as databases and browsers require. A function that exceeds its
+    time limit cannot be stopped: the thread is abandoned, and the next function gets a new one.
     """
 
     _hung = 0
 
     def __init__(self) -> None:
-        self._ask: Any = None
+        self._jobs: Any = None
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[..., Any], *args: Any, seconds: float | None, what: str) -> Any:
-        """The value of `function(*args)`, with the context variables of the caller.
+        """Return the value of `function(*args)`, run with the caller's context variables.
 
         Raises:
-            Failed: it raised, or took longer than `seconds`.
+            Failed: if it raises or takes longer than `seconds`, or if too many abandoned threads hang.
         """
-        if self._ask is None:
+        if self._jobs is None:
             if Thread._hung >= HUNG_THREADS:
                 raise Failed(Failure("late", f"{what}: {HUNG_THREADS} threads hang in functions past their time limit"))
-            self._ask = queue.SimpleQueue()
-            self._thread = threading.Thread(target=_serve, args=(self._ask,), daemon=True)
+            self._jobs = queue.SimpleQueue()
+            self._thread = threading.Thread(target=_serve_jobs, args=(self._jobs,), daemon=True)
             self._thread.start()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         run = contextvars.copy_context().run
-        self._ask.put((run, function, args, lambda *result: _answer(loop, done, *result)))
+        self._jobs.put((run, function, args, lambda *result: _answer(loop, done, *result)))
         try:
             return await within(seconds, done, what)
         except Failed as failed:
             if failed.failure.kind != "late":
                 raise
-            where = self._standing()
-            self._leave()
+            where = self._position()
+            self._abandon()
             raise Failed(replace(failed.failure, where=where)) from None
         except asyncio.CancelledError:
-            self._leave()
+            self._abandon()
             raise
 
     def close(self) -> None:
-        """Lets the thread end once it has nothing to do."""
-        if self._ask is not None:
-            self._ask.put(None)
-            self._ask = None
+        """Let the thread end after its queued work."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
 
-    def _standing(self) -> str:
-        """The innermost line of the caller's own code at which the thread is."""
+    def _position(self) -> str:
+        """Return the innermost line of user code that the thread executes now."""
         frame = sys._current_frames().get((self._thread and self._thread.ident) or 0)
         while frame is not None and not is_own(frame.f_code.co_filename):
             frame = frame.f_back
         return "" if frame is None else place(frame)
 
-    def _leave(self) -> None:
+    def _abandon(self) -> None:
         Thread._hung += 1
-        if self._ask is not None:
-            self._ask.put((lambda run: run(), _came_back, (), lambda *_: None))
+        if self._jobs is not None:
+            self._jobs.put((lambda run: run(), _count_returned, (), lambda *_: None))
         self.close()
 
 
-def _came_back() -> None:
+def _count_returned() -> None:
     Thread._hung -= 1
 
 
-def _serve(ask: Any) -> None:
+def _serve_jobs(ask: Any) -> None:
     while (job := ask.get()) is not None:
         run, function, args, answer = job
         try:
@@ -256,29 +260,28 @@ def _answer(
         else:
             done.set_exception(error)
 
-    with contextlib.suppress(RuntimeError):  # the loop may be gone
+    with contextlib.suppress(RuntimeError):  # The loop may be closed.
         loop.call_soon_threadsafe(settle)
 
 
 STAND = signal.SIGUSR1
-"""Asks a process where it stands."""
+"""Signal that asks a process to write its current traceback."""
 STAND_S = 1.0
-"""In which it answers."""
+"""Seconds that a process has for writing its traceback."""
 CUDA_AFTER_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
 """Texts of torch's errors in a forked process: on its first use of CUDA, and on a tensor of the parent process."""
 
 
 class Processes:
-    """Processes that run named functions, each call within a time limit; one that is late is killed.
+    """A pool of processes that run named functions, each call within a time limit. A process that exceeds it is killed.
 
-    They are forked when they are first needed, so that functions may be closures; arguments and values are pickled.
+    Processes are forked on demand, so functions can be closures. Arguments and values are pickled. Use it as an
+    asynchronous context manager, or call `close`.
 
     Args:
-        functions: by name.
-        count: at most so many at once.
-        bytes_held: a value of more pickled bytes is refused.
-
-    Use as an asynchronous context manager, or call `close`.
+        functions: functions by name.
+        count: maximum number of processes at once.
+        bytes_held: limit of a pickled value, in bytes. A larger value is refused.
     """
 
     def __init__(
@@ -288,7 +291,7 @@ class Processes:
             raise ArgumentError(f"count is {count}. No process would run anything. Pass 1 or more.")
         self._functions = dict(functions)
         self._bytes = bytes_held
-        self._free = asyncio.Semaphore(count)
+        self._slots = asyncio.Semaphore(count)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._closed = False
@@ -300,21 +303,22 @@ class Processes:
         self.close()
 
     async def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seconds: float) -> Any:
-        """The value of a function.
+        """Return the value of the function `name`.
 
         Raises:
-            Failed: it raised, took longer than `seconds`, ended its process, or its arguments or value cannot be sent.
+            Failed: if it raises, takes longer than `seconds` or ends its process, or if arguments or value cannot be
+                sent.
         """
-        async with self._free:
+        async with self._slots:
             process = self._idle.pop() if self._idle else _Process(self._functions, self._bytes)
             self._busy.add(process)
-            spent = True
+            is_unusable = True
             try:
                 outcome = await process.call(name, args, dict(kwargs), seconds)
-                spent = False
+                is_unusable = False
             finally:
                 self._busy.discard(process)
-                if spent or self._closed or process.ended:
+                if is_unusable or self._closed or process.ended:
                     process.kill()
                 else:
                     self._idle.append(process)
@@ -324,7 +328,7 @@ class Processes:
         return value
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         self._closed = True
         for process in (*self._idle, *self._busy):
             process.kill()
@@ -336,34 +340,36 @@ class _Process:
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], bytes_held: int) -> None:
         context = get_context("fork")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         self._trace = tempfile.NamedTemporaryFile("w+", prefix="tracegrad-", suffix=".trace")  # noqa: SIM115
         self._bytes = bytes_held
         self.ended = False
-        self._process = context.Process(target=_work, args=(theirs, functions, self._trace.name), daemon=True)
+        self._process = context.Process(
+            target=_serve_calls, args=(child_pipe, functions, self._trace.name), daemon=True
+        )
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     async def call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float
     ) -> tuple[Any, Failure | None]:
         try:
-            asked = pickle.dumps((name, args, kwargs, seconds))
+            request = pickle.dumps((name, args, kwargs, seconds))
         except Exception as error:
             return None, Failure("wrong", f"{name}: arguments that cannot be sent to a process: {one_line(error)}")
         thread = Thread()
         try:
-            return await thread.call(self._ask, name, bytes(asked), seconds, seconds=None, what=name)
+            return await thread.call(self._exchange, name, bytes(request), seconds, seconds=None, what=name)
         finally:
             thread.close()
 
-    def _ask(self, name: str, asked: bytes, seconds: float) -> tuple[Any, Failure | None]:
+    def _exchange(self, name: str, request: bytes, seconds: float) -> tuple[Any, Failure | None]:
         try:
-            self._pipe.send_bytes(asked)
+            self._pipe.send_bytes(request)
             if not self._pipe.poll(seconds):
-                self._end_where_it_stands()
+                self._end_with_traceback()
                 self.kill(keep=True)
-                return None, Failure("late", f"{name} took longer than {seconds:g} s", *self._stood())
+                return None, Failure("late", f"{name} took longer than {seconds:g} s", *self._read_traceback())
             return pickle.loads(self._pipe.recv_bytes(self._bytes))
         except EOFError:
             self.kill(keep=True)
@@ -374,26 +380,26 @@ class _Process:
         except Exception as error:
             return None, Failure("wrong", f"{name}: a value that cannot be read back: {one_line(error)}")
 
-    def _end_where_it_stands(self) -> None:
-        """Ends the process by the signal at which it writes where it stands, and what its function has started."""
+    def _end_with_traceback(self) -> None:
+        """Signal the process to write its traceback and end, then kill its process group."""
         process = self._process.pid or 0
         with contextlib.suppress(OSError):
             os.kill(process, STAND)
             wait([self._process.sentinel], STAND_S)
             os.killpg(process, signal.SIGKILL)
 
-    def _stood(self) -> tuple[str, str]:
-        """Where the function stood at its time limit: the innermost line of its own code, and all lines."""
+    def _read_traceback(self) -> tuple[str, str]:
+        """Return the innermost line of user code at the time limit, and the text of the traceback."""
         try:
             text = Path(self._trace.name).read_text(errors="replace")
         except OSError:
             return "", ""
         lines = [line.strip() for line in text.splitlines() if line.startswith('  File "')]
-        own = [line for line in lines if is_own(line[6:])] or lines
-        return (own[0].replace('File "', "").replace('", line ', ":") if own else ""), cut(text)
+        lines_of_user = [line for line in lines if is_own(line[6:])] or lines
+        return (lines_of_user[0].replace('File "', "").replace('", line ', ":") if lines_of_user else ""), cut(text)
 
     def kill(self, keep: bool = False) -> None:
-        """Ends the process; `keep` leaves its trace to be read."""
+        """End the process. `keep` leaves the file with its traceback."""
         self.ended = True
         if self._process.is_alive():
             with contextlib.suppress(OSError):
@@ -405,40 +411,43 @@ class _Process:
             self._trace.close()
 
 
-def _work(pipe: Connection, functions: Mapping[str, Callable[..., Any]], trace: str) -> None:
-    """What a process does: calls, until the pipe ends or the process that asked is gone."""
-    os.setsid()  # so that what a function starts ends with it
+def _serve_calls(pipe: Connection, functions: Mapping[str, Callable[..., Any]], trace: str) -> None:
+    """Serve calls in a worker process until the pipe closes or the parent process is gone."""
+    os.setsid()  # A new process group, so that processes started by a function are killed with it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(STAND, signal.SIG_DFL)
-    asks = os.getppid()
+    parent = os.getppid()
     with open(trace, "w") as file:
-        # Written in the handler itself, whatever holds the interpreter; then the signal does what it does by default.
+        # The handler writes the traceback itself, even if native code blocks the interpreter. `chain` then runs the
+        # signal's default action, which ends the process.
         faulthandler.register(STAND, file=file, chain=True)
         while True:
             while not pipe.poll(5.0):
-                if os.getppid() != asks:
+                if os.getppid() != parent:
                     os._exit(0)
             try:
                 name, args, kwargs, seconds = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 os._exit(0)
-            signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)  # where nobody is left to kill it
+            signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)  # In case the parent is gone.
             try:
                 answer = (functions[name](*args, **kwargs), None)
             except BaseException as error:
                 answer = (None, _failure(name, error))
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             try:
-                sent = pickle.dumps(answer)
+                response = pickle.dumps(answer)
             except Exception as error:
-                sent = pickle.dumps((None, Failure("wrong", f"{name}: a value that cannot be sent: {one_line(error)}")))
-            pipe.send_bytes(sent)
+                response = pickle.dumps(
+                    (None, Failure("wrong", f"{name}: a value that cannot be sent: {one_line(error)}"))
+                )
+            pipe.send_bytes(response)
 
 
 def _failure(name: str, error: BaseException) -> Failure:
-    """Return the failure of a function in a forked process, with the remedy in its words if the cause is CUDA."""
+    """Return the failure of a function in a forked process. If the cause is CUDA, the failure explains the remedy."""
     failure = located(error)
-    if not any(text in one_line(each) for each in _causes(error) for text in CUDA_AFTER_FORK):
+    if not any(text in one_line(cause) for cause in _chain(error) for text in CUDA_AFTER_FORK):
         return failure
     words = (
         f"{name} uses CUDA, but it runs in a process forked from one that has initialized CUDA, where CUDA does not "
@@ -448,14 +457,14 @@ def _failure(name: str, error: BaseException) -> Failure:
     return replace(failure, words=words)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and those it was raised from or during."""
     seen: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in seen:
-        yield each
-        seen.append(each)
-        each = each.__cause__ or each.__context__
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        yield current
+        seen.append(current)
+        current = current.__cause__ or current.__context__
 
 
 _modules: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
@@ -465,13 +474,15 @@ _folders: set[Path] = set()
 def module_of(path: str | Path) -> ModuleType:
     """Run a file as Python runs a script, and return it as a module.
 
-    - A file is run once; after it was changed it is run again. Several names of it are of one module.
-    - Files next to it can be imported by it. Two folders may have files of one name.
-    - Its name is that of the file, so that its classes can be pickled; a name that another module has gets a number.
+    - A file runs once, and again only after it changed. All names taken from it belong to one module.
+    - It can import files next to it. Two folders can have files of the same name.
+    - The module is called like the file, so that its classes can be pickled. If another module has the name, a number
+      is added.
 
     Raises:
-        OSError: if there is no such file.
-        Exception: what running it raises.
+        OSError: if there is no such file, or it is a pipe, a socket or a device.
+        ImportError: if it is not a Python file.
+        Exception: whatever running it raises.
     """
     path = Path(path).resolve()
     refuse_special(path)
@@ -479,46 +490,46 @@ def module_of(path: str | Path) -> ModuleType:
     stamp = status.st_mtime_ns, status.st_size
     if path in _modules and _modules[path][0] == stamp:
         return _modules[path][1]
-    known = sys.modules.get(path.stem)
-    if known is not None and path not in _modules and _file(known) == path:
-        return known  # the script that runs, or what it has imported
-    name = _modules[path][1].__name__ if path in _modules else _free(path.stem)
+    imported = sys.modules.get(path.stem)
+    if imported is not None and path not in _modules and _file_of(imported) == path:
+        return imported  # The running script, or a module it imported.
+    name = _modules[path][1].__name__ if path in _modules else _unused_name(path.stem)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
-    _first_on_the_path(path.parent)
+    _put_first_on_path(path.parent)
     importlib.invalidate_caches()
-    before, module = sys.modules.get(name), importlib.util.module_from_spec(spec)
+    previous, module = sys.modules.get(name), importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
+        if previous is not None:
+            sys.modules[name] = previous
         raise
     _modules[path] = stamp, module
     return module
 
 
-def _free(stem: str) -> str:
-    """A name that no module has."""
+def _unused_name(stem: str) -> str:
+    """Return a module name that is not in use, the stem itself if possible."""
     if stem not in sys.modules:
         return stem
     return next(name for number in range(len(sys.modules) + 1) if (name := f"{stem}-{number}") not in sys.modules)
 
 
-def _file(module: ModuleType) -> Path:
+def _file_of(module: ModuleType) -> Path:
     return Path(getattr(module, "__file__", None) or "").resolve()
 
 
-def _first_on_the_path(folder: Path) -> None:
-    """Let imports find the files of a folder before those of another user's folder that have the same names."""
+def _put_first_on_path(folder: Path) -> None:
+    """Put a folder first on the import path, and unload same-named modules from other users' folders."""
     for name, module in list(sys.modules.items()):
-        home = _file(module).parent if isinstance(module, ModuleType) else folder
-        beside = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
-        if beside and home != folder and (home in _folders or home.parent in _folders):
+        module_folder = _file_of(module).parent if isinstance(module, ModuleType) else folder
+        is_shadowed = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+        if is_shadowed and module_folder != folder and (module_folder in _folders or module_folder.parent in _folders):
             del sys.modules[name]
     _folders.add(folder)
     if sys.path[:1] != [str(folder)]:
-        sys.path[:] = [str(folder), *(each for each in sys.path if each != str(folder))]
+        sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]

@@ -123,14 +123,14 @@ def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, ex
     parts, _ = prepare.cut(str(tmp_path / "t.jsonl"), 40_000)
     (tmp_path / "two").mkdir()
     told = ("t.jsonl", str(example / "model"), str(tmp_path / "two"), Data(), Map(), 8)
-    rows = [ray_backend._closed((Job(*told), part, str(tmp_path))) for part in parts]
+    rows = [ray_backend._serialize((Job(*told), part, str(tmp_path))) for part in parts]
     actor = ray_backend.Preparer()
-    found = [ray_backend._opened(outcome) for outcome in actor({"part": rows})["outcome"]]
+    found = [ray_backend._deserialize(outcome) for outcome in actor({"part": rows})["outcome"]]
     assert [part for part, _ in found] == parts
     wanted = contents(tmp_path / "one")
     assert all(wanted[name] == text for name, text in contents(tmp_path / "two").items())
     (tmp_path / "t.jsonl").write_bytes(b"{}\n" * (1 << 17))
-    [(part, error)] = map(ray_backend._opened, actor({"part": rows[:1]})["outcome"])
+    [(part, error)] = map(ray_backend._deserialize, actor({"part": rows[:1]})["outcome"])
     assert (part, type(error), error.line) == (parts[0], FormatError, 1)
 
 
@@ -140,10 +140,10 @@ def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, examp
     monkeypatch.chdir(tmp_path)
     prepare.prepare("t.jsonl", Path("model"), Data(), "one", shard_traces=8, part_bytes=40_000)
     [part, *_], _ = prepare.cut("t.jsonl", 40_000)
-    row = ray_backend._closed((Job("t.jsonl", "model", "two", Data(), Map(), 8), part, str(tmp_path)))
+    row = ray_backend._serialize((Job("t.jsonl", "model", "two", Data(), Map(), 8), part, str(tmp_path)))
     (tmp_path / "two").mkdir()
     monkeypatch.chdir("/")
-    [(_, record)] = map(ray_backend._opened, ray_backend.Preparer()({"part": [row]})["outcome"])
+    [(_, record)] = map(ray_backend._deserialize, ray_backend.Preparer()({"part": [row]})["outcome"])
     assert record == json.loads((tmp_path / "one" / "part-00000.json").read_text())
     wanted, found = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert found == {name: wanted[name] for name in found}

@@ -16,7 +16,7 @@ import pytest
 import tracegrad as tg
 from peak import PEAK
 from tracegrad.cli import main
-from tracegrad.rewards.recorded import Cache, _given, _parted
+from tracegrad.rewards.recorded import Cache, _inputs, _split
 
 
 def trace(number, **more):
@@ -120,7 +120,7 @@ def test_a_column_that_is_null_for_tasks_of_another_kind_is_given_as_none(form):
     assert [done.rows[at][0] for at in range(4)] == [1.0, 0.0, 0.5, 0.5]
     assert not done.counts
     # A trace of a group may have a key that another has not.
-    table = _given(list(tg.Traces.from_records([{**rows[0], "step": 3}, rows[1]])), False)["columns"]
+    table = _inputs(list(tg.Traces.from_records([{**rows[0], "step": 3}, rows[1]])), False)["columns"]
     assert table["step"] == [3, None]
     assert not {"messages", "prompt"} & set(table)
 
@@ -393,7 +393,7 @@ def asynchronous(function):
 
 def test_metadata_counts_over_the_record_and_a_judge_is_shown_the_prompt():
     [one] = tg.read([{**trace(0), "want": "of the record", "step": 3}])
-    assert _given([one], False)["columns"]["want"] == [0]
-    assert _given([one], False)["columns"]["step"] == [3]
+    assert _inputs([one], False)["columns"]["want"] == [0]
+    assert _inputs([one], False)["columns"]["step"] == [3]
     [text] = tg.read([{"prompt": "2+2=", "completion": "4"}])
-    assert [each["content"] for part in _parted(text) for each in part] == ["2+2=", "4"]
+    assert [each["content"] for part in _split(text) for each in part] == ["2+2=", "4"]

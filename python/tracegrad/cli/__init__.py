@@ -1,7 +1,7 @@
-"""Run the command line: one module for each verb, put together here.
+"""Run the command line. Each verb is a module of this package.
 
-The exit code is 0, 1 for an error in one line (and for `doctor` if training would be wrong), 2 for wrong usage, and
-128 + signal. torch is imported when a verb needs it.
+Exit codes: 0 for success; 1 for an error, printed as one line, and for a `doctor` that found training would be wrong; 2
+for wrong usage; 128 + N for signal N. torch is imported only by verbs that need it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
+    """Run a command and return its exit code.
 
     >>> main(["train", "traces.jsonl", "--model", "m", "--out", "o", "--optimizer.lrr", "1"])
     1
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _guarded(arguments)
-    except SystemExit:  # of argparse, or of code of the user
+    except SystemExit:  # Raised by argparse or by user code.
         if (failure := unexpected.flush()) is not None:
             raise SystemExit(_output_failed(failure)) from None
         raise
@@ -35,15 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _guarded(arguments: list[str]) -> int:
-    """Run a command; whatever it raises becomes one line and an exit code."""
+    """Run a command, and convert any exception to one line of output and an exit code."""
     try:
-        told, overrides = _parse(arguments)
+        options, overrides = _parse(arguments)
         with contextlib.ExitStack() as stack:
-            if told.json:
+            if options.json:
                 stack.enter_context(args.kept())
-            if told.no_cache:
+            if options.no_cache:
                 stack.enter_context(cache.unused())
-            return told.run(told, overrides, arguments)
+            return options.run(options, overrides, arguments)
     except TracegradError as error:
         unexpected.say(f"tracegrad: error: {as_flags(str(error))}")
         return 1
@@ -59,7 +59,7 @@ def _guarded(arguments: list[str]) -> int:
     except BrokenPipeError:
         unexpected.flush()
         return 141
-    except BaseException as error:  # a panic of the core is no Exception
+    except BaseException as error:  # A panic of the Rust core is not an Exception.
         if isinstance(error, OSError) and (failure := unexpected.flush()) is not None:
             return _output_failed(failure)
         unexpected.say(f"tracegrad: error: {unexpected.line(error, arguments)}")
@@ -82,8 +82,11 @@ def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     )
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for each in (init, score, train, merge, prepare, doctor, view, online, record):
-        each.add_to(commands)
-    told, rest = parser.parse_known_args(joined(arguments))
-    given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
-    return told, [*((name, value) for name, value in given if value is not None), *dotted(rest, told.parser)]
+    for module in (init, score, train, merge, prepare, doctor, view, online, record):
+        module.add_to(commands)
+    options, remaining = parser.parse_known_args(joined(arguments))
+    short_flags = [(name, getattr(options, flag, None)) for flag, name in SHORT.items()]
+    return options, [
+        *((name, value) for name, value in short_flags if value is not None),
+        *dotted(remaining, options.parser),
+    ]

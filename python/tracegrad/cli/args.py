@@ -21,24 +21,28 @@ from tracegrad.trainer.api import first
 
 
 def read_key(path: Path) -> str:
-    """The token in a file: its first line."""
+    """Return the access token in a file with one line.
+
+    Raises:
+        ArgumentError: if the file cannot be read or does not have exactly one printable line.
+    """
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ArgumentError(
-            f"{path}: {why}. The servers would refuse every request. Write their token there."
+            f"{path}: {reason}. The servers would refuse every request. Write their token there."
         ) from error
     if not key or "\n" in key or not key.isprintable():
         raise ArgumentError(f"{path}: one line with a token is wanted. The servers would refuse what it holds.")
     return key
 
 
-_kept: list[TextIO] = []
+_reserved: list[TextIO] = []
 
 
 class OutputFailed(Exception):
-    """Standard output takes nothing: `why`."""
+    """Standard output cannot be written. `why` has the reason."""
 
     def __init__(self, why: OSError) -> None:
         super().__init__(str(why))
@@ -46,10 +50,10 @@ class OutputFailed(Exception):
 
 
 def put(*lines: str, to: TextIO | None) -> None:
-    """Write lines to a standard output, or to what stands for it.
+    """Write lines to a standard stream or its replacement, and flush it.
 
     Raises:
-        OutputFailed: it takes nothing, such as a pipe that nobody reads or a full disk.
+        OutputFailed: if it cannot be written, such as a closed pipe or a full disk.
     """
     try:
         print(*lines, sep="\n", file=to, flush=True)
@@ -59,74 +63,74 @@ def put(*lines: str, to: TextIO | None) -> None:
 
 
 def nowhere(to: TextIO | None) -> None:
-    """Lead a file to nowhere, so that what it still holds raises nothing when it is closed."""
+    """Redirect a file to /dev/null, so that flushing its buffer at exit cannot raise."""
     try:
-        place = -1 if to is None else to.fileno()
+        descriptor = -1 if to is None else to.fileno()
     except (AttributeError, OSError, ValueError):
         return
-    if to is not None and place >= 0:
+    if to is not None and descriptor >= 0:
         with contextlib.suppress(OSError), open(os.devnull, "w") as devnull:
-            os.dup2(devnull.fileno(), place)
+            os.dup2(devnull.fileno(), descriptor)
             to.flush()
 
 
 def stream() -> TextIO:
-    """Where what is told to machines goes."""
-    return _kept[-1] if _kept else sys.stdout
+    """Return the stream for machine-readable output."""
+    return _reserved[-1] if _reserved else sys.stdout
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Keeps standard output for `stream()` until its end: what else is printed there goes to standard error.
+    """Reserve standard output for `stream()` until the block ends. Other output to it goes to standard error.
 
-    Where `sys.stdout` is descriptor 1, so does what C and the processes that are started meanwhile write there.
+    If `sys.stdout` is descriptor 1, this includes output of C code and of processes started inside the block.
 
     >>> with kept():
     ...     print("what a reward function prints")
     ...     print("what a verb tells", file=stream())
     what a verb tells
     """
-    own = sys.stdout
-    if own is None:  # the process was started with it closed
+    output = sys.stdout
+    if output is None:  # The process was started with standard output closed.
         yield
         return
     with contextlib.ExitStack() as stack:
-        if _is_descriptor_1(own):
-            own = stack.enter_context(_turned(own))
+        if _is_descriptor_1(output):
+            output = stack.enter_context(_redirected(output))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        _kept.append(own)
-        stack.callback(_kept.pop)
+        _reserved.append(output)
+        stack.callback(_reserved.pop)
         yield
 
 
-def _is_descriptor_1(own: TextIO) -> bool:
+def _is_descriptor_1(output: TextIO) -> bool:
     try:
-        return own.fileno() == 1
+        return output.fileno() == 1
     except (AttributeError, OSError, ValueError):
         return False
 
 
 @contextlib.contextmanager
-def _turned(own: TextIO) -> Iterator[TextIO]:
-    """Descriptor 1 turned to standard error; gives what still writes where it was."""
-    _flush(own)
-    with open(os.dup(1), "w", encoding=own.encoding, errors=own.errors) as told:
+def _redirected(output: TextIO) -> Iterator[TextIO]:
+    """Redirect descriptor 1 to standard error, and yield a file that still writes to the old target."""
+    _flush(output)
+    with open(os.dup(1), "w", encoding=output.encoding, errors=output.errors) as original:
         if sys.stderr is None:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 1)
+            with open(os.devnull, "w") as devnull:
+                os.dup2(devnull.fileno(), 1)
         else:
             os.dup2(2, 1)
         try:
-            yield told
+            yield original
         finally:
-            with contextlib.suppress(OSError):  # standard error may be gone
-                _flush(own)
-            os.dup2(told.fileno(), 1)
+            with contextlib.suppress(OSError):  # Standard error may be closed.
+                _flush(output)
+            os.dup2(original.fileno(), 1)
 
 
-def _flush(own: TextIO) -> None:
-    """Writes out what Python and C hold back for descriptor 1, before it becomes another."""
-    own.flush()
+def _flush(output: TextIO) -> None:
+    """Flush the buffers of Python and C for descriptor 1 before it is redirected."""
+    output.flush()
     ctypes.CDLL(None).fflush(None)
 
 
@@ -168,34 +172,34 @@ MEANT = {
     "out": ("output", "output_dir", "out_dir", "save_dir", "dir"),
     "resume": ("continue", "resume_from_checkpoint"),
 }
-"""What others call a flag, by what it is called here."""
+"""Names that other libraries use for a flag, by our name."""
 
 
 def meant(name: str, known: Iterable[str]) -> str | None:
-    """The flag that is meant by a name that others use, if there is such a flag here.
+    """Return the flag that corresponds to another library's name, or None.
 
     >>> meant("--learning-rate", ["optimizer.lr"]), meant("--colour", ["optimizer.lr"])
     ('--optimizer.lr', None)
     """
-    word, known = name.lstrip("-").replace("-", "_").lower(), set(known)
-    return next((f"--{flag}" for flag, names in MEANT.items() if word in names and flag in known), None)
+    key, known = name.lstrip("-").replace("-", "_").lower(), set(known)
+    return next((f"--{flag}" for flag, names in MEANT.items() if key in names and flag in known), None)
 
 
-_MOST_MESSAGE = 2000  # characters: a wrong value is quoted, and a value may be a whole file
+_MOST_MESSAGE = 2000  # In characters. An error quotes the wrong value, which may be the content of a file.
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, whose errors name the nearest flag."""
+    """An argparse parser whose errors suggest the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong and "COMMAND" in message:
-            names = re.findall(r"[a-z]+", wrong[2])
-            message = f"{wrong[1]} is no command. {config.nearest(wrong[1], names)}"
+        match = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if match and "COMMAND" in message:
+            names = re.findall(r"[a-z]+", match[2])
+            message = f"{match[1]} is no command. {config.nearest(match[1], names)}"
         self.exit(2, f"tracegrad: error: {shown(message)[:_MOST_MESSAGE]}\nSee {self.prog} --help.\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help and version; argparse says nothing of an output that takes nothing."""
+        """Print help and version. Unlike in argparse, a failure to write is raised."""
         if message and file is not None and file is sys.stdout:
             put(message.removesuffix("\n"), to=file)
         else:
@@ -203,16 +207,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def verb(commands: Any, name: str, text: str, run: Any, more: str = "") -> Parser:
-    """A verb and what it does, with a sentence more in its own help."""
-    described = " ".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more)))
-    parser: Parser = commands.add_parser(name, help=text, description=described, allow_abbrev=False)
+    """Add the parser of a verb and its description. `more` is an additional sentence in the verb's own help."""
+    description = " ".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more)))
+    parser: Parser = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--no-cache", action="store_true", help="keep nothing of the tokenizer, take nothing kept")
     return parser
 
 
 def command(commands: Any, name: str, text: str, run: Any, out: Callable[[str], Any] = Path) -> Parser:
-    """A verb over traces with a model and a place for what comes of them, which `out` makes of what is typed."""
+    """Add a verb that reads traces and has --model and --out. `out` converts the value of --out."""
     parser = verb(commands, name, text, run)
     inputs_of(parser)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
@@ -230,7 +234,7 @@ def command(commands: Any, name: str, text: str, run: Any, out: Callable[[str], 
 
 
 def inputs_of(parser: argparse.ArgumentParser) -> None:
-    """Adds what is read: `traces`, one or several."""
+    """Add the positional argument `traces`, one or several inputs."""
     parser.add_argument(
         "traces",
         nargs="+",
@@ -241,7 +245,7 @@ def inputs_of(parser: argparse.ArgumentParser) -> None:
 
 
 def place(name: str) -> Path:
-    """An `--out` that must be a path, for argparse."""
+    """Convert an `--out` that must be a local path, for argparse."""
     try:
         return place_here(name)
     except ArgumentError as error:
@@ -249,47 +253,49 @@ def place(name: str) -> Path:
 
 
 def joined(arguments: list[str]) -> list[str]:
-    """`--a.b value` as `--a.b=value`, so that the value is not taken for an argument that has no flag.
+    """Return arguments with `--a.b value` joined to `--a.b=value`.
+
+    Otherwise the parser would take the value for a positional argument.
 
     >>> joined(["record", "--play.turns", "3", "a.py:b", "--out", "o"])
     ['record', '--play.turns=3', 'a.py:b', '--out', 'o']
     """
-    found: list[str] = []
+    result: list[str] = []
     words = iter(arguments)
     for word in words:
-        alone = word.startswith("--") and "." in word and "=" not in word
-        value = next(words, None) if alone else None
-        found.append(word if value is None else f"{word}={value}")
-    return found
+        has_separate_value = word.startswith("--") and "." in word and "=" not in word
+        value = next(words, None) if has_separate_value else None
+        result.append(word if value is None else f"{word}={value}")
+    return result
 
 
 def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
-    """Names and values of `--a.b=value`."""
-    found: list[tuple[str, str]] = []
+    """Return names and values of arguments like `--a.b=value`."""
+    pairs: list[tuple[str, str]] = []
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
             flags = [flag for action in parser._actions for flag in action.option_strings if "." not in flag]
-            same = meant(name, [*(flag.lstrip("-") for flag in flags), *config.options()])
-            cure = config.nearest(f"--{name}", [*flags, *(f"--{option}" for option in config.options())])
-            cure = f"Did you mean {same}?" if same else cure
-            parser.error(f"{word} is no option here. {cure}")
+            flag_meant = meant(name, [*(flag.lstrip("-") for flag in flags), *config.options()])
+            suggestion = config.nearest(f"--{name}", [*flags, *(f"--{option}" for option in config.options())])
+            suggestion = f"Did you mean {flag_meant}?" if flag_meant else suggestion
+            parser.error(f"{word} is no option here. {suggestion}")
         if not equals:
             parser.error(f"{word} has no value. Write {word} VALUE.")
-        found.append((name, value))
-    return found
+        pairs.append((name, value))
+    return pairs
 
 
 def go_on(stopped: str, arguments: list[str], flag: str = "--resume") -> list[str]:
-    """How to go on with what a signal has stopped; nothing where it was something else.
+    """Return a line with the command that resumes a run, if a signal stopped it. Otherwise an empty list.
 
     >>> go_on("signal", ["online", "run.toml"]), go_on("done", ["online", "run.toml"])
     (['go on    tracegrad online run.toml --resume'], [])
     """
     if stopped != "signal":
         return []
-    again = arguments if flag in arguments or not flag else [*arguments, flag]
-    return [f"go on    tracegrad {shlex.join(again)}"]
+    command = arguments if flag in arguments or not flag else [*arguments, flag]
+    return [f"go on    tracegrad {shlex.join(command)}"]
 
 
 AS_FLAGS = {
@@ -322,89 +328,93 @@ AS_FLAGS = {
         'Record it, or name an objective with missing "mask" or "neutral" (--objective)'
     ),
 }
-"""Arguments of Python as errors of the package name them, and what they are on the command line."""
+"""Python arguments as they appear in error messages, and the corresponding flags."""
 
 
 def as_flags(message: str) -> str:
-    """Return an error's message with the flags of the command line where it names arguments of Python.
+    """Return an error message with Python arguments replaced by command-line flags.
 
-    What a message quotes of users' own code, from a traceback on, stays as it is.
+    Text from a traceback on is user code and stays unchanged.
 
     >>> as_flags("out holds a run. Go on with resume=True, or give another out.")
     'out holds a run. Go on with --resume, or give another --out.'
     """
-    own, mark, traceback = message.partition("Traceback (most recent call last)")
+    text, mark, traceback = message.partition("Traceback (most recent call last)")
     for argument, flag in AS_FLAGS.items():
-        own = own.replace(argument, flag)
-    return own + mark + traceback
+        text = text.replace(argument, flag)
+    return text + mark + traceback
 
 
 def say(*lines: str) -> None:
-    """Prints lines, where this process is the one that speaks."""
+    """Print lines, on the first rank only."""
     for line in lines if first() else ():
         put(shown(redacted(line)), to=sys.stdout)
 
 
 def aside(*lines: str) -> None:
-    """Prints lines on standard error, where standard output is for machines."""
+    """Print lines on standard error, on the first rank only. Used when standard output is machine-readable."""
     for line in lines if first() else ():
         print(shown(redacted(line)), file=sys.stderr, flush=True)
 
 
 def tell(account: Mapping[str, Any], *, line: bool = False) -> None:
-    """Prints one object for machines, over several lines or on one, with null for NaN and infinities."""
+    """Print one JSON object, over several lines or on one. NaN and infinities become null."""
     text = json.dumps(_finite(account), indent=None if line else 1, allow_nan=False)
     if first():
         put(*map(shown, redacted(text).split("\n")), to=stream())
 
 
 def _finite(value: Any) -> Any:
-    """As JSON has it, at any depth."""
+    """Return a value with NaN and infinities replaced by None, at any depth."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def for_machines(parser: argparse._ActionsContainer) -> None:
-    """Adds --json."""
+    """Add --json."""
     text = "one object for machines at the end; what is told meanwhile goes to standard error"
     parser.add_argument("--json", action="store_true", help=text)
 
 
 def speaker(told: argparse.Namespace) -> Callable[..., None]:
-    """Where lines go."""
+    """Return the function that prints lines for people: `aside` with --json, otherwise `say`."""
     return aside if told.json else say
 
 
 def folder_of(model: Path) -> Path:
-    """The folder of a model: the path itself, or what a Hub id names, brought here by huggingface_hub."""
+    """Return the folder of a model: the path itself, or a download from the Hub if the name is a Hub id.
+
+    Raises:
+        ArgumentError: if the Hub id cannot be downloaded.
+    """
     name = str(model)
     if model.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         return model
-    lacks = f"--model {name}: there is no such folder"
+    prefix = f"--model {name}: there is no such folder"
     if "/" not in name:
         return model
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ArgumentError(
-            f"{lacks}, and huggingface_hub is not installed. A Hub id cannot be looked up. pip install "
+            f"{prefix}, and huggingface_hub is not installed. A Hub id cannot be looked up. pip install "
             "'tracegrad[cloud]', or give a folder."
         ) from None
     try:
         return Path(snapshot_download(name))
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".split("\n")[0][:160]
+        cause = f"{type(error).__name__}: {error}".split("\n")[0][:160]
         raise ArgumentError(
-            f"{lacks}, and the Hub does not give it ({why}). Without a tokenizer nothing is read. Give a folder, or "
+            f"{prefix}, and the Hub does not give it ({cause}). Without a tokenizer nothing is read. Give a folder, or "
             "run huggingface-cli download where there is a network."
         ) from error
 
 
 def add_to(parser: Any) -> None:
-    """Adds the flags, and that of an objective alone."""
+    """Add the flags --objective, --recipe and --like."""
     parser.add_argument(
         "--objective",
         metavar="NAME",
@@ -419,10 +429,10 @@ def add_to(parser: Any) -> None:
 
 
 def told_recipe(told: argparse.Namespace) -> recipes.Recipe | None:
-    """The recipe that the flags name; None without them.
+    """Return the recipe that --recipe or --like names, or None.
 
     Raises:
-        ArgumentError: for both flags, and for what is no recipe.
+        ArgumentError: for both flags, or if there is no such recipe.
     """
     if told.recipe and told.like:
         raise ArgumentError("--recipe and --like are both told. Each is the whole start of a run. Give one of them.")
@@ -434,16 +444,16 @@ def told_recipe(told: argparse.Namespace) -> recipes.Recipe | None:
 def lines(
     told: argparse.Namespace, recipe: recipes.Recipe, otherwise: Sequence[str], idle: Sequence[str] = ()
 ) -> list[str]:
-    """What the recipe sets, what each option of a config from elsewhere is here, where it differs, and what
-    was told otherwise.
+    """Return lines about a recipe: its options, translated and differing options, and options that override it.
 
     Args:
+        otherwise: options that override the recipe.
         idle: options that have no effect here.
     """
-    sets = ", ".join(f"{name} = {value}" for name, value in recipe.options if name not in idle)
-    left = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in idle)
-    spelled = [f"         {name}: {here}" for name, here in recipe.told]
-    spelled += [f"differs  on purpose, {name}: {words}" for name, words in recipe.differs]
-    without = [f"         left out, as it is of training from a file: {left}"] if left else []
-    wins = [f"told     otherwise, which wins: {', '.join(otherwise)}"] if otherwise else []
-    return [f"recipe   {told.recipe or told.like}: {sets}", *spelled, *without, *wins]
+    applied = ", ".join(f"{name} = {value}" for name, value in recipe.options if name not in idle)
+    unused = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in idle)
+    translated = [f"         {name}: {translation}" for name, translation in recipe.told]
+    translated += [f"differs  on purpose, {name}: {difference}" for name, difference in recipe.differs]
+    unused_lines = [f"         left out, as it is of training from a file: {unused}"] if unused else []
+    override_lines = [f"told     otherwise, which wins: {', '.join(otherwise)}"] if otherwise else []
+    return [f"recipe   {told.recipe or told.like}: {applied}", *translated, *unused_lines, *override_lines]

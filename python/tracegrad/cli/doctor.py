@@ -1,4 +1,4 @@
-"""Run `tracegrad doctor`: check traces before training on them. No torch, but for `--rescore`."""
+"""Run `tracegrad doctor`: check traces before training on them. torch is needed only for `--rescore`."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ from tracegrad.errors import ArgumentError
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verb."""
+    """Add the verb."""
     parser = verb(commands, "doctor", "say why training on traces would be wrong, what it costs, and the cure", _doctor)
     inputs_of(parser)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
@@ -38,23 +38,23 @@ def add_to(commands: Any) -> None:
     )
 
 
-def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    told.model = folder_of(told.model)
+def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    options.model = folder_of(options.model)
     if idle := [name for name, _ in overrides if not name.startswith("map.")]:
         raise ArgumentError(f"{idle[0]} has no effect on doctor, which trains nothing. Leave it for train.")
     diagnosis = doctor.examine(
-        told.traces,
-        told.model,
+        options.traces,
+        options.model,
         map=config.load(overrides=overrides).map,
         progress=Bar(),
-        max_tokens=told.max_tokens,
-        held_out=told.held_out,
-        logprob_kind=told.kind,
-        sampling_defaults=told.defaults,
-        server_profile=told.profile,
-        rescored=told.rescore,
+        max_tokens=options.max_tokens,
+        held_out=options.held_out,
+        logprob_kind=options.kind,
+        sampling_defaults=options.defaults,
+        server_profile=options.profile,
+        rescored=options.rescore,
     )
-    if told.json:
+    if options.json:
         tell(diagnosis.as_dict())
     else:
         say(*doctor.lines(diagnosis))

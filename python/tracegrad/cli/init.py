@@ -1,4 +1,4 @@
-"""`tracegrad init`: a commented run.toml for a file, with what was found in it filled in."""
+"""Run `tracegrad init`: write a commented run.toml for traces, with inferred fields filled in."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ SAMPLE = 200
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verb."""
+    """Add the verb."""
     parser = verb(commands, "init", "write a commented run.toml for traces, with what was found in them", _init)
     inputs_of(parser)
     parser.add_argument(
@@ -26,55 +26,59 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="what was found for machines, one object")
 
 
-def _init(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    chosen = config.load(overrides=overrides)
-    if told.traces == ["-"]:
+def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    run_config = config.load(overrides=overrides)
+    if options.traces == ["-"]:
         raise ArgumentError("standard input cannot be read twice. Nothing of it could be filled in. Name a file.")
-    if told.out.exists():
-        raise ArgumentError(f"{told.out} is there already. It would be lost. Give another --out, or remove it.")
-    found = infer_fields.find(told.traces, chosen.map)
-    best = {each.field: each for each in reversed(found.found)}
-    map_told = chosen.map.told()
-    for name, each in best.items():
-        map_told.setdefault(name, each.path)
-        if each.order and map_told[name] == each.path:
-            map_told.setdefault("order", each.order)
-    account = data.stream(told.traces, map=config.Map(**map_told), on_error="skip", limit=SAMPLE)
-    traces = data.together(account)
+    if options.out.exists():
+        raise ArgumentError(f"{options.out} is there already. It would be lost. Give another --out, or remove it.")
+    candidates = infer_fields.find(options.traces, run_config.map)
+    best = {candidate.field: candidate for candidate in reversed(candidates.found)}
+    field_map = run_config.map.told()
+    for name, candidate in best.items():
+        field_map.setdefault(name, candidate.path)
+        if candidate.order and field_map[name] == candidate.path:
+            field_map.setdefault("order", candidate.order)
+    stream = data.stream(options.traces, map=config.Map(**field_map), on_error="skip", limit=SAMPLE)
+    traces = data.together(stream)
     logprobs = any(turn.logprobs is not None for trace in traces for turn in trace.generations)
     kind = "recorded" if all(map(_tells_kind, traces)) else "raw"
-    text = _text(map_told, found, logprobs, len(traces), kind)
+    text = _text(field_map, candidates, logprobs, len(traces), kind)
     try:
-        files.write(told.out, text)
+        files.write(options.out, text)
     except OSError as error:
-        raise ArgumentError(f"{told.out}: {error.strerror}. It is not written. Give another --out.") from error
+        raise ArgumentError(f"{options.out}: {error.strerror}. It is not written. Give another --out.") from error
     command = [
         "tracegrad",
         "train",
-        *told.traces,
+        *options.traces,
         "--model",
-        told.model,
+        options.model,
         "--config",
-        str(told.out),
+        str(options.out),
         "--out",
         "runs/first",
     ]
-    if told.json:
-        rows = [{"field": each.field, "path": each.path, "why": each.why} for each in found.found]
-        tell({"file": str(told.out), "found": rows, "command": shlex.join(command)})
+    if options.json:
+        rows = [
+            {"field": candidate.field, "path": candidate.path, "why": candidate.why} for candidate in candidates.found
+        ]
+        tell({"file": str(options.out), "found": rows, "command": shlex.join(command)})
         return 0
-    say(*found.lines(), f"written  {told.out}: read it, then", f"         {shlex.join(command)}")
+    say(*candidates.lines(), f"written  {options.out}: read it, then", f"         {shlex.join(command)}")
     return 0
 
 
 def _tells_kind(trace: Any) -> bool:
-    """Whether a trace says what its logprobs are of, where that makes a difference."""
+    """Return whether a trace records what kind its logprobs are, if the kind makes a difference."""
     turns = [turn for turn in trace.generations if turn.logprobs is not None]
     return all(turn.logprob_kind != "unknown" or turn.temperature == 1 for turn in turns)
 
 
-def _text(told: dict[str, str], found: infer_fields.Candidates, logprobs: bool, traces: int, kind: str) -> str:
-    """The file: what was found, each with why, and what else could be meant as comments."""
+def _text(
+    field_map: dict[str, str], candidates: infer_fields.Candidates, logprobs: bool, traces: int, kind: str
+) -> str:
+    """Return the text of the file: inferred fields with the reason for each, and alternatives as comments."""
     lines = [
         "# What `tracegrad init` found. Every line may be changed; docs/configuration.md tells the other options.",
         "",
@@ -86,17 +90,24 @@ def _text(told: dict[str, str], found: infer_fields.Candidates, logprobs: bool, 
             "text_only = true",
         ]
     else:
-        told_kind = 'logprob_kind = "raw"  # where the records do not say it: raw (vLLM\'s default) or processed'
-        lines += [told_kind if kind == "raw" else f"# {told_kind}"]
+        kind_line = 'logprob_kind = "raw"  # where the records do not say it: raw (vLLM\'s default) or processed'
+        lines += [kind_line if kind == "raw" else f"# {kind_line}"]
     lines += ["", "[data.map]", f"# Where the records hold what a trace needs; {traces:,} were read with it."]
     for name, docs in config.field_docs(config.Map).items():
-        others = [each for each in found.of(name) if each.path != told.get(name)]
-        why = next((f"  # {each.why}" for each in found.of(name) if each not in others), "")
+        alternatives = [candidate for candidate in candidates.of(name) if candidate.path != field_map.get(name)]
+        reason = next(
+            (f"  # {candidate.why}" for candidate in candidates.of(name) if candidate not in alternatives), ""
+        )
         lines.append(f"# {docs}")
         lines.append(
-            f"{name} = {json.dumps(told[name], ensure_ascii=False)}{why}" if name in told else f'# {name} = ""'
+            f"{name} = {json.dumps(field_map[name], ensure_ascii=False)}{reason}"
+            if name in field_map
+            else f'# {name} = ""'
         )
-        lines += [f"# {name} = {json.dumps(each.path, ensure_ascii=False)}  # {each.why}" for each in others[:3]]
+        lines += [
+            f"# {name} = {json.dumps(candidate.path, ensure_ascii=False)}  # {candidate.why}"
+            for candidate in alternatives[:3]
+        ]
     if not logprobs:
         lines += [
             "",

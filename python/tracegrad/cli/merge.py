@@ -1,4 +1,4 @@
-"""`tracegrad merge`: whole weights of a checkpoint that holds LoRA adapters."""
+"""Run `tracegrad merge`: merge the LoRA adapters of a checkpoint into full weights."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from tracegrad.errors import ArgumentError
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verb."""
+    """Add the verb."""
     parser = verb(commands, "merge", "make whole weights of a checkpoint that holds LoRA adapters", _merge)
     parser.add_argument("checkpoint", type=Path, help="folder of adapters, such as out/checkpoint")
     parser.add_argument("--out", type=place, required=True, metavar="DIR", help="where the model goes; not there yet")
@@ -19,7 +19,7 @@ def add_to(commands: Any) -> None:
     for_machines(parser)
 
 
-def _merge(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+def _merge(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if overrides:
         raise ArgumentError(f"{overrides[0][0]} has no effect on merge, which trains nothing. Leave it for train.")
     try:
@@ -28,9 +28,9 @@ def _merge(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
         raise ArgumentError(
             f"merge needs {error.name}, which is not installed. No weights can be read. pip install 'tracegrad[lora]'"
         ) from error
-    out = merge_adapters(told.checkpoint, told.out, told.base)
-    if told.json:
-        tell({"checkpoint": str(told.checkpoint), "model": str(out)})
+    out = merge_adapters(options.checkpoint, options.out, options.base)
+    if options.json:
+        tell({"checkpoint": str(options.checkpoint), "model": str(out)})
         return 0
     say(f"merged   {out}  loads with AutoModelForCausalLM.from_pretrained; tokenizer and template are beside it")
     return 0

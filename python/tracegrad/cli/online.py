@@ -1,6 +1,6 @@
-"""`tracegrad online` and `tracegrad replay`: a run that plays and trains, and its steps again from its folder.
+"""Run `tracegrad online` and `tracegrad replay`: train online, and repeat a run's steps from its folder.
 
-What a run.toml holds is `run_file`'s, what it names `user_functions`'s. torch is imported when a verb is called.
+`run_file` reads run.toml, and `user_functions` imports what it names. torch is imported when a verb is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARNING = "The files that it names are run as programs: name only what you have 
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verbs."""
+    """Add the verbs."""
     parser = verb(commands, "online", "play, score, train and push, as a run.toml says", _online, WARNING)
     parser.add_argument("run_file", type=Path, metavar="run.toml", help="what to play and how: docs/online.md")
     parser.add_argument("--model", metavar="DIR", help="folder of model and tokenizer, over the file's")
@@ -57,42 +57,50 @@ def _replay_command(commands: Any) -> None:
     for_machines(parser)
 
 
-def _replay(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     from tracegrad import online
     from tracegrad.objective import override_all, presets
 
     if idle := [name for name, _ in overrides if not name.startswith("objective")]:
         raise ArgumentError(f"{idle[0]} has no effect on replay, which takes what the run was told. Leave it out.")
-    chosen = config.load(overrides=overrides).objective
-    objective = override_all(presets.find(chosen.preset), dict(chosen.overrides)) if overrides else None
-    found = online.replay(told.folder, told.model, objective=objective, out=told.out, say=speaker(told))
-    if told.json:
-        tell(_account(found))
-        return found.exit_code
-    say(f"replayed {found.steps} steps; {found.checkpoint}")
-    return found.exit_code
+    objective_config = config.load(overrides=overrides).objective
+    objective = (
+        override_all(presets.find(objective_config.preset), dict(objective_config.overrides)) if overrides else None
+    )
+    result = online.replay(options.folder, options.model, objective=objective, out=options.out, say=speaker(options))
+    if options.json:
+        tell(_result_fields(result))
+        return result.exit_code
+    say(f"replayed {result.steps} steps; {result.checkpoint}")
+    return result.exit_code
 
 
-def _online(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if told.collect is not None:
-        return _collect(told, overrides, arguments)
+def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    if options.collect is not None:
+        return _collect(options, overrides, arguments)
     needs("training_loop")
     from tracegrad import online
     from tracegrad.cli import run_file
     from tracegrad.objective import override_all, presets
 
-    given = {"model": told.model, "out": told.out, "tasks": told.tasks, "servers": told.server, "python": told.python}
-    given = {key: value for key, value in given.items() if value is not None}
-    begins = args.told_recipe(told)
-    run = run_file.read(told.run_file, given, overrides, told.resume, begins)
-    of_recipe = [] if begins is None else args.lines(told, begins, run.otherwise, run_file.OF_FILES)
-    speak = speaker(told)
-    speak(*(f"# {line}" if told.dry_run else line for line in of_recipe))
+    flags = {
+        "model": options.model,
+        "out": options.out,
+        "tasks": options.tasks,
+        "servers": options.server,
+        "python": options.python,
+    }
+    flags = {key: value for key, value in flags.items() if value is not None}
+    recipe = args.told_recipe(options)
+    run = run_file.read(options.run_file, flags, overrides, options.resume, recipe)
+    recipe_lines = [] if recipe is None else args.lines(options, recipe, run.otherwise, run_file.OF_FILES)
+    speak = speaker(options)
+    speak(*(f"# {line}" if options.dry_run else line for line in recipe_lines))
     objective = override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
-    model, out, contract = run.place("model"), run.place("out"), _all(run, told.trainer_only)
-    if told.dry_run:
-        return _dry_run(run, objective, contract, as_json=told.json)
-    found = online.train(
+    model, out, contract = run.place("model"), run.place("out"), _local_arguments(run, options.trainer_only)
+    if options.dry_run:
+        return _dry_run(run, objective, contract, as_json=options.json)
+    result = online.train(
         model,
         **contract,
         objective=objective,
@@ -104,58 +112,62 @@ def _online(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         python=run.python,
         engine=run.engine,
         out=out,
-        resume=told.resume,
+        resume=options.resume,
         say=speak,
     )
-    if told.json:
-        tell({**_account(found), "played": str(out / "played"), "metrics": str(out / "metrics.jsonl")})
+    if options.json:
+        tell({**_result_fields(result), "played": str(out / "played"), "metrics": str(out / "metrics.jsonl")})
     else:
-        say(*_ending(found, out, arguments))
-    return found.exit_code
+        say(*_final_lines(result, out, arguments))
+    return result.exit_code
 
 
-def _account(found: Any) -> dict[str, Any]:
-    """What a run has come to."""
-    told = {"steps": found.steps, "stopped": found.stopped, "checkpoint": str(found.checkpoint)}
-    return {**told, "last": found.rows[-1] if found.rows else None, "exit_code": found.exit_code}
+def _result_fields(result: Any) -> dict[str, Any]:
+    """Return the result of a run for --json."""
+    counts = {"steps": result.steps, "stopped": result.stopped, "checkpoint": str(result.checkpoint)}
+    return {**counts, "last": result.rows[-1] if result.rows else None, "exit_code": result.exit_code}
 
 
-def _collect(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    """Plays for a trainer that is another process, and that says how."""
+def _collect(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    """Run rollouts for a trainer in another process, which determines the settings."""
     needs("collector_process")
     from tracegrad import online
     from tracegrad.cli import run_file, user_functions
 
     trainers = ("model", "server", "python", "objective", "recipe", "like", "resume", "trainer_only", "dry_run")
-    idle = [name.replace("_", "-") for name in trainers if getattr(told, name)] + [name for name, _ in overrides]
+    idle = [name.replace("_", "-") for name in trainers if getattr(options, name)] + [name for name, _ in overrides]
     if idle:
         raise ArgumentError(f"--{idle[0]} has no effect on a collector: the trainer says how is played. Leave it out.")
-    share = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", told.collect)
+    share = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", options.collect)
     if share is None or int(share[1]) >= int(share[2]):
         raise ArgumentError(
-            f"--collect is {told.collect!r:.40}. Which tasks it plays is not known. Collectors count from 0: write "
+            f"--collect is {options.collect!r:.40}. Which tasks it plays is not known. Collectors count from 0: write "
             "0/2 and 1/2 for two."
         )
-    given = {key: value for key, value in (("out", told.out), ("tasks", told.tasks)) if value is not None}
-    run = run_file.read(told.run_file, given, [], False)
-    out, _, contract = run.place("out"), run.place("tasks"), _contract(run)
-    contract |= {"share": (int(share[1]), int(share[2])), "key": run.key, "say": speaker(told)}
-    found = online.collect(out, user_functions.tasks(run.named["tasks"], run.base), **contract)
-    if told.json:
-        counts = {"trajectories": found.trajectories, "groups": found.groups, "failed": found.failed}
-        tell({**counts, "stopped": found.stopped, "exit_code": found.exit_code})
-        return found.exit_code
+    flags = {key: value for key, value in (("out", options.out), ("tasks", options.tasks)) if value is not None}
+    run = run_file.read(options.run_file, flags, [], False)
+    out, _, contract = run.place("out"), run.place("tasks"), _rollout_arguments(run)
+    contract |= {"share": (int(share[1]), int(share[2])), "key": run.key, "say": speaker(options)}
+    result = online.collect(out, user_functions.tasks(run.named["tasks"], run.base), **contract)
+    if options.json:
+        counts = {"trajectories": result.trajectories, "groups": result.groups, "failed": result.failed}
+        tell({**counts, "stopped": result.stopped, "exit_code": result.exit_code})
+        return result.exit_code
     reasons = {"done": "the run is over", "signal": "stopped on request; nothing is lost", "tasks": "no task is left"}
     say(
-        f"played   {found.trajectories:,} trajectories in {found.groups:,} groups; {found.failed:,} failed; "
-        f"{reasons[found.stopped]}",
-        *go_on(found.stopped, arguments, flag=""),
+        f"played   {result.trajectories:,} trajectories in {result.groups:,} groups; {result.failed:,} failed; "
+        f"{reasons[result.stopped]}",
+        *go_on(result.stopped, arguments, flag=""),
     )
-    return found.exit_code
+    return result.exit_code
 
 
 def needs(module: str) -> None:
-    """Says in one line what is not installed."""
+    """Raise if a package for online training is not installed.
+
+    Raises:
+        ArgumentError: if so, with the name of the package.
+    """
     try:
         importlib.import_module(f"tracegrad.online.{module}")
         importlib.import_module("tracegrad.rollout.proxy")
@@ -165,73 +177,76 @@ def needs(module: str) -> None:
         ) from error
 
 
-def _all(run: RunFile, elsewhere: bool) -> dict[str, Any]:
-    """What is played in the trainer's process, by the names of `online.train`: not the tasks that others play."""
+def _local_arguments(run: RunFile, has_remote_collectors: bool) -> dict[str, Any]:
+    """Return the arguments of `online.train` for rollouts in the trainer's process.
+
+    Without local rollouts (`elsewhere`), tasks are None and only an evaluation needs the rest.
+    """
     from tracegrad.cli import user_functions
 
-    if not elsewhere:
+    if not has_remote_collectors:
         run.place("tasks")
-    told: dict[str, Any] = {} if elsewhere and "evaluation" not in run.named else _contract(run)
-    told["tasks"] = None if elsewhere else user_functions.tasks(run.named["tasks"], run.base)
+    kwargs: dict[str, Any] = {} if has_remote_collectors and "evaluation" not in run.named else _rollout_arguments(run)
+    kwargs["tasks"] = None if has_remote_collectors else user_functions.tasks(run.named["tasks"], run.base)
     if "evaluation" in run.named:
-        told["evaluation"] = user_functions.evaluated(run.named["evaluation"], run.base)
-    return told
+        kwargs["evaluation"] = user_functions.evaluated(run.named["evaluation"], run.base)
+    return kwargs
 
 
-def _contract(run: RunFile) -> dict[str, Any]:
-    """What is played and what is good, by the names of `online.train`."""
+def _rollout_arguments(run: RunFile) -> dict[str, Any]:
+    """Return the arguments of `online.train` that define rollouts and rewards."""
     from tracegrad.cli import user_functions
     from tracegrad.online.rollout_workers import Contract
 
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key in ("agent", "environment"):
         if key in run.named:
-            told[key] = user_functions.contract(run.named[key], run.base, key)
+            found[key] = user_functions.contract(run.named[key], run.base, key)
     if "tools" in run.named:
-        told["tools"] = user_functions.tools(run.named["tools"], run.base)
+        found["tools"] = user_functions.tools(run.named["tools"], run.base)
     if "rewards" in run.named:
-        told["rewards"] = user_functions.functions(run.named["rewards"], run.base, "rewards")
+        found["rewards"] = user_functions.functions(run.named["rewards"], run.base, "rewards")
     if "weights" in run.named:
-        told["weights"] = run.named["weights"]
-        if len(told["weights"]) != len(told.get("rewards", ())):
+        found["weights"] = run.named["weights"]
+        if len(found["weights"]) != len(found.get("rewards", ())):
             raise ArgumentError(
-                f"{run.path}: weights has {len(told['weights'])} numbers for {len(told.get('rewards', ()))} rewards. "
+                f"{run.path}: weights has {len(found['weights'])} numbers for {len(found.get('rewards', ()))} rewards. "
                 "Each reward function has one. Write as many."
             )
-    Contract.of(**{key: told.get(key) for key in ("agent", "environment", "tools", "rewards")})
-    return told
+    Contract.of(**{key: found.get(key) for key in ("agent", "environment", "tools", "rewards")})
+    return found
 
 
 def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json: bool) -> int:
-    """What would be done, and whether it can be: files, names, tasks, servers."""
+    """Print what a run would do, after checking that files, names, tasks and servers are usable."""
     from tracegrad.alignment.tokenizer import Tokenizer
 
     speak = aside if as_json else say
     speak(*run.to_toml().split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
     Tokenizer.from_pretrained(run.place("model"))
-    told, tasks = run.online, contract["tasks"]
+    online, tasks = run.online, contract["tasks"]
     count = f"{len(tasks):,} tasks" if isinstance(tasks, (list, tuple)) else "tasks that are iterated once"
     count = "tasks that collectors play" if tasks is None else count
     groups = run.config.pack.step_groups
-    servers = asyncio.run(served(run.named["servers"], run.key)) if "servers" in run.named else _starts(run)
+    servers = asyncio.run(served(run.named["servers"], run.key)) if "servers" in run.named else _check_interpreter(run)
     if as_json:
-        size = {"steps": told.steps, "groups": groups, "samples": run.play.samples}
-        listed = len(tasks) if isinstance(tasks, (list, tuple)) else None
-        asked = {"tasks": listed, "evaluation": len(contract.get("evaluation", ())), "servers": servers}
-        chosen = {"config": config.as_dict(run.config), "run": run.to_toml(), "objective": str(objective)}
-        tell({"would": {**size, **asked}, **chosen})
+        size = {"steps": online.steps, "groups": groups, "samples": run.play.samples}
+        task_count = len(tasks) if isinstance(tasks, (list, tuple)) else None
+        inputs = {"tasks": task_count, "evaluation": len(contract.get("evaluation", ())), "servers": servers}
+        settings = {"config": config.as_dict(run.config), "run": run.to_toml(), "objective": str(objective)}
+        tell({"would": {**size, **inputs}, **settings})
         return 0
     say(
-        f"would    take {told.steps:,} steps of {groups} groups of {run.play.samples} trajectories, from {count}",
+        f"would    take {online.steps:,} steps of {groups} groups of {run.play.samples} trajectories, from {count}",
         f"         evaluate on {len(contract.get('evaluation', ())):,} tasks"
-        + (f" every {told.eval_every} steps" if told.eval_every else " before the first step and after the last"),
+        + (f" every {online.eval_every} steps" if online.eval_every else " before the first step and after the last"),
         f"servers  {servers}",
     )
     return 0
 
 
 async def served(urls: list[str], key: str | None) -> str:
-    """What servers say of themselves."""
+    """Return the server URLs and the model that they serve, as text."""
     from tracegrad.online.options import IN_PROCESS
     from tracegrad.online.server_pool import model_of
     from tracegrad.rollout.client import Servers
@@ -242,26 +257,26 @@ async def served(urls: list[str], key: str | None) -> str:
         return f"{', '.join(urls)}, which serve {await model_of(servers)!r}"
 
 
-def _starts(run: RunFile) -> str:
-    """Which interpreter would start a server, where it can."""
+def _check_interpreter(run: RunFile) -> str:
+    """Return which interpreter would start a server, after checking that it has vLLM."""
     python = run.python or sys.executable
-    ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        found = subprocess.run([python, "-c", ask], capture_output=True, timeout=60, check=False).returncode == 0
+        has_vllm = subprocess.run([python, "-c", probe], capture_output=True, timeout=60, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ArgumentError(f"{python}: it cannot be run: {error}. No server would start. Correct python.") from error
-    if not found:
+    if not has_vllm:
         raise ArgumentError(
             f"{python} has no vLLM. No server would start. Name servers, or as python an interpreter that has it."
         )
     return f"one is started by {python}"
 
 
-def _ending(found: Any, out: Path, arguments: list[str]) -> list[str]:
+def _final_lines(result: Any, out: Path, arguments: list[str]) -> list[str]:
     reasons = {"done": "", "signal": ", stopped on request; nothing is lost", "tasks": ", after which no task was left"}
     return [
-        f"trained  {found.steps:,} steps{reasons[found.stopped]}",
-        f"         {found.checkpoint}  loads with AutoModelForCausalLM.from_pretrained",
+        f"trained  {result.steps:,} steps{reasons[result.stopped]}",
+        f"         {result.checkpoint}  loads with AutoModelForCausalLM.from_pretrained",
         f"         {out / 'played'}  holds what was played, {out / 'metrics.jsonl'} how it went",
-        *go_on(found.stopped, arguments),
+        *go_on(result.stopped, arguments),
     ]

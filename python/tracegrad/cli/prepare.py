@@ -1,4 +1,4 @@
-"""Run `tracegrad prepare`: align traces into a folder of shards. No torch."""
+"""Run `tracegrad prepare`: align traces into a folder of shards. It does not need torch."""
 
 import argparse
 import shlex
@@ -12,7 +12,7 @@ from tracegrad.prepare.summary import Account
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verb."""
+    """Add the verb."""
     shards = command(commands, "prepare", "align traces into shards, without torch", _prepare, out=str)
     shards.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces in a shard (default 4096)")
     shards.add_argument("--json", action="store_true", help="the account for machines, one object")
@@ -26,36 +26,36 @@ def add_to(commands: Any) -> None:
     )
 
 
-def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    told.model = folder_of(told.model)
-    of_reading = ("data.", "map.")
-    unread = ("data.reward", "data.holdout", "data.accept_truncated_sampling")
-    if idle := [name for name, _ in overrides if not name.startswith(of_reading) or name in unread]:
+def _prepare(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    options.model = folder_of(options.model)
+    reading_sections = ("data.", "map.")
+    unused = ("data.reward", "data.holdout", "data.accept_truncated_sampling")
+    if idle := [name for name, _ in overrides if not name.startswith(reading_sections) or name in unused]:
         raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
     for flag in ("shard_traces", "workers", "part_bytes"):
-        if getattr(told, flag) < 1:
-            raise ArgumentError(f"--{flag.replace('_', '-')} is {getattr(told, flag)}. At least 1 is. Leave it out.")
-    chosen = config.load(overrides=overrides)
-    cut = {name: getattr(told, name) for name in ("shard_traces", "resume", "workers", "ray", "part_bytes")}
-    cut |= {"map": chosen.map, "progress": Bar()}
-    account = prepare.prepare(told.traces, told.model, chosen.data, told.out, **cut)
-    steps = _next(told, chosen, account)
-    if told.json:
-        tell({**account.as_dict(), "next": steps})
+        if getattr(options, flag) < 1:
+            raise ArgumentError(f"--{flag.replace('_', '-')} is {getattr(options, flag)}. At least 1 is. Leave it out.")
+    run_config = config.load(overrides=overrides)
+    settings = {name: getattr(options, name) for name in ("shard_traces", "resume", "workers", "ray", "part_bytes")}
+    settings |= {"map": run_config.map, "progress": Bar()}
+    summary = prepare.prepare(options.traces, options.model, run_config.data, options.out, **settings)
+    steps = _next(options, run_config, summary)
+    if options.json:
+        tell({**summary.as_dict(), "next": steps})
         return 0
-    say(*account.lines(), f"written  {told.out}/shard-*, {told.out}/drift.json, {told.out}/manifest.json")
+    say(*summary.lines(), f"written  {options.out}/shard-*, {options.out}/drift.json, {options.out}/manifest.json")
     say(*(f"next     {step}" for step in steps))
     return 0
 
 
-def _next(told: argparse.Namespace, chosen: config.Config, account: Account) -> list[str]:
-    """The command that goes on from here; where no reward or group is known, the one that says what may be meant."""
-    where, text_only = ["--model", str(told.model), "--out"], chosen.data.text_only
-    mapped = [part for name, path in chosen.map.told().items() for part in (f"--map.{name}", path)]
-    if not account.terms and not text_only and account.tiers.keys() <= {"T6"}:
-        again = ["tracegrad", "prepare", *told.traces, *where, f"{told.out}-text", *mapped, "--text-only"]
-        return [f"{shlex.join(again)}  (the traces are text: no logprob is in them)"]
-    if account.found:
-        return [shlex.join(["tracegrad", "doctor", *told.traces, *where[:2], *mapped])]
-    flags = ["--objective", "TOPR_POSITIVE", "--text-only"] if text_only else []
-    return [shlex.join(["tracegrad", "train", str(told.out), *where, "runs/first", *flags])]
+def _next(options: argparse.Namespace, run_config: config.Config, summary: Account) -> list[str]:
+    """Return the next command to run. If no reward or group is known, this is `doctor`, which lists likely fields."""
+    flags, text_only = ["--model", str(options.model), "--out"], run_config.data.text_only
+    map_flags = [part for name, path in run_config.map.told().items() for part in (f"--map.{name}", path)]
+    if not summary.terms and not text_only and summary.tiers.keys() <= {"T6"}:
+        retry = ["tracegrad", "prepare", *options.traces, *flags, f"{options.out}-text", *map_flags, "--text-only"]
+        return [f"{shlex.join(retry)}  (the traces are text: no logprob is in them)"]
+    if summary.found:
+        return [shlex.join(["tracegrad", "doctor", *options.traces, *flags[:2], *map_flags])]
+    objective_flags = ["--objective", "TOPR_POSITIVE", "--text-only"] if text_only else []
+    return [shlex.join(["tracegrad", "train", str(options.out), *flags, "runs/first", *objective_flags])]

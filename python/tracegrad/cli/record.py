@@ -1,6 +1,6 @@
-"""`tracegrad record` and `tracegrad proxy`: trajectories into a folder, and nothing trained.
+"""Run `tracegrad record` and `tracegrad proxy`: record trajectories in a folder, without training.
 
-`record` plays tasks with what a file names; `proxy` records whatever program talks to it.
+`record` runs tasks with an agent or environment from a file. `proxy` records any program that sends requests to it.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.storage import files
 
 CLOCK_S = 2.0
-"""By which times of files may be off."""
+"""Tolerance of file times, in seconds."""
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verbs."""
+    """Add the verbs."""
     parser = verb(commands, "record", "play tasks and record them by whole groups, without training", _record, WARNING)
     parser.add_argument(
         "contract", nargs="?", metavar="file.py:name", help="an agent of (task, policy), or a class of environments"
@@ -60,131 +60,145 @@ def _common(parser: Parser) -> None:
     for_machines(parser)
 
 
-def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     needs("recording")
     from tracegrad import online
     from tracegrad.cli import user_functions
 
-    here = Path.cwd()
+    base = Path.cwd()
     if idle := [name for name, _ in overrides if name.partition(".")[0] != "play"]:
         raise ArgumentError(f"{idle[0]} has no effect on record, which trains nothing. Leave it for tracegrad online.")
-    how: dict[str, Any] = {}
-    if told.contract is not None:
-        found = user_functions.contract(told.contract, here, "")
-        how["environment" if isinstance(found, type) else "agent"] = found
-    if told.tools:
-        how["tools"] = user_functions.tools(told.tools[0] if len(told.tools) == 1 else told.tools, here)
-    if told.rewards:
-        how["rewards"] = user_functions.functions(told.rewards, here, "rewards")
-    samples = [] if told.samples is None else [("play.samples", told.samples)]
-    found = online.record(
-        user_functions.tasks(told.tasks, here),
-        **how,
+    rollout_arguments: dict[str, Any] = {}
+    if options.contract is not None:
+        result = user_functions.contract(options.contract, base, "")
+        rollout_arguments["environment" if isinstance(result, type) else "agent"] = result
+    if options.tools:
+        rollout_arguments["tools"] = user_functions.tools(
+            options.tools[0] if len(options.tools) == 1 else options.tools, base
+        )
+    if options.rewards:
+        rollout_arguments["rewards"] = user_functions.functions(options.rewards, base, "rewards")
+    samples = [] if options.samples is None else [("play.samples", options.samples)]
+    result = online.record(
+        user_functions.tasks(options.tasks, base),
+        **rollout_arguments,
         play=changed({"play": online.Play()}, [*overrides, *samples])["play"],
-        servers=told.server,
-        key=read_key(told.key_file) if told.key_file else None,
-        logprob_kind=told.kind,
-        groups=told.groups,
-        parallel=told.parallel,
-        out=told.out,
-        resume=told.resume,
-        say=speaker(told),
+        servers=options.server,
+        key=read_key(options.key_file) if options.key_file else None,
+        logprob_kind=options.kind,
+        groups=options.groups,
+        parallel=options.parallel,
+        out=options.out,
+        resume=options.resume,
+        say=speaker(options),
     )
-    if told.json:
-        counts = {"trajectories": found.trajectories, "groups": found.groups, "failed": found.failed}
-        reward = None if math.isnan(found.reward) else found.reward
-        counts |= {"without_reward": found.without_reward, "before": found.before, "reward": reward}
-        failures = {name: vars(each) for name, each in found.failures.items()}
-        tell({**counts, "failures": failures, "file": found.file and str(found.file)})
+    if options.json:
+        counts = {"trajectories": result.trajectories, "groups": result.groups, "failed": result.failed}
+        reward = None if math.isnan(result.reward) else result.reward
+        counts |= {"without_reward": result.without_reward, "before": result.before, "reward": reward}
+        failures = {name: vars(failure) for name, failure in result.failures.items()}
+        tell({**counts, "failures": failures, "file": result.file and str(result.file)})
         return 0
-    failures = found.failures.items()
-    mean = "no reward is known" if math.isnan(found.reward) else f"mean reward {found.reward:.3f}"
-    without = f"; {found.without_reward:,} trajectories without a reward" if found.without_reward else ""
-    before = f", beside {found.before:,} that were there" if found.before else ""
+    failures = result.failures.items()
+    mean = "no reward is known" if math.isnan(result.reward) else f"mean reward {result.reward:.3f}"
+    unrewarded = f"; {result.without_reward:,} trajectories without a reward" if result.without_reward else ""
+    earlier = f", beside {result.before:,} that were there" if result.before else ""
     say(
-        f"recorded {found.trajectories:,} trajectories in {found.groups:,} groups{before}; {found.failed:,} failed",
-        *(f"failed   {name}, {each.count:,} trajectories; the first: {each.first}" for name, each in failures),
-        f"         {mean}{without}",
-        *((f"         {found.file}", f"next     tracegrad doctor {found.file} --model DIR") if found.file else ()),
+        f"recorded {result.trajectories:,} trajectories in {result.groups:,} groups{earlier}; {result.failed:,} failed",
+        *(f"failed   {name}, {failure.count:,} trajectories; the first: {failure.first}" for name, failure in failures),
+        f"         {mean}{unrewarded}",
+        *((f"         {result.file}", f"next     tracegrad doctor {result.file} --model DIR") if result.file else ()),
     )
     return 0
 
 
-def _proxy(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+def _proxy(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     needs("recording")
     if overrides:
         raise ArgumentError(f"{overrides[0][0]} has no effect on proxy: a program says itself how it samples.")
-    return asyncio.run(_recording(told))
+    return asyncio.run(_serve_proxy(options))
 
 
-async def _recording(told: argparse.Namespace) -> int:
-    """Serves until a signal comes; what is finished is on the disk."""
+async def _serve_proxy(args: argparse.Namespace) -> int:
+    """Serve until a signal arrives. Finished trajectories are on disk."""
     from tracegrad.online.buffer import FOLDER, Writer
     from tracegrad.rollout.client import Servers
     from tracegrad.rollout.proxy import Proxy
     from tracegrad.rollout.proxy_journal import Journal
 
-    key = read_key(told.key_file) if told.key_file else None
-    speak = speaker(told)
-    speak(f"server   {await served(told.server, key)}")
-    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    key = read_key(args.key_file) if args.key_file else None
+    speak = speaker(args)
+    speak(f"server   {await served(args.server, key)}")
+    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: ended.done() or ended.set_result(0))
+        asyncio.get_running_loop().add_signal_handler(number, lambda: stopped.done() or stopped.set_result(0))
     count = 0
     async with AsyncExitStack() as stack:
-        journal = stack.enter_context(Journal(told.out / "open"))
-        journal.forget(_recorded(told.out / FOLDER, journal))
-        servers = await stack.enter_async_context(Servers(told.server, model="", key=key))
-        writer = stack.enter_context(Writer(told.out / FOLDER))
+        journal = stack.enter_context(Journal(args.out / "open"))
+        journal.forget(_recorded_sessions(args.out / FOLDER, journal))
+        servers = await stack.enter_async_context(Servers(args.server, model="", key=key))
+        writer = stack.enter_context(Writer(args.out / FOLDER))
 
         async def finished(record: dict[str, Any]) -> None:
             nonlocal count
             await asyncio.to_thread(writer.write, [record])
             count += 1
 
-        options = {"key": _own_key(told.out / "key"), "upstream_key": key, "model": told.model, "port": told.port}
-        options |= {"journal": journal, "idle_s": told.idle, "logprob_kind": told.kind}
+        proxy_options = {
+            "key": _proxy_key(args.out / "key"),
+            "upstream_key": key,
+            "model": args.model,
+            "port": args.port,
+        }
+        proxy_options |= {"journal": journal, "idle_s": args.idle, "logprob_kind": args.kind}
         try:
-            proxy = await Proxy(servers, finished=finished, **options).__aenter__()
+            proxy = await Proxy(servers, finished=finished, **proxy_options).__aenter__()
         except OSError as error:
             raise TracegradError(
-                f"port {told.port}: {error.strerror}. Nothing can be recorded. Give another --port."
+                f"port {args.port}: {error.strerror}. Nothing can be recorded. Give another --port."
             ) from error
         try:
-            if left := len(journal.files):
-                speak(f"open     {left:,} sessions that the proxy before this one left open")
-            if told.json:
-                tell({"url": proxy.url, "key_file": str(told.out / "key"), "open": left}, line=True)
+            if open_count := len(journal.files):
+                speak(f"open     {open_count:,} sessions that the proxy before this one left open")
+            if args.json:
+                tell({"url": proxy.url, "key_file": str(args.out / "key"), "open": open_count}, line=True)
             speak(
-                f"export OPENAI_BASE_URL={proxy.url}/s/NAME/v1 OPENAI_API_KEY=$(cat {told.out / 'key'})",
+                f"export OPENAI_BASE_URL={proxy.url}/s/NAME/v1 OPENAI_API_KEY=$(cat {args.out / 'key'})",
                 "         NAME is yours to choose, one for each trajectory; or send x-tracegrad-session: NAME",
                 f"         a trajectory ends with  POST {proxy.url}/s/NAME/reward  "
                 '{"reward": 1.0, "group": "task 7"}',
             )
-            await ended
+            await stopped
         finally:
             await proxy.__aexit__()
     file = writer.folder / writer.name
-    if told.json:
+    if args.json:
         tell({"trajectories": count, "file": str(file)}, line=True)
     else:
         say(f"recorded {count:,} trajectories; {file}")
     return 0
 
 
-def _recorded(folder: Path, journal: Any) -> set[str]:
-    """Sessions of the journal whose records are whole in the folder: a proxy was killed just after it wrote them."""
+def _recorded_sessions(folder: Path, journal: Any) -> set[str]:
+    """Return sessions of the journal that are already completely recorded.
+
+    A proxy may have been killed after it wrote a record and before it removed the session from the journal.
+    """
     from tracegrad.online.buffer import Follower, Place
 
-    left = [path.stat().st_mtime for path in journal.files]
-    found = Follower(folder)
-    old = [path for path in folder.glob("*.jsonl.zst") if path.stat().st_mtime < min(left, default=math.inf) - CLOCK_S]
-    found.skip(Place(path.name, path.stat().st_size, 0) for path in old)
-    return {str(trace.metadata.get("session")) for _, traces in found.each() for trace in traces}
+    journal_times = [path.stat().st_mtime for path in journal.files]
+    follower = Follower(folder)
+    earlier_files = [
+        path
+        for path in folder.glob("*.jsonl.zst")
+        if path.stat().st_mtime < min(journal_times, default=math.inf) - CLOCK_S
+    ]
+    follower.skip(Place(path.name, path.stat().st_size, 0) for path in earlier_files)
+    return {str(trace.metadata.get("session")) for _, traces in follower.each() for trace in traces}
 
 
-def _own_key(path: Path) -> str:
-    """What programs show, kept in a file that only its owner reads."""
+def _proxy_key(path: Path) -> str:
+    """Return the key that programs must present. It is created on first use, in a file only its owner can read."""
     if not path.exists():
         with files.create(path, 0o600) as file:
             file.write(secrets.token_urlsafe(24).encode() + b"\n")

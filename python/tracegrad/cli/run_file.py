@@ -1,6 +1,6 @@
-"""A run.toml of `tracegrad online`: what is played with what, [online], [play], [engine], sections of training.
+"""Read the run.toml of `tracegrad online`: named inputs, [online], [play], [engine], and sections of training.
 
-Paths in it are relative to its own folder. Read, checked and printed here; the run is `online`'s.
+Its paths are relative to its own folder. This module reads, checks and prints the file.
 """
 
 import json
@@ -23,7 +23,7 @@ TEXTS = ("model", "out", "tasks", "evaluation", "environment", "agent", "python"
 LISTS = ("rewards", "tools", "servers", "weights")
 KEYS = (*TEXTS, *LISTS)
 PLAYING: Mapping[str, Any] = {"online": Online(), "play": Play()}
-"""The sections of playing, where nothing is told."""
+"""Sections about rollouts, with their defaults."""
 OF_FILES = (
     *(f"map.{each.name}" for each in fields(config.Map)),
     *("data.on_error", "data.logprob_kind", "data.text_only", "data.lenient", "data.holdout", "train.epochs"),
@@ -34,14 +34,14 @@ OF_FILES = (
 
 @dataclass(frozen=True)
 class RunFile:
-    """What a run was told.
+    """The settings of an online run.
 
     Args:
-        path: of the file, in whose folder its paths lie.
-        named: its first lines, `KEYS`.
-        config, online, play: what the sections give.
+        path: the file. Its paths are relative to its folder.
+        named: values of the keys above the first section (`KEYS`).
+        config, online, play: values of the sections.
         engine: vLLM's engine arguments.
-        otherwise: where file or command line told otherwise than the recipe, which wins.
+        otherwise: options of the file or command line that override the recipe.
     """
 
     path: Path
@@ -54,11 +54,15 @@ class RunFile:
 
     @property
     def base(self) -> Path:
-        """The folder that paths are relative to."""
+        """Return the folder that paths are relative to."""
         return self.path.parent
 
     def place(self, key: str) -> Path:
-        """A path that the file must name."""
+        """Return a path that the file must specify.
+
+        Raises:
+            ArgumentError: if the key is missing.
+        """
         if key not in self.named:
             raise ArgumentError(
                 f'{self.path}: {key} is missing. The run cannot begin without it. Write {key} = "..." above the '
@@ -68,17 +72,17 @@ class RunFile:
 
     @property
     def python(self) -> str | None:
-        """The interpreter of the server: a path, or a name that is looked up as a shell would."""
-        told = self.named.get("python")
-        return str(self.base / told) if told and "/" in told else told
+        """Return the interpreter for the server: a path, or a name to look up as a shell would."""
+        value = self.named.get("python")
+        return str(self.base / value) if value and "/" in value else value
 
     @property
     def key(self) -> str | None:
-        """The token of the servers."""
+        """Return the access token of the servers, or None."""
         return read_key(self.place("key_file")) if "key_file" in self.named else None
 
     def to_toml(self) -> str:
-        """The whole run as TOML."""
+        """Return all settings of the run as TOML."""
         tables = [("online", asdict(self.online)), ("play", asdict(self.play)), ("engine", self.engine)]
         parts = [_table("", self.named), *(_table(name, values) for name, values in tables if values)]
         return "\n\n".join([*parts, config.to_toml(self.config, without=OF_FILES)])
@@ -91,27 +95,28 @@ def read(
     resume: bool,
     recipe: Recipe | None = None,
 ) -> RunFile:
-    """The file, and what the command line changes.
+    """Read a run.toml and apply the changes from the command line.
 
     Args:
-        flags: `KEYS` of the command line; their paths are relative to the working directory.
+        path: the file.
+        flags: `KEYS` given on the command line. Their paths are relative to the working directory.
         overrides: (dotted name, value) pairs.
-        resume: what neither says is as the run was told that goes on.
-        recipe: what the file and the overrides go over.
+        resume: whether unspecified options are taken from the run in `out`.
+        recipe: base that the file and the overrides change.
 
     Raises:
-        ArgumentError: for what is unknown, of another kind, or of no effect here.
+        ArgumentError: for an unknown option, a value of another type, or an option without effect here.
     """
-    told = config.read_toml(path)
-    named = {key: _checked(key, value, path) for key, value in told.items() if not isinstance(value, Mapping)}
+    contents = config.read_toml(path)
+    named = {key: _checked(key, value, path) for key, value in contents.items() if not isinstance(value, Mapping)}
     here = Path.cwd()
     place_here(flags.get("out", named.get("out", "")))
     for key, value in flags.items():
-        near = key not in ("servers", "python") or (isinstance(value, str) and "/" in value)
-        named[key] = str(here / path_of(value)) if near else value
-    tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
+        is_path = key not in ("servers", "python") or (isinstance(value, str) and "/" in value)
+        named[key] = str(here / path_of(value)) if is_path else value
+    tables = {key: value for key, value in contents.items() if isinstance(value, Mapping)}
     engine = tables.pop("engine", {})
-    if "servers" in flags:  # running servers, over the one that the file would start
+    if "servers" in flags:  # Running servers replace the server that the file would start.
         engine = {}
         if "python" not in flags:
             named.pop("python", None)
@@ -119,21 +124,27 @@ def read(
         named.pop("servers", None)
     engine = {**engine, **_section(overrides, "engine", config.scalar)}
     _check_servers(named, engine, path)
-    playing = {name: tables.pop(name, {}) for name in PLAYING}
-    values = config.flatten(tables)
-    rest = [(name, value) for name, value in overrides if name.partition(".")[0] not in ("engine", *PLAYING)]
-    for name, _ in [*values, *rest]:
+    rollout_sections = {name: tables.pop(name, {}) for name in PLAYING}
+    file_options = config.flatten(tables)
+    training_overrides = [
+        (name, value) for name, value in overrides if name.partition(".")[0] not in ("engine", *PLAYING)
+    ]
+    for name, _ in [*file_options, *training_overrides]:
         if name in OF_FILES:
             raise ArgumentError(f"{name} has no effect on an online run: it is of training from a file. Leave it out.")
-    begun, before = _before(path.parent / named["out"]) if resume and "out" in named else (config.Config(), PLAYING)
-    chosen = config.update(begun, values, where=str(path))
-    played = changed(before, config.flatten({name: table for name, table in playing.items() if table}), where=str(path))
-    played = changed(played, [pair for pair in overrides if pair[0].partition(".")[0] in PLAYING])
-    chosen, otherwise = config.update(chosen, rest), ()
+    start, previous = (
+        _previous_options(path.parent / named["out"]) if resume and "out" in named else (config.Config(), PLAYING)
+    )
+    run_config = config.update(start, file_options, where=str(path))
+    rollout = changed(
+        previous, config.flatten({name: table for name, table in rollout_sections.items() if table}), where=str(path)
+    )
+    rollout = changed(rollout, [pair for pair in overrides if pair[0].partition(".")[0] in PLAYING])
+    run_config, otherwise = config.update(run_config, training_overrides), ()
     if recipe is not None:
-        played_alone = replace(recipe, config=tuple(each for each in recipe.config if each[0] not in OF_FILES))
-        chosen, otherwise = played_alone.settle(overrides=[*values, *rest], start=begun)
-    return RunFile(path, named, chosen, **played, engine=engine, otherwise=otherwise)
+        online_recipe = replace(recipe, config=tuple(option for option in recipe.config if option[0] not in OF_FILES))
+        run_config, otherwise = online_recipe.settle(overrides=[*file_options, *training_overrides], start=start)
+    return RunFile(path, named, run_config, **rollout, engine=engine, otherwise=otherwise)
 
 
 def _check_servers(named: Mapping[str, Any], engine: Mapping[str, Any], path: Path) -> None:
@@ -151,9 +162,9 @@ def _checked(key: str, value: Any, path: Path) -> Any:
             f"{path}: {key} is no key here. It would have no effect. "
             f"{config.nearest(key, [*KEYS, *PLAYING, 'engine', *config.SECTIONS])}"
         )
-    listed = isinstance(value, list) and value and key in LISTS
-    number = (int, float) if key == "weights" else str
-    if (listed and all(type(one) is not bool and isinstance(one, number) for one in value)) or (
+    is_list = isinstance(value, list) and value and key in LISTS
+    entry_type = (int, float) if key == "weights" else str
+    if (is_list and all(type(entry) is not bool and isinstance(entry, entry_type) for entry in value)) or (
         key != "weights" and key != "servers" and isinstance(value, str) and value
     ):
         return value
@@ -161,16 +172,16 @@ def _checked(key: str, value: Any, path: Path) -> Any:
     raise ArgumentError(f"{path}: {key} is {value!r:.80}. It must be {kind}. Correct it or leave it out.")
 
 
-def _before(out: Path) -> tuple[config.Config, Mapping[str, Any]]:
-    """What the run that goes on was told."""
+def _previous_options(out: Path) -> tuple[config.Config, Mapping[str, Any]]:
+    """Return the options of the run in `out`, or the defaults."""
     if not (out / "config.toml").is_file():
         return config.Config(), PLAYING
-    begun, told = config.load(out / "config.toml"), Brief.read(out) if (out / run_info.NAME).exists() else None
-    return begun, PLAYING if told is None else {"online": told.online, "play": told.play}
+    run_config, brief = config.load(out / "config.toml"), Brief.read(out) if (out / run_info.NAME).exists() else None
+    return run_config, PLAYING if brief is None else {"online": brief.online, "play": brief.play}
 
 
-def _section(overrides: Sequence[tuple[str, Any]], section: str, read: Any) -> dict[str, Any]:
-    return {name.partition(".")[2]: read(value) for name, value in overrides if name.startswith(f"{section}.")}
+def _section(overrides: Sequence[tuple[str, Any]], section: str, convert: Any) -> dict[str, Any]:
+    return {name.partition(".")[2]: convert(value) for name, value in overrides if name.startswith(f"{section}.")}
 
 
 def _table(name: str, values: Mapping[str, Any]) -> str:
@@ -179,9 +190,9 @@ def _table(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML says it; JSON is that but for tables."""
+    """Return a value as TOML. Apart from tables, TOML values are written like JSON."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""`tracegrad score`: recorded traces with rewards from functions or from a judge, written to another file."""
+"""Run `tracegrad score`: score recorded traces with functions or a judge, and write them to another file."""
 
 import argparse
 import asyncio
@@ -19,7 +19,7 @@ from tracegrad.storage import files
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verb."""
+    """Add the verb."""
     parser = verb(commands, "score", "score recorded traces by functions or by a judge", _score)
     inputs_of(parser)
     parser.add_argument(
@@ -48,60 +48,65 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="the account for machines, one object")
 
 
-def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     from tracegrad import rewards
 
     if idle := [name for name, _ in overrides if not name.startswith(("map.", "data.on_error"))]:
         raise ArgumentError(f"{idle[0]} has no effect on score, which trains nothing. Leave it for train.")
-    if bool(told.reward) == bool(told.judge):
+    if bool(options.reward) == bool(options.judge):
         raise ArgumentError("what scores is not told. Give --reward file.py:name, or --judge URL, one of the two.")
-    source = told.traces
-    if told.model is not None:
-        told.model = folder_of(told.model)
-        Tokenizer.from_pretrained(told.model)  # what is no model is said before anything is scored
-    price = _price(told.price)
-    cache = told.cache or told.out.with_name(f"{told.out.name}.scores")
-    read = [place.path for place in expand(source)]
-    files.check_not_read([told.out], [*read, cache], "--out")
-    files.check_not_read([cache], read, "--cache")
-    chosen = config.load(overrides=overrides)
-    reading = {"map": chosen.map, "on_error": chosen.data.on_error, "progress": data.Bar()}
-    functions = user_functions.functions(told.reward, Path.cwd(), "--reward") if told.reward else []
-    common = {"cache": cache, "told": _Counter()}
+    source = options.traces
+    if options.model is not None:
+        options.model = folder_of(options.model)
+        Tokenizer.from_pretrained(options.model)  # Fail before scoring if it is not a model.
+    price = _price(options.price)
+    cache = options.cache or options.out.with_name(f"{options.out.name}.scores")
+    input_paths = [place.path for place in expand(source)]
+    files.check_not_read([options.out], [*input_paths, cache], "--out")
+    files.check_not_read([cache], input_paths, "--cache")
+    run_config = config.load(overrides=overrides)
+    reading = {"map": run_config.map, "on_error": run_config.data.on_error, "progress": data.Bar()}
+    functions = user_functions.functions(options.reward, Path.cwd(), "--reward") if options.reward else []
+    shared = {"cache": cache, "told": _Counter()}
     stream = data.stream(source, batch=rewards.PART, **reading)
     with rewards.Spool(stream) as traces:
-        if told.reward:
-            more = {"weights": told.weight, "texts": told.text, "seconds": told.seconds, "parallel": told.parallel or 4}
-            done = rewards.recorded(traces, functions, **more, **common)
+        if options.reward:
+            settings = {
+                "weights": options.weight,
+                "texts": options.text,
+                "seconds": options.seconds,
+                "parallel": options.parallel or 4,
+            }
+            result = rewards.recorded(traces, functions, **settings, **shared)
         else:
-            done = asyncio.run(_judge(told, traces, common))
-        common["told"].end()
-        write(done.parts(), told.out)
-    none = bool(done.counts) and done.unscored == len(done.source)
-    following = "" if none else _following(told.out, told.model)
-    if told.json:
-        tell({**_account(told, done, price), "next": following})
+            result = asyncio.run(_judge(options, traces, shared))
+        shared["told"].end()
+        write(result.parts(), options.out)
+    all_failed = bool(result.counts) and result.unscored == len(result.source)
+    next_command = "" if all_failed else _next_command(options.out, options.model)
+    if options.json:
+        tell({**_account(options, result, price), "next": next_command})
     else:
-        then = (
-            f"next     {following}"
-            if following
+        last_line = (
+            f"next     {next_command}"
+            if next_command
             else "         no trace has a score: mend what failed, and type it again"
         )
-        say(*stream.lines(), *_lines(told, done, price, cache), then)
+        say(*stream.lines(), *_lines(options, result, price, cache), last_line)
     return 0
 
 
-def _following(out: Path, model: Path | None) -> str:
-    """The command that goes on; with a model the doctor's, which looks at what was written, or the doctor itself."""
+def _next_command(out: Path, model: Path | None) -> str:
+    """Return the next command. With a model, the doctor examines the output and proposes it."""
     if model is None:
         return shlex.join(["tracegrad", "train", str(out), "--model", "MODEL", "--out", "runs/first"])
-    found = doctor.examine(out, model).following
-    # What logprobs are of is for the user to say: the doctor tells both ways.
-    look = shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
-    return found if found and "--logprob-kind" not in found else look
+    proposed = doctor.examine(out, model).following
+    # The user must decide --logprob-kind. The doctor explains both choices.
+    doctor_command = shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
+    return proposed if proposed and "--logprob-kind" not in proposed else doctor_command
 
 
-async def _judge(told: argparse.Namespace, traces: Any, common: dict[str, Any]) -> Any:
+async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any]) -> Any:
     try:
         from tracegrad.rollout.client import Servers
     except ImportError as error:
@@ -111,68 +116,68 @@ async def _judge(told: argparse.Namespace, traces: Any, common: dict[str, Any]) 
     from tracegrad import rewards
 
     rubric = None
-    if told.rubric is not None:
+    if options.rubric is not None:
         try:
-            rubric = told.rubric.read_text(encoding="utf-8")
+            rubric = options.rubric.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"{told.rubric}: {error}. The judge has no rubric. Correct the path.") from error
-    if not told.judge_model:
+            raise ArgumentError(f"{options.rubric}: {error}. The judge has no rubric. Correct the path.") from error
+    if not options.judge_model:
         raise ArgumentError("--judge-model is missing. The server answers by a model's name. Give the one it serves.")
-    key = read_key(told.key_file) if told.key_file else None
-    async with Servers([told.judge], model=told.judge_model, key=key, timeout_s=300) as servers:
-        more = {"rubric": rubric, "votes": told.votes, "parallel": told.parallel or 8}
-        return await rewards.judged(traces, servers.chat, model=told.judge_model, **more, **common)
+    key = read_key(options.key_file) if options.key_file else None
+    async with Servers([options.judge], model=options.judge_model, key=key, timeout_s=300) as servers:
+        settings = {"rubric": rubric, "votes": options.votes, "parallel": options.parallel or 8}
+        return await rewards.judged(traces, servers.chat, model=options.judge_model, **settings, **shared)
 
 
-def _price(told: str | None) -> tuple[float, float] | None:
-    if told is None:
+def _price(value: str | None) -> tuple[float, float] | None:
+    if value is None:
         return None
     try:
-        read, written = map(float, told.split(","))
+        read, written = map(float, value.split(","))
     except ValueError:
         raise ArgumentError(
-            f"--price is {told!r:.40}. The cost would not be known. Write two numbers: 0.5,1.5"
+            f"--price is {value!r:.40}. The cost would not be known. Write two numbers: 0.5,1.5"
         ) from None
     return read, written
 
 
-def _account(told: argparse.Namespace, done: Any, price: tuple[float, float] | None) -> dict[str, Any]:
+def _account(options: argparse.Namespace, result: Any, price: tuple[float, float] | None) -> dict[str, Any]:
     account = {
-        "file": str(told.out),
-        "traces": len(done.source),
-        "groups": done.groups,
-        "from_cache": done.cached,
-        "unscored": done.unscored,
-        "failures": dict(done.counts),
-        "first_failures": {name: failure.as_dict() for name, failure in done.failures.items()},
+        "file": str(options.out),
+        "traces": len(result.source),
+        "groups": result.groups,
+        "from_cache": result.cached,
+        "unscored": result.unscored,
+        "failures": dict(result.counts),
+        "first_failures": {name: failure.as_dict() for name, failure in result.failures.items()},
     }
-    if told.judge:
-        agreement = None if done.agreement != done.agreement else round(done.agreement, 4)
-        tokens = {"prompt_tokens": done.prompt_tokens, "completion_tokens": done.completion_tokens}
-        account |= {**tokens, "cost": None if price is None else done.cost(price), "agreement": agreement}
+    if options.judge:
+        agreement = None if result.agreement != result.agreement else round(result.agreement, 4)
+        tokens = {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens}
+        account |= {**tokens, "cost": None if price is None else result.cost(price), "agreement": agreement}
     return account
 
 
-def _lines(told: argparse.Namespace, done: Any, price: tuple[float, float] | None, cache: Path) -> list[str]:
-    left = f", {done.unscored:,} without a score" if done.unscored else ""
+def _lines(options: argparse.Namespace, result: Any, price: tuple[float, float] | None, cache: Path) -> list[str]:
+    unscored = f", {result.unscored:,} without a score" if result.unscored else ""
     out = [
-        f"scored   {len(done.source):,} traces in {done.groups:,} groups by {', '.join(done.names)}{left}",
-        f"         {done.cached:,} groups were known from {cache}",
+        f"scored   {len(result.source):,} traces in {result.groups:,} groups by {', '.join(result.names)}{unscored}",
+        f"         {result.cached:,} groups were known from {cache}",
     ]
-    for name, count in done.counts.items():
-        first = done.failures.get(name)
-        out.append(f"failed   {name}, {count:,} times" + (f"; the first: {first}" if first is not None else ""))
-        out += [f"         {line}" for line in first.traceback.splitlines()] if first is not None else []
-    if told.judge:
-        cost = f", {done.cost(price):.4f} at {told.price} a million" if price else ""
-        out.append(f"judge    read {done.prompt_tokens:,} tokens, wrote {done.completion_tokens:,}{cost}")
-        if done.agreement == done.agreement:
-            out.append(f"         two orders put {done.agreement:.0%} of the pairs alike")
-    return [*out, f"written  {told.out}"]
+    for name, count in result.counts.items():
+        failure = result.failures.get(name)
+        out.append(f"failed   {name}, {count:,} times" + (f"; the first: {failure}" if failure is not None else ""))
+        out += [f"         {line}" for line in failure.traceback.splitlines()] if failure is not None else []
+    if options.judge:
+        cost = f", {result.cost(price):.4f} at {options.price} a million" if price else ""
+        out.append(f"judge    read {result.prompt_tokens:,} tokens, wrote {result.completion_tokens:,}{cost}")
+        if result.agreement == result.agreement:
+            out.append(f"         two orders put {result.agreement:.0%} of the pairs alike")
+    return [*out, f"written  {options.out}"]
 
 
 class _Counter:
-    """Groups done, as a line that is written anew on a terminal."""
+    """The number of scored groups, shown on one line of a terminal that is overwritten."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + 1
@@ -186,6 +191,6 @@ class _Counter:
             sys.stderr.flush()
 
     def end(self) -> None:
-        """The last word."""
+        """Erase the line."""
         if self._said:
             sys.stderr.write("\r" + " " * 40 + "\r")

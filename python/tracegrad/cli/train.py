@@ -1,6 +1,6 @@
-"""`tracegrad train`: what a run over a file is told, the story that it prints, and what it leaves.
+"""Run `tracegrad train`: options of a training run on a file, its printed output, and the files it writes.
 
-torch is imported when the run begins, not for `--print-config` and `--dry-run`.
+torch is imported when training starts, not for `--print-config` and `--dry-run`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tracegrad.trainer import api
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verb."""
+    """Add the verb."""
     train = command(commands, "train", "train a model on recorded traces", _train, Mirror)
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
@@ -48,45 +48,49 @@ def add_to(commands: Any) -> None:
     run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
 
 
-def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if told.ranks is not None and (told.ranks < 1 or not told.dry_run):
+def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         raise ArgumentError(
-            f"--ranks {told.ranks} is for --dry-run, and at least 1. A run has as many ranks as torchrun starts. "
+            f"--ranks {options.ranks} is for --dry-run, and at least 1. A run has as many ranks as torchrun starts. "
             "Leave it out, or add --dry-run."
         )
-    told.model = folder_of(told.model)
-    chosen, of_recipe = _config(told, overrides)
-    objective = api.objective_of(chosen)
-    speak, quiet = speaker(told), told.json
-    speak(*(f"# {line}" if told.print_config or told.dry_run else line for line in of_recipe))
-    if (told.print_config or told.dry_run) and not quiet:
-        say(*config.to_toml(chosen).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
-    if told.print_config:
-        if quiet:
-            tell({"config": config.as_dict(chosen), "objective": str(objective)})
+    options.model = folder_of(options.model)
+    run_config, recipe_lines = _config(options, overrides)
+    objective = api.objective_of(run_config)
+    speak, as_json = speaker(options), options.json
+    speak(*(f"# {line}" if options.print_config or options.dry_run else line for line in recipe_lines))
+    if (options.print_config or options.dry_run) and not as_json:
+        say(*config.to_toml(run_config).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
+    if options.print_config:
+        if as_json:
+            tell({"config": config.as_dict(run_config), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    with nullcontext() if told.dry_run or not api.first() else told.out.locked():
-        data, account = api.aligned(told.traces, told.model, chosen, told.out.path, watch)
-        speak(*account.lines())
-        if told.dry_run:
-            ranks = told.ranks or int(os.environ.get("WORLD_SIZE", "1"))
-            return _dry_run(data, objective, chosen, told.model, account if quiet else None, ranks)
-        return _learn(told, arguments, chosen, objective, data, account, watch)
+    with nullcontext() if options.dry_run or not api.first() else options.out.locked():
+        data, summary = api.aligned(options.traces, options.model, run_config, options.out.path, watch)
+        speak(*summary.lines())
+        if options.dry_run:
+            ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+            return _dry_run(data, objective, run_config, options.model, summary if as_json else None, ranks)
+        return _learn(options, arguments, run_config, objective, data, summary, watch)
 
 
-def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str]]:
-    """Defaults, or what the resumed run was told; then the recipe, the file, and the command line; and what to say."""
-    start = api.before(told.out, told.resume)
-    begins = args.told_recipe(told)
-    if begins is None:
-        return config.load(told.config, overrides, start=start), []
-    chosen, otherwise = begins.settle(told.config, overrides, start=start)
-    return chosen, args.lines(told, begins, otherwise)
+def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str]]:
+    """Return the config of a run, and the lines that describe its recipe.
+
+    The start is the config of the resumed run, or the defaults. Recipe, file and command line override it in this
+    order.
+    """
+    start = api.before(options.out, options.resume)
+    recipe = args.told_recipe(options)
+    if recipe is None:
+        return config.load(options.config, overrides, start=start), []
+    run_config, otherwise = recipe.settle(options.config, overrides, start=start)
+    return run_config, args.lines(options, recipe, otherwise)
 
 
 def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None, ranks: int) -> int:
-    """What would be done: steps, rows and their fill, memory and time; one object where the account is given."""
+    """Print what a run would do: steps, rows and their fill, memory and time. With `account`, print one JSON object."""
     from tracegrad.trainer.steps import Feed
 
     feed = Feed.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
@@ -95,7 +99,7 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
     plan = feed.plan(len(feed.sizes))
     fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
     if account is not None:
-        told = {
+        plan_counts = {
             "steps": plan.total,
             "steps_per_epoch": plan.steps_per_epoch,
             "rows": len(rows),
@@ -104,9 +108,9 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
         traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held.sum()), "terms": terms}
         lines, numbers = _forecast(model, chosen, feed, ranks)
         forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
-        found = {**told, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
-        read = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
-        tell({"would": found, **read})
+        estimate = {**plan_counts, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
+        inputs = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
+        tell({"would": estimate, **inputs})
         return 0
     say(
         *(f"note     {note}" for note in feed.notes),
@@ -122,89 +126,97 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
 
 
 def _shape(model: Path) -> ModelShape | None:
-    """Of the model, by its config.json alone; None where that does not tell it."""
+    """Return the shape of a model from its config.json, or None if it is not specified there."""
     try:
-        told = read_json(model / "config.json")
-        return ModelShape.known(SimpleNamespace(**told.get("text_config", told)))
+        model_config = read_json(model / "config.json")
+        return ModelShape.known(SimpleNamespace(**model_config.get("text_config", model_config)))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> tuple[list[str], dict[str, Any]]:
-    """Memory, time and traffic, as far as they are known before a weight is read; says so where torch is not there."""
+    """Return the memory, time and communication estimates as lines and numbers.
+
+    Without torch, return one line saying so.
+    """
     try:
         from tracegrad.trainer.resource_estimate import forecast
     except ImportError as error:
         return [f"memory   not known: {error.name} is not installed"], {}
-    found = forecast(model, chosen, feed, ranks)
-    return found.lines(), found.as_dict()
+    estimate = forecast(model, chosen, feed, ranks)
+    return estimate.lines(), estimate.as_dict()
 
 
 def _learn(
-    told: argparse.Namespace,
+    options: argparse.Namespace,
     arguments: list[str],
     chosen: config.Config,
     objective: Any,
     data: Any,
-    account: Account,
+    summary: Account,
     watch: Stopwatch,
 ) -> int:
-    title = Path(redacted(told.traces[0]).rstrip("/")).name
-    run = {"out": told.out, "resume": told.resume, "title": title, "say": speaker(told), "watch": watch}
-    done = api.learn(data, account, told.model, objective, chosen, **run)
-    if told.json:
-        places = _places(told.out, done)
-        counts = {"steps": done.step, "planned": done.total, "stopped": done.stopped, "exit_code": done.exit_code}
-        tell({**counts, "last": done.rows[-1] if done.rows else None, "files": places})
+    title = Path(redacted(options.traces[0]).rstrip("/")).name
+    settings = {"out": options.out, "resume": options.resume, "title": title, "say": speaker(options), "watch": watch}
+    result = api.learn(data, summary, options.model, objective, chosen, **settings)
+    if options.json:
+        places = _outputs(options.out, result)
+        counts = {
+            "steps": result.step,
+            "planned": result.total,
+            "stopped": result.stopped,
+            "exit_code": result.exit_code,
+        }
+        tell({**counts, "last": result.rows[-1] if result.rows else None, "files": places})
     else:
-        say(*_ending(told, arguments, done))
-    return done.exit_code
+        say(*_ending(options, arguments, result))
+    return result.exit_code
 
 
-def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[str]:
+def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> list[str]:
     from tracegrad.trainer.load_model import loaded_by
 
     reasons = {
-        "done": f"trained  {done.step:,} steps",
-        "ess": f"stopped  after step {done.step:,} of {done.total:,}: the off-policy value rests on too few traces",
-        "worse": f"stopped  after step {done.step:,} of {done.total:,}: value was best after {done.best}",
-        "signal": f"stopped  on request after step {done.step:,} of {done.total:,}; nothing is lost",
+        "done": f"trained  {result.step:,} steps",
+        "ess": f"stopped  after step {result.step:,} of {result.total:,}: the off-policy value rests on too few traces",
+        "worse": f"stopped  after step {result.step:,} of {result.total:,}: value was best after {result.best}",
+        "signal": f"stopped  on request after step {result.step:,} of {result.total:,}; nothing is lost",
     }
-    places = _places(told.out, done)
+    places = _outputs(options.out, result)
     return [
-        reasons[done.stopped],
-        *_value_line(done.rows),
+        reasons[result.stopped],
+        *_value_line(result.rows),
         "device   "
         + (
             "a CPU: host and device are one, no idle share"
-            if done.idle is None
-            else f"{done.idle:.1%} of its time idle"
+            if result.idle is None
+            else f"{result.idle:.1%} of its time idle"
         ),
-        f"         {places['checkpoint']}  loads with {loaded_by(done.checkpoint)}.from_pretrained",
+        f"         {places['checkpoint']}  loads with {loaded_by(result.checkpoint)}.from_pretrained",
         f"         {places['report.html']}  shows the run and its tokens",
         f"         {places['metrics.jsonl']}, {places['summary.json']}",
-        *go_on(done.stopped, arguments),
+        *go_on(result.stopped, arguments),
     ]
 
 
-def _places(out: Mirror, done: Any) -> dict[str, str]:
-    """Where a run has left what is looked at; at an address the newest checkpoint has no second name."""
+def _outputs(out: Mirror, result: Any) -> dict[str, str]:
+    """Return the addresses or paths of a run's outputs. At an address, the checkpoint is the newest one."""
     names = ("checkpoint", "report.html", "metrics.jsonl", "summary.json")
     places = {name: out.named(out.path / name) or str(out.path / name) for name in names}
-    return {**places, "checkpoint": done.address or places["checkpoint"]}
+    return {**places, "checkpoint": result.address or places["checkpoint"]}
 
 
 def _value_line(rows: list[dict[str, Any]]) -> list[str]:
-    """What is known of the policy's reward at the end."""
+    """Return a line with the final off-policy estimate of the reward, if there is one."""
     last = next((row for row in reversed(rows) if row.get("off_policy_value") is not None), None)
     if last is None:
         return []
     sample = f"effective sample {last['off_policy_value_ess']:.0f} of {last['off_policy_value_traces']} held-out traces"
-    if (found := off_policy_value_of(last)) is None:
-        was = any(row.get("off_policy_value_known") for row in rows)
+    if (estimate := off_policy_value_of(last)) is None:
+        was_known = any(row.get("off_policy_value_known") for row in rows)
         clamped = last.get("off_policy_value_clamped") or 0
-        why = f"{sample}, {clamped:.0f} with a clamped weight" if clamped else sample
-        return [f"value    {'no longer' if was else 'not'} known: {why}"]
-    now, low, high = found
+        reason = f"{sample}, {clamped:.0f} with a clamped weight" if clamped else sample
+        return [f"value    {'no longer' if was_known else 'not'} known: {reason}"]
+    mean, low, high = estimate
     recorded = last["off_policy_value_recorded"]
-    return [f"value    {recorded:.3f} as recorded, {now:.3f} now ({low:.3f} to {high:.3f}, {sample})"]
+    return [f"value    {recorded:.3f} as recorded, {mean:.3f} now ({low:.3f} to {high:.3f}, {sample})"]

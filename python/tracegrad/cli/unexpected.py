@@ -1,7 +1,7 @@
-"""Turn an error that nobody expected, or an output that takes nothing, into one line without a traceback.
+"""Convert an unexpected error, or unwritable standard output, to one line without a traceback.
 
-An unexpected error is kept in a report file for an issue. Values of arguments, of secret environment variables and of
-what looks like a credential are left out of it. Called by `main`.
+An unexpected error is written to a report file for an issue. The report omits argument values, the values of secret
+environment variables, and anything that looks like a credential.
 """
 
 import errno
@@ -24,28 +24,28 @@ _SECRET = re.compile(
     r"\b(?:sk|hf|gh[opsu]|github_pat|xox[abp]|glpat)[-_][\w-]{8,}|\bA[KS]IA[0-9A-Z]{12,}|(?i:\bbearer)\s+\S+"
     r"|(?<=://)[^/\s@]+(?=@)|(?<=[?&])[^\s'\"]+|\beyJ[\w.-]{16,}"
 )
-_MOST = 256 << 10  # characters of a traceback that are kept: an error's text may quote a whole file
+_MOST = 256 << 10  # Limit of a traceback in characters. An error's text may quote an entire file.
 
 
 def line(error: BaseException, arguments: Sequence[str]) -> str:
-    """Write the report of an error that was not expected, and return the line that names the error and the report."""
-    words = without_secrets(_text(error).strip().split("\n")[0], [])[:200]
-    what = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    """Write the report of an unexpected error, and return the line that names the error and the report."""
+    message = without_secrets(_text(error).strip().split("\n")[0], [])[:200]
+    summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
     try:
         path = write(error, arguments)
     except Exception as failure:
         frames = traceback.extract_tb(error.__traceback__)
-        place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        why = getattr(failure, "strerror", None) or type(failure).__name__
+        location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        cause = getattr(failure, "strerror", None) or type(failure).__name__
         return shown(
-            f"unexpected {what}{place}. No report could be written ({why}). Set TMPDIR to a folder that can be "
+            f"unexpected {summary}{location}. No report could be written ({cause}). Set TMPDIR to a folder that can be "
             f"written, run the command again, and attach the report to an issue of the project."
         )
-    return shown(f"unexpected {what}. Report: {path}. Read it, then attach it to an issue of the project.")
+    return shown(f"unexpected {summary}. Report: {path}. Read it, then attach it to an issue of the project.")
 
 
 def write(error: BaseException, arguments: Sequence[str]) -> str:
-    """Write the report into the temporary folder, readable by its owner alone, and return its path."""
+    """Write the report to the temporary folder, readable only by its owner, and return its path."""
     text = report(error, arguments)
     descriptor, path = tempfile.mkstemp(prefix="tracegrad-report-", suffix=".txt")
     with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -54,10 +54,10 @@ def write(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def report(error: BaseException, arguments: Sequence[str]) -> str:
-    """Return version, platform, command without values, and traceback."""
+    """Return the report: version, platform, command without values, and traceback."""
     try:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-60))
-    except Exception as failure:  # of an error that cannot be written, or one that is too deep
+    except Exception as failure:  # The error's `__str__` raised, or the recursion is too deep.
         frames = "".join(traceback.format_tb(error.__traceback__, limit=-60))
         trace = f"{frames}{type(error).__name__} (its text raised {type(failure).__name__})\n"
     if len(trace) > _MOST:
@@ -65,7 +65,7 @@ def report(error: BaseException, arguments: Sequence[str]) -> str:
     lines = [
         f"tracegrad {_core.__version__}",
         f"python {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}",
-        ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
+        ", ".join(f"{name} {package_version}" for name in _PACKAGES if (package_version := _version(name))),
         f"command: {' '.join(['tracegrad', *redacted(arguments)])}",
         "",
         without_secrets(trace, _values(arguments)),
@@ -74,40 +74,40 @@ def report(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def redacted(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command, with `VALUE` for what is neither the verb nor a flag nor a number.
+    """Return the words of a command, with `VALUE` for anything but the verb, flags and numbers.
 
     >>> redacted(["train", "a.jsonl", "--model", "m", "--optimizer.lr=1e-6", "--epochs", "2", "--name=x y"])
     ['train', 'VALUE', '--model', 'VALUE', '--optimizer.lr=1e-6', '--epochs', '2', '--name=VALUE']
     """
     out = []
-    for place, word in enumerate(arguments):
+    for index, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
         if not re.fullmatch(r"--?[A-Za-z][\w.-]{0,80}", flag):
             flag, equals, value = "", "", word
         if value:
-            verb = place == 0 and re.fullmatch("[a-z]{1,20}", value)
+            verb = index == 0 and re.fullmatch("[a-z]{1,20}", value)
             value = value if verb or re.fullmatch(r"[-+.\deE]{1,24}", value) else "VALUE"
         out.append(f"{flag}{equals}{value}")
     return out
 
 
 def without_secrets(text: str, values: Sequence[str]) -> str:
-    """Return a text without values, secret environment variables, and what looks like a credential.
+    """Return a text without these values, secret environment variables, and anything that looks like a credential.
 
     >>> without_secrets("https://me:pw@host/a?sig=1 Bearer abc, /data/x.jsonl", ["/data/x.jsonl"])
     'https://SECRET@host/a?SECRET SECRET VALUE'
     """
-    secret = [value for name, value in os.environ.items() if len(value) >= 6 and _SECRET_NAME.search(name)]
-    for word, found in ("SECRET", secret), ("VALUE", values):
-        for value in sorted(found, key=len, reverse=True):
-            text = text.replace(value, word)
+    secrets = [value for name, value in os.environ.items() if len(value) >= 6 and _SECRET_NAME.search(name)]
+    for placeholder, texts in ("SECRET", secrets), ("VALUE", values):
+        for value in sorted(texts, key=len, reverse=True):
+            text = text.replace(value, placeholder)
     home = os.path.expanduser("~")
     text = _SECRET.sub("SECRET", text)
     return text.replace(home, "~") if len(home) > 1 else text
 
 
 def flush() -> OSError | None:
-    """Flush standard error and output; return why output took nothing, after which it leads nowhere."""
+    """Flush standard error and output. If output fails, redirect it to /dev/null and return the error."""
     try:
         if sys.stderr is not None and not sys.stderr.closed:
             sys.stderr.flush()
@@ -123,7 +123,7 @@ def flush() -> OSError | None:
 
 
 def say(line: str) -> None:
-    """Print a line on standard error, if that takes it."""
+    """Print a line on standard error, if possible."""
     try:
         print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -131,15 +131,15 @@ def say(line: str) -> None:
 
 
 def of_output(error: OSError) -> str:
-    """Return what is said when standard output takes nothing."""
-    why = os.strerror(error.errno) if error.errno else str(error)
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    cure = "Free space there, or redirect it elsewhere" if full else "Redirect it elsewhere"
-    return f"standard output: {why}. What was printed is not whole. {cure}."
+    """Return the message for a standard output that cannot be written."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Free space there, or redirect it elsewhere" if is_full else "Redirect it elsewhere"
+    return f"standard output: {reason}. What was printed is not whole. {remedy}."
 
 
 def _values(arguments: Sequence[str]) -> list[str]:
-    """Values of a command that are long enough to be looked for in a text."""
+    """Return the values of a command that are long enough to search for in a text."""
     words = [word.partition("=")[2] if word.startswith("-") else word for word in arguments[1:]]
     return [word for word in words if len(word) >= 4 and redacted(["", word])[1] == "VALUE"]
 

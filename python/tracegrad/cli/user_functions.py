@@ -1,7 +1,6 @@
-"""What a user names as `file.py:name`: the file is run, as Python runs a script, and what it calls so is taken.
+"""Import what a user names as `file.py:name`. The file runs as Python runs a script.
 
-Tasks may also be a file of JSON lines. Nothing here knows what the things are for but to say early where one of another
-kind is named. Called by `online` and `record`.
+Tasks may also be a JSON Lines file. Objects of a wrong kind are reported early.
 """
 
 import importlib
@@ -24,20 +23,20 @@ MOST_EVALUATED = 100_000
 
 
 def find(named: str, base: Path) -> Any:
-    """What `file.py:name` or `module:name` names; files are looked for in `base`.
+    """Return the object that `file.py:name` or `module:name` names. Files are relative to `base`.
 
     Raises:
-        ArgumentError: if there is no such file, running it raises, or it has no such name.
+        ArgumentError: if there is no such file, running it raises, or it does not define the name.
     """
-    told = NAMED.fullmatch(named) if isinstance(named, str) else None
-    if told is None:
+    match = NAMED.fullmatch(named) if isinstance(named, str) else None
+    if match is None:
         raise ArgumentError(f"{named!r:.200} names nothing. Write file.py:name, or module:name of what is installed.")
-    module = _module(told["place"], base, named)
+    module = _module(match["place"], base, named)
     try:
-        return getattr(module, told["name"])
+        return getattr(module, match["name"])
     except AttributeError:
         names = [name for name in vars(module) if not name.startswith("_")]
-        raise ArgumentError(f"{named}: there is no {told['name']} in it. {nearest(told['name'], names)}") from None
+        raise ArgumentError(f"{named}: there is no {match['name']} in it. {nearest(match['name'], names)}") from None
 
 
 def _module(place: str, base: Path, named: str) -> ModuleType:
@@ -53,36 +52,37 @@ def _module(place: str, base: Path, named: str) -> ModuleType:
 
 
 def tasks(named: str, base: Path) -> Any:
-    """Tasks: the values of a file of JSON lines, or what `file.py:name` names: a list, or what can be iterated once;
-    or a function without arguments that gives one.
+    """Return the tasks: entries of a JSON Lines file, or what `file.py:name` names.
+
+    The named object is a list, an iterable, or a function without arguments that returns one.
 
     Raises:
-        ArgumentError: if there is none, with the line of the file that is no JSON.
+        ArgumentError: if there are no tasks, or a line is not valid JSON.
     """
     if not isinstance(named, str):
         raise ArgumentError(f"tasks is {named!r:.100}. Write a file of JSON lines, or file.py:name.")
     if not NAMED.fullmatch(named):
         return _lines(base / named)
-    found = find(named, base)
-    if inspect.isfunction(found):
+    source = find(named, base)
+    if inspect.isfunction(source):
         try:
-            found = found()
+            source = source()
         except Exception as error:
             raise ArgumentError(f"{named}: it gives no tasks: {located(error)}. Nothing could be played.") from error
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
+    if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
         raise ArgumentError(
-            f"{named} is a {type(found).__name__}. Each of its entries would be played. Name a list, or a function "
+            f"{named} is a {type(source).__name__}. Each of its entries would be played. Name a list, or a function "
             "without arguments that gives one."
         )
-    if isinstance(found, Sequence) and not found:
+    if isinstance(source, Sequence) and not source:
         raise ArgumentError(f"{named} is empty. There is nothing to play. Put at least one task into it.")
-    return found if isinstance(found, Sequence) else _iterated(found, named)
+    return source if isinstance(source, Sequence) else _iterated(source, named)
 
 
-def _iterated(found: Iterable[Any], named: str) -> Iterator[Any]:
-    """The same, with its failures located."""
+def _iterated(task_source: Iterable[Any], named: str) -> Iterator[Any]:
+    """Yield the same tasks, with the location of an exception in its message."""
     try:
-        yield from found
+        yield from task_source
     except Exception as error:
         raise ArgumentError(
             f"{named}: it failed while it gave tasks: {located(error)}. No more can be played."
@@ -90,28 +90,32 @@ def _iterated(found: Iterable[Any], named: str) -> Iterator[Any]:
 
 
 def evaluated(named: str, base: Path) -> list[Any]:
-    """Tasks that end, as those of an evaluation must."""
-    found = list(islice(tasks(named, base), MOST_EVALUATED + 1))
-    if len(found) > MOST_EVALUATED:
+    """Return the tasks of an evaluation as a list.
+
+    Raises:
+        ArgumentError: as for `tasks`, or if there are more than `MOST_EVALUATED`.
+    """
+    task_list = list(islice(tasks(named, base), MOST_EVALUATED + 1))
+    if len(task_list) > MOST_EVALUATED:
         raise ArgumentError(
             f"evaluation: {named} has more than {MOST_EVALUATED:,} tasks. All are played each time. Name fewer."
         )
-    return found
+    return task_list
 
 
 def _lines(path: Path) -> list[Any]:
-    found = []
+    values = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    found.append(_value(line, path, number))
+                    values.append(_value(line, path, number))
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
-        raise ArgumentError(f"{path}: {why}. There are no tasks to play. Name a file of JSON lines.") from error
-    if not found:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
+        raise ArgumentError(f"{path}: {reason}. There are no tasks to play. Name a file of JSON lines.") from error
+    if not values:
         raise ArgumentError(f"{path} has no line. There is nothing to play. Write a task into each line.")
-    return found
+    return values
 
 
 def _value(line: str, path: Path, number: int) -> Any:
@@ -128,62 +132,73 @@ def _value(line: str, path: Path, number: int) -> Any:
 
 
 def contract(named: str, base: Path, what: str) -> Any:
-    """What plays: an agent, which is called with (task, policy), or a class of environments.
+    """Return the agent, a function of (task, policy), or the environment class.
 
     Args:
         what: "agent", "environment", or "" for either.
+
+    Raises:
+        ArgumentError: for an object of another kind.
     """
-    found = find(named, base)
-    a_class = isinstance(found, type) and hasattr(found, "reset")
-    if what == "environment" and not (a_class or _takes(found, "task", "policy")):
+    thing = find(named, base)
+    is_class = isinstance(thing, type) and hasattr(thing, "reset")
+    if what == "environment" and not (is_class or _takes(thing, "task", "policy")):
         raise ArgumentError(
-            f"{named} is {_kind(found)}. An environment is a class with reset. Name one, or call it an agent."
+            f"{named} is {_kind(thing)}. An environment is a class with reset. Name one, or call it an agent."
         )
-    if not a_class and (isinstance(found, type) or not _takes(found, "task", "policy")):
+    if not is_class and (isinstance(thing, type) or not _takes(thing, "task", "policy")):
         raise ArgumentError(
-            f"{named} is {_kind(found)}. It would be called with (task, policy). Name a function of these two, or a "
+            f"{named} is {_kind(thing)}. It would be called with (task, policy). Name a function of these two, or a "
             "class of environments."
         )
-    return found
+    return thing
 
 
 def functions(named: Any, base: Path, what: str) -> list[Callable[..., Any]]:
-    """Functions, each by its name; a name may also be that of a list of them."""
+    """Return functions by name. A name may also refer to a list of functions.
+
+    Raises:
+        ArgumentError: if a name refers to something else.
+    """
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not names:
         raise ArgumentError(f'{what} is {named!r:.100}. Write {what} = ["file.py:name"].')
-    found: list[Callable[..., Any]] = []
+    result: list[Callable[..., Any]] = []
     for name in names:
         thing = find(name, base)
-        several = list(thing) if isinstance(thing, (list, tuple)) else [thing]
-        for one in several:
-            if not callable(one) or isinstance(one, type):
-                raise ArgumentError(f"{name} is {_kind(one)}. {what} are functions. Name one, or a list of them.")
-        found += several
-    return found
+        members = list(thing) if isinstance(thing, (list, tuple)) else [thing]
+        for function in members:
+            if not callable(function) or isinstance(function, type):
+                raise ArgumentError(f"{name} is {_kind(function)}. {what} are functions. Name one, or a list of them.")
+        result += members
+    return result
 
 
 def tools(named: Any, base: Path) -> Any:
-    """Tools; a single name may also be that of a function whose one argument is `task`, which gives them."""
+    """Return the tools. A single name may also refer to a function of `task` that returns the tools.
+
+    Raises:
+        ArgumentError: if a name refers to something else.
+    """
     if isinstance(named, str):
         thing = find(named, base)
         if inspect.isfunction(thing) and list(inspect.signature(thing).parameters) == ["task"]:
             return thing
-    found = functions(named, base, "tools")
-    for one in found:
-        schema(one)
-    return found
+    tool_functions = functions(named, base, "tools")
+    for function in tool_functions:
+        schema(function)
+    return tool_functions
 
 
 def _takes(thing: Any, *names: str) -> bool:
-    """Whether something can be called with so many arguments."""
+    """Return whether an object can be called with this number of arguments."""
     if not callable(thing):
         return False
     try:
         inspect.signature(thing).bind(*names)
     except TypeError:
         return False
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # A builtin without a signature.
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""`tracegrad view`: traces and runs in a browser, or a chosen set of them as one file."""
+"""Run `tracegrad view`: show traces and runs in a browser, or export some of them as one file."""
 
 import argparse
 import time
@@ -12,7 +12,7 @@ from tracegrad.storage import cache
 
 
 def add_to(commands: Any) -> None:
-    """Adds the verb."""
+    """Add the verb."""
     parser = verb(commands, "view", "look at traces, prepared shards and runs in a browser", _view)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files of traces, folders of prepare, --out of runs")
     parser.add_argument("--model", metavar="DIR", help="tokenizer to align with (default: of a run)")
@@ -29,10 +29,10 @@ def add_to(commands: Any) -> None:
     chosen.add_argument("--limit", type=int, default=2000, metavar="N", help="at most so many (2000)")
 
 
-def _view(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if idle := [name for name, _ in overrides if not name.startswith("map.")]:
         raise ArgumentError(f"{idle[0]} has no effect on view, which trains nothing. Leave it for train.")
-    if told.export is None and (told.where or told.search or told.sort):
+    if options.export is None and (options.where or options.search or options.sort):
         raise ArgumentError("--where, --search, --sort choose what --export writes. Add --export FILE, or leave them.")
     try:
         from tracegrad import view
@@ -41,24 +41,24 @@ def _view(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments:
         raise ArgumentError(
             f"view needs {error.name}, which is not installed. Nothing can be shown. pip install 'tracegrad[view]'"
         ) from error
-    chosen = config.load(overrides=overrides).map
-    with view.Session(told.paths, told.index or cache.folder() / "view", told.model, chosen) as session:
-        if told.export is None:
-            view.serve(session, port=told.port, say=_address if told.json else say)
+    field_map = config.load(overrides=overrides).map
+    with view.Session(options.paths, options.index or cache.folder() / "view", options.model, field_map) as session:
+        if options.export is None:
+            view.serve(session, port=options.port, say=_address if options.json else say)
             return 0
         while not session.indexer.done:
             time.sleep(0.02)
-        rows = view.chosen(session, told.where, told.search, told.sort, told.limit)
-        size = view.write(session, rows, told.export)
-        if told.json:
+        rows = view.chosen(session, options.where, options.search, options.sort, options.limit)
+        size = view.write(session, rows, options.export)
+        if options.json:
             counts = {"written": len(rows), "traces": session.rows, "bytes": size}
-            tell({"file": str(told.export), **counts, "problems": list(session.indexer.problems)})
+            tell({"file": str(options.export), **counts, "problems": list(session.indexer.problems)})
             return 0
         say(*(f"note     {problem}" for problem in session.indexer.problems))
-        say(f"written  {told.export}: {len(rows):,} of {session.rows:,} traces, {size / 1e6:.1f} MB")
+        say(f"written  {options.export}: {len(rows):,} of {session.rows:,} traces, {size / 1e6:.1f} MB")
     return 0
 
 
 def _address(line: str) -> None:
-    """What is said when the page answers, for machines."""
+    """Print the address of the page as JSON."""
     tell({"url": line.split()[-1]}, line=True)

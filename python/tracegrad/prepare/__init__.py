@@ -1,7 +1,7 @@
-"""Prepare traces for training: aligned at once (`load`), or as a folder of shards (`prepare`) by many processes.
+"""Prepare traces for training, in memory (`load`) or as a folder of shards by many processes (`prepare`).
 
-The input is cut into parts by its content, and a part gives the same bytes on whichever process or machine it is done.
-docs/trace-format.md describes a prepared folder. No torch.
+The input is cut into parts by content. A part yields the same bytes on any process or machine. docs/trace-format.md
+specifies a prepared folder. This package does not need torch.
 """
 
 from tracegrad.prepare.output import write_json

@@ -1,4 +1,4 @@
-"""Where shards go: a folder of this machine, or one at an address. Both are whole by what is written last."""
+"""Write shards to a local folder or to an address. The file written last marks either one as complete."""
 
 import json
 import shutil
@@ -15,16 +15,16 @@ from tracegrad.storage import files, manifest, remote
 from tracegrad.storage.safetensors_file import flush, read_text, write_bytes
 
 PLAN = "prepare.json"
-"""The file that says what shards are made of."""
+"""Name of the file that records how the shards were made."""
 
 
 def place_of(out: str) -> "Folder | Bucket":
-    """What an `--out` names."""
+    """Return the output that an `--out` names."""
     return Bucket(out) if remote.is_address(out) else Folder(remote.path_of(out))
 
 
 class Folder:
-    """A folder of this machine."""
+    """A local output folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,11 @@ class Folder:
         return str(self.path)
 
     def make(self) -> None:
-        """Makes it, if it is not there."""
+        """Create the folder if it does not exist.
+
+        Raises:
+            TracegradError: if it cannot be created.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -43,35 +47,39 @@ class Folder:
 
     @contextmanager
     def lock(self) -> Iterator[int | None]:
-        """Keeps other writers out; gives the handle that holds the lock, for processes that work for this one."""
+        """Lock out other writers, and yield the handle of the lock for worker processes to inherit."""
         with manifest.lock(self.path) as handle:
             yield handle
 
     def names(self) -> set[str]:
-        """What stands in it."""
+        """Return the names of all entries."""
         return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
 
     def clear(self) -> None:
-        """Removes what writers that were killed have left. For who holds the lock."""
+        """Remove drafts of killed writers. The caller must have the lock."""
         for path in self.path.glob(".tmp-shard-*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.path.glob("*.tmp"):
             manifest.clear_drafts(self.path, path.name.rsplit(".", 2)[0])
 
     def read(self, name: str, limit: int) -> bytes:
-        """A small file."""
+        """Return the bytes of a small file."""
         return read_text(self.path / name, limit)
 
     def write(self, name: str, text: bytes) -> None:
-        """Writes a small file, whole or not at all."""
+        """Write a small file, completely or not at all."""
         write_bytes(self.path / name, [text])
 
     def remove(self, name: str) -> None:
-        """Removes a file that may be there."""
+        """Remove a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def put(self, name: str, sequences: Sequences) -> manifest.Folder:
-        """Writes a shard beside its place and moves it there when it is whole and on the disk."""
+        """Write a shard to a temporary folder, and rename it when it is complete and synced to disk.
+
+        Raises:
+            TracegradError: if it cannot be written.
+        """
         shard = self.path / name
         staged = shard.with_name(f".tmp-{name}")
         try:
@@ -88,45 +96,45 @@ class Folder:
         return manifest.read(shard)
 
     def kept(self, name: str, traces: int) -> Sequences | None:
-        """A shard that is there to its last byte and was made of so many traces."""
+        """Return an existing shard if its checksums match and it was made of `traces` traces. None otherwise."""
         shard = self.path / name
         if not shard.exists():
             return None
         try:
             manifest.verify(shard, manifest.read(shard))
-            found = Sequences.load(shard)
+            sequences = Sequences.load(shard)
         except TracegradError:
             return None
-        return found if found.traces + len(found.drift.errors) == traces else None
+        return sequences if sequences.traces + len(sequences.drift.errors) == traces else None
 
     def told(self, name: str) -> manifest.Folder:
-        """The manifest of a shard."""
+        """Return the manifest of a shard."""
         return manifest.read(self.path / name)
 
     def holds(self, shards: dict[str, manifest.Folder]) -> bool:
-        """Whether these shards are there to their last bytes."""
+        """Return whether these shards exist and all their checksums match."""
         try:
-            for name, told in shards.items():
-                if manifest.read(self.path / name) != told:
+            for name, expected in shards.items():
+                if manifest.read(self.path / name) != expected:
                     return False
-                manifest.verify(self.path / name, told)
+                manifest.verify(self.path / name, expected)
         except TracegradError:
             return False
         return True
 
     @contextmanager
     def aside(self) -> Iterator[Path]:
-        """Where files go that are written as they come, such as bad records."""
+        """Yield the folder for files that grow during the work, such as bad records."""
         yield self.path
 
     def seal(self, shards: dict[str, manifest.Folder]) -> None:
-        """Says that these shards are all and whole."""
+        """Write the manifest of all shards, which marks the folder as complete."""
         manifest.put(self.path, manifest.of_shards(shards))
         manifest.read(self.path)
 
 
 class Bucket:
-    """A folder at an address. Nothing keeps two writers apart there."""
+    """An output folder at an address. It has no lock against a second writer."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -138,80 +146,82 @@ class Bucket:
         return remote.joined(self.address, *names)
 
     def make(self) -> None:
-        """Nothing: folders are made by what is put into them."""
+        """Do nothing. Writing a file creates its folders."""
 
     @contextmanager
     def lock(self) -> Iterator[int | None]:
-        """Nothing is locked."""
+        """Yield None: nothing is locked."""
         yield None
 
     def names(self) -> set[str]:
-        """What stands in it."""
+        """Return the names of all entries."""
         return {name.partition("/")[0] for name in remote.sizes(self.address)}
 
     def clear(self) -> None:
-        """Nothing is left by writers that were killed but what is written again."""
+        """Do nothing. Files of killed writers are overwritten."""
 
     def read(self, name: str, limit: int) -> bytes:
-        """A small file."""
+        """Return the bytes of a small file."""
         return remote.read(self._at(name), limit)
 
     def write(self, name: str, text: bytes) -> None:
-        """Writes a small file."""
+        """Write a small file."""
         remote.write(self._at(name), text)
 
     def remove(self, name: str) -> None:
-        """Removes a file that may be there."""
+        """Remove a file if it exists."""
         remote.remove(self._at(name))
 
     def put(self, name: str, sequences: Sequences) -> manifest.Folder:
-        """Writes a shard, its manifest last."""
-        with tempfile.TemporaryDirectory(prefix="tracegrad-") as made:
-            store.write(Path(made), sequences.stored())
-            told = manifest.read(Path(made))
+        """Write a shard, its manifest last."""
+        with tempfile.TemporaryDirectory(prefix="tracegrad-") as folder:
+            store.write(Path(folder), sequences.stored())
+            shard_manifest = manifest.read(Path(folder))
             self.remove(f"{name}/{manifest.NAME}")
-            for file in (*told.files, manifest.NAME):
-                remote.upload(Path(made) / file, self._at(name, file))
-        return told
+            for file in (*shard_manifest.files, manifest.NAME):
+                remote.upload(Path(folder) / file, self._at(name, file))
+        return shard_manifest
 
     def kept(self, name: str, traces: int) -> Sequences | None:
-        """None: a part there is kept as a whole, or done again."""
+        """Return None: at an address, a part is kept completely or done again."""
         return None
 
     def told(self, name: str) -> manifest.Folder:
-        """The manifest of a shard."""
+        """Return the manifest of a shard."""
         return manifest.read(self._at(name))
 
     def holds(self, shards: dict[str, manifest.Folder]) -> bool:
-        """Whether these shards are there, as long as their manifests say; no byte of them is read."""
+        """Return whether these shards exist with the listed sizes. Their content is not read."""
         with suppress(ReadError):
-            there = remote.sizes(self.address)
-            wanted = {f"{name}/{file}": by for name, told in shards.items() for file, by in told.files.items()}
-            is_long = all(there.get(name) == told.bytes for name, told in wanted.items())
-            return is_long and all(f"{name}/{manifest.NAME}" in there for name in shards)
+            existing = remote.sizes(self.address)
+            files = {
+                f"{name}/{file}": size for name, expected in shards.items() for file, size in expected.files.items()
+            }
+            sizes_match = all(existing.get(name) == expected.bytes for name, expected in files.items())
+            return sizes_match and all(f"{name}/{manifest.NAME}" in existing for name in shards)
         return False
 
     @contextmanager
     def aside(self) -> Iterator[Path]:
-        """A folder of this machine whose files are put there in the end, also after an error."""
-        with tempfile.TemporaryDirectory(prefix="tracegrad-") as made:
+        """Yield a temporary local folder. Its files are uploaded at the end, also after an error."""
+        with tempfile.TemporaryDirectory(prefix="tracegrad-") as folder:
             try:
-                yield Path(made)
+                yield Path(folder)
             finally:
-                for path in sorted(Path(made).iterdir()):
+                for path in sorted(Path(folder).iterdir()):
                     remote.upload(path, self._at(path.name))
 
     def seal(self, shards: dict[str, manifest.Folder]) -> None:
-        """Says that these shards are all and whole."""
+        """Write the manifest of all shards, which marks the folder as complete."""
         self.write(manifest.NAME, manifest.encoded(manifest.of_shards(shards)))
         manifest.read(self.address)
 
 
 def encoded(value: Any) -> bytes:
-    """JSON as it is written to a file."""
+    """Return a value as the bytes of a JSON file, with secrets of addresses redacted."""
     return (redacted(json.dumps(value, indent=1, ensure_ascii=False)) + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON to a file, whole or not at all."""
+    """Write a JSON file, completely or not at all."""
     write_bytes(path, [encoded(value)])

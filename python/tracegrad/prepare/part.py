@@ -24,25 +24,25 @@ from tracegrad.prepare.summary import Account
 from tracegrad.storage import manifest, remote
 
 SHARD_BYTES = 256 << 20
-"""Bytes of records after which a shard ends with its group."""
+"""Size of a shard in bytes of records. When it is reached, the shard ends with the current group."""
 MOST_SHARDFULS = 4
-"""How many shards' worth a group may have before it is parted."""
+"""Maximum size of a group, in shards. A larger group is split."""
 
 Sources = str | Sequence[str]
 
 
 def names_of(source: Sources) -> list[str]:
-    """What is named, one by one."""
+    """Return the named inputs as a list."""
     return [source] if isinstance(source, str) else list(source)
 
 
 def said(named: list[str]) -> str:
-    """The same for a line."""
+    """Return the named inputs as text for one line of output."""
     return ", ".join(map(redacted, named[:3])) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
 
 
 def aside_of(named: list[str]) -> str:
-    """How the files begin that bad records of inputs are put into."""
+    """Return the prefix for the names of files with bad records."""
     return "stdin" if named == ["-"] else Path(redacted(named[0]).split("?")[0].rstrip("/")).name
 
 
@@ -54,23 +54,24 @@ def shard(
     map: Map | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Sequences:
-    """Aligns records, and writes them as one shard where `out` is given: a function of its arguments alone.
+    """Align records, and write them as one shard if `out` is given. The result depends only on the arguments.
 
-    For engines that spread work themselves: call it on each of their workers, with a folder of its own for each call,
-    `DIR/shard-00000` and so on without a gap; then `tracegrad.storage.manifest.seal(DIR)` makes one prepared folder of
-    them. A tokenizer that is named by its folder is loaded once in a process.
+    Use it in engines that distribute work themselves. Call it on each worker with a different folder per call:
+    `DIR/shard-00000` and so on, without a gap. Then `tracegrad.storage.manifest.seal(DIR)` turns them into one prepared
+    folder. A tokenizer that is named by its folder is loaded once per process.
 
     Args:
-        records: a `Part`, `Traces`, or what `tracegrad.read` takes: records as dicts, tables, names of files.
-        model: folder with tokenizer.json and chat template, or what was loaded of it.
+        records: a `Part`, `Traces`, or anything that `tracegrad.read` accepts: dicts, tables, names of files.
+        model: folder with tokenizer.json and chat template, or a loaded `Tokenizer`.
         data: options of reading and aligning.
-        map: where the records hold what a trace needs.
-        out: folder or address of the shard, which appears when it is whole.
+        map: where records store the fields of a trace.
+        out: folder or address of the shard. It appears only when it is complete.
 
     Raises:
-        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
-        ArgumentError: if a shard is written of records in memory that have no id, as those of another shard would be
-            called alike.
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, depending on
+            data.on_error.
+        ArgumentError: if data.on_error is "quarantine". Also if `out` is given and records in memory have no id,
+            because records of other shards would get the same id.
     """
     chosen = data or Data()
     if chosen.on_error == "quarantine":
@@ -88,8 +89,8 @@ def shard(
     sequences = aligned(traces, tokenizer, chosen)
     if out is not None:
         _check_names(sequences)
-        whole = str(out) if remote.is_address(out) else remote.path_of(out)
-        parent, _, name = str(whole).rstrip("/").rpartition("/")
+        address = str(out) if remote.is_address(out) else remote.path_of(out)
+        parent, _, name = str(address).rstrip("/").rpartition("/")
         place = place_of(parent or ".")
         place.make()
         place.put(name, sequences)
@@ -97,7 +98,7 @@ def shard(
 
 
 def _check_names(sequences: Sequences) -> None:
-    """Refuses traces that are named by their number in a list."""
+    """Raise if a trace is named by its position in a list."""
     unnamed = next((name for name in sequences.trace_ids if name.startswith("<records>:")), None)
     if unnamed is not None:
         raise ArgumentError(
@@ -112,7 +113,7 @@ def _tokenizer(model: str) -> Tokenizer:
 
 
 def aligned(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
-    """What `align` makes of traces under these options."""
+    """Align traces with these options."""
     folder = tokenizer.folder if data.sampling_defaults == "model" else None
     return align(
         traces,
@@ -127,24 +128,24 @@ def aligned(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
 
 
 def shards_of(parts: Iterable[Traces], shard_traces: int, shard_bytes: int = SHARD_BYTES) -> Iterator[Traces]:
-    """Cuts a stream of traces by what stands in it: after the group with which a shard is full.
+    """Split a stream of traces into shards. A full shard ends at the next change of group.
 
-    Neighbours of one group stay together, unless they alone would fill `MOST_SHARDFULS` shards.
+    Neighbouring traces of a group stay in one shard, unless they would fill `MOST_SHARDFULS` shards.
     """
-    held: list[Traces] = []
+    pending: list[Traces] = []
     count = size = 0
-    before: str | None = None
+    previous_group: str | None = None
     for part in parts:
         start = 0
         for row, group in enumerate(part.groups):
-            full = max(count / shard_traces, size / shard_bytes)
-            if full >= MOST_SHARDFULS or (full >= 1 and (group is None or group != before)):
-                yield Traces.concatenate([*held, part[start:row]])
-                held, count, size, start = [], 0, 0, row
-            count, size, before = count + 1, size + part.core.record_size(row), group
-        held.append(part[start:])
+            fill = max(count / shard_traces, size / shard_bytes)
+            if fill >= MOST_SHARDFULS or (fill >= 1 and (group is None or group != previous_group)):
+                yield Traces.concatenate([*pending, part[start:row]])
+                pending, count, size, start = [], 0, 0, row
+            count, size, previous_group = count + 1, size + part.core.record_size(row), group
+        pending.append(part[start:])
     if count:
-        yield Traces.concatenate(held)
+        yield Traces.concatenate(pending)
 
 
 FORMAT = "tracegrad-part/1"
@@ -152,15 +153,15 @@ _LIMIT = 1 << 30
 
 Record = dict[str, Any]
 HowFar = Callable[[int, int], None]
-"""Called with bytes taken and records read."""
+"""Called with the number of bytes and of records read so far."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all parts of an input have in common.
+    """The settings that all parts of an input share.
 
     Args:
-        aside: how files of bad records begin.
+        aside: prefix for the names of files with bad records.
         model: folder with tokenizer.json and chat template.
         out: folder or address of the shards.
         data, map, shard_traces: as for `prepare`.
@@ -175,10 +176,13 @@ class Job:
 
 
 def done(job: Job, part: Part, tokenizer: Tokenizer, how_far: HowFar | None = None) -> Record:
-    """Does a part, and gives its record, which is its last file: its shards, what was read, and its account.
+    """Prepare a part and return its record, which is also written as the part's last file.
+
+    The record has the part's shards, the counts of the reader and the alignment summary.
 
     Raises:
-        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, depending on
+            data.on_error.
         TracegradError: if something cannot be written.
     """
     place = place_of(job.out)
@@ -202,7 +206,7 @@ def done(job: Job, part: Part, tokenizer: Tokenizer, how_far: HowFar | None = No
     record = {
         "format": FORMAT,
         "part": part.index,
-        "shards": {name: manifest.plain(told) for name, told in shards.items()},
+        "shards": {name: manifest.plain(shard_manifest) for name, shard_manifest in shards.items()},
         "tally": stream.tally().as_dict(),
         "account": account.counts(),
     }
@@ -216,18 +220,18 @@ def _stream(job: Job, part: Part, aside: Path, how_far: HowFar | None) -> InputS
         prefix = aside / (job.aside if part.alone else f"{job.aside}.{part.name}")
     options = Options(batch=min(job.shard_traces, 1024), on_error=job.data.on_error, quarantine=prefix)
 
-    def said(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         if how_far is not None:
             how_far(progress.taken, progress.records)
 
     places = list(part.places)
     if part.alone:
-        return InputStream(places, job.map, options, said)
-    return of_part(places, job.map, options, said)
+        return InputStream(places, job.map, options, report)
+    return of_part(places, job.map, options, report)
 
 
 def kept(place: Folder | Bucket, part: Part) -> Record | None:
-    """The record of a part that is whole: it is there, its counts can be added, and all shards that it names are."""
+    """Return the record of a part if it is valid and all of its shards are complete. None otherwise."""
     try:
         record = json.loads(place.read(f"{part.name}.json", _LIMIT))
         if record["format"] == FORMAT and record["part"] == part.index and place.holds(shards_in(record)):
@@ -236,20 +240,20 @@ def kept(place: Folder | Bucket, part: Part) -> Record | None:
             added([Tally(**record["tally"])], Map()).lines(Map(), trial.read, BLANK)
             encoded(trial.as_dict())
             return record
-    except Exception:  # whatever a changed record leads to: its part is done anew
+    except Exception:  # A corrupt record can raise anything. The part is then done again.
         return None
     return None
 
 
 def shards_in(record: Record) -> dict[str, manifest.Folder]:
-    """The shards that a record names.
+    """Return the shards that a record lists.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: if it is no record.
+        KeyError, TypeError, ValueError, AttributeError: if the record is invalid.
     """
-    return {str(name): manifest.of_plain(told) for name, told in record["shards"].items()}
+    return {str(name): manifest.of_plain(shard_manifest) for name, shard_manifest in record["shards"].items()}
 
 
 def threads(workers: int) -> int:
-    """How many threads each of so many processes may keep busy."""
+    """Return the number of threads that each of `workers` processes may use."""
     return max((os.cpu_count() or 1) // workers, 1)

@@ -1,6 +1,6 @@
-"""The same parts through Ray Data: actors that load the tokenizer once do them, and write shards where they are made.
+"""Prepare parts with Ray Data. Each actor loads the tokenizer once and writes its shards itself.
 
-Ray is imported on use (extra `ray`). Shards go to a folder that all nodes see, or to an address.
+Ray is imported on first use (extra `ray`). The shards must go to a folder that all nodes share, or to an address.
 """
 
 import base64
@@ -25,27 +25,27 @@ from tracegrad.prepare.split import Part
 from tracegrad.prepare.workers import sendable
 
 ANSWER_S = 60.0
-"""How long a cluster that listens may take to let a process in."""
+"""Seconds that a listening cluster may take to accept a process."""
 _LISTEN_S = 5.0
 _JOIN = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error')"
 
 
 class Preparer:
-    """What an actor is: a tokenizer, loaded once; called with rows of one part each.
+    """A Ray actor that loads a tokenizer once. Each call gets rows with one part each.
 
-    The job comes with each part, and nothing when the actor is made: one that is lost can be made again anywhere.
+    Each row includes the job, and the constructor has no arguments, so a lost actor can be restarted anywhere.
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # as many as the CPUs that Ray counts for it
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # Ray reserves one CPU for each actor.
         self._tokenizer: Tokenizer | None = None
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list[str]]:
-        """The records of parts, or their errors."""
-        return {"outcome": [_closed(self._outcome(*_opened(row))) for row in rows["part"]]}
+        """Return the records of the parts, or their errors."""
+        return {"outcome": [_serialize(self._outcome(*_deserialize(row))) for row in rows["part"]]}
 
     def _outcome(self, job: Job, part: Part, where: str) -> tuple[Part, Record | Exception]:
-        with suppress(OSError):  # a node that has no such folder may do parts whose paths are whole
+        with suppress(OSError):  # A node without this folder can still do parts with absolute paths.
             os.chdir(where)
         try:
             self._tokenizer = self._tokenizer or Tokenizer.from_pretrained(Path(job.model))
@@ -55,17 +55,17 @@ class Preparer:
 
 
 def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iterator[Record]:
-    """The records of parts as they are done.
+    """Yield the records of parts as they finish.
 
     Args:
-        job: what the parts have in common.
-        parts: to be done.
-        address: of the cluster; "" for the one that Ray finds, or else one of this machine.
-        workers: actors at most; 0 for as many as the cluster has CPUs.
+        job: settings that the parts share.
+        parts: the parts to prepare.
+        address: address of the cluster. "" uses the cluster that Ray finds, or starts a local one.
+        workers: maximum number of actors. 0 means the number of CPUs in the cluster.
 
     Raises:
         ArgumentError: if there is no cluster at the address.
-        TracegradError: the error of the first of the parts that has one; if the cluster cannot do parts at all.
+        TracegradError: the error of the first failed part. Also if the cluster cannot run parts at all.
     """
     import ray
     import ray.data
@@ -83,15 +83,15 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
         most = workers or int(ray.cluster_resources().get("CPU", 1))
         actors = ray.data.ActorPoolStrategy(min_size=1, max_size=max(min(most, len(parts)), 1))
         ray.data.DataContext.get_current().enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.WARNING)  # of a cluster without room, not of each step
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # Warn about a full cluster, not about each step.
         logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
         rows = ray.data.from_items(
-            [{"part": _closed((job, part, os.getcwd()))} for part in parts], override_num_blocks=len(parts)
+            [{"part": _serialize((job, part, os.getcwd()))} for part in parts], override_num_blocks=len(parts)
         )
-        made = rows.map_batches(Preparer, batch_size=1, compute=actors, num_cpus=1)
+        results = rows.map_batches(Preparer, batch_size=1, compute=actors, num_cpus=1)
         failed: dict[int, Exception] = {}
-        for row in made.iter_rows():
-            part, outcome = _opened(row["outcome"])
+        for row in results.iter_rows():
+            part, outcome = _deserialize(row["outcome"])
             if isinstance(outcome, Exception):
                 failed[part.index] = outcome
             else:
@@ -100,7 +100,7 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
             raise failed[min(failed)]
     except ray.exceptions.RayError as error:
         raise TracegradError(
-            f"Ray: {_last(str(error))}. Its parts are not done; those that were are kept. Install tracegrad "
+            f"Ray: {_last_line(str(error))}. Its parts are not done; those that were are kept. Install tracegrad "
             f"{_core.__version__} on every node, mend what is named, and go on with --resume."
         ) from error
     finally:
@@ -109,36 +109,40 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
 
 
 def check(address: str) -> None:
-    """Looks whether there is a cluster, before anything is written or counted: Ray itself would try for 8 minutes.
+    """Raise if no Ray cluster can be reached. Ray itself would retry for 8 minutes.
 
     Args:
         address: as for `records`.
 
     Raises:
-        ArgumentError: if Ray is not installed, nobody listens at the address, or who listens does not answer as Ray.
+        ArgumentError: if Ray is not installed, nothing listens at the address, or no Ray cluster answers there.
     """
-    told = address or os.environ.get("RAY_ADDRESS", "")
-    what = f"--ray {address}" if address else f"RAY_ADDRESS is {told}" if told else "--ray"
-    if why := _deaf(told):
-        raise ArgumentError(f"{what}: nobody answers there ({why}). {_CURE}")
+    resolved = address or os.environ.get("RAY_ADDRESS", "")
+    setting = f"--ray {address}" if address else f"RAY_ADDRESS is {resolved}" if resolved else "--ray"
+    if reason := _connection_error(resolved):
+        raise ArgumentError(f"{setting}: nobody answers there ({reason}). {_CURE}")
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.data")
     except ImportError as error:
         raise ArgumentError(f"{error}. --ray needs it. pip install 'tracegrad[ray]'") from error
-    if told == "local" or ray.is_initialized():
+    if resolved == "local" or ray.is_initialized():
         return
     try:
         joined = subprocess.run(
-            [sys.executable, "-c", _JOIN, told or "auto"], capture_output=True, text=True, timeout=ANSWER_S, check=False
+            [sys.executable, "-c", _JOIN, resolved or "auto"],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        where = "" if told else " a cluster that was started here, and is gone without `ray stop`, or is busy:"
+        where = "" if resolved else " a cluster that was started here, and is gone without `ray stop`, or is busy:"
         raise ArgumentError(
-            f"{what}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
+            f"{setting}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
         ) from error
-    if joined.returncode and told:  # where none is told and none is found, one of this machine is started
-        raise ArgumentError(f"{what}: {_last(joined.stderr)}. {_CURE}")
+    if joined.returncode and resolved:  # Without an address and without a running cluster, Ray starts a local one.
+        raise ArgumentError(f"{setting}: {_last_line(joined.stderr)}. {_CURE}")
 
 
 _CURE = (
@@ -147,26 +151,29 @@ _CURE = (
 )
 
 
-def _deaf(address: str) -> str:
-    """Why nobody can be reached at HOST:PORT; "" where somebody listens, or only Ray knows what the address means."""
-    found = re.fullmatch(r"(ray://)?\[?([^/\[\]]*[^/\[\]:])\]?:(\d{1,5})", address)
-    if found is None:
+def _connection_error(address: str) -> str:
+    """Return the reason why HOST:PORT does not accept connections, or "".
+
+    "" is also returned for an address that only Ray can interpret.
+    """
+    match = re.fullmatch(r"(ray://)?\[?([^/\[\]]*[^/\[\]:])\]?:(\d{1,5})", address)
+    if match is None:
         return ""
     try:
-        socket.create_connection((found[2], int(found[3])), _LISTEN_S).close()
+        socket.create_connection((match[2], int(match[3])), _LISTEN_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     return ""
 
 
-def _last(told: str) -> str:
-    """What a trace of calls ends with."""
-    return (told.strip().splitlines() or ["it ended without a word"])[-1].strip().rstrip(".")[:200]
+def _last_line(traceback: str) -> str:
+    """Return the last line of a traceback."""
+    return (traceback.strip().splitlines() or ["it ended without a word"])[-1].strip().rstrip(".")[:200]
 
 
-def _closed(value: Any) -> str:
+def _serialize(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
 
-def _opened(text: Any) -> Any:
+def _deserialize(text: Any) -> Any:
     return pickle.loads(base64.b64decode(str(text)))

@@ -40,64 +40,71 @@ def load(
     map: Map | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Sequences, Account]:
-    """Reads and aligns all inputs, or takes what `prepare` has written.
+    """Read and align all inputs in memory, or load a folder that `prepare` wrote.
 
     Args:
-        source: what `tracegrad.read` takes as names, one or several, or a folder of shards, by its path or address.
+        source: one or several names that `tracegrad.read` accepts, or a folder of shards by its path or address.
         model: folder with tokenizer.json and chat template.
         data: options of reading and aligning.
-        out: where quarantined records go.
-        watch: takes the seconds of "read" and "align".
-        map: where the records hold what a trace needs.
-        progress: called with how far reading is.
+        out: folder for quarantined records.
+        watch: stopwatch that records the seconds of "read" and "align".
+        map: where records store the fields of a trace.
+        progress: called with the progress of reading.
+
+    Returns:
+        The sequences, and the summary of reading and aligning.
 
     Raises:
-        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error; for a
-            folder that is not whole or was changed.
-        ArgumentError: for an option of aligning where a folder of shards is given.
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, depending on
+            data.on_error. Also for a folder that is incomplete or was changed.
+        ArgumentError: for an option of aligning with a folder of shards.
     """
-    named = names_of(source)
-    account = Account(said(named), named, reward=data.reward)
-    if len(named) == 1 and is_prepared(named[0]):
-        check_prepared(named[0], data, map or Map())
+    names = names_of(source)
+    account = Account(said(names), names, reward=data.reward)
+    if len(names) == 1 and is_prepared(names[0]):
+        check_prepared(names[0], data, map or Map())
         with watch("read"):
-            sequences = Sequences.load(named[0], verify=True)
+            sequences = Sequences.load(names[0], verify=True)
         account.add(sequences)
         return sequences, account
     tokenizer = Tokenizer.from_pretrained(model)
     with watch("read"):
-        aside = None
+        quarantine = None
         if data.on_error == "quarantine":
             place_of(str(out)).make()
-            aside = out / aside_of(named)
-        told = {"map": map, "on_error": data.on_error, "quarantine": aside, "progress": progress}
-        traces = stream(named, **told)
-        whole = Traces.concatenate(traces)
+            quarantine = out / aside_of(names)
+        options = {"map": map, "on_error": data.on_error, "quarantine": quarantine, "progress": progress}
+        traces = stream(names, **options)
+        all_traces = Traces.concatenate(traces)
     with watch("align"):
-        sequences = aligned(whole, tokenizer, data)
-        if aside is not None and sequences.drift.errors:
-            write(whole[sequences.drift.left_out], out / "unaligned-00000.jsonl")
+        sequences = aligned(all_traces, tokenizer, data)
+        if quarantine is not None and sequences.drift.errors:
+            write(all_traces[sequences.drift.left_out], out / "unaligned-00000.jsonl")
     account.add(sequences)
     account.read, account.mapped = traces.read_report, traces.lines()
-    account.look(named, map or Map())
+    account.look(names, map or Map())
     account.probe(tokenizer)
     return sequences, account
 
 
 def is_prepared(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder, by its path or address, holds shards, or one: whole or not."""
+    """Return whether a path or address is a folder of shards, or a single shard. It may be incomplete."""
     if isinstance(folder, str) and remote.is_address(folder):
         return any(remote.exists(remote.joined(folder, name)) for name in (manifest.NAME, PLAN))
     path = remote.path_of(folder)
-    named = any((path / name).exists() for name in (manifest.NAME, PLAN, "sequences.json"))
-    return path.is_dir() and (named or any(path.glob("shard-*")))
+    has_marker = any((path / name).exists() for name in (manifest.NAME, PLAN, "sequences.json"))
+    return path.is_dir() and (has_marker or any(path.glob("shard-*")))
 
 
 OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
 
 
 def check_prepared(source: str, data: Data, map: Map) -> None:
-    """Refuses options of reading and aligning where a prepared folder is given."""
+    """Raise if options of reading or aligning are set for a prepared folder.
+
+    Raises:
+        ArgumentError: if so.
+    """
     default = Data()
     if map.told():
         raise ArgumentError(
@@ -132,73 +139,84 @@ def prepare(
     ray: str | None = None,
     part_bytes: int = PART_BYTES,
 ) -> Account:
-    """Aligns inputs of any size into `out/shard-*`, in bounded memory, with `out/drift.json` and a manifest last.
+    """Align inputs of any size into `out/shard-*` in bounded memory. Also writes `out/drift.json`, and a manifest last.
 
-    The inputs are read in parts (`cut`); what stands in a shard is a function of the records, of `shard_traces` and of
-    `part_bytes`, not of who does the parts. A group that stands in two shards keeps its name in `group_names`; its
-    number is the shard's own.
+    The inputs are read in parts (see `cut`). The content of a shard depends only on the records, `shard_traces` and
+    `part_bytes`, not on the number of workers. A group with traces in two shards keeps its name in `group_names`; its
+    index differs per shard.
 
     Args:
-        source, model, data, map, progress: as `load`.
-        out: folder of the shards, by its path, made if it is not there; or by its address.
-        shard_traces: a shard ends with the group with which it has so many traces, or `SHARD_BYTES` of records.
-        resume: keep the parts and shards that are whole and do the others: the same bytes as at once.
-        workers: processes that do parts; 1 does them in this one.
-        ray: do them on the Ray cluster at this address ("" for the one that Ray finds, or else one of this machine);
-            `workers` is then how many actors, at most, and 1 for as many as there are CPUs.
-        part_bytes: bytes of inputs in a part.
+        source, model, data, map, progress: as for `load`.
+        out: folder of the shards, by its path or its address. It is created if it does not exist.
+        shard_traces: number of traces at which a shard ends with the current group. It also ends at `SHARD_BYTES` of
+            records.
+        resume: keep complete parts and shards, and do the others. The result has the same bytes as an uninterrupted
+            run.
+        workers: number of processes. 1 means this process.
+        ray: address of a Ray cluster that does the parts. "" uses the cluster that Ray finds, or starts a local one.
+            `workers` is then the maximum number of actors, and 1 means one per CPU.
+        part_bytes: bytes of inputs per part.
+
+    Returns:
+        The summary of reading and aligning.
 
     Raises:
-        As `load`; of several parts with a bad record, for the first. ArgumentError too, if `out` holds shards and
-            `resume` is False, or shards of other traces or options, or if another process is writing there.
+        As `load`; if several parts have a bad record, for the first.
+        ArgumentError: also if `out` has shards and `resume` is False, if its shards are of other traces or options, or
+            if another process is writing there.
         TracegradError: if the process of a part was lost three times.
     """
     for name, value in (("shard_traces", shard_traces), ("workers", workers), ("part_bytes", part_bytes)):
         _validation.integer(value, name, least=1)
     tokenizer = Tokenizer.from_pretrained(model)
-    named, told = names_of(source), map or Map()
-    account = Account(said(named), named, reward=data.reward)
+    names, field_map = names_of(source), map or Map()
+    account = Account(said(names), names, reward=data.reward)
     account.probe(tokenizer)
-    plan = _plan(named, model, data, told, shard_traces, part_bytes)
+    plan = _plan(names, model, data, field_map, shard_traces, part_bytes)
     place = place_of(os.fspath(out))
     _check(place, workers, ray)
-    if ray is not None and named != ["-"]:
+    if ray is not None and names != ["-"]:
         ray_backend.check(ray)
     _check_own(place)
     place.make()
     with place.lock() as lock:
         _begin(place, plan, resume)
-        parts, account.whole = cut(named, part_bytes, told)
+        parts, account.whole = cut(names, part_bytes, field_map)
         records = {part.index: record for part in parts if resume and (record := kept(place, part))}
-        left = [part for part in parts if part.index not in records]
-        if left:
+        remaining = [part for part in parts if part.index not in records]
+        if remaining:
             place.remove(manifest.NAME)
-        job = Job(aside_of(named), str(model), os.fspath(out), data, told, shard_traces)
-        far = _Far(parts, left, progress)
-        if ray is not None and not _is_alone(left):
-            made = ray_backend.records(job, left, ray, 0 if workers == 1 else workers)
-        elif min(workers, len(left)) > 1:
-            made = _by_processes(job, left, min(workers, len(left)), lock, far)
+        job = Job(aside_of(names), str(model), os.fspath(out), data, field_map, shard_traces)
+        total_progress = _Far(parts, remaining, progress)
+        if ray is not None and not _is_alone(remaining):
+            new_records = ray_backend.records(job, remaining, ray, 0 if workers == 1 else workers)
+        elif min(workers, len(remaining)) > 1:
+            new_records = _by_processes(job, remaining, min(workers, len(remaining)), lock, total_progress)
         else:
-            made = (done(job, part, tokenizer, lambda *what, part=part: far(part, *what)) for part in left)
-        for record in made:
+            new_records = (
+                done(job, part, tokenizer, lambda *counts, part=part: total_progress(part, *counts))
+                for part in remaining
+            )
+        for record in new_records:
             records[record["part"]] = record
-            far.ended(record["part"])
-        far.close()
+            total_progress.ended(record["part"])
+        total_progress.close()
         in_order = [records[index] for index in sorted(records)]
-        _sum(account, in_order, told, named)
+        _sum(account, in_order, field_map, names)
         place.write(_ACCOUNT, encoded(account.as_dict()))
         place.seal({name: shard for record in in_order for name, shard in shards_in(record).items()})
     return account
 
 
 def _is_alone(parts: Sequence[Part]) -> bool:
-    """Whether there is one part alone that only this process can read."""
+    """Return whether all parts come from standard input, which only this process can read."""
     return all(place.kind == "stdin" for part in parts for place in part.places)
 
 
-def _by_processes(job: Job, parts: Sequence[Part], count: int, lock: int | None, far: "_Far") -> Iterator[Record]:
-    with Workers(job, count, lock, far) as pool:
+def _by_processes(
+    job: Job, parts: Sequence[Part], count: int, lock: int | None, total_progress: "_Far"
+) -> Iterator[Record]:
+    with Workers(job, count, lock, total_progress) as pool:
         yield from pool.records(parts)
 
 
@@ -214,37 +232,37 @@ _ASIDE = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$|^\
 
 
 def _check_own(place: Folder | Bucket) -> None:
-    """Refuses a folder that holds something and no plan of ours: files of the same names would be lost."""
+    """Raise if the folder has files but no plan of `prepare`. Files of the same names would be lost."""
     names = place.names()
     try:
-        own = (
+        is_ours = (
             PLAN in names and {"tokenizer", "shard_traces", "version"} <= json.loads(place.read(PLAN, 256 << 20)).keys()
         )
     except (ValueError, AttributeError, RecursionError):
-        own = any(name.startswith(("shard-", "part-")) for name in names)  # what is wrong with it is said later
-    others = sorted(name for name in names if not _ASIDE.search(name))
-    if others and not own:
+        is_ours = any(name.startswith(("shard-", "part-")) for name in names)  # `_check_plan` explains it.
+    alien = sorted(name for name in names if not _ASIDE.search(name))
+    if alien and not is_ours:
         raise ArgumentError(
-            f"{place} holds {shown(others[0])[:80]!r} and is not a folder of `prepare`. Files of it could be replaced. "
+            f"{place} holds {shown(alien[0])[:80]!r} and is not a folder of `prepare`. Files of it could be replaced. "
             "Give another --out."
         )
 
 
-def _sum(account: Account, records: list[Record], told: Map, named: list[str]) -> None:
-    """The account of all parts."""
+def _sum(account: Account, records: list[Record], field_map: Map, names: list[str]) -> None:
+    """Add up the summaries and reader counts of all parts."""
     for record in records:
         account.join(record["account"])
-    tally = added([Tally(**record["tally"]) for record in records], told)
+    tally = added([Tally(**record["tally"]) for record in records], field_map)
     account.parts = len(records)
     if not account.read.records and tally.bare:
         raise ReadError(tally.first_bare)
-    tally.check(told)
-    account.mapped = tally.lines(told, account.read, BLANK)
-    account.look(named, told)
+    tally.check(field_map)
+    account.mapped = tally.lines(field_map, account.read, BLANK)
+    account.look(names, field_map)
 
 
 class _Far:
-    """How far all parts are together, said as one reader would."""
+    """The total progress of all parts, reported like that of one reader."""
 
     def __init__(self, parts: Sequence[Part], left: Sequence[Part], say: Say | None) -> None:
         self._say, self._sizes = say, {part.index: part.size for part in left}
@@ -257,80 +275,80 @@ class _Far:
         self._tell(False)
 
     def ended(self, part: int) -> None:
-        """A part is done."""
+        """Count a part as complete."""
         self._taken[part] = self._sizes[part]
         self._tell(False)
 
     def close(self) -> None:
-        """The last word."""
+        """Report the final progress."""
         self._tell(True)
 
     def _tell(self, is_last: bool) -> None:
         if self._say is not None:
-            spent = time.monotonic() - self._began
+            elapsed = time.monotonic() - self._began
             taken, records = sum(self._taken.values()), sum(self._records.values())
-            self._say(Progress(taken, self._total, records, spent, is_last))
+            self._say(Progress(taken, self._total, records, elapsed, is_last))
 
 
 def _begin(place: Folder | Bucket, plan: dict[str, Any], resume: bool) -> None:
-    """Makes the folder ready for shards of this plan. For who holds the lock."""
+    """Prepare the folder for shards of this plan. The caller must have the lock."""
     names = place.names()
-    there = any(name.startswith(("shard-", "part-")) for name in names)
-    if there and not resume:
-        ended = "of a `prepare` that is done" if manifest.NAME in names else "of a `prepare` that was stopped"
+    has_shards = any(name.startswith(("shard-", "part-")) for name in names)
+    if has_shards and not resume:
+        state = "of a `prepare` that is done" if manifest.NAME in names else "of a `prepare` that was stopped"
         raise ArgumentError(
-            f"{place} holds shards {ended}. New ones among them would be read as one set. Go on with --resume, or give "
+            f"{place} holds shards {state}. New ones among them would be read as one set. Go on with --resume, or give "
             "another --out."
         )
-    if there and plan["source"] == "-":
+    if has_shards and plan["source"] == "-":
         raise ArgumentError(
             f"{place} holds shards of standard input, which cannot be known to be the same again. The shards would not "
             "be those of one run. Give a file, or another --out."
         )
-    if there:
+    if has_shards:
         _check_plan(place, plan)
     place.clear()
     place.write(PLAN, encoded(plan))
 
 
 def _check_plan(place: Folder | Bucket, plan: dict[str, Any]) -> None:
-    cure = "Give what the first run was given, or another --out."
+    remedy = "Give what the first run was given, or another --out."
     try:
-        before = json.loads(place.read(PLAN, 256 << 20))
-        apart = [name for name in {**before, **plan} if before.get(name) != plan.get(name)]
+        previous = json.loads(place.read(PLAN, 256 << 20))
+        differing = [name for name in {**previous, **plan} if previous.get(name) != plan.get(name)]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArgumentError(
             f"{place}/{PLAN}: does not say what the shards beside it were made of ({str(error)[:80]!r}). They cannot "
             "be gone on with. Give another --out."
         ) from error
-    if apart:
-        name = apart[0]
+    if differing:
+        name = differing[0]
         raise ArgumentError(
-            f"{place}/{PLAN}: {name} was {str(before.get(name))[:80]!r} and is now {str(plan.get(name))[:80]!r}. The "
-            f"shards would not be those of one run. {cure}"
+            f"{place}/{PLAN}: {name} was {str(previous.get(name))[:80]!r} and is now {str(plan.get(name))[:80]!r}. The "
+            f"shards would not be those of one run. {remedy}"
         )
 
 
 def _plan(
-    named: list[str], model: Path, data: Data, map: Map, shard_traces: int, part_bytes: int = PART_BYTES
+    names: list[str], model: Path, data: Data, map: Map, shard_traces: int, part_bytes: int = PART_BYTES
 ) -> dict[str, Any]:
-    """What the bytes of the shards follow from."""
-    what: dict[str, Any] = {"source": redacted(named[0]) if len(named) == 1 else [redacted(each) for each in named]}
-    if named != ["-"]:
-        found = expand(named)
-        if missing := [place.path for place in found if place.kind == "file" and not os.path.exists(place.path)]:
+    """Return everything that determines the bytes of the shards."""
+    source: dict[str, Any] = {"source": redacted(names[0]) if len(names) == 1 else [redacted(name) for name in names]}
+    if names != ["-"]:
+        places = expand(names)
+        if missing := [place.path for place in places if place.kind == "file" and not os.path.exists(place.path)]:
             raise TracegradError(f"{missing[0]}: No such file or directory. Nothing is read. Check the path.")
-        sizes, times = [place.size for place in found], [place.modified for place in found]
-        what |= {"source_bytes": sizes[0], "source_mtime_ns": times[0]} if len(found) == 1 else {}
-        what |= {"source_bytes": sizes, "source_mtime_ns": times} if len(found) > 1 else {}
-    told = {f"data.{name}": getattr(data, name) for name in OF_ALIGNING}
-    told |= {f"map.{name}": path for name, path in map.told().items()}
-    cuts = {"shard_traces": shard_traces, "part_bytes": part_bytes}
-    return {**what, "tokenizer": _checksum(model), **cuts, **told, "version": _core.__version__}
+        sizes, times = [place.size for place in places], [place.modified for place in places]
+        source |= {"source_bytes": sizes[0], "source_mtime_ns": times[0]} if len(places) == 1 else {}
+        source |= {"source_bytes": sizes, "source_mtime_ns": times} if len(places) > 1 else {}
+    options = {f"data.{name}": getattr(data, name) for name in OF_ALIGNING}
+    options |= {f"map.{name}": path for name, path in map.told().items()}
+    sizes_of_cuts = {"shard_traces": shard_traces, "part_bytes": part_bytes}
+    return {**source, "tokenizer": _checksum(model), **sizes_of_cuts, **options, "version": _core.__version__}
 
 
 def _checksum(model: Path) -> str:
-    """Of all files in the folder that a tokenizer or template may be read from."""
+    """Return the checksum of all files in a folder that a tokenizer or template may be read from."""
     checksum = 0
     with suppress(OSError):
         for path in sorted(model.rglob("*")):

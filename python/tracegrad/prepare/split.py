@@ -20,7 +20,9 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def pieces(place: Place, part_bytes: int, told: Map) -> list[Place]:
-    """A file in pieces of about `part_bytes`; itself alone, where it is not of lines or not larger.
+    """Return a file in pieces of about `part_bytes`.
+
+    A file that is not larger, or does not have a record per line, is returned unchanged.
 
     Raises:
         ReadError: if it cannot be read.
@@ -31,120 +33,127 @@ def pieces(place: Place, part_bytes: int, told: Map) -> list[Place]:
         with open(place.path, "rb", buffering=0) as file:
             if not _is_of_lines(file):
                 return [place]
-            found = [0]
-            for at in range(part_bytes, place.size, part_bytes):
-                where = _cut(file, place, at, min(at + part_bytes, place.size), told)
-                if found[-1] < where < place.size:
-                    found.append(where)
-            return _numbered(file, place, [*found, place.size]) if len(found) > 1 else [place]
+            bounds = [0]
+            for target in range(part_bytes, place.size, part_bytes):
+                bound = _find_cut(file, place, target, min(target + part_bytes, place.size), told)
+                if bounds[-1] < bound < place.size:
+                    bounds.append(bound)
+            return _with_lines(file, place, [*bounds, place.size]) if len(bounds) > 1 else [place]
     except OSError as error:
         raise ReadError(f"{place.path}: cannot be read ({error.strerror}). Check that the file is there.") from error
 
 
 def _is_of_lines(file: BinaryIO) -> bool:
-    """Whether a file begins as one object on each line does, in plain text."""
+    """Return whether a file starts like plain text with one JSON object per line."""
     return _begins_record(file.read(_STEP).removeprefix(_BOM).lstrip())
 
 
 def _begins_record(line: bytes) -> bool:
-    """Whether a line can only be the first of a record: in a stream of events none begins so."""
+    """Return whether a line can only be the first of a record.
+
+    In a stream of events, no other line starts like this.
+    """
     return line.startswith(b"{") and line[1:2] not in (b"", b"\n", b"\r")
 
 
-def _numbered(file: BinaryIO, place: Place, bounds: list[int]) -> list[Place]:
-    """The pieces between these bytes, each with the line on which it begins."""
+def _with_lines(file: BinaryIO, place: Place, bounds: list[int]) -> list[Place]:
+    """Return the pieces between byte offsets, each with the number of its first line."""
     out, line = [], 1
     file.seek(0)
     for start, end in pairwise(bounds):
         out.append(replace(place, size=end - start, start=start, end=end, line=line))
-        left = end - start if end < place.size else 0
-        while left and (block := file.read(min(_BLOCK, left))):
-            line, left = line + block.count(b"\n"), left - len(block)
+        remaining = end - start if end < place.size else 0
+        while remaining and (block := file.read(min(_BLOCK, remaining))):
+            line, remaining = line + block.count(b"\n"), remaining - len(block)
     return out
 
 
-def _cut(file: BinaryIO, place: Place, at: int, most: int, told: Map) -> int:
-    """Where the first record behind `at` begins whose group is not that of the one before it.
+def _find_cut(file: BinaryIO, place: Place, target: int, limit: int, field_map: Map) -> int:
+    """Return the offset of the first record after `at` that starts a new group.
 
-    A group without an end before `most` is cut at the first record; where none begins, the answer is 0.
+    If no group ends before `most`, return the first record. If no record starts there, return 0.
     """
-    start = _next_line(file, at, place.size)
-    before = _before(file, place, start, told)
+    start = _next_line(file, target, place.size)
+    previous_group = _group_before(file, place, start, field_map)
     first = 0
-    while start < most:
+    while start < limit:
         end = _next_line(file, start + 1, place.size)
         file.seek(start)
         line = file.read(min(end - start, MAX_RECORD_BYTES))
-        groups = _groups(place, start, end, told)
+        groups = _groups(place, start, end, field_map)
         if groups and _begins_record(line) and not is_chunk(loads(line)):
             first = first or start
-            if groups[0] is None or groups[:1] != before:
+            if groups[0] is None or groups[:1] != previous_group:
                 return start
-        before = groups[-1:] or before
+        previous_group = groups[-1:] or previous_group
         start = end
     return first
 
 
-def _before(file: BinaryIO, place: Place, start: int, told: Map) -> list[str | None]:
-    """The group of the last trace that begins before a line: of the record before it, or where that is bad or blank,
-    of one before that.
+def _group_before(file: BinaryIO, place: Place, start: int, field_map: Map) -> list[str | None]:
+    """Return the group of the last trace before `start`, or an empty list.
+
+    Bad and blank records are skipped, up to `_BLOCK` bytes back.
     """
-    end, least = start, max(start - _BLOCK, 0)
-    while end > least:
+    end, limit = start, max(start - _BLOCK, 0)
+    while end > limit:
         begin = _line_before(file, end)
-        if groups := _groups(place, begin, end, told):
+        if groups := _groups(place, begin, end, field_map):
             return groups[-1:]
         end = begin
     return []
 
 
-def _groups(place: Place, start: int, end: int, told: Map) -> list[str | None]:
-    """The groups of the traces that are made of these bytes, as they are in the whole file; none of a bad record."""
+def _groups(place: Place, start: int, end: int, field_map: Map) -> list[str | None]:
+    """Return the groups of the traces in these bytes, as in the complete file. A bad record yields none."""
     if start >= end:
         return []
-    one = replace(place, size=end - start, start=start, end=end, line=1)
+    piece = replace(place, size=end - start, start=start, end=end, line=1)
     try:
-        return [group for traces in of_part([one], told, Options(on_error="skip")) for group in traces.groups]
+        return [group for traces in of_part([piece], field_map, Options(on_error="skip")) for group in traces.groups]
     except TracegradError:
         return []
 
 
-def _next_line(file: BinaryIO, at: int, size: int) -> int:
-    """Where the first line begins at `at` or behind it; the size of the file, where none does."""
-    file.seek(at - 1)
-    place = at - 1
+def _next_line(file: BinaryIO, offset: int, size: int) -> int:
+    """Return the offset of the first line that starts at `at` or later, or the file size."""
+    file.seek(offset - 1)
+    position = offset - 1
     while block := file.read(_STEP):
-        if (found := block.find(b"\n")) >= 0:
-            return min(place + found + 1, size)
-        place += len(block)
+        if (newline := block.find(b"\n")) >= 0:
+            return min(position + newline + 1, size)
+        position += len(block)
     return size
 
 
 def _line_before(file: BinaryIO, start: int) -> int:
-    """Where the last line begins that ends before `start`, which begins one; at most a record's bytes before it."""
+    """Return the offset of the line before the one that starts at `start`.
+
+    The search is limited to the maximum size of a record.
+    """
     end = start - 1
     while end > max(start - MAX_RECORD_BYTES, 0):
         begin = max(end - _STEP, 0)
         file.seek(begin)
         block = file.read(end - begin)
-        if (found := block.rfind(b"\n")) >= 0:
-            return begin + found + 1
+        if (newline := block.rfind(b"\n")) >= 0:
+            return begin + newline + 1
         end = begin
     return max(end, 0)
 
 
 PART_BYTES = 256 << 20
-"""Bytes of inputs in a part."""
+"""Default number of input bytes in a part."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of an input that is read in one go.
+    """A portion of the input that one worker reads.
 
     Args:
         index: its number, from 0.
-        places: files, or pieces of them, in order.
-        alone: whether there is no other.
+        places: files or pieces of files, in order.
+        alone: whether it is the only part.
     """
 
     index: int
@@ -153,65 +162,66 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What its record and its files aside are called."""
+        """Return the prefix for the names of its record and of its files with bad records."""
         return f"part-{self.index:05d}"
 
     @property
     def size(self) -> int:
-        """Bytes on the disk."""
+        """Return its size on disk in bytes."""
         return sum(place.size for place in self.places)
 
     def __str__(self) -> str:
         first = self.places[0]
-        where = f" from byte {first.start:,}" if first.start else ""
-        more = f" and {len(self.places) - 1:,} files more" if len(self.places) > 1 else ""
-        return f"{self.name} ({first.path}{where}{more})"
+        offset = f" from byte {first.start:,}" if first.start else ""
+        others = f" and {len(self.places) - 1:,} files more" if len(self.places) > 1 else ""
+        return f"{self.name} ({first.path}{offset}{others})"
 
 
 def cut(
     source: str | Sequence[str | os.PathLike[str]], part_bytes: int = PART_BYTES, map: Map | None = None
 ) -> tuple[list[Part], str]:
-    """Cuts an input into parts.
+    """Cut an input into parts.
 
-    Files are put together in their order until a part has `part_bytes`. A larger file of lines on this machine, without
-    compression, is cut between records where the group changes; any other is a part as a whole.
+    Files are combined in order until a part has `part_bytes`. A larger file is cut between records where the group
+    changes, if it is local, uncompressed and has a record per line. Any other file stays in one part.
 
     Args:
-        source: what `tracegrad.read` takes as names, one or several.
-        part_bytes: of the files as they are on the disk.
+        source: one or several names that `tracegrad.read` accepts.
+        part_bytes: size of a part, in bytes of the files on disk.
         map: as for `tracegrad.read`.
 
     Returns:
-        The parts, and where there is one alone although there are more bytes, why, in a sentence.
+        The parts. If an input larger than `part_bytes` had to stay in one part, also the reason in a sentence,
+            otherwise "".
 
     Raises:
-        ReadError, ArgumentError: as for `tracegrad.read`, for names of nothing.
+        ReadError, ArgumentError: as for `tracegrad.read`, if a name matches nothing.
     """
-    told = map or Map()
+    field_map = map or Map()
     places = expand([source] if isinstance(source, (str, os.PathLike)) else source)
-    if why := _whole(places, told):
-        return [Part(0, tuple(places), alone=True)], why if _size(places) > part_bytes else ""
+    if reason := _reason_not_cut(places, field_map):
+        return [Part(0, tuple(places), alone=True)], reason if _size(places) > part_bytes else ""
     parts: list[list[Place]] = [[]]
     for place in places:
-        for piece in pieces(place, part_bytes, told):
-            held = _size(parts[-1])
-            if held and piece.size and held + piece.size > part_bytes:  # empty files stay with those before them
+        for piece in pieces(place, part_bytes, field_map):
+            size = _size(parts[-1])
+            if size and piece.size and size + piece.size > part_bytes:  # Empty files do not start a part.
                 parts.append([])
             parts[-1].append(piece)
-    return [Part(index, tuple(each), alone=len(parts) == 1) for index, each in enumerate(parts)], ""
+    return [Part(index, tuple(part_places), alone=len(parts) == 1) for index, part_places in enumerate(parts)], ""
 
 
-def _whole(places: list[Place], told: Map) -> str:
-    """Why an input is not cut; "" where it may be."""
-    if told.session:
+def _reason_not_cut(places: list[Place], field_map: Map) -> str:
+    """Return the reason why an input is not cut, or ""."""
+    if field_map.session:
         return "--map.session joins records of the whole input"
-    if any(not _is_there(place) for place in places):
+    if any(not _can_reread(place) for place in places):
         return "what comes through a pipe can be read once"
     return ""
 
 
-def _is_there(place: Place) -> bool:
-    """Whether a place can be read again."""
+def _can_reread(place: Place) -> bool:
+    """Return whether an input can be read again."""
     return place.kind not in ("file", "stdin") or os.path.isfile(place.path)
 
 

@@ -1,4 +1,4 @@
-"""How exactly traces were aligned: counts over shards, for drift.json and the terminal."""
+"""Summarize how exactly traces were aligned, over all shards, for drift.json and the terminal."""
 
 import base64
 from collections.abc import Mapping
@@ -22,24 +22,24 @@ _COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact", "places
 
 @dataclass
 class Account:
-    """What was read and how exactly it aligned, added up over shards.
+    """Counts of reading and aligning, added up over shards.
 
     Args:
-        source: the inputs as the user named them, and `named`, each.
-        read: counts of the reader, and `mapped`, what was mapped, joined and converted.
-        found: where no reward or group is known, what the records seem to hold, as flags to type.
-        traces, groups, branches, tokens, terms: of the aligned sequences.
-        tiers: name to sampled tokens, trainable ones and generations.
-        drift: reason to findings, traces and tokens concerned.
-        recorded, exact: tokens recorded as sampled, and of those held with an exact id and a logprob.
-        group_keys: [uint64] of each shard, one for each of its groups, by its name.
-        places, seeing: of pictures, how many places they stand at, and in how many traces.
-        picture_keys: [uint64] of each shard, one for each of its pictures, by its digest.
-        parts: how many parts the inputs were read in, and `whole`, why there is one alone where there could be more.
-        rewards: names of the rewards that some trace has, and `reward`, the one that is told to be trained on.
-        profiles: traces with a prompt that was rendered, by the server whose rules it was rendered by.
+        source, named: the inputs as text for one line, and as a list of names.
+        read, mapped: counts of the reader, and lines about mapped, joined and converted fields.
+        found: if no reward or group is known, likely fields as flags to type.
+        traces, groups, branches, tokens, terms: counts of the aligned sequences.
+        tiers: alignment level to numbers of sampled tokens, trainable tokens and generations.
+        drift: mismatch reason to numbers of findings, traces and tokens.
+        recorded, exact: tokens recorded as sampled, and those of them with an exact id and a logprob.
+        group_keys: per shard, a [groups] uint64 array of hashed group names.
+        places, seeing: number of positions with an image, and of traces with an image.
+        picture_keys: per shard, a [images] uint64 array from the digests of its distinct images.
+        parts, whole: number of parts of the input, and the reason if a large input stayed in one part.
+        rewards, reward: names of the rewards that any trace has, and the one selected for training.
+        profiles: server profile to number of traces whose prompts were rendered by its rules.
         errors: one line for each trace that could not be aligned and was left out.
-        template: what the probe found of the chat template, and `warnings` of it.
+        template: result of probing the chat template, with its `warnings`.
     """
 
     source: str
@@ -69,12 +69,12 @@ class Account:
 
     @property
     def groups(self) -> int:
-        """Distinct groups."""
+        """Return the number of distinct groups."""
         return len(np.unique(self._keys))
 
     @property
     def pictures(self) -> dict[str, int]:
-        """Places of pictures, distinct pictures, and traces that show one; empty where there is none."""
+        """Return the numbers of image positions, distinct images, and traces with images. Empty without images."""
         if not self.places:
             return {}
         distinct = len(np.unique(np.concatenate(self.picture_keys)))
@@ -82,7 +82,7 @@ class Account:
 
     @property
     def cut_groups(self) -> int:
-        """Groups of which traces stand in several shards."""
+        """Return the number of groups with traces in several shards."""
         return int(np.count_nonzero(np.unique(self._keys, return_counts=True)[1] > 1))
 
     @property
@@ -91,11 +91,11 @@ class Account:
 
     @property
     def lone(self) -> bool:
-        """Whether no two traces share a group."""
+        """Return whether there are several traces and no two share a group."""
         return self.traces > 1 and self.groups == self.traces
 
     def add(self, sequences: Sequences) -> None:
-        """Counts one shard."""
+        """Add the counts of one shard."""
         self.traces += sequences.traces
         self.branches += sequences.branches
         self.tokens += sequences.tokens
@@ -107,25 +107,25 @@ class Account:
         if (images := sequences.images) is not None and len(images):
             self.places += len(images)
             self.seeing += len(np.unique(sequences.trace[np.diff(images.cu_images) > 0]))
-            shown = np.ascontiguousarray(images.pictures.digest[np.unique(images.picture), :8])
-            self.picture_keys.append(shown.view("<u8").reshape(-1).astype(np.uint64))
-        known = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
-        self.rewards += [name for name, is_known in known if is_known and name not in self.rewards]
+            digests = np.ascontiguousarray(images.pictures.digest[np.unique(images.picture), :8])
+            self.picture_keys.append(digests.view("<u8").reshape(-1).astype(np.uint64))
+        has_reward = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
+        self.rewards += [name for name, has_values in has_reward if has_values and name not in self.rewards]
         self._add_profiles(sequences.drift.server_profiles)
         _add(self.tiers, sequences.tiers())
         _add(self.drift, sequences.drift.table())
 
     def counts(self) -> dict[str, Any]:
-        """What `join` adds to another account, as JSON has it."""
-        told = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift", "profiles")}
-        told |= {name: _encoded(getattr(self, name)) for name in ("group_keys", "picture_keys")}
-        return {**told, "read": asdict(self.read)}
+        """Return the counts that `join` adds to another summary, as JSON values."""
+        counts = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift", "profiles")}
+        counts |= {name: _encoded(getattr(self, name)) for name in ("group_keys", "picture_keys")}
+        return {**counts, "read": asdict(self.read)}
 
     def join(self, told: Mapping[str, Any]) -> None:
-        """Adds what `counts` gave of a part.
+        """Add the output of `counts` of a part.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is none.
+            KeyError, TypeError, ValueError: if it is invalid.
         """
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + int(told[name]))
@@ -141,24 +141,24 @@ class Account:
         self.read = summed(self.read, ReadReport(**{**told["read"], "formats": formats}))
 
     def look(self, named: list[str], told: Map) -> None:
-        """Looks for what may be meant, where no trace has a reward or every group is of one trace."""
+        """Search for likely fields if no trace has a reward, or if every group has one trace."""
         missing = ["reward"] * (not self.rewards) + ["group"] * (self.lone and not told.group)
         if missing:
-            found = infer_fields.find(named, told)
-            self.found = found.lines([*missing, *(["session"] if not told.session else [])])
+            candidates = infer_fields.find(named, told)
+            self.found = candidates.lines([*missing, *(["session"] if not told.session else [])])
 
     def probe(self, tokenizer: Tokenizer) -> None:
-        """Keeps what the tokenizer's chat template does to a conversation."""
-        found = tokenizer.probe()
-        self.template = {**found.as_dict(), "warnings": found.warnings()}
+        """Store the result of probing the tokenizer's chat template with a conversation."""
+        result = tokenizer.probe()
+        self.template = {**result.as_dict(), "warnings": result.warnings()}
 
     def as_dict(self) -> dict[str, Any]:
-        """What drift.json holds."""
+        """Return the content of drift.json."""
         counts = {name: getattr(self, name) for name in ("source", "traces", "groups", "branches", "tokens", "terms")}
-        found = {"tiers": self.tiers, "recorded": self.recorded, "exact": self.exact, "drift": self.drift}
+        alignment = {"tiers": self.tiers, "recorded": self.recorded, "exact": self.exact, "drift": self.drift}
         return {
             **counts,
-            **found,
+            **alignment,
             **({"pictures": self.pictures} if self.pictures else {}),
             **({"server_profiles": self.profiles} if self.profiles else {}),
             "errors": self.errors,
@@ -170,7 +170,7 @@ class Account:
         }
 
     def lines(self) -> list[str]:
-        """The account for a terminal."""
+        """Return the summary as lines for a terminal."""
         groups = f"{self.groups:,} group{'s' * (self.groups != 1)}"
         bad = f", {self.read.bad:,} bad records left out" if self.read.bad else ""
         out = [
@@ -196,7 +196,7 @@ class Account:
         return out
 
     def _cut(self) -> list[str]:
-        """In how many parts the inputs were read, and what that did to groups."""
+        """Return lines about the number of parts, and about groups that were split over shards."""
         out = [f"parts    {self.parts:,}"] if self.parts > 1 else []
         out += [f"parts    1: {self.whole}"] if self.whole else []
         if cut := self.cut_groups:
@@ -211,19 +211,19 @@ class Account:
             self.profiles[name] = self.profiles.get(name, 0) + traces
 
     def _rendered(self) -> list[str]:
-        """By which servers' rules prompts were rendered that no record has as ids."""
-        named = ", ".join(f"{traces:,} as {name}" for name, traces in sorted(self.profiles.items()))
-        return [f"prompts  rendered for traces without recorded prompt ids: {named}"] if named else []
+        """Return a line with the server profiles by which unrecorded prompts were rendered."""
+        profiles = ", ".join(f"{traces:,} as {name}" for name, traces in sorted(self.profiles.items()))
+        return [f"prompts  rendered for traces without recorded prompt ids: {profiles}"] if profiles else []
 
     def _pictured(self) -> list[str]:
-        """How many pictures stand in how many traces."""
-        if not (told := self.pictures):
+        """Return a line with the numbers of image positions, images and traces with images."""
+        if not (counts := self.pictures):
             return []
-        places, pictures, traces = (f"{told[name]:,} {name[:-1]}{'s' * (told[name] != 1)}" for name in told)
+        places, pictures, traces = (f"{counts[name]:,} {name[:-1]}{'s' * (counts[name] != 1)}" for name in counts)
         return [f"pictures {places} of {pictures} in {traces}"]
 
     def _guessed(self) -> list[str]:
-        """What became of generations whose ids are guessed from their text and the number of logprobs."""
+        """Return lines about generations whose ids are guessed from their text and number of logprobs."""
         guessed = [self.tiers[name] for name in GUESSED if name in self.tiers]
         generations, tokens, trained = (
             sum(row[name] for row in guessed) for name in ("generations", "tokens", "trainable")

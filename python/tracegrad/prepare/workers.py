@@ -22,15 +22,18 @@ from tracegrad.prepare.split import Part
 
 
 def main(handle: int) -> None:
-    """Answers on the pipe behind a file descriptor until it ends; with it ends the process, whatever it is doing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks for parts ends this process too
+    """Serve parts from the pipe behind a file descriptor.
+
+    The process exits when the pipe closes, even while it is working.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends this process on Ctrl-C.
     pipe = Connection(handle)
-    asked: queue.SimpleQueue[Part] = queue.SimpleQueue()
+    queued: queue.SimpleQueue[Part] = queue.SimpleQueue()
     job: Job = pipe.recv()
-    threading.Thread(target=_listen, args=(pipe, asked), daemon=True).start()
+    threading.Thread(target=_listen, args=(pipe, queued), daemon=True).start()
     tokenizer: Tokenizer | None = None
     while True:
-        part = asked.get()
+        part = queued.get()
         pipe.send(("begun", 0, 0))
         try:
             tokenizer = tokenizer or Tokenizer.from_pretrained(Path(job.model))
@@ -41,16 +44,16 @@ def main(handle: int) -> None:
             pipe.send(("done", record, None))
 
 
-def _listen(pipe: Connection, asked: "queue.SimpleQueue[Part]") -> None:
+def _listen(pipe: Connection, queued: "queue.SimpleQueue[Part]") -> None:
     try:
         while True:
-            asked.put(pipe.recv())
+            queued.put(pipe.recv())
     except (EOFError, OSError):
-        os._exit(1)  # nobody waits for the part, and another may be given it
+        os._exit(1)  # The parent is gone. Another process may do the part.
 
 
 def sendable(error: Exception) -> Exception:
-    """An error as it can be sent to another process."""
+    """Return an error that can be pickled: the error itself, or a TracegradError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -59,21 +62,21 @@ def sendable(error: Exception) -> Exception:
 
 
 MOST_LOST = 2
-"""How often a part is given to another process."""
+"""Maximum number of times that a part is given to another process."""
 _START = "import sys; from tracegrad.prepare.workers import main; main(int(sys.argv[1]))"
 
 Say = Callable[[Part, int, int], None]
-"""Called with a part that is being done, bytes taken and records read of it; with 0 and 0 when it is begun."""
+"""Called with a part, and its bytes and records read so far. Both are 0 when the part starts."""
 
 
 class Workers:
-    """Processes that do parts. Use as a context manager: at its end all of them are ended.
+    """A pool of processes that prepare parts. Use it as a context manager, which ends them all.
 
     Args:
-        job: what the parts have in common.
-        count: of the processes.
-        lock: a handle that they hold as well, so that what it locks is locked until the last of them has ended.
-        say: told how far each part is.
+        job: settings that the parts share.
+        count: number of processes.
+        lock: handle that the processes inherit, so that its lock lasts until the last of them has ended.
+        say: progress callback for each part.
     """
 
     def __init__(self, job: Job, count: int, lock: int | None = None, say: Say | None = None) -> None:
@@ -88,34 +91,34 @@ class Workers:
             worker.end()
 
     def doing(self, part: Part) -> int | None:
-        """The process that does a part now."""
+        """Return the id of the process that works on a part now, or None."""
         return next((worker.process.pid for worker in self._all if worker.part == part), None)
 
     def records(self, parts: Sequence[Part]) -> Iterator[Record]:
-        """The records of parts as they are done.
+        """Yield the records of parts as they finish.
 
         Raises:
-            TracegradError: the error of the first of the parts that has one, when those before it are done; for a part
+            TracegradError: the error of the first failed part, after the parts before it are done. Also for a part
                 whose process was lost three times.
         """
         waiting, lost = deque(parts), Counter[int]()
         failed: dict[int, Exception] = {}
         while waiting or any(worker.part for worker in self._all):
-            self._give(waiting)
-            for worker in self._heard():
+            self._assign(waiting)
+            for worker in self._ready():
                 part = worker.part
                 if part is None or worker not in self._all:
-                    continue  # ended since, as a part before its own has failed
-                kind, what, count = worker.heard()
+                    continue  # It was ended because an earlier part failed.
+                kind, payload, count = worker.heard()
                 if kind in ("begun", "far"):
                     if self._say is not None:
-                        self._say(part, what, count)
+                        self._say(part, payload, count)
                     continue
                 worker.part = None
                 if kind == "done":
-                    yield what
+                    yield payload
                 elif kind == "failed":
-                    failed[part.index] = what
+                    failed[part.index] = payload
                 else:
                     self._all.remove(worker)
                     lost[part.index] += 1
@@ -123,28 +126,31 @@ class Workers:
                         waiting.appendleft(part)
                     else:
                         failed[part.index] = _lost(part, lost[part.index], worker.end())
-                self._leave(waiting, min(failed, default=None))
+                self._drop_later(waiting, min(failed, default=None))
         if failed:
             raise failed[min(failed)]
 
-    def _give(self, waiting: "deque[Part]") -> None:
-        """Gives each process that is free a part, and starts those that are wanted."""
+    def _assign(self, waiting: "deque[Part]") -> None:
+        """Give a part to each free process, and start processes up to the limit."""
         while waiting:
-            free = next((worker for worker in self._all if worker.part is None), None)
-            if free is None:
+            worker = next((worker for worker in self._all if worker.part is None), None)
+            if worker is None:
                 if len(self._all) >= self._count:
                     return
-                free = _Worker(self._job, self._count, self._lock)
-                self._all.append(free)
-            free.ask(waiting.popleft())
+                worker = _Worker(self._job, self._count, self._lock)
+                self._all.append(worker)
+            worker.ask(waiting.popleft())
 
-    def _heard(self) -> list["_Worker"]:
-        """The busy processes that have said something, or have ended."""
+    def _ready(self) -> list["_Worker"]:
+        """Return the busy processes that have sent a message or have ended."""
         by_pipe: dict[Any, _Worker] = {worker.pipe: worker for worker in self._all if worker.part is not None}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe))]
 
-    def _leave(self, waiting: "deque[Part]", first: int | None) -> None:
-        """After an error only the parts before it are done, as one of them may have one too."""
+    def _drop_later(self, waiting: "deque[Part]", first: int | None) -> None:
+        """After an error, drop the parts after the failed one.
+
+        Parts before it continue, because one of them may fail too.
+        """
         if first is None:
             return
         for part in [part for part in waiting if part.index > first]:
@@ -158,47 +164,47 @@ class _Worker:
     """One process and the pipe to it."""
 
     def __init__(self, job: Job, count: int, lock: int | None) -> None:
-        self.pipe, theirs = Pipe()
+        self.pipe, child_pipe = Pipe()
         self.part: Part | None = None
-        own = {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
+        environment = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         if "RAYON_NUM_THREADS" not in os.environ:
-            own["RAYON_NUM_THREADS"] = str(threads(count))
-        handles = [theirs.fileno(), *([] if lock is None else [lock])]
+            environment["RAYON_NUM_THREADS"] = str(threads(count))
+        handles = [child_pipe.fileno(), *([] if lock is None else [lock])]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno())],
-            env={**os.environ, **own},
+            [sys.executable, "-c", _START, str(child_pipe.fileno())],
+            env={**os.environ, **environment},
             pass_fds=handles,
             stdin=subprocess.DEVNULL,
         )
-        theirs.close()
+        child_pipe.close()
         self._send(job)
 
-    def _send(self, what: Any) -> None:
-        with suppress(OSError):  # it has ended, which `heard` says
-            self.pipe.send(what)
+    def _send(self, message: Any) -> None:
+        with suppress(OSError):  # The process has ended. `heard` reports that.
+            self.pipe.send(message)
 
     def ask(self, part: Part) -> None:
-        """Gives it a part to do."""
+        """Give the process a part."""
         self.part = part
         self._send(part)
 
     def heard(self) -> tuple[str, Any, Any]:
-        """What it says next; "lost" where it has ended."""
+        """Return the next message, "lost" if the process has ended."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
             return "lost", None, None
 
     def end(self) -> int:
-        """Ends it, and gives its exit status."""
+        """Kill the process and return its exit status."""
         self.process.kill()
         self.pipe.close()
         return self.process.wait()
 
 
 def _lost(part: Part, times: int, status: int) -> TracegradError:
-    how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+    end = f"by signal {-status}" if status < 0 else f"with exit status {status}"
     return TracegradError(
-        f"{part}: the process that did it ended {how}, {times} times. The part is not done; the others are kept. Where "
+        f"{part}: the process that did it ended {end}, {times} times. The part is not done; the others are kept. Where "
         "memory was short, give fewer --workers or smaller --shard-traces, and go on with --resume."
     )

@@ -1,7 +1,7 @@
 """Write report.html, one page about a run, and the model card of a checkpoint.
 
-The page is one file without network access and with no script but its search. Curves are inline SVG, images are drawn
-anew, and a content policy forbids the rest, so that a hostile trace stays text.
+The page is one file that needs no network access. Its only script is the search. Curves are inline SVG, and images are
+re-encoded. A content security policy forbids everything else, so a hostile trace cannot run code.
 """
 
 from tracegrad.report.model_card import write_card

@@ -1,6 +1,6 @@
-"""Curves of a run as inline SVG: no script, no axis library, numbers on hover.
+"""Draw the curves of a run as inline SVG: no script, no plotting library, numbers on hover.
 
-Here are the panels of the page and the drawing of one. Rows come from metrics.jsonl as they are.
+The panels of the page are defined here. Rows are those of metrics.jsonl.
 """
 
 import math
@@ -23,12 +23,12 @@ class Panel:
     """One chart.
 
     Args:
-        title: what it shows.
-        series: keys in the rows; drawn if any of them is there.
-        note: one line under the title.
+        title: title of the chart.
+        series: keys in the rows. The chart is drawn if any of them has values.
+        note: one line below the title.
         band: keys of the lower and upper end of an interval around the first series.
         level: a key, or a number, drawn as a dashed line.
-        floor: the least value that the axis reaches down to, None where it follows the data.
+        floor: value that the axis reaches down to at least. None follows the data.
     """
 
     title: str
@@ -93,7 +93,7 @@ PANELS = (
 
 
 class Point(NamedTuple):
-    """One point: step, value, interval ends (NaN without)."""
+    """One point: step, value, and ends of its interval (NaN without one)."""
 
     step: float
     value: float
@@ -102,13 +102,13 @@ class Point(NamedTuple):
 
 
 def curves(rows: Rows) -> str:
-    """All panels that the rows have numbers for."""
+    """Return all panels for which the rows have values, as HTML."""
     drawn = [panel for panel in PANELS if any(_points(rows, key, panel.band) for key in panel.series)]
     return "".join(chart(rows, panel) for panel in drawn)
 
 
 def overlaid(runs: Mapping[str, Rows]) -> str:
-    """The first series of each panel, one line for each run, over the same steps.
+    """Return the first series of each panel with one line per run over a common step axis, as HTML.
 
     >>> rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
     >>> overlaid({"a": rows, "b": rows}).count("<polyline")
@@ -117,8 +117,8 @@ def overlaid(runs: Mapping[str, Rows]) -> str:
     drawn = []
     for panel in PANELS:
         key, rows = panel.series[0], []
-        for name, own in runs.items():
-            rows += [{"step": step_of(row, index), name: row[key]} for index, row in enumerate(own) if key in row]
+        for name, run_rows in runs.items():
+            rows += [{"step": step_of(row, index), name: row[key]} for index, row in enumerate(run_rows) if key in row]
         level = panel.level if not isinstance(panel.level, str) else None
         if names := tuple(name for name in runs if _points(rows, name, None)):
             drawn.append(chart(rows, Panel(panel.title, names, panel.note, None, level, panel.floor)))
@@ -126,13 +126,13 @@ def overlaid(runs: Mapping[str, Rows]) -> str:
 
 
 def chart(rows: Rows, panel: Panel) -> str:
-    """One panel as HTML with an SVG inside."""
+    """Return one panel as HTML with an inline SVG."""
     series = [(key, _thinned(_points(rows, key, panel.band))) for key in panel.series]
     series = [(key, points) for key, points in series if points]
     level = _level(rows, panel.level)
     x = _Axis.steps(rows)
-    spread = [end for _, points in series for point in points for end in point[1:] if math.isfinite(end)]
-    y = _Axis.of(spread + ([level] if level is not None else []), panel.floor)
+    values = [end for _, points in series for point in points for end in point[1:] if math.isfinite(end)]
+    y = _Axis.of(values + ([level] if level is not None else []), panel.floor)
     parts = [_grid(x, y)]
     if level is not None:
         parts.append(f'<path class="level" d="M{_LEFT},{y.at(level, True):.1f}H{_WIDTH - _RIGHT}"/>')
@@ -140,25 +140,25 @@ def chart(rows: Rows, panel: Panel) -> str:
         parts.append(_line(points, x, y, index))
     for index, (key, points) in enumerate(series):
         parts.append(_hover(points, x, y, index, key if len(series) > 1 else ""))
-    keys = "".join(f'<span class="key s{i}">{escape(key)}</span>' for i, (key, _) in enumerate(series)) * (
+    legend = "".join(f'<span class="key s{i}">{escape(key)}</span>' for i, (key, _) in enumerate(series)) * (
         len(series) > 1
     )
     last = " · ".join(number(points[-1].value) for _, points in series)
     return (
         f"<figure><figcaption><b>{escape(panel.title)}</b><output>{last}</output>"
-        f"<small>{escape(panel.note)}{keys}</small></figcaption>"
+        f"<small>{escape(panel.note)}{legend}</small></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(panel.title)}, last value {last}">'
         f"{''.join(parts)}</svg></figure>"
     )
 
 
 def interval(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Success before and after with their 95 % intervals on one scale from 0 to 100 %."""
+    """Return an SVG of the success before and after, with 95 % intervals, on a scale from 0 to 100 %."""
     lines = []
-    for index, (name, found) in enumerate((("before", before), ("after", after))):
-        low, high = (100 * float(end) for end in found["ci95"])
-        share, y = 100 * float(found["success"]), 18 + 30 * index
-        text = f"{share:.1f} % [{low:.1f}, {high:.1f}], n = {int(found['n']):,}"
+    for index, (name, estimate) in enumerate((("before", before), ("after", after))):
+        low, high = (100 * float(end) for end in estimate["ci95"])
+        share, y = 100 * float(estimate["success"]), 18 + 30 * index
+        text = f"{share:.1f} % [{low:.1f}, {high:.1f}], n = {int(estimate['n']):,}"
         lines.append(
             f'<text x="0" y="{y + 4}">{name}</text><path class="rail" d="M60,{y}h300"/>'
             f'<path class="whisker s{index}" d="M{60 + 3 * low:.1f},{y}H{60 + 3 * high:.1f}"/>'
@@ -178,7 +178,7 @@ class _Axis(NamedTuple):
     def of(cls, values: Sequence[float], floor: float | None, intervals: int = 3) -> "_Axis":
         low, high = min(values), max(values)
         low = low if floor is None else min(low, floor)
-        # What differs by rounding alone is one value: ticks between would be no numbers of their own.
+        # Values that differ only by rounding count as one. Ticks between them would have equal labels.
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
         raw = (high - low) / intervals
@@ -189,9 +189,9 @@ class _Axis(NamedTuple):
 
     @classmethod
     def steps(cls, rows: Rows) -> "_Axis":
-        """From the first step to the last, the same for all panels."""
-        found = [step_of(row, index) for index, row in enumerate(rows)]
-        low, high = min(found), max(found)
+        """Return the axis from the first step to the last. It is the same for all panels."""
+        steps = [step_of(row, index) for index, row in enumerate(rows)]
+        low, high = min(steps), max(steps)
         ticks = cls.of([low, high], None, 4).ticks
         return cls(low, max(high, low + 1), tuple(tick for tick in ticks if low <= tick <= high))
 
@@ -214,7 +214,7 @@ def _points(rows: Rows, key: str, band: tuple[str, str] | None) -> list[Point]:
 
 
 def step_of(row: Mapping[str, Any], index: int) -> float:
-    """The optimizer step of a row, or its place where it does not say."""
+    """Return the optimizer step of a row, or its index if the row has no step."""
     step = _finite(row.get("step"))
     return float(index) if step is None else step
 
@@ -226,7 +226,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """At most `_MOST_POINTS` points, each the mean of its neighbours; the last one stays itself."""
+    """Return at most about `_MOST_POINTS` points. Neighbours are averaged, except for the last point."""
     size = math.ceil(len(points) / _MOST_POINTS)
     if size <= 1:
         return points
@@ -238,8 +238,8 @@ def _thinned(points: list[Point]) -> list[Point]:
 def _level(rows: Rows, level: str | float | None) -> float | None:
     if not isinstance(level, str):
         return level
-    found = [value for row in rows if (value := _finite(row.get(level))) is not None]
-    return found[-1] if found else None
+    values = [value for row in rows if (value := _finite(row.get(level))) is not None]
+    return values[-1] if values else None
 
 
 def _grid(x: _Axis, y: _Axis) -> str:
@@ -247,8 +247,8 @@ def _grid(x: _Axis, y: _Axis) -> str:
     texts = [
         f'<text class="y" x="{_LEFT - 6}" y="{y.at(tick, True) + 3.5:.1f}">{_tick(tick, y)}</text>' for tick in y.ticks
     ]
-    places = [tick for tick in x.ticks if tick == int(tick)]
-    texts += [f'<text class="x" x="{x.at(tick):.1f}" y="{_HEIGHT - 6}">{number(tick)}</text>' for tick in places]
+    x_ticks = [tick for tick in x.ticks if tick == int(tick)]
+    texts += [f'<text class="x" x="{x.at(tick):.1f}" y="{_HEIGHT - 6}">{number(tick)}</text>' for tick in x_ticks]
     return f'<path class="grid" d="{"".join(rules)}"/>{"".join(texts)}'
 
 
@@ -272,19 +272,19 @@ def _line(points: list[Point], x: _Axis, y: _Axis, index: int) -> str:
 
 
 def _hover(points: list[Point], x: _Axis, y: _Axis, index: int, name: str) -> str:
-    """Invisible strips, each with the point and the numbers that hovering shows."""
+    """Return invisible strips, each with the point and the numbers to show on hover."""
     parts = []
     half = (_WIDTH - _LEFT - _RIGHT) / max(len(points), 2) / 2
     for point in points:
         px, py = x.at(point.step), y.at(point.value, True)
         band = f" [{number(point.low)}, {number(point.high)}]" if math.isfinite(point.low) else ""
         text = f"step {number(round(point.step))}: {number(point.value)}{band}"
-        anchor, place = ("start", px + 7) if px < _WIDTH / 2 else ("end", px - 7)
+        anchor, text_x = ("start", px + 7) if px < _WIDTH / 2 else ("end", px - 7)
         top, height = (_TOP, _HEIGHT - _TOP - _BOTTOM) if not name else (py - 9, 18)
         parts.append(
             f'<g class="at"><rect x="{px - half:.1f}" y="{top:.1f}" width="{2 * half:.1f}" height="{height:.1f}"/>'
             f'<circle class="dot s{index}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>'
-            f'<text class="tip" text-anchor="{anchor}" x="{place:.1f}" y="{max(py - 8, _TOP + 8):.1f}">'
+            f'<text class="tip" text-anchor="{anchor}" x="{text_x:.1f}" y="{max(py - 8, _TOP + 8):.1f}">'
             f"{escape(name + ' ' if name else '')}{text}</text></g>"
         )
     return "".join(parts)

@@ -1,6 +1,6 @@
 "use strict";
 {
-  // Traces without the text are hidden; what is in them was escaped when the page was written.
+  // Hide traces without the text. Their content was escaped when the page was written.
   const field = document.getElementById("find"), count = document.getElementById("count");
   const traces = [...document.querySelectorAll("details[id]")];
   if (field) {

@@ -1,7 +1,6 @@
-"""README.md of a checkpoint: a model card with the run's loss, its options, what it was trained on, and its figures.
+"""Write the model card (README.md) of a checkpoint: the loss, options, data and figures of its run.
 
-The head is what model hubs read. The rest is text for people; what strangers wrote stands in blocks that no markup
-leaves.
+Model hubs read the head. The rest is text for people. Third-party text is inside code blocks that it cannot close.
 """
 
 import json
@@ -29,15 +28,15 @@ def write_card(
     rows: Sequence[Mapping[str, Any]],
     data: Sequence[str],
 ) -> None:
-    """Writes the card into a checkpoint, whose checksums leave it out.
+    """Write the model card into a checkpoint. The checkpoint's checksums do not include it.
 
     Args:
         checkpoint: folder that transformers loads.
-        base: model that the run began with.
-        objective: its text is the loss.
-        config: options of the run; those that are not the default's are told.
-        rows: of metrics.jsonl.
-        data: lines on what was trained on.
+        base: model that the run started from.
+        objective: the loss, printed with `str`.
+        config: options of the run. Only those that differ from the defaults are listed.
+        rows: rows of metrics.jsonl.
+        data: lines about the training data.
 
     Raises:
         TracegradError: if it cannot be written.
@@ -45,7 +44,7 @@ def write_card(
     default = as_dict(Config())
     options = [f"{name} = {value!r}" for name, value in as_dict(config).items() if value != default.get(name)]
     head = {"library_name": "peft" if (checkpoint / "adapter_config.json").exists() else "transformers"}
-    if not Path(base).exists():  # a name on a hub; that of a folder here would lead nowhere
+    if not Path(base).exists():  # Only a hub name is useful to others, not a local path.
         head["base_model"] = str(base)
     lines = [
         "---",
@@ -71,22 +70,24 @@ def write_card(
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What came of a run: steps, terms, the value or the evaluations, and how far the policy has moved.
+    """Return lines with the results of a run: steps, trained tokens, off-policy estimate, and evaluations.
 
     >>> before = {"step": 0, "off_policy_value": 0.4, "off_policy_value_low": 0.3, "off_policy_value_high": 0.5}
     >>> figures([{**before, "off_policy_value_known": 1}, {"step": 1, "loss": 0.1, "terms": 9}])
     ['steps           1', 'terms           9', 'value, step 0   0.400 (0.300 to 0.500)']
     """
     steps = [row for row in rows if row.get("loss") is not None]
-    found = [("steps", f"{len(steps)}"), ("terms", f"{sum(row.get('terms') or 0 for row in steps):,}")]
+    facts = [("steps", f"{len(steps)}"), ("terms", f"{sum(row.get('terms') or 0 for row in steps):,}")]
     for kind, name in (("off_policy_value", "off_policy_value"), ("eval", "eval_reward")):
-        told = [row for row in rows if row.get(name) is not None]
-        for row in [*told[:1], *told[1:][-1:]]:
+        measured = [row for row in rows if row.get(name) is not None]
+        for row in [*measured[:1], *measured[1:][-1:]]:
             span = [row.get(f"{kind}_{end}") for end in ("low", "high")]
             between = "" if None in span else f" ({span[0]:.3f} to {span[1]:.3f})"
-            known = kind != "off_policy_value" or off_policy_value_of(row) is not None
-            found.append((f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}" if known else "not known"))
-    return [f"{name:<15} {value}" for name, value in found]
+            is_reliable = kind != "off_policy_value" or off_policy_value_of(row) is not None
+            facts.append(
+                (f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}" if is_reliable else "not known")
+            )
+    return [f"{name:<15} {value}" for name, value in facts]
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:

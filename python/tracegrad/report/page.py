@@ -1,7 +1,7 @@
-"""The page: what the run was, its curves, how exactly it aligned, and the traces that pulled hardest.
+"""Write report.html: facts of the run, its curves, its alignment report, and the traces with the largest gradient.
 
-Here is `write_report`, which puts the parts together and keeps the file small. It computes no metric: rows and per-term
-arrays come from the learner, tables from the sequences.
+`write_report` assembles the page and limits its size. It computes no metrics. The trainer provides rows and per-token
+arrays, and the sequences provide the tables.
 """
 
 import base64
@@ -24,12 +24,12 @@ from tracegrad.storage import files as outputs
 
 __all__ = ["Counts", "TermArrays", "add_success", "write_report"]
 
-_MARKS = ("<!--success-->", "<!--/success-->")  # where `add_success` writes; nothing escaped can look like them
+_MARKS = ("<!--success-->", "<!--/success-->")  # `add_success` writes between these. Escaped text cannot contain them.
 _FIND = files("tracegrad.report").joinpath("find.js").read_text("utf-8")
 _HASH = base64.b64encode(hashlib.sha256(_FIND.encode()).digest()).decode()
 _POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 _DRAWN = "; img-src data:"
-_MOST_TEXT = 200  # characters of a name
+_MOST_TEXT = 200  # Limit of a name, in characters.
 _MODES = (
     ("pull", "pull", "how hard, and which way, the token moves the policy"),
     ("ratio", "ratio", "theta over the policy that the surrogate compares with"),
@@ -40,20 +40,20 @@ _MODES = (
 
 
 class Decoder(Protocol):
-    """What shows tokens as text: `tracegrad.Tokenizer`, or anything with this method."""
+    """Converts token ids to bytes: `tracegrad.Tokenizer`, or any object with this method."""
 
     def decode_bytes(self, ids: Any, /) -> bytes:
-        """The bytes of ids, end to end."""
+        """Return the concatenated bytes of ids."""
         ...
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a page says of all traces of a run.
+    """Counts over all traces of a run.
 
     Args:
-        traces, groups, tokens, terms: how many.
-        tiers, drift: name to counts, as `Sequences.tiers` and `Drift.table` give them.
+        traces, groups, tokens, terms: numbers of each. Terms are trained tokens.
+        tiers, drift: name to counts, as `Sequences.tiers` and `Drift.table` return them.
         recorded, exact: as in `Drift`.
     """
 
@@ -68,11 +68,11 @@ class Counts:
 
     @classmethod
     def of(cls, sequences: Sequences) -> "Counts":
-        """Of all traces of sequences."""
+        """Return the counts of all traces in sequences."""
         drift, terms = sequences.drift, int(sequences.trainable.sum())
         groups = len(set(sequences.group.tolist()))
-        found = (sequences.traces, groups, sequences.tokens, terms, sequences.tiers(), drift.table())
-        return cls(*found, drift.recorded, drift.exact)
+        counts = (sequences.traces, groups, sequences.tokens, terms, sequences.tiers(), drift.table())
+        return cls(*counts, drift.recorded, drift.exact)
 
 
 def write_report(
@@ -91,24 +91,27 @@ def write_report(
     most_traces: int = 20,
     most_bytes: int = 6_000_000,
 ) -> None:
-    """Writes one self-contained page; everything that comes from outside is escaped.
+    """Write one self-contained page. All external text is escaped.
 
     Args:
-        path: of the page.
-        rows: of metrics.jsonl; numbers that are not finite are left out of the curves.
-        sequences: what was trained on, or of it what may be shown.
-        tokenizer: whose bytes the tokens are; an id that it does not know is shown as a number.
-        terms: per-term arrays of the steps to show, such as `Trained.terms`; without them no trace is shown.
-        counts: of all traces; default of `sequences`.
-        pull: of all terms, sum of |d loss / d logprob|, which shares are of; default of `terms`.
-        summary: of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage, `seed`.
-        title: of the page.
+        path: path of the page.
+        rows: rows of metrics.jsonl. Numbers that are not finite are left out of the curves.
+        sequences: the trained sequences, or the part of them that may be shown.
+        tokenizer: converts ids to bytes. An id unknown to it is shown as a number.
+        terms: per-token arrays of the steps to show, such as `Trained.terms`. Without them no trace is shown.
+        counts: counts of all traces. Default: those of `sequences`.
+        pull: sum of |d loss / d logprob| over all trained tokens, the denominator of shares. Default: the sum over
+            `terms`.
+        summary: content of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage,
+            `seed`.
+        title: title of the page.
         about: names and values: recipe, options, versions, paths.
-        links: names of files that stand beside the page.
-        most_traces: how many traces: those with the largest share of the gradient, good and bad ones, of many groups.
-        most_bytes: of the traces; those that do not fit are left out, and the page says so. One trace takes about
-            300 kB at most, one token 256 bytes: what a longer message loses is said where it would stand. Pictures
-            stand at their places, small, 64 distinct ones and 2 MB of them at most; the others are boxes.
+        links: names of files in the same folder.
+        most_traces: maximum number of traces. Those with the largest share of the gradient are shown, with advantages
+            of both signs and from many groups.
+        most_bytes: limit for all traces. Traces beyond it are left out, with a note on the page. A trace has at most
+            about 300 kB, and a token 256 bytes; shortened text has a note too. Images are shown as thumbnails, at most
+            64 distinct ones and 2 MB, the others as boxes.
 
     Raises:
         ReadError: if the file cannot be written.
@@ -117,7 +120,7 @@ def write_report(
     summary, counts = summary or {}, counts or Counts.of(sequences)
     style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + colours(_PAIRS)
     traces = _traces(sequences, values, tokenizer, most_traces, most_bytes, pull)
-    policy = _POLICY + _DRAWN * ("<img " in traces)  # strangers' text has no such sign left
+    policy = _POLICY + _DRAWN * ("<img " in traces)  # "<" is escaped in third-party text.
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title[:_MOST_TEXT])}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -129,10 +132,10 @@ def write_report(
 
 
 def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Puts success before and after training at the top of a page that is already written, or replaces it there.
+    """Insert success rates before and after training at the top of an existing page, or replace them.
 
     Args:
-        path: of a page from `write_report`.
+        path: a page from `write_report`.
         before, after: {"success", "ci95": [lo, hi], "n"}, as in summary.json.
 
     Raises:
@@ -143,11 +146,11 @@ def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: 
         page = path.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise ReadError(f"{path}: cannot be read ({error}). Write the report first.") from error
-    head, mark, rest = page.partition(_MARKS[0])
-    _, end, tail = rest.partition(_MARKS[1])
-    if not mark or not end:
+    head, start_mark, rest = page.partition(_MARKS[0])
+    _, end_mark, tail = rest.partition(_MARKS[1])
+    if not start_mark or not end_mark:
         raise ReadError(f"{path}: it is not a page of write_report. Write the report first.")
-    write_page(path, (head + mark + _success(before, after) + end + tail).encode())
+    write_page(path, (head + start_mark + _success(before, after) + end_mark + tail).encode())
 
 
 def _opening(title: str, rows: Rows, counts: Counts, summary: Mapping[str, Any]) -> str:
@@ -160,7 +163,7 @@ def _opening(title: str, rows: Rows, counts: Counts, summary: Mapping[str, Any])
     ]
     seconds = summary.get("seconds")
     if isinstance(seconds, Mapping) and seconds:
-        facts.append(("seconds", number(round(sum(float(spent) for spent in seconds.values()), 1))))
+        facts.append(("seconds", number(round(sum(float(duration) for duration in seconds.values()), 1))))
     if "seed" in summary:
         facts.append(("seed", escape(str(summary["seed"])[:_MOST_TEXT])))
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
@@ -171,12 +174,14 @@ def _opening(title: str, rows: Rows, counts: Counts, summary: Mapping[str, Any])
 
 
 def _about(about: Sequence[tuple[str, object]], links: Sequence[str]) -> str:
-    """What the run was told, and the files beside the page."""
+    """Return a table of the run's settings, and links to files in the same folder."""
     rows = [[name, str(value)] for name, value in about]
-    told = f'<div class="tables">{_table(("what", "told"), rows, "nothing")}</div>' if rows else ""
+    settings = f'<div class="tables">{_table(("what", "told"), rows, "nothing")}</div>' if rows else ""
     names = [name for name in links if re.fullmatch(r"[\w.-]+", name)]
-    beside = " · ".join(f'<a href="{name}">{name}</a>' for name in names)
-    return f"<section><h2>What it was told</h2>{told}<p>{beside}</p></section>" if told or beside else ""
+    file_links = " · ".join(f'<a href="{name}">{name}</a>' for name in names)
+    return (
+        f"<section><h2>What it was told</h2>{settings}<p>{file_links}</p></section>" if settings or file_links else ""
+    )
 
 
 def _success(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -189,8 +194,8 @@ def _curves(rows: Rows) -> str:
 
 
 def _tables(counts: Counts) -> str:
-    tiers = [[name, TIER_TEXT.get(name, ""), *found.values()] for name, found in counts.tiers.items()]
-    drift = [[reason, *found.values()] for reason, found in counts.drift.items()]
+    tiers = [[name, TIER_TEXT.get(name, ""), *tier_counts.values()] for name, tier_counts in counts.tiers.items()]
+    drift = [[reason, *tier_counts.values()] for reason, tier_counts in counts.drift.items()]
     rate = 1.0 - counts.exact / counts.recorded if counts.recorded else 0.0
     exact = (
         f"<p>{percent(rate)} of {counts.recorded:,} recorded tokens are without an exact id and logprob.</p>"
@@ -223,12 +228,12 @@ def _traces(
 ) -> str:
     if not (chosen := examples(sequences, values, most, pull)):
         return ""
-    known: dict[int, bytes] = {}
+    cache: dict[int, bytes] = {}
 
     def token_bytes(token: int) -> bytes:
-        if token not in known:
-            known[token] = bytes_of(tokenizer, token)
-        return known[token]
+        if token not in cache:
+            cache[token] = bytes_of(tokenizer, token)
+        return cache[token]
 
     shown: list[str] = []
     size, drawn = 0, Thumbnails()
@@ -238,9 +243,9 @@ def _traces(
         if size > most_bytes and shown:
             break
         shown.append(part)
-    left = len(chosen) - len(shown)
-    note = f"<p>{left} more would make this page larger than {most_bytes / 1e6:.0f} MB.</p>" if left else ""
-    together = percent(sum(share for _, share in chosen[: len(shown)]))
+    left_out = len(chosen) - len(shown)
+    note = f"<p>{left_out} more would make this page larger than {most_bytes / 1e6:.0f} MB.</p>" if left_out else ""
+    total_share = percent(sum(share for _, share in chosen[: len(shown)]))
     inputs = "".join(
         f'<input type="radio" name="mode" id="by-{key}"{" checked" * (key == "pull")}><label for="by-{key}"'
         f' title="{escape(meaning)}">{name}</label>'
@@ -248,7 +253,7 @@ def _traces(
     )
     return (
         f"<section><h2>{len(shown)} traces, good and bad, that pulled hardest</h2>"
-        f"<p>Together {together} of all pull, the sum over terms of |d loss / d logprob|, in the last pass over the"
+        f"<p>Together {total_share} of all pull, the sum over terms of |d loss / d logprob|, in the last pass over the"
         " data; of each side and as many groups as there are. Point at a token for its numbers.</p>"
         '<p><input type="search" id="find" aria-label="search these traces" placeholder="search these traces">'
         ' <output id="count"></output></p>'
@@ -271,7 +276,7 @@ def _legend() -> str:
 
 
 def bytes_of(tokenizer: Decoder | None, token: int) -> bytes:
-    """What an id spells; the number itself where nobody knows."""
+    """Return the bytes of a token id. An unknown id becomes its number in brackets."""
     try:
         if tokenizer is None:
             raise ValueError
@@ -284,7 +289,7 @@ _PAIRS = {"pull": ("down", "up"), "advantage": ("down", "up"), "ratio": ("less",
 
 
 def colours(pairs: Mapping[str, tuple[str, str]]) -> str:
-    """Rules that give the classes p0 .. w16 a colour in the mode they belong to: far below, neutral at 8, far above."""
+    """Return CSS rules for the classes p0 to w16, one colour scale per mode. Level 8 is neutral."""
     rules = []
     for mode, (below, above) in pairs.items():
         for level in (n for n in range(17) if n != 8):
@@ -294,7 +299,11 @@ def colours(pairs: Mapping[str, tuple[str, str]]) -> str:
 
 
 def write_page(path: Path, page: bytes) -> None:
-    """Writes a page, whole or not at all."""
+    """Write a page, completely or not at all.
+
+    Raises:
+        ReadError: if it cannot be written.
+    """
     try:
         with outputs.whole(path) as file:
             file.write(page)

@@ -1,4 +1,4 @@
-"""Draw the tokens of a trace as HTML, coloured by weight and advantage, with thumbnails of its images."""
+"""Draw the tokens of a trace as HTML, coloured by gradient, ratio, weight or advantage, with image thumbnails."""
 
 import base64
 import io
@@ -18,24 +18,24 @@ from tracegrad.images import Pictures
 from tracegrad.images.processor import pixels
 
 MOST = 64
-"""Distinct pictures of a page that are drawn; the others are boxes."""
+"""Maximum number of distinct images drawn on a page. The others are boxes."""
 SIDE = 96
-"""Pixels of the longer side of what is drawn."""
+"""Size of a thumbnail's longer side, in pixels."""
 MOST_PIXELS = 40_000_000
-"""Of a picture that is decoded to be drawn small: a camera's, and no bomb."""
+"""Maximum number of pixels of an image to decode. It allows camera photos and stops decompression bombs."""
 PAGE_PIXELS = 4 * MOST_PIXELS
-"""Of all pictures that are decoded for one page."""
+"""Maximum number of pixels of all images decoded for one page."""
 MOST_HTML = 2_000_000
-"""Characters of all that is drawn on a page: one picture may stand at many places."""
+"""Maximum number of HTML characters of all thumbnails on a page. One image can be at many positions."""
 
 
 class Thumbnails:
-    """What stands for pictures on one page.
+    """The thumbnails of one page.
 
     Args:
-        most: distinct pictures that are drawn.
-        drawn: what other pages have drawn, by digest: an address of data, or why there is none. It grows by what this
-            page draws.
+        most: maximum number of distinct images that are drawn.
+        drawn: thumbnails that other pages have drawn, by digest. Each is a data URL, or the reason why there is none.
+            New ones are added.
     """
 
     def __init__(self, most: int = MOST, drawn: dict[bytes, tuple[str, str]] | None = None) -> None:
@@ -45,36 +45,36 @@ class Thumbnails:
 
     @property
     def any(self) -> bool:
-        """Whether the page has a picture that was drawn."""
+        """Return whether the page has a drawn image."""
         return self.room < MOST_HTML
 
     def html(self, pictures: Pictures, row: int, more: str = "") -> str:
-        """One picture.
+        """Return the HTML of one image.
 
         Args:
-            row: of `pictures`.
-            more: what is said of its place when it is pointed at.
+            row: index in `pictures`.
+            more: additional text for the tooltip.
         """
         digest = pictures.digest[row].tobytes()
         size = f"picture {pictures.width[row]} x {pictures.height[row]}"
-        told = "  ·  ".join([size, pictures.media_type[row], f"blake3 {digest.hex()[:16]}", *([more] if more else [])])
-        source, why = self._drawn(pictures, row, digest)
+        tip = "  ·  ".join([size, pictures.media_type[row], f"blake3 {digest.hex()[:16]}", *([more] if more else [])])
+        source, why = self._draw(pictures, row, digest)
         if not source:
             return (
-                f'<span class="picture box" data-n="{escape(told)}">{escape(f"{size}: {why}" if why else size)}</span>'
+                f'<span class="picture box" data-n="{escape(tip)}">{escape(f"{size}: {why}" if why else size)}</span>'
             )
         alt = escape(f"{size}, blake3 {digest.hex()}")
-        # The address is of our own making, and `=` at its end would look like an attribute of a stranger's.
-        found = f'<span class="picture" data-n="{escape(told)}"><img alt="{alt}" src="{source}"></span>'
-        self.room -= len(found)
-        return found
+        # The URL is generated here, so it needs no escaping, although it can end with `=`.
+        element = f'<span class="picture" data-n="{escape(tip)}"><img alt="{alt}" src="{source}"></span>'
+        self.room -= len(element)
+        return element
 
     def absent(self, name: str) -> str:
-        """What stands for a picture of which the record has a digest alone."""
+        """Return a box for an image of which the record only has the digest."""
         return f'<span class="picture box">{escape(f"picture {name[:23]}: it is not in the record")}</span>'
 
-    def _drawn(self, pictures: Pictures, row: int, digest: bytes) -> tuple[str, str]:
-        """An address of data, or why there is none; both are empty where there are enough."""
+    def _draw(self, pictures: Pictures, row: int, digest: bytes) -> tuple[str, str]:
+        """Return a data URL, or the reason why there is none. Both are empty if a limit of the page is reached."""
         if self.room <= 0 or (digest not in self._here and len(self._here) >= self.most):
             return "", ""
         if digest not in self.drawn:
@@ -91,10 +91,12 @@ class Thumbnails:
 
 
 def small(pictures: Pictures, row: int, side: int = SIDE) -> bytes:
-    """A PNG of at most `side` pixels on its longer side and 256 colours, made from the pixels of a picture.
+    """Return a PNG thumbnail with at most `side` pixels on its longer side and 256 colours.
+
+    It is drawn from the decoded pixels of an image.
 
     Raises:
-        ReadError: if it is not here any more, cannot be decoded, or is too large.
+        ReadError: if the image is no longer available, cannot be decoded, or is too large.
         ArgumentError: if Pillow is not installed.
     """
     size = int(pictures.width[row]), int(pictures.height[row])
@@ -102,31 +104,31 @@ def small(pictures: Pictures, row: int, side: int = SIDE) -> bytes:
     return _png(pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, MOST_PIXELS), side)
 
 
-def _png(found: NDArray[np.uint8], side: int) -> bytes:
+def _png(pixel_values: NDArray[np.uint8], side: int) -> bytes:
     from PIL import Image
 
-    image: Any = Image.fromarray(found)
+    image: Any = Image.fromarray(pixel_values)
     image.thumbnail((side, side))
     out = io.BytesIO()
     image.quantize(256).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
-_NEUTRAL = 8  # colour classes run from 0, far below, over 8, neutral, to 16, far above
-_MOST_TERMS = 1500  # of one trace
-_MOST_HTML = 300_000  # characters of one trace
-_MOST_TOKEN = 256  # bytes of one token: an added token may be a whole book
-_RUN_HEAD, _RUN_TAIL = 160, 60  # tokens shown of a long untrained run
+_NEUTRAL = 8  # Colour classes are 0 (far below) to 16 (far above), with 8 as neutral.
+_MOST_TERMS = 1500  # Limit of trained tokens per trace.
+_MOST_HTML = 300_000  # Limit of HTML characters per trace.
+_MOST_TOKEN = 256  # Limit of bytes per token. An added token can be arbitrarily long.
+_RUN_HEAD, _RUN_TAIL = 160, 60  # Tokens shown at the start and end of a long untrained run.
 _FLOATS = ("ratio", "weight", "advantages", "logprobs", "gradient")
-_SURPRISE = 5.0  # nats: what is this unlikely has full colour
+_SURPRISE = 5.0  # Surprise with full colour, in nats.
 
 
 class TermArrays(Protocol):
-    """Per-term arrays [m] of one optimizer step, as the learner records them.
+    """Arrays [m] with one entry per trained token of an optimizer step, as the trainer records them.
 
     Attributes:
-        origin: token of the `Sequences`.
-        ratio, weight, keep, clipped, advantages, logprobs: of the step.
+        origin: index of the token in the `Sequences`.
+        ratio, weight, keep, clipped, advantages, logprobs: values of the step.
         gradient: d loss / d logprob.
     """
 
@@ -150,10 +152,10 @@ class TermArrays(Protocol):
 
 @dataclass(frozen=True)
 class PerToken:
-    """Values of the terms by token [T]: NaN and False where a token is no term, the last where there are several.
+    """Values of trained tokens by position [T]. Other tokens have NaN or False. The last of several steps counts.
 
-    `old` is old over rollout, `entropy` in nats; both are NaN where nobody told them. `why` says what became of a term,
-    by its number in `words`; without words "kept", "clipped" and "masked" are said.
+    `old` is the ratio of old to rollout policy. `entropy` is in nats. Both are NaN if unknown. `why` is the outcome of
+    a trained token as an index into `words`. Without words, the outcome is "kept", "clipped" or "masked".
     """
 
     ratio: NDArray[np.float32]
@@ -170,7 +172,7 @@ class PerToken:
 
     @classmethod
     def of(cls, tokens: int, terms: Iterable[TermArrays]) -> "PerToken":
-        """Lays the terms of several steps over the tokens."""
+        """Write the values of several steps to their token positions."""
         columns: dict[str, Any] = {name: np.full(tokens, np.nan, np.float32) for name in (*_FLOATS, "old", "entropy")}
         columns |= {name: np.zeros(tokens, bool) for name in ("keep", "clipped")}
         for step in terms:
@@ -180,15 +182,17 @@ class PerToken:
 
     @property
     def term(self) -> NDArray[np.bool_]:
-        """[T]: which tokens are terms."""
+        """Return the mask [T] of trained tokens."""
         return np.isfinite(self.gradient)
 
 
 def strongest(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
-    """The traces with the largest share of the gradient, sum of |d loss / d logprob|: (trace, share), largest first.
+    """Return the traces with the largest shares of the gradient, as (trace, share), largest first.
+
+    The gradient of a trace is its sum of |d loss / d logprob|.
 
     Args:
-        whole: what shares are of; default the sum over the values.
+        whole: denominator of the shares. Default: the sum over the values.
     """
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     pull = np.bincount(owner, np.abs(np.nan_to_num(values.gradient)).astype(np.float64), minlength=sequences.traces)
@@ -198,21 +202,23 @@ def strongest(sequences: Sequences, values: PerToken, most: int, whole: float | 
 
 
 def examples(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
-    """Traces to look at: those that pull hardest, good and bad ones in turn, of as many groups as there are.
+    """Return traces to show: those with the largest gradient, alternating between good and bad, from many groups.
 
-    Good is an advantage of at least 0 on average. They come as `strongest` gives them, the largest share first.
+    Good means a mean advantage of at least 0. They are sorted by share, the largest first, like those of `strongest`.
     """
     ranked = strongest(sequences, values, sequences.traces, whole)
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     total = np.bincount(owner, np.nan_to_num(values.advantages).astype(np.float64), minlength=sequences.traces)
     sides: tuple[list[tuple[int, float]], list[tuple[int, float]]] = ([], [])
     for good, side in zip((True, False), sides, strict=True):
-        own = [one for one in ranked if (total[one[0]] >= 0) == good]
-        first = {int(sequences.group[trace]): (trace, share) for trace, share in reversed(own)}
-        heads = set(first.values())
-        side += [one for one in own if one in heads] + [one for one in own if one not in heads]
-    turns = [one for pair in zip_longest(*sides) for one in pair if one is not None]
-    return sorted(turns[:most], key=lambda one: -one[1])
+        ranked_side = [example for example in ranked if (total[example[0]] >= 0) == good]
+        best_of_group = {int(sequences.group[trace]): (trace, share) for trace, share in reversed(ranked_side)}
+        heads = set(best_of_group.values())
+        side += [example for example in ranked_side if example in heads] + [
+            example for example in ranked_side if example not in heads
+        ]
+    turns = [example for pair in zip_longest(*sides) for example in pair if example is not None]
+    return sorted(turns[:most], key=lambda example: -example[1])
 
 
 def trace_html(
@@ -225,12 +231,12 @@ def trace_html(
     largest: float,
     drawn: Thumbnails | None = None,
 ) -> str:
-    """One trace, folded but for the first; its bar is as long as its share of the `largest`."""
+    """Return the HTML of one trace. Only the first is unfolded. Its bar shows its share relative to `largest`."""
     branches = np.flatnonzero(np.asarray(sequences.trace) == trace)
     spans = [range(int(sequences.cu_seqlens[n]), int(sequences.cu_seqlens[n + 1])) for n in branches]
     places = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-    own = places[np.isfinite(values.gradient[places])]
-    writer = Writer(sequences, values, token_bytes, own, drawn=drawn)
+    trained = places[np.isfinite(values.gradient[places])]
+    writer = Writer(sequences, values, token_bytes, trained, drawn=drawn)
     parts = []
     for count, span in enumerate(spans, 1):
         if writer.room <= 0:
@@ -238,13 +244,13 @@ def trace_html(
             break
         parts.append(f'<p class="branch">branch {count} of {len(spans)}</p>' if len(spans) > 1 else "")
         parts.append(f'<pre class="tokens">{writer.branch(span)}</pre>')
-    head = _head(sequences, values, trace, own, share, rank, share / largest)
+    head = _head(sequences, values, trace, trained, share, rank, share / largest)
     begin = f'<details id="example-{rank}"{" open" * (rank == 1)}>'
     return f"{begin}<summary>{head}</summary>{''.join(parts)}</details>"
 
 
 def _head(
-    sequences: Sequences, values: PerToken, trace: int, own: NDArray[np.int64], share: float, rank: int, bar: float
+    sequences: Sequences, values: PerToken, trace: int, trained: NDArray[np.int64], share: float, rank: int, bar: float
 ) -> str:
     name = sequences.trace_name(trace)
     group = int(sequences.group[trace])
@@ -253,14 +259,14 @@ def _head(
         f"{escape(key[:40])} {number(float(value))}"
         for key, value in zip(sequences.reward_names[:6], sequences.rewards[trace], strict=False)
     )
-    advantage = float(values.advantages[own].mean())
+    advantage = float(values.advantages[trained].mean())
     facts = [
         f"group {escape(group_name[:60])}",
         rewards,
         f"advantage {advantage:+.3g}",
-        f"{len(own):,} trained tokens",
-        f"mean ratio {number(float(values.ratio[own].mean()))}",
-        f"{percent(float(values.keep[own].mean()))} kept",
+        f"{len(trained):,} trained tokens",
+        f"mean ratio {number(float(values.ratio[trained].mean()))}",
+        f"{percent(float(values.keep[trained].mean()))} kept",
     ]
     return (
         f'<span class="rank">{rank}</span><span class="share"><span style="width:{100 * bar:.1f}%"></span></span>'
@@ -269,14 +275,15 @@ def _head(
 
 
 class Writer:
-    """Writes branches of one trace until its terms are used up.
+    """Writes branches of one trace until the limits of a trace are reached.
 
     Args:
-        sequences, values: what is written, by token of the `Sequences`.
-        token_bytes: what an id spells.
-        own: [m] tokens of the trace that are terms.
-        numbered: give each sampled token its place as `data-t`, so that it can be pointed at, be it a term or not.
-        drawn: what stands for pictures on the page.
+        sequences, values: the sequences, and values per token.
+        token_bytes: returns the bytes of an id.
+        own: [m] positions of the trace's trained tokens.
+        numbered: add the position of each sampled token as `data-t`, so that it can be selected, even if it is not
+            trained.
+        drawn: thumbnails of the page.
     """
 
     def __init__(
@@ -297,33 +304,33 @@ class Writer:
         self.largest_advantage = float(np.abs(values.advantages[own]).max(initial=0.0)) or 1.0
 
     def branch(self, span: range) -> str:
-        """The HTML of the tokens of a branch."""
+        """Return the HTML of the tokens of a branch."""
         out: list[str] = []
         spans = self._spans(span)
         for run in self._runs(span, spans):
             spot = int(spans[run.start - span.start])
             if spot >= 0 or not self._single(run.start):
                 if self.room <= 0:
-                    rest = span.stop - run.start
-                    out.append(_note(f"{rest:,} more tokens are not shown, so that the page stays small"))
+                    remaining = span.stop - run.start
+                    out.append(_note(f"{remaining:,} more tokens are not shown, so that the page stays small"))
                     break
-                before = self.drawn.room
+                room_before = self.drawn.room
                 out.append(self._untrained(run) if spot < 0 else self._picture(span, run, spot))
-                # What is drawn has limits of its own: a few pictures shall not cost a trace its words.
-                self.room -= len(out[-1]) * (self.drawn.room == before)
+                # Thumbnails have their own limits and do not count against the text of a trace.
+                self.room -= len(out[-1]) * (self.drawn.room == room_before)
                 continue
-            shown = run[:0]
+            written = run[:0]
             for place in run[: self.left]:
                 if self.room <= 0:
                     break
                 out.append(self._term(place))
                 self.room -= len(out[-1])
-                shown = run[: len(shown) + 1]
-            self.left -= len(shown)
-            if len(shown) < len(run):
-                rest = np.abs(self.values.gradient[run.start + len(shown) : span.stop])
-                share = percent(float(np.nansum(rest)) / self.pull)
-                count = int(np.isfinite(rest).sum())
+                written = run[: len(written) + 1]
+            self.left -= len(written)
+            if len(written) < len(run):
+                remaining = np.abs(self.values.gradient[run.start + len(written) : span.stop])
+                share = percent(float(np.nansum(remaining)) / self.pull)
+                count = int(np.isfinite(remaining).sum())
                 out.append(
                     _note(f"{count:,} more trained tokens of this branch, {share} of the trace's pull, are not shown")
                 )
@@ -331,12 +338,12 @@ class Writer:
         return "".join(out)
 
     def _single(self, place: int) -> bool:
-        """Whether a token is written for itself."""
+        """Return whether a token gets its own element."""
         sampled = self.numbered and self.sequences.source[place] == SAMPLED
         return bool(sampled or np.isfinite(self.values.gradient[place]))
 
     def _spans(self, span: range) -> NDArray[np.int64]:
-        """[tokens of the branch] the place of a picture that each token is of, as `Images` counts them; -1 for text."""
+        """Return [tokens of the branch] the image index of each token, as `Images` counts positions; -1 for text."""
         out = np.full(len(span), -1)
         if (images := self.sequences.images) is not None and len(span):
             branch = int(np.searchsorted(self.sequences.cu_seqlens, span.start, side="right")) - 1
@@ -347,7 +354,7 @@ class Writer:
         return out
 
     def _picture(self, span: range, run: range, spot: int) -> str:
-        """A picture where its first token is; nothing where another part of it is, behind marks of rows."""
+        """Return the image at its first token. Other parts of it, after row separators, are empty."""
         images = self.sequences.images
         assert images is not None, "a picture without a place"
         first, last = images.cu_features[spot : spot + 2].tolist()
@@ -356,7 +363,7 @@ class Writer:
         return self.drawn.html(images.pictures, int(images.picture[spot]), f"{last - first:,} tokens, not trained")
 
     def _runs(self, span: range, spans: NDArray[np.int64]) -> list[range]:
-        """Neighbours of one kind: trained, untrained of one source, or of one picture."""
+        """Split a branch into runs of one kind: trained, untrained with one source, or one image."""
         source = np.asarray(self.sequences.source[span.start : span.stop]).astype(np.int16)
         single = np.isfinite(self.values.gradient[span.start : span.stop]) | (self.numbered & (source == SAMPLED))
         kind = np.where(spans >= 0, -2 - spans, np.where(single, -1, source))
@@ -402,13 +409,13 @@ class Writer:
         return f'<span class="{" ".join(classes)}"{at} data-n="{escape("  ·  ".join(facts))}">{text}</span>'
 
     def _recorded(self, place: int) -> list[str]:
-        """What the record alone says of a sampled token."""
+        """Return facts about a sampled token from its record."""
         s, tier = self.sequences, int(self.sequences.tier[place])
         fate = "a term" if s.trainable[place] else "not trained"
-        found = [f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}", fate]
+        facts = [f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}", fate]
         logprob, version = float(s.rollout_logprobs[place]), int(s.version[place])
-        found.append(f"recorded logprob {number(logprob)}" if np.isfinite(logprob) else "no recorded logprob")
-        return found + ([f"version {version}"] if version >= 0 else [])
+        facts.append(f"recorded logprob {number(logprob)}" if np.isfinite(logprob) else "no recorded logprob")
+        return facts + ([f"version {version}"] if version >= 0 else [])
 
     def _facts(self, place: int) -> list[str]:
         v, s = self.values, self.sequences
@@ -430,21 +437,24 @@ class Writer:
 
 
 def _level(signed: float) -> int:
-    """From -1 .. 1 to 0 .. 16, 8 for nearly nothing."""
+    """Map -1 .. 1 to the levels 0 to 16. 8 is neutral."""
     if not np.isfinite(signed):
         return _NEUTRAL
     return int(np.clip(np.rint(_NEUTRAL + _NEUTRAL * signed), 0, 2 * _NEUTRAL))
 
 
 def _log(factor: float) -> float:
-    """Log of a ratio or weight on a scale where a factor of 1.5 is full colour; 0 is full colour below."""
+    """Return the log of a ratio or weight to base 1.5, so that a factor of 1.5 has full colour.
+
+    Factors below 1e-6 count as 1e-6.
+    """
     if not np.isfinite(factor):
         return float("nan")
     return float(np.log(max(factor, 1e-6)) / np.log(1.5))
 
 
 def _short(token: bytes) -> bytes:
-    """The bytes of a token, or its beginning and how many more it has."""
+    """Return the bytes of a token. A long token is cut, with the number of bytes that are left out."""
     more = len(token) - _MOST_TOKEN
     return token if more <= 0 else token[:_MOST_TOKEN] + f" [{more:,} bytes more] ".encode()
 

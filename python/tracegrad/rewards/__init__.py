@@ -1,7 +1,7 @@
-"""Score trajectories with reward functions in TRL's convention, or with an LLM judge of whole groups.
+"""Score trajectories with reward functions in TRL's convention, or with an LLM judge that compares a group.
 
-What cannot be scored is NaN and counted, never 0. The package can be called: `tg.rewards(traces, functions)` is
-`tg.rewards.recorded`.
+A trajectory that cannot be scored gets NaN, never 0, and is counted. The package is callable: `tg.rewards(traces,
+functions)` is `tg.rewards.recorded`.
 """
 
 import sys
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 
-class _Room(ModuleType):
+class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Rescored:
         return recorded(*args, **options)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallablePackage

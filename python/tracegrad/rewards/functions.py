@@ -1,7 +1,8 @@
-"""Reward functions in TRL's convention: `(prompts, completions, **columns) -> list[float | None]`, plain or async.
+"""Call reward functions in TRL's convention: `(prompts, completions, **columns) -> list[float | None]`, plain or async.
 
-Plain ones run in processes within a time limit. One that raises, hangs or answers with something else gives NaN, never
-0; it is counted, and its line is told. The online loop and `recorded` call this with the trajectories of a group.
+Plain functions run in processes within a time limit. A function that raises, hangs or returns something else gives NaN,
+never 0. Each failure is counted, and the first one is kept with its line. The online loop and `recorded` call this with
+the trajectories of a group.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ LOGGED = 4096
 
 @dataclass(frozen=True)
 class Scored:
-    """What reward functions say of n trajectories.
+    """The results of K reward functions for n trajectories.
 
     Args:
-        names: of the K functions.
-        values: [n, K] float64; NaN where a function does not apply, or failed.
-        failed: [n, K] bool, where one failed.
-        total: [n] float64: the weighted sum of what applies; NaN where nothing does, and where a function failed, as
-            the sum of the others would be another reward.
-        metrics: what functions said by `log_metric`, by name.
-        extra: what they said by `log_extra`, one value for each trajectory, by name.
-        failures: of each function that failed, why; of several trajectories the first.
+        names: names of the K functions.
+        values: [n, K] float64. NaN if a function does not apply or failed.
+        failed: [n, K] bool, True where a function failed.
+        total: [n] float64, the weighted sum of the functions that apply. NaN if none applies. NaN also if any function
+            failed, because the sum of the others would be a different reward.
+        metrics: values passed to `log_metric`, by name.
+        extra: values passed to `log_extra` by column, one value per trajectory.
+        failures: the reason for each function that failed. If it failed for several trajectories, the first reason.
     """
 
     names: tuple[str, ...]
@@ -45,7 +46,7 @@ class Scored:
     failures: dict[str, Failure] = field(default_factory=dict)
 
     def row(self, number: int) -> dict[str, float | None]:
-        """The named rewards of one trajectory as a record has them; None where there is none."""
+        """Return the rewards of one trajectory by function name, as a record stores them. NaN becomes None."""
         return {
             name: None if math.isnan(value) else value
             for name, value in zip(self.names, self.values[number].tolist(), strict=True)
@@ -53,17 +54,17 @@ class Scored:
 
 
 class Rewards:
-    """Several reward functions with weights; `close` ends their processes.
+    """Reward functions with weights. Call `close` to end their processes.
+
+    `counts` has the number of failures by "name: kind", and `failures` has the first failure of each function.
 
     Args:
-        functions: each `(prompts, completions, **columns)` to one number or None a trajectory. They are called by
-            keywords: prompts, completions, completion_ids, the columns, trainer_state, log_extra, log_metric; what a
-            function does not take is left out.
-        weights: of the functions, 1 by default.
+        functions: each maps `(prompts, completions, **columns)` to one number or None per trajectory. Calls use keyword
+            arguments: prompts, completions, completion_ids, the columns, trainer_state, log_extra, log_metric. A
+            function gets only those that its signature accepts.
+        weights: one per function, 1 by default.
         seconds: time limit of one call.
-        processes: at most so many at once, for plain functions.
-
-    `counts` holds the failures by "name: kind", `failures` the first of each function.
+        processes: maximum number of processes for plain functions.
 
     >>> def short(completions, **columns):
     ...     return [float(len(text) < 3) for text in completions]
@@ -97,7 +98,8 @@ class Rewards:
         self._functions = dict(zip(self.names, functions, strict=True))
         self._seconds = seconds
         self._processes = Processes(
-            {name: _Plain(one) for name, one in self._functions.items() if not _is_async(one)}, count=processes
+            {name: _PlainFunction(function) for name, function in self._functions.items() if not _is_async(function)},
+            count=processes,
         )
 
     async def score(
@@ -109,28 +111,31 @@ class Rewards:
         completion_ids: Sequence[Any] | None = None,
         trainer_state: Any = None,
     ) -> Scored:
-        """What all functions say, asked together.
+        """Return the results of all functions, which run concurrently.
 
         Args:
             prompts, completions: n texts, or n lists of messages.
-            columns: n values for each name, as of `columns_of`; those of `RESERVED` names are not given on.
-            completion_ids: n lists of ids.
-            trainer_state: given on; picklable, for plain functions.
+            columns: n values per name, as `columns_of` returns them. Names in `RESERVED` are dropped.
+            completion_ids: n lists of token ids.
+            trainer_state: passed to the functions. It must be picklable for plain functions.
+
+        Raises:
+            ArgumentError: if completions or a column do not have n values.
         """
         count = len(prompts)
-        columns = {name: each for name, each in (columns or {}).items() if name not in RESERVED}
-        for name, each in {"completions": completions, **columns}.items():
-            if len(each) != count:
-                raise ArgumentError(f"{name} has {len(each)} values for {count} prompts. Pass one for each.")
+        columns = {name: column_values for name, column_values in (columns or {}).items() if name not in RESERVED}
+        for name, column_values in {"completions": completions, **columns}.items():
+            if len(column_values) != count:
+                raise ArgumentError(f"{name} has {len(column_values)} values for {count} prompts. Pass one for each.")
         ids = [None] * count if completion_ids is None else list(completion_ids)
-        told = {"prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
-        told |= {**columns, "trainer_state": trainer_state}
+        arguments = {"prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
+        arguments |= {**columns, "trainer_state": trainer_state}
         values = np.full((count, len(self.names)), np.nan)
         failed = np.zeros(values.shape, bool)
         metrics: dict[str, list[float]] = {}
         extra: dict[str, list[Any]] = {}
         failures: dict[str, Failure] = {}
-        answers = await asyncio.gather(*(self._ask(name, told, count) for name in self.names))
+        answers = await asyncio.gather(*(self._call(name, arguments, count) for name in self.names))
         for column, answer in enumerate(answers):
             name = self.names[column]
             if isinstance(answer, Failure):
@@ -153,28 +158,28 @@ class Rewards:
         return Scored(self.names, values, failed, total, metrics, extra, failures)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         self._processes.close()
 
-    async def _ask(self, name: str, told: dict[str, Any], count: int) -> "_Answer | Failure":
+    async def _call(self, name: str, arguments: dict[str, Any], count: int) -> "_Answer | Failure":
         function = self._functions[name]
-        given = _taken(function, told)
+        inputs = _accepted(function, arguments)
         try:
             if _is_async(function):
                 log = _Log()
-                given = _taken(function, {**told, "log_metric": log.metric, "log_extra": log.extra})
-                answer = log.answer(await within(self._seconds, function(**given), name))
+                inputs = _accepted(function, {**arguments, "log_metric": log.metric, "log_extra": log.extra})
+                answer = log.answer(await within(self._seconds, function(**inputs), name))
             else:
-                answer = await self._processes.call(name, (), given, seconds=self._seconds)
+                answer = await self._processes.call(name, (), inputs, seconds=self._seconds)
         except Failed as failed:
             return failed.failure
         except Exception as error:
             return located(error)
         if len(answer.values) != count:
             return Failure("wrong", f"{name} returned {len(answer.values)} rewards for {count} trajectories")
-        for column, said in answer.extra:
-            if len(said) != count:
-                words = f"{name} logged {len(said)} values of {column!r:.100} for {count} trajectories"
+        for column, logged in answer.extra:
+            if len(logged) != count:
+                words = f"{name} logged {len(logged)} values of {column!r:.100} for {count} trajectories"
                 return Failure("wrong", words)
         return answer
 
@@ -192,23 +197,26 @@ async def rewards(
     *,
     seconds: float = 60.0,
 ) -> NDArray[np.float64]:
-    """The values of reward functions, asked once: [n, K], NaN where one does not apply or failed; see `Rewards`."""
-    asked = Rewards(functions, weights, seconds=seconds)
+    """Call reward functions once and return their values.
+
+    The array is [n, K], with NaN if a function does not apply or failed. See `Rewards`.
+    """
+    scorer = Rewards(functions, weights, seconds=seconds)
     try:
-        return (await asked.score(prompts, completions, columns)).values
+        return (await scorer.score(prompts, completions, columns)).values
     finally:
-        asked.close()
+        scorer.close()
 
 
 def columns_of(tasks: Sequence[Mapping[Any, Any]], without: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """Return the columns that reward functions are given of n tasks: for each key that any has, n values.
+    """Return the columns of n tasks that reward functions receive: n values for each key that any task has.
 
-    A value is None for a task that has it as null or not at all, as in TRL, where a function of several kinds of tasks
+    A value is None if the task has it as null or does not have it. As in TRL, a function for several kinds of tasks
     returns None for those of another kind.
 
     Args:
-        tasks: n dicts, by whose keys columns are named.
-        without: keys that are no columns, besides those that functions are given otherwise (`RESERVED`).
+        tasks: n dicts. Their string keys name the columns.
+        without: keys that are not columns, in addition to `RESERVED`.
 
     >>> columns_of([{"prompt": "2+2?", "answer": "4"}, {"prompt": "f?", "answer": None, "tests": "f()"}])
     {'answer': ['4', None], 'tests': [None, 'f()']}
@@ -218,19 +226,19 @@ def columns_of(tasks: Sequence[Mapping[Any, Any]], without: Sequence[str] = ()) 
 
 
 def text_of(messages: Sequence[Mapping[str, Any]], role: str) -> str:
-    """Return what the messages of a role say, as one text: the string form of a prompt or a completion, as in TRL."""
-    said = [each.get("content") for each in messages if each.get("role") == role]
-    return "".join(text for text in said if isinstance(text, str))
+    """Return the joined content of all messages of a role: the string form of a prompt or a completion, as in TRL."""
+    contents = [message.get("content") for message in messages if message.get("role") == role]
+    return "".join(text for text in contents if isinstance(text, str))
 
 
 RESERVED = ("prompts", "completions", "prompt", "completion", "completion_ids")
 RESERVED += ("trainer_state", "log_metric", "log_extra")
-"""Arguments that functions are given otherwise than as columns."""
+"""Names of arguments that functions do not receive as columns."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one function said: a number or None a trajectory, and what it logged."""
+    """The output of one function: a number or None per trajectory, and the values that it logged."""
 
     values: list[float | None]
     metrics: list[tuple[str, float]]
@@ -238,7 +246,7 @@ class _Answer:
 
 
 class _Log:
-    """What a function says beside its rewards."""
+    """The values that a function logs in addition to its rewards."""
 
     def __init__(self) -> None:
         self._metrics: list[tuple[str, float]] = []
@@ -255,19 +263,19 @@ class _Log:
     def answer(self, found: Any) -> _Answer:
         if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__iter__"):
             raise TypeError(f"it returned {found!r:.100}, not one number or None for each trajectory")
-        return _Answer([None if one is None else _number(one) for one in found], self._metrics, self._extra)
+        return _Answer([None if reward is None else _number(reward) for reward in found], self._metrics, self._extra)
 
 
-class _Plain:
-    """A plain function, as a process runs it: what it returns and logs becomes plain numbers there."""
+class _PlainFunction:
+    """A plain function as a process runs it. Its return value and logged values become plain numbers there."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, **given: Any) -> _Answer:
+    def __call__(self, **arguments: Any) -> _Answer:
         log = _Log()
-        logs = _taken(self._function, {"log_metric": log.metric, "log_extra": log.extra})
-        return log.answer(self._function(**given, **logs))
+        log_functions = _accepted(self._function, {"log_metric": log.metric, "log_extra": log.extra})
+        return log.answer(self._function(**arguments, **log_functions))
 
 
 def _number(value: Any) -> float:
@@ -276,16 +284,16 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _taken(function: Callable[..., Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function takes of what there is."""
+def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments that a function's signature accepts."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return dict(told)
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return dict(told)
-    names = {one.name for one in parameters}
-    return {name: value for name, value in told.items() if name in names}
+        return dict(arguments)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(arguments)
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -295,7 +303,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _names(functions: Sequence[Callable[..., Any]]) -> tuple[str, ...]:
-    """Their own names; a second of one name gets a number."""
+    """Return the functions' own names. A repeated name gets a number."""
     seen: Counter[str] = Counter()
     names = []
     for function in functions:

@@ -1,7 +1,8 @@
-"""Score the trajectories of a group with an LLM judge, relative to each other, as RULER does.
+"""Score the trajectories of a group relative to each other with an LLM judge, as RULER does.
 
-What all trajectories begin with is shown once, their order is drawn from a seed, and logprobs never reach the prompt.
-An answer that cannot be read is asked for once more; then the vote is NaN. Source: RULER (openpipe-art).
+The common beginning of all trajectories is shown once, a seed determines their order, and the prompt never has
+logprobs. If an answer cannot be read, the judge is asked once more. If that fails too, the vote is NaN. Source: RULER
+(openpipe-art).
 """
 
 import asyncio
@@ -22,9 +23,9 @@ from tracegrad.user_code import Failed, Failure, located, within
 
 ANSWER_CHARACTERS = 65536
 STARTS = 64
-"""Brackets of an answer at which its verdict is looked for."""
-_NAMED = re.compile(r"""["']scores?[\\"']*\s*:""")
-"""What a verdict has and other words have not, also where it is escaped, cut, or no whole JSON."""
+"""Maximum number of opening brackets in an answer at which a verdict is searched for."""
+_SCORES_KEY = re.compile(r"""["']scores?[\\"']*\s*:""")
+"""Matches the key of a verdict, also if it is escaped, truncated, or in incomplete JSON. Other text rarely has it."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,17 @@ class Verdict:
     """One vote on one group.
 
     Args:
-        group: what was judged.
-        vote: its number.
-        count: trajectories of the group.
-        shown: for each trajectory of the prompt in its order, which of the group are it; equal ones are shown once.
-        prompt: the messages that the judge was asked with, the second try's included.
-        answers: what it answered, each try.
-        errors: what was wrong with each, "" where nothing was.
-        scores: of the trajectories of the prompt, in its order; None where no try gave them.
-        explanations: the same.
-        model: as the server names it.
+        group: name of the judged group.
+        vote: number of the vote.
+        count: number of trajectories in the group.
+        shown: for each trajectory in the prompt, in its order, the indices of the group members it stands for. Equal
+            members are shown once.
+        prompt: the messages sent to the judge, including those of the second try.
+        answers: the judge's answer of each try.
+        errors: the problem of each answer, "" if there was none.
+        scores: scores of the trajectories in the prompt, in its order. None if no try gave them.
+        explanations: explanations in the same order, or None.
+        model: model name that the server reported.
     """
 
     group: str
@@ -56,35 +58,35 @@ class Verdict:
     model: str | None = None
 
     def by_member(self) -> list[float | None]:
-        """Return the score of each trajectory of the group; None where it has none, or the verdict is a broken one."""
-        found: list[float | None] = [None] * self.count
+        """Return the score of each trajectory of the group. None if it has no score or the verdict is malformed."""
+        scores: list[float | None] = [None] * self.count
         if self.scores is None:
-            return found
+            return scores
         try:
             for members, score in zip(self.shown, self.scores, strict=True):
                 for member in members:
-                    found[range(self.count)[member]] = _score(score, str(member))
+                    scores[range(self.count)[member]] = _score(score, str(member))
         except (Unusable, LookupError, TypeError, ValueError):
             return [None] * self.count
-        return found
+        return scores
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file of JSON lines."""
+        """Return the fields as a dict, for a JSON Lines file."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> "Verdict":
-        """From what `as_dict` gave."""
+        """Return the verdict that `as_dict` wrote."""
         return cls(**told)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What a judge says of a group.
+    """A judge's result for a group of n trajectories.
 
     Args:
-        scores: [n] float64 within [0, 1], the mean over votes; NaN where no vote counts.
-        disagreement: [n] float64, the standard deviation over votes; NaN below two.
+        scores: [n] float64 within [0, 1], the mean over votes. NaN if no vote counts.
+        disagreement: [n] float64, the standard deviation over votes. NaN for fewer than two votes.
         verdicts: the votes.
     """
 
@@ -94,48 +96,48 @@ class Judged:
 
     @property
     def errors(self) -> list[str]:
-        """What was wrong with the last answer of each vote that gave no score."""
+        """Return the problem of the last answer of each vote without scores."""
         return [verdict.errors[-1] for verdict in self.verdicts if verdict.scores is None and verdict.errors]
 
     @classmethod
     def of(cls, verdicts: Sequence[Verdict], count: int) -> "Judged":
-        """The scores of `count` trajectories by votes, as they were made or as they were recorded."""
+        """Compute the scores of `count` trajectories from votes, new or recorded."""
         votes = np.full((len(verdicts), count), np.nan)
         for row, verdict in enumerate(verdicts):
             if verdict.count == count:
                 votes[row] = np.array(verdict.by_member(), np.float64)
-        known = ~np.isnan(votes)
-        seen = known.sum(axis=0)
-        mean = np.where(seen > 0, np.where(known, votes, 0.0).sum(axis=0) / np.maximum(seen, 1), np.nan)
-        spread = np.where(known, votes - mean, 0.0)
-        apart = np.where(seen > 1, np.sqrt((spread**2).sum(axis=0) / np.maximum(seen, 1)), np.nan)
-        return cls(mean, apart, list(verdicts))
+        valid = ~np.isnan(votes)
+        valid_votes = valid.sum(axis=0)
+        mean = np.where(valid_votes > 0, np.where(valid, votes, 0.0).sum(axis=0) / np.maximum(valid_votes, 1), np.nan)
+        spread = np.where(valid, votes - mean, 0.0)
+        deviation = np.where(valid_votes > 1, np.sqrt((spread**2).sum(axis=0) / np.maximum(valid_votes, 1)), np.nan)
+        return cls(mean, deviation, list(verdicts))
 
 
 class Unusable(Exception):
-    """An answer that gives no scores; its text says why, to the judge as well."""
+    """An answer without usable scores. The text of the exception explains the problem, to the judge as well."""
 
 
 def read(answer: Any, count: int, shown: str = "") -> tuple[list[float], list[str]]:
-    """Scores and explanations of trajectories "1" to "count", in that order, from a judge's text.
+    """Return scores and explanations of trajectories "1" to "count", in that order, from a judge's answer.
 
-    The verdict is the JSON with which the answer ends. A thought in `<think>` tags, other words before it, and a code
-    fence around it are passed over. The judge quotes trajectories and drafts scores: a verdict with words after it, a
-    second one, and one that is also in `shown` are no score.
+    The verdict is the JSON at the end of the answer. Ignored are reasoning in `<think>` tags, other text before the
+    JSON, and a code fence around it. A judge also quotes trajectories and drafts scores. Therefore a verdict does not
+    count if text follows it, if there is a second one, or if `shown` contains it too.
 
     Args:
-        answer: of the judge.
-        count: trajectories that it was shown.
-        shown: the prompt that they are part of, as JSON writes their texts.
+        answer: text of the judge.
+        count: number of trajectories that the judge saw.
+        shown: prompt with the trajectories, their texts written as JSON.
 
     Raises:
-        Unusable: no JSON at the end; a second verdict; an id that is missing, unknown or there twice; a score that is
-            no number from 0 to 1.
+        Unusable: if there is no JSON at the end, or a second verdict. Also if an id is missing, unknown or repeated, or
+            a score is not a number from 0 to 1.
 
     >>> read('{"scores": [{"id": "2", "score": 1}, {"id": "1", "score": 0.5, "explanation": "long"}]}', 2)
     ([0.5, 1.0], ['long', ''])
     """
-    found: dict[str, tuple[float, str]] = {}
+    scored: dict[str, tuple[float, str]] = {}
     for row in _rows(answer, shown):
         if not isinstance(row, dict):
             raise Unusable("an entry of `scores` is no object")
@@ -143,17 +145,18 @@ def read(answer: Any, count: int, shown: str = "") -> tuple[list[float], list[st
         name = str(name) if isinstance(name, str | int) and not isinstance(name, bool) else None
         if name is None or not (name.isdecimal() and name.isascii() and 1 <= int(name[:9]) <= count):
             raise Unusable(f"there is no trajectory {row.get('id', row.get('trajectory_id'))!r:.40}")
-        if name in found:
+        if name in scored:
             raise Unusable(f"trajectory {name} is scored twice")
-        found[name] = (_score(row.get("score"), name), str(row.get("explanation") or "")[:ANSWER_CHARACTERS])
-    if missing := [str(number) for number in range(1, count + 1) if str(number) not in found]:
+        scored[name] = (_score(row.get("score"), name), str(row.get("explanation") or "")[:ANSWER_CHARACTERS])
+    if missing := [str(number) for number in range(1, count + 1) if str(number) not in scored]:
         raise Unusable(f"trajectory {missing[0]} has no score")
-    ordered = [found[str(number)] for number in range(1, count + 1)]
+    ordered = [scored[str(number)] for number in range(1, count + 1)]
     return [score for score, _ in ordered], [words for _, words in ordered]
 
 
 def _score(value: Any, name: str) -> float:
-    # A whole number may have more digits than a float; nan and the infinities are what JSON calls no number.
+    # Do not convert first: an integer can exceed the range of a float. NaN and infinity are unequal 0 when subtracted
+    # from themselves.
     if not isinstance(value, int | float) or isinstance(value, bool) or value - value != 0:
         raise Unusable(f"the score of trajectory {name} is {value!r:.40}, which is no number")
     if not 0 <= value <= 1:
@@ -162,32 +165,32 @@ def _score(value: Any, name: str) -> float:
 
 
 def _rows(answer: Any, shown: str) -> list[Any]:
-    """The list under `scores`, or the bare list, of the JSON with which a text ends."""
+    """Return the list under `scores`, or the bare list, of the JSON at the end of a text."""
     if not isinstance(answer, str):
         raise Unusable("there is no text")
-    text, dropped = answer.strip(), False
+    text, has_thought = answer.strip(), False
     if not text.startswith(("{", "[", "`")):
-        thought, end, rest = text.partition("</think>")
+        thought, end, verdict = text.partition("</think>")
         if not end and "<think>" in thought:
             raise Unusable("the thought does not end, so there is no verdict")
-        text, dropped = (rest, True) if end else (text, False)
+        text, has_thought = (verdict, True) if end else (text, False)
     text = text.strip().removesuffix("```").rstrip()
     if len(text) > ANSWER_CHARACTERS:
         raise Unusable(f"the answer has {len(text):,} characters. Of at most {ANSWER_CHARACTERS:,} it is read")
-    decoder = json.JSONDecoder(object_pairs_hook=_once)
-    for start in [each.start() for each in re.finditer(r"[{\[]", text)][:STARTS]:
+    decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
+    for start in [match.start() for match in re.finditer(r"[{\[]", text)][:STARTS]:
         try:
-            told, stop = decoder.raw_decode(text, start)
+            value, stop = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        rows = told.get("scores") if isinstance(told, dict) else told
+        rows = value.get("scores") if isinstance(value, dict) else value
         if stop < len(text) or not isinstance(rows, list) or not rows:
             continue
-        if isinstance(told, dict) or isinstance(rows[0], dict):
+        if isinstance(value, dict) or isinstance(rows[0], dict):
             before = text[:start].rstrip().removesuffix("json").removesuffix("```").strip()
-            if _NAMED.search(before):
+            if _SCORES_KEY.search(before):
                 raise Unusable("there are scores before the last ones. Which ones count is not known")
-            if (before or dropped) and _bare(text[start:]) in _bare(shown):
+            if (before or has_thought) and _bare(text[start:]) in _bare(shown):
                 raise Unusable("the scores at the end stand in a trajectory word for word")
             return rows
     raise Unusable(
@@ -195,16 +198,16 @@ def _rows(answer: Any, shown: str) -> list[Any]:
     )
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are there once: of two `scores` the second would count."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Repeated keys are refused, because the second `scores` would silently win."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise Unusable("a key of the JSON is there twice, and which one counts is not known")
-    return found
+    return table
 
 
 def _bare(text: str) -> str:
-    """A text without white space and what escapes it in JSON, however often."""
+    """Return a text without white space and without JSON escapes, however often it was escaped."""
     return re.sub(r"\\+[nrt]|[\\\s]", "", text)
 
 
@@ -230,19 +233,22 @@ _SHOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_co
 class Judge:
     """Scores groups of trajectories by asking a model.
 
+    `counts` has the numbers of "verdicts", "retried", "unusable" and "untold" (the callback `told` raised). `failures`
+    has the first failure of "unusable" and "untold"; its text names the group.
+
     Args:
         chat: `async (body, *, session, salt) -> response`, such as `Servers.chat` of the judge's server.
-        rubric: what counts.
-        votes: how often a group is judged, each time in another order.
-        seed: of the orders.
-        sampling: fields of the request.
-        characters: a prompt shows at most about so many; longer messages are cut in their middle.
+        rubric: criteria for the scores.
+        votes: number of times that a group is judged, each time in another order.
+        seed: seed of the orders.
+        sampling: fields added to the request.
+        characters: approximate maximum length of a prompt. Longer messages are shortened in the middle.
         seconds: time limit of one request.
-        structured: whether the request asks for JSON of the form (`response_format`).
-        told: called with each verdict as a dict, for a file.
+        structured: whether the request specifies the JSON schema of the answer (`response_format`).
+        told: callback for each verdict as a dict, for example to write it to a file.
 
-    `counts` holds "verdicts", "retried", "unusable", and "untold" where `told` raised; `failures` the first failure of
-    "unusable" and "untold", with its group in its words.
+    Raises:
+        ArgumentError: if `votes` is below 1.
     """
 
     def __init__(
@@ -267,41 +273,46 @@ class Judge:
         self._characters, self._seconds, self._structured, self._told = characters, seconds, structured, told
 
     async def score(self, trajectories: Sequence[Any], *, group: str = "") -> Judged:
-        """Scores of the trajectories of one group.
+        """Return the scores of the trajectories of one group.
+
+        Equal trajectories are shown once. If a group of several has at most one distinct trajectory, no vote is taken
+        and the scores are NaN.
 
         Args:
-            trajectories: each a `Trace`, a list of messages, or None for one that failed, which is not shown.
-            group: names the group; with the seed it decides the orders.
+            trajectories: each is a `Trace`, a list of messages, or None for a failed trajectory, which is not shown.
+            group: name of the group. Name and seed determine the orders.
         """
-        told = [None if one is None else _messages(one) for one in trajectories]
+        conversations = [None if trajectory is None else _messages(trajectory) for trajectory in trajectories]
         distinct: dict[str, list[int]] = {}
-        for number, one in enumerate(told):
-            if one:
-                distinct.setdefault(_line(one, sort_keys=True), []).append(number)
+        for number, trajectory in enumerate(conversations):
+            if trajectory:
+                distinct.setdefault(_line(trajectory, sort_keys=True), []).append(number)
         members = list(distinct.values())
-        if not members or (len(members) == 1 and len(told) > 1):
-            # Equal trajectories have no score relative to one another.
-            return Judged.of([], len(told))
-        asked = (self._vote(told, members, group, vote) for vote in range(self._votes))
-        return Judged.of(await asyncio.gather(*asked), len(told))
+        if not members or (len(members) == 1 and len(conversations) > 1):
+            # Equal trajectories cannot be ranked against each other.
+            return Judged.of([], len(conversations))
+        votes = (self._vote(conversations, members, group, vote) for vote in range(self._votes))
+        return Judged.of(await asyncio.gather(*votes), len(conversations))
 
     async def again(self, verdict: Verdict | Mapping[str, Any]) -> Verdict:
-        """The verdict of this judge on the prompt of a recorded one."""
-        before = verdict if isinstance(verdict, Verdict) else Verdict.from_dict(verdict)
-        return await self._ask(before.group, before.vote, before.count, before.shown, before.prompt[:2])
+        """Judge the prompt of a recorded verdict again."""
+        recorded = verdict if isinstance(verdict, Verdict) else Verdict.from_dict(verdict)
+        return await self._ask(recorded.group, recorded.vote, recorded.count, recorded.shown, recorded.prompt[:2])
 
-    async def _vote(self, told: list[Any], members: list[list[int]], group: str, vote: int) -> Verdict:
+    async def _vote(self, conversations: list[Any], members: list[list[int]], group: str, vote: int) -> Verdict:
         shown = list(members)
         random.Random(f"{self._seed}/{group}/{vote}").shuffle(shown)
-        return await self._ask(group, vote, len(told), shown, self._prompt([told[each[0]] for each in shown]))
+        return await self._ask(
+            group, vote, len(conversations), shown, self._prompt([conversations[indices[0]] for indices in shown])
+        )
 
     def _prompt(self, trajectories: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         common = _common(trajectories)
         most = max(1, self._characters // (len(trajectories) + 1))
-        parts = [f"<context>\n{_written(trajectories[0][:common], most)}\n</context>"] if common else []
+        parts = [f"<context>\n{_quoted(trajectories[0][:common], most)}\n</context>"] if common else []
         parts += [
-            f'<trajectory id="{number}">\n{_written(one[common:], most)}\n</trajectory>'
-            for number, one in enumerate(trajectories, 1)
+            f'<trajectory id="{number}">\n{_quoted(messages[common:], most)}\n</trajectory>'
+            for number, messages in enumerate(trajectories, 1)
         ]
         task = _TASK.format(count=len(trajectories), rubric=self._rubric)
         return [{"role": "system", "content": task}, {"role": "user", "content": "\n\n".join(parts)}]
@@ -309,13 +320,13 @@ class Judge:
     async def _ask(
         self, group: str, vote: int, count: int, shown: list[list[int]], prompt: list[dict[str, Any]]
     ) -> Verdict:
-        """One vote: asked, and where the answer cannot be read once more."""
+        """Take one vote. If the answer cannot be read, ask once more."""
         prompt, answers, errors, model = list(prompt), [], [], None
         scores: list[float] | None = None
         explanations: list[str] | None = None
         failure: Failure | None = None
-        for tried in range(2):
-            self.counts["retried"] += tried
+        for attempt in range(2):
+            self.counts["retried"] += attempt
             answer = None
             try:
                 response = await within(
@@ -329,21 +340,21 @@ class Judge:
                 failure = Failure("wrong", str(unusable))
             except Failed as failed:
                 failure = failed.failure
-            except Exception as strange:
-                found = located(strange)
-                failure = replace(found, kind="wrong", words=f"the server's answer holds no message: {found.words}")
+            except Exception as error:
+                cause = located(error)
+                failure = replace(cause, kind="wrong", words=f"the server's answer holds no message: {cause.words}")
             answers.append(answer[:65536] if isinstance(answer, str) else "")
             errors.append("" if failure is None else str(failure))
             if failure is None:
                 break
-            if answers[-1] and not tried:
-                said = f"That cannot be used: {failure.words}. Answer again, with the JSON alone."
-                prompt += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": said}]
+            if answers[-1] and not attempt:
+                request = f"That cannot be used: {failure.words}. Answer again, with the JSON alone."
+                prompt += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": request}]
         self.counts["verdicts"] += 1
         if failure is not None:
             self._count("unusable", group, failure)
-        known = model if isinstance(model, str) else None
-        verdict = Verdict(group, vote, count, shown, prompt, answers, errors, scores, explanations, known)
+        model_name = model if isinstance(model, str) else None
+        verdict = Verdict(group, vote, count, shown, prompt, answers, errors, scores, explanations, model_name)
         try:
             if self._told is not None:
                 self._told(verdict.as_dict())
@@ -358,12 +369,12 @@ class Judge:
     def _body(self, prompt: list[dict[str, Any]], count: int) -> dict[str, Any]:
         body = {"messages": prompt, **self._sampling}
         if self._structured:
-            body["response_format"] = _form(count)
+            body["response_format"] = _answer_schema(count)
         return body
 
 
-def _form(count: int) -> dict[str, Any]:
-    """The JSON schema of an answer."""
+def _answer_schema(count: int) -> dict[str, Any]:
+    """Return the JSON schema of an answer."""
     entry = {
         "type": "object",
         "properties": {
@@ -380,42 +391,45 @@ def _form(count: int) -> dict[str, Any]:
 
 
 def _messages(trajectory: Any) -> list[dict[str, Any]]:
-    """What a judge may see of a trajectory: what was said, and nothing of tokens."""
-    told = trajectory.messages if isinstance(trajectory, Trace) else trajectory
-    if not isinstance(told, list | tuple) or not all(isinstance(one, Mapping) for one in told):
+    """Return what a judge may see of a trajectory: the messages, without tokens and logprobs."""
+    messages = trajectory.messages if isinstance(trajectory, Trace) else trajectory
+    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
         raise ArgumentError(
             f"a trajectory is a {type(trajectory).__name__}. A judge reads messages. Pass a Trace or a list of them."
         )
-    return [{key: one[key] for key in _SHOWN if one.get(key) not in (None, [], "")} for one in told]
+    return [{key: message[key] for key in _SHOWN if message.get(key) not in (None, [], "")} for message in messages]
 
 
-def _line(told: Any, **how: Any) -> str:
-    """JSON of what was said; of what JSON cannot say, its text."""
+def _line(value: Any, **options: Any) -> str:
+    """Return messages as JSON. A value that JSON cannot represent is written as text."""
     try:
-        return json.dumps(told, ensure_ascii=False, default=str, **how).encode(errors="replace").decode()
+        return json.dumps(value, ensure_ascii=False, default=str, **options).encode(errors="replace").decode()
     except (TypeError, ValueError, RecursionError):
-        return json.dumps(repr(told)[:TEXT_CHARACTERS], ensure_ascii=False).encode(errors="replace").decode()
+        return json.dumps(repr(value)[:TEXT_CHARACTERS], ensure_ascii=False).encode(errors="replace").decode()
 
 
 def _common(trajectories: list[list[dict[str, Any]]]) -> int:
-    """How many messages all begin with; an end is left for each."""
-    most = min(len(one) for one in trajectories) - (len(trajectories) > 1)
+    """Return the number of messages with which all trajectories begin. At least one message of each is left over."""
+    most = min(len(messages) for messages in trajectories) - (len(trajectories) > 1)
     count = 0
-    while count < most and all(one[count] == trajectories[0][count] for one in trajectories):
+    while count < most and all(messages[count] == trajectories[0][count] for messages in trajectories):
         count += 1
     return count if len(trajectories) > 1 else 0
 
 
-def _written(messages: list[dict[str, Any]], most: int) -> str:
-    """Messages as JSON that cannot end the element it stands in, cut in the middle of what is too long."""
-    lines = [_line(one).replace("<", "\\u003c") for one in messages]
-    each = max(64, most // max(1, len(lines)))
-    spare = sum(max(0, each - len(line)) for line in lines)
-    long = sum(len(line) > each for line in lines)
-    room = each + (spare // long if long else 0)
+def _quoted(messages: list[dict[str, Any]], most: int) -> str:
+    """Return messages as JSON lines without "<", so that they cannot close the surrounding tag.
+
+    Long lines are shortened in the middle until all fit into about `most` characters.
+    """
+    lines = [_line(message).replace("<", "\\u003c") for message in messages]
+    share = max(64, most // max(1, len(lines)))
+    spare = sum(max(0, share - len(line)) for line in lines)
+    long_lines = sum(len(line) > share for line in lines)
+    limit = share + (spare // long_lines if long_lines else 0)
     return "\n".join(
         line
-        if len(line) <= room
-        else f"{line[: room // 2]} … {len(line) - room} characters left out … {line[-(room // 2) :]}"
+        if len(line) <= limit
+        else f"{line[: limit // 2]} … {len(line) - limit} characters left out … {line[-(limit // 2) :]}"
         for line in lines
     )

@@ -1,7 +1,7 @@
-"""Score recorded traces with reward functions or a judge, group by group, with a cache of earlier scores.
+"""Score recorded traces group by group with reward functions or a judge, and cache the scores.
 
-Traces wait in a temporary file, so memory holds one line of index for each. Records keep their bytes; `reward` and
-`rewards` are appended.
+The traces are stored in a temporary file, so memory only needs an index entry per trace. Records keep their bytes;
+`reward` and `rewards` are appended.
 """
 
 import asyncio
@@ -41,17 +41,20 @@ MOST_LINE = 1 << 24
 
 
 class Cache:
-    """Answers by their content; a line that is not whole, as after a kill, is passed over.
+    """Answers by the hash of their input, in a JSON Lines file.
 
-    Memory holds the keys and where their answers stand, not the answers.
+    Memory has the keys and their offsets in the file, not the answers. An incomplete line, as after a kill, is ignored.
 
     Args:
-        path: the file; None keeps the answers in this object.
+        path: the file. None keeps the answers in memory.
+
+    Raises:
+        ArgumentError: if the file exists and cannot be read.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._known: dict[str, Any] = {}
+        self._entries: dict[str, Any] = {}
         if path is not None:
             files.check(path)
         if path is not None and path.exists():
@@ -61,42 +64,46 @@ class Cache:
         try:
             refuse_special(path)
             with path.open("rb") as lines:
-                at = 0
+                offset = 0
                 for line in iter(lambda: lines.readline(MOST_LINE), b""):
-                    if (told := _entry(line)) is not None:
-                        self._known[told[0]] = at
-                    at += len(line)
+                    if (entry := _entry(line)) is not None:
+                        self._entries[entry[0]] = offset
+                    offset += len(line)
         except OSError as error:
             raise ArgumentError(
                 f"{path}: {error.strerror}. What was scored before is not known. Give another --cache."
             ) from error
 
     def get(self, key: str) -> Any:
-        """The answer, None where there is none."""
-        found = self._known.get(key)
-        if self._path is None or found is None:
-            return found
+        """Return the cached answer, or None."""
+        stored = self._entries.get(key)
+        if self._path is None or stored is None:
+            return stored
         try:
             with self._path.open("rb") as file:
-                file.seek(found)
-                told = _entry(file.readline(MOST_LINE))
+                file.seek(stored)
+                entry = _entry(file.readline(MOST_LINE))
         except OSError:
             return None
-        return told[1] if told is not None and told[0] == key else None
+        return entry[1] if entry is not None and entry[0] == key else None
 
     def put(self, key: str, value: Any) -> None:
-        """Keeps an answer, on the disk at once."""
+        """Store an answer. With a file, it is written at once.
+
+        Raises:
+            ArgumentError: if the file cannot be written.
+        """
         if self._path is None:
-            self._known[key] = value
+            self._entries[key] = value
             return
         line = json.dumps({"key": key, "value": value}) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with files.append(self._path) as file:
-                # Behind a line that a kill has cut.
+                # End a line that a kill left incomplete.
                 if file.tell() and not _ends_whole(self._path):
                     file.write(b"\n")
-                self._known[key] = file.tell()
+                self._entries[key] = file.tell()
                 file.write(line.encode())
         except OSError as error:
             raise ArgumentError(
@@ -106,8 +113,8 @@ class Cache:
 
 def _entry(line: bytes) -> tuple[str, Any] | None:
     try:
-        told = json.loads(line)
-        return str(told["key"]), told["value"]
+        fields = json.loads(line)
+        return str(fields["key"]), fields["value"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -119,7 +126,7 @@ def _ends_whole(path: Path) -> bool:
 
 
 def key_of(*parts: Any) -> str:
-    """A name for what an answer is made of.
+    """Return a hash of everything that determines an answer.
 
     >>> key_of("a", [1]) == key_of("a", [1]), key_of("a", [1]) == key_of("a", [2])
     (True, False)
@@ -129,7 +136,7 @@ def key_of(*parts: Any) -> str:
 
 
 def source_of(function: Callable[..., Any]) -> list[str]:
-    """What a function is: its name, and the text of the file that it stands in, as it may call what is beside it."""
+    """Return a function's name and the text of its source file, which may contain helpers that it calls."""
     while hasattr(function, "func"):
         function = function.func  # type: ignore[attr-defined]
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
@@ -140,8 +147,8 @@ def source_of(function: Callable[..., Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _telling() -> Iterator[None]:
-    """Says of an error of the temporary file where it is and what helps."""
+def _naming_folder() -> Iterator[None]:
+    """Convert an error of the temporary file to one that names the folder and the remedy."""
     try:
         yield
     except OSError as error:
@@ -153,10 +160,10 @@ def _telling() -> Iterator[None]:
 
 
 class Spool:
-    """Traces on the disk, read one at a time.
+    """Traces in a temporary file, read one at a time.
 
     Args:
-        parts: the traces, as `tracegrad.stream` gives them.
+        parts: the traces, as `tracegrad.stream` returns them.
 
     >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> with Spool([Traces.from_records([{"messages": said, "group": "g"}])]) as spool:
@@ -168,15 +175,15 @@ class Spool:
         self.groups: list[str | None] = []
         self._begins, self._lines, self._names = array("Q", [0]), list[Line](), array("L")
         self._files: list[str] = []
-        with _telling():
+        with _naming_folder():
             self._file = tempfile.TemporaryFile(prefix="tracegrad-score-")  # noqa: SIM115  closed by its owner
         try:
             for part in parts:
                 self._add(part)
-            with _telling():
+            with _naming_folder():
                 self._file.flush()
         except BaseException:
-            # Closing writes what is held back, and the disk may be full; the descriptor is closed all the same.
+            # `close` flushes and may fail on a full disk. The descriptor is closed either way.
             with contextlib.suppress(OSError):
                 self._file.close()
             raise
@@ -184,7 +191,7 @@ class Spool:
     def _add(self, part: Traces) -> None:
         for index, group in enumerate(part.groups):
             record, (file, line) = part.core.record(index), part.core.location(index)
-            with _telling():
+            with _naming_folder():
                 self._file.write(record)
             self._begins.append(self._begins[-1] + len(record))
             self._lines.append(line or 1)
@@ -212,10 +219,10 @@ class Spool:
 Told = Callable[[int, int], None]
 MOST = sys.float_info.max
 PART = 128
-"""Traces that are written at once."""
+"""Number of traces that are written at once."""
 _SAMPLED = ("token_ids", "prompt_token_ids", "logprobs", "tokens", "generation", "reward", "rewards")
 _OF_RECORD = ("messages", "calls", "request", "response", "choices", "tools", "metadata", "text", *_SAMPLED)
-"""Keys of a record that are no columns: what was said and sampled, and the rewards, which scoring writes itself."""
+"""Keys of a record that are not columns: messages, sampled data, and the rewards that scoring writes itself."""
 
 
 @dataclass
@@ -223,12 +230,13 @@ class Rescored:
     """Recorded traces with their scores.
 
     Args:
-        source: what was scored.
-        names: of what scored.
-        rows: of each trace its reward, the weighted sum, and the scores by `names`; None for what is not known.
-        groups, cached: how many there are, and of them answered from the cache.
-        unscored: traces whose reward is not known: what cannot be scored has none, never 0.
-        counts, failures: how many there are by "name: kind", and the first of each, with its group and file.
+        source: the scored traces.
+        names: names of the reward functions or the judge.
+        rows: for each trace its reward (the weighted sum) and the scores in the order of `names`. Unknown ones are
+            None.
+        groups, cached: number of groups, and number of those answered from the cache.
+        unscored: number of traces without a known reward. Their reward is None, never 0.
+        counts, failures: number of failures by "name: kind", and the first of each kind with its group and file.
     """
 
     source: Traces | Spool
@@ -242,33 +250,37 @@ class Rescored:
 
     @cached_property
     def traces(self) -> Traces:
-        """All of them, in the order of `source`; `rewards` has the scores by name beside what was there."""
+        """Return all traces with their scores, in the order of `source`.
+
+        The scores are added to the recorded `rewards` by name. A recorded `reward` is kept there as "recorded".
+        """
         return Traces(_core.Traces.concatenate([part.core for part in self.parts()]))
 
     def parts(self) -> Iterator[Traces]:
-        """The same, so many at once."""
+        """Yield the same traces in pieces of `PART`."""
         for first in range(0, len(self.source), PART):
             indices = range(first, min(first + PART, len(self.source)))
             yield Traces(_core.Traces.concatenate([self._scored(index) for index in indices]))
 
     def _scored(self, index: int) -> _core.Traces:
-        """A trace with its rewards behind its record."""
+        """Return a trace with its rewards appended to the record."""
         trace, (total, values) = self.source[index], self.rows[index]
         file, line = trace.core.location(trace.index)
-        own = {name: None if math.isnan(value) else value for name, value in trace.rewards.items()}
-        before = {} if trace.reward is None or "recorded" in own else {"recorded": trace.reward}
+        recorded_rewards = {name: None if math.isnan(value) else value for name, value in trace.rewards.items()}
+        recorded_total = {} if trace.reward is None or "recorded" in recorded_rewards else {"recorded": trace.reward}
         scores = dict(zip(self.names, values, strict=True))
-        text = add(trace.record, {"reward": total, "rewards": {**own, **before, **scores}})
-        return _core.Traces.decode([text], file or "<records>", line or 1, "auto")[0]
+        record = add(trace.record, {"reward": total, "rewards": {**recorded_rewards, **recorded_total, **scores}})
+        return _core.Traces.decode([record], file or "<records>", line or 1, "auto")[0]
 
 
 @dataclass
 class Judgement(Rescored):
-    """The same by a judge.
+    """Recorded traces with the scores of a judge.
 
     Args:
-        prompt_tokens, completion_tokens: of all its answers in this run, as its server counts them.
-        agreement: share of pairs of one group that two orders put alike, ties aside; NaN where there is no such pair.
+        prompt_tokens, completion_tokens: tokens of all requests in this run, as the judge's server counts them.
+        agreement: share of pairs within a group that the first two votes order alike. Ties are ignored. NaN if no pair
+            remains.
     """
 
     prompt_tokens: int = 0
@@ -276,7 +288,11 @@ class Judgement(Rescored):
     agreement: float = math.nan
 
     def cost(self, per_million: tuple[float, float]) -> float:
-        """What the tokens cost, by the prices of a million that are read and a million that are written."""
+        """Return the cost of the tokens.
+
+        Args:
+            per_million: prices of a million prompt tokens and of a million completion tokens.
+        """
         return (self.prompt_tokens * per_million[0] + self.completion_tokens * per_million[1]) / 1e6
 
 
@@ -291,49 +307,53 @@ def recorded(
     parallel: int = 4,
     told: Told | None = None,
 ) -> Rescored:
-    """Scores recorded traces by reward functions in TRL's convention, a group at a time.
+    """Score recorded traces with reward functions in TRL's convention, a group at a time.
 
     Args:
-        traces: what is scored, in memory or on the disk; those without a group are alone.
-        functions: `(prompts, completions, **columns) -> list[float | None]`; columns are the keys of a record and
-            of its `metadata`.
-        weights: of the functions, 1 by default.
-        cache: file of what was scored before; a group is scored again where it, a function's file or a weight changed.
-        texts: give prompts and completions as texts, not as messages.
+        traces: traces in memory or in a spill file. A trace without a group is a group of its own.
+        functions: `(prompts, completions, **columns) -> list[float | None]`. Columns are the keys of a record and of
+            its `metadata`.
+        weights: one per function, 1 by default.
+        cache: file of earlier scores. A group is scored again if its traces, a function's source file or a weight
+            changed.
+        texts: pass prompts and completions as texts, not as messages.
         seconds: time limit of one call.
-        parallel: groups scored at once.
-        told: called with groups done, and all.
+        parallel: number of groups that are scored concurrently.
+        told: progress callback, called with the number of finished groups and of all groups.
+
+    Raises:
+        ArgumentError: if the cache cannot be read or written.
     """
     functions = [functions] if callable(functions) else list(functions)
-    asked = Rewards(functions, weights, seconds=seconds, processes=parallel)
-    sources, known = [source_of(each) for each in functions], Cache(cache)
+    scorer = Rewards(functions, weights, seconds=seconds, processes=parallel)
+    sources, answers = [source_of(function) for function in functions], Cache(cache)
     groups = _groups(traces.groups)
-    done = Rescored(traces, asked.names, groups=len(groups))
+    result = Rescored(traces, scorer.names, groups=len(groups))
 
-    async def one(members: list[int]) -> None:
-        given = _given([traces[index] for index in members], texts)
-        key = key_of("functions", sources, asked.weights.tolist(), given)
-        answer = known.get(key)
-        rows = _cached_rows(answer, done.names, len(members))
+    async def score_group(members: list[int]) -> None:
+        inputs = _inputs([traces[index] for index in members], texts)
+        key = key_of("functions", sources, scorer.weights.tolist(), inputs)
+        answer = answers.get(key)
+        rows = _cached_rows(answer, result.names, len(members))
         if rows is None:
-            found = await asked.score(given["prompts"], given["completions"], given["columns"])
-            answer = [[found.row(at), _plain(found.total[at])] for at in range(len(members))]
-            rows = [(total, tuple(values[name] for name in done.names)) for values, total in answer]
-            for name, failure in found.failures.items():
-                _note(done, f"{name}: {failure.kind}", failure, traces[members[0]])
-            if not found.failed.any():
-                known.put(key, answer)
+            scores = await scorer.score(inputs["prompts"], inputs["completions"], inputs["columns"])
+            answer = [[scores.row(index), _plain(scores.total[index])] for index in range(len(members))]
+            rows = [(total, tuple(values[name] for name in result.names)) for values, total in answer]
+            for name, failure in scores.failures.items():
+                _note(result, f"{name}: {failure.kind}", failure, traces[members[0]])
+            if not scores.failed.any():
+                answers.put(key, answer)
         else:
-            done.cached += 1
-        done.rows.update(zip(members, rows, strict=True))
+            result.cached += 1
+        result.rows.update(zip(members, rows, strict=True))
 
     try:
-        asyncio.run(_all(one, groups, parallel, told))
+        asyncio.run(_score_groups(score_group, groups, parallel, told))
     finally:
-        asked.close()
-    done.counts = asked.counts
-    done.unscored = _unscored(done)
-    return done
+        scorer.close()
+    result.counts = scorer.counts
+    result.unscored = _unscored(result)
+    return result
 
 
 async def judged(
@@ -350,75 +370,81 @@ async def judged(
     told: Told | None = None,
     **options: Any,
 ) -> Judgement:
-    """Scores recorded traces by a judge, within each group; each vote shows the group in another order.
+    """Score recorded traces with a judge, within each group. Each vote shows the group in another order.
 
     Args:
+        traces, parallel, told: as for `recorded`.
         chat: as for `Judge`.
-        model: of the judge: another one is asked anew.
+        model: name of the judge's model. Scores of another model are not taken from the cache.
         rubric, sampling, options: as for `Judge`.
-        votes: orders of each group.
-        name: of the reward.
+        votes: number of votes on each group.
+        name: name of the reward.
         cache: as for `recorded`.
+
+    Raises:
+        ArgumentError: if the cache cannot be read or written.
     """
-    groups, known = _groups(traces.groups), Cache(cache)
-    done = Judgement(traces, (name,), groups=len(groups))
+    groups, answers = _groups(traces.groups), Cache(cache)
+    result = Judgement(traces, (name,), groups=len(groups))
     pairs = [0, 0]
 
-    async def counted(body: Mapping[str, Any], **more: Any) -> Any:
-        answer = await chat(body, **more)
+    async def counting_chat(body: Mapping[str, Any], **request: Any) -> Any:
+        answer = await chat(body, **request)
         usage = answer.get("usage") if isinstance(answer, Mapping) else None
         if isinstance(usage, Mapping):
-            done.prompt_tokens += _whole(usage.get("prompt_tokens"))
-            done.completion_tokens += _whole(usage.get("completion_tokens"))
+            result.prompt_tokens += _token_count(usage.get("prompt_tokens"))
+            result.completion_tokens += _token_count(usage.get("completion_tokens"))
         return answer
 
-    given = {"votes": votes, "sampling": sampling, **({} if rubric is None else {"rubric": rubric}), **options}
-    judge = Judge(counted, **given)
+    judge_options = {"votes": votes, "sampling": sampling, **({} if rubric is None else {"rubric": rubric}), **options}
+    judge = Judge(counting_chat, **judge_options)
 
-    async def one(members: list[int]) -> None:
-        said = [[*prompt, *rest] for prompt, rest in (_parted(traces[index]) for index in members)]
-        key = key_of("judge by its last verdict", model, given, said)
-        answer = _cached_votes(known.get(key), len(members))
+    async def judge_group(members: list[int]) -> None:
+        conversations = [[*prompt, *completion] for prompt, completion in (_split(traces[index]) for index in members)]
+        key = key_of("judge by its last verdict", model, judge_options, conversations)
+        answer = _cached_votes(answers.get(key), len(members))
         if answer is None:
-            found = await judge.score(said, group=key[:16])
-            by_vote = [verdict.by_member() for verdict in found.verdicts]
-            answer = {"scores": [_plain(each) for each in found.scores], "votes": by_vote}
-            for error in found.errors:
-                _note(done, f"{name}: unusable", Failure("wrong", error), traces[members[0]])
-            if all(verdict.scores is not None for verdict in found.verdicts):
-                known.put(key, answer)
+            judged_group = await judge.score(conversations, group=key[:16])
+            by_vote = [verdict.by_member() for verdict in judged_group.verdicts]
+            answer = {"scores": [_plain(score) for score in judged_group.scores], "votes": by_vote}
+            for error in judged_group.errors:
+                _note(result, f"{name}: unusable", Failure("wrong", error), traces[members[0]])
+            if all(verdict.scores is not None for verdict in judged_group.verdicts):
+                answers.put(key, answer)
         else:
-            done.cached += 1
+            result.cached += 1
         alike, all_pairs = _agreement(answer["votes"])
         pairs[0], pairs[1] = pairs[0] + alike, pairs[1] + all_pairs
         for index, score in zip(members, answer["scores"], strict=True):
-            done.rows[index] = (score, (score,))
+            result.rows[index] = (score, (score,))
 
-    await _all(one, groups, parallel, told)
-    done.counts = Counter({f"{name}: {kind}": count for kind, count in judge.counts.items() if kind != "verdicts"})
-    done.agreement = pairs[0] / pairs[1] if pairs[1] else math.nan
-    done.unscored = _unscored(done)
-    return done
+    await _score_groups(judge_group, groups, parallel, told)
+    result.counts = Counter({f"{name}: {kind}": count for kind, count in judge.counts.items() if kind != "verdicts"})
+    result.agreement = pairs[0] / pairs[1] if pairs[1] else math.nan
+    result.unscored = _unscored(result)
+    return result
 
 
-def _note(done: Rescored, kind: str, failure: Failure, trace: Trace) -> None:
-    """Keeps the first failure of a kind, with where its group begins."""
+def _note(result: Rescored, kind: str, failure: Failure, trace: Trace) -> None:
+    """Keep the first failure of a kind, with the location of its group's first trace."""
     file, line = trace.core.location(trace.index)
     where = f"{file or '<records>'}:{line or 1}" + ("" if trace.group is None else f", group {trace.group!r}")
-    done.failures.setdefault(kind, replace(failure, words=f"{where}: {failure.words}"))
+    result.failures.setdefault(kind, replace(failure, words=f"{where}: {failure.words}"))
 
 
 def _cached_rows(answer: Any, names: tuple[str, ...], count: int) -> list[tuple[Any, tuple[Any, ...]]] | None:
-    """What functions said before; None where that is not known, or no line of this cache."""
+    """Return the cached results of reward functions. None if there are none or the entry is malformed."""
     try:
         rows = [(total, tuple(values[name] for name in names)) for values, total in answer]
     except (TypeError, ValueError, LookupError):
         return None
-    return rows if len(rows) == count and all(_is_score(one) for total, row in rows for one in (total, *row)) else None
+    return (
+        rows if len(rows) == count and all(_is_score(score) for total, row in rows for score in (total, *row)) else None
+    )
 
 
 def _cached_votes(answer: Any, count: int) -> Any:
-    """What a judge said before; None where that is not known, or no line of this cache."""
+    """Return the cached votes of a judge. None if there are none or the entry is malformed."""
     try:
         rows = [answer["scores"], *answer["votes"]]
         return answer if all(len(row) == count and all(map(_is_verdict, row)) for row in rows) else None
@@ -434,88 +460,94 @@ def _is_verdict(value: Any) -> bool:
     return value is None or (_is_score(value) and 0 <= value <= 1)
 
 
-def _whole(value: Any) -> int:
-    """A count of tokens as a server says it; what is none is 0."""
+def _token_count(value: Any) -> int:
+    """Return a token count that a server reported. Anything but a plausible count becomes 0."""
     return value if type(value) is int and 0 < value < 1 << 40 else 0
 
 
-def _unscored(done: Rescored) -> int:
-    return sum(total is None for total, _ in done.rows.values())
+def _unscored(result: Rescored) -> int:
+    return sum(total is None for total, _ in result.rows.values())
 
 
-async def _all(
-    one: Callable[[list[int]], Awaitable[None]], groups: list[list[int]], parallel: int, told: Told | None
+async def _score_groups(
+    score_group: Callable[[list[int]], Awaitable[None]], groups: list[list[int]], parallel: int, report: Told | None
 ) -> None:
-    """All groups in their order, so many at once: no more of them are read than are being scored."""
-    left, done = iter(groups), [0]
+    """Score all groups in their order, up to `parallel` at once. A group is read only when its scoring starts."""
+    remaining, done = iter(groups), [0]
 
     async def worker() -> None:
-        for members in left:
-            await one(members)
+        for members in remaining:
+            await score_group(members)
             done[0] += 1
-            if told is not None:
-                told(done[0], len(groups))
+            if report is not None:
+                report(done[0], len(groups))
 
     workers = [asyncio.ensure_future(worker()) for _ in range(max(parallel, 1))]
     try:
         await asyncio.gather(*workers)
     finally:
-        for each in workers:
-            each.cancel()
+        for worker_task in workers:
+            worker_task.cancel()
 
 
 def _groups(names: Sequence[str | None]) -> list[list[int]]:
-    """Numbers of the traces of each group, in the order of their first; one without a group is alone."""
-    found: dict[Any, list[int]] = {}
+    """Return the trace indices of each group, in the order of their first trace.
+
+    A trace without a group is a group of its own.
+    """
+    indices_by_group: dict[Any, list[int]] = {}
     for index, group in enumerate(names):
-        found.setdefault(("", index) if group is None else group, []).append(index)
-    return list(found.values())
+        indices_by_group.setdefault(("", index) if group is None else group, []).append(index)
+    return list(indices_by_group.values())
 
 
-def _given(members: list[Trace], texts: bool) -> dict[str, Any]:
-    """What functions are given of the traces of a group."""
-    prompts, completions = zip(*(_parted(trace) for trace in members), strict=True)
+def _inputs(members: list[Trace], texts: bool) -> dict[str, Any]:
+    """Return the arguments that reward functions get for the traces of a group."""
+    prompts, completions = zip(*(_split(trace) for trace in members), strict=True)
     if texts:
-        prompts = [text_of(each, "user") for each in prompts]
-        completions = [text_of(each, "assistant") for each in completions]
+        prompts = [text_of(messages, "user") for messages in prompts]
+        completions = [text_of(messages, "assistant") for messages in completions]
     columns = columns_of([_columns(trace) for trace in members])
     return {"prompts": list(prompts), "completions": list(completions), "columns": columns}
 
 
 def _columns(trace: Trace) -> dict[str, Any]:
-    """What a record says beside its messages, and what its `metadata` says, which counts over it.
+    """Return the columns of a record: its keys other than messages, and those of its `metadata`, which take precedence.
 
-    Of what was recorded by playing the keys of the task are columns too, as they were when it was played.
+    If the record has a task from a rollout, the keys of the task are columns too, with the lowest precedence.
     """
-    record, told = loads(trace.record), trace.metadata
-    beside = record if isinstance(record, dict) else {}
-    kept = {name: value for name, value in beside.items() if name not in _OF_RECORD}
-    told = told if isinstance(told, dict) else {}
-    task = told.get("task")
-    of_task = {name: value for name, value in task.items() if name != "messages"} if isinstance(task, dict) else {}
-    return {**of_task, **kept, **told}
+    record, metadata = loads(trace.record), trace.metadata
+    fields = record if isinstance(record, dict) else {}
+    columns = {name: value for name, value in fields.items() if name not in _OF_RECORD}
+    metadata = metadata if isinstance(metadata, dict) else {}
+    task = metadata.get("task")
+    task_columns = {name: value for name, value in task.items() if name != "messages"} if isinstance(task, dict) else {}
+    return {**task_columns, **columns, **metadata}
 
 
-def _parted(trace: Trace) -> tuple[list[Any], list[Any]]:
-    """The messages before the first sampled turn, and the others; a prompt that is text is what a user said."""
+def _split(trace: Trace) -> tuple[list[Any], list[Any]]:
+    """Return the messages before the first sampled turn, and the other messages.
+
+    A prompt that the record has as text becomes a user message.
+    """
     messages = trace.messages
     sampled = {turn.message for turn in trace.generations}
     order = trace.core.conversation(trace.index)
-    at = next((at for at, number in enumerate(order) if number in sampled), len(messages))
-    if not at and (prompt := _prompt(trace)) is not None:
+    index = next((index for index, message in enumerate(order) if message in sampled), len(messages))
+    if not index and (prompt := _prompt(trace)) is not None:
         return [{"role": "user", "content": prompt}], messages
-    return messages[:at], messages[at:]
+    return messages[:index], messages[index:]
 
 
 def _prompt(trace: Trace) -> str | None:
-    """The prompt of a record of texts."""
+    """Return the prompt of a record that has texts instead of messages, or None."""
     record = loads(trace.record)
-    told = [record.get(key) for key in PROMPTS] if isinstance(record, dict) else []
-    return next((each for each in told if isinstance(each, str) and each), None)
+    candidates = [record.get(key) for key in PROMPTS] if isinstance(record, dict) else []
+    return next((text for text in candidates if isinstance(text, str) and text), None)
 
 
 def _agreement(votes: Sequence[Sequence[float | None]]) -> tuple[int, int]:
-    """Pairs that the first two votes put alike, and all that both order.
+    """Return the number of pairs that the first two votes order alike, and of all pairs that both votes order.
 
     >>> _agreement([[0.1, 0.5, 0.9], [0.2, 0.1, 1.0]])
     (2, 3)
@@ -523,9 +555,9 @@ def _agreement(votes: Sequence[Sequence[float | None]]) -> tuple[int, int]:
     if len(votes) < 2:
         return 0, 0
     alike = all_pairs = 0
-    for one in range(len(votes[0])):
-        for other in range(one):
-            pair = [(vote[one], vote[other]) for vote in votes[:2]]
+    for first in range(len(votes[0])):
+        for second in range(first):
+            pair = [(vote[first], vote[second]) for vote in votes[:2]]
             if any(a is None or b is None or a == b for a, b in pair):
                 continue
             all_pairs += 1

@@ -1,6 +1,6 @@
-"""Download shards of prepared folders on object storage into the cache folder, and check them: `local`.
+"""Download shards of prepared folders from object storage into the cache folder, and verify them: `local`.
 
-The manifest says which files there are, with their sizes and checksums.
+The manifest lists the files with their sizes and checksums.
 """
 
 import hashlib
@@ -11,42 +11,42 @@ from pathlib import Path
 from tracegrad.errors import FormatError, ReadError
 from tracegrad.storage import cache, files, manifest, remote, safetensors_file
 
-_TAKEN = "It was changed or cut on its way, or there. Read it again, or copy the folder there again."
+_REMEDY = "It was changed or cut on its way, or there. Read it again, or copy the folder there again."
 
 
 def local(address: str, shard: str | None = None, *, into: Path | None = None) -> Path:
-    """The folder at an address, or one shard of it, on this machine.
+    """Download the folder at an address, or one of its shards, and return the local path.
 
-    What was brought before is not brought again: a file stays where its size and checksum are those of the manifest.
+    A file is not downloaded again if its size and checksum match the manifest.
 
     Args:
-        address: of a folder that `prepare` or `save` wrote.
-        shard: which of its shards, by name; the others are not asked for. Default: all of the folder.
-        into: a folder for what is brought; by default one of the cache, for this address and manifest.
+        address: address of a folder that `prepare` or `save` wrote.
+        shard: name of the shard to download. Default: the complete folder.
+        into: target folder. Default: a folder in the cache for this address and manifest.
 
     Returns:
         The path of the folder, or of the shard.
 
     Raises:
-        ReadError: if nothing whole is there, it cannot be read, or there is no room for it here.
-        FormatError: if what comes is not what its manifest says.
+        ReadError: if the folder is incomplete, cannot be read, or does not fit on the local disk.
+        FormatError: if a downloaded file does not match the manifest.
     """
-    whole = manifest.read(address)
-    folder = into or _cached(address, whole)
+    folder_manifest = manifest.read(address)
+    folder = into or _cache_folder(address, folder_manifest)
     if shard is not None:
-        if shard not in whole.shards:
+        if shard not in folder_manifest.shards:
             raise ReadError(f"{address}: no {shard} is in its manifest. Ask for one of those that it names.")
-        return _shard(remote.joined(address, shard), whole.shards[shard], folder / shard)
-    if whole.files:
-        return _shard(address, whole, folder)
-    for name, told in whole.shards.items():
-        _shard(remote.joined(address, name), told, folder / name)
-    manifest.put(folder, whole)
+        return _download_shard(remote.joined(address, shard), folder_manifest.shards[shard], folder / shard)
+    if folder_manifest.files:
+        return _download_shard(address, folder_manifest, folder)
+    for name, shard_manifest in folder_manifest.shards.items():
+        _download_shard(remote.joined(address, name), shard_manifest, folder / name)
+    manifest.put(folder, folder_manifest)
     return folder
 
 
 def here(name: str | os.PathLike[str]) -> Path:
-    """The path that a name is; of an address, where `local` brings it.
+    """Return a local path: of a path the path itself, of an address the path of its download.
 
     Raises:
         As `local`.
@@ -54,38 +54,40 @@ def here(name: str | os.PathLike[str]) -> Path:
     return local(name) if isinstance(name, str) and remote.is_address(name) else remote.path_of(name)
 
 
-def _cached(address: str, whole: manifest.Folder) -> Path:
-    """A folder of the cache for this address as it is now."""
-    told = hashlib.sha256(address.encode("utf-8", "surrogatepass") + manifest.encoded(whole)).hexdigest()[:24]
-    return cache.folder() / "shards" / told
+def _cache_folder(address: str, folder_manifest: manifest.Folder) -> Path:
+    """Return the cache folder for an address and its current manifest."""
+    digest = hashlib.sha256(address.encode("utf-8", "surrogatepass") + manifest.encoded(folder_manifest)).hexdigest()[
+        :24
+    ]
+    return cache.folder() / "shards" / digest
 
 
-def _shard(address: str, told: manifest.Folder, folder: Path) -> Path:
-    """Brings the files of one shard, its manifest last."""
+def _download_shard(address: str, shard_manifest: manifest.Folder, folder: Path) -> Path:
+    """Download the files of one shard, its manifest last."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, written in told.files.items():
-            _file(remote.joined(address, name), written, folder / name)
+        for name, expected in shard_manifest.files.items():
+            _download_file(remote.joined(address, name), expected, folder / name)
     except OSError as error:
         raise ReadError(
             f"{folder}: {error.strerror}. What {address} holds has no place here. Make room, or name another folder "
             "with TRACEGRAD_CACHE."
         ) from error
-    manifest.put(folder, told)
+    manifest.put(folder, shard_manifest)
     return folder
 
 
-def _file(address: str, told: safetensors_file.Written, path: Path) -> None:
-    if path.exists() and path.stat().st_size == told.bytes and safetensors_file.measure(path) == told:
+def _download_file(address: str, expected: safetensors_file.Written, path: Path) -> None:
+    if path.exists() and path.stat().st_size == expected.bytes and safetensors_file.measure(path) == expected:
         return
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         remote.download(address, draft)
-        found = safetensors_file.measure(draft)
-        if found != told:
+        actual = safetensors_file.measure(draft)
+        if actual != expected:
             raise FormatError(
-                f"{address}: {found.bytes:,} bytes with checksum {found.crc32:08x}, and the manifest says "
-                f"{told.bytes:,} with {told.crc32:08x}. {_TAKEN}"
+                f"{address}: {actual.bytes:,} bytes with checksum {actual.crc32:08x}, and the manifest says "
+                f"{expected.bytes:,} with {expected.crc32:08x}. {_REMEDY}"
             )
         files.replace(draft, path)
     finally:
@@ -93,5 +95,5 @@ def _file(address: str, told: safetensors_file.Written, path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Removes what `local` brought, so that a disk holds no more than is needed."""
+    """Remove a folder that `local` downloaded, to free disk space."""
     shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Read and write local files safely.
 
-What is read is a regular file of bounded size, so that no pipe or device is waited for. What is written never goes
-through a symbolic link and never replaces a device or a pipe: an archive from somewhere else can bring a link under a
-name that is written to. Two paths are the same file if device and inode are.
+Only regular files of bounded size are read, so that no pipe or device blocks. Writing never follows a symbolic link and
+never replaces a device or a pipe: an unpacked archive may contain a link with the name of an output. Two paths are the
+same file if device and inode are equal.
 """
 
 import errno
@@ -23,21 +23,21 @@ _KINDS |= {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def refuse_special(path: str | os.PathLike[str]) -> None:
-    """Refuse what is there and is neither a file nor a folder.
+    """Raise if the path exists and is neither a file nor a folder.
 
     Raises:
-        OSError: for a pipe, a socket or a device; `strerror` says which.
+        OSError: for a pipe, a socket or a device. `strerror` says which.
     """
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return  # who opens it says what is wrong with it
+        return  # Opening the path will raise the precise error.
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and would be waited for", str(path))
 
 
 def kind_of(mode: int) -> str:
-    """Name what is no regular file, by its mode.
+    """Return a name for the kind of a file that is not regular, by its mode.
 
     >>> kind_of(stat.S_IFIFO), kind_of(stat.S_IFCHR), kind_of(stat.S_IFLNK | 0o777)
     ('a pipe', 'a device', 'a symbolic link')
@@ -46,11 +46,11 @@ def kind_of(mode: int) -> str:
 
 
 def read_json(path: Path, limit: int = LIMIT) -> Any:
-    """Read JSON, whatever it holds.
+    """Return the value of a JSON file.
 
     Raises:
-        OSError: if it cannot be read, is no regular file, or is larger than `limit` bytes.
-        ValueError: if it is no JSON, nested too deep, or has an integer of more digits than Python reads.
+        OSError: if it cannot be read, is not a regular file, or is larger than `limit` bytes.
+        ValueError: if it is not JSON, is nested too deep, or has an integer with more digits than Python accepts.
     """
     refuse_special(path)
     with open(path, "rb") as file:
@@ -68,7 +68,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 
 def check(path: Path) -> None:
-    """Refuse a name that something other than a regular file has.
+    """Raise if a path exists and is not a regular file.
 
     Raises:
         ReadError: if it is a link, a folder, a pipe, a socket or a device.
@@ -83,7 +83,7 @@ def check(path: Path) -> None:
 
 
 def descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file to write, by the flags of `os.open`; made if O_CREAT asks for it, never through a link.
+    """Open a regular file for writing with the flags of `os.open`, and return its descriptor. Links are not followed.
 
     Raises:
         ReadError: if it is a link, a folder, a pipe, a socket or a device.
@@ -91,7 +91,7 @@ def descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
     """
     check(path)
     handle = os.open(path, flags | _SAFE | _BINARY, mode)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):  # it has become one since
+    if not stat.S_ISREG(os.fstat(handle).st_mode):  # It was replaced after `check`.
         os.close(handle)
         check(path)
         raise ReadError(f"{path}: cannot be written, it is not a regular file. Give another path.")
@@ -99,7 +99,7 @@ def descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new, empty file in place of a regular file of this name; other names of that one keep what it holds.
+    """Open a new, empty file in place of a regular file. Hard links to the old file keep its content.
 
     Raises:
         As `descriptor`.
@@ -110,7 +110,7 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def append(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a file to write behind what it holds; made if it is not there.
+    """Open a file for appending. It is created if it does not exist.
 
     Raises:
         As `descriptor`.
@@ -119,7 +119,7 @@ def append(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def write(path: Path, data: bytes | str) -> None:
-    """Write a file, in place of a regular one; text as UTF-8.
+    """Write a file in place of a regular one. Text is encoded as UTF-8.
 
     Raises:
         As `descriptor`.
@@ -130,10 +130,10 @@ def write(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def whole(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that takes its name when the block ends, and is gone after an error.
+    """Open a file that gets its name when the block ends. If the block raises, the file is removed.
 
     Args:
-        flush: put it on the disk before it takes its name.
+        flush: sync the file to disk before it gets its name.
 
     Raises:
         As `descriptor`.
@@ -154,7 +154,9 @@ def whole(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
 
 
 def make_folder(path: Path) -> None:
-    """Make an empty folder in place of one of this name, its files included; a link of this name goes, not its target.
+    """Create an empty folder. An existing folder of this name is removed with its files.
+
+    If the name is a symbolic link, the link is removed and its target is kept.
 
     Raises:
         OSError: if the system refuses.
@@ -166,7 +168,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace(draft: Path, path: Path) -> None:
-    """Give a draft its name, which a regular file may have.
+    """Rename a draft to a path that does not exist or is a regular file.
 
     Raises:
         As `descriptor`.
@@ -176,7 +178,7 @@ def replace(draft: Path, path: Path) -> None:
 
 
 def copy(source: Path, path: Path) -> None:
-    """Copy the bytes of a file to a new one.
+    """Copy the bytes of a file to a new file.
 
     Raises:
         As `descriptor`.
@@ -189,21 +191,21 @@ def copy(source: Path, path: Path) -> None:
 def check_not_read(
     paths: Iterable[str | os.PathLike[str]], inputs: Iterable[str | os.PathLike[str]], what: str
 ) -> None:
-    """Refuse to write what is read: an input by any of its names, or a file in a folder that is one.
+    """Raise if an output is also an input: under any of its names, or as a file inside an input folder.
 
     Args:
-        paths: of the outputs.
-        inputs: files and folders of this machine; "-" is what standard input is turned to.
-        what: the outputs are, or the flag that names them.
+        paths: paths of the outputs.
+        inputs: local files and folders. "-" is the file that standard input is redirected from.
+        what: name of the outputs, or of their flag, for the error.
 
     Raises:
-        ArgumentError: with the output and the input that it is.
+        ArgumentError: if so, with the output and the input.
     """
-    known = {found: name for name in inputs if (found := _identity(name)) is not None}
-    for path in paths if known else ():
-        own = Path(os.path.abspath(path))
-        for place in (own, *(above for above in own.parents)):
-            if (name := known.get(_identity(place) or (-1, -1))) is not None:
+    names_by_identity = {identity: name for name in inputs if (identity := _identity(name)) is not None}
+    for path in paths if names_by_identity else ():
+        absolute = Path(os.path.abspath(path))
+        for candidate in (absolute, *(parent for parent in absolute.parents)):
+            if (name := names_by_identity.get(_identity(candidate) or (-1, -1))) is not None:
                 shown = "standard input" if name == "-" else os.fspath(name)
                 raise ArgumentError(
                     f"{what} {os.fspath(path)} is read, as {shown}. What it holds would be lost. Give another path."
@@ -211,9 +213,9 @@ def check_not_read(
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Device and inode of the file or folder that a name leads to; None where there is none."""
+    """Return device and inode of a file or folder, or None if there is none."""
     try:
-        found = os.fstat(0) if path == "-" else os.stat(path)
+        status = os.fstat(0) if path == "-" else os.stat(path)
     except (OSError, ValueError):
         return None
-    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) else None

@@ -1,7 +1,7 @@
 """Write and check `manifest.json` of a prepared folder, and lock a folder.
 
-The manifest is written last, with counts, sizes and checksums: a folder without one is not complete.
-docs/trace-format.md states the format.
+The manifest has counts, sizes and checksums. It is written last, so a folder without one is incomplete.
+docs/trace-format.md specifies the format.
 """
 
 import fcntl
@@ -31,12 +31,12 @@ _SHARD = re.compile(r"shard-(?:(\d{5,})-)?(\d{5,})")
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that is whole.
+    """The content of a complete folder, as its manifest lists it.
 
     Args:
-        counts: traces, branches, tokens and terms in it.
-        files: its files by name; none in a folder of shards.
-        shards: its shards by name, in order; none where it is one itself.
+        counts: number of traces, branches, tokens and terms.
+        files: its files by name. Empty for a folder of shards.
+        shards: its shards by name, in order. Empty for a single shard.
     """
 
     counts: Mapping[str, int]
@@ -45,7 +45,7 @@ class Folder:
 
 
 def shard_name(index: int, part: int | None = None) -> str:
-    """What the shard with this number is called; that of one of several parts, which number their own.
+    """Return the name of a shard. If the input has several parts, each part numbers its own shards.
 
     >>> shard_name(3), shard_name(3, 12)
     ('shard-00003', 'shard-00012-00003')
@@ -54,7 +54,7 @@ def shard_name(index: int, part: int | None = None) -> str:
 
 
 def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written]) -> None:
-    """Says that a folder is whole: the last file to be written into it.
+    """Write the manifest of a single shard, which marks the folder as complete.
 
     Raises:
         ReadError: if it cannot be written.
@@ -63,102 +63,118 @@ def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written])
 
 
 def seal(folder: Path) -> Folder:
-    """Says that a folder of shards is whole. Whoever wrote the shards, each has its own manifest."""
-    found = sorted((path.name for path in folder.glob("shard-*")), key=_place)
-    _check_links(folder, found)
-    shards = {name: read(folder / name) for name in found}
-    _check_names(folder, shards, found)
-    whole = of_shards(shards)
-    put(folder, whole)
-    return whole
+    """Write the manifest of a folder of shards, each of which must have its own manifest, and return it.
+
+    Raises:
+        ReadError: if a shard is a link, is incomplete or is missing, or if the manifest cannot be written.
+        FormatError: if a shard does not match its manifest, or the numbering has a gap.
+    """
+    names = sorted((path.name for path in folder.glob("shard-*")), key=_sort_key)
+    _check_links(folder, names)
+    shards = {name: read(folder / name) for name in names}
+    _check_names(folder, shards, names)
+    folder_manifest = of_shards(shards)
+    put(folder, folder_manifest)
+    return folder_manifest
 
 
 def of_shards(shards: "Mapping[str, Folder]") -> Folder:
-    """The folder that holds these, by name and in order."""
+    """Return the manifest of a folder with these shards."""
     return Folder({name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}, {}, shards)
 
 
 def read(folder: Path | str) -> Folder:
-    """What a folder holds, by its manifest; every file is there and as long as the manifest says.
+    """Return the manifest of a folder, after checking that every file exists and has the listed size.
 
     Args:
         folder: its path, or its address (s3://bucket/path).
 
     Raises:
         ReadError: if there is no manifest, or a file is missing.
-        FormatError: if the manifest is none, or a file has another length.
+        FormatError: if the manifest is invalid, or a file has another size.
     """
     if isinstance(folder, str) and remote.is_address(folder):
-        return _at(folder)
+        return _read_remote(folder)
     folder = remote.path_of(folder)
     path = folder / NAME
     if not path.exists():
         shards = sum(1 for _ in folder.glob("shard-*"))
         raise ReadError(_unsealed(folder, shards, any(folder.glob("sequences.*"))))
-    found = parsed(str(path), read_text(path, _LIMIT))
+    folder_manifest = parsed(str(path), read_text(path, _LIMIT))
 
     def size(name: str) -> int:
         with open_file(folder / name) as file:
             return os.fstat(file.fileno()).st_size
 
-    there = {path.name for path in folder.glob("shard-*")}
-    _check_links(folder, there)  # of what is there: a name in the manifest may be none that a file can have
-    return _checked(folder, found, there, size)
+    existing = {path.name for path in folder.glob("shard-*")}
+    _check_links(folder, existing)  # Check existing names: a name in a forged manifest may be invalid as a file name.
+    return _checked(folder, folder_manifest, existing, size)
 
 
 def parsed(name: str, told: bytes) -> Folder:
-    """What a manifest says; `name` stands for it in errors.
+    """Parse the bytes of a manifest. `name` stands for it in error messages.
 
     Raises:
-        FormatError: if it is none.
+        FormatError: if it is not a manifest.
     """
     try:
-        return _folder(json.loads(told))
+        return _parse_folder(json.loads(told))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{name}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
 
 
-def _at(address: str) -> Folder:
-    """As `read`, of an address."""
-    there = remote.sizes(address)
-    shards = {name.partition("/")[0] for name in there if name.startswith("shard-")}
-    if NAME not in there:
-        raise ReadError(_unsealed(address, len(shards), "sequences.json" in there))
-    found = parsed(remote.joined(address, NAME), remote.read(remote.joined(address, NAME), _LIMIT))
+def _read_remote(address: str) -> Folder:
+    """Return the manifest of a folder at an address. Otherwise like `read`."""
+    file_sizes = remote.sizes(address)
+    shards = {name.partition("/")[0] for name in file_sizes if name.startswith("shard-")}
+    if NAME not in file_sizes:
+        raise ReadError(_unsealed(address, len(shards), "sequences.json" in file_sizes))
+    folder_manifest = parsed(remote.joined(address, NAME), remote.read(remote.joined(address, NAME), _LIMIT))
 
     def size(name: str) -> int:
-        if name not in there:
+        if name not in file_sizes:
             raise ReadError(f"{address}: {name} is missing, and the manifest names it. {_CHANGED}")
-        return there[name]
+        return file_sizes[name]
 
-    return _checked(address, found, shards, size)
+    return _checked(address, folder_manifest, shards, size)
 
 
-def _checked(folder: Path | str, found: Folder, there: Collection[str], size: Callable[[str], int]) -> Folder:
-    """A manifest, where its shards are those that are there, and its files have their lengths."""
-    _check_names(folder, found.shards, there)
-    for name, told in _files(found):
-        if (has := size(name)) != told.bytes:
+def _checked(
+    folder: Path | str, folder_manifest: Folder, existing: Collection[str], size: Callable[[str], int]
+) -> Folder:
+    """Return the manifest if its shards are the existing ones and its files have the listed sizes."""
+    _check_names(folder, folder_manifest.shards, existing)
+    for name, expected in _all_files(folder_manifest):
+        if (actual := size(name)) != expected.bytes:
             where = remote.joined(str(folder), name)
-            raise FormatError(f"{where}: {has:,} bytes, and the manifest says {told.bytes:,}. {_CHANGED}")
-    return found
+            raise FormatError(f"{where}: {actual:,} bytes, and the manifest says {expected.bytes:,}. {_CHANGED}")
+    return folder_manifest
 
 
 def verify(folder: Path, found: Folder) -> None:
-    """Compares the checksum of every file with the manifest's; reads all of them once."""
-    for name, told in _files(found):
-        if measure(folder / name) != told:
+    """Compare the checksum of every file with the manifest. This reads all files once.
+
+    Raises:
+        ReadError: if a file cannot be read.
+        FormatError: if a checksum differs.
+    """
+    for name, expected in _all_files(found):
+        if measure(folder / name) != expected:
             raise FormatError(f"{folder / name}: not the bytes that were written, by their checksum. {_CHANGED}")
 
 
 @contextmanager
 def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
-    """Keeps other writers out of a folder; gives the handle that holds the lock.
+    """Lock a folder against other writers, and yield the handle that has the lock.
 
-    The system lets go of it when the process ends, however that is, and the last of those to which it gave the handle.
+    The system releases the lock when this process and all processes that inherited the handle have ended.
 
     Args:
-        mark: what the file of the lock says from then on: whose the folder is.
+        mark: bytes written to the lock file if it is empty. They identify the owner of the folder.
+
+    Raises:
+        ArgumentError: if another process has the lock.
+        ReadError: if the folder cannot be written or locked.
     """
     try:
         handle = outputs.descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -187,7 +203,7 @@ def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
 
 
 def clear_drafts(folder: Path, *names: str) -> None:
-    """Removes what a process that was killed while writing these files has left. For who holds the lock."""
+    """Remove drafts of these files that a killed process left behind. The caller must have the lock."""
     for name in names:
         for path in folder.glob(f"{name}.*.tmp"):
             if _DRAFT.search(path.name):
@@ -212,7 +228,7 @@ def _unsealed(folder: Path | str, shards: int, is_one: bool) -> str:
 
 
 def put(folder: Path, whole: Folder) -> None:
-    """Writes a manifest.
+    """Write a manifest.
 
     Raises:
         ReadError: if it cannot be written.
@@ -223,49 +239,61 @@ def put(folder: Path, whole: Folder) -> None:
 
 
 def encoded(whole: Folder) -> bytes:
-    """A manifest as it is written."""
+    """Return the bytes of a manifest file."""
     return json.dumps({"format": _FORMAT, **plain(whole)}, indent=1).encode() + b"\n"
 
 
 def plain(folder: Folder) -> dict[str, Any]:
-    """What a manifest says of a folder, as JSON has it."""
+    """Return a manifest as JSON values."""
     files = {name: {"bytes": file.bytes, "crc32": f"{file.crc32:08x}"} for name, file in folder.files.items()}
     shards = {name: plain(shard) for name, shard in folder.shards.items()}
     return {"counts": dict(folder.counts), **({"files": files} if files else {"shards": shards})}
 
 
-def _folder(told: Any, depth: int = 0) -> Folder:
-    """A manifest that was parsed, as a `Folder`; ValueError, KeyError and the like where it is none."""
-    if not depth and told["format"] != _FORMAT:
-        raise ValueError(f"its format is {str(told['format'])[:40]!r} and not {_FORMAT!r}")
-    counts = {name: count(told["counts"][name]) for name in COUNTS}
-    files = {_file_name(name): _written(file) for name, file in told.get("files", {}).items()}
-    if depth and "shards" in told:
+def _parse_folder(value: Any, depth: int = 0) -> Folder:
+    """Convert a parsed manifest to a `Folder`.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: if it is invalid.
+    """
+    if not depth and value["format"] != _FORMAT:
+        raise ValueError(f"its format is {str(value['format'])[:40]!r} and not {_FORMAT!r}")
+    counts = {name: count(value["counts"][name]) for name in COUNTS}
+    files = {_file_name(name): _parse_file(file) for name, file in value.get("files", {}).items()}
+    if depth and "shards" in value:
         raise ValueError("a shard has no shards of its own")
-    shards = {name: _folder(shard, 1) for name, shard in told.get("shards", {}).items()}
-    if bool(files) == ("shards" in told):
+    shards = {name: _parse_folder(shard, 1) for name, shard in value.get("shards", {}).items()}
+    if bool(files) == ("shards" in value):
         raise ValueError("it names either files or shards")
     return Folder(counts, files, shards)
 
 
 def count(value: Any) -> int:
-    """A whole number of things or bytes, as a file has it."""
+    """Return a count of items or bytes from a file if it is valid.
+
+    Raises:
+        ValueError: if it is not an integer from 0 to 2^62 - 1.
+    """
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("a count is no whole number")
     return value
 
 
 def text(value: Any) -> str:
-    """A value that is one; TypeError for any other."""
+    """Return a value if it is a string.
+
+    Raises:
+        TypeError: if it is not a string.
+    """
     if not isinstance(value, str):
         raise TypeError(f"a text is wanted, not {value!r:.40}")
     return value
 
 
-def _written(told: Any) -> Written:
-    if not isinstance(told["crc32"], str) or not re.fullmatch("[0-9a-f]{8}", told["crc32"]):
+def _parse_file(value: Any) -> Written:
+    if not isinstance(value["crc32"], str) or not re.fullmatch("[0-9a-f]{8}", value["crc32"]):
         raise ValueError("a checksum is not eight hexadecimal digits")
-    return Written(count(told["bytes"]), int(told["crc32"], 16))
+    return Written(count(value["bytes"]), int(value["crc32"], 16))
 
 
 def _file_name(name: str) -> str:
@@ -275,52 +303,52 @@ def _file_name(name: str) -> str:
 
 
 def of_plain(told: Any) -> Folder:
-    """The folder of which `plain` says so.
+    """Convert the output of `plain` back to a `Folder`.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: if it is none.
+        ValueError, KeyError, TypeError, AttributeError: if it is invalid.
     """
-    return _folder(told, 1)
+    return _parse_folder(told, 1)
 
 
-def _place(name: str) -> tuple[int, int, str]:
-    """Where a shard stands among others."""
-    found = _SHARD.fullmatch(name)
-    return (int(found[1] or 0), int(found[2]), name) if found else (1 << 62, 0, name)
+def _sort_key(name: str) -> tuple[int, int, str]:
+    """Return the sort key of a shard's name. Other names sort last."""
+    match = _SHARD.fullmatch(name)
+    return (int(match[1] or 0), int(match[2]), name) if match else (1 << 62, 0, name)
 
 
 def _check_order(folder: Path | str, shards: Mapping[str, Folder]) -> None:
-    """Shards are numbered from 0 without a gap, also those of each of several parts, which follow one another."""
+    """Raise if shards are not numbered from 0 without a gap. If there are parts, each part numbers its own shards."""
     part, index = -1, 0
     for name in shards:
-        found = _SHARD.fullmatch(name)
-        of_part = int(found[1]) if found and found[1] else None
-        if of_part is not None and of_part > part:
-            part, index = of_part, 0
-        wanted = shard_name(index, None if of_part is None else part)
-        if name != wanted:
-            raise FormatError(f"{folder}: {wanted} is missing before {name[:40]!r}. {_CHANGED}")
+        match = _SHARD.fullmatch(name)
+        shard_part = int(match[1]) if match and match[1] else None
+        if shard_part is not None and shard_part > part:
+            part, index = shard_part, 0
+        expected = shard_name(index, None if shard_part is None else part)
+        if name != expected:
+            raise FormatError(f"{folder}: {expected} is missing before {name[:40]!r}. {_CHANGED}")
         index += 1
 
 
 def _check_links(folder: Path, shards: Iterable[str]) -> None:
-    """Shards are folders of their own."""
+    """Raise if a shard is a symbolic link."""
     for name in shards:
         if (folder / name).is_symlink():
             raise ReadError(f"{folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
 
 
-def _check_names(folder: Path | str, shards: Mapping[str, Folder], there: Collection[str]) -> None:
-    """Shards are in order, and those that are there."""
+def _check_names(folder: Path | str, shards: Mapping[str, Folder], existing: Collection[str]) -> None:
+    """Raise if shards are out of order, or are not the existing ones."""
     _check_order(folder, shards)
-    if missing := next((name for name in shards if name not in there), None):
+    if missing := next((name for name in shards if name not in existing), None):
         raise ReadError(f"{folder}: {missing} is missing, and the manifest names it. {_CHANGED}")
-    if shards and (more := set(there) - shards.keys()):
-        raise FormatError(f"{folder}: holds {min(more)[:40]!r}, which the manifest does not name. {_CHANGED}")
+    if shards and (extra := set(existing) - shards.keys()):
+        raise FormatError(f"{folder}: holds {min(extra)[:40]!r}, which the manifest does not name. {_CHANGED}")
 
 
-def _files(found: Folder) -> Iterator[tuple[str, Written]]:
-    """The files of a folder and of its shards, by their names from there on."""
-    yield from found.files.items()
-    for shard, inner in found.shards.items():
-        yield from ((f"{shard}/{name}", told) for name, told in inner.files.items())
+def _all_files(folder_manifest: Folder) -> Iterator[tuple[str, Written]]:
+    """Yield the files of a folder and of its shards, with names relative to the folder."""
+    yield from folder_manifest.files.items()
+    for shard, shard_manifest in folder_manifest.shards.items():
+        yield from ((f"{shard}/{name}", file) for name, file in shard_manifest.files.items())

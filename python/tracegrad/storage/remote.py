@@ -1,6 +1,6 @@
-"""Addresses of fsspec (s3://, gs://, az://, hf://, https://): the file system of one, and small things done there.
+"""Read, write and list files at fsspec addresses (s3://, gs://, az://, hf://, https://).
 
-fsspec is imported on use (extra `cloud`). Its errors name the address.
+fsspec is imported on first use (extra `cloud`). Its errors are converted to errors that name the address.
 """
 
 import posixpath
@@ -18,7 +18,7 @@ _FILE = "file://"
 
 
 def is_address(name: Any) -> bool:
-    """Whether a name is an address; `file://` is a path of this machine.
+    """Return whether a name is a remote address. `file://` names a local path.
 
     >>> is_address("s3://bucket/path"), is_address("file:///data"), is_address("data/runs")
     (True, False, False)
@@ -27,7 +27,7 @@ def is_address(name: Any) -> bool:
 
 
 def path_of(name: Any) -> Path:
-    """The path that a name is, also behind `file://`.
+    """Return a name as a local path, without a leading `file://`.
 
     >>> path_of("file:///data/runs")
     PosixPath('/data/runs')
@@ -36,7 +36,7 @@ def path_of(name: Any) -> Path:
 
 
 def joined(address: str, *names: str) -> str:
-    """An address below another.
+    """Return an address with names appended.
 
     >>> joined("s3://bucket/out/", "shard-00000", "manifest.json")
     's3://bucket/out/shard-00000/manifest.json'
@@ -45,7 +45,7 @@ def joined(address: str, *names: str) -> str:
 
 
 def place_here(name: Any) -> Path:
-    """The path of what is read again while it is written, or written piece by piece, and so cannot be at an address.
+    """Return the local path of an output that is read or appended to while it is written. Buckets cannot do that.
 
     Raises:
         ArgumentError: for an address.
@@ -63,14 +63,16 @@ def place_here(name: Any) -> Path:
 
 @contextmanager
 def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
-    """The file system of an address and the path there; what goes wrong with them within is told as of the address.
+    """Yield the file system of an address and the path in it.
+
+    Errors inside the block are converted to errors that name the address.
 
     Args:
-        done: what cannot be done with it where something goes wrong: "read", "written" or "removed".
+        done: verb for error messages: "read", "written" or "removed".
 
     Raises:
-        ReadError: for whatever fails within.
-        ArgumentError: if fsspec, or what it needs for this kind of address, is not installed.
+        ReadError: for any failure in the block.
+        ArgumentError: if fsspec, or a package that it needs for this kind of address, is not installed.
     """
     try:
         import fsspec
@@ -91,29 +93,33 @@ def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
 
 
 def unreadable(address: str, error: Exception, done: str = "read") -> ReadError:
-    """An error of fsspec, as one of the address."""
-    why = f"{type(error).__name__}: {shown(str(error))[:200]}".rstrip(": ")
-    return ReadError(f"{address}: {why}. It cannot be {done}. Check the address, and the credentials of fsspec for it.")
+    """Convert an error of fsspec to a ReadError that names the address."""
+    reason = f"{type(error).__name__}: {shown(str(error))[:200]}".rstrip(": ")
+    return ReadError(
+        f"{address}: {reason}. It cannot be {done}. Check the address, and the credentials of fsspec for it."
+    )
 
 
 def sizes(address: str) -> dict[str, int]:
-    """The files below an address by their names from there on, with their bytes, as they are now.
+    """Return the current files below an address with their sizes in bytes. Names are relative to the address.
+
+    If nothing exists there, the result is empty.
 
     Raises:
-        ReadError: if it cannot be asked. Where nothing is, there is no file.
+        ReadError: if the address cannot be listed.
     """
     with system(address) as (files, path):
         files.invalidate_cache()
         try:
-            found = files.find(path, detail=True)
+            entries = files.find(path, detail=True)
         except FileNotFoundError:
             return {}
-        return {posixpath.relpath(name, path): int(told.get("size") or 0) for name, told in sorted(found.items())}
+        return {posixpath.relpath(name, path): int(entry.get("size") or 0) for name, entry in sorted(entries.items())}
 
 
 def exists(address: str) -> bool:
-    """Whether a file is there; of a pattern, or of what cannot be asked, no."""
-    if any(mark in address for mark in "*?["):
+    """Return whether a file exists. False for a pattern, or if the address cannot be read."""
+    if any(wildcard in address for wildcard in "*?["):
         return False
     try:
         with system(address) as (files, path):
@@ -123,11 +129,11 @@ def exists(address: str) -> bool:
 
 
 def read(address: str, limit: int) -> bytes:
-    """All bytes of a file that has at most `limit`.
+    """Return all bytes of a file of at most `limit` bytes.
 
     Raises:
-        ReadError: if it is not there or cannot be read.
-        FormatError: if it has more.
+        ReadError: if it does not exist or cannot be read.
+        FormatError: if it is larger.
     """
     with system(address) as (files, path), files.open(path, "rb") as file:
         text = bytes(file.read(limit + 1))
@@ -137,7 +143,7 @@ def read(address: str, limit: int) -> bytes:
 
 
 def write(address: str, text: bytes) -> None:
-    """Writes a small file.
+    """Write a small file.
 
     Raises:
         ReadError: if it cannot be written.
@@ -148,7 +154,7 @@ def write(address: str, text: bytes) -> None:
 
 
 def upload(path: Path, address: str) -> None:
-    """Writes a file of this machine to an address.
+    """Copy a local file to an address.
 
     Raises:
         ReadError: if it cannot be written.
@@ -159,10 +165,10 @@ def upload(path: Path, address: str) -> None:
 
 
 def download(address: str, path: Path) -> None:
-    """Brings a file to a path of this machine.
+    """Copy a file from an address to a local path.
 
     Raises:
-        ReadError: if it is not there or cannot be read.
+        ReadError: if it does not exist or cannot be read.
     """
     with system(address) as (files, source):
         outputs.create(path).close()
@@ -170,7 +176,7 @@ def download(address: str, path: Path) -> None:
 
 
 def remove(address: str) -> None:
-    """Removes a file that may be there.
+    """Remove a file if it exists.
 
     Raises:
         ReadError: if it cannot be removed.

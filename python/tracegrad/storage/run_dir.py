@@ -1,4 +1,4 @@
-"""Work in a local folder of a run, and mirror its files to object storage (s3://...) if the run is there: `Mirror`.
+"""Manage the local folder of a run, and copy its files to object storage (s3://...): `Mirror`.
 
 `trainer.checkpoint` decides when a checkpoint is complete. For a local run nothing is copied.
 """
@@ -17,22 +17,22 @@ from tracegrad.errors import ArgumentError, ReadError, TracegradError, redacted,
 from tracegrad.storage import manifest, remote, safetensors_file
 
 APART = "checkpoints/"
-"""Below this nothing is sent by `push`: a checkpoint is sent as a whole."""
-_TOGETHER = 8
+"""Prefix of files that `push` skips. A checkpoint is sent as a unit."""
+_TRANSFERS = 8
 _MARK = b"tracegrad run\n"
-"""What the lock of a run's folder says."""
-_ASIDE = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$")
-"""Files that are written before a run begins."""
+"""Content of the lock file in a run's folder."""
+_PRELIMINARY = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$")
+"""Matches files that are written before a run starts."""
 
 
 class Mirror:
-    """A folder of this machine, and the address that it is kept at, where it is kept at one.
+    """The local folder of a run, and its address in object storage, if it has one.
 
     Args:
-        out: a path, or an address of fsspec.
+        out: a path, or an fsspec address.
 
     Attributes:
-        address: where it is kept, without a slash at the end; "" for a folder of this machine.
+        address: address of the run without a trailing slash, "" for a local run.
 
     >>> Mirror("runs/first").path
     PosixPath('runs/first')
@@ -41,14 +41,14 @@ class Mirror:
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        self._known: dict[str, tuple[int, int]] = {}
-        self._held = False
+        self._transferred: dict[str, tuple[int, int]] = {}
+        self._is_locked = False
         self.address = str(out).rstrip("/") if remote.is_address(out) else ""
         self._path = None if self.address else remote.path_of(out)
 
     @classmethod
     def of(cls, out: "str | os.PathLike[str] | Mirror") -> "Mirror":
-        """A mirror as it is, or one of what is named."""
+        """Return `out` if it is a mirror, or else a mirror of that path or address."""
         return out if isinstance(out, Mirror) else cls(out)
 
     def __str__(self) -> str:
@@ -56,7 +56,11 @@ class Mirror:
 
     @property
     def path(self) -> Path:
-        """The folder of this machine; for an address one that is made when it is asked for, and removed at the end."""
+        """Return the local folder. For an address, a temporary folder is created on first use and removed at exit.
+
+        Raises:
+            TracegradError: if the temporary folder cannot be created.
+        """
         if self._path is None:
             try:
                 self._path = Path(tempfile.mkdtemp(prefix="tracegrad-run-"))
@@ -69,91 +73,92 @@ class Mirror:
         return self._path
 
     def check_own(self) -> None:
-        """Refuse a folder that holds something and is no run's: files of the same names would be lost.
+        """Raise if the folder has files but does not belong to a run. Files of the same names would be lost.
 
         Raises:
-            ArgumentError: if it is somebody else's, with a name that it holds.
-            ReadError: if an address cannot be asked.
+            ArgumentError: if so, with the name of one of its files.
+            ReadError: if an address cannot be listed.
         """
         if self.address:
             names = set(self.names())
-            own = manifest.LOCK in names or any(name.startswith(f"{APART}step-") for name in names)
+            is_run = manifest.LOCK in names or any(name.startswith(f"{APART}step-") for name in names)
         else:
             names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-            own = _is_run(self.path)
-        others = sorted(name for name in names if name != manifest.LOCK and not _ASIDE.search(name))
-        if others and not own:
+            is_run = _is_run(self.path)
+        foreign = sorted(name for name in names if name != manifest.LOCK and not _PRELIMINARY.search(name))
+        if foreign and not is_run:
             raise ArgumentError(
-                f"{self} holds {shown(others[0])[:80]!r} and is not the folder of a run. Its files could be replaced. "
+                f"{self} holds {shown(foreign[0])[:80]!r} and is not the folder of a run. Its files could be replaced. "
                 "Give another out."
             )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs out of the folder of this machine while entered; it is known as a run's from then on.
+        """Lock the local folder against other runs until the block ends, and mark it as the folder of a run.
 
-        Whoever has entered it may enter it again. A folder that is made here and stays empty is removed at the end.
+        The context can be entered again while it is active. A folder that is created here and stays empty is removed at
+        the end.
 
         Raises:
-            ArgumentError: if it is somebody else's, or another process writes there.
-            ReadError: if it cannot be made or locked.
+            ArgumentError: if the folder belongs to something else, or another process writes there.
+            ReadError: if it cannot be created or locked.
         """
-        if self._held:
+        if self._is_locked:
             yield
             return
         self.check_own()
-        made = not self.path.exists()
+        is_new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReadError(f"{self.path}: {error.strerror}. A run has no place there. Give another out.") from error
         with manifest.lock(self.path, _MARK):
-            self._held = True
+            self._is_locked = True
             try:
                 yield
             finally:
-                self._held = False
-                if made and [path.name for path in self.path.iterdir()] == [manifest.LOCK]:
+                self._is_locked = False
+                if is_new and [path.name for path in self.path.iterdir()] == [manifest.LOCK]:
                     shutil.rmtree(self.path, ignore_errors=True)
 
     def share(self, path: Path) -> None:
-        """Works in a folder that another process of this machine has made, and removes."""
+        """Use a folder that another local process created and will remove."""
         if self._path is not None and self._path != path:
             shutil.rmtree(self._path, ignore_errors=True)
         self._path = path
 
     def named(self, path: Path) -> str:
-        """The address of what is at a path in the folder; "" where the folder is at none."""
-        return redacted(self._at(path.relative_to(self.path).as_posix())) if self.address else ""
+        """Return the address of a file in the folder, "" for a local run."""
+        return redacted(self._address_of(path.relative_to(self.path).as_posix())) if self.address else ""
 
     def names(self) -> dict[str, int]:
-        """The files at the address by their names below it, with their bytes.
+        """Return the files at the address with their sizes in bytes. Names are relative to the address.
 
         Raises:
-            ReadError: if it cannot be asked.
+            ReadError: if the address cannot be listed.
         """
         return remote.sizes(self.address)
 
     def bring(self, names: Iterable[str]) -> None:
-        """Brings files of the address; they are then known as they are there.
+        """Download files from the address. `push` then sends them only if they change.
 
         Raises:
-            ReadError: if one is not there or has no place here.
+            ReadError: if one does not exist or does not fit on the local disk.
         """
         names = list(names)
         try:
             for name in names:
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-            _each(lambda name: remote.download(self._at(name), self.path / name), names)
+            _for_all(lambda name: remote.download(self._address_of(name), self.path / name), names)
         except OSError as error:
             raise ReadError(
                 f"{self.path}: {error.strerror}. What {self.address} holds has no place here. Make room, or name "
                 "another folder with TMPDIR."
             ) from error
-        self._known.update({name: _state(self.path / name) for name in names})
+        self._transferred.update({name: _state(self.path / name) for name in names})
 
     def send(self, names: Iterable[str]) -> None:
-        """Writes files of the folder to the address.
+        """Upload files of the folder to the address.
 
         Raises:
             ReadError: if one cannot be written.
@@ -161,59 +166,61 @@ class Mirror:
         self.send_as({name: self.path / name for name in names})
 
     def send_as(self, files: Mapping[str, Path]) -> None:
-        """Writes files of this machine to the address under other names.
+        """Upload local files to the address under other names.
 
         Args:
-            files: paths by names below the address.
+            files: paths by names relative to the address.
 
         Raises:
             ReadError: if one cannot be written.
         """
-        _each(lambda name: remote.upload(files[name], self._at(name)), files)
+        _for_all(lambda name: remote.upload(files[name], self._address_of(name)), files)
 
     def push(self) -> None:
-        """Sends what has changed since it was brought or sent, but for checkpoints; removes there what is gone here.
+        """Upload files that changed since the last transfer, and remove remote files that no longer exist locally.
+
+        Checkpoints are skipped. For a local run this does nothing.
 
         Raises:
             ReadError: if one cannot be written or removed.
         """
         if not self.address:
             return
-        now = {name: _state(self.path / name) for name in _files(self.path) if not name.startswith(APART)}
-        self.send(name for name, state in now.items() if self._known.get(name) != state)
-        self.remove(name for name in self._known.keys() - now.keys() if not name.startswith(APART))
-        self._known = now
+        current = {name: _state(self.path / name) for name in _complete_files(self.path) if not name.startswith(APART)}
+        self.send(name for name, state in current.items() if self._transferred.get(name) != state)
+        self.remove(name for name in self._transferred.keys() - current.keys() if not name.startswith(APART))
+        self._transferred = current
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files at the address.
+        """Remove files at the address.
 
         Raises:
             ReadError: if one cannot be removed.
         """
-        _each(lambda name: remote.remove(self._at(name)), names)
+        _for_all(lambda name: remote.remove(self._address_of(name)), names)
 
-    def _at(self, name: str) -> str:
+    def _address_of(self, name: str) -> str:
         return remote.joined(self.address, *name.split("/"))
 
 
-def _each(work: Callable[[str], None], names: Iterable[str]) -> None:
-    with ThreadPoolExecutor(_TOGETHER) as pool:
-        list(pool.map(work, list(names)))
+def _for_all(transfer: Callable[[str], None], names: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_TRANSFERS) as pool:
+        list(pool.map(transfer, list(names)))
 
 
-def _files(folder: Path) -> list[str]:
-    """Whole files: what is being written ends in .tmp, and links are names of other files."""
+def _complete_files(folder: Path) -> list[str]:
+    """Return the names of complete files. Drafts end in .tmp, and links do not count."""
     paths = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return sorted(path.relative_to(folder).as_posix() for path in paths if path.suffix != ".tmp")
 
 
 def _state(path: Path) -> tuple[int, int]:
-    told = path.stat()
-    return told.st_size, told.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run has written there: its lock says so, or a checkpoint."""
+    """Return whether a run has written to the folder: its lock file has the mark, or there is a checkpoint."""
     try:
         with safetensors_file.open_file(folder / manifest.LOCK) as file:
             if file.read(len(_MARK)) == _MARK:
@@ -224,6 +231,6 @@ def _is_run(folder: Path) -> bool:
 
 
 def _remove(process: int, folder: Path) -> None:
-    """At the end of the process that made it, and of none that was forked from it."""
+    """Remove a folder at exit, but only in the process that created it, not in a fork of it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)

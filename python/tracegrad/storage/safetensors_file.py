@@ -1,7 +1,8 @@
-"""Named arrays in safetensors files: written whole or not at all, memory-mapped when read, refused when hostile.
+"""Read and write named arrays in safetensors files.
 
-Here is the format alone: eight bytes of header length, a JSON header, the buffers; `store` says what is kept. numpy
-only, so that preparation needs no torch; the safetensors package reads what is written here.
+Files are written completely or not at all, memory-mapped when read, and validated because they may be hostile. A file
+has eight bytes of header length, a JSON header and the buffers. This module only knows the format; `store` defines the
+content. It needs only numpy, so preparation works without torch. The safetensors package can read the files.
 """
 
 import json
@@ -37,14 +38,14 @@ _CODES = {
     "float64": "F64",
 }
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
-_HEADER_LIMIT = 1 << 20  # parsed JSON takes up to forty times its text
+_HEADER_LIMIT = 1 << 20  # Parsed JSON needs up to forty times the memory of its text.
 _TENSOR_LIMIT = 10_000
 _SLICE = 16 << 20
-_WIDEST = 1 << 16  # what an array without rows may have as its width
+_MAX_EMPTY_DIMENSION = 1 << 16  # Maximum size of a dimension in an array without elements.
 
 
 class Written(NamedTuple):
-    """Size and checksum of a file: crc32 finds what a disk or a copy has changed, not what somebody has forged."""
+    """Size and checksum of a file. The crc32 detects corruption by a disk or a copy, not forgery."""
 
     bytes: int
     crc32: int
@@ -53,15 +54,15 @@ class Written(NamedTuple):
 def write(
     path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
 ) -> Written:
-    """Writes named arrays to a safetensors file, which appears under its name when it is whole.
+    """Write named arrays to a safetensors file, which gets its name only when it is complete.
 
     Args:
-        path: of the file; its folder must exist.
-        arrays: numpy arrays of a plain integer, float or bool type.
+        path: path of the file. Its folder must exist.
+        arrays: numpy arrays of a plain integer, float or bool dtype.
         metadata: strings for the header.
 
     Returns:
-        What was written.
+        Size and checksum of the file.
 
     Raises:
         FormatError: for a dtype that safetensors does not have.
@@ -69,7 +70,9 @@ def write(
     """
     path = Path(path)
     columns = {name: np.asarray(array) for name, array in arrays.items()}
-    ordered = sorted(columns, key=lambda name: (-columns[name].dtype.itemsize, name))  # wide types first: all aligned
+    ordered = sorted(
+        columns, key=lambda name: (-columns[name].dtype.itemsize, name)
+    )  # Wide dtypes first, so that all are aligned.
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in ordered:
@@ -87,7 +90,11 @@ def write(
 
 
 def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
-    """Writes parts to a file that appears under its name when it is whole and on the disk."""
+    """Write parts to a file, which gets its name only when it is complete and synced to disk.
+
+    Raises:
+        ReadError: if it cannot be written.
+    """
     size = checksum = 0
     try:
         with files.whole(path, flush=True) as file:
@@ -103,7 +110,7 @@ def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
 
 
 def flush(path: Path) -> None:
-    """Has the system put a file, or the names in a folder, on the disk."""
+    """Sync a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -112,7 +119,11 @@ def flush(path: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file to read from: no link that leads elsewhere, no pipe that never ends, no device."""
+    """Open a regular file for reading. Links are not followed.
+
+    Raises:
+        ReadError: if it is a link, a folder, a pipe or a device, or cannot be opened.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -128,7 +139,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def measure(path: Path) -> Written:
-    """Size and checksum of a file as it is.
+    """Return size and checksum of a file.
 
     Raises:
         ReadError: if it cannot be read.
@@ -141,7 +152,12 @@ def measure(path: Path) -> Written:
 
 
 def read_text(path: Path, limit: int) -> bytes:
-    """All bytes of a file that has at most `limit`."""
+    """Return all bytes of a file of at most `limit` bytes.
+
+    Raises:
+        ReadError: if it cannot be read.
+        FormatError: if it is larger.
+    """
     with open_file(path) as file:
         text = _part(path, file, min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(text) > limit:
@@ -157,14 +173,14 @@ def _part(path: Path, file: BinaryIO, size: int) -> bytes:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
-    """The arrays of a safetensors file, memory-mapped and read-only, and its metadata.
+    """Return the arrays of a safetensors file, memory-mapped and read-only, and its metadata.
 
-    Nothing is read but the header (at most 1 MiB), and nothing in it is believed before it is checked: offsets must
-    lie within the file, follow one another without gap or overlap, and fit shape and dtype.
+    Only the header (at most 1 MiB) and bool arrays are read. Everything is validated before use: offsets must lie
+    within the file, must follow one another without gap or overlap, and must fit shape and dtype.
 
     Raises:
         ReadError: if the file cannot be opened.
-        FormatError: if it is not a safetensors file that numpy can hold.
+        FormatError: if it is not a safetensors file that numpy can represent.
     """
     path = Path(path)
     with open_file(path) as file:
@@ -220,12 +236,16 @@ def _check_layout(path: Path, header: dict[str, Any], size: int) -> None:
         array, code, shape = f"array '{name[:80]}'", entry.get("dtype"), entry.get("shape")
         if not isinstance(code, str) or code not in _DTYPES:
             raise _broken(path, f"{array} has dtype {str(code)[:20]!r}, which numpy does not hold")
-        most = max(size, _WIDEST)
-        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= most for n in shape) or len(shape) > 8:
+        max_dimension = max(size, _MAX_EMPTY_DIMENSION)
+        if (
+            not isinstance(shape, list)
+            or not all(type(n) is int and 0 <= n <= max_dimension for n in shape)
+            or len(shape) > 8
+        ):
             raise _broken(path, f"{array} has shape {str(shape)[:80]}")
-        needed = math.prod(shape) * _DTYPES[code].itemsize
-        if stop - start != needed:
-            raise _broken(path, f"{array} has {stop - start} bytes, but its shape and dtype need {needed}")
+        expected_bytes = math.prod(shape) * _DTYPES[code].itemsize
+        if stop - start != expected_bytes:
+            raise _broken(path, f"{array} has {stop - start} bytes, but its shape and dtype need {expected_bytes}")
         if start != end:
             raise _broken(path, f"{array} begins at byte {start} and not at {end}")
         end = stop
@@ -245,7 +265,7 @@ def _view(data: Array, entry: dict[str, Any]) -> Array:
     dtype = _DTYPES[entry["dtype"]].newbyteorder("<")
     part = data[start:stop]
     if part.ctypes.data % dtype.itemsize:
-        part = part.copy()  # another writer's file need not be aligned
+        part = part.copy()  # Files of other writers may be unaligned.
     return part.view(dtype).reshape(entry["shape"])
 
 

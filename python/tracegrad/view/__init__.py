@@ -1,7 +1,7 @@
-"""Show traces and runs on a local page: list, search, histograms, and tokens with what training made of them.
+"""Show traces and runs on a local page: a list, search, histograms, and tokens with their training values.
 
-`Session` opens paths, `serve` serves the page, `write` writes one page without a server. Nothing is loaded from or
-sent to another machine.
+`Session` opens paths, `serve` serves the page, `write` writes one page that works without a server. Nothing is loaded
+from or sent to another machine.
 """
 
 from tracegrad.view.export import chosen, write

@@ -1,7 +1,7 @@
-"""The server of the page: loopback alone, every address behind a token, nothing but GET.
+"""Serve the page: on loopback only, with GET only, and every address starts with a token.
 
-A request is answered from `Session` and `pieces`. Strangers' text never becomes a script: the policy of every answer
-allows only the files of the page itself. Started by `tracegrad view`.
+`Session` and `pieces` provide the answers. Third-party text never runs as a script: the content security policy of
+every response allows only the page's own files.
 """
 
 import hmac
@@ -42,7 +42,7 @@ _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 def application(session: Session, token: str) -> Starlette:
-    """The page of a session, under `/TOKEN/`."""
+    """Return the application that serves a session's page below `/TOKEN/`."""
     return _App(session, token).made()
 
 
@@ -52,7 +52,7 @@ class _App:
         self.searcher = Searcher(session.indexer.path)
 
     def made(self) -> Starlette:
-        ways: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "": self.page,
             "static/{name}": self.static,
             "state": self.state,
@@ -66,9 +66,11 @@ class _App:
             "runs": self.runs,
             "export": self.export,
         }
-        routes = [Route(f"/{{token}}/{path}", _guarded(way), methods=["GET"]) for path, way in ways.items()]
-        app = Starlette(routes=routes, middleware=[Middleware(_Door, token=self.token)], lifespan=self._life)
-        # An address with a slash too many is not found: one that is no UTF-8 could not be redirected.
+        routes = [
+            Route(f"/{{token}}/{path}", _with_errors(handler), methods=["GET"]) for path, handler in handlers.items()
+        ]
+        app = Starlette(routes=routes, middleware=[Middleware(_AccessGuard, token=self.token)], lifespan=self._life)
+        # An additional slash gives 404 instead of a redirect, which fails for an address that is not UTF-8.
         app.router.redirect_slashes = False
         return app
 
@@ -93,33 +95,35 @@ class _App:
         return _Json(await run_in_threadpool(self.session.state))
 
     async def columns(self, request: Request) -> Response:
-        found = await run_in_threadpool(self.session.columns)
-        table = np.stack(list(found.values())).astype("<f4")
+        columns = await run_in_threadpool(self.session.columns)
+        table = np.stack(list(columns.values())).astype("<f4")
         return Response(table.tobytes(), media_type="application/octet-stream", headers={"x-rows": str(table.shape[1])})
 
     async def rows(self, request: Request) -> Response:
-        asked = _rows(request)[:1000]
-        found = await run_in_threadpool(self.session.labels, asked)
-        return _Json(found, background=BackgroundTask(self.searcher.ready))
+        wanted = _rows(request)[:1000]
+        labels = await run_in_threadpool(self.session.labels, wanted)
+        return _Json(labels, background=BackgroundTask(self.searcher.ready))
 
     async def tag(self, request: Request) -> Response:
-        found = await run_in_threadpool(self.session.tagged, request.query_params.get("name", ""))
-        return Response(found.astype("<i4").tobytes(), media_type="application/octet-stream")
+        tagged = await run_in_threadpool(self.session.tagged, request.query_params.get("name", ""))
+        return Response(tagged.astype("<i4").tobytes(), media_type="application/octet-stream")
 
     async def search(self, request: Request) -> Response:
-        told = request.query_params
-        found = await self.searcher.find(told.get("q", ""), told.get("regex") == "1", _number(told.get("start"), 0))
-        return _Json(found)
+        query = request.query_params
+        matches = await self.searcher.find(
+            query.get("q", ""), query.get("regex") == "1", _number(query.get("start"), 0)
+        )
+        return _Json(matches)
 
     async def trace(self, request: Request) -> Response:
-        told = request.query_params
-        more = {"run": told.get("run", ""), "step": _number(told.get("step"), -1)}
-        return _Json(await run_in_threadpool(pieces.trace, self.session, _row(request), **more))
+        query = request.query_params
+        selection = {"run": query.get("run", ""), "step": _number(query.get("step"), -1)}
+        return _Json(await run_in_threadpool(pieces.trace, self.session, _row(request), **selection))
 
     async def message(self, request: Request) -> Response:
-        told = request.query_params
-        asked = (_row(request), _number(told.get("message"), -1), _number(told.get("start"), 0))
-        return _Json({"html": await run_in_threadpool(pieces.message, self.session, *asked)})
+        query = request.query_params
+        position = (_row(request), _number(query.get("message"), -1), _number(query.get("start"), 0))
+        return _Json({"html": await run_in_threadpool(pieces.message, self.session, *position)})
 
     async def group(self, request: Request) -> Response:
         n = _row(request)
@@ -130,14 +134,17 @@ class _App:
         return _Json({"html": await run_in_threadpool(runs.page, self.session.runs, chosen)})
 
     async def export(self, request: Request) -> Response:
-        asked = _rows(request)
-        text = await run_in_threadpool(export.page_of, self.session, asked)
+        wanted = _rows(request)
+        text = await run_in_threadpool(export.page_of, self.session, wanted)
         headers = {"content-disposition": 'attachment; filename="traces.html"'}
         return Response(text.encode("utf-8", "replace"), media_type="text/html", headers=headers)
 
 
-class _Door:
-    """Lets in who knows the token and asks this machine by its own name: no other page of a browser does both."""
+class _AccessGuard:
+    """Middleware that requires the token in the path and a loopback name in the Host header.
+
+    No foreign page in the browser can send both.
+    """
 
     def __init__(self, app: Any, token: str) -> None:
         self.app, self.token = app, token
@@ -147,58 +154,60 @@ class _Door:
             await self.app(scope, receive, send)
             return
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").rsplit(":", 1)[0]
-        given = scope["path"].partition("/")[2].partition("/")[0].encode("utf-8", "replace")
-        if host not in _HOSTS or not hmac.compare_digest(given, self.token.encode()):
+        token = scope["path"].partition("/")[2].partition("/")[0].encode("utf-8", "replace")
+        if host not in _HOSTS or not hmac.compare_digest(token, self.token.encode()):
             headers = {name.decode(): value.decode() for name, value in _HEADERS.items()}
             await Response("not found", status_code=404, headers=headers)(scope, receive, send)
             return
 
-        async def sent(message: Any) -> None:
+        async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *_HEADERS.items()]
             await send(message)
 
-        await self.app(scope, receive, sent)
+        await self.app(scope, receive, send_with_headers)
 
 
-def _guarded(way: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Errors of ours as the page shows them."""
+def _with_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap a handler so that expected errors become JSON responses for the page."""
 
-    async def answered(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         try:
-            return await way(request)
+            return await handler(request)
         except TracegradError as error:
             return _Json({"error": str(error)}, status_code=400)
-        except (OSError, sqlite3.Error) as error:  # a file, or the index, is gone or damaged by now
-            said = shown(f"{type(error).__name__}: {error}")[:300]
-            return _Json({"error": f"{said}. Nothing can be shown of it. Open the viewer again."}, status_code=410)
+        except (OSError, sqlite3.Error) as error:  # A file or the index was removed or damaged.
+            description = shown(f"{type(error).__name__}: {error}")[:300]
+            return _Json(
+                {"error": f"{description}. Nothing can be shown of it. Open the viewer again."}, status_code=410
+            )
 
-    return answered
+    return handle
 
 
 class _Json(JSONResponse):
-    """JSON in ASCII, as names of files and records may hold halves of characters."""
+    """A JSON response in ASCII, because names of files and records may contain lone surrogates."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 def _row(request: Request) -> int:
-    """The row that an address names; -1, which no index has, where it is no number."""
+    """Return the row in an address. -1, which no index has, if it is not a number."""
     return max(-1, _number(request.path_params["n"], -1))
 
 
 def _rows(request: Request) -> list[int]:
-    """Rows that an address names; what is no number is left out."""
-    found = (_number(word, -1) for word in request.query_params.get("n", "").split(","))
-    return [row for row in found if row >= 0]
+    """Return the rows in the query of an address. Values that are not numbers are ignored."""
+    numbers = (_number(word, -1) for word in request.query_params.get("n", "").split(","))
+    return [row for row in numbers if row >= 0]
 
 
 def _number(text: str | None, default: int) -> int:
-    """A number of an address; what is none is the default.
+    """Return a number from an address, or the default if the text is not a number.
 
     >>> _number("12", 0), _number("-1", 5), _number("x", 5), _number(None, 5)
     (12, -1, 5, 5)
     """
-    plain = (text or "").removeprefix("-")
-    return int(text or 0) if plain.isascii() and plain.isdigit() and len(plain) < 16 else default
+    digits = (text or "").removeprefix("-")
+    return int(text or 0) if digits.isascii() and digits.isdigit() and len(digits) < 16 else default

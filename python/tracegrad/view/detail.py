@@ -1,7 +1,7 @@
-"""One trace as a piece of HTML: its facts, its messages folded by turn, its tokens with what a step made of them.
+"""Render one trace as HTML: facts, messages folded by turn, and tokens with the values of a training step.
 
-Everything that comes from outside goes through `report.text.escape`; the page puts these pieces in as they are. A
-piece holds no script, no address and no style of its own.
+All external text is escaped with `_html.escape`, and the page inserts these pieces unchanged. They contain no scripts,
+addresses or styles.
 """
 
 import json
@@ -26,7 +26,7 @@ from tracegrad.view.features import message_parts, tool_calls
 from tracegrad.view.tokens import Shown
 
 FOLD = 4_000
-"""Characters of a message that are sent at once; the rest is asked for in parts."""
+"""Number of characters of a message that are sent at first. The page requests more in parts."""
 PART = 200_000
 MODES = (
     ("pull", "how hard, and which way, the token moves the policy"),
@@ -41,16 +41,16 @@ MODES = (
 
 
 def facts(pairs: list[tuple[str, object]]) -> str:
-    """Names and values beside one another."""
+    """Return names and values as HTML tiles."""
     tiles = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
     return f'<dl class="tiles">{tiles}</dl>'
 
 
 def of_trace(trace: Trace) -> list[tuple[str, object]]:
-    """What its record says of a trace as a whole."""
+    """Return facts of a trace from its record."""
     rewards = ", ".join(f"{name} {number(value)}" for name, value in list(trace.rewards.items())[:8])
     kinds = {generation.logprob_kind for generation in trace.generations}
-    heats = {generation.temperature for generation in trace.generations}
+    temperatures = {generation.temperature for generation in trace.generations}
     return [
         ("group", (trace.group or "alone")[:120]),
         ("reward", "none" if trace.reward is None else number(trace.reward)),
@@ -58,45 +58,48 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
         ("turns", len(trace.generations)),
         ("sampled tokens", f"{sum(generation.tokens for generation in trace.generations):,}"),
         ("logprobs", ", ".join(sorted(kinds)) or "none"),
-        ("temperature", ", ".join("?" if heat is None else number(heat) for heat in heats) or "?"),
-        *([("sampling", told)] if (told := _sampling(trace)) else []),
+        (
+            "temperature",
+            ", ".join("?" if temperature is None else number(temperature) for temperature in temperatures) or "?",
+        ),
+        *([("sampling", sampling)] if (sampling := _sampling(trace)) else []),
         ("model", (trace.model or "?")[:120]),
     ]
 
 
 def _sampling(trace: Trace) -> str:
-    """The sampling options of its turns beside temperature, each distinct set once."""
-    said = [
+    """Return the sampling options of its turns other than temperature, each distinct set once."""
+    option_texts = [
         options({**({} if turn.top_p is None else {"top_p": round(turn.top_p, 6)}), **turn.sampling})
         for turn in trace.generations
     ]
-    return "; ".join(dict.fromkeys(filter(None, said)))[:400]
+    return "; ".join(dict.fromkeys(filter(None, option_texts)))[:400]
 
 
 def messages(trace: Trace, whole: int = FOLD, drawn: Thumbnails | None = None) -> str:
-    """The conversation, a fold for each turn: what was given since the last answer, and the answer."""
-    show = pictures(trace, drawn or Thumbnails())
+    """Return the conversation as HTML, with one fold per turn: the prompt since the last answer, and the answer."""
+    picture_html = pictures(trace, drawn or Thumbnails())
     rewards, sampled = trace.message_rewards, {generation.message for generation in trace.generations}
     order = trace.core.conversation(trace.index)
     out, turn, count = [], [], 0
-    for place, message in enumerate(order):
-        turn.append(_message(trace.pool[message], message, rewards[place], message in sampled, whole, show))
-        if message in sampled or place == len(order) - 1:
+    for position, message in enumerate(order):
+        turn.append(_message(trace.pool[message], message, rewards[position], message in sampled, whole, picture_html))
+        if message in sampled or position == len(order) - 1:
             count += 1
             name = f"turn {count}" if message in sampled else "after the last turn"
             out.append(f'<details class="turn" open><summary>{name}</summary>{"".join(turn)}</details>')
             turn = []
-    if gone := [message for message in range(len(trace.pool)) if message not in set(order)]:
+    if removed := [message for message in range(len(trace.pool)) if message not in set(order)]:
         inner = "".join(
-            _message(trace.pool[message], message, None, message in sampled, whole, show) for message in gone
+            _message(trace.pool[message], message, None, message in sampled, whole, picture_html) for message in removed
         )
-        text = f"{len(gone)} messages that the policy saw or said and that are no longer in the conversation"
+        text = f"{len(removed)} messages that the policy saw or said and that are no longer in the conversation"
         out.append(f'<details class="turn"><summary>{text}</summary>{inner}</details>')
     return "".join(out)
 
 
 def pictures(trace: Trace, drawn: Thumbnails) -> Callable[[str], str]:
-    """What stands for the picture of a digest in the messages of a trace."""
+    """Return a function that renders the image of a digest in the messages of a trace."""
     table = Pictures.of_records(trace.core)
     rows = {digest.tobytes().hex(): row for row, digest in enumerate(table.digest)}
     return lambda digest: drawn.html(table, rows[digest]) if digest in rows else drawn.absent(digest)
@@ -112,47 +115,47 @@ def _message(
 ) -> str:
     role = str(message.get("role", "?"))[:40]
     kind = role if role in ("system", "user", "assistant", "tool") else "other"
-    marks = [role, *([f"reward {number(reward)}"] if reward is not None else []), *(["sampled"] if sampled else [])]
+    labels = [role, *([f"reward {number(reward)}"] if reward is not None else []), *(["sampled"] if sampled else [])]
     name = message.get("name") or message.get("tool_call_id")
-    marks += [str(name)[:80]] if name else []
-    said = message_parts(message)
+    labels += [str(name)[:80]] if name else []
+    contents = message_parts(message)
     calls = "".join(_call(name, arguments, whole) for name, arguments in tool_calls(message))
-    body = f'<div class="said">{folded(said, index, 0, whole, show)}</div>' if said else ""
-    return f'<article class="{kind}"><h4>{escape(" · ".join(marks))}</h4>{body}{calls}</article>'
+    body = f'<div class="said">{folded(contents, index, 0, whole, show)}</div>' if contents else ""
+    return f'<article class="{kind}"><h4>{escape(" · ".join(labels))}</h4>{body}{calls}</article>'
 
 
 def folded(said: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
-    """What is said from character `start` on, at most `whole` of them, and a button that asks for more.
+    """Return at most `whole` characters of a message from `start` on, with a button for more.
 
     Args:
-        said: texts and pictures, as `message_parts` gives them.
-        show: what stands for the picture of a digest.
+        said: texts and images, as `message_parts` returns them.
+        show: renders the image of a digest.
     """
     total = sum(len(text) + 1 for text, _ in said) - 1
-    out, at, end = [], 0, min(start + whole, total)
+    out, offset, end = [], 0, min(start + whole, total)
     for text, digest in said:
         if not digest:
-            out.append(escape(f"{text}\n"[max(start - at, 0) : max(end - at, 0)]))
-        elif start <= at < end:
-            out.append(show(digest) + "\n" * (at + len(text) < total))
-        at += len(text) + 1
-    shown, left = "".join(out), total - end
-    if left <= 0:
-        return shown
+            out.append(escape(f"{text}\n"[max(start - offset, 0) : max(end - offset, 0)]))
+        elif start <= offset < end:
+            out.append(show(digest) + "\n" * (offset + len(text) < total))
+        offset += len(text) + 1
+    visible_html, remaining = "".join(out), total - end
+    if remaining <= 0:
+        return visible_html
     return (
-        f'{shown}<button class="more" data-message="{index}" data-start="{start + whole}">'
-        f"{left:,} more characters</button>"
+        f'{visible_html}<button class="more" data-message="{index}" data-start="{start + whole}">'
+        f"{remaining:,} more characters</button>"
     )
 
 
 def _call(name: str, arguments: str, whole: int) -> str:
-    """A call as a call: `price(item='lamp')`."""
+    """Return a tool call written like a function call: `price(item='lamp')`."""
     try:
-        told = json.loads(arguments) if len(arguments) < whole else None
+        parsed = json.loads(arguments) if len(arguments) < whole else None
     except (ValueError, RecursionError):
-        told = None
-    if isinstance(told, dict):
-        inner = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in told.items())
+        parsed = None
+    if isinstance(parsed, dict):
+        inner = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in parsed.items())
     else:
         inner = arguments
     more = f" … {len(inner) - whole:,} more characters" if len(inner) > whole else ""
@@ -160,7 +163,7 @@ def _call(name: str, arguments: str, whole: int) -> str:
 
 
 def aligned(trace: Trace, tokenizer: Tokenizer) -> tuple[Shown | None, str]:
-    """The tokens of a record as training would take them; and why not, where it cannot."""
+    """Return the tokens of a record as training would use them. If that fails, return None and the reason."""
     try:
         return Shown(None, align(trace, tokenizer, lenient=True)), ""
     except TracegradError as error:
@@ -168,7 +171,7 @@ def aligned(trace: Trace, tokenizer: Tokenizer) -> tuple[Shown | None, str]:
 
 
 def tokens(shown: Shown, token_bytes: Callable[[int], bytes], at: int, drawn: Thumbnails | None = None) -> str:
-    """The tokens of a trace, laid over by its step number `at` (an index into `shown.steps`)."""
+    """Return the tokens of a trace as HTML, with the values of step `at` (an index into `shown.steps`)."""
     sequences = shown.sequences
     values = _values(sequences, shown.steps[at] if shown.steps else None)
     writer = Writer(sequences, values, token_bytes, np.flatnonzero(values.term), numbered=True, drawn=drawn)
@@ -196,16 +199,16 @@ def _values(sequences: Sequences, step: StepTerms | None) -> PerToken:
 
 
 def history(shown: Shown) -> str:
-    """What became of a trace step by step, a row each."""
+    """Return a table of the trace's values, with one row per step."""
     heads = ("step", "advantage", "mean ratio", "mean weight", "kept", "clipped", "entropy", "pull")
     rows = []
     for index, step in enumerate(shown.steps):
         v = step.values
-        known = np.isfinite(v["ratio"])
+        has_ratio = np.isfinite(v["ratio"])
         pull = float(np.abs(np.nan_to_num(v["gradient"])).sum())
         cells = [
             number(_mean(v["advantages"])),
-            number(_mean(v["ratio"][known])),
+            number(_mean(v["ratio"][has_ratio])),
             number(_mean(v["weight"])),
             percent(float(step.keep.mean())),
             percent(float((step.why == CLIPPED).mean())),
@@ -220,24 +223,26 @@ def history(shown: Shown) -> str:
 
 
 def _mean(values: Any) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def findings(sequences: Sequences) -> str:
-    """The drift of one trace in words."""
+    """Return the alignment mismatches of one trace as a list."""
     drift = sequences.drift
     lines = []
     for row in range(min(len(drift), 50)):
         reason = drift.reasons[int(drift.reason[row])].replace("_", " ")
         turn, count = int(drift.turn[row]), int(drift.count[row])
-        where = f"turn {turn}" if turn >= 0 else "the trace"
-        lines.append(f"<li><b>{escape(reason)}</b> {where}, {count:,} tokens: {escape(drift.detail[row][:300])}</li>")
+        location = f"turn {turn}" if turn >= 0 else "the trace"
+        lines.append(
+            f"<li><b>{escape(reason)}</b> {location}, {count:,} tokens: {escape(drift.detail[row][:300])}</li>"
+        )
     return f'<ul class="drift">{"".join(lines)}</ul>' if lines else ""
 
 
 def python(path: str, place: int, trace_id: str, *, model: str | None, run: str | None, token: int | None) -> str:
-    """The lines that give the same in Python."""
+    """Return Python code that loads the same trace and tokens."""
     lines = ["import tracegrad as tg"]
     if path:
         lines += [f"trace = tg.read({path!r}, limit={place + 1}, on_error='skip')[{place}]"]
@@ -258,5 +263,5 @@ def python(path: str, place: int, trace_id: str, *, model: str | None, run: str 
 
 
 def shell(paths: list[str], model: str | None) -> str:
-    """The command that opens the page again."""
+    """Return the command that opens the page again."""
     return shlex.join(["tracegrad", "view", *map(redacted, paths), *(["--model", model] if model else [])])

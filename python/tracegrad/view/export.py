@@ -1,6 +1,6 @@
-"""A chosen set of traces as one page that opens without a server: the same scripts, and data in place of addresses.
+"""Export selected traces as one page that works without a server. It uses the same scripts, with embedded data.
 
-The page allows the scripts that it was written with, by their hashes, and nothing else: not what a trace says.
+The content security policy allows only the page's own scripts, by their hashes. A trace cannot add any.
 """
 
 import base64
@@ -22,15 +22,18 @@ from tracegrad.view.html import SCRIPTS, page, style
 from tracegrad.view.loaded import NAMES, Session
 
 MOST = 2000
-_MOST_TEXT = 20_000  # characters of one trace that its search reads
-_WHOLE = 20_000  # characters of a message
+_MOST_TEXT = 20_000  # Searchable characters per trace.
+_WHOLE = 20_000  # Characters shown per message.
 
 
 def page_of(session: Session, rows: Sequence[int]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        rows: of the index, in the order in which they are listed.
+        rows: rows of the index, in the order of the list.
+
+    Raises:
+        ArgumentError: if there are no rows, more than `MOST`, or an unknown row.
     """
     if not 0 < len(rows) <= MOST:
         raise ArgumentError(
@@ -42,25 +45,26 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
     blocks = [_block("data", _data(session, rows, {row: number for number, row in enumerate(rows)}))]
     drawn = Thumbnails(drawn=session.drawn)
     for number, row in enumerate(rows):
-        told = pieces.trace(session, row, whole=_WHOLE, drawn=drawn)
-        blocks.append(_block(f"trace-data-{number}", {**told, "n": number}))
+        fields = pieces.trace(session, row, whole=_WHOLE, drawn=drawn)
+        blocks.append(_block(f"trace-data-{number}", {**fields, "n": number}))
     scripts = [pieces.read(name) for name in SCRIPTS]
-    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
-    look = style()
-    policy = f"default-src 'none'; script-src {allowed}; style-src '{_hash(look)}'; base-uri 'none'; form-action 'none'"
+    hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
+    css = style()
+    policy = f"default-src 'none'; script-src {hashes}; style-src '{_hash(css)}'; base-uri 'none'; form-action 'none'"
     policy += "; img-src data:" * drawn.any
-    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{look}</style>'
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{css}</style>'
     return page("".join([*blocks, *(f"<script>{script}</script>" for script in scripts)]), head) + "\n"
 
 
 def write(session: Session, rows: Sequence[int], path: Path) -> int:
-    """Writes the page, whole or not at all; returns its bytes.
+    """Write the page, completely or not at all, and return its size in bytes.
 
     Raises:
+        ArgumentError: if `path` is an input, or the rows cannot be exported.
         ReadError: if it cannot be written.
     """
-    of_runs = [file for run in session.runs for file in run.iterdir()]
-    files.check_not_read([path], [*(source.path for source in session.sources), *of_runs], "--export")
+    run_files = [file for run in session.runs for file in run.iterdir()]
+    files.check_not_read([path], [*(source.path for source in session.sources), *run_files], "--export")
     try:
         files.check(path)
         text = page_of(session, rows).encode("utf-8", "replace")
@@ -71,16 +75,16 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
 
 
 def chosen(session: Session, where: Sequence[str], search: str, sort: str, limit: int) -> list[int]:
-    """Rows that a command line asks for.
+    """Return the rows that the flags of a command select.
 
     Args:
-        where: conditions such as `reward<0.5` or `tool:price`, all of which hold.
-        search: text that is in them.
-        sort: a column, the largest first; with `:up` behind it the smallest. What is not known comes last.
-        limit: at most so many, 1 or more.
+        where: conditions such as `reward<0.5` or `tool:price`. All must hold.
+        search: text that the traces contain.
+        sort: a column, the largest first, or with `:up` the smallest first. Unknown values come last.
+        limit: maximum number of rows, at least 1.
 
     Raises:
-        ArgumentError: for a column that there is not, or a limit of none.
+        ArgumentError: for an unknown column, or a limit below 1.
     """
     if limit < 1:
         raise ArgumentError(f"--limit {str(limit)[:20]}: no trace would be written. Give 1 or more.")
@@ -91,13 +95,13 @@ def chosen(session: Session, where: Sequence[str], search: str, sort: str, limit
     for condition in where:
         keep &= _holds(session, columns, condition)
     if search:
-        found = find(str(session.indexer.path), search, False, seconds=math.inf, most=session.rows + 1)
-        keep &= np.isin(np.arange(session.rows), found.rows)
+        matches = find(str(session.indexer.path), search, False, seconds=math.inf, most=session.rows + 1)
+        keep &= np.isin(np.arange(session.rows), matches.rows)
     rows = np.flatnonzero(keep)
     if sort:
-        name, _, up = sort.partition(":")
+        name, _, ascending = sort.partition(":")
         column = _column(columns, name)[rows]
-        rows = rows[np.argsort(column if up else -column, kind="stable")]
+        rows = rows[np.argsort(column if ascending else -column, kind="stable")]
     return rows[:limit].tolist()
 
 
@@ -123,10 +127,13 @@ def _column(columns: dict[str, Any], name: str) -> Any:
     return columns[name]
 
 
-def _data(session: Session, rows: Sequence[int], known: dict[int, int]) -> dict[str, Any]:
+def _data(session: Session, rows: Sequence[int], numbers_of_rows: dict[int, int]) -> dict[str, Any]:
     state = session.state() | {"rows": len(rows), "done": True, "problems": []}
     names = [name for name, _ in state["tags"]]
-    tagged = {name: [known[row] for row in session.tagged(name).tolist() if row in known] for name in names}
+    tagged = {
+        name: [numbers_of_rows[row] for row in session.tagged(name).tolist() if row in numbers_of_rows]
+        for name in names
+    }
     state["tags"] = [(name, len(tagged[name])) for name in names if tagged[name]]
     columns = {
         name: [None if value != value else float(value) for value in column[list(rows)].tolist()]
@@ -139,12 +146,14 @@ def _data(session: Session, rows: Sequence[int], known: dict[int, int]) -> dict[
     for row in rows:
         name = labels[row]["group"]
         if name and name not in groups:
-            own = {other: known[other] for other in session.group(row, pieces.MOST) if other in known}
-            groups[name] = pieces.side_by_side(session, own) if len(own) > 1 else ""
+            members = {
+                other: numbers_of_rows[other] for other in session.group(row, pieces.MOST) if other in numbers_of_rows
+            }
+            groups[name] = pieces.side_by_side(session, members) if len(members) > 1 else ""
     return {
         "state": state,
         "columns": columns,
-        "tagged": {name: found for name, found in tagged.items() if found},
+        "tagged": {name: numbers for name, numbers in tagged.items() if numbers},
         "rows": [{**labels[row], "n": number} for number, row in enumerate(rows)],
         "texts": [session.text(row)[:_MOST_TEXT] for row in rows],
         "groups": groups,
@@ -153,7 +162,7 @@ def _data(session: Session, rows: Sequence[int], known: dict[int, int]) -> dict[
 
 
 def _block(name: str, value: Any) -> str:
-    """Data inside a page: nothing in it can end the element that it stands in."""
+    """Return data as a script element. Nothing in it can close the element."""
     text = json.dumps(value, ensure_ascii=True)
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")

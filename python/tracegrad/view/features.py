@@ -1,7 +1,7 @@
-"""What the list shows of a trace, and what its search reads: numbers, tags and text, from its record alone.
+"""Extract index entries from traces: numbers, tags and text, from the record alone.
 
-Here are rows for `database` from a batch of `Traces`; with a tokenizer also the tier and the drift of `align`. Called
-by `indexer`.
+`rows_of` returns rows for `database` from a batch of `Traces`. With a tokenizer, they include the level and the
+mismatches of `align`.
 """
 
 import json
@@ -20,40 +20,40 @@ from tracegrad.data.codes import NO_TIER, TIERS
 from tracegrad.data.trace import Traces
 from tracegrad.view.database import Row
 
-_HANDLE = re.compile("blake3:([0-9a-f]{64})")  # what reading puts in the place of a picture
-_HEAD = 160  # characters of the line in the list
-_MOST_TEXT = 4 << 20  # characters of one trace that are searched
+_HANDLE = re.compile("blake3:([0-9a-f]{64})")  # Reading replaces an image by this handle.
+_HEAD = 160  # Characters of the line in the list.
+_MOST_TEXT = 4 << 20  # Searchable characters per trace.
 
 
 class Codes:
-    """Numbers for names, in the order in which they come."""
+    """Integer codes for names, in order of first use."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._codes = {name: code for code, name in enumerate(names)}
 
     def of(self, name: str) -> int:
-        """The number of a name, a new one where it was not seen before."""
+        """Return the code of a name. A new name gets the next code."""
         return self._codes.setdefault(name, len(self._codes))
 
 
 def rows_of(traces: Traces, source: int, first: int, groups: Codes, tokenizer: Tokenizer | None) -> list[Row]:
-    """Rows of a batch of traces.
+    """Return the rows of a batch of traces.
 
     Args:
-        source: number of the file that they are of.
-        first: place of the first one in it.
-        groups: gives group names their codes; a trace without a group is one of its own.
-        tokenizer: to align with; without one `tier` says what is recorded, and `drift` is not known.
+        source: number of their source.
+        first: index of the first one in the source.
+        groups: assigns codes to group names. A trace without a group gets a group of its own.
+        tokenizer: used for alignment. Without one, `tier` follows from the recorded fields, and `drift` is NaN.
     """
     table = _Generations(traces)
     tiers, reasons = _aligned(traces, tokenizer) if tokenizer is not None else (table.tier, {})
     out: list[Row] = []
     for row in range(len(traces)):
         trace = traces[row]
-        text, head, tools, calls = _said(trace.pool)
+        text, head, tools, calls = _text_features(trace.pool)
         group = trace.group
         name = f"{source}:{first + row} alone" if group is None else group
-        found = reasons.get(row, ())
+        trace_reasons = reasons.get(row, ())
         tier = tiers[row]
         numbers = (
             math.nan if trace.reward is None else trace.reward,
@@ -63,12 +63,12 @@ def rows_of(traces: Traces, source: int, first: int, groups: Codes, tokenizer: T
             calls,
             len(text),
             tier,
-            math.nan if tokenizer is None else len(found),
+            math.nan if tokenizer is None else len(trace_reasons),
             table.version[row],
             groups.of(name),
             source,
         )
-        tags = {f"tool:{tool}" for tool in tools} | {f"drift:{reason}" for reason in found}
+        tags = {f"tool:{tool}" for tool in tools} | {f"drift:{reason}" for reason in trace_reasons}
         if not math.isnan(tier):
             tags.add(f"tier:{TIERS[int(tier)]}")
         out.append(Row(trace.id, group or "", head, first + row, text[:_MOST_TEXT], numbers, tuple(tags), trace.record))
@@ -76,43 +76,46 @@ def rows_of(traces: Traces, source: int, first: int, groups: Codes, tokenizer: T
 
 
 class _Generations:
-    """What the generations of each trace have together, [R] each."""
+    """Values aggregated over the generations of each trace, [R] each."""
 
     def __init__(self, traces: Traces) -> None:
-        found, count = traces.core.columns(), len(traces)
-        owner = np.asarray(found["trace"])
+        columns, count = traces.core.columns(), len(traces)
+        owner = np.asarray(columns["trace"])
         self.turns = np.bincount(owner, minlength=count).astype(float)
-        self.tokens = np.bincount(owner, np.asarray(found["tokens"], float), minlength=count)
-        version = np.asarray(found["version"], float)
+        self.tokens = np.bincount(owner, np.asarray(columns["tokens"], float), minlength=count)
+        version = np.asarray(columns["version"], float)
         self.version = _least(owner, np.where(version < 0, math.nan, version), count)
-        has_ids, has_prompt = np.asarray(found["ids"]) > 0, np.asarray(found["prompt_ids"]) > 0
-        listed = np.asarray(found["logprobs"]) > 0
-        tier = np.where(has_ids & has_prompt, 0.0, np.where(has_ids, 1.0, np.where(listed, 2.0, 6.0)))
+        has_ids, has_prompt = np.asarray(columns["ids"]) > 0, np.asarray(columns["prompt_ids"]) > 0
+        has_logprobs = np.asarray(columns["logprobs"]) > 0
+        tier = np.where(has_ids & has_prompt, 0.0, np.where(has_ids, 1.0, np.where(has_logprobs, 2.0, 6.0)))
         self.tier = -_least(owner, -tier, count)
 
 
 def _least(owner: NDArray[Any], values: NDArray[Any], count: int) -> NDArray[np.float64]:
-    """[count] the least of each owner's values, NaN without any."""
+    """Return [count] the minimum of each owner's values, NaN without any."""
     out = np.full(count, np.inf)
-    known = ~np.isnan(values)
-    np.minimum.at(out, owner[known], values[known])
+    valid = ~np.isnan(values)
+    np.minimum.at(out, owner[valid], values[valid])
     return np.where(np.isinf(out), math.nan, out)
 
 
 def _aligned(traces: Traces, tokenizer: Tokenizer) -> tuple[NDArray[np.float64], dict[int, set[str]]]:
-    """Worst tier of each trace, and names of its drift reasons; a trace that cannot be aligned has no tier."""
+    """Return the worst level of each trace, and the names of its mismatch reasons.
+
+    A trace that cannot be aligned has level NaN.
+    """
     sequences = align(traces, tokenizer, on_error="skip", lenient=True)
     lost = set(sequences.drift.left_out)
     kept = [row for row in range(len(traces)) if row not in lost]
     tier, reasons = of_sequences(sequences)
     out = np.full(len(traces), math.nan)
     out[kept] = tier
-    named = {kept[row]: found for row, found in reasons.items()}
-    return out, named | {row: {"could not be aligned"} for row in lost}
+    reasons_by_row = {kept[row]: names for row, names in reasons.items()}
+    return out, reasons_by_row | {row: {"could not be aligned"} for row in lost}
 
 
 def of_sequences(sequences: Sequences) -> tuple[NDArray[np.float64], dict[int, set[str]]]:
-    """[R] worst tier, NaN without a sampled token, and the names of each trace's drift reasons."""
+    """Return [R] the worst level (NaN without a sampled token), and the names of each trace's mismatch reasons."""
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     tier = np.where(sequences.tier == NO_TIER, math.nan, sequences.tier.astype(float))
     reasons: dict[int, set[str]] = {}
@@ -121,8 +124,8 @@ def of_sequences(sequences: Sequences) -> tuple[NDArray[np.float64], dict[int, s
     return -_least(owner, -tier, sequences.traces), reasons
 
 
-def _said(messages: list[dict[str, Any]]) -> tuple[str, str, set[str], int]:
-    """All that is said, the beginning of the last user message, the names of called tools, and how many calls."""
+def _text_features(messages: list[dict[str, Any]]) -> tuple[str, str, set[str], int]:
+    """Return the joined text, the beginning of the last user message, names of called tools, and number of calls."""
     parts: list[str] = []
     head, tools, calls = "", set(), 0
     for message in messages:
@@ -138,14 +141,14 @@ def _said(messages: list[dict[str, Any]]) -> tuple[str, str, set[str], int]:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Reasoning and content of a message as text; parts that are no text by their kind."""
+    """Return reasoning and content of a message as text. Parts that are not text are named by their type."""
     return "\n".join(text for text, _ in message_parts(message))
 
 
 def message_parts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The texts of `message_text`, each with the digest (64 hexadecimal digits) of the picture that it stands for."""
-    said = [message.get(name) for name in ("reasoning_content", "reasoning")]
-    parts = [(next((text for text in said if isinstance(text, str) and text), ""), "")]
+    """Return the parts of `message_text`, each with the digest of its image (64 hexadecimal digits) or ""."""
+    reasoning = [message.get(name) for name in ("reasoning_content", "reasoning")]
+    parts = [(next((text for text in reasoning if isinstance(text, str) and text), ""), "")]
     content = message.get("content")
     if isinstance(content, str):
         parts.append((content, ""))
@@ -161,13 +164,13 @@ def message_parts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def tool_calls(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, arguments as they were written) of the calls of a message."""
-    found = []
+    """Return (name, arguments as recorded) of the tool calls of a message."""
+    result = []
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
-        inner = call.get("function", call) if isinstance(call, Mapping) else {}
-        inner = inner if isinstance(inner, Mapping) else {}
-        arguments = inner.get("arguments", "")
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        function = function if isinstance(function, Mapping) else {}
+        arguments = function.get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        found.append((str(inner.get("name", "")), text))
-    return found
+        result.append((str(function.get("name", "")), text))
+    return result

@@ -1,4 +1,4 @@
-"""The page itself: one skeleton, its scripts and styles; what is shown comes later."""
+"""Build the page itself: the skeleton, its scripts and its styles. The scripts load the content."""
 
 from collections.abc import Callable
 from importlib.resources import files
@@ -17,13 +17,13 @@ SCRIPTS = (
     "runs.js",
     "main.js",
 )
-"""In the order in which they are run; each is a plain script that adds to `window.tracegrad`."""
+"""The scripts in the order in which they run. Each is a plain script that adds to `window.tracegrad`."""
 
 
 def style() -> str:
-    """The report's style, with the page's own behind it, and the colours of the overlays."""
-    own = files("tracegrad.view").joinpath("static/view.css").read_text("utf-8")
-    return files("tracegrad.report").joinpath("style.css").read_text("utf-8") + own + colours(_OVERLAYS)
+    """Return the report's style, followed by the page's own style and the colours of the overlays."""
+    page_style = files("tracegrad.view").joinpath("static/view.css").read_text("utf-8")
+    return files("tracegrad.report").joinpath("style.css").read_text("utf-8") + page_style + colours(_OVERLAYS)
 
 
 _OVERLAYS = {
@@ -39,7 +39,7 @@ STYLES: dict[str, Callable[[], str]] = {"view.css": style}
 
 
 def page(scripts: str = "", head: str = "") -> str:
-    """The skeleton."""
+    """Return the HTML of the skeleton."""
     links = "".join(f'<script src="static/{name}" defer></script>' for name in SCRIPTS)
     modes = "".join(
         f'<input type="radio" name="mode" id="by-{name}"{" checked" * (name == "pull")}>'

@@ -1,7 +1,7 @@
-"""Fills the index in a thread while the page is already open, and goes on as files grow.
+"""Fill the index in a background thread while the page is open, and continue as files grow.
 
-What is read stays as it is: the index stands in a folder of its own. Traces first, so that the list is there within a
-second; their trigrams after each tenth thousand.
+Inputs are never changed: the index is in a folder of its own. Traces are added first, so that the list appears within a
+second. Trigrams follow after every 10,000 traces.
 """
 
 import hashlib
@@ -28,21 +28,21 @@ _MOST_TAIL = 64 << 20
 
 
 class Indexer:
-    """The index of some sources, as far as it has come.
+    """The index of some sources, filled in the background.
 
     Args:
-        sources: what is read, in order.
-        folder: where the index stands; made, readable by its owner alone.
-        tokenizer: to align with and to spell tokens by, where there is one.
-        sets: what prepared shards and runs hold as tokens.
-        map: where records hold what a trace needs.
+        sources: the sources to read, in order.
+        folder: folder of indexes. It is created, readable only by its owner.
+        tokenizer: used for alignment and for the text of tokens, if given.
+        sets: tokens of prepared shards and runs.
+        map: where records store the fields of a trace.
 
     Attributes:
-        path: of the index.
-        rows: how many traces are in it.
-        done: whether all that was there is in it; new traces may still come.
-        aligned: whether tier and drift are those of `align`.
-        problems: what could not be read, one line each.
+        path: path of the index.
+        rows: number of indexed traces.
+        done: whether everything that existed at the start is indexed. New traces may still arrive.
+        aligned: whether level and mismatches come from `align`.
+        problems: inputs that could not be read, one line each.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Indexer:
         self.aligned = tokenizer is not None
         self._groups, self._ends, self._places = Codes(), {}, {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="index", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="index", daemon=True)
         self._database = database.connect(self.path, write=True)
         self.done = database.told(self._database, "done") == "1"
         self.rows = int(database.told(self._database, "rows") or 0)
@@ -66,68 +66,68 @@ class Indexer:
             self._ends.update((path, path.stat().st_size) for path in files if _grows(path))
 
     def start(self) -> None:
-        """Begins, where the index is not whole from before."""
+        """Start indexing, and then watch for new traces."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; an index that is not whole is thrown away."""
+        """End the thread. An incomplete index is removed."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        whole = database.told(self._database, "done") == "1" and self._gramed == self.rows
+        is_complete = database.told(self._database, "done") == "1" and self._gramed == self.rows
         self._database.close()
-        self._place.close(keep=whole)
+        self._place.close(keep=is_complete)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             if not self.done:
                 for number, source in enumerate(self._sources):
-                    self._guarded(source.name, lambda n=number, s=source: self._take(n, s))
+                    self._reporting_errors(source.name, lambda n=number, s=source: self._read_all(n, s))
                 self._all_grams()
                 self.done = not self._stop.is_set()
                 if self.done and not any(source.kind in ("frames", "terms") for source in self._sources):
                     database.tell(self._database, "done", 1)
             while not self._stop.wait(_LOOK_S):
                 for number, source in enumerate(self._sources):
-                    self._guarded(source.name, lambda n=number, s=source: self._more(n, s))
+                    self._reporting_errors(source.name, lambda n=number, s=source: self._read_new(n, s))
                 self._all_grams()
-        except Exception as error:  # the page says so; a thread that ends without a word would not
+        except Exception as error:  # Report the error on the page instead of ending silently.
             self.problems.append(f"the index ended: {shown(f'{type(error).__name__}: {error}'[:300])}")
             self.done = True
 
-    def _guarded(self, name: str, work: Callable[[], None]) -> None:
+    def _reporting_errors(self, name: str, step: Callable[[], None]) -> None:
         try:
-            work()
+            step()
         except TracegradError as error:
             line = f"{name}: {shown(str(error))[:300]}"
             if line not in self.problems:
                 self.problems.append(line)
 
-    def _take(self, number: int, source: Source) -> None:
+    def _read_all(self, number: int, source: Source) -> None:
         if source.kind in ("frames", "shards", "terms"):
-            self._more(number, source)
+            self._read_new(number, source)
             return
         assert source.place is not None
         size = source.place.size
-        found = stream(source.place.path, map=self._map, batch=_BATCH, on_error="skip")
-        for traces in found:
+        batches = stream(source.place.path, map=self._map, batch=_BATCH, on_error="skip")
+        for traces in batches:
             self._add(number, traces)
             if self._stop.is_set():
                 return
-        report = found.read_report
+        report = batches.read_report
         if report.bad:
             first = shown("; ".join(report.errors[:1]))[:300]
             self.problems.append(f"{source.name}: {report.bad:,} bad records left out, the first: {first}")
         self._ends[source.path] = size if self._map == Map() and _grows(source.path) else -1
 
-    def _more(self, number: int, source: Source) -> None:
-        """What has come since the last look."""
+    def _read_new(self, number: int, source: Source) -> None:
+        """Add what arrived since the last check."""
         if source.kind == "frames":
             for traces in self._frames(source.path):
                 self._add(number, traces)
         elif source.kind in ("shards", "terms"):
             for row in self._sets.rows(source, number, self._groups):
-                self._put(row)
+                self._store(row)
         elif (end := self._ends.get(source.path, -1)) >= 0:
             lines, self._ends[source.path] = _tail(source.path, end)
             if lines:
@@ -143,10 +143,10 @@ class Indexer:
 
     def _add(self, number: int, traces: Traces) -> None:
         first = self._places.get(number, 0)
-        self._put(rows_of(traces, number, first, self._groups, self._tokenizer))
+        self._store(rows_of(traces, number, first, self._groups, self._tokenizer))
         self._places[number] = first + len(traces)
 
-    def _put(self, rows: list[database.Row]) -> None:
+    def _store(self, rows: list[database.Row]) -> None:
         if not rows:
             return
         database.add(self._database, self.rows, rows)
@@ -165,7 +165,7 @@ class Indexer:
 
 
 def _grows(path: Path) -> bool:
-    """Whether a file is one of plain lines, to which more may be added."""
+    """Return whether a file has plain lines of JSON, to which more may be appended."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with open(path, "rb") as file:
@@ -176,18 +176,18 @@ def _grows(path: Path) -> bool:
 
 
 def _tail(path: Path, end: int) -> tuple[list[bytes], int]:
-    """Whole lines behind a byte, and where they end."""
+    """Return the complete lines after a byte offset, and the offset of their end."""
     if path.stat().st_size <= end:
         return [], end
     with open(path, "rb") as file:
         file.seek(end)
         data = file.read(_MOST_TAIL)
-    whole = data.rfind(b"\n") + 1
-    return [line for line in data[:whole].splitlines() if line.strip()], end + whole
+    complete = data.rfind(b"\n") + 1
+    return [line for line in data[:complete].splitlines() if line.strip()], end + complete
 
 
 def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, map: Map) -> str:
-    """Return what names the index of these sources, as they are now."""
+    """Return the key of an index, which depends on the current state of its sources."""
     parts = [f"{source.kind} {source.path.resolve()} {_stamp(source)}" for source in sources]
     text = "\n".join([*parts, str(map), "" if tokenizer is None else "aligned"])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -196,5 +196,5 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, map: Map) -> st
 def _stamp(source: Source) -> str:
     if source.place is not None:
         return f"{source.place.kind} {source.place.size} {source.place.modified}"
-    found = source.path.stat()
-    return f"{found.st_size} {found.st_mtime_ns}"
+    status = source.path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"

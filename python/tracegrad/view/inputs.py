@@ -1,6 +1,6 @@
-"""What the paths of a user hold: trace files, folders that grow, prepared shards, runs.
+"""Find the contents of user paths: trace files, growing folders, prepared shards, and runs.
 
-Nothing is read here but the names of files. Called by `indexer` and `app`.
+Only names of files are read.
 """
 
 from collections.abc import Iterable
@@ -13,19 +13,19 @@ from tracegrad.errors import ReadError, redacted
 from tracegrad.storage import manifest
 
 TRACES = "played"
-"""Folder of a run in which its trajectories stand as they were played, as `tracegrad online` names it."""
+"""Subfolder of a run with its recorded trajectories, as `tracegrad online` names it."""
 _OF_RUN = ("metrics.jsonl", "run.json", "config.toml")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where traces come from.
+    """A source of traces.
 
     Args:
-        kind: "file", a growing folder of "frames", prepared "shards", or the "terms" of a run.
+        kind: "file", a growing folder of "frames", prepared "shards", or the "terms" (per-token values) of a run.
         path: the file or folder.
-        run: the folder of the run that it is of.
-        place: of a file, as `data.sources` names it: also an address, or standard input.
+        run: folder of the run that it belongs to, or None.
+        place: for a file, its description by `data.sources`, which may be an address or standard input.
     """
 
     kind: Literal["file", "frames", "shards", "terms"]
@@ -35,35 +35,35 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the page calls it."""
+        """Return its name on the page."""
         if self.place is not None and self.place.kind == "address":
             return redacted(self.place.path).rpartition("/")[2]
         return self.path.name if self.run is None else f"{self.run.name}/{self.path.name}"
 
 
 def find(paths: Iterable[str | Path]) -> tuple[list[Source], list[Path]]:
-    """Sources and runs of all paths.
+    """Return the sources and the runs of all paths.
 
     Raises:
-        ReadError: for a path that is not there, or a folder without traces, prepared shards and runs.
+        ReadError: for a missing path, or a folder without traces, prepared shards and runs.
     """
     sources: list[Source] = []
     runs: list[Path] = []
     for path in paths:
         folder = Path(path)
-        found, own = _of_folder(folder) if folder.is_dir() else (_files(str(path)), [])
-        sources += [source for source in found if source not in sources]
-        runs += [run for run in own if run not in runs]
+        new_sources, new_runs = _of_folder(folder) if folder.is_dir() else (_files(str(path)), [])
+        sources += [source for source in new_sources if source not in sources]
+        runs += [run for run in new_runs if run not in runs]
     return sources, runs
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is the `--out` of a run."""
+    """Return whether a folder is the `--out` of a run."""
     return any((folder / name).is_file() for name in _OF_RUN) and not (folder / "prepare.json").is_file()
 
 
 def of_run(run: Path) -> list[Source]:
-    """What a run has left by now: its trajectories, its terms."""
+    """Return the current sources of a run: its trajectories and its per-token values."""
     frames = [Source("frames", run / TRACES, run)] if any((run / TRACES).glob("*.jsonl.zst")) else []
     return frames + ([Source("terms", run / "terms", run)] if (run / "terms").is_dir() else [])
 
@@ -73,7 +73,7 @@ def _of_folder(folder: Path) -> tuple[list[Source], list[Path]]:
         return of_run(folder), [folder]
     if (folder / manifest.NAME).is_file():
         return [Source("shards", folder)], []
-    runs = [inner for inner in sorted(folder.iterdir()) if inner.is_dir() and is_run(inner)]
+    runs = [subfolder for subfolder in sorted(folder.iterdir()) if subfolder.is_dir() and is_run(subfolder)]
     return ([source for run in runs for source in of_run(run)], runs) if runs else (_files(str(folder)), [])
 
 

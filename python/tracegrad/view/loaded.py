@@ -1,7 +1,4 @@
-"""What is looked at: the index as far as it has come, the tokens behind it, and the runs. No HTTP and no HTML.
-
-Called by `app`, which answers requests, and by `export`.
-"""
+"""Hold the state of a viewer: the index, the tokens of traces, and the runs. This module has no HTTP and no HTML."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -37,16 +34,16 @@ class _Columns:
 
 
 class Session:
-    """Opens paths and indexes them in the background; a context manager.
+    """Opens paths and indexes them in the background. Use it as a context manager.
 
     Args:
-        paths: as a user gives them.
+        paths: paths as the user typed them.
         index: folder of indexes.
-        model: folder of the tokenizer; default the newest checkpoint of a run among the paths.
-        map: where records hold what a trace needs, as for `tg.read`.
+        model: folder of the tokenizer. Default: the newest checkpoint of the runs in `paths`.
+        map: where records store the fields of a trace, as for `tg.read`.
 
     Raises:
-        ReadError: for a path that holds nothing of ours.
+        ReadError: for a path without traces, shards or runs.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Session:
         self.model = str(model) if model else _model_of(self.runs)
         self.tokenizer = Tokenizer.from_pretrained(self.model) if self.model else None
         self.sets = TokenSets(self.tokenizer)
-        # Drift is looked for where a model was named; spelling a run's own tokens needs no alignment.
+        # Align only if the user named a model. A run's own tokens need a tokenizer, but no alignment.
         self.indexer = Indexer(self.sources, index, self.tokenizer if model else None, self.sets, map or Map())
         self._database = database.connect(self.indexer.path)
         self._lock = threading.RLock()
@@ -77,11 +74,11 @@ class Session:
 
     @property
     def rows(self) -> int:
-        """Traces that are in the index by now."""
+        """Return the current number of indexed traces."""
         return self.indexer.rows
 
     def state(self) -> dict[str, Any]:
-        """How far the index has come, and what can be filtered by."""
+        """Return the progress of the index, and the available filters."""
         with self._lock:
             tags = database.tags(self._database)
         return {
@@ -97,83 +94,95 @@ class Session:
         }
 
     def columns(self) -> dict[str, NDArray[np.float32]]:
-        """[R] float32 for each of `NAMES`, all of one moment."""
+        """Return [R] float32 for each of `NAMES`, as one consistent snapshot."""
         with self._lock:
             rows, steps = self.rows, self._steps()
             if (self._columns.rows, self._columns.steps) != (rows, steps):
-                self._columns = _Columns(rows, steps, self._gathered())
+                self._columns = _Columns(rows, steps, self._gather())
             return self._columns.values
 
     def labels(self, wanted: Iterable[int]) -> list[dict[str, Any]]:
-        """id, group and first words of rows."""
+        """Return index, id, group and head of rows."""
         with self._lock:
-            found = database.labels(self._database, wanted)
-        return [{"n": n, "id": name, "group": group, "head": head} for n, name, group, head in found]
+            entries = database.labels(self._database, wanted)
+        return [{"n": n, "id": name, "group": group, "head": head} for n, name, group, head in entries]
 
     def text(self, n: int) -> str:
-        """What a search reads of a row."""
-        self._known(n)
-        with self._lock:
-            return self._database.execute("SELECT text FROM trace WHERE n = ?", (n,)).fetchone()[0]
-
-    def tagged(self, tag: str) -> NDArray[np.int32]:
-        """Rows with a tag."""
-        with self._lock:
-            return database.tagged(self._database, tag)
-
-    def where(self, n: int) -> tuple[str, str, Source, int]:
-        """id, group, source and place in it of a row.
+        """Return the searchable text of a row.
 
         Raises:
             ArgumentError: if there is no such row.
         """
-        self._known(n)
+        self._check_row(n)
         with self._lock:
-            found = self._database.execute("SELECT id, grp, place FROM trace WHERE n = ?", (n,)).fetchone()
-        return found[0], found[1], self.sources[int(self.columns()["source"][n])], found[2]
+            return self._database.execute("SELECT text FROM trace WHERE n = ?", (n,)).fetchone()[0]
+
+    def tagged(self, tag: str) -> NDArray[np.int32]:
+        """Return the rows with a tag."""
+        with self._lock:
+            return database.tagged(self._database, tag)
+
+    def where(self, n: int) -> tuple[str, str, Source, int]:
+        """Return id, group, source of a row, and its index in the source.
+
+        Raises:
+            ArgumentError: if there is no such row.
+        """
+        self._check_row(n)
+        with self._lock:
+            entry = self._database.execute("SELECT id, grp, place FROM trace WHERE n = ?", (n,)).fetchone()
+        return entry[0], entry[1], self.sources[int(self.columns()["source"][n])], entry[2]
 
     def trace(self, n: int) -> Trace | None:
-        """The record of a row; None where only its tokens are at hand."""
-        self._known(n)
+        """Return the trace of a row, or None if only its tokens are available.
+
+        Raises:
+            ArgumentError: if there is no such row.
+        """
+        self._check_row(n)
         with self._lock:
             data = database.record(self._database, n)
         return None if data is None else Traces.from_records([data])[0]
 
     def group(self, n: int, most: int) -> list[int]:
-        """Rows of the group of a row, itself first."""
-        self._known(n)
+        """Return at most `most` rows of a row's group, itself first.
+
+        Raises:
+            ArgumentError: if there is no such row.
+        """
+        self._check_row(n)
         code = self.columns()["group"]
         return [n, *(int(row) for row in np.flatnonzero(code == code[n]) if row != n)][:most]
 
-    def _known(self, n: int) -> None:
+    def _check_row(self, n: int) -> None:
         if not 0 <= n < self.rows:
             raise ArgumentError(f"there is no row {str(n)[:20]}; the index has {self.rows}. Look for it by its id.")
 
     @property
     def drawn(self) -> dict[bytes, tuple[str, str]]:
-        """Pictures that were drawn, by digest, as `report.thumbnails` keeps them; forgotten when they are many."""
+        """Return the cache of thumbnails by digest, for `Thumbnails`. It is emptied when it has too many entries."""
         if len(self._drawn) > _MOST_DRAWN:
             self._drawn = {}
         return self._drawn
 
     def token_bytes(self, token: int) -> bytes:
-        """What an id spells; the number itself where nobody knows."""
+        """Return the bytes of a token id. An unknown id becomes its number in brackets."""
         if token not in self._bytes:
             self._bytes[token] = bytes_of(self.tokenizer, token)
         return self._bytes[token]
 
     def _steps(self) -> int:
-        """Files of steps that all runs have by now."""
+        """Return the current number of step files of all runs."""
         return sum(sum(1 for _ in source.path.glob("step-*")) for source in self.sources if source.kind == "terms")
 
-    def _gathered(self) -> dict[str, NDArray[np.float32]]:
+    def _gather(self) -> dict[str, NDArray[np.float32]]:
         table: dict[str, NDArray[np.float32]] = dict(
             zip(database.COLUMNS, database.numbers(self._database), strict=True)
         )
         version = table.pop("version")
         table["lag"] = np.nanmax(version, initial=0) - version if np.isfinite(version).any() else version
         table["advantage"] = _advantages(table["reward"], table["group"])
-        if any(each.source.kind == "terms" for each in self.sets.sets):
+        if any(token_set.source.kind == "terms" for token_set in self.sets.sets):
             if len(self._names) < len(version):
                 rows = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (len(self._names),))
                 self._names.update(rows)
@@ -184,15 +193,15 @@ class Session:
 
 
 def _advantages(reward: NDArray[np.float32], group: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Reward above the mean of its group; NaN without one."""
-    out, known = np.full(len(reward), np.nan, np.float32), np.isfinite(reward)
-    if known.any():
-        codes = np.unique(group[known], return_inverse=True)[1]
-        out[known] = advantage.group_mean(reward[known], codes, singleton="zero")
+    """Return the reward minus the mean of its group, NaN without a reward."""
+    out, has_reward = np.full(len(reward), np.nan, np.float32), np.isfinite(reward)
+    if has_reward.any():
+        codes = np.unique(group[has_reward], return_inverse=True)[1]
+        out[has_reward] = advantage.group_mean(reward[has_reward], codes, singleton="zero")
     return out
 
 
 def _model_of(runs: Sequence[Path]) -> str | None:
-    """The folder of a tokenizer that a run has left."""
-    found = [path.parent for run in runs for path in run.glob("checkpoint*/tokenizer.json")]
-    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None
+    """Return the folder of the newest tokenizer in the runs' checkpoints, or None."""
+    folders = [path.parent for run in runs for path in run.glob("checkpoint*/tokenizer.json")]
+    return str(max(folders, key=lambda path: path.stat().st_mtime)) if folders else None

@@ -1,4 +1,4 @@
-"""What the page asks for of one trace, put together from the session: used by the server and by the export."""
+"""Build the parts of the page about one trace, for the server and for the export."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tracegrad.view.loaded import Session
 from tracegrad.view.tokens import Shown
 
 MOST = 16
-"""Traces of a group that are shown at once."""
+"""Maximum number of traces of a group that are shown together."""
 _MOST_WORDS = 1200
 
 
@@ -29,48 +29,54 @@ def trace(
     whole: int = detail.FOLD,
     drawn: Thumbnails | None = None,
 ) -> dict[str, Any]:
-    """All of one trace: pieces of HTML, and the lines of Python that give the same.
+    """Return all parts of one trace: pieces of HTML, and Python code that loads the same.
 
     Args:
         n: row of the index.
-        run: name of the run whose steps are shown; the newest one by default.
-        step: which of the steps that had it, the last by default.
-        whole: characters of a message that are given at once.
-        drawn: what stands for pictures, of the page that the pieces are put into; default one for this trace.
+        run: name of the run whose steps are shown. Default: the newest one.
+        step: index of the step among those that trained the trace. Default: the last.
+        whole: number of characters of a message that are shown at first.
+        drawn: thumbnails of the page. Default: new ones for this trace.
+
+    Raises:
+        ArgumentError: if there is no such row.
     """
     drawn = drawn or Thumbnails(drawn=session.drawn)
     name, group_name, source, place = session.where(n)
-    found = session.trace(n)
+    record = session.trace(n)
     sets = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
-    why = ""
+    reason = ""
     if sets:
         shown: Shown | None = session.sets.shown(sets[0], name)
-    elif found is not None and session.tokenizer is not None:
-        shown, why = detail.aligned(found, session.tokenizer)
+    elif record is not None and session.tokenizer is not None:
+        shown, reason = detail.aligned(record, session.tokenizer)
     else:
-        shown, why = None, "Give --model DIR to see its tokens: ids are spelled and aligned by the model's tokenizer."
-    at = len(shown.steps) - 1 if shown and not 0 <= step < len(shown.steps) else step
+        shown, reason = (
+            None,
+            "Give --model DIR to see its tokens: ids are spelled and aligned by the model's tokenizer.",
+        )
+    step_index = len(shown.steps) - 1 if shown and not 0 <= step < len(shown.steps) else step
     values = session.columns()
     numbers = {key: float(column[n]) for key, column in values.items() if key not in ("group", "source")}
-    told = detail.of_trace(found) if found is not None else [("group", group_name or "alone")]
-    told += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
+    facts = detail.of_trace(record) if record is not None else [("group", group_name or "alone")]
+    facts += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
     path = "" if source.kind != "file" else redacted(source.place.path if source.place else source.path)
-    of_run = sets[0].source.run if sets else None
-    code = {"model": session.model, "run": None if of_run is None else str(of_run), "token": None}
+    run_path = sets[0].source.run if sets else None
+    code = {"model": session.model, "run": None if run_path is None else str(run_path), "token": None}
     return {
         "n": n,
         "id": name,
         "group": group_name,
         "source": source.name,
-        "facts": detail.facts([("source", source.name), *told]),
-        "messages": detail.messages(found, whole, drawn) if found is not None else "",
-        "tokens": detail.tokens(shown, session.token_bytes, at, drawn) if shown else "",
+        "facts": detail.facts([("source", source.name), *facts]),
+        "messages": detail.messages(record, whole, drawn) if record is not None else "",
+        "tokens": detail.tokens(shown, session.token_bytes, step_index, drawn) if shown else "",
         "drift": detail.findings(shown.sequences) if shown else "",
-        "why": escape(why),
+        "why": escape(reason),
         "history": detail.history(shown) if shown and shown.steps else "",
         "steps": len(shown.steps) if shown else 0,
-        "step": at,
-        "runs": list(dict.fromkeys(each.source.run.name for each in sets if each.source.run)),
+        "step": step_index,
+        "runs": list(dict.fromkeys(token_set.source.run.name for token_set in sets if token_set.source.run)),
         "python": detail.python(path, place, name, **code),
         "python_token": detail.python(path, place, name, **{**code, "token": 987654321}),
         "shell": detail.shell(session.paths, session.model),
@@ -81,34 +87,44 @@ _MORE = ("advantage", "lag", "pull", "clipped", "masked")
 
 
 def message(session: Session, n: int, index: int, start: int) -> str:
-    """More of a message that was folded."""
-    found = session.trace(n)
-    if found is None or not 0 <= index < len(found.pool) or start < 0:
+    """Return more of a message that was shortened.
+
+    Raises:
+        ArgumentError: if there is no such row or message.
+    """
+    record = session.trace(n)
+    if record is None or not 0 <= index < len(record.pool) or start < 0:
         raise ArgumentError(f"row {n} has no message {index}. There is nothing more to show.")
-    show = detail.pictures(found, Thumbnails(drawn=session.drawn))
-    return detail.folded(message_parts(found.pool[index]), index, start, detail.PART, show)
+    picture_html = detail.pictures(record, Thumbnails(drawn=session.drawn))
+    return detail.folded(message_parts(record.pool[index]), index, start, detail.PART, picture_html)
 
 
 def beside(session: Session, n: int) -> str:
-    """The traces of the group of a row side by side."""
+    """Return the traces of a row's group side by side."""
     return side_by_side(session, {row: row for row in session.group(n, MOST)})
 
 
 def side_by_side(session: Session, rows: Mapping[int, int]) -> str:
-    """Columns of answers of rows, each with the number that it is linked by; what the first one has not is marked."""
-    found = [(number, session.where(row)[0], session.trace(row)) for row, number in rows.items()]
-    traces = [(row, name, trace) for row, name, trace in found if trace is not None]
-    said = [_words(trace) for _, _, trace in traces]
+    """Return the answers of rows in columns, with words marked that differ from the first.
+
+    Args:
+        rows: index row to the number used in links.
+    """
+    all_traces = [(number, session.where(row)[0], session.trace(row)) for row, number in rows.items()]
+    traces = [(row, name, trace) for row, name, trace in all_traces if trace is not None]
+    answers = [_words(trace) for _, _, trace in traces]
     columns = []
-    for (row, name, trace), words in zip(traces, said, strict=True):
+    for (row, name, trace), words in zip(traces, answers, strict=True):
         reward = "no reward" if trace.reward is None else f"reward {number(trace.reward)}"
         head = f'<h4><a href="#trace-{row}">{escape(name[:80])}</a> <small>{reward}</small></h4>'
-        columns.append(f'<article class="beside">{head}<div class="said">{_marked(said[0], words)}</div></article>')
+        columns.append(
+            f'<article class="beside">{head}<div class="said">{_mark_differences(answers[0], words)}</div></article>'
+        )
     return f'<div class="columns">{"".join(columns)}</div>'
 
 
 def _words(trace: Trace) -> list[str]:
-    """What was sampled, word by word, calls as calls."""
+    """Return the sampled text of a trace split into words, with tool calls written like function calls."""
     parts = []
     for generation in trace.generations:
         message = trace.pool[generation.message]
@@ -117,8 +133,8 @@ def _words(trace: Trace) -> list[str]:
     return re.findall(r"[^\W_]*[\W_]|[^\W_]+", "\n\n".join(parts)[:40_000])[:_MOST_WORDS]
 
 
-def _marked(first: list[str], words: list[str]) -> str:
-    """Words, those that the first has not in `<mark>`; what is lacking is a sign."""
+def _mark_differences(first: list[str], words: list[str]) -> str:
+    """Return words with those that the first text lacks in `<mark>`. A sign stands for missing words."""
     out = []
     for kind, _, _, start, stop in SequenceMatcher(None, first, words, autojunk=False).get_opcodes():
         text = escape("".join(words[start:stop]))
@@ -130,5 +146,5 @@ def _marked(first: list[str], words: list[str]) -> str:
 
 
 def read(name: str) -> str:
-    """A file of the page: scripts and styles, as they stand in the package."""
+    """Return a script or style file of the page."""
     return (Path(__file__).parent / "static" / name).read_text("utf-8")

@@ -1,6 +1,6 @@
-"""The folder of an index: one viewer at a time builds there, and another one meanwhile in a folder of its own.
+"""Lock the folder of an index. A second viewer of the same inputs gets a temporary folder.
 
-A folder is locked as long as a viewer uses it; what a viewer that was killed has left is removed by the next one.
+The lock lasts as long as the viewer. The next viewer removes temporary folders of killed viewers.
 """
 
 import contextlib
@@ -18,28 +18,28 @@ _LOCK = "lock"
 
 
 class Place:
-    """Takes the folder `folder/key`, or one beside it where another viewer has it.
+    """The folder `folder/key`, or a temporary folder next to it if another viewer uses that one.
 
     Attributes:
-        path: of the index, which is there if it is whole.
+        path: path of the index. The file exists if it is complete.
 
     Raises:
-        ReadError: if nothing can be written there.
+        ReadError: if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
         place = folder / key
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for left in folder.glob(f"{key}-*"):
-                _remove_unused(left)
-            lock = _locked(place)
+            for leftover in folder.glob(f"{key}-*"):
+                _remove_unused(leftover)
+            lock = _try_lock(place)
             self._shared = lock is not None
             if lock is None:
                 place = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=folder))
-                lock = _locked(place)
+                lock = _try_lock(place)
             self._lock, self.path = lock, place / "index.sqlite"
-            if not _whole(self.path):
+            if not _is_complete(self.path):
                 _empty(place)
         except OSError as error:
             raise ReadError(
@@ -47,7 +47,7 @@ class Place:
             ) from error
 
     def close(self, *, keep: bool) -> None:
-        """Give the folder back; it is removed unless `keep` and others may use it."""
+        """Release the folder. It is removed unless `keep` is True and it is not temporary."""
         if not (keep and self._shared):
             shutil.rmtree(self.path.parent, ignore_errors=True)
         if self._lock is not None:
@@ -55,19 +55,19 @@ class Place:
             self._lock = None
 
 
-def _locked(place: Path) -> int | None:
-    """Return the lock of a folder; None where another viewer has it, or where no locks can be had."""
+def _try_lock(place: Path) -> int | None:
+    """Return the lock of a folder. None if another viewer has it, or the file system has no locks."""
     for _ in range(8):
         place.mkdir(exist_ok=True, mode=0o700)
         try:
             lock = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # the folder was removed just now
+        except FileNotFoundError:  # The folder was removed concurrently.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_ino == (place / _LOCK).stat().st_ino:
                 return lock
-        except FileNotFoundError:  # who had it removed it with the folder
+        except FileNotFoundError:  # The previous owner removed the folder.
             pass
         except OSError:
             os.close(lock)
@@ -77,7 +77,7 @@ def _locked(place: Path) -> int | None:
 
 
 def _remove_unused(place: Path) -> None:
-    """Remove a folder that no viewer has."""
+    """Remove a folder that no viewer has locked."""
     with contextlib.suppress(OSError):
         lock = os.open(place / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -87,21 +87,21 @@ def _remove_unused(place: Path) -> None:
             os.close(lock)
 
 
-def _whole(path: Path) -> bool:
-    """Whether there is an index, and all that was there when it was made is in it."""
+def _is_complete(path: Path) -> bool:
+    """Return whether there is an index that was completely filled."""
     if not path.is_file():
         return False
     try:
-        found = database.connect(path)
+        connection = database.connect(path)
         try:
-            return database.told(found, "done") == "1"
+            return database.told(connection, "done") == "1"
         finally:
-            found.close()
-    except (sqlite3.Error, ReadError):  # damaged, or no index at all
+            connection.close()
+    except (sqlite3.Error, ReadError):  # The file is damaged or not an index.
         return False
 
 
 def _empty(place: Path) -> None:
-    for left in place.iterdir():
-        if left.name != _LOCK:
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    for entry in place.iterdir():
+        if entry.name != _LOCK:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

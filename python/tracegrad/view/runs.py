@@ -1,4 +1,4 @@
-"""Runs as a piece of HTML: a list, what their configs differ in, and curves, two runs over each other."""
+"""Render runs as HTML: a list, differences of their configs, and curves of one or two runs."""
 
 import json
 import shlex
@@ -20,32 +20,32 @@ _MOST_FINDINGS = 40
 
 
 def page(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
-    """All runs; curves of the chosen ones, at most two, or of the first."""
+    """Return the list of all runs, with curves of the chosen ones (at most two) or of the first."""
     if not runs:
         return "<p>No run is among the paths. Name the --out of one: tracegrad view traces.jsonl out/</p>"
     names = _names(runs)
-    picked = [name for name in names if name in chosen][:2] or list(names)[:1]
-    rows = {name: _rows(names[name]) for name in picked}
+    selected = [name for name in names if name in chosen][:2] or list(names)[:1]
+    rows = {name: _rows(names[name]) for name in selected}
     configs = {name: _config(path) for name, path in names.items()}
-    lines = [_line(name, path, configs[name], name in picked) for name, path in names.items()]
+    lines = [_line(name, path, configs[name], name in selected) for name, path in names.items()]
     heads = "".join(
         f"<th>{head}</th>" for head in ("", "run", "state", "recipe", "objective", "steps", "reward", "outcome")
     )
-    drawn = overlaid(rows) if len(picked) > 1 else curves(rows[picked[0]])
+    charts = overlaid(rows) if len(selected) > 1 else curves(rows[selected[0]])
     return (
-        f"<h1>Runs</h1>{_table(heads, lines)}{_differences(configs, picked)}<h2>{escape(' and '.join(picked))}</h2>"
-        f'<div class="curves">{drawn or "<p>No step was taken yet.</p>"}</div>'
-        f"{''.join(_found(names[name], name) + _doctor(names[name], name) for name in picked)}"
+        f"<h1>Runs</h1>{_table(heads, lines)}{_differences(configs, selected)}<h2>{escape(' and '.join(selected))}</h2>"
+        f'<div class="curves">{charts or "<p>No step was taken yet.</p>"}</div>'
+        f"{''.join(_alignment(names[name], name) + _doctor(names[name], name) for name in selected)}"
     )
 
 
 def state_of(run: Path, now: float | None = None) -> str:
-    """ "running", "done", or how it was stopped, by what stands in its folder."""
+    """Return "running", "done", or how the run was stopped, according to the files in its folder."""
     summary = _json(run / "summary.json")
-    lines = run / "metrics.jsonl"
-    changed = lines.stat().st_mtime if lines.is_file() else 0.0
-    there = (run / "summary.json").stat().st_mtime if summary else 0.0
-    if changed > there + _QUIET_S / 30 and (time.time() if now is None else now) - changed < _QUIET_S:
+    metrics_file = run / "metrics.jsonl"
+    changed = metrics_file.stat().st_mtime if metrics_file.is_file() else 0.0
+    finished = (run / "summary.json").stat().st_mtime if summary else 0.0
+    if changed > finished + _QUIET_S / 30 and (time.time() if now is None else now) - changed < _QUIET_S:
         return "running"
     if stopped := summary.get("stopped"):
         return {"done": "done", "signal": "stopped on request", "ess": "stopped: too small a sample"}.get(
@@ -55,58 +55,66 @@ def state_of(run: Path, now: float | None = None) -> str:
 
 
 def _names(runs: Sequence[Path]) -> dict[str, Path]:
-    """Short names, and whole paths where short ones are equal."""
+    """Return runs by short name, or by path if short names collide."""
     short = [run.name for run in runs]
     return {run.name if short.count(run.name) == 1 else str(run): run for run in runs}
 
 
-def _line(name: str, run: Path, told: Mapping[str, Any], picked: bool) -> str:
+def _line(name: str, run: Path, options: Mapping[str, Any], is_selected: bool) -> str:
     rows, summary = _rows(run), _json(run / "summary.json")
     last = rows[-1] if rows else {}
     rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), (int, float))]
     cells = [
         state_of(run),
-        recipe_of(told),
-        str(told.get("objective.preset", "?")),
+        recipe_of(options),
+        str(options.get("objective.preset", "?")),
         number(last["step"]) if isinstance(last.get("step"), (int, float)) else "0",
         f"{number(rewards[0])} → {number(rewards[-1])}" if rewards else "",
         _outcome(rows, summary),
     ]
-    marked = " checked" * picked
-    box = f'<input type="checkbox" data-run="{escape(name)}" aria-label="show {escape(name)}"{marked}>'
+    checked = " checked" * is_selected
+    box = f'<input type="checkbox" data-run="{escape(name)}" aria-label="show {escape(name)}"{checked}>'
     return f"<td>{box}</td><td><b>{escape(name)}</b></td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}"
 
 
 def recipe_of(told: Mapping[str, Any]) -> str:
-    """The recipe that a config follows in all that it fixes, the one that fixes most; "" where it follows none.
+    """Return the recipe whose options a config has, or "". If several match, return the one with most options.
+
+    A config that sets other objective options in addition does not match.
 
     >>> told = config.as_dict(recipes.find("DR_GRPO").settle()[0])
     >>> recipe_of(told), recipe_of({**told, "objective.surrogate.high": 0.5})
     ('DR_GRPO', '')
     """
-    now = {**told, "objective": told.get("objective.preset")}
-    changed = {name for name in now if name.startswith("objective.") and name != "objective.preset"}
-    followed = [
-        (len(fixed), name)
-        for name, fixed in _fixed().items()
-        if all(now.get(option) == value for option, value in fixed.items()) and changed <= fixed.keys()
+    current = {**told, "objective": told.get("objective.preset")}
+    changed = {name for name in current if name.startswith("objective.") and name != "objective.preset"}
+    matches = [
+        (len(recipe_options), name)
+        for name, recipe_options in _recipe_options().items()
+        if all(current.get(option) == value for option, value in recipe_options.items())
+        and changed <= recipe_options.keys()
     ]
-    return max(followed, key=lambda each: each[0])[1] if followed else ""
+    return max(matches, key=lambda match: match[0])[1] if matches else ""
 
 
 @cache
-def _fixed() -> dict[str, dict[str, Any]]:
-    """What each recipe fixes, those that fix no more than a loss left out."""
-    named = {name: getattr(recipes, name) for name in recipes.__all__}
-    options = {name: dict(value.options) for name, value in named.items() if isinstance(value, recipes.Recipe)}
-    return {name: fixed for name, fixed in options.items() if len(fixed) > 1}
+def _recipe_options() -> dict[str, dict[str, Any]]:
+    """Return the options of each recipe. Recipes that set only a loss are left out."""
+    recipes_by_name = {name: getattr(recipes, name) for name in recipes.__all__}
+    options = {
+        name: dict(value.options) for name, value in recipes_by_name.items() if isinstance(value, recipes.Recipe)
+    }
+    return {name: values for name, values in options.items() if len(values) > 1}
 
 
 def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Success before and after, or value, with their intervals, or the last evaluation."""
-    told: list[Any] = [summary.get("before"), summary.get("after")]
-    if all(isinstance(each, Mapping) and _is_share(each) for each in told):
-        spans = [f"{percent(each['success'])} [{' to '.join(percent(end) for end in each['ci95'])}]" for each in told]
+    """Return the success before and after, or the last evaluation or off-policy estimate, with intervals."""
+    successes: list[Any] = [summary.get("before"), summary.get("after")]
+    if all(isinstance(success, Mapping) and _is_share(success) for success in successes):
+        spans = [
+            f"{percent(success['success'])} [{' to '.join(percent(end) for end in success['ci95'])}]"
+            for success in successes
+        ]
         return f"success {' → '.join(spans)}"
     for key in ("eval_reward", "off_policy_value"):
         low, high = (
@@ -116,39 +124,39 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
         if last is not None and key == "off_policy_value" and metrics.off_policy_value_of(last) is None:
             return "off policy value not known"
         if last is not None:
-            span = f" [{number(last[low])}, {number(last[high])}]" if _known(last, low, high) else ""
+            span = f" [{number(last[low])}, {number(last[high])}]" if _has_numbers(last, low, high) else ""
             return f"{key.replace('_', ' ')} {number(last[key])}{span}"
     return ""
 
 
-def _is_share(told: Mapping[str, Any]) -> bool:
-    ends = told.get("ci95")
-    return isinstance(ends, list) and len(ends) == 2 and all(map(_is_number, (told.get("success"), *ends)))
+def _is_share(estimate: Mapping[str, Any]) -> bool:
+    ends = estimate.get("ci95")
+    return isinstance(ends, list) and len(ends) == 2 and all(map(_is_number, (estimate.get("success"), *ends)))
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value of a file is a number that can be shown and computed with."""
+    """Return whether a value from a file is a number of reasonable size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
-def _known(row: Mapping[str, Any], *names: str) -> bool:
+def _has_numbers(row: Mapping[str, Any], *names: str) -> bool:
     return all(isinstance(row.get(name), (int, float)) for name in names)
 
 
-def _differences(configs: Mapping[str, Mapping[str, Any]], picked: Sequence[str]) -> str:
-    """What the configs differ in, or what the one run was told otherwise than the defaults."""
+def _differences(configs: Mapping[str, Mapping[str, Any]], selected: Sequence[str]) -> str:
+    """Return a table of options that differ between the configs. For a single run, compare with the defaults."""
     if len(configs) > 1:
-        shown = list(picked) if len(picked) > 1 else list(configs)[:6]
-        title, columns = "What they were told differently", {name: configs[name] for name in shown}
+        names = list(selected) if len(selected) > 1 else list(configs)[:6]
+        title, columns = "What they were told differently", {name: configs[name] for name in names}
     else:
         title = "What it was told otherwise than the defaults"
-        columns = {"default": config.as_dict(config.Config()), picked[0]: configs[picked[0]]}
-    every = dict.fromkeys(key for own in columns.values() for key in own)
-    options = [key for key in every if len({repr(own.get(key)) for own in columns.values()}) > 1]
-    if not options:
+        columns = {"default": config.as_dict(config.Config()), selected[0]: configs[selected[0]]}
+    all_options = dict.fromkeys(key for options in columns.values() for key in options)
+    differing = [key for key in all_options if len({repr(options.get(key)) for options in columns.values()}) > 1]
+    if not differing:
         return f"<h2>{title}</h2><p>Nothing.</p>"
     heads = "".join(f"<th>{escape(name)}</th>" for name in ("option", *columns))
-    cells = [[key, *(own.get(key, "") for own in columns.values())] for key in options[:60]]
+    cells = [[key, *(options.get(key, "") for options in columns.values())] for key in differing[:60]]
     return f"<h2>{title}</h2>{_table(heads, [''.join(f'<td>{escape(cell)}</td>' for cell in row) for row in cells])}"
 
 
@@ -157,8 +165,8 @@ def _table(heads: str, rows: Sequence[str]) -> str:
     return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _found(run: Path, name: str) -> str:
-    """What is known of its data: the drift account that reading left."""
+def _alignment(run: Path, name: str) -> str:
+    """Return the alignment report that reading stored in the run's summary."""
     summary = _json(run / "summary.json")
     drift, recorded, exact = summary.get("drift"), summary.get("recorded"), summary.get("exact")
     if not isinstance(drift, Mapping):
@@ -168,38 +176,45 @@ def _found(run: Path, name: str) -> str:
         if recorded and _is_number(recorded) and _is_number(exact)
         else ""
     )
-    told = f"<p>{text} are without an exact id and logprob.</p>" if text else ""
-    found = [(str(reason).replace("_", " "), json.dumps(counts)) for reason, counts in list(drift.items())[:20]]
-    lines = "".join(f"<li>{escape(reason)}: {escape(counts)}</li>" for reason, counts in found)
-    return f"<h2>What reading found, {escape(name)}</h2>{told}<ul>{lines}</ul>"
+    share_text = f"<p>{text} are without an exact id and logprob.</p>" if text else ""
+    mismatches = [(str(reason).replace("_", " "), json.dumps(counts)) for reason, counts in list(drift.items())[:20]]
+    lines = "".join(f"<li>{escape(reason)}: {escape(counts)}</li>" for reason, counts in mismatches)
+    return f"<h2>What reading found, {escape(name)}</h2>{share_text}<ul>{lines}</ul>"
 
 
 def _doctor(run: Path, name: str) -> str:
-    """What the doctor found of its data, where RUN/doctor.json holds it; else the command that puts it there."""
-    title, said = f"<h2>What the doctor found, {escape(name)}</h2>", _json(run / "doctor.json")
-    findings = said.get("findings")
+    """Return the doctor's findings from RUN/doctor.json, or the command that writes the file."""
+    title, diagnosis = f"<h2>What the doctor found, {escape(name)}</h2>", _json(run / "doctor.json")
+    findings = diagnosis.get("findings")
     if not isinstance(findings, list):
-        command = _asks_the_doctor(run)
-        told = f'<p>It was not asked. This puts its answer here:</p><pre class="call">{escape(command)}</pre>'
-        return title + told if command else ""
-    known = [each for each in findings[:_MOST_FINDINGS] if isinstance(each, dict)]
+        command = _doctor_command(run)
+        instruction = f'<p>It was not asked. This puts its answer here:</p><pre class="call">{escape(command)}</pre>'
+        return title + instruction if command else ""
+    valid = [finding for finding in findings[:_MOST_FINDINGS] if isinstance(finding, dict)]
     rows = []
-    for each in known:
-        count, of, unit = (str(each.get(key, "?"))[:40] for key in ("count", "of", "unit"))
-        cells = (each.get("severity", ""), each.get("title", ""), f"{count} of {of} {unit}", each.get("cure", ""))
+    for finding in valid:
+        count, total, unit = (str(finding.get(key, "?"))[:40] for key in ("count", "of", "unit"))
+        cells = (
+            finding.get("severity", ""),
+            finding.get("title", ""),
+            f"{count} of {total} {unit}",
+            finding.get("cure", ""),
+        )
         rows.append("".join(f"<td>{escape(str(cell)[:500])}</td>" for cell in cells))
     heads = "".join(f"<th>{head}</th>" for head in ("severity", "what", "how many", "cure"))
-    verdict = f"<p>{len(findings)} findings, the worst of them: {escape(str(said.get('verdict'))[:40])}</p>"
+    verdict = f"<p>{len(findings)} findings, the worst of them: {escape(str(diagnosis.get('verdict'))[:40])}</p>"
     return title + verdict + (_table(heads, rows) if rows else "")
 
 
-def _asks_the_doctor(run: Path) -> str:
-    """The command that examines what a run was made of; "" where its summary does not say."""
-    made_of = _json(run / "summary.json").get("provenance")
-    traces, model = (made_of.get("traces"), made_of.get("model")) if isinstance(made_of, dict) else (None, None)
+def _doctor_command(run: Path) -> str:
+    """Return the command that examines the data of a run, or "" if its summary does not name the data."""
+    provenance = _json(run / "summary.json").get("provenance")
+    traces, model = (
+        (provenance.get("traces"), provenance.get("model")) if isinstance(provenance, dict) else (None, None)
+    )
     if not isinstance(traces, list) or not isinstance(model, dict):
         return ""
-    paths = [str(each.get("path")) for each in traces[:20] if isinstance(each, dict)]
+    paths = [str(entry.get("path")) for entry in traces[:20] if isinstance(entry, dict)]
     command = shlex.join(["tracegrad", "doctor", *paths, "--model", str(model.get("path")), "--json"])
     return f"{command} > {shlex.quote(str(run / 'doctor.json'))}"
 
@@ -207,11 +222,13 @@ def _asks_the_doctor(run: Path) -> str:
 def _rows(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     try:
-        found = metrics.read_rows(path)[-_MOST_ROWS:] if path.is_file() else []
-        sane = ({key: value for key, value in row.items() if _is_number(value) or not _numeric(value)} for row in found)
-        return [row for row in sane if "step" in row]
+        rows = metrics.read_rows(path)[-_MOST_ROWS:] if path.is_file() else []
+        finite = (
+            {key: value for key, value in row.items() if _is_number(value) or not _numeric(value)} for row in rows
+        )
+        return [row for row in finite if "step" in row]
     except TracegradError:
-        return []  # a line is being written; the next look has it
+        return []  # A line is being written. The next request will read it.
 
 
 def _numeric(value: Any) -> bool:
@@ -228,7 +245,7 @@ def _config(run: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size < _MOST_JSON else {}
+        contents = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size < _MOST_JSON else {}
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return contents if isinstance(contents, dict) else {}

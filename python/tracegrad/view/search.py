@@ -1,8 +1,8 @@
-"""Text and regular expressions over the index, a slice of time at a time.
+"""Search the index for text and regular expressions, within a time limit per call.
 
-A trigram index leaves few candidates, which are then read; what it cannot narrow is walked through. Every answer says
-where the next one goes on, so that the page never waits. Called in a process of its own (`searcher`), as an
-expression may take for ever.
+A trigram index selects candidates, whose texts are then checked. Without usable trigrams, all texts are checked. Each
+result has the row to continue from, so that the page never waits. This runs in a process of its own (`searcher`),
+because an expression can take forever.
 """
 
 import re
@@ -21,19 +21,19 @@ _PART = 512
 
 
 class Found(NamedTuple):
-    """Rows that match, ascending; `next` is where to go on, None where all were looked at."""
+    """Matching rows, ascending. `next` is the row to continue from, or None at the end."""
 
     rows: list[int]
     next: int | None
 
 
 def find(path: str, query: str, regex: bool, start: int = 0, seconds: float = SECONDS, most: int = 20_000) -> Found:
-    """Rows from `start` on whose text has the query, as far as the time reaches.
+    """Return rows from `start` on whose text matches the query, as far as the time allows.
 
     Args:
-        path: of the index.
-        query: looked for without regard to case; with `regex` a Python expression, whose case counts.
-        most: stop after so many.
+        path: path of the index.
+        query: text, searched without regard to case. With `regex`, a case-sensitive Python expression.
+        most: maximum number of rows to return.
 
     Raises:
         ArgumentError: for an expression that does not compile.
@@ -66,26 +66,26 @@ def _matcher(query: str, regex: bool) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def _texts(source: sqlite3.Connection, grams: list[str], start: int) -> Iterator[tuple[int, str]]:
-    """Rows from `start` on that can match, ascending: by the trigrams as far as those reach, then all."""
-    reached = int(database.told(source, "grams") or 0)
+    """Yield rows from `start` on that can match, ascending. Rows without trigrams yet follow unfiltered."""
+    indexed = int(database.told(source, "grams") or 0)
     if grams:
-        asked = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in grams)
-        narrowed = "SELECT rowid FROM grams WHERE grams MATCH ? AND rowid >= ? AND rowid < ? ORDER BY rowid"
-        for (n,) in source.execute(narrowed, (asked, start, reached)):
+        expression = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in grams)
+        select = "SELECT rowid FROM grams WHERE grams MATCH ? AND rowid >= ? AND rowid < ? ORDER BY rowid"
+        for (n,) in source.execute(select, (expression, start, indexed)):
             yield n, source.execute("SELECT text FROM trace WHERE n = ?", (n,)).fetchone()[0]
-        start = max(start, reached)
+        start = max(start, indexed)
     yield from source.execute("SELECT n, text FROM trace WHERE n >= ? ORDER BY n", (start,))
 
 
 def _grams(parts: list[str], most: int = 24) -> list[str]:
-    """Trigrams that every match has, of characters whose case has one form: ASCII, and what has no case."""
-    found = dict.fromkeys(part[at : at + 3].lower() for part in parts for at in range(len(part) - 2))
-    plain = [gram for gram in found if gram.isascii() or gram.lower() == gram.upper()]
-    return [gram for gram in plain[:: max(1, len(plain) // most)] if not re.search("[\0\ud800-\udfff]", gram)][:most]
+    """Return trigrams that every match contains. Only characters with an unambiguous lower case are used."""
+    trigrams = dict.fromkeys(part[start : start + 3].lower() for part in parts for start in range(len(part) - 2))
+    usable = [gram for gram in trigrams if gram.isascii() or gram.lower() == gram.upper()]
+    return [gram for gram in usable[:: max(1, len(usable) // most)] if not re.search("[\0\ud800-\udfff]", gram)][:most]
 
 
 def literals(expression: str) -> list[str]:
-    r"""Runs of characters that every match of an expression has.
+    r"""Return the literal strings of at least 3 characters that every match of an expression contains.
 
     >>> literals(r"b[ai]rch \w+ saffron(s|es)?"), literals("a|b"), literals("(?i)abc")
     (['rch ', ' saffron'], [], ['abc'])
@@ -93,11 +93,11 @@ def literals(expression: str) -> list[str]:
     parser: Any = getattr(re, "_parser", None)
     if parser is None:
         import sre_parse as parser  # Python 3.10
-    runs, here = [], ""
+    runs, run = [], ""
     for kind, value in parser.parse(expression):
         if str(kind) == "LITERAL":
-            here += chr(value)
+            run += chr(value)
         else:
-            runs.append(here)
-            here = ""
-    return [run for run in [*runs, here] if len(run) >= 3]
+            runs.append(run)
+            run = ""
+    return [literal for literal in [*runs, run] if len(literal) >= 3]

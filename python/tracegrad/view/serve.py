@@ -1,4 +1,4 @@
-"""Serves the page on loopback until it is told to end."""
+"""Serve the page on loopback until a signal arrives."""
 
 import secrets
 import socket
@@ -10,15 +10,16 @@ from tracegrad.view.loaded import Session
 
 
 def serve(session: Session, *, port: int = 0, token: str | None = None, say: Callable[[str], None] = print) -> None:
-    """Serves a session that is open; returns after SIGINT or SIGTERM.
+    """Serve an open session. Returns after SIGINT or SIGTERM.
 
     Args:
-        port: on 127.0.0.1; 0 takes a free one.
-        token: behind which everything stands; default one that nobody can guess.
-        say: takes the address when it answers.
+        port: port on 127.0.0.1. 0 selects a free one.
+        token: secret first part of every address. Default: a random one.
+        say: called with a line that has the address, when the server is reachable.
 
     Raises:
-        TracegradError: if the port is taken or is none.
+        ArgumentError: if the port is out of range.
+        TracegradError: if the port cannot be used.
     """
     if not 0 <= port <= 65535:
         raise ArgumentError(f"--port {str(port)[:20]}: a port is 0 to 65535. Nothing is shown. Give one, or leave it.")
@@ -27,15 +28,15 @@ def serve(session: Session, *, port: int = 0, token: str | None = None, say: Cal
     from tracegrad.view.app import application
 
     token = token or secrets.token_urlsafe(18)
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        door.bind(("127.0.0.1", port))
-        door.listen(64)  # who follows the address at once waits for the server and is not refused
+        listener.bind(("127.0.0.1", port))
+        listener.listen(64)  # Connections queue until the server runs, instead of being refused.
     except OSError as error:
         raise TracegradError(f"port {port}: {error.strerror}. Nothing is shown. Give another --port.") from error
-    with door:
-        say(f"view     http://127.0.0.1:{door.getsockname()[1]}/{token}/")
-        told = uvicorn.Config(application(session, token), log_level="error", access_log=False)
+    with listener:
+        say(f"view     http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
+        server_config = uvicorn.Config(application(session, token), log_level="error", access_log=False)
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(told).run(sockets=[door])
+            uvicorn.Server(server_config).run(sockets=[listener])

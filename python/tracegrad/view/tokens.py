@@ -1,7 +1,7 @@
-"""Tokens behind the rows: prepared shards, and what runs have kept of their steps.
+"""Find the tokens of traces in prepared shards and in the steps that runs stored.
 
-Here are `TokenSets`, which finds them by the ids of traces and sums up what steps made of each, and `Shown`, one trace
-cut out with all its steps. No HTML.
+`TokenSets` finds them by trace id and aggregates each trace's step values. `Shown` is one trace with all its steps.
+This module has no HTML.
 """
 
 import math
@@ -23,13 +23,16 @@ from tracegrad.view.features import Codes, of_sequences
 from tracegrad.view.inputs import Source
 
 OF_STEPS = ("pull", "ratio", "weight", "clipped", "masked", "entropy", "trained_advantage")
-"""Numbers of a trace in the newest step that had it: the sum over its terms of |d loss / d logprob|, and means."""
+"""Values of a trace in its newest step.
+
+`pull` is the sum over its trained tokens of |d loss / d logprob|. The others are means.
+"""
 _BATCH = 500
 
 
 @dataclass
 class TokenSet:
-    """Tokens in one folder, and the run that they are of."""
+    """Sequences in one folder, with their source."""
 
     source: Source
     sequences: Sequences
@@ -39,7 +42,7 @@ class TokenSet:
 
 @dataclass(frozen=True)
 class Shown:
-    """One trace's tokens alone, and what the steps of its run made of them, `place` counting in `sequences`."""
+    """The tokens of one trace, and its values in the steps of its run. `place` indexes `sequences`."""
 
     source: Source | None
     sequences: Sequences
@@ -47,25 +50,25 @@ class Shown:
 
 
 class TokenSets:
-    """Everything that holds tokens.
+    """All available token sets.
 
     Args:
-        tokenizer: spells ids as text; without one the text of such traces is not known.
+        tokenizer: converts ids to text. Without one, such traces have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.known: set[str] = set()
         self.sets: list[TokenSet] = []
-        self._taken: set[Path] = set()
+        self._finished: set[Path] = set()
         self._summed: dict[Path, dict[str, tuple[float, ...]]] = {}
 
     def rows(self, source: Source, number: int, groups: Codes) -> Iterator[list[Row]]:
-        """Rows of what came since the last look and has no row yet."""
+        """Yield rows of new traces that arrived since the last call."""
         for path, name in self._new(source):
             tokens = TokenSet(source, Sequences.load(path), name)
             tokens.row = {tokens.sequences.trace_name(row): row for row in range(tokens.sequences.traces)}
-            self._taken.add(path)
+            self._finished.add(path)
             self.sets.append(tokens)
             wanted = [row for trace_id, row in tokens.row.items() if trace_id not in self.known]
             self.known |= set(tokens.row)
@@ -73,13 +76,13 @@ class TokenSets:
                 yield self._rows(tokens, number, wanted[start : start + _BATCH], groups)
 
     def of(self, trace_id: str, run: Path | None = None) -> list[TokenSet]:
-        """What holds tokens of a trace: runs before shards, the newest first."""
-        found = [tokens for tokens in self.sets if trace_id in tokens.row and run in (None, tokens.source.run)]
-        of_runs = [tokens for tokens in found if tokens.source.run is not None]
-        return [*of_runs[::-1], *(tokens for tokens in found[::-1] if tokens.source.run is None)]
+        """Return the token sets with a trace: runs before shards, the newest first."""
+        matches = [tokens for tokens in self.sets if trace_id in tokens.row and run in (None, tokens.source.run)]
+        of_runs = [tokens for tokens in matches if tokens.source.run is not None]
+        return [*of_runs[::-1], *(tokens for tokens in matches[::-1] if tokens.source.run is None)]
 
     def shown(self, tokens: TokenSet, trace_id: str) -> Shown:
-        """One trace cut out of what holds it."""
+        """Return one trace with all its steps."""
         row = tokens.row[trace_id]
         part, places = subset(tokens.sequences, [row])
         if tokens.source.kind != "terms":
@@ -87,14 +90,24 @@ class TokenSets:
         order = np.argsort(places)
         steps = []
         for step in self._steps(tokens):
-            mine = step.of(row)
-            if len(mine.place):
-                local = order[np.searchsorted(places, mine.place, sorter=order)]
-                steps.append(StepTerms(mine.step, mine.tokens, mine.words, local, mine.trace, mine.why, mine.values))
+            trace_step = step.of(row)
+            if len(trace_step.place):
+                local = order[np.searchsorted(places, trace_step.place, sorter=order)]
+                steps.append(
+                    StepTerms(
+                        trace_step.step,
+                        trace_step.tokens,
+                        trace_step.words,
+                        local,
+                        trace_step.trace,
+                        trace_step.why,
+                        trace_step.values,
+                    )
+                )
         return Shown(tokens.source, part, tuple(steps))
 
     def columns(self, names: dict[str, int], rows: int) -> dict[str, NDArray[np.float32]]:
-        """[rows] for each of `OF_STEPS`; the newest run counts where several have a trace."""
+        """Return [rows] for each of `OF_STEPS`. If several runs have a trace, the newest counts."""
         out = np.full((len(OF_STEPS), rows), math.nan, np.float32)
         for source in dict.fromkeys(tokens.source for tokens in self.sets if tokens.source.kind == "terms"):
             for trace_id, values in self._sums(source).items():
@@ -104,37 +117,39 @@ class TokenSets:
 
     def _new(self, source: Source) -> list[tuple[Path, str]]:
         if source.kind == "shards":
-            whole = manifest.read(source.path)
-            found = [(source.path / name, name) for name in whole.shards] or [(source.path, "")]
+            folder_manifest = manifest.read(source.path)
+            candidates = [(source.path / name, name) for name in folder_manifest.shards] or [(source.path, "")]
         else:
-            found = [(path.parent, path.parent.name) for path in sorted(source.path.glob("tokens-*/manifest.json"))]
-        return [(path, name) for path, name in found if path not in self._taken]
+            candidates = [
+                (path.parent, path.parent.name) for path in sorted(source.path.glob("tokens-*/manifest.json"))
+            ]
+        return [(path, name) for path, name in candidates if path not in self._finished]
 
     def _steps(self, tokens: TokenSet) -> Iterator[StepTerms]:
-        found = Terms(tokens.source.path)
-        for _, path in found.files():
-            step = found.read(path)
+        token_log = Terms(tokens.source.path)
+        for _, path in token_log.files():
+            step = token_log.read(path)
             if step.tokens == tokens.name:
                 yield step
 
     def _sums(self, source: Source) -> dict[str, tuple[float, ...]]:
-        """Of every trace of a run; files that were summed up before are not read again."""
+        """Return the values of every trace of a run. Each step file is read only once."""
         sums = self._summed.setdefault(source.path, {})
         names = {tokens.name: tokens.sequences for tokens in self.sets if tokens.source == source}
-        found = Terms(source.path)
-        for _, path in found.files():
-            if path in self._taken:
+        token_log = Terms(source.path)
+        for _, path in token_log.files():
+            if path in self._finished:
                 continue
             try:
-                step = found.read(path)
+                step = token_log.read(path)
             except TracegradError:
-                continue  # its tokens are not whole yet, or it is damaged: `shown` says which
+                continue  # The step is incomplete or damaged. `shown` raises the precise error.
             if step.tokens in names:
-                self._taken.add(path)
+                self._finished.add(path)
                 rows, values = summed(step)
                 sequences = names[step.tokens]
-                for row, one in zip(rows.tolist(), values.T.tolist(), strict=True):
-                    sums[sequences.trace_name(row)] = tuple(one)
+                for row, trace_values in zip(rows.tolist(), values.T.tolist(), strict=True):
+                    sums[sequences.trace_name(row)] = tuple(trace_values)
         return sums
 
     def _rows(self, tokens: TokenSet, number: int, wanted: list[int], groups: Codes) -> list[Row]:
@@ -145,10 +160,10 @@ class TokenSets:
             first, last = np.searchsorted(part.trace, [row, row + 1])
             span = slice(int(part.cu_seqlens[first]), int(part.cu_seqlens[last]))
             text, head = self._text(part, span)
-            found, tier = reasons.get(row, set()), float(tiers[row])
+            trace_reasons, tier = reasons.get(row, set()), float(tiers[row])
             group = part.group_names[int(part.group[row])]
             version = part.version[span]
-            known = version[version >= 0]
+            valid_versions = version[version >= 0]
             numbers = (
                 float(part.reward[row]),
                 int(part.trainable[span].sum()),
@@ -157,12 +172,12 @@ class TokenSets:
                 math.nan,
                 len(text),
                 tier,
-                len(found),
-                float(known.min()) if len(known) else math.nan,
+                len(trace_reasons),
+                float(valid_versions.min()) if len(valid_versions) else math.nan,
                 groups.of(group),
                 number,
             )
-            tags = {f"drift:{reason}" for reason in found}
+            tags = {f"drift:{reason}" for reason in trace_reasons}
             tags |= set() if math.isnan(tier) else {f"tier:{TIERS[int(tier)]}"}
             out.append(Row(part.trace_ids[row], group, head, place, text, numbers, tuple(tags), b""))
         return out
@@ -173,15 +188,15 @@ class TokenSets:
         ids, source = part.ids[span], part.source[span]
         try:
             text = self.tokenizer.decode(ids)
-            before = int(np.argmax(source == SAMPLED)) if (source == SAMPLED).any() else len(ids)
-            given = self.tokenizer.decode(ids[:before][source[:before] == GIVEN])
+            prompt_length = int(np.argmax(source == SAMPLED)) if (source == SAMPLED).any() else len(ids)
+            prompt = self.tokenizer.decode(ids[:prompt_length][source[:prompt_length] == GIVEN])
         except TracegradError:
             return "", "its ids are not this model's"
-        return text, " ".join(given[-400:].split())[-160:]
+        return text, " ".join(prompt[-400:].split())[-160:]
 
 
 def summed(step: StepTerms) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Rows that a step has, and [len(OF_STEPS), rows] what it made of them."""
+    """Return the rows of a step, and [len(OF_STEPS), rows] their values."""
     rows, index, count = np.unique(step.trace, return_inverse=True, return_counts=True)
 
     def mean(column: NDArray[np.floating] | NDArray[np.bool_]) -> NDArray[np.float64]:

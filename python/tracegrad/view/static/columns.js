@@ -1,4 +1,4 @@
-// The numbers of all traces, filtered and sorted where they are shown: nothing is asked of the server for it.
+// The numbers of all traces. The browser filters and sorts them without requests to the server.
 "use strict";
 (() => {
   const table = {names: [], columns: {}, rows: 0, order: new Uint32Array(0)};
@@ -13,7 +13,7 @@
     return out;
   }
 
-  // Rows that pass every filter but that of `but`, so that a histogram shows what it could be widened to.
+  // Rows that pass every filter except that of `but`, so that a histogram also shows the rows that its own filter excludes.
   function passing(but) {
     const ranges = [...filters].filter(([name]) => name !== but).map(([name, [low, high]]) => [table.columns[name], low, high]);
     const masks = [...tags.values(), ...(found ? [found] : [])];

@@ -1,4 +1,4 @@
-// Histograms of the numbers; a click on a bar, or two keys on it, filters by it.
+// Histograms of the numbers. A click on a bar, or two keys on it, filters by it.
 "use strict";
 (() => {
   const BINS = 24, HEIGHT = 44;

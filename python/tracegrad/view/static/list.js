@@ -1,4 +1,4 @@
-// The list: only the rows in sight are in the page, their words are asked for as they come into it.
+// The list. Only visible rows are in the page, and their text is loaded when they become visible.
 "use strict";
 (() => {
   const HEIGHT = 30, MOST_PIXELS = 15_000_000;
@@ -102,7 +102,7 @@
     },
     draw(changed) { drawHeads(changed); at = Math.min(at, Math.max(0, tg.table.order.length - 1)); draw(); },
     top() { at = 0; place.scrollTop = 0; },
-    // The neighbour of a row in the list as it is sorted.
+    // The neighbour of a row in the sorted list.
     beside(row, by) {
       const index = tg.table.order.indexOf(row);
       return index < 0 ? undefined : tg.table.order[index + by];

@@ -1,4 +1,4 @@
-// What the address says is what is shown; the list follows an index that is still growing.
+// The page shows what the address selects. The list follows an index that is still growing.
 "use strict";
 (() => {
   const tg = window.tracegrad;

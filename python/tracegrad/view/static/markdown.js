@@ -1,5 +1,5 @@
-// Messages as markdown, where that is asked for: headings, code, lists, quotes, emphasis. Each piece is an element with
-// text in it; nothing of a message is ever read as HTML, a link is its words and its address, and nothing is loaded.
+// Messages as markdown, on request: headings, code, lists, quotes, emphasis. Each piece is an element with text in it.
+// A message is never parsed as HTML, a link is shown as its text and address, and nothing is loaded.
 "use strict";
 (() => {
   const tg = window.tracegrad;
@@ -7,7 +7,7 @@
   const MOST = 200000;
   const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
 
-  // One by one: a call takes some 65,000 arguments, and a message may have more lines or marks.
+  // Append one by one: a call accepts about 65,000 arguments, and a message can have more lines or marks.
   function made(kind, inside) {
     const element = document.createElement(kind);
     for (const each of inside) element.append(each);
@@ -28,7 +28,7 @@
     return out;
   }
 
-  // Blocks of lines, in one pass: each line is looked at once, and nothing nests.
+  // Blocks of lines, in one pass. Each line is read once, and blocks do not nest.
   function blocks(text) {
     const out = document.createElement("div"), lines = text.split("\n");
     let list = null, said = [];
@@ -67,7 +67,7 @@
     return out;
   }
 
-  // What was sent, in order: text, and pictures between.
+  // The content of a message in order: text with images in between.
   function sent(said) {
     const out = [];
     for (const node of said.childNodes) {
@@ -78,7 +78,7 @@
     return out;
   }
 
-  // A message laid out, with its button for the rest of it.
+  // A rendered message, with the button that loads the rest of it.
   function laid(said, parts) {
     const shown = document.createElement("div"), more = said.querySelector("button.more");
     for (const part of parts) {
@@ -94,8 +94,8 @@
     return shown;
   }
 
-  // Lays what is asked for over the messages that are shown; what was sent stays beside it, hidden, and is shown where
-  // it cannot be laid out.
+  // Renders the visible messages as markdown or as text. The original stays in the page, hidden, and is shown if
+  // rendering fails.
   function lay() {
     const on = get("markdown").checked;
     for (const old of document.querySelectorAll("#words .rendered")) old.remove();

@@ -1,4 +1,4 @@
-// Runs: the table and the curves are made by the server; here two of them are chosen.
+// Runs. The server renders the table and the curves. This script selects up to two runs.
 "use strict";
 (() => {
   const tg = window.tracegrad;

@@ -1,4 +1,4 @@
-// Where data comes from: the server, or the page itself where it was exported.
+// The source of data: the server, or an exported page itself.
 "use strict";
 (() => {
   const data = document.getElementById("data");

@@ -1,4 +1,4 @@
-// Tokens: what is under the pointer or chosen by keys says its numbers; each has an address of its own.
+// Tokens. The token under the pointer, or selected by keys, shows its numbers. Each token has an address.
 "use strict";
 (() => {
   const tg = window.tracegrad;

@@ -1,4 +1,4 @@
-// One trace: facts, steps, messages, its group beside it, tokens.
+// One trace: facts, steps, messages, the other traces of its group, tokens.
 "use strict";
 (() => {
   const tg = window.tracegrad;
@@ -47,7 +47,7 @@
     here = found;
     document.title = found.id + " · tracegrad view";
     top(found);
-    // These pieces are escaped where they are made, and the page's policy runs no script that stands in them.
+    // The server escapes these pieces, and the page's content policy allows no script in them.
     get("facts").innerHTML = found.facts + found.drift;
     get("history").innerHTML = found.history && "<h2>What became of it, step by step</h2>" + found.history;
     get("words").innerHTML = found.messages && "<h2>Messages</h2>" + found.messages;
@@ -67,7 +67,7 @@
     if (token === null && !("step" in more)) scrollTo(0, 0);
   }
 
-  // Without a run only what the record says can be laid over the tokens.
+  // Without a run, only overlays from the record are available.
   function modes(trained) {
     const known = trained ? null : ["by-logprob", "by-source"];
     for (const input of document.querySelectorAll("#overlay > input")) {
