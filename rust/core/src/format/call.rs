@@ -81,7 +81,11 @@ pub(super) fn add_call(
     };
     if let Some(full_response) = &streamed {
         new_call.entry.unused_choices += full_response.unused;
-        new_call.entry.generation.iter_mut().for_each(|generation| generation.notes.extend_from_slice(&full_response.notes));
+        new_call
+            .entry
+            .generation
+            .iter_mut()
+            .for_each(|generation| generation.notes.extend_from_slice(&full_response.notes));
     }
     log.add(new_call)?;
     Ok(if is_whole { server.map(|server| server.form) } else { Some(stream::FORM) })
