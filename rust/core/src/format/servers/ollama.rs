@@ -1,8 +1,9 @@
-//! Ollama's `/api/generate` and `/api/chat`: `{"response" | "message", "done", "logprobs": [{"token", "logprob", "bytes"}]}`.
+//! Ollama's `/api/generate` and `/api/chat`: `{"response" | "message", "done", "logprobs": [{"token", "logprob",
+//! "bytes"}]}`.
 //!
-//! Source: ollama 0.6.3 `_types.py` (the client) and ollama issue 13497: `bytes` of a token that is a part of a character are those of
-//! U+FFFD. Such bytes are no evidence: they are unknown here, and noted. What the logprobs are of
-//! is not documented. `context` is not read: it leaves out which of its ids were sampled.
+//! Source: ollama 0.6.3 `_types.py` (the client) and ollama issue 13497: if a token is only a part of a character, its
+//! `bytes` are those of U+FFFD. Such bytes are treated as unknown and reported. The kind of the logprobs is not
+//! documented. `context` is not read, because it does not show which of its ids were sampled.
 
 use super::interface::{
     Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
@@ -26,7 +27,7 @@ pub(super) const SERVER: Server = Server {
     defaults: Sampling::UNKNOWN,
 };
 
-/// What the bytes of a part of a character become when they are read as text.
+/// The bytes that Ollama reports for a part of a character.
 const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
@@ -48,7 +49,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(message, generation, 0))
 }
 
-/// Bytes that are U+FFFD say nothing about the token.
+/// Drops bytes that are U+FFFD, because they do not describe the token.
 fn forget_lies(generation: &mut Generation) {
     let Some(bytes) = &generation.tokens.bytes else { return };
     let mut kept = Pieces::default();
@@ -65,7 +66,7 @@ fn forget_lies(generation: &mut Generation) {
     }
 }
 
-/// `thinking` by the name that templates read.
+/// Renames `thinking` to the key that templates read.
 fn told(mut message: Fields) -> Fields {
     if let Some(thinking) = message.remove("thinking").filter(|thinking| thinking.as_str() != Some("")) {
         message.entry("reasoning_content").or_insert(thinking);
@@ -74,7 +75,8 @@ fn told(mut message: Fields) -> Fields {
     message
 }
 
-/// `/api/chat` has `messages`; `/api/generate` a `prompt` that its template renders, unless it is `raw`.
+/// Reads a request: `/api/chat` has `messages`; `/api/generate` has a `prompt`, which the server's template renders
+/// unless `raw` is set.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let sampling = sampling_under(request, "options")?;
     if request.has("messages") {

@@ -1,8 +1,8 @@
 //! SGLang's `/generate`: `{"text", "output_ids", "meta_info": {"output_token_logprobs": [[logprob, id, text], ...]}}`.
 //!
-//! Source: sglang 0.5.23 `managers/tokenizer_manager.py`, `layers/sampler.py`. Logprobs stand first in each triple; the text
-//! may be null or absent. They are log-softmax of the logits divided by the temperature, before top-p and top-k (unless the
-//! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
+//! Source: sglang 0.5.23 `managers/tokenizer_manager.py`, `layers/sampler.py`. The logprob is first in each triple; the
+//! text may be null or absent. Logprobs are log-softmax of the logits divided by the temperature, before top-p and
+//! top-k (unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
 use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
@@ -24,7 +24,7 @@ pub(super) const SERVER: Server = Server {
     defaults: API_DEFAULTS,
 };
 
-/// `[logprob, id, text]`, `[logprob, id]`, or an object with the same.
+/// `[logprob, id, text]`, `[logprob, id]`, or an object with the same values.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Listed {
@@ -94,7 +94,7 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
     Ok(tokens)
 }
 
-/// The prompt's ids, where its logprobs were asked for from the first token on.
+/// Returns the prompt's ids, if its logprobs were requested from the first token on.
 fn prompt(meta: &Outline<'_>) -> Decoded<Prompt> {
     let listed = meta.typed::<Vec<Listed>>("input_token_logprobs")?.unwrap_or_default();
     let whole = meta.count("prompt_tokens")?.is_some_and(|count| count > 0 && count as usize == listed.len());

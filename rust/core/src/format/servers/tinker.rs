@@ -1,8 +1,8 @@
 //! Tinker: `{"sequences": [{"tokens", "logprobs", "stop_reason"}]}`, or one such sequence.
 //!
-//! Source: tinker 0.38.0 `types/sample_response.py`, `sampled_sequence.py`. Ids only: the stop token is among them where it is a token,
-//! and there is no text. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`. Whether the numbers are raw is
-//! not documented.
+//! Source: tinker 0.38.0 `types/sample_response.py`, `sampled_sequence.py`. There are only ids, and no text. The stop
+//! token is among them if it is a token. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`.
+//! Whether the logprobs are raw is not documented.
 
 use super::interface::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
@@ -40,7 +40,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(spoken(""), generation, unused))
 }
 
-/// `prompt.chunks[].tokens`; a prompt with an image has parts that no ids say.
+/// Reads `prompt.chunks[].tokens`. A prompt with an image has parts without ids.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let sampling = sampling_under(request, "sampling_params")?;
     let prompt = request.object("prompt")?.unwrap_or_default();
