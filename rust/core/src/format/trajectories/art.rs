@@ -1,7 +1,8 @@
-//! ART's `Trajectory`: `{"messages_and_choices": [message | choice], "additional_histories", "reward", "metrics", ...}`.
+//! ART's `Trajectory`: `{"messages_and_choices": [message | choice], "additional_histories", "reward", "metrics",
+//! ...}`.
 //!
-//! Source: openpipe-art 0.5.18 `art/trajectories.py`. A choice is what the API returned, with its logprobs; a message is a
-//! dict. Each additional history is a conversation of its own, a branch of the trace.
+//! Source: openpipe-art 0.5.18 `art/trajectories.py`. A choice is the API's choice with its logprobs; a message is a
+//! dict. Each additional history is a separate conversation, which becomes a branch of the trace.
 
 use super::helpers::columns::{Columns, numbers_of};
 use super::helpers::conversation::Talk;
@@ -57,7 +58,7 @@ fn history(record: &Outline<'_>, talk: &mut Talk, sampling: &Sampling) -> Decode
     Ok(())
 }
 
-/// A message, a choice or a whole response.
+/// Reads a message, a choice or a complete response.
 fn entry(raw: &RawValue, sampling: &Sampling) -> Decoded<Entry> {
     match diagnose::node(raw.get(), Kind::Item) {
         Ok(Node::Object(object)) => Entry::read(*object, sampling),

@@ -37,7 +37,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// One trajectory, and as branches those of its subagents that the same model played.
+/// Reads one trajectory. Subagents with the same model become branches.
 fn trajectory(record: &Outline<'_>, model: Option<&str>, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
     let agent = record.object("agent")?.unwrap_or_default();
     let plays = agent.text("model_name")?.as_deref() == model;
@@ -101,13 +101,13 @@ fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decod
     Ok(generation)
 }
 
-/// Tool calls as the chat completions API has them.
+/// Returns tool calls in the format of the chat completions API.
 fn calls(listed: Value) -> Value {
     let Value::Array(calls) = listed else { return listed };
     calls.iter().map(|call| function_call(call, ["tool_call_id", "function_name", "arguments"])).collect()
 }
 
-/// What the environment answered: to a call as `tool`, else as `user`.
+/// Reads the observation of the environment: the result of a call has the role `tool`, any other the role `user`.
 fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
     let Some(observation) = step.object("observation")? else { return Ok(()) };
     for result in observation.objects("results")? {

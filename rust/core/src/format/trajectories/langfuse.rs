@@ -1,8 +1,8 @@
-//! Langfuse: a trace with its observations `{"id", "observations": [{"type": "GENERATION", "input", "output", ...}]}`, or
-//! one observation.
+//! Langfuse: a trace with its observations `{"id", "observations": [{"type": "GENERATION", "input", "output", ...}]}`,
+//! or one observation.
 //!
-//! Source: langfuse 5.0.4 `langfuse/api` (TraceWithFullDetails, ObservationsView). Text only: what `output` keeps of a
-//! response is its message.
+//! Source: langfuse 5.0.4 `langfuse/api` (TraceWithFullDetails, ObservationsView). Text only: `output` contains the
+//! message of a response and nothing else.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation::message;
@@ -45,7 +45,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// Numeric scores by name; one that is called reward is the reward.
+/// Reads numeric scores by name. The one called "reward" is the reward.
 fn scores(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
     if !record.is("scores", Shape::List) {
         return Ok(());
@@ -89,7 +89,7 @@ fn chat(items: Vec<Value>) -> Decoded<Vec<Message>> {
     items.into_iter().filter(|item| item.get("role").is_some()).map(message).collect()
 }
 
-/// What was answered: a message, or its text.
+/// Returns the response message, which may be recorded as plain text.
 fn spoken(output: Option<Value>) -> Decoded<Message> {
     match output {
         Some(Value::Object(mut fields)) => {

@@ -1,7 +1,8 @@
-//! LiteLLM's `StandardLoggingPayload`: `{"id", "call_type", "messages", "model_parameters", "response", "status", ...}`.
+//! LiteLLM's `StandardLoggingPayload`: `{"id", "call_type", "messages", "model_parameters", "response", "status",
+//! ...}`.
 //!
-//! Source: litellm 1.106.2 `types/utils.py`. What the server adds to a choice beside OpenAI's fields stands in
-//! `provider_specific_fields` there: `token_ids` of vLLM's return_token_ids among them.
+//! Source: litellm 1.106.2 `types/utils.py`. LiteLLM stores a choice's fields that OpenAI does not have in
+//! `provider_specific_fields`. This includes the `token_ids` of vLLM's return_token_ids.
 
 use super::helpers::columns::Columns;
 use super::helpers::{parts, splice};
@@ -17,7 +18,7 @@ pub(super) const DUMP: Dump = Dump {
     decode,
 };
 
-/// What stands where message logging is turned off.
+/// The value of messages if message logging is turned off.
 const REDACTED: &str = "\"redacted-by-litellm\"";
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
@@ -49,7 +50,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     one_call(header, record, &text)
 }
 
-/// The response with the fields of its server where the server put them.
+/// Moves the server's own fields of a response back to the keys under which the server returned them.
 fn lifted(response: &Outline<'_>) -> Decoded<String> {
     let choices = response.objects("choices")?;
     let listed: Vec<String> = choices.iter().map(lift).collect::<Decoded<_>>()?;

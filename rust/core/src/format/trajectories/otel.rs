@@ -53,7 +53,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// How many traces the spans with calls say that they are of.
+/// Returns the number of traces to which the spans with calls belong.
 fn traces_of(spans: &[Outline<'_>]) -> Decoded<usize> {
     let mut found = HashMap::<String, bool>::new();
     for span in spans {

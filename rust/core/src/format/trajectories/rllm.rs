@@ -1,7 +1,8 @@
 //! rLLM's `Trajectory` `{"uid", "steps": [{"chat_completions", "prompt_ids", "response_ids", "logprobs", ...}]}`, an
-//! `Episode` of one trajectory, and a `Step` alone.
+//! `Episode` of one trajectory, or a single `Step`.
 //!
-//! Source: rLLM 9beb6e0 `rllm/types.py`, `engine/rollout/rollout_engine.py`, `utils/episode_logger.py` (which keeps no ids).
+//! Source: rLLM 9beb6e0 `rllm/types.py`, `engine/rollout/rollout_engine.py`, `utils/episode_logger.py` (which keeps no
+//! ids).
 
 use super::helpers::columns::{Columns, tokens_of};
 use super::helpers::conversation::messages;
@@ -41,7 +42,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if let Some(episode) = inner.as_ref().map(|_| record) {
         let outer =
             Columns(episode).header_without(&["reward", "rewards", "tools"], &[("id", &["id", "episode_id"])])?;
-        // An episode's id is `task:rollout`.
+        // The id of an episode is `task:rollout`.
         let task = outer.id.as_deref().and_then(|id| id.split_once(':')).map(|(task, _)| task.to_owned());
         header.group = header.group.or(outer.group).or(task);
         header.id = outer.id.or(header.id);
@@ -81,7 +82,7 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
     Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
 }
 
-/// The message of a step whose conversation does not end with it.
+/// Returns the sampled message of a step, if its conversation does not end with it.
 fn spoken(step: &Outline<'_>, output: &Outline<'_>) -> Decoded<Message> {
     let content = either(output.text("content")?, || step.text("model_response"))?;
     let mut value = json!({"role": "assistant", "content": content});

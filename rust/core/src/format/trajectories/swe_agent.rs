@@ -1,7 +1,7 @@
 //! SWE-agent's `.traj`: `{"history": [message, ...], "trajectory", "info", "environment"}`. Text only.
 //!
-//! Source: SWE-agent 3ea751c `sweagent/types.py`. A message has notes of the agent beside those of the API, which no
-//! template knows; a demonstration was not sampled.
+//! Source: SWE-agent 3ea751c `sweagent/types.py`. A message also contains the agent's own fields, which no template
+//! uses. A demonstration was not sampled.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation::{Talk, message};
@@ -17,7 +17,7 @@ pub(super) const DUMP: Dump = Dump {
     decode,
 };
 
-/// Keys that the agent keeps for itself.
+/// Fields that only the agent uses.
 const OWN: &[&str] =
     &["agent", "message_type", "thought", "action", "is_demo", "cache_control", "tags", "thinking_blocks"];
 

@@ -50,7 +50,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// The reward of the metrics, and the columns that reward functions fill, by their names.
+/// Reads the reward in the metrics, and the columns of the reward functions by their names.
 fn rewards(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
     let metrics = record.object("metrics")?;
     if let (None, Some(metrics)) = (header.reward, &metrics) {
@@ -75,7 +75,7 @@ fn rewards(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
     Ok(())
 }
 
-/// Prompt and completion side by side, padded where masks say so.
+/// Reads prompt and completion as parallel columns. Masks mark the padding.
 fn split_row(record: &Outline<'_>) -> Decoded<Row> {
     let columns = Columns(record);
     let prompt = columns.ids("prompt_ids")?.unwrap_or_default();
@@ -88,7 +88,7 @@ fn split_row(record: &Outline<'_>) -> Decoded<Row> {
     let mut logprobs: Option<Vec<Reading>> = key.map_or(Ok(None), |key| columns.logprobs(key))?;
     let key = ["tool_mask", "env_mask"].into_iter().find(|key| record.has(key));
     let mut sampled = key.map_or(Ok(None), |key| columns.mask(key))?;
-    // Padding may be left away from these columns where the ids have it.
+    // These columns may omit padding that the ids contain.
     let real = attended.iter().skip(prompt.len()).take_while(|bit| **bit).count();
     if let Some(column) = logprobs.as_mut().filter(|column| column.len() == real) {
         column.resize(response.len(), Reading::Missing);

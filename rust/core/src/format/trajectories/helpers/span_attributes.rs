@@ -1,7 +1,7 @@
-//! Attributes of spans: flat names, lists or texts of lists, and what they say of a call of a model.
+//! Attributes of spans (flat names, lists, or texts of lists), and the model call that they describe.
 //!
-//! Source: OpenTelemetry's semantic conventions for generative AI (`gen_ai.input.messages`, `gen_ai.output.messages`), the
-//! older `gen_ai.prompt.0.role` of OpenLLMetry and AgentOps, and the names that Agent Lightning 0.3.0 adds or reads
+//! Source: OpenTelemetry's semantic conventions for generative AI (`gen_ai.input.messages`, `gen_ai.output.messages`),
+//! the older `gen_ai.prompt.0.role` of OpenLLMetry and AgentOps, and the names that Agent Lightning 0.3.0 adds or reads
 //! (`adapter/triplet.py`, `instrumentation/agentops.py`).
 
 use super::super::interface::{Decoded, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
@@ -16,7 +16,7 @@ use crate::sampling::place_of;
 use crate::trace::{Message, Tokens};
 use serde_json::{Value, json};
 
-/// Deeper names are not unfolded.
+/// Names with more parts are not unfolded.
 const DEEPEST_NAME: usize = 16;
 
 const PROMPT_IDS: &[&str] =
@@ -33,7 +33,7 @@ const SAMPLED_IDS: &[&str] = &[
 pub struct Attributes(pub Fields);
 
 impl Attributes {
-    /// Of a span: an object, or the list of keys and typed values of OTLP.
+    /// Reads the attributes of a span: an object, or OTLP's list of keys and typed values.
     pub fn of(span: &Outline<'_>) -> Decoded<Self> {
         if !span.is("attributes", Shape::List) {
             return Ok(Self(match span.value("attributes")? {
@@ -50,7 +50,7 @@ impl Attributes {
         Ok(Self(fields))
     }
 
-    /// The value of the first of some names that is there; a text that is a literal as what it says.
+    /// Returns the first of these names that exists, with its value. A text that is a literal is parsed.
     fn first(&self, names: &[&str]) -> Option<(String, Value)> {
         let found = names.iter().find_map(|name| Some((*name, self.0.get(*name).filter(|value| !value.is_null())?)))?;
         let value = match found.1 {
@@ -64,7 +64,7 @@ impl Attributes {
         self.0.get(name).and_then(Value::as_str).map(str::to_owned)
     }
 
-    /// Ids under the first of some names; of a list of lists the first.
+    /// Returns the ids under the first of these names that exists. Of a list of lists the first is used.
     fn ids(&self, names: &[&str]) -> Decoded<Option<Vec<u32>>> {
         let Some((name, value)) = self.first(names) else { return Ok(None) };
         let listed = match value {
@@ -74,7 +74,8 @@ impl Attributes {
         ids_of(&name, listed).map(|ids| Some(ids).filter(|ids| !ids.is_empty()))
     }
 
-    /// What the names under a prefix say together: `prefix.0.role` and so on, or the value under the prefix itself.
+    /// Returns the value of all names with a prefix together (`prefix.0.role` and so on), or the value of the prefix
+    /// itself.
     pub fn unfolded(&self, prefix: &str) -> Option<Value> {
         if let Some((_, value)) = self.first(&[prefix]) {
             return Some(value);
@@ -98,14 +99,14 @@ impl Attributes {
         })
     }
 
-    /// The name that the server gave its answer, by which the same call in two spans is told.
+    /// Returns the server's id of the response, which identifies the same call in two spans.
     pub fn response_id(&self) -> Option<String> {
         ["gen_ai.response.id", "agentlightning.operation.output.id", "llm.hosted_vllm.id"]
             .iter()
             .find_map(|name| self.text(name))
     }
 
-    /// The reward that a span holds instead of a call.
+    /// Returns the reward of a span that contains one instead of a call.
     pub fn reward(&self) -> Decoded<Option<f64>> {
         let nested = ["agentops.task.output", "agentops.entity.output"].iter().find_map(|name| {
             let (_, value) = self.first(&[name])?;
@@ -156,7 +157,7 @@ impl Attributes {
         Ok(tokens)
     }
 
-    /// The messages that were sent.
+    /// Returns the messages of the request.
     fn heard(&self) -> Decoded<Vec<Message>> {
         let prompts = ["gen_ai.input.messages", "gen_ai.prompt", "agentlightning.operation.input.messages"];
         let mut heard = Vec::new();
@@ -172,7 +173,7 @@ impl Attributes {
         Ok(heard)
     }
 
-    /// The message that was answered.
+    /// Returns the response message.
     fn said(&self) -> Option<Value> {
         let answers = ["gen_ai.output.messages", "gen_ai.completion", "agentlightning.operation.output.choices"];
         let listed = answers.iter().find_map(|prefix| self.unfolded(prefix))?;
@@ -209,7 +210,7 @@ fn logprobs_of(text: &str) -> Decoded<Tokens> {
     })
 }
 
-/// OTLP's typed values as plain ones.
+/// Converts OTLP's typed values to plain ones.
 fn plain(value: Value, depth: usize) -> Value {
     let Value::Object(mut typed) = value else { return value };
     if depth > DEEPEST_NAME {
@@ -231,7 +232,7 @@ fn plain(value: Value, depth: usize) -> Value {
     }
 }
 
-/// Sets what a dotted path says; lists are kept as objects with numbers for keys until all is there.
+/// Sets the value at a dotted path. Lists are objects with numbers as keys until all values are set.
 fn put(target: &mut Value, path: &str, value: &Value) {
     let mut at = target;
     for part in path.split('.') {
@@ -244,7 +245,7 @@ fn put(target: &mut Value, path: &str, value: &Value) {
     *at = value.clone();
 }
 
-/// Objects whose keys are all numbers as lists, in the order of the numbers.
+/// Converts objects whose keys are all numbers to lists, ordered by these numbers.
 fn listed(value: Value) -> Value {
     let Value::Object(fields) = value else { return value };
     let mut items: Vec<(String, Value)> = fields.into_iter().map(|(key, value)| (key, listed(value))).collect();
@@ -255,7 +256,7 @@ fn listed(value: Value) -> Value {
     Value::Object(items.into_iter().collect())
 }
 
-/// A message whose parts answer several calls, as one message for each.
+/// Splits a message with the results of several calls into one message per result.
 fn spread(value: Value) -> Vec<Value> {
     let answers = |part: &Value| part.get("type").is_some_and(|kind| kind == "tool_call_response");
     let parts = value.get("parts").and_then(Value::as_array);
@@ -265,7 +266,7 @@ fn spread(value: Value) -> Vec<Value> {
     }
 }
 
-/// A message with parts as the chat completions API has it; one without is left as it is.
+/// Converts a message with parts to the format of the chat completions API. Other messages are unchanged.
 fn chat_message(mut value: Value) -> Value {
     if let Some(fields) = value.as_object_mut() {
         fields.remove("finish_reason");
@@ -301,7 +302,7 @@ fn chat_message(mut value: Value) -> Value {
     Value::Object(fields)
 }
 
-/// Tool calls, flat or under `function`, as the chat completions API has them.
+/// Converts tool calls, flat or under `function`, to the format of the chat completions API.
 fn called(listed: Value) -> Value {
     let Value::Array(calls) = listed else { return listed };
     let call = |call: Value| {
