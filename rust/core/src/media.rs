@@ -51,9 +51,9 @@ pub fn may_show(record: &[u8]) -> bool {
 
 /// Returns the record's own list of images: its column `images`, or the one image of its column `image`.
 pub fn list_in(fields: &Map<String, Value>) -> Option<Value> {
-    let one =
+    let single =
         || fields.get("image").filter(|image| holds_something(image)).map(|image| Value::from(vec![image.clone()]));
-    fields.get("images").filter(|images| holds_something(images)).cloned().or_else(one)
+    fields.get("images").filter(|images| holds_something(images)).cloned().or_else(single)
 }
 
 /// As [`list_in`], for a complete record.

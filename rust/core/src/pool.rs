@@ -91,12 +91,12 @@ where
 }
 
 /// Runs both functions, in parallel if there are several threads.
-pub fn join<A: Send, B: Send>(one: impl FnOnce() -> A + Send, other: impl FnOnce() -> B + Send) -> (A, B) {
+pub fn join<A: Send, B: Send>(first: impl FnOnce() -> A + Send, second: impl FnOnce() -> B + Send) -> (A, B) {
     if count() == 1 {
-        return (one(), other());
+        return (first(), second());
     }
     let here = cancel::here();
-    in_pool(|| rayon::join(|| here.within(one), || here.within(other)))
+    in_pool(|| rayon::join(|| here.within(first), || here.within(second)))
 }
 
 /// A function that runs once.

@@ -111,7 +111,7 @@ impl Off {
                 off.contains(&number) || name == "top_k" && number >= EVERY_TOKEN || name == "min_p" && number < 0.0
             }),
             (Self::Empty, Value::Array(list)) => list.iter().all(pair_is_idle),
-            (Self::Empty, Value::Object(map)) => map.values().all(|each| number(each) == Some(0.0)),
+            (Self::Empty, Value::Object(map)) => map.values().all(|number_value| number(number_value) == Some(0.0)),
             (Self::Empty, Value::String(text)) => text.is_empty(),
             (Self::Empty, value) => number(value) == Some(0.0),
         }

@@ -43,12 +43,12 @@ fn pack_measure<'py>(
         trainable: trainable.as_slice()?,
         names: &names,
     };
-    let whole = match (whole_traces, shared) {
+    let unit = match (whole_traces, shared) {
         (false, _) => Whole::Branch,
         (true, false) => Whole::Trace,
         (true, true) => Whole::Tree,
     };
-    let measure = || pack::measure(branches, token_budget, whole, too_long_named(too_long)?);
+    let measure = || pack::measure(branches, token_budget, unit, too_long_named(too_long)?);
     let out = detached(py, Kind::Fault, "packing", measure)?;
     Ok((
         out.length.into_pyarray(py),

@@ -42,8 +42,9 @@ impl Entry {
             return Self::of_choice(item, outer);
         }
         let generation = item.take_object("generation")?;
-        let said = generation.is_some() || item.numbers.any_sampled() || role(&item.fields) == Some("assistant");
-        let sampled = said && !declined(&item.fields);
+        let is_sampled_kind =
+            generation.is_some() || item.numbers.any_sampled() || role(&item.fields) == Some("assistant");
+        let sampled = is_sampled_kind && !declined(&item.fields);
         let (placing, mut numbers) = match generation {
             Some(inner) => (inner.fields, inner.numbers.or(item.numbers)),
             None => (Fields::new(), item.numbers),

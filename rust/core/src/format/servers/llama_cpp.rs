@@ -24,8 +24,8 @@ pub(super) const SERVER: Server = Server {
     },
     signs: &["completion_probabilities", "stop_type", "tokens_predicted", "probs"],
     knows: |response| {
-        let own = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
-        response.is("content", Shape::Text) && own.iter().any(|key| response.has(key))
+        let keys = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
+        response.is("content", Shape::Text) && keys.iter().any(|key| response.has(key))
     },
     answer,
     request,
@@ -72,13 +72,13 @@ impl Listed {
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let text = response.text("content")?.unwrap_or_default();
     let key = if response.has("completion_probabilities") { "completion_probabilities" } else { "probs" };
-    let listed = response.typed::<Vec<Listed>>(key)?.unwrap_or_default();
+    let entries = response.typed::<Vec<Listed>>(key)?.unwrap_or_default();
     let (mut listing, mut probabilities) = (Columns::default(), 0);
-    for entry in &listed {
+    for entry in &entries {
         let (reading, probability) = entry.reading();
         probabilities += u32::from(probability);
-        let shown = entry.token.0.as_deref().or(entry.content.0.as_deref());
-        listing.push(entry.id.map(|id| id.0), reading, shown, entry.bytes.as_deref());
+        let text = entry.token.0.as_deref().or(entry.content.0.as_deref());
+        listing.push(entry.id.map(|id| id.0), reading, text, entry.bytes.as_deref());
     }
     let kind = if probabilities > 0 { LogprobKind::Processed } else { LogprobKind::Raw };
     let mut generation = asked.generation(kind);

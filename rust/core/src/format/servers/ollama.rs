@@ -19,8 +19,8 @@ pub(super) const SERVER: Server = Server {
     form: Form { name: "ollama", sign: "it has `done` beside `response` or `message`" },
     signs: &["done", "done_reason"],
     knows: |response| {
-        let said = response.is("response", Shape::Text) || response.is("message", Shape::Object);
-        response.is("done", Shape::Bool) && said
+        let has_answer = response.is("response", Shape::Text) || response.is("message", Shape::Object);
+        response.is("done", Shape::Bool) && has_answer
     },
     answer,
     request,
@@ -33,10 +33,10 @@ const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);
     generation.tokens = response.logprobs("logprobs")?.unwrap_or_default();
-    forget_lies(&mut generation);
+    drop_replacement_bytes(&mut generation);
     generation.finish_reason = finish_under(response, "done_reason")?;
     let message = if let Some(message) = response.object("message")? {
-        message_of(told(message.fields_without(&["images"])?))?
+        message_of(with_reasoning_key(message.fields_without(&["images"])?))?
     } else {
         let text = response.text("response")?.unwrap_or_default();
         let mut message = spoken(&text);
@@ -50,24 +50,24 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 }
 
 /// Drops bytes that are U+FFFD, because they do not describe the token.
-fn forget_lies(generation: &mut Generation) {
+fn drop_replacement_bytes(generation: &mut Generation) {
     let Some(bytes) = &generation.tokens.bytes else { return };
-    let mut kept = Pieces::default();
+    let mut result = Pieces::default();
     let mut lies = 0;
     for index in 0..bytes.len() {
         let piece = bytes.get(index).filter(|piece| memchr::memmem::find(piece, REPLACEMENT).is_none());
         lies += u32::from(piece.is_none() && bytes.get(index).is_some());
-        kept.push(piece);
+        result.push(piece);
     }
     if lies > 0 {
-        generation.tokens.bytes = Some(kept).filter(|kept| kept.known.contains(&true));
+        generation.tokens.bytes = Some(result).filter(|result| result.known.contains(&true));
         let detail = format!("{lies} tokens are given the bytes of U+FFFD, which are not theirs");
         generation.notes.push(Note { reason: findings::Reason::LossyText, count: lies, detail });
     }
 }
 
 /// Renames `thinking` to the key that templates read.
-fn told(mut message: Fields) -> Fields {
+fn with_reasoning_key(mut message: Fields) -> Fields {
     if let Some(thinking) = message.remove("thinking").filter(|thinking| thinking.as_str() != Some("")) {
         message.entry("reasoning_content").or_insert(thinking);
     }
@@ -83,7 +83,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         let mut chat = chat_request(request)?;
         for message in &mut chat.messages {
             if let Value::Object(fields) = &mut message.value {
-                *fields = told(std::mem::take(fields));
+                *fields = with_reasoning_key(std::mem::take(fields));
             }
         }
         return Ok(Request { sampling, ..chat });

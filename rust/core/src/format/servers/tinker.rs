@@ -31,10 +31,10 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         none if none.is_empty() => (response.clone(), 0),
         sequences => asked.pick(sequences, "sequences")?,
     };
-    let named = |list: &'static str, array: &'static str| if sequence.has(list) { list } else { array };
+    let existing_key = |list: &'static str, array: &'static str| if sequence.has(list) { list } else { array };
     let mut generation = asked.generation(LogprobKind::Unknown);
-    let logprobs = sequence.logprobs(named("logprobs", "logprobs_np"))?;
-    let token_ids = sequence.ids(named("tokens", "tokens_np"))?;
+    let logprobs = sequence.logprobs(existing_key("logprobs", "logprobs_np"))?;
+    let token_ids = sequence.ids(existing_key("tokens", "tokens_np"))?;
     generation.tokens = Numbers::listed(logprobs, token_ids).into_tokens()?;
     generation.finish_reason = finish_under(&sequence, "stop_reason")?;
     Ok(Entry::sampled(spoken(""), generation, unused))

@@ -15,8 +15,8 @@ pub(super) const SERVER: Server = Server {
     form: Form { name: "vllm_generate", sign: "its `choices` have `token_ids` and it has `request_id`" },
     signs: &["choices", "request_id", "output_mode"],
     knows: |response| {
-        let own = response.has("output_mode") || response.has("request_id") && !response.has("object");
-        let first = response.first_of("choices").filter(|_| own);
+        let is_generate = response.has("output_mode") || response.has("request_id") && !response.has("object");
+        let first = response.first_of("choices").filter(|_| is_generate);
         first.is_some_and(|choice| choice.is("token_ids", Shape::List) && !choice.has("message"))
     },
     answer,

@@ -34,8 +34,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         let body = triplets(record, &mut header)?;
         return Ok((header, body));
     }
-    let listed = if record.has("spans") { record.objects("spans")? } else { record.objects("trace")? };
-    let spans = if listed.is_empty() { vec![record.clone()] } else { listed };
+    let spans = if record.has("spans") { record.objects("spans")? } else { record.objects("trace")? };
+    let spans = if spans.is_empty() { vec![record.clone()] } else { spans };
     let body = follow(&spans, &mut header)?;
     Ok((header, body))
 }
@@ -85,9 +85,9 @@ fn started(span: &Outline<'_>) -> Decoded<f64> {
 }
 
 fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {
-    let call = |(turn, one)| {
+    let call = |(turn, record)| {
         let place = |rejection: Rejection| rejection.inside(format!("triplets[{turn}]")).in_turn(turn);
-        triplet(one, &header.sampling).map_err(place)
+        triplet(record, &header.sampling).map_err(place)
     };
     let calls = record.objects("triplets")?.iter().enumerate().map(call).collect::<Decoded<Vec<_>>>()?;
     header.reward = header.reward.or_else(|| calls.iter().rev().find_map(|call| call.reward));
@@ -95,8 +95,8 @@ fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {
 }
 
 /// Reads `{"prompt": {"token_ids", "raw_content"}, "response": {"token_ids", "logprobs"}, "reward", "metadata"}`.
-fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
-    let part = |key: &str| if one.is(key, Shape::Object) { one.object(key) } else { Ok(None) };
+fn triplet(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
+    let part = |key: &str| if record.is(key, Shape::Object) { record.object(key) } else { Ok(None) };
     let (prompt, response) = (part("prompt")?.unwrap_or_default(), part("response")?.unwrap_or_default());
     let mut generation = sampling.generation();
     let ids = Columns(&response).ids("token_ids")?.filter(|ids| !ids.is_empty());
@@ -106,11 +106,11 @@ fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
     };
     let messages = chat(prompt.value("raw_content")?)?;
     let request = Request::of(messages, Columns(&prompt).ids("token_ids")?.filter(|ids| !ids.is_empty()));
-    let said = chat(response.value("raw_content")?)?.into_iter().next();
-    let answer = said.filter(|said| said.role() == "assistant");
+    let first_message = chat(response.value("raw_content")?)?.into_iter().next();
+    let answer = first_message.filter(|first_message| first_message.role() == "assistant");
     let answer = answer.unwrap_or_else(|| plain("assistant", Value::Null));
     let entry = Entry::sampled(answer, generation, 0);
-    let reward = one.number("reward")?.map(|reward| reward as f32);
+    let reward = record.number("reward")?.map(|reward| reward as f32);
     Ok(Call { request: Some(request), entry, model: None, reward })
 }
 

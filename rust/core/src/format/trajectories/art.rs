@@ -23,7 +23,7 @@ pub(super) const DUMP: Dump = Dump {
 
 fn is_group(record: &Outline<'_>) -> bool {
     let first = record.list("trajectories").ok().flatten().and_then(|list| list.first().copied());
-    first.is_some_and(|raw| Outline::of(raw, "trajectory").is_ok_and(|one| one.has("messages_and_choices")))
+    first.is_some_and(|raw| Outline::of(raw, "trajectory").is_ok_and(|item| item.has("messages_and_choices")))
 }
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
@@ -38,9 +38,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     }
     let mut talk = Talk::default();
     history(record, &mut talk, &header.sampling)?;
-    for (index, one) in record.objects("additional_histories")?.iter().enumerate() {
+    for (index, branch) in record.objects("additional_histories")?.iter().enumerate() {
         talk.branch();
-        history(one, &mut talk, &header.sampling)
+        history(branch, &mut talk, &header.sampling)
             .map_err(|rejection| rejection.inside(format!("additional_histories[{index}]")))?;
     }
     Ok((header, talk.finish()))

@@ -47,7 +47,7 @@ fn failure(record: &Outline<'_>, response: &Outline<'_>, result: &Outline<'_>) -
     let kind = result.text("type")?.filter(|kind| kind != "succeeded");
     let body = response.object("body")?.unwrap_or_default();
     let error = [record, result, &body].into_iter().find_map(|holder| holder.get("error"));
-    let said = error.map(|raw| raw.get().chars().take(200).collect::<String>());
-    let parts: Vec<String> = status.into_iter().chain(kind).chain(said).collect();
+    let message = error.map(|raw| raw.get().chars().take(200).collect::<String>());
+    let parts: Vec<String> = status.into_iter().chain(kind).chain(message).collect();
     Ok((!parts.is_empty()).then(|| parts.join(", ")))
 }

@@ -53,13 +53,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 
 /// Reads `{"instance_id", "repetition_id"}`: the id of the prompt, and the number of its sample.
 fn name(columns: &Columns<'_, '_>, header: &mut Header) -> Decoded<()> {
-    let found = either(columns.scalar("trajectory_ids")?, || columns.scalar("trajectory_id"))?;
+    let id = either(columns.scalar("trajectory_ids")?, || columns.scalar("trajectory_id"))?;
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
         Value::Number(number) => Some(number.to_string()),
         _ => None,
     };
-    match found {
+    match id {
         Some(Value::Object(parts)) => {
             let part = |key: &str| parts.get(key).and_then(text);
             let (instance, repetition) = (part("instance_id"), part("repetition_id"));

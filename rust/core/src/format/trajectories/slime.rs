@@ -56,12 +56,12 @@ fn finish(status: Option<&str>) -> Option<&'static str> {
 /// Reads `weight_versions`, which has one entry per call of the engine. The versions are used if there is one per
 /// generation, or if all are equal.
 fn stamp(record: &Outline<'_>, body: &mut Body) -> Decoded<()> {
-    let listed = record.typed::<Vec<Value>>("weight_versions")?.unwrap_or_default();
+    let labels = record.typed::<Vec<Value>>("weight_versions")?.unwrap_or_default();
     let number = |value: &Value| match value {
         Value::String(digits) => digits.parse().ok(),
         value => value.as_i64(),
     };
-    let versions: Vec<i32> = listed.iter().map(|value| number(value).map_or(-1, |found| found as i32)).collect();
+    let versions: Vec<i32> = labels.iter().map(|value| number(value).map_or(-1, |number| number as i32)).collect();
     let alike = versions.windows(2).all(|pair| pair[0] == pair[1]);
     let one_each = versions.len() == body.generations.len();
     for (turn, generation) in body.generations.iter_mut().enumerate() {

@@ -27,13 +27,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     for (position, value) in record.typed::<Vec<Value>>("history")?.unwrap_or_default().into_iter().enumerate() {
         let place = |rejection: Rejection| rejection.inside(format!("history[{position}]"));
         let Value::Object(mut fields) = value else { return Err(place(not_a_trace("a message is not an object"))) };
-        let shown = fields.get("is_demo").and_then(Value::as_bool) == Some(true);
+        let is_demo = fields.get("is_demo").and_then(Value::as_bool) == Some(true);
         strip(&mut fields);
-        let said = message(Value::Object(fields)).map_err(place)?;
-        if shown {
-            talk.given(said);
+        let chat_message = message(Value::Object(fields)).map_err(place)?;
+        if is_demo {
+            talk.given(chat_message);
         } else {
-            talk.heard(said, &header.sampling)?;
+            talk.heard(chat_message, &header.sampling)?;
         }
     }
     Ok((header, talk.finish()))

@@ -67,10 +67,10 @@ fn trajectory(steps: &[Outline<'_>], header: &Header) -> Decoded<Body> {
 }
 
 fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
-    let mut said = messages(step, "completion")?.unwrap_or_default();
-    let message = match said.len() {
+    let mut completion = messages(step, "completion")?.unwrap_or_default();
+    let message = match completion.len() {
         0 => plain("assistant", Value::Null),
-        1 => said.remove(0),
+        1 => completion.remove(0),
         count => {
             return Err(reject(Reason::Contradiction, format!("`completion` holds {count} messages"))
                 .why("A step is one call of the model, and which of them it sampled cannot be known")
@@ -133,7 +133,7 @@ struct Node {
 pub(super) fn decode_graph(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let header = header(record)?;
     let nodes = record.objects("nodes")?;
-    let calls = said(record)?;
+    let calls = calls_of(record)?;
     let trains = !record.object("agent")?.is_some_and(|agent| matches!(agent.typed("trainable"), Ok(Some(false))));
     let mut graph = Graph { header: &header, calls, body: Body::default(), nodes: Vec::new() };
     for (index, node) in nodes.iter().enumerate() {
@@ -143,8 +143,8 @@ pub(super) fn decode_graph(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         graph.body.conversation = graph.path(last);
     }
     let mut body = graph.body;
-    let own = nodes.first().map(|root| root.value("tools")).transpose()?.flatten();
-    body.tools = tools(either(own, || record.value("tools"))?);
+    let root_tools = nodes.first().map(|root| root.value("tools")).transpose()?.flatten();
+    body.tools = tools(either(root_tools, || record.value("tools"))?);
     body.model = graph.calls.iter().find_map(|(_, call)| call.get("model")?.as_str().map(str::to_owned));
     Ok((header, body))
 }
@@ -176,17 +176,17 @@ impl Graph<'_> {
             return Err(lengths("mask", mask.len(), ids.len()));
         }
         let depth = parent.map_or(1, |parent| self.nodes[parent].depth + 1);
-        let mut kept = Node { parent, tail: Vec::new(), turn: None, depth };
+        let mut new_node = Node { parent, tail: Vec::new(), turn: None, depth };
         if is_sampled {
-            self.sample(node, ids, &mask, &mut kept)?;
+            self.sample(node, ids, &mask, &mut new_node)?;
         } else {
-            kept.tail = ids;
+            new_node.tail = ids;
         }
-        self.nodes.push(kept);
+        self.nodes.push(new_node);
         Ok(())
     }
 
-    fn sample(&mut self, node: &Outline<'_>, ids: Vec<u32>, mask: &[bool], kept: &mut Node) -> Decoded<()> {
+    fn sample(&mut self, node: &Outline<'_>, ids: Vec<u32>, mask: &[bool], new_node: &mut Node) -> Decoded<()> {
         let index = self.nodes.len();
         let start = mask.iter().position(|&bit| bit).unwrap_or(mask.len());
         let end = start + mask[start..].iter().take_while(|&&bit| bit).count();
@@ -198,15 +198,15 @@ impl Graph<'_> {
         let mut generation = self.header.sampling.generation();
         self.describe(index, &mut generation);
         generation.message = index as u32;
-        generation.prompt = self.prompt(kept.parent, &ids[..start])?;
-        self.body.budget.spend(kept.depth)?;
-        generation.context = kept.parent.map_or_else(Vec::new, |parent| self.path(parent));
+        generation.prompt = self.prompt(new_node.parent, &ids[..start])?;
+        self.body.budget.spend(new_node.depth)?;
+        generation.context = new_node.parent.map_or_else(Vec::new, |parent| self.path(parent));
         let logprobs = Columns(node).logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
         if start < end || logprobs.is_some() {
             generation.tokens = tokens_of((start < end).then(|| ids[start..end].to_vec()), logprobs);
             generation.notes.extend(all_zero(&generation.tokens));
         }
-        (kept.tail, kept.turn) =
+        (new_node.tail, new_node.turn) =
             if start < end { (ids[end..].to_vec(), Some(self.body.generations.len() as u32)) } else { (ids, None) };
         self.body.generations.push(generation);
         Ok(())
@@ -249,8 +249,8 @@ impl Graph<'_> {
 
     /// Reads the sampling parameters of the call that created a node.
     fn describe(&self, node: usize, generation: &mut Generation) {
-        let Ok(found) = self.calls.binary_search_by_key(&node, |(node, _)| *node) else { return };
-        let fields = &self.calls[found].1;
+        let Ok(index) = self.calls.binary_search_by_key(&node, |(node, _)| *node) else { return };
+        let fields = &self.calls[index].1;
         let sampling = fields.get("sampling").and_then(Value::as_object);
         let number = |key: &str| sampling?.get(key)?.as_f64().map(|value| value as f32);
         generation.temperature = generation.temperature.or(number("temperature"));
@@ -272,7 +272,7 @@ fn message_of(node: &Outline<'_>) -> Decoded<Message> {
     }
 }
 
-fn said(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
+fn calls_of(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
     let mut calls = Vec::new();
     for (position, call) in record.objects("calls")?.iter().enumerate() {
         let node = call.count("node").map_err(|rejection| rejection.inside(format!("calls[{position}]")))?;

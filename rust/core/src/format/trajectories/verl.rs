@@ -50,8 +50,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     }
     let attended = columns.mask("attention_mask")?;
     let (given, count) = (prompt.len(), response.len());
-    let whole = attended.as_ref().filter(|mask| mask.len() == given + count);
-    let mask = columns.mask("response_mask")?.or_else(|| whole.map(|mask| mask[given..].to_vec()));
+    let full_mask = attended.as_ref().filter(|mask| mask.len() == given + count);
+    let mask = columns.mask("response_mask")?.or_else(|| full_mask.map(|mask| mask[given..].to_vec()));
     let mut logprobs = columns.logprobs(first(["rollout_log_probs", "response_logprobs"]))?;
     if let Some(logprobs) = logprobs.as_mut().filter(|logprobs| logprobs.len() < count) {
         // The agent loop pads the mask but not always the logprobs. Tokens after the logprobs were not sampled.
@@ -73,12 +73,12 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 }
 
 /// Reports a prompt that begins with the same id several times: it may be padded, and there is no attention mask.
-fn padding(prompt: &[u32], told: bool) -> Option<Note> {
+fn padding(prompt: &[u32], has_mask: bool) -> Option<Note> {
     let first = prompt.first()?;
     let count = prompt.iter().take_while(|id| *id == first).count();
     let detail =
         format!("the prompt begins with id {first} {count} times, as padding would; there is no attention_mask");
-    (count > 1 && !told).then(|| note(findings::Reason::PromptMismatch, count, detail))
+    (count > 1 && !has_mask).then(|| note(findings::Reason::PromptMismatch, count, detail))
 }
 
 /// Reads the text dump. Special tokens were removed from prompt and output, so the sent prompt is unknown.

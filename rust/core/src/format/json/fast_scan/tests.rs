@@ -6,7 +6,8 @@ use crate::format::detect::is_sign;
 use proptest::prelude::*;
 use serde_json::json;
 
-/// Checks the law, that the generic parser gives what the scanner does; whether the scanner knew the text.
+/// Checks that the generic parser returns the same as the scanner, if the scanner supports the text. Returns whether it
+/// does.
 fn same(text: &str) -> bool {
     let Some(scanned) = object(text, Kind::Record(is_sign)) else { return false };
     let Ok(Node::Object(object)) = slowly(text, Kind::Record(is_sign)) else { panic!("{text}") };

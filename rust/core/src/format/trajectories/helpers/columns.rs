@@ -72,12 +72,12 @@ impl<'a> Columns<'_, 'a> {
     pub fn header_without(&self, taken: &[&str], names: Names<'_>) -> Decoded<Header> {
         let mut fields = Fields::new();
         let names = names.iter().flat_map(|(ours, theirs)| theirs.iter().map(|theirs| (*ours, *theirs)));
-        let named =
+        let is_named =
             |own: &str| taken.contains(&own) || names.clone().any(|(ours, theirs)| ours == own || theirs == own);
         let sampled = OPTIONS.iter().map(|(name, _)| *name);
-        let own = HEADER_KEYS.into_iter().chain(["temperature", "model", "tools"]).chain(sampled);
-        let own = own.filter(|own| !named(own)).map(|own| (own, own));
-        for (ours, theirs) in names.clone().chain(own) {
+        let default_names = HEADER_KEYS.into_iter().chain(["temperature", "model", "tools"]).chain(sampled);
+        let default_names = default_names.filter(|name| !is_named(name)).map(|name| (name, name));
+        for (ours, theirs) in names.clone().chain(default_names) {
             if fields.contains_key(ours) {
                 continue;
             }
@@ -109,15 +109,15 @@ fn put(fields: &mut Fields, ours: &str, theirs: &str, value: Value) -> Decoded<(
 }
 
 /// Returns the named values that are numbers.
-pub fn numbers_of(named: &Fields) -> Fields {
+pub fn numbers_of(values: &Fields) -> Fields {
     let is_number = |value: &Value| value.is_number() || value.is_boolean() || value.is_null();
-    named.iter().filter(|(_, value)| is_number(value)).map(|(name, value)| (name.clone(), value.clone())).collect()
+    values.iter().filter(|(_, value)| is_number(value)).map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
 /// Returns the named values that are numbers, as rewards. A missing number becomes NaN.
-pub fn rewards_of(named: &Fields) -> Vec<(String, f32)> {
+pub fn rewards_of(values: &Fields) -> Vec<(String, f32)> {
     let reward = |value: Value| value.as_f64().map_or(f32::NAN, |reward| reward as f32);
-    numbers_of(named).into_iter().map(|(name, value)| (name, reward(value))).collect()
+    numbers_of(values).into_iter().map(|(name, value)| (name, reward(value))).collect()
 }
 
 /// Returns the sum of per-token rewards, or `None` if all are null.

@@ -52,12 +52,12 @@ impl Attributes {
 
     /// Returns the first of these names that exists, with its value. A text that is a literal is parsed.
     fn first(&self, names: &[&str]) -> Option<(String, Value)> {
-        let found = names.iter().find_map(|name| Some((*name, self.0.get(*name).filter(|value| !value.is_null())?)))?;
-        let value = match found.1 {
-            Value::String(text) => python_literal::parse(text).unwrap_or_else(|| found.1.clone()),
+        let entry = names.iter().find_map(|name| Some((*name, self.0.get(*name).filter(|value| !value.is_null())?)))?;
+        let value = match entry.1 {
+            Value::String(text) => python_literal::parse(text).unwrap_or_else(|| entry.1.clone()),
             other => other.clone(),
         };
-        Some((found.0.to_owned(), value))
+        Some((entry.0.to_owned(), value))
     }
 
     fn text(&self, name: &str) -> Option<String> {
@@ -67,11 +67,11 @@ impl Attributes {
     /// Returns the ids under the first of these names that exists. Of a list of lists the first is used.
     fn ids(&self, names: &[&str]) -> Decoded<Option<Vec<u32>>> {
         let Some((name, value)) = self.first(names) else { return Ok(None) };
-        let listed = match value {
+        let id_list = match value {
             Value::Array(mut lists) if lists.first().is_some_and(Value::is_array) => lists.swap_remove(0),
             value => value,
         };
-        ids_of(&name, listed).map(|ids| Some(ids).filter(|ids| !ids.is_empty()))
+        ids_of(&name, id_list).map(|ids| Some(ids).filter(|ids| !ids.is_empty()))
     }
 
     /// Returns the value of all names with a prefix together (`prefix.0.role` and so on), or the value of the prefix
@@ -80,14 +80,14 @@ impl Attributes {
         if let Some((_, value)) = self.first(&[prefix]) {
             return Some(value);
         }
-        let mut found = Value::Null;
+        let mut tree = Value::Null;
         for (name, value) in &self.0 {
             let Some(path) = name.strip_prefix(prefix).and_then(|rest| rest.strip_prefix('.')) else { continue };
             if path.split('.').count() <= DEEPEST_NAME {
-                put(&mut found, path, value);
+                put(&mut tree, path, value);
             }
         }
-        (!found.is_null()).then(|| listed(found))
+        (!tree.is_null()).then(|| lists_from_numbers(tree))
     }
 
     pub fn is_call(&self) -> bool {
@@ -112,8 +112,8 @@ impl Attributes {
             let (_, value) = self.first(&[name])?;
             (value.get("type")? == "reward").then(|| value.get("value").cloned())?
         });
-        let named = ["agentlightning.reward.0.value", "reward"].iter().find_map(|name| self.0.get(*name).cloned());
-        named.or(nested).map_or(Ok(None), |value| number_of("reward", &value))
+        let direct = ["agentlightning.reward.0.value", "reward"].iter().find_map(|name| self.0.get(*name).cloned());
+        direct.or(nested).map_or(Ok(None), |value| number_of("reward", &value))
     }
 
     pub fn call(&self, header: &Header) -> Decoded<Call> {
@@ -128,22 +128,25 @@ impl Attributes {
         }
         let mut generation = header.sampling.clone().or(&Sampling::read(&fields)?).generation();
         generation.tokens = self.tokens()?;
-        let said = self.said();
-        generation.finish_reason =
-            said.as_ref().and_then(|said| said.get("finish_reason")?.as_str()).map(str::to_owned);
+        let response_message = self.said();
+        generation.finish_reason = response_message
+            .as_ref()
+            .and_then(|response_message| response_message.get("finish_reason")?.as_str())
+            .map(str::to_owned);
         let heard = self.heard()?;
         let ids = self.ids(PROMPT_IDS)?;
-        let listed = self.first(&["gen_ai.tool.definitions"]).map(|(_, tools)| tools);
+        let definitions = self.first(&["gen_ai.tool.definitions"]).map(|(_, tools)| tools);
         let model = self.text("gen_ai.request.model").or_else(|| self.text("gen_ai.response.model"));
-        let request = Request { tools: tools(listed), model, ..Request::of(heard, ids) };
-        let answer = message(said.map_or_else(|| json!({"role": "assistant", "content": null}), chat_message))?;
+        let request = Request { tools: tools(definitions), model, ..Request::of(heard, ids) };
+        let answer =
+            message(response_message.map_or_else(|| json!({"role": "assistant", "content": null}), chat_message))?;
         let entry = Entry::sampled(answer, generation, 0);
         Ok(Call { request: Some(request), entry, model: None, reward: None })
     }
 
     fn tokens(&self) -> Decoded<Tokens> {
-        let listed = ["logprobs.content", "logprobs.refusal"].iter().find_map(|name| self.0.get(*name));
-        let mut tokens = match listed {
+        let entries = ["logprobs.content", "logprobs.refusal"].iter().find_map(|name| self.0.get(*name));
+        let mut tokens = match entries {
             Some(Value::String(text)) => logprobs_of(text)?,
             Some(value) => logprobs_of(&value.to_string())?,
             None => Tokens::default(),
@@ -164,8 +167,8 @@ impl Attributes {
         if let Some((_, Value::Array(parts))) = self.first(&["gen_ai.system_instructions"]) {
             heard.push(message(chat_message(json!({"role": "system", "parts": parts})))?);
         }
-        let listed = prompts.iter().find_map(|prefix| self.unfolded(prefix));
-        if let Some(Value::Array(items)) = listed {
+        let value = prompts.iter().find_map(|prefix| self.unfolded(prefix));
+        if let Some(Value::Array(items)) = value {
             for value in items.into_iter().flat_map(spread) {
                 heard.push(message(chat_message(value))?);
             }
@@ -176,8 +179,8 @@ impl Attributes {
     /// Returns the response message.
     fn said(&self) -> Option<Value> {
         let answers = ["gen_ai.output.messages", "gen_ai.completion", "agentlightning.operation.output.choices"];
-        let listed = answers.iter().find_map(|prefix| self.unfolded(prefix))?;
-        let first = listed.get(0).cloned()?;
+        let choices = answers.iter().find_map(|prefix| self.unfolded(prefix))?;
+        let first = choices.get(0).cloned()?;
         match (first.get("message").cloned(), first.get("finish_reason").cloned()) {
             (Some(Value::Object(mut message)), finish) => {
                 message.insert("finish_reason".to_owned(), finish.unwrap_or(Value::Null));
@@ -246,9 +249,10 @@ fn put(target: &mut Value, path: &str, value: &Value) {
 }
 
 /// Converts objects whose keys are all numbers to lists, ordered by these numbers.
-fn listed(value: Value) -> Value {
+fn lists_from_numbers(value: Value) -> Value {
     let Value::Object(fields) = value else { return value };
-    let mut items: Vec<(String, Value)> = fields.into_iter().map(|(key, value)| (key, listed(value))).collect();
+    let mut items: Vec<(String, Value)> =
+        fields.into_iter().map(|(key, value)| (key, lists_from_numbers(value))).collect();
     if items.iter().all(|(key, _)| key.parse::<u32>().is_ok()) {
         items.sort_by_key(|(key, _)| key.parse::<u32>().unwrap_or_default());
         return items.into_iter().map(|(_, value)| value).collect();
@@ -273,15 +277,15 @@ fn chat_message(mut value: Value) -> Value {
         if fields.get("role").is_none_or(|role| !role.is_string()) {
             fields.insert("role".to_owned(), "assistant".into());
         }
-        let calls = fields.remove("tool_calls").map(called);
+        let calls = fields.remove("tool_calls").map(openai_calls);
         fields.extend(calls.map(|calls| ("tool_calls".to_owned(), calls)));
     }
     let Some(Value::Array(parts)) = value.get("parts").cloned() else { return value };
     let kind = |part: &Value| part.get("type").and_then(Value::as_str).unwrap_or_default().to_owned();
     let words = |wanted: &str| -> Option<String> {
-        let found = parts.iter().filter(|part| kind(part) == wanted).filter_map(|part| part.get("content")?.as_str());
-        let found: Vec<&str> = found.collect();
-        (!found.is_empty()).then(|| found.concat())
+        let texts = parts.iter().filter(|part| kind(part) == wanted).filter_map(|part| part.get("content")?.as_str());
+        let texts: Vec<&str> = texts.collect();
+        (!texts.is_empty()).then(|| texts.concat())
     };
     let mut fields = Fields::new();
     fields.insert("role".to_owned(), value.get("role").cloned().unwrap_or_else(|| "assistant".into()));
@@ -291,11 +295,11 @@ fn chat_message(mut value: Value) -> Value {
     }
     let calls: Vec<Value> = parts.iter().filter(|part| kind(part) == "tool_call").cloned().collect();
     if !calls.is_empty() {
-        fields.insert("tool_calls".to_owned(), called(calls.into()));
+        fields.insert("tool_calls".to_owned(), openai_calls(calls.into()));
     }
     if let Some(answer) = parts.iter().find(|part| kind(part) == "tool_call_response") {
-        let said = answer.get("response").or_else(|| answer.get("result")).cloned().unwrap_or(Value::Null);
-        let text = if said.is_string() || said.is_null() { said } else { said.to_string().into() };
+        let result = answer.get("response").or_else(|| answer.get("result")).cloned().unwrap_or(Value::Null);
+        let text = if result.is_string() || result.is_null() { result } else { result.to_string().into() };
         fields.insert("content".to_owned(), text);
         fields.insert("tool_call_id".to_owned(), answer.get("id").cloned().unwrap_or(Value::Null));
     }
@@ -303,8 +307,8 @@ fn chat_message(mut value: Value) -> Value {
 }
 
 /// Converts tool calls, flat or under `function`, to the format of the chat completions API.
-fn called(listed: Value) -> Value {
-    let Value::Array(calls) = listed else { return listed };
+fn openai_calls(value: Value) -> Value {
+    let Value::Array(calls) = value else { return value };
     let call = |call: Value| {
         if call.get("function").is_some() {
             return call;
