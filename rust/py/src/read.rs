@@ -1,7 +1,7 @@
 //! Python bindings of `tracegrad_core::read`: readers and writers of files.
 //!
-//! A file can be read as traces, as records that the caller converts before they are decoded, or as groups that are
-//! read frame by frame while the file grows.
+//! A file can be read as traces, or as records that the caller converts before they are decoded. A file of groups is
+//! read frame by frame while it grows.
 
 use crate::border::{Line, detached};
 use crate::memory;

@@ -24,7 +24,7 @@ const BLOCK: usize = 1 << 18;
 const FEW: usize = BLOCK / 4;
 /// Number of bytes of the largest frame header.
 const HEADER: usize = 18;
-/// Largest number of bytes that is reserved on the frame header's word.
+/// Largest number of bytes that is reserved because of the size in a frame header.
 const ROOM: usize = 8 << 20;
 /// File name in errors for records that have no line in a file.
 const NAME: &str = "<records>";
