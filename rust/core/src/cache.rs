@@ -1,15 +1,16 @@
-//! Caches bounded in bytes (approximate LRU), and JSON values as bytes for their keys: different values have different bytes.
+//! Caches with a limit in bytes (approximate LRU), and unambiguous byte keys for JSON values.
 //!
-//! New entries go to the young table. When that is full it becomes the old one, and what the old one held is dropped; an
-//! entry that is read there moves back to the young table. Callers bring the locks and compare the keys. Every part of a
-//! key begins with its kind and its length, so that no text can look like another value.
+//! New entries go to the young table. When it is full it becomes the old table, and the entries of the previous old
+//! table are dropped. A read moves an entry from the old table to the young one. Callers provide the locks and compare
+//! the keys. Every part of a key begins with its type and its length, so that different values have different bytes.
 
 use crate::cancel;
 use hashbrown::HashTable;
 use serde_json::{Map, Number, Value};
 use std::mem;
 
-/// Values by the hash of their keys; the caller's `fits` says whether a value with that hash has the key.
+/// A cache of values by the hash of their keys. The caller's function `fits` compares the key of a value with that
+/// hash.
 #[derive(Debug)]
 pub(crate) struct Generations<T> {
     young: HashTable<Entry<T>>,
@@ -26,12 +27,12 @@ struct Entry<T> {
 }
 
 impl<T> Generations<T> {
-    /// An empty cache, each of whose two tables holds at most `limit` bytes.
+    /// Creates an empty cache. Each of its two tables may use at most `limit` bytes.
     pub fn new(limit: usize) -> Self {
         Self { young: HashTable::new(), old: HashTable::new(), bytes: 0, limit }
     }
 
-    /// What `read` returns for the value with this hash that fits, which counts as recently used.
+    /// Returns the result of `read` for the value with this hash that fits, and marks it as recently used.
     pub fn read<R>(&mut self, hash: u64, fits: impl Fn(&T) -> bool, read: impl FnOnce(&T) -> R) -> Option<R> {
         let fits = |entry: &Entry<T>| entry.hash == hash && fits(&entry.value);
         if let Some(entry) = self.young.find(hash, fits) {
@@ -57,14 +58,14 @@ impl<T> Generations<T> {
         self.young.insert_unique(entry.hash, entry, |entry| entry.hash);
     }
 
-    /// How many values are held.
+    /// Returns the number of values.
     #[cfg(test)]
     pub fn len(&self) -> usize {
         self.young.len() + self.old.len()
     }
 }
 
-/// A value.
+/// Appends a JSON value to a key.
 pub(crate) fn write(key: &mut Vec<u8>, json: &Value) {
     match json {
         Value::Null => key.push(b'n'),
@@ -88,7 +89,7 @@ pub(crate) fn write(key: &mut Vec<u8>, json: &Value) {
     }
 }
 
-/// An integer is not the float of its value, and 0.0 is not -0.0.
+/// Appends a number. An integer differs from the float of the same value, and 0.0 from -0.0.
 fn write_number(key: &mut Vec<u8>, number: &Number) {
     let (kind, bytes) = match (number.as_u64(), number.as_i64()) {
         (Some(natural), _) => (b'u', natural.to_le_bytes()),
@@ -99,14 +100,14 @@ fn write_number(key: &mut Vec<u8>, number: &Number) {
     key.extend_from_slice(&bytes);
 }
 
-/// A text, of which everybody who reads it knows that it is one.
+/// Appends a text without its type, for callers whose next part is always a text.
 pub(crate) fn write_text(key: &mut Vec<u8>, text: &str) {
     cancel::before(text.len());
     key.extend_from_slice(&text.len().to_le_bytes());
     key.extend_from_slice(text.as_bytes());
 }
 
-/// An object, its keys in their order.
+/// Appends an object, with its keys in their order.
 pub(crate) fn write_map(key: &mut Vec<u8>, map: &Map<String, Value>) {
     key.extend_from_slice(&map.len().to_le_bytes());
     for (name, value) in map {

@@ -1,7 +1,8 @@
-//! Work that can be stopped: a check between two pieces of it, and a question that its caller answers now and then.
+//! Cancellation: work calls [`check`] at short intervals, and the caller's function decides now and then whether to
+//! stop.
 //!
-//! [`watched`] is for whoever calls the core, [`check`] stands in everything that may take long. What stops ends by
-//! unwinding, so that memory is given back, up to [`watched`] and no further.
+//! Callers of the core use [`watched`]; everything that may take long calls [`check`]. Cancelled work unwinds up to
+//! [`watched`], so that its memory is freed.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -9,16 +10,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long the caller is not asked again.
+/// Minimum time between two polls of the caller.
 pub(crate) const PAUSE: Duration = Duration::from_millis(50);
 
-/// What unwinds where work stops. Whoever catches panics lets it pass.
+/// Panic payload of cancelled work. Code that catches panics must let it pass.
 pub(crate) struct Stopped;
 
-/// One piece of work that its caller may stop.
+/// A piece of work that its caller may cancel.
 struct Watch {
     asked: AtomicBool,
-    /// Whether to stop. Called on the thread that called [`watched`], and on no other.
+    /// Returns whether to stop. It is called only on the thread that called [`watched`].
     poll: fn() -> bool,
 }
 
@@ -26,7 +27,7 @@ struct Watch {
 #[derive(Default)]
 struct Place {
     watch: Option<Arc<Watch>>,
-    /// The thread called [`watched`] itself.
+    /// Whether this thread called [`watched`] itself.
     is_caller: bool,
     polled: Option<Instant>,
 }
@@ -35,7 +36,7 @@ thread_local! {
     static PLACE: RefCell<Place> = const { RefCell::new(Place { watch: None, is_caller: false, polled: None }) };
 }
 
-/// Gives a thread back the place that it had.
+/// Guard that restores the thread's previous place.
 struct Back(Place);
 
 impl Drop for Back {
@@ -44,10 +45,10 @@ impl Drop for Back {
     }
 }
 
-/// What `work` gives; `None` where `poll` said that it must stop.
+/// Runs `work` and returns its result, or `None` if `poll` cancelled it.
 ///
-/// `poll` is called on this thread, every 50 milliseconds while the work is busy with what may take long, on whichever
-/// threads that is done. After it said so the work ends at its next [`check`].
+/// `poll` is called on this thread, about every 50 milliseconds, as long as the work on any thread calls [`check`].
+/// After `poll` returns true, the work ends at its next [`check`].
 ///
 /// ```
 /// use tracegrad_core::cancel;
@@ -62,19 +63,21 @@ pub fn watched<T>(poll: fn() -> bool, work: impl FnOnce() -> T) -> Option<T> {
     let watch = Some(Arc::new(Watch { asked: AtomicBool::new(false), poll }));
     let _back = Back(PLACE.replace(Place { watch, is_caller: true, polled: None }));
     match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(done) => Some(done),
+        Ok(result) => Some(result),
         Err(panic) if panic.is::<Stopped>() => None,
         Err(panic) => resume_unwind(panic),
     }
 }
 
-/// Ends the work that this thread is part of, if it must stop. Some nanoseconds where nobody watches, some tens where
-/// somebody does: for pieces of work of 10 microseconds and more.
+/// Unwinds if the work of this thread was cancelled.
+///
+/// It takes some nanoseconds if nobody watches, and some tens of nanoseconds otherwise. Call it between pieces of work
+/// of 10 microseconds and more.
 pub fn check() {
     look(|polled| polled.is_some_and(|polled| polled.elapsed() >= PAUSE));
 }
 
-/// [`check`] for one round of 16384: for loops whose rounds take nanoseconds.
+/// Calls [`check`] in one of 16384 rounds, for loops whose rounds take nanoseconds.
 #[inline]
 pub(crate) fn now_and_then(round: usize) {
     if round & 0x3fff == 0x3fff {
@@ -82,7 +85,7 @@ pub(crate) fn now_and_then(round: usize) {
     }
 }
 
-/// [`check`] before work on so many bytes, where they are a mebibyte and more: for what is copied or searched whole.
+/// Calls [`check`] before work on a mebibyte and more, for bytes that are copied or searched in one piece.
 #[inline]
 pub(crate) fn before(bytes: usize) {
     if bytes >= 1 << 20 {
@@ -90,7 +93,7 @@ pub(crate) fn before(bytes: usize) {
     }
 }
 
-/// `sort_unstable_by_key` of a slice that may be very long.
+/// Sorts like `sort_unstable_by_key`, with checks for cancellation. For slices that may be very long.
 pub(crate) fn sort_by_key<T, K: Ord>(items: &mut [T], mut key: impl FnMut(&T) -> K) {
     let mut round: usize = 0;
     items.sort_unstable_by(|one, other| {
@@ -100,7 +103,7 @@ pub(crate) fn sort_by_key<T, K: Ord>(items: &mut [T], mut key: impl FnMut(&T) ->
     });
 }
 
-/// As [`check`], and asks the caller now: for whoever has waited.
+/// As [`check`], but polls the caller immediately. For code that has just waited.
 pub(crate) fn check_now() {
     look(|_| true);
 }
@@ -126,7 +129,7 @@ fn look(is_due: impl Fn(Option<Instant>) -> bool) {
 }
 
 impl Watch {
-    /// Asks, and remembers for the other threads.
+    /// Polls the caller, and stores the answer for the other threads.
     fn stops(&self) -> bool {
         let stops = (self.poll)();
         self.asked.fetch_or(stops, Ordering::Relaxed);
@@ -134,22 +137,22 @@ impl Watch {
     }
 }
 
-/// The work that a thread is part of, for its tasks on other threads.
+/// Handle to a thread's work, for its tasks on other threads.
 #[derive(Clone)]
 pub(crate) struct Here(Option<Arc<Watch>>);
 
-/// Of this thread.
+/// Returns the handle of this thread's work.
 pub(crate) fn here() -> Here {
     Here(PLACE.with_borrow(|place| place.watch.clone()))
 }
 
 impl Here {
-    /// Whether anybody may stop it.
+    /// Returns whether somebody may cancel the work.
     pub fn is_watched(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Does `task` as a part of this work.
+    /// Runs `task` as a part of this work.
     pub fn within<T>(&self, task: impl FnOnce() -> T) -> T {
         let is_here = PLACE.with_borrow(|place| match (&place.watch, &self.0) {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other),

@@ -1,42 +1,42 @@
-//! The one error of the core: what was found, where, why it matters, what to do.
+//! The error type of the core: what is wrong, where, why it matters, and what to do.
 //!
-//! Every module raises it; the binding crate maps it to Python exceptions in one place. No other error type leaves the
-//! core.
+//! All modules use it, and no other error type leaves the core. The binding crate converts it to Python exceptions in
+//! one place.
 
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
-/// Result of the core.
+/// Result type of the core.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Which promise was broken; each maps to one Python exception class.
+/// Kind of an error. Each maps to one Python exception class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
-    /// Bytes that cannot be read: missing file, truncated stream, full disk.
+    /// Bytes that cannot be read: a missing file, a truncated stream, a full disk.
     Io,
     /// A record that is not JSON or not a trace.
     Format,
-    /// A chat template that does not compile, raises, or runs past its fuel.
+    /// A chat template that does not compile, raises, or exceeds its execution budget.
     Template,
     /// A tokenizer that cannot be loaded or does not fit the ids.
     Tokenizer,
-    /// Recorded tokens that cannot be brought together with the trainer's.
+    /// Recorded tokens that cannot be matched with the trainer's.
     Alignment,
-    /// Arguments of a call that contradict one another.
+    /// Invalid or contradicting arguments of a call.
     Argument,
-    /// A fault in this library or in one that it uses; what it was given may be sound.
+    /// A fault in this library or in a dependency. The input may be valid.
     Fault,
 }
 
-/// Where something was found. Unknown parts stay `None` and are left out of the message.
+/// Place of a problem. Unknown parts are `None` and are omitted from the message.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Location {
     /// File as the user named it.
     pub file: Option<Arc<str>>,
     /// 1-based number of the line, or of the row of a table.
     pub line: Option<u64>,
-    /// 1-based number of the record, where several may stand on one line, as in a JSON array.
+    /// 1-based number of the record, if several may be on one line, as in a JSON array.
     pub record: Option<u64>,
     /// Trace id.
     pub trace: Option<String>,
@@ -46,22 +46,22 @@ pub struct Location {
     pub token: Option<usize>,
 }
 
-/// Where in its file a record begins.
+/// Place in a file at which a record begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct At {
-    /// Its line, or its number where it is a row, from 1.
+    /// 1-based number of its line, or of its row in a table.
     pub line: u64,
-    /// Its number from 1, where several may stand on one line.
+    /// 1-based number of the record, if several may be on one line.
     pub record: Option<u64>,
 }
 
 impl At {
-    /// The place in a file.
+    /// Returns the location in `file`.
     pub(crate) fn in_file(self, file: &Arc<str>) -> Location {
         Location { file: Some(Arc::clone(file)), line: Some(self.line), record: self.record, ..Location::default() }
     }
 
-    /// The place of the record behind it.
+    /// Returns the place of the next record.
     #[must_use]
     pub fn next(self) -> Self {
         self.record.map_or(Self::from(self.line + 1), |record| Self { record: Some(record + 1), ..self })
@@ -100,15 +100,17 @@ impl fmt::Display for Location {
     }
 }
 
-/// What, where, why, cure. `Display` gives one line: `where: what. why. cure.` The fields hold what was found as it is; the
-/// line shows control characters and the like as escapes, as it goes to terminals and logs.
+/// An error of the core. `Display` writes one line: `where: what. why. cure.`
+///
+/// The fields contain the text unchanged. The line is for terminals and logs, so it shows control characters and
+/// similar ones as escapes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error {
-    /// Which promise was broken.
+    /// Kind of the error.
     pub kind: Kind,
-    /// What was found, without a full stop.
+    /// What is wrong, without a full stop.
     pub what: String,
-    /// Where it was found.
+    /// Place of the problem.
     pub location: Box<Location>,
     /// Why it matters, without a full stop; may be empty.
     pub why: String,
@@ -117,7 +119,7 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error of `kind` that says what was found.
+    /// Creates an error of `kind` with the problem `what`.
     pub fn new(kind: Kind, what: impl Into<String>) -> Self {
         Self { kind, what: what.into(), location: Box::default(), why: String::new(), cure: String::new() }
     }
@@ -136,7 +138,7 @@ impl Error {
         self
     }
 
-    /// Fills the parts of the location that are still unknown.
+    /// Fills the missing parts of the location.
     #[must_use]
     pub fn at(mut self, outer: &Location) -> Self {
         let here = &mut self.location;
@@ -150,7 +152,7 @@ impl Error {
         self
     }
 
-    /// Says which turn, if not yet said.
+    /// Sets the turn, unless it is set already.
     #[must_use]
     pub fn in_turn(mut self, turn: usize) -> Self {
         self.location.turn = self.location.turn.or(Some(turn));
@@ -175,8 +177,8 @@ impl fmt::Display for Error {
     }
 }
 
-/// Writes text of strangers so that a terminal may show it: in one line, with what would steer it, turn it or hide in it
-/// as escapes. `tracegrad.errors.shown` is the same for Python's own messages.
+/// Formatter that makes third-party text safe for a terminal: one line, with control, direction and invisible
+/// characters as escapes. `tracegrad.errors.shown` does the same for messages from Python.
 struct Shown<'a, 'f>(&'a mut fmt::Formatter<'f>);
 
 impl fmt::Write for Shown<'_, '_> {
@@ -198,10 +200,10 @@ impl fmt::Write for Shown<'_, '_> {
     }
 }
 
-/// Whether a character is a control, breaks a line, sets the direction of what follows, or takes no room.
-fn steers(found: char) -> bool {
+/// Returns whether a character is a control character, breaks a line, sets the text direction, or has no width.
+fn steers(character: char) -> bool {
     matches!(
-        found,
+        character,
         '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}'
             | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
             | '\u{e0000}'..='\u{e0fff}'
@@ -233,7 +235,7 @@ mod tests {
                 c.is_control() || matches!(*c as u32, 0x61c | 0x200b..=0x200f | 0x2028..=0x202e | 0x2066..=0x2069 | 0xfeff)
             };
             prop_assert_eq!(text.chars().find(unsafe_ones), None);
-            // What is plain is shown as it is.
+            // Other characters are unchanged.
             let plain: String = text.chars().filter(|c| !steers(*c)).collect();
             prop_assert_eq!(plain, text);
         }

@@ -1,8 +1,8 @@
-//! Why recorded tokens and the trainer's differ: a closed list, and the findings that use it.
+//! The closed list of reasons for differences between recorded tokens and the trainer's, and the findings that use it.
 //!
-//! `format` notes what a recorder did to its numbers; `align` finds the rest.
+//! `format` reports how a recorder changed its data. `align` detects the rest.
 
-/// One reason of the closed list. The number is part of the name and never changes.
+/// One reason of the closed list. Its number is part of its name and never changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 #[allow(missing_docs, reason = "the names below are the documentation, one line each")]
@@ -45,16 +45,16 @@ pub enum Reason {
     MessageNotInPrompt,
 }
 
-/// Tokens, and share of them, that servers were seen to count in usage and not to list.
+/// Number and share of tokens that a server may count in usage without listing them, as observed.
 pub const USAGE_SLACK: (u64, f64) = (2, 0.02);
 
-/// Whether a list of tokens lacks more of those that usage counts than servers leave out.
+/// Returns whether a list misses more tokens of the usage count than servers usually omit.
 pub fn lists_fewer(listed: u64, counted: u64) -> bool {
     let gap = counted.saturating_sub(listed);
     gap > USAGE_SLACK.0 && gap as f64 > USAGE_SLACK.1 * counted as f64
 }
 
-/// Names of the reasons; index 0 is unused so that `NAMES[code]` is the name of `R<code>`.
+/// Names of the reasons. Index 0 is unused, so that `NAMES[code]` is the name of `R<code>`.
 pub const NAMES: [&str; 37] = [
     "R00 none",
     "R01 noncanonical_bpe",
@@ -95,18 +95,18 @@ pub const NAMES: [&str; 37] = [
     "R36 message_not_in_prompt",
 ];
 
-/// One finding: where, how many tokens, what was found.
+/// One finding: its place, the number of affected tokens, and the details.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// Why.
+    /// Reason from the closed list.
     pub reason: Reason,
-    /// Generation of the trace, -1 where it is not of one.
+    /// Index of the generation in the trace; -1 if it concerns no single one.
     pub turn: i32,
-    /// First token of the turn it concerns, -1 unknown.
+    /// First affected token of the turn; -1 means unknown.
     pub token: i32,
-    /// Tokens it concerns.
+    /// Number of affected tokens.
     pub count: i32,
-    /// What was found.
+    /// Details of the finding.
     pub detail: String,
 }
 

@@ -1,22 +1,23 @@
-//! Numbers of JSON that keep their digits: integers of any size, and floats beyond the largest, as Python's `json` reads them.
+//! JSON numbers that keep their digits, as Python's `json` reads them: integers of any size, and floats beyond the
+//! largest.
 //!
-//! `serde_json` holds integers of 64 bits and finite floats. Every other number is an object with one reserved key, whose
-//! value is the number as Python writes it.
+//! `serde_json` represents 64-bit integers and finite floats. Every other number becomes an object with one reserved
+//! key, whose value is the number as Python writes it.
 
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
-/// The reserved key: no JSON that people write begins a key with NUL.
+/// The reserved key. Keys in real JSON do not begin with NUL.
 const KEY: &str = "\u{0}number";
-/// Python refuses to read longer integers.
+/// Python rejects longer integers.
 const DIGITS: usize = 4300;
-/// The fewest digits of an integer that 64 bits may not hold.
+/// Integers with fewer digits always fit 64 bits.
 const LONG: usize = 19;
 const INFINITY: &str = "Infinity";
 const NEGATIVE_INFINITY: &str = "-Infinity";
 
-/// What a JSON number in a text is for Python; `None` if it is no number that `json` reads.
+/// Returns the value that Python reads for the text of a number, or `None` if `json` rejects it.
 pub fn number(token: &str) -> Option<Value> {
     match odd(token) {
         Some(Cow::Borrowed(other)) => Some(held(other)),
@@ -25,13 +26,13 @@ pub fn number(token: &str) -> Option<Value> {
     }
 }
 
-/// The digits of an integer that 64 bits do not hold, or `Infinity` or `-Infinity`.
+/// Returns the digits of an integer beyond 64 bits, or `Infinity` or `-Infinity`, if the value is such a number.
 pub fn text(value: &Value) -> Option<&str> {
     let Value::Object(map) = value else { return None };
     text_in(map)
 }
 
-/// As [`text`], of the fields of an object.
+/// As [`text`], for the fields of an object.
 pub fn text_in(map: &Map<String, Value>) -> Option<&str> {
     if map.len() != 1 {
         return None;
@@ -42,7 +43,7 @@ pub fn text_in(map: &Map<String, Value>) -> Option<&str> {
     (is_long && !digits.starts_with('0') || digits == INFINITY).then_some(text)
 }
 
-/// The float that is nearest to a number that was kept, the value itself otherwise.
+/// Replaces kept numbers by the nearest float. Other values are unchanged.
 pub fn rounded(value: &Value) -> Value {
     match value {
         Value::Array(items) => items.iter().map(rounded).collect(),
@@ -54,10 +55,10 @@ pub fn rounded(value: &Value) -> Value {
     }
 }
 
-/// What JSON text says, every number as Python reads it.
+/// Parses JSON text. Every number has the value that Python reads.
 ///
 /// # Errors
-/// As `serde_json::from_str`.
+/// As for `serde_json::from_str`.
 pub fn parse(text: &str) -> serde_json::Result<Value> {
     let parsed = serde_json::from_str(text);
     if parsed.as_ref().is_ok_and(|value| !is_doubtful(value)) {
@@ -69,10 +70,10 @@ pub fn parse(text: &str) -> serde_json::Result<Value> {
     }
 }
 
-/// The text with every number that `serde_json` cannot hold as the object that stands for it.
+/// Replaces every number that `serde_json` cannot represent by the object that stores its digits.
 pub fn kept(text: &str) -> Cow<'_, str> {
     let bytes = text.as_bytes();
-    let (mut out, mut done, mut at) = (String::new(), 0, 0);
+    let (mut out, mut copied_end, mut at) = (String::new(), 0, 0);
     while at < bytes.len() {
         match bytes[at] {
             b'"' => at = string_end(bytes, at),
@@ -80,26 +81,26 @@ pub fn kept(text: &str) -> Cow<'_, str> {
                 let is_part = |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
                 let end = at + bytes[at..].iter().take_while(|byte| is_part(byte)).count();
                 if let Some(other) = odd(&text[at..end]) {
-                    out.push_str(&text[done..at]);
+                    out.push_str(&text[copied_end..at]);
                     match other {
                         Cow::Borrowed(other) => out.push_str(&held(other).to_string()),
                         Cow::Owned(zero) => out.push_str(&zero),
                     }
-                    done = end;
+                    copied_end = end;
                 }
                 at = end;
             }
             _ => at += 1,
         }
     }
-    if done == 0 {
+    if copied_end == 0 {
         return Cow::Borrowed(text);
     }
-    out.push_str(&text[done..]);
+    out.push_str(&text[copied_end..]);
     Cow::Owned(out)
 }
 
-/// The byte behind the string that begins at `at`, or the end of the text.
+/// Returns the index after the string that begins at `at`, or the end of the text.
 fn string_end(bytes: &[u8], mut at: usize) -> usize {
     at += 1;
     while let Some(step) = memchr::memchr2(b'"', b'\\', bytes.get(at..).unwrap_or_default()) {
@@ -112,7 +113,8 @@ fn string_end(bytes: &[u8], mut at: usize) -> usize {
     bytes.len()
 }
 
-/// How Python writes a number that `serde_json` does not hold as Python does; owned is one that it holds so written.
+/// Returns Python's notation of a number that `serde_json` reads differently. An owned result is one that `serde_json`
+/// can represent.
 fn odd(token: &str) -> Option<Cow<'_, str>> {
     if token == "-0" {
         return Some(Cow::Owned("0".to_owned()));
@@ -132,7 +134,7 @@ fn held(text: &str) -> Value {
     Value::Object(Map::from_iter([(KEY.to_owned(), Value::from(text))]))
 }
 
-/// Whether a value holds a float that may have been read from the text of an integer.
+/// Returns whether a value contains a float that may be the text of an integer.
 fn is_doubtful(value: &Value) -> bool {
     match value {
         Value::Number(number) => {

@@ -1,8 +1,8 @@
-//! Recorded LLM trajectories become exactly aligned token arrays.
+//! Converts recorded LLM trajectories to exactly aligned token arrays.
 //!
-//! Pure Rust: no Python, no network, no torch. The walk: [`read`] turns bytes into [`trace::Trace`]s through
-//! [`format`], [`template`] and [`tokenizer`] supply the text and ids that were not sampled, [`align`] gives every
-//! token one source, [`ratio`] computes detached weights, [`pack`] lays traces into rows.
+//! Pure Rust: no Python, no network, no torch. [`read`] and [`format`] decode bytes into [`trace::Trace`]s.
+//! [`template`] and [`tokenizer`] supply the text and the ids that were not sampled. [`align`] determines one source
+//! for every token, [`ratio`] computes detached weights, and [`pack`] packs traces into rows.
 #![deny(unsafe_code)]
 
 pub mod align;

@@ -1,8 +1,8 @@
-//! Pictures, sound and video in messages and records: which parts and keys hold them, and which of a record's no
-//! message has.
+//! Images, sound and video in messages and records: which parts and keys contain them, and which of them no message
+//! contains.
 //!
-//! A reader of another producer's records takes the text that it knows. What it leaves out is found here in the record
-//! itself, so that no form can drop a picture without a word.
+//! The reader of another producer's format takes the text that it recognises. This module searches the complete record
+//! for the media that the reader dropped, so that every dropped image is reported.
 
 use crate::images::{digests, is_handle};
 use crate::trace::Message;
@@ -11,25 +11,25 @@ use serde_json::{Map, Value};
 use std::collections::HashSet;
 use std::sync::LazyLock;
 
-/// Levels of parts within parts that are looked through; what lies deeper counts as no text.
+/// Largest nesting depth of parts that is searched. A deeper part counts as media.
 const DEEPEST: usize = 8;
 
-/// The keys under which a message, a part without a type, or a record holds what is no text.
+/// Keys under which a message, a part without a type, or a record stores media.
 const KEYS: [&str; 9] =
     ["images", "image", "image_url", "audio", "audios", "input_audio", "video", "videos", "multi_modal_data"];
 
-/// Whether a key of a record holds what could be sent or was written by the policy, and shows nothing.
+/// Returns whether a key of a record contains settings or text of the policy, and never media of the prompt.
 fn shows_nothing(key: &str) -> bool {
     matches!(key, "tools" | "functions" | "arguments" | "args" | "parameters" | "input_schema" | "properties")
         || matches!(key, "metadata" | "response_format")
 }
 
-/// Whether a message, a part without a type, or a record holds what is no text under this key.
+/// Returns whether a message, a part without a type, or a record stores media under this key.
 pub fn is_key(key: &str) -> bool {
     KEYS.contains(&key)
 }
 
-/// What the first part of a message that is no text calls itself.
+/// Returns the type of the first part of a message that is not text.
 pub fn part_of(message: &Value) -> Option<&str> {
     message.as_object()?.iter().find_map(|(key, value)| match value {
         Value::Array(parts) if key == "content" => parts.iter().find_map(|part| no_text(part, DEEPEST)),
@@ -37,47 +37,51 @@ pub fn part_of(message: &Value) -> Option<&str> {
     })
 }
 
-/// The first of a record's own columns that holds what is no text.
+/// Returns the first column of a record that contains media.
 pub fn column_of(fields: &Map<String, Value>) -> Option<&str> {
     fields.iter().find(|(key, value)| is_key(key) && holds_something(value)).map(|(key, _)| key.as_str())
 }
 
-/// Whether a record has a word without which `left_out` finds nothing.
+/// Returns whether a record contains a word without which `left_out` finds nothing.
 pub fn may_show(record: &[u8]) -> bool {
     const WORDS: [&str; 8] = ["image", "audio", "video", "inline", "\"document", "file\"", "\"file", "\"blob"];
     static FOUND: LazyLock<Option<AhoCorasick>> = LazyLock::new(|| AhoCorasick::new(WORDS).ok());
     FOUND.as_ref().is_none_or(|words| words.is_match(record))
 }
 
-/// A record's own list of pictures: its column `images`, or the one picture of its column `image`.
+/// Returns the record's own list of images: its column `images`, or the one image of its column `image`.
 pub fn list_in(fields: &Map<String, Value>) -> Option<Value> {
-    let one =
+    let single =
         || fields.get("image").filter(|image| holds_something(image)).map(|image| Value::from(vec![image.clone()]));
-    fields.get("images").filter(|images| holds_something(images)).cloned().or_else(one)
+    fields.get("images").filter(|images| holds_something(images)).cloned().or_else(single)
 }
 
-/// The same of a whole record.
+/// As [`list_in`], for a complete record.
 pub fn list_of(record: &Value) -> Option<Value> {
     list_in(record.as_object()?)
 }
 
-/// What a record holds that is no text and that none of its messages has, by what it calls itself.
+/// Returns the name of the first image, sound or video in the record that no message contains.
 pub fn left_out(record: &Value, messages: &[Message]) -> Option<String> {
-    let (mut there, mut placed) = (Vec::new(), Vec::new());
-    shown(record, &mut there);
+    let (mut record_media, mut message_media) = (Vec::new(), Vec::new());
+    shown(record, &mut record_media);
     for message in messages {
-        shown(&message.value, &mut placed);
+        shown(&message.value, &mut message_media);
     }
-    let placed: HashSet<_> = placed.into_iter().collect();
-    let pictures: HashSet<_> = messages.iter().flat_map(|message| &message.pictures).map(|each| each.digest).collect();
-    let seen = |value: &Value| {
-        let found = if pictures.is_empty() { Vec::new() } else { digests(value) };
-        !found.is_empty() && found.iter().all(|digest| pictures.contains(digest))
+    let message_media: HashSet<_> = message_media.into_iter().collect();
+    let pictures: HashSet<_> =
+        messages.iter().flat_map(|message| &message.pictures).map(|picture| picture.digest).collect();
+    let is_in_message = |value: &Value| {
+        let media = if pictures.is_empty() { Vec::new() } else { digests(value) };
+        !media.is_empty() && media.iter().all(|digest| pictures.contains(digest))
     };
-    there.into_iter().find(|found| !placed.contains(found) && !seen(&found.1)).map(|(name, _)| name)
+    record_media
+        .into_iter()
+        .find(|media| !message_media.contains(media) && !is_in_message(&media.1))
+        .map(|(name, _)| name)
 }
 
-/// What a part calls itself where it is no text, or holds a part that is none.
+/// Returns the type of a part that is not text, or of such a part inside it.
 fn no_text(part: &Value, deepest: usize) -> Option<&str> {
     let fields = match part {
         _ if is_handle(part) => return None,
@@ -108,10 +112,10 @@ fn holds_something(value: &Value) -> bool {
     }
 }
 
-/// Adds each picture, sound and video below a value: what it calls itself, and its value.
-fn shown(value: &Value, found: &mut Vec<(String, Value)>) {
+/// Adds each image, sound and video inside a value, with its name.
+fn shown(value: &Value, media: &mut Vec<(String, Value)>) {
     let fields = match value {
-        Value::Array(items) => return items.iter().for_each(|item| shown(item, found)),
+        Value::Array(items) => return items.iter().for_each(|item| shown(item, media)),
         Value::Object(fields) => fields,
         _ => return,
     };
@@ -120,34 +124,34 @@ fn shown(value: &Value, found: &mut Vec<(String, Value)>) {
         return;
     }
     if shows(kind, fields) {
-        return found.push((kind.to_owned(), value.clone()));
+        return media.push((kind.to_owned(), value.clone()));
     }
     for (key, value) in fields {
         match value {
             _ if shows_nothing(key) => {}
-            // Spans of OpenTelemetry hold their messages as JSON text.
+            // OpenTelemetry spans store their messages as JSON text.
             Value::String(text) if key == "stringValue" || key.starts_with("gen_ai.") => {
                 if let Ok(inner) = serde_json::from_str::<Value>(text) {
-                    shown(&inner, found);
+                    shown(&inner, media);
                 }
             }
-            value if holds_data(key, value) => found.push((key.clone(), value.clone())),
-            value => shown(value, found),
+            value if holds_data(key, value) => media.push((key.clone(), value.clone())),
+            value => shown(value, media),
         }
     }
 }
 
-/// Whether an object is a picture, a sound, a video or a file by its type, its modality or its MIME type.
+/// Returns whether an object is an image, a sound, a video or a file, according to its type, modality or MIME type.
 fn shows(kind: &str, fields: &Map<String, Value>) -> bool {
     const FILES: [&str; 4] = ["document", "file", "input_file", "blob"];
     const HELD_AS: [&str; 8] = ["source", "file", "file_id", "file_data", "file_url", "data", "content", "uri"];
-    let said = |key: &str| fields.get(key).and_then(Value::as_str).is_some_and(says_media);
+    let names_media = |key: &str| fields.get(key).and_then(Value::as_str).is_some_and(says_media);
     says_media(kind)
         || FILES.contains(&kind) && HELD_AS.iter().any(|key| fields.contains_key(*key))
-        || kind == "uri" && (said("modality") || said("mime_type"))
+        || kind == "uri" && (names_media("modality") || names_media("mime_type"))
 }
 
-/// Whether a key holds the data of a picture, a sound or a video, or where it lies.
+/// Returns whether a key contains the data of an image, a sound or a video, or a reference to it.
 fn holds_data(key: &str, value: &Value) -> bool {
     match value {
         Value::Array(parts) => !parts.is_empty() && matches!(key, "images" | "videos" | "audios"),
@@ -157,16 +161,19 @@ fn holds_data(key: &str, value: &Value) -> bool {
     }
 }
 
-/// Whether a word of a kind names a medium: `image_url`, `input_audio`, `video`, `image/png`.
+/// Returns whether the name of a type contains a medium: `image_url`, `input_audio`, `video`, `image/png`.
 fn says_media(kind: &str) -> bool {
     kind.split(|sign: char| !sign.is_ascii_alphanumeric()).any(|word| matches!(word, "image" | "audio" | "video"))
 }
 
-/// The kinds of parts that say themselves in text: words, thoughts, calls of tools and their answers.
+/// Returns whether a part of this type is text: content, reasoning, tool calls and their results.
 fn is_text(kind: &str) -> bool {
-    let said = matches!(kind, "text" | "input_text" | "output_text" | "summary_text" | "refusal");
-    let thought =
+    let is_content = matches!(kind, "text" | "input_text" | "output_text" | "summary_text" | "refusal");
+    let is_reasoning =
         matches!(kind, "thinking" | "redacted_thinking" | "think" | "thought" | "reasoning" | "reasoning_text");
-    let called = matches!(kind, "tool_use" | "tool_call" | "function_call" | "function");
-    said || thought || called || matches!(kind, "tool_result" | "function_call_output" | "tool_call_response")
+    let is_call = matches!(kind, "tool_use" | "tool_call" | "function_call" | "function");
+    is_content
+        || is_reasoning
+        || is_call
+        || matches!(kind, "tool_result" | "function_call_output" | "tool_call_response")
 }

@@ -1,7 +1,7 @@
-//! Panics as errors: a fault in a dependency ends one call, and not the process.
+//! Converts panics to errors: a fault in a dependency ends one call and not the process.
 //!
-//! Input that is known to panic is refused where it is read, and not here. It stands around every call into an engine that
-//! runs a stranger's program, and in the binding crate around all work.
+//! Input that is known to cause a panic is rejected where it is read. `caught` wraps every call of an engine that runs
+//! a third-party program, and all work in the binding crate.
 
 use crate::cancel::Stopped;
 use crate::error::{Error, Kind, Result};
@@ -11,17 +11,18 @@ use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, resume_unwind, s
 use std::sync::Once;
 
 thread_local! {
-    /// Calls of [`caught`] that this thread is inside of.
+    /// Number of nested calls of [`caught`] on this thread.
     static INSIDE: Cell<usize> = const { Cell::new(0) };
-    /// What the last of this thread's panics said, and where.
+    /// Message and place of this thread's last panic.
     static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// What `work` gives; a panic inside it as an error of `kind`, with `what` was done and where the panic was raised.
+/// Runs `work` and returns its result. A panic becomes an error of `kind` with the action `what`, the panic's message
+/// and its place.
 ///
-/// Nothing is printed for a panic that is caught; any other one goes to the hook that was there before. A hook sees only
-/// the thread that panics, so work that spreads over threads calls this in each of its tasks. Locks that `work` holds are
-/// poisoned, as by any panic.
+/// Nothing is printed for a panic that is caught. Any other panic goes to the previous hook. A hook sees only the
+/// thread that panics, so parallel work must call `caught` in each task. A caught panic poisons the locks that `work`
+/// held, like any panic.
 ///
 /// ```
 /// use tracegrad_core::{Kind, Result, caught};
@@ -31,7 +32,7 @@ thread_local! {
 /// ```
 ///
 /// # Errors
-/// What `work` returns, or `kind` where it panics.
+/// The error of `work`, or an error of `kind` if it panics.
 pub fn caught<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| set_hook(beside(take_hook())));
@@ -43,9 +44,10 @@ pub fn caught<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) -> Re
         if panic.is::<Stopped>() {
             resume_unwind(panic);
         }
-        let text = message(&*panic);
-        let said = SAID.take().filter(|said| said.starts_with(&text)).unwrap_or(text);
-        Err(Error::new(kind, format!("{what} met a fault in the code that runs it: {said}"))
+        let panic_text = message(&*panic);
+        let message_and_place =
+            SAID.take().filter(|message_and_place| message_and_place.starts_with(&panic_text)).unwrap_or(panic_text);
+        Err(Error::new(kind, format!("{what} met a fault in the code that runs it: {message_and_place}"))
             .why("A fault there says nothing about your data, and this call has no result")
             .cure("Report it with what was given, so that it is refused with a reason"))
     })
@@ -53,7 +55,7 @@ pub fn caught<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) -> Re
 
 type Hook = Box<dyn Fn(&PanicHookInfo<'_>) + Send + Sync>;
 
-/// A hook that keeps what [`caught`] will say and leaves all else to `others`.
+/// Returns a hook that stores the message for [`caught`], and calls `others` for all other panics.
 fn beside(others: Hook) -> Hook {
     Box::new(move |info| {
         if !is_kept(info) {
@@ -62,7 +64,7 @@ fn beside(others: Hook) -> Hook {
     })
 }
 
-/// Keeps what a panic says for [`caught`], if this thread is inside a call of it.
+/// Stores the message of a panic for [`caught`], if this thread is inside such a call. Returns whether it did.
 fn is_kept(info: &PanicHookInfo<'_>) -> bool {
     let inside = INSIDE.try_with(Cell::get).is_ok_and(|inside| inside > 0);
     if inside {
@@ -72,14 +74,15 @@ fn is_kept(info: &PanicHookInfo<'_>) -> bool {
     inside
 }
 
-/// What a panic says, within bounds.
+/// Returns the message of a panic, at most 200 characters.
 fn message(payload: &dyn Any) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("a panic without a message").chars().take(200).collect()
 }
 
-/// A source file by its crate and its path in there: where the crate lay when it was built is nobody's concern.
+/// Shortens the path of a source file to its crate and the path in the crate, without the directory of the build
+/// machine.
 fn short(file: &str) -> &str {
     let above = file.rfind("/src/").and_then(|at| file[..at].rfind('/'));
     above.map_or(file, |at| &file[at + 1..])

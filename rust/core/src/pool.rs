@@ -1,7 +1,8 @@
-//! The threads that the core works on: the one place where work is spread, so that it can be stopped and outlives a fork.
+//! The thread pool of the core. All parallel work goes through this module, so that it can be cancelled and survives a
+//! fork.
 //!
-//! A child of a fork has none of its parent's threads, and waits for ever for a pool that was started before. Each process
-//! therefore has a pool of its own, started when it is first needed.
+//! A forked child has none of its parent's threads, and would wait forever for a pool that the parent started. Each
+//! process therefore starts a separate pool on first use.
 
 use crate::cancel;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
@@ -12,7 +13,7 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 use std::thread::yield_now;
 
-/// A pool, and the process that its threads are of.
+/// A pool, and the process to which its threads belong.
 #[derive(Clone)]
 struct Started {
     process: u32,
@@ -21,10 +22,10 @@ struct Started {
 
 static STARTED: RwLock<Option<Started>> = RwLock::new(None);
 
-/// How often a lock is asked for that should be free in nanoseconds. After a fork its holder may not exist.
+/// Number of attempts to take a lock that should be free within nanoseconds. After a fork its holder may not exist.
 const TRIES: usize = 256;
 
-/// The pool of this process; `None` where no thread can be started.
+/// Returns the pool of this process, or `None` if no thread can be started.
 fn pool() -> Option<Arc<ThreadPool>> {
     let process = std::process::id();
     for _ in 0..TRIES {
@@ -43,13 +44,13 @@ fn pool() -> Option<Arc<ThreadPool>> {
     }
     let pool = Arc::new(ThreadPoolBuilder::new().build().ok()?);
     if let Ok(mut started) = STARTED.try_write() {
-        // A parent's pool is left as it is: dropping it would wake threads that do not exist here.
+        // A pool of the parent process is leaked: dropping it would wake threads that do not exist in this process.
         forget(started.replace(Started { process, pool: Arc::clone(&pool) }));
     }
     Some(pool)
 }
 
-/// How many threads [`map`] and [`join`] use.
+/// Returns the number of threads that [`map`] and [`join`] use.
 pub fn count() -> usize {
     if rayon::current_thread_index().is_some() {
         return rayon::current_num_threads();
@@ -57,9 +58,11 @@ pub fn count() -> usize {
     pool().map_or(1, |pool| pool.current_num_threads())
 }
 
-/// What `work` makes of each item, in their order, on all threads; `init` makes what a thread keeps from item to item.
+/// Applies `work` to each item on all threads and returns the results in order. `init` creates the state that a thread
+/// reuses.
 ///
-/// Each item is a [`cancel::check`]. One thread is the caller's: memory is then given back where it was taken.
+/// [`cancel::check`] runs before each item. With one thread the work runs on the caller's thread, so that memory is
+/// freed by the thread that allocated it.
 pub fn map<I, S, T>(
     items: I,
     init: impl Fn() -> S + Sync + Send,
@@ -70,41 +73,41 @@ where
     T: Send,
 {
     if count() == 1 {
-        let mut kept = init();
-        let each = |item| {
+        let mut state = init();
+        let apply = |item| {
             cancel::check();
-            work(&mut kept, item)
+            work(&mut state, item)
         };
-        return items.into_iter().map(each).collect();
+        return items.into_iter().map(apply).collect();
     }
     let here = cancel::here();
-    let each = |kept: &mut S, item| {
+    let apply = |state: &mut S, item| {
         here.within(|| {
             cancel::check();
-            work(kept, item)
+            work(state, item)
         })
     };
-    in_pool(|| items.into_par_iter().map_init(&init, each).collect())
+    in_pool(|| items.into_par_iter().map_init(&init, apply).collect())
 }
 
-/// Both, at once where there are threads for it.
-pub fn join<A: Send, B: Send>(one: impl FnOnce() -> A + Send, other: impl FnOnce() -> B + Send) -> (A, B) {
+/// Runs both functions, in parallel if there are several threads.
+pub fn join<A: Send, B: Send>(first: impl FnOnce() -> A + Send, second: impl FnOnce() -> B + Send) -> (A, B) {
     if count() == 1 {
-        return (one(), other());
+        return (first(), second());
     }
     let here = cancel::here();
-    in_pool(|| rayon::join(|| here.within(one), || here.within(other)))
+    in_pool(|| rayon::join(|| here.within(first), || here.within(second)))
 }
 
-/// Something to do, once.
+/// A function that runs once.
 pub type Task<'a> = Box<dyn FnOnce() + Send + 'a>;
 
-/// All tasks, at once where there are threads for it.
+/// Runs all tasks, in parallel if there are several threads.
 pub fn all(tasks: Vec<Task<'_>>) {
     map(tasks, || (), |(), task| task());
 }
 
-/// Does `work` once on each thread of the pool, where there are several.
+/// Runs `work` once on each thread of the pool, if there are several.
 pub fn elsewhere(work: impl Fn() + Sync) {
     if count() > 1
         && let Some(pool) = pool()
@@ -113,53 +116,56 @@ pub fn elsewhere(work: impl Fn() + Sync) {
     }
 }
 
-/// Does `work` in the pool, while this thread waits and asks its caller whether to stop.
+/// Runs `work` in the pool. Meanwhile this thread waits and polls its caller for cancellation.
 ///
-/// For work that spreads itself by rayon's own means: outside of a pool that would start the one of the parent process.
+/// Use it for code that calls rayon itself: outside of this pool that code would use rayon's global pool, which a
+/// parent process may have started.
 pub fn in_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     if rayon::current_thread_index().is_some() {
         return work();
     }
     let Some(pool) = pool() else { return work() };
-    let (here, done, mut found) = (cancel::here(), Done::default(), None);
+    let (here, done, mut result) = (cancel::here(), Done::default(), None);
     pool.in_place_scope(|scope| {
         scope.spawn(|_| {
-            let _said = SaysDone(&done);
-            found = Some(here.within(work));
+            let _guard = SaysDone(&done);
+            result = Some(here.within(work));
         });
-        // The scope waits for the task, whatever is unwound here.
+        // The scope waits for the task even if this thread unwinds.
         while !done.soon() {
             cancel::check_now();
         }
     });
-    // A task that panicked has unwound the scope.
-    found.unwrap_or_else(|| unreachable!("a task that ended has a result"))
+    // If the task panicked, the scope has unwound already.
+    result.unwrap_or_else(|| unreachable!("a task that ended has a result"))
 }
 
-/// Does `work` on a thread of its own, while this one looks whether to stop: for code that takes long and cannot look.
+/// Runs `work` on a separate thread while this one polls for cancellation. Use it for long work that cannot check by
+/// itself.
 ///
-/// Where the work must stop, its thread is left behind: it ends at its next [`cancel::check`] or when it is done, and gives
-/// its memory back there. What it does by rayon's means it does alone. Where nobody watches it is done here.
+/// If the work is cancelled, its thread is abandoned. It ends at its next [`cancel::check`] or when it is done, and
+/// frees its memory then. Calls of rayon inside `work` run on that one thread. If nobody watches, the work runs on this
+/// thread.
 pub fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let here = cancel::here();
     let pool = here.is_watched().then(|| ThreadPoolBuilder::new().num_threads(1).build().ok()).flatten();
     let Some(pool) = pool else { return work() };
-    let (gives, given) = sync_channel(1);
+    let (sender, receiver) = sync_channel(1);
     pool.spawn(move || {
-        let found = catch_unwind(AssertUnwindSafe(|| here.within(work)));
-        // Nobody takes it where the work was left.
-        let _ = gives.send(found);
+        let result = catch_unwind(AssertUnwindSafe(|| here.within(work)));
+        // Nobody receives the result of abandoned work.
+        let _ = sender.send(result);
     });
     loop {
-        match given.recv_timeout(cancel::PAUSE) {
-            Ok(found) => return found.unwrap_or_else(|panic| resume_unwind(panic)),
+        match receiver.recv_timeout(cancel::PAUSE) {
+            Ok(result) => return result.unwrap_or_else(|panic| resume_unwind(panic)),
             Err(RecvTimeoutError::Timeout) => cancel::check_now(),
             Err(RecvTimeoutError::Disconnected) => unreachable!("a task that ended has a result"),
         }
     }
 }
 
-/// Whether a task has ended.
+/// Flag for the end of a task.
 #[derive(Default)]
 struct Done {
     done: Mutex<bool>,
@@ -167,7 +173,7 @@ struct Done {
 }
 
 impl Done {
-    /// Waits for it, but not for long.
+    /// Waits for the end of the task, for at most `cancel::PAUSE`. Returns whether the task has ended.
     fn soon(&self) -> bool {
         let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.changed.wait_timeout_while(done, cancel::PAUSE, |done| !*done);
@@ -175,7 +181,7 @@ impl Done {
     }
 }
 
-/// Says so when it is dropped.
+/// Guard that sets the flag when it is dropped.
 struct SaysDone<'a>(&'a Done);
 
 impl Drop for SaysDone<'_> {
@@ -185,9 +191,9 @@ impl Drop for SaysDone<'_> {
     }
 }
 
-/// A lock that is held for some microseconds, as those of memories are; `None` where it does not come.
+/// Takes a lock that is usually free within microseconds, such as that of a cache. Returns `None` if it is not.
 ///
-/// After a fork the thread that held it may not exist: what only remembers goes on without.
+/// After a fork the thread that held the lock may not exist. A cache can be skipped in that case.
 pub fn soon<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     for _ in 0..TRIES {
         match mutex.try_lock() {
@@ -230,7 +236,7 @@ mod tests {
         let (go, held) = (Arc::new(AtomicUsize::new(0)), Arc::new(()));
         let (until, inside) = (Arc::clone(&go), Arc::clone(&held));
         let endless = move || {
-            // It never looks.
+            // It never checks for cancellation.
             while until.load(Ordering::Relaxed) == 0 {
                 yield_now();
             }

@@ -1,7 +1,7 @@
-//! The bytes of a record: held in memory, or left in the file they came from and read again when they are asked for.
+//! The bytes of a record: in memory, or read again from their file on demand.
 //!
-//! What is read again is checked by its length and a hash: a file that changed meanwhile is an error, never other bytes.
-//! `read` makes these, a `Trace` holds one.
+//! Bytes that are read again are verified by their length and a hash, so a file that has changed is an error. `read`
+//! creates these values, and a `Trace` contains one.
 
 use crate::error::{Error, Kind, Result};
 use foldhash::fast::RandomState;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Files that are kept open for their records, in the whole process; others are opened for each record anew.
+/// Largest number of files that the process keeps open for their records. Other files are opened again for each record.
 const MOST_OPEN: usize = 64;
 
 static OPEN: AtomicUsize = AtomicUsize::new(0);
@@ -27,7 +27,7 @@ pub enum Raw {
     Left(Left),
 }
 
-/// Bytes in a file, and what tells that they are still the same.
+/// A range of a file, with the hash of its bytes.
 #[derive(Debug, Clone)]
 pub struct Left {
     spot: Spot,
@@ -35,16 +35,16 @@ pub struct Left {
     hash: u64,
 }
 
-/// A place in a file.
+/// A position in a file.
 #[derive(Debug, Clone)]
 pub struct Spot {
     /// The file.
     pub origin: Arc<Origin>,
-    /// Bytes before the place.
+    /// Byte offset of the position.
     pub start: u64,
 }
 
-/// A file on disk that records were read from.
+/// A file on disk that contains records.
 #[derive(Debug)]
 pub struct Origin {
     path: PathBuf,
@@ -52,7 +52,7 @@ pub struct Origin {
     hashing: RandomState,
 }
 
-/// A file that stays open, so that it is read again even where its name is gone.
+/// A file that stays open, so that it can be read even after it was renamed or deleted.
 #[derive(Debug)]
 struct Kept(Arc<File>);
 
@@ -63,13 +63,13 @@ impl Default for Raw {
 }
 
 impl Raw {
-    /// The bytes as they stand at a place of a file, of which nothing is kept but their length and hash.
+    /// Refers to bytes in a file. Only their length and hash are kept in memory.
     pub(crate) fn left(bytes: &[u8], spot: Spot) -> Self {
         let hash = spot.origin.hash(bytes);
         Self::Left(Left { spot, length: bytes.len(), hash })
     }
 
-    /// How many bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         match self {
             Self::Held(bytes) => bytes.len(),
@@ -77,15 +77,15 @@ impl Raw {
         }
     }
 
-    /// Whether there is no byte.
+    /// Returns whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     ///
     /// # Errors
-    /// `Kind::Io` where they cannot be read again, or are others.
+    /// `Kind::Io` if they cannot be read again, or have changed.
     pub fn bytes(&self) -> Result<Cow<'_, [u8]>> {
         match self {
             Self::Held(bytes) => Ok(Cow::Borrowed(bytes)),
@@ -93,7 +93,7 @@ impl Raw {
         }
     }
 
-    /// Some of the bytes, which are not compared with those that were read at first: the caller knows them by a digest.
+    /// Returns some of the bytes without verification. The caller verifies them with a digest.
     pub(crate) fn part(&self, start: usize, length: usize) -> Option<Cow<'_, [u8]>> {
         let end = start.checked_add(length).filter(|&end| end <= self.len())?;
         match self {
@@ -126,7 +126,7 @@ impl Left {
 }
 
 impl Origin {
-    /// A file that was opened by `path`.
+    /// Creates the origin for a file that was opened from `path`.
     pub(crate) fn new(path: &Path, file: &Arc<File>) -> io::Result<Self> {
         Ok(Self { path: std::path::absolute(path)?, kept: Kept::new(file), hashing: RandomState::default() })
     }
@@ -142,7 +142,7 @@ impl Origin {
         if let Some(Kept(file)) = &self.kept {
             return std::os::unix::fs::FileExt::read_exact_at(&**file, bytes, start);
         }
-        // A pipe of that name would be waited for.
+        // Opening a pipe of that name would block.
         if !std::fs::metadata(&self.path)?.is_file() {
             return Err(io::Error::other("it is no file any more"));
         }
@@ -153,11 +153,11 @@ impl Origin {
 }
 
 impl Kept {
-    /// The file where it may stay open: few are, and elsewhere than on Unix reads would move the place of others.
+    /// Keeps the file open if the limit allows it. Outside Unix a read would move the position of other readers.
     fn new(file: &Arc<File>) -> Option<Self> {
-        let more = |open| (open < MOST_OPEN).then_some(open + 1);
-        let room = cfg!(unix) && OPEN.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
-        room.then(|| Self(Arc::clone(file)))
+        let next_count = |open| (open < MOST_OPEN).then_some(open + 1);
+        let has_capacity = cfg!(unix) && OPEN.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next_count).is_ok();
+        has_capacity.then(|| Self(Arc::clone(file)))
     }
 }
 

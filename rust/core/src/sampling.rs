@@ -1,22 +1,23 @@
-//! Sampling options beside temperature and top-p: their names in other servers' spelling, and where they do nothing.
+//! Sampling options other than temperature and top-p: their names, the spellings of servers, and the values at which
+//! they have no effect.
 //!
-//! The one table of them. `format` reads options by it, `align` says of each trace which are on, and Python takes the
-//! table for what a request may ask for.
+//! This is the only table of these options. `format` reads options with it, `align` reports which are active in each
+//! trace, and Python uses it for requests.
 
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// When an option does nothing.
+/// Condition under which an option has no effect.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Off {
     /// At any of these numbers.
     At(&'static [f64]),
-    /// If it is false, empty or 0 throughout.
+    /// If the value is false, empty, or 0 everywhere.
     Empty,
 }
 
-/// Every option by the name that vLLM or OpenAI gives it, the others by that of the server that has them; its place is
-/// its bit. `top_p` is a field of its own and stands first.
+/// Every option under its name in vLLM or OpenAI, the others under the name of the server that has them. The index is
+/// the number of its bit. `top_p` is first; it is a separate field of a generation.
 pub const OPTIONS: [(&str, Off); 26] = [
     ("top_p", Off::At(&[1.0])),
     ("top_k", Off::At(&[0.0, -1.0])),
@@ -46,7 +47,7 @@ pub const OPTIONS: [(&str, Off); 26] = [
     ("best_of", Off::At(&[1.0])),
 ];
 
-/// Other spellings: of llama.cpp and Ollama, of Gemini, of transformers.
+/// Other spellings, from llama.cpp and Ollama, Gemini, and transformers.
 pub const SPELLINGS: [(&str, &str); 12] = [
     ("repeat_penalty", "repetition_penalty"),
     ("repetitionPenalty", "repetition_penalty"),
@@ -64,12 +65,12 @@ pub const SPELLINGS: [(&str, &str); 12] = [
 
 /// The bit of `top_p`.
 pub const TOP_P: u32 = 1;
-/// SGLang writes 2^30 for no top-k; no vocabulary has so many tokens.
+/// SGLang writes 2^30 for "no top-k". No vocabulary is that large.
 const EVERY_TOKEN: f64 = 1_048_576.0;
 
-/// The place of an option in `OPTIONS`, whoever spells it; `top_p` is none here.
+/// Returns the index of an option in `OPTIONS`, in any spelling. `top_p` is not included.
 pub fn place_of(key: &str) -> Option<usize> {
-    // Keys are looked at in every request: most are told by their first letters.
+    // This runs for every key of a request. The first letters exclude most keys.
     if !matches!(
         key.as_bytes().first_chunk::<2>(),
         Some(
@@ -102,7 +103,7 @@ pub fn place_of(key: &str) -> Option<usize> {
 }
 
 impl Off {
-    /// Whether the option does nothing at this value.
+    /// Returns whether the option has no effect at this value.
     pub fn holds(self, name: &str, value: &Value) -> bool {
         match (self, value) {
             (_, Value::Null | Value::Bool(false)) => true,
@@ -110,14 +111,14 @@ impl Off {
                 off.contains(&number) || name == "top_k" && number >= EVERY_TOKEN || name == "min_p" && number < 0.0
             }),
             (Self::Empty, Value::Array(list)) => list.iter().all(pair_is_idle),
-            (Self::Empty, Value::Object(map)) => map.values().all(|each| number(each) == Some(0.0)),
+            (Self::Empty, Value::Object(map)) => map.values().all(|number_value| number(number_value) == Some(0.0)),
             (Self::Empty, Value::String(text)) => text.is_empty(),
             (Self::Empty, value) => number(value) == Some(0.0),
         }
     }
 }
 
-/// Whether an entry of a list is llama.cpp's `[token, 0]`.
+/// Returns whether an entry of a list is llama.cpp's `[token, 0]`.
 fn pair_is_idle(entry: &Value) -> bool {
     entry.as_array().is_some_and(|pair| pair.len() == 2 && number(&pair[1]) == Some(0.0))
 }
@@ -130,56 +131,56 @@ fn number(value: &Value) -> Option<f64> {
     }
 }
 
-/// What a record says of the options but `top_p`: places in `OPTIONS` with values; nothing is held where it says nothing.
+/// Recorded options except `top_p`, as pairs of an index in `OPTIONS` and a value. An empty set allocates nothing.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Options(Option<Arc<[(u8, Value)]>>);
 
 impl Options {
-    /// Nothing said.
+    /// No option.
     pub const NONE: Self = Self(None);
 
-    /// What an object says; of two spellings the first counts, and null is not said.
+    /// Reads the options of an object. If an option occurs in two spellings, the first counts. Null counts as missing.
     pub fn read(fields: &Map<String, Value>) -> Self {
-        let mut found: Vec<(u8, Value)> = Vec::new();
+        let mut options: Vec<(u8, Value)> = Vec::new();
         for (key, value) in fields {
             if let Some(place) = place_of(key).filter(|_| !value.is_null())
-                && found.iter().all(|(known, _)| usize::from(*known) != place)
+                && options.iter().all(|(index, _)| usize::from(*index) != place)
             {
-                found.push((place as u8, value.clone()));
+                options.push((place as u8, value.clone()));
             }
         }
-        Self((!found.is_empty()).then(|| found.into()))
+        Self((!options.is_empty()).then(|| options.into()))
     }
 
-    /// What `outer` says in addition.
+    /// Adds the options of `outer` that are missing.
     #[must_use]
     pub fn or(self, outer: &Self) -> Self {
         match (&self.0, &outer.0) {
             (_, None) => self,
             (None, Some(_)) => outer.clone(),
-            (Some(own), Some(outer)) => {
-                let more = outer.iter().filter(|(place, _)| own.iter().all(|(known, _)| known != place));
-                Self(Some(own.iter().chain(more).cloned().collect()))
+            (Some(options), Some(outer)) => {
+                let more = outer.iter().filter(|(place, _)| options.iter().all(|(index, _)| index != place));
+                Self(Some(options.iter().chain(more).cloned().collect()))
             }
         }
     }
 
-    /// Names and values.
+    /// Returns names and values.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, &Value)> {
         self.0.iter().flat_map(|all| all.iter()).map(|(place, value)| (OPTIONS[usize::from(*place)].0, value))
     }
 
-    /// Whether nothing is said.
+    /// Returns whether there are no options.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Bits of those that are said.
+    /// Returns the bits of the recorded options.
     pub fn named(&self) -> u32 {
         self.0.iter().flat_map(|all| all.iter()).fold(0, |bits, (place, _)| bits | 1 << place)
     }
 
-    /// Bits of those that are on: cut off, scale, favour or forbid tokens.
+    /// Returns the bits of the active options, which truncate, scale, favour or forbid tokens.
     pub fn reshaped(&self) -> u32 {
         let on = |place: u8, value: &Value| {
             let (name, off) = OPTIONS[usize::from(place)];
@@ -190,12 +191,12 @@ impl Options {
     }
 }
 
-/// What a server takes where a request leaves something out: the model's generation_config.json.
+/// Defaults of a server for omitted options: the model's generation_config.json.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Defaults {
-    /// Temperature, where it says one.
+    /// Temperature, if the file contains it.
     pub temperature: Option<f32>,
-    /// Bits of the options that it turns on, `top_p` among them.
+    /// Bits of the options that the file activates, including `top_p`.
     pub reshaped: u32,
 }
 
@@ -204,18 +205,19 @@ impl Defaults {
     pub fn read(fields: &Map<String, Value>) -> Self {
         let number = |key: &str| fields.get(key).and_then(number).filter(|number| number.is_finite());
         let top_p = number("top_p").is_some_and(|top_p| top_p < 1.0);
-        let temperature = number("temperature").filter(|heat| *heat >= 0.0).map(|heat| heat as f32);
+        let temperature =
+            number("temperature").filter(|temperature| *temperature >= 0.0).map(|temperature| temperature as f32);
         Self { temperature, reshaped: Options::read(fields).reshaped() | if top_p { TOP_P } else { 0 } }
     }
 }
 
-/// What a request leaves out, so that a server took its own default for it; 0 for what is no request.
+/// Flags for parameters that a request omits, so that the server's default applies; 0 if there is no request.
 pub mod left_out {
-    /// The temperature: 1 is the default of the API.
+    /// The temperature. The API's default is 1.
     pub const TEMPERATURE: u8 = 1;
     /// Top-p.
     pub const TOP_P: u8 = 2;
-    /// It is a request to a server that takes the rest from the model's generation_config.json.
+    /// The generation has a request, and its server takes other options from the model's generation_config.json.
     pub const REQUEST: u8 = 4;
 }
 

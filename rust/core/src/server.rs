@@ -1,12 +1,12 @@
-//! Which server rendered a prompt: servers make something of a request before its chat template gets it.
+//! The server that rendered a prompt. Servers change a request before its chat template sees it.
 //!
-//! What each of them makes of it is in `template::server_request`, `template::server_message` and `align::prompt`. Read by `format`
-//! where a record names its producer; else an option of `align` says it.
+//! The rules are in `template::server_request`, `template::server_message` and `align::prompt`. `format` sets the
+//! server if a record names it; otherwise an option of `align` does.
 
-/// A server whose rules for prompts are known.
+/// A server with known rules for prompts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Server {
-    /// vLLM 0.32: `renderers/hf.py`, `renderers/chat_utils.py`. Taken where nothing names another one.
+    /// vLLM 0.32: `renderers/hf.py`, `renderers/chat_utils.py`. The default if no server is named.
     #[default]
     Vllm,
     /// SGLang 0.5: `entrypoints/openai/serving_chat.py`.
@@ -15,12 +15,12 @@ pub enum Server {
     LlamaCpp,
     /// Text Generation Inference 3: `router/src/lib.rs`.
     Tgi,
-    /// An OpenAI-like server of which nothing is known: messages and tools keep their keys.
+    /// An OpenAI-compatible server without known rules: messages and tools keep their keys.
     OpenAi,
 }
 
 impl Server {
-    /// Whether a tool call's arguments that are no JSON object reach the template as an empty one.
+    /// Returns whether the template receives an empty object for a tool call's arguments that are not a JSON object.
     pub fn empties_arguments(self) -> bool {
         matches!(self, Self::Vllm | Self::OpenAi)
     }
@@ -34,12 +34,12 @@ impl Server {
         ("openai", Self::OpenAi),
     ];
 
-    /// The server of that name.
+    /// Returns the server with this name.
     pub fn parse(name: &str) -> Option<Self> {
         Self::NAMES.iter().find_map(|(known, server)| (*known == name).then_some(*server))
     }
 
-    /// Its name.
+    /// Returns the name of the server.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find_map(|(name, server)| (*server == self).then_some(*name)).unwrap_or_default()
     }

@@ -1,6 +1,6 @@
-//! What a trace IS: messages, what the policy generated among them, and the numbers that came with it.
+//! The data model of a trace: its messages, the generations of the policy, and their tokens and logprobs.
 //!
-//! Every recorded format is read into this one normal form by `format`; `align` consumes it. Nothing here parses or
+//! `format` converts every recorded format to this common form, and `align` consumes it. This module neither parses nor
 //! tokenizes.
 
 use crate::error::{Location, Result};
@@ -13,60 +13,60 @@ use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// Tool schemas, a list: the traces of a file that were given the same ones share them.
+/// Tool schemas, a list. Traces of a file with the same schemas share them.
 pub type Schemas = Arc<Value>;
 
-/// One recorded trajectory, with the record it came from, byte for byte.
+/// One recorded trajectory, with a reference to the exact bytes of its record.
 #[derive(Debug, Clone, Default)]
 pub struct Trace {
-    /// The record's own id, or `file:line`.
+    /// The record's id, or `file:line` if it has none.
     pub id: String,
-    /// File and line it was read from.
+    /// File and line of the record.
     pub location: Location,
-    /// Group (prompt) id; traces of one group share their baseline.
+    /// Id of the group (prompt). Traces of one group share their baseline.
     pub group: Option<String>,
-    /// The scalar reward; `None` where the record has none.
+    /// The scalar reward, or `None` if the record contains none.
     pub reward: Option<f32>,
-    /// Named rewards in the record's order.
+    /// Named rewards, in the record's order.
     pub rewards: Vec<(String, f32)>,
     /// Every distinct message of the trace. A rewritten history adds messages instead of replacing them.
     pub messages: Vec<Message>,
-    /// What the policy sampled, in the order of the calls.
+    /// The generations of the policy, in the order of the calls.
     pub generations: Vec<Generation>,
-    /// Messages of the conversation as it ended: indices into `messages`.
+    /// Messages of the final conversation, as indices into `messages`.
     pub conversation: Vec<u32>,
-    /// Tool schemas as given to the server.
+    /// Tool schemas as sent to the server.
     pub tools: Option<Schemas>,
     /// Extra variables for the chat template (`enable_thinking`, a pinned date, ...).
     pub template_kwargs: Map<String, Value>,
     /// Model name as recorded.
     pub model: Option<String>,
-    /// The distinct pictures of its messages, in the order in which they appear.
+    /// The distinct images of the messages, in order of their first appearance.
     pub pictures: Vec<Picture>,
-    /// What the record holds of pictures, sound or video that no message has, by what it calls itself.
+    /// Name of an image, sound or video in the record that no message contains.
     pub media_left_out: Option<String>,
-    /// The record as it was read, for a round trip that loses nothing; `record` gives its bytes.
+    /// The record as it was read, for a lossless round trip. `record` returns its bytes.
     pub raw: Raw,
 }
 
 impl Trace {
-    /// The bytes of the record as it was read.
+    /// Returns the bytes of the record as it was read.
     ///
     /// # Errors
-    /// `Kind::Io` where they were left in a file that is no longer the same.
+    /// `Kind::Io` if the file with the bytes has changed.
     pub fn record(&self) -> Result<Cow<'_, [u8]>> {
         self.raw.bytes().map_err(|error| error.at(&self.location))
     }
 
-    /// The file of a picture of the record, `None` where it is not there.
+    /// Returns the file of an image in the record, or `None` if the record does not contain it.
     ///
     /// # Errors
-    /// As of [`Trace::record`].
+    /// As for [`Trace::record`].
     pub fn file(&self, picture: &Picture) -> Result<Option<Vec<u8>>> {
         images::find(&self.raw, picture).map_err(|error| error.at(&self.location))
     }
 
-    /// All ids before the first sampled token of generation `turn`, where the record says them.
+    /// Returns all ids before the first sampled token of generation `turn`, if the record contains them.
     pub fn prompt_ids(&self, turn: usize) -> Option<Vec<u32>> {
         let (mut parts, mut at) = (Vec::new(), turn);
         loop {
@@ -85,19 +85,19 @@ impl Trace {
     }
 }
 
-/// Where a server says that a picture stands in a prompt.
+/// Position of an image in a prompt, as reported by the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placeholder {
-    /// First id.
+    /// Index of its first token.
     pub offset: u32,
-    /// How many ids.
+    /// Number of its tokens.
     pub length: u32,
 }
 
-/// Keys of an object that are looked through one by one.
+/// Objects with at most this many keys are searched linearly.
 const FEW: usize = 16;
 
-/// The value under a key: in an object of few keys found faster by comparing than by hashing.
+/// Returns the value under a key. In an object with few keys comparing is faster than hashing.
 #[inline]
 pub(crate) fn value_of<'a>(fields: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
     if fields.len() > FEW {
@@ -106,83 +106,84 @@ pub(crate) fn value_of<'a>(fields: &'a Map<String, Value>, key: &str) -> Option<
     fields.iter().find_map(|(name, value)| (name == key).then_some(value))
 }
 
-/// As [`value_of`], of what may be no object.
+/// As [`value_of`], for a value that may not be an object.
 #[inline]
 pub(crate) fn value_in<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
     value.as_object().and_then(|fields| value_of(fields, key))
 }
 
-/// One chat message as the template gets it (no logprobs, no generation record).
+/// One chat message as the template receives it (without logprobs or a generation record).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Message {
     /// JSON object with `role`, `content`, `tool_calls`, `reasoning_content`, `tool_call_id`, `name`, ...
     pub value: Value,
-    /// Reward of this message, where the record gives process rewards.
+    /// Reward of this message, if the record contains process rewards.
     pub reward: Option<f32>,
-    /// The pictures of its content that the record holds, in order.
+    /// Images of the content that the record contains, in order.
     pub pictures: Vec<Picture>,
 }
 
 impl Message {
-    /// A message whose pictures, where the record holds them, become their digests.
+    /// Creates a message. Images that the record contains are replaced by their digests.
     pub fn new(mut value: Value, reward: Option<f32>) -> Self {
         let pictures = images::take(&mut value);
         Self { value, reward, pictures }
     }
 
-    /// The value under a key.
+    /// Returns the value under a key.
     pub fn get(&self, key: &str) -> Option<&Value> {
         value_in(&self.value, key)
     }
 
-    /// The role, or "" where there is none.
+    /// Returns the role, or "" if there is none.
     pub fn role(&self) -> &str {
         self.get("role").and_then(Value::as_str).unwrap_or("")
     }
 }
 
-/// One sampling call: what it was conditioned on, what came out, with which numbers.
+/// One sampling call: its context, its sampled tokens, and their logprobs.
 #[derive(Debug, Clone)]
 pub struct Generation {
     /// Index into `Trace::messages` of the message it produced.
     pub message: u32,
     /// Indices into `Trace::messages` of the messages it was conditioned on, in order.
     pub context: Vec<u32>,
-    /// What the policy saw before the first sampled token.
+    /// Tokens or text before the first sampled token.
     pub prompt: Prompt,
-    /// Where the server says that the pictures of the prompt stand.
+    /// Positions of the images in the prompt, if the server reports them.
     pub placeholders: Option<Vec<Placeholder>>,
     /// The sampled tokens.
     pub tokens: Tokens,
-    /// What the sampled tokens spell, where the record has that text apart from the message.
+    /// Text of the sampled tokens, if the record contains it separately from the message.
     pub text: Option<String>,
     /// `stop`, `length`, `tool_calls`, ... as recorded.
     pub finish_reason: Option<String>,
-    /// What stopped it, where the server says.
+    /// Stop token or stop string, if the server reports it.
     pub stop: Stop,
-    /// What the logprobs are of.
+    /// The distribution that the logprobs belong to.
     pub logprob_kind: LogprobKind,
-    /// Sampling temperature; `None` where the record does not say.
+    /// Sampling temperature, or `None` if the record does not contain it.
     pub temperature: Option<f32>,
-    /// Nucleus mass; `None` where the record does not say.
+    /// Top-p (nucleus mass), or `None` if the record does not contain it.
     pub top_p: Option<f32>,
-    /// The other sampling options that the record says.
+    /// Other sampling options in the record.
     pub options: Options,
     /// Bits of `sampling::left_out`.
     pub left_out: u8,
-    /// Version of the policy that sampled it; -1 unknown.
+    /// Version of the sampling policy; -1 means unknown.
     pub policy_version: i32,
-    /// Versions of parts of it, where the policy changed while it was being sampled.
+    /// Versions of parts of the generation, if the policy changed during sampling.
     pub versions: Vec<VersionSpan>,
-    /// Sum of the logprobs as the server reported it: a checksum.
+    /// Sum of the logprobs as reported by the server, used as a checksum.
     pub cumulative_logprob: Option<f64>,
-    /// Further numbers beside the tokens: routed experts, sampling masks.
+    /// Further integers per token: routed experts, sampling masks.
     pub extras: Vec<Extra>,
-    /// What the reader noticed about how it was recorded.
+    /// Observations of the reader about how the generation was recorded.
     pub notes: Vec<Note>,
-    /// The server that answered, where the record names it.
+    /// The server that produced it, if the record names it.
     pub server: Option<Server>,
-    /// What its request said beside its messages that bears on the prompt: `reasoning_effort`, `continue_final_message`, ...
+    /// Fields of the request, other than the messages, that affect the prompt: `reasoning_effort`,
+    /// `continue_final_message`, ...
     pub request: Option<Box<Map<String, Value>>>,
 }
 
@@ -213,61 +214,61 @@ impl Default for Generation {
     }
 }
 
-/// What the policy saw before the first sampled token, as far as the record says.
+/// The prompt of a generation, as far as it was recorded.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub enum Prompt {
     /// The messages of the context, as the chat template renders them.
     #[default]
     Rendered,
-    /// All ids, as the server reported them.
+    /// All ids, as reported by the server.
     Ids(Vec<u32>),
     /// The ids after the last sampled token of generation `turn` of the same trace.
     Follows {
-        /// An earlier generation.
+        /// Index of an earlier generation.
         turn: u32,
-        /// The ids between them.
+        /// The ids between the two generations.
         ids: Vec<u32>,
     },
     /// Text that was sent without a chat template.
     Text(String),
-    /// Not recorded, and no message to render it from.
+    /// Not recorded, and there is no message to render it from.
     Unknown,
 }
 
 impl Prompt {
-    /// All ids, where the record has them.
+    /// Returns all ids, if the record contains them.
     pub fn ids(&self) -> Option<&[u32]> {
         if let Self::Ids(ids) = self { Some(ids) } else { None }
     }
 }
 
-/// Sampled tokens `start..end` came from policy `version`.
+/// The sampled tokens `start..end` came from policy `version`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VersionSpan {
-    /// First token.
+    /// Index of the first token.
     pub start: u32,
-    /// One past the last token.
+    /// Index after the last token.
     pub end: u32,
-    /// Version, -1 unknown.
+    /// Version; -1 means unknown.
     pub version: i32,
 }
 
-/// Integers beside the tokens of a generation, one row for each of some consecutive tokens.
+/// Integers per token of a generation: one row for each of some consecutive tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extra {
     /// `routed_experts` or `sampling_mask`.
     pub name: &'static str,
-    /// The token of row 0: an index into prompt ids and sampled ids end to end, or into the sampled ids alone.
+    /// The token of row 0, counted from the first prompt token or from the first sampled token.
     pub first: ExtraStart,
-    /// Trailing shape of every row (layers, experts per token); empty where rows differ in length.
+    /// Trailing shape of every row (layers, experts per token); empty if rows differ in length.
     pub shape: Vec<u32>,
     /// End of each row in `values`.
     pub ends: Vec<u32>,
-    /// The rows, end to end.
+    /// All rows, concatenated.
     pub values: Vec<i32>,
 }
 
-/// Which token the first row of an `Extra` belongs to.
+/// The token that the first row of an `Extra` belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtraStart {
     /// The first token of the prompt.
@@ -276,21 +277,21 @@ pub enum ExtraStart {
     Sampled,
 }
 
-/// Something that the reader of a format noticed about one generation; `align` passes it on as a finding.
+/// An observation of a format's reader about one generation. `align` reports it as a finding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
-    /// Why it matters.
+    /// Reason from the closed list.
     pub reason: Reason,
-    /// Tokens it concerns.
+    /// Number of affected tokens.
     pub count: u32,
-    /// What was found.
+    /// Details of the observation.
     pub detail: String,
 }
 
-/// What ended a generation beside its finish reason.
+/// Stop token or stop string of a generation, in addition to its finish reason.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Stop {
-    /// The record does not say (for vLLM: the model's own end-of-sequence token).
+    /// Not recorded (for vLLM this means the model's own end-of-sequence token).
     #[default]
     Unsaid,
     /// A stop token id.
@@ -299,21 +300,21 @@ pub enum Stop {
     Text(String),
 }
 
-/// What recorded logprobs are of.
+/// The distribution that recorded logprobs belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 #[repr(u8)]
 pub enum LogprobKind {
-    /// The record does not say.
+    /// Not recorded.
     #[default]
     Unknown = 0,
-    /// Of the model's distribution before temperature, penalties and top-p (vLLM's default).
+    /// The model's distribution before temperature, penalties and top-p (vLLM's default).
     Raw = 1,
-    /// Of the distribution that was sampled from.
+    /// The distribution that was sampled from.
     Processed = 2,
 }
 
 impl LogprobKind {
-    /// Reads `raw`, `processed` or `unknown`.
+    /// Parses `raw`, `processed` or `unknown`.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "raw" | "raw_logprobs" => Some(Self::Raw),
@@ -324,25 +325,26 @@ impl LogprobKind {
     }
 }
 
-/// Sampled tokens as recorded, in flat arrays. Lengths may contradict one another; `align` finds that and says so.
+/// Sampled tokens as recorded, in flat arrays. Their lengths may contradict one another; `align` detects and reports
+/// that.
 #[derive(Debug, Clone, Default)]
 pub struct Tokens {
-    /// Ids where the record has them (`token_ids`, `token_id:N`); `None` where it has none.
+    /// Ids, if recorded (`token_ids`, `token_id:N`).
     pub ids: Option<Vec<u32>>,
-    /// Bytes per token where the record has them.
+    /// Bytes per token, if recorded.
     pub bytes: Option<Pieces>,
-    /// Text per token where the record has it.
+    /// Text per token, if recorded.
     pub texts: Option<Pieces>,
-    /// Logprobs in nats, NaN where missing or invalid; `None` where the record has none at all.
+    /// Logprobs in nats, NaN if missing or invalid; `None` if none were recorded.
     pub logprobs: Option<Vec<f32>>,
-    /// Of `logprobs`: how many were null, NaN or -inf.
+    /// Number of `logprobs` that were null, NaN or -inf.
     pub missing: u32,
-    /// Of `logprobs`: how many were impossible (positive, or the -9999.0 sentinel).
+    /// Number of `logprobs` that were impossible (positive, or the sentinel -9999.0).
     pub invalid: u32,
 }
 
 impl Tokens {
-    /// How many tokens the record lists, by the first array it has.
+    /// Returns the number of tokens, which is the length of the first recorded array.
     pub fn len(&self) -> usize {
         if let Some(ids) = &self.ids {
             return ids.len();
@@ -353,25 +355,25 @@ impl Tokens {
         self.logprobs.as_ref().map_or(0, Vec::len)
     }
 
-    /// Whether the record lists no token.
+    /// Returns whether the record lists no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Byte strings of a list of tokens, end to end.
+/// Byte strings of a list of tokens, concatenated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pieces {
     /// All bytes.
     pub data: Vec<u8>,
     /// End of each piece in `data`.
     pub ends: Vec<u32>,
-    /// Whether the record had this piece at all (`null` is not the empty string).
+    /// Whether the record contained the piece (`null` differs from the empty string).
     pub known: Vec<bool>,
 }
 
 impl Pieces {
-    /// Appends one piece; `None` where the record had none.
+    /// Appends one piece; `None` if it was not recorded.
     pub fn push(&mut self, piece: Option<&[u8]>) {
         if let Some(bytes) = piece {
             self.data.extend_from_slice(bytes);
@@ -379,23 +381,24 @@ impl Pieces {
         self.close(piece.is_some());
     }
 
-    /// Appends what was added to `data` as one piece; `known` is false where the record had none, and nothing was added.
+    /// Ends a piece whose bytes were appended to `data`. `known` is false if it was not recorded; then nothing was
+    /// appended.
     pub fn close(&mut self, known: bool) {
         self.ends.push(self.data.len() as u32);
         self.known.push(known);
     }
 
-    /// How many pieces.
+    /// Returns the number of pieces.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Whether there is no piece.
+    /// Returns whether there are no pieces.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// Piece `index`, or `None` past the end or where the record had none.
+    /// Returns piece `index`, or `None` past the end or if it was not recorded.
     pub fn get(&self, index: usize) -> Option<&[u8]> {
         if !*self.known.get(index)? {
             return None;

@@ -1,5 +1,5 @@
-//! Binds `tracegrad_core::align`: traces and a tokenizer in, flat arrays out; and conversations, whose messages and ids give
-//! the ids of the next prompt.
+//! Python bindings of `tracegrad_core::align`: traces and a tokenizer as input, flat arrays as output. Also
+//! conversations, which compute the ids of the next prompt from messages and ids.
 
 use crate::border::{attached, detached};
 use crate::errors::to_python;
@@ -19,10 +19,10 @@ use tracegrad_core::server::Server;
 use tracegrad_core::trace::LogprobKind;
 use tracegrad_core::{Error, Kind, Result};
 
-/// Pad, frames, and what stands for a picture of (width, height).
+/// Pad id, frames, and the expansion of an image of (width, height).
 type Rule = (u32, Vec<u32>, HashMap<(u32, u32), Vec<u32>>);
 
-/// Aligns traces; returns the arrays of `Sequences` by name, `drift_*` columns, and `errors`.
+/// Aligns traces. Returns the arrays of `Sequences` by name, the `drift_*` columns, and `errors`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
 #[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, server=None, rule=None, sampling_defaults=None))]
@@ -116,7 +116,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     Ok(arrays)
 }
 
-/// The arrays of `pictures.Images` by name, and of its pictures digests and sizes; `None` where no picture stands.
+/// Returns the arrays of `Images` by name, with the digests and sizes of the images; `None` if there are no images.
 fn images(py: Python<'_>, images: Images) -> PyResult<Option<Bound<'_, PyDict>>> {
     if images.picture.is_empty() {
         return Ok(None);
@@ -131,19 +131,19 @@ fn images(py: Python<'_>, images: Images) -> PyResult<Option<Bound<'_, PyDict>>>
     Ok(Some(arrays))
 }
 
-/// The ids that the records determine; returns the arrays of `Recovered` by name.
+/// Recovers the ids that the records determine. Returns the arrays of `Recovered` by name.
 #[pyfunction]
 fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer) -> PyResult<Bound<'py, PyDict>> {
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
-    let found = detached(py, Kind::Fault, "recovering ids", || Ok(align::recover(&traces, &tokenizer)))?;
+    let recovered = detached(py, Kind::Fault, "recovering ids", || Ok(align::recover(&traces, &tokenizer)))?;
     let arrays = PyDict::new(py);
-    arrays.set_item("ids", found.ids.into_pyarray(py))?;
-    arrays.set_item("tier", found.tier.into_pyarray(py))?;
-    arrays.set_item("logprobs", found.logprobs.into_pyarray(py))?;
-    arrays.set_item("cu_tokens", found.cu_tokens.into_pyarray(py))?;
-    arrays.set_item("trace", found.trace.into_pyarray(py))?;
-    arrays.set_item("turn", found.turn.into_pyarray(py))?;
-    arrays.set_item("reason", found.reason.into_pyarray(py))?;
+    arrays.set_item("ids", recovered.ids.into_pyarray(py))?;
+    arrays.set_item("tier", recovered.tier.into_pyarray(py))?;
+    arrays.set_item("logprobs", recovered.logprobs.into_pyarray(py))?;
+    arrays.set_item("cu_tokens", recovered.cu_tokens.into_pyarray(py))?;
+    arrays.set_item("trace", recovered.trace.into_pyarray(py))?;
+    arrays.set_item("turn", recovered.turn.into_pyarray(py))?;
+    arrays.set_item("reason", recovered.reason.into_pyarray(py))?;
     Ok(arrays)
 }
 
@@ -154,7 +154,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DRIFT_REASONS", NAMES)
 }
 
-/// Messages of which some were sampled, with the ids that were.
+/// Messages, some of them sampled, with the sampled ids.
 #[pyclass(frozen, module = "tracegrad._core", name = "Conversation")]
 pub struct PyConversation(Mutex<Conversation>);
 
@@ -193,10 +193,10 @@ impl PyConversation {
         let ids = ids.as_slice()?;
         let message = read(py, "message", message)?;
         detached(py, Kind::Fault, "the conversation", || {
-            let mut held = self.held()?;
-            let known = ids.iter().enumerate().map(|(at, id)| unsigned(at, *id)).collect::<Result<Vec<u32>>>();
-            let ids = known.map_err(|error| error.in_turn(held.turns()))?;
-            held.append_sampled(&ids, message)
+            let mut conversation = self.held()?;
+            let core_ids = ids.iter().enumerate().map(|(at, id)| unsigned(at, *id)).collect::<Result<Vec<u32>>>();
+            let ids = core_ids.map_err(|error| error.in_turn(conversation.turns()))?;
+            conversation.append_sampled(&ids, message)
         })
     }
 
@@ -207,11 +207,11 @@ impl PyConversation {
         Ok(ids.into_pyarray(py))
     }
 
-    /// `(turn, reason, detail)` of each.
+    /// Returns `(turn, reason, detail)` of each fork.
     fn forks(&self, py: Python<'_>) -> PyResult<Vec<(i32, &'static str, String)>> {
         detached(py, Kind::Fault, "the conversation", || {
-            let held = self.held()?;
-            Ok(held.forks().map(|fork| (fork.turn, NAMES[fork.reason as usize], fork.detail.clone())).collect())
+            let conversation = self.held()?;
+            Ok(conversation.forks().map(|fork| (fork.turn, NAMES[fork.reason as usize], fork.detail.clone())).collect())
         })
     }
 

@@ -1,4 +1,4 @@
-//! Arrays of bool from Python, whose bytes may be anything: Rust takes 0 and 1 alone.
+//! Arrays of bool from Python. Their bytes may be anything, but Rust's `bool` allows only 0 and 1.
 
 use crate::errors::to_python;
 use numpy::{PyReadonlyArray1, PyUntypedArray};
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::{Borrowed, intern};
 use tracegrad_core::{Error, Kind};
 
-/// An array of bool whose every byte was seen to be 0 or 1.
+/// An array of bool whose bytes were all checked to be 0 or 1.
 pub struct Flags<'py>(PyReadonlyArray1<'py, bool>);
 
 impl<'py> FromPyObject<'_, 'py> for Flags<'py> {
@@ -14,14 +14,14 @@ impl<'py> FromPyObject<'_, 'py> for Flags<'py> {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let flags = object.extract::<PyReadonlyArray1<'py, bool>>()?;
-        // Bytes are read as bytes before anything reads them as bool.
+        // The bytes are checked as u8 before anything reads them as bool.
         let bytes = object.cast::<PyUntypedArray>()?.call_method1(intern!(object.py(), "view"), ("u1",))?;
         let bytes = bytes.extract::<PyReadonlyArray1<'py, u8>>()?;
-        let seen = match bytes.as_slice() {
-            Ok(bytes) => bytes.iter().fold(0, |seen, byte| seen | byte),
-            Err(_) => bytes.as_array().iter().fold(0, |seen, byte| seen | byte),
+        let bits = match bytes.as_slice() {
+            Ok(bytes) => bytes.iter().fold(0, |bits, byte| bits | byte),
+            Err(_) => bytes.as_array().iter().fold(0, |bits, byte| bits | byte),
         };
-        if seen <= 1 {
+        if bits <= 1 {
             return Ok(Self(flags));
         }
         let error = Error::new(Kind::Argument, "an array of bool holds bytes other than 0 and 1")

@@ -1,7 +1,7 @@
-//! What every call from Python goes through: panics become errors, signals are answered, the GIL is released.
+//! Wrappers for every call from Python: panics become errors, signals are handled, the GIL is released.
 //!
-//! [`detached`] is for work that needs no Python object, [`attached`] for what handles them. A function of this crate is
-//! either in one of the two or does nothing that may fail.
+//! Use [`detached`] for work without Python objects and [`attached`] for work with them. Every function of this crate
+//! that may fail runs in one of the two.
 
 use crate::errors::to_python;
 use pyo3::exceptions::PyKeyboardInterrupt;
@@ -10,43 +10,44 @@ use std::cell::RefCell;
 use tracegrad_core::{At, Kind, Location, Result, cancel, caught};
 
 thread_local! {
-    /// What the handler of a signal raised while this thread was at work.
+    /// Exception that a signal handler raised during this thread's work.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
 }
 
-/// What `work` gives, done without the GIL. A signal's handler runs within 50 milliseconds; where it raises, the work ends.
+/// Runs `work` without the GIL and returns its result. A signal handler runs within 50 milliseconds. If it raises, the
+/// work is cancelled.
 pub fn detached<T: Send>(
     py: Python<'_>,
     kind: Kind,
     what: &str,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> PyResult<T> {
-    let found = py.detach(|| cancel::watched(signals, || caught(kind, what, work)));
-    if let Some(raised) = RAISED.take() {
-        return Err(raised);
+    let result = py.detach(|| cancel::watched(signals, || caught(kind, what, work)));
+    if let Some(exception) = RAISED.take() {
+        return Err(exception);
     }
-    match found {
-        Some(found) => found.map_err(|error| to_python(py, &error)),
+    match result {
+        Some(result) => result.map_err(|error| to_python(py, &error)),
         None => Err(PyKeyboardInterrupt::new_err(())),
     }
 }
 
-/// Runs the handlers of signals that have come, if this is Python's main thread; whether one raised.
+/// Runs the handlers of pending signals, if this is Python's main thread. Returns whether one raised.
 fn signals() -> bool {
-    let raised = Python::try_attach(|py| py.check_signals().err()).flatten();
-    let stops = raised.is_some();
+    let exception = Python::try_attach(|py| py.check_signals().err()).flatten();
+    let stops = exception.is_some();
     if stops {
-        RAISED.set(raised);
+        RAISED.set(exception);
     }
     stops
 }
 
-/// What `work` on Python's objects gives.
+/// Runs `work`, which may use Python objects, and returns its result.
 pub fn attached<T>(py: Python<'_>, kind: Kind, what: &str, work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     caught(kind, what, || Ok(work())).unwrap_or_else(|error| Err(to_python(py, &error)))
 }
 
-/// Where a record begins: its line alone, or with its number where several may stand on one line.
+/// Place at which a record begins: its line, with its number if several may be on one line.
 #[derive(Debug, Clone, Copy, FromPyObject, IntoPyObject)]
 pub enum Line {
     Alone(u64),
@@ -54,7 +55,7 @@ pub enum Line {
 }
 
 impl Line {
-    /// The line of a place, where it has one.
+    /// Returns the line of a location, if it has one.
     pub fn of(place: &Location) -> Option<Self> {
         place.line.map(|line| At { line, record: place.record }.into())
     }

@@ -1,7 +1,8 @@
-//! Records composed from Python's memory: JSON text with lists of numbers taken from arrays, lists and logprob objects.
+//! Builds records from objects in Python's memory: JSON text, with lists of numbers from arrays, lists and logprob
+//! objects.
 //!
-//! One pass over the objects that are there; no new Python object for a token. What the record means is decided by the
-//! same readers that take files.
+//! It makes one pass over the objects and creates no Python object per token. The record is decoded by the same readers
+//! as records in files.
 
 use crate::errors::to_python;
 use numpy::{PyArray1, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
@@ -11,7 +12,7 @@ use pyo3::{intern, types::PyFloat};
 use serde::Serialize;
 use tracegrad_core::{Error, Kind};
 
-/// JSON bytes of a record given as pieces: text, and in between numbers.
+/// Returns the JSON bytes of a record that is given as pieces: JSON text and, in between, numbers.
 pub fn compose(row: &Bound<'_, PyList>) -> PyResult<Vec<u8>> {
     let mut json = Vec::new();
     for piece in row.iter() {
@@ -51,7 +52,7 @@ fn numbers(piece: &Bound<'_, PyAny>, depth: usize, json: &mut Vec<u8>) -> PyResu
     items(&to_list(&iterator)?, depth, json)
 }
 
-/// A sequence that is no list (vLLM's `ConstantList`, a tuple, an `array.array`) as one.
+/// Converts a sequence other than a list (vLLM's `ConstantList`, a tuple, an `array.array`) to a list.
 fn to_list<'py>(iterator: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(iterator.py());
     for item in iterator.try_iter()? {
@@ -83,7 +84,7 @@ fn items(list: &Bound<'_, PyList>, depth: usize, json: &mut Vec<u8>) -> PyResult
     Ok(())
 }
 
-/// The error for what stands where a number must.
+/// Creates the error for a value that is not a number.
 fn no_number(item: &Bound<'_, PyAny>) -> PyErr {
     let name = item.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
     let error = Error::new(Kind::Argument, format!("a {name} that is no number of 64 bits"))
@@ -92,7 +93,7 @@ fn no_number(item: &Bound<'_, PyAny>) -> PyErr {
     to_python(item.py(), &error)
 }
 
-/// Depth of lists of numbers.
+/// Largest nesting depth of lists of numbers.
 const DEPTH: usize = 16;
 
 fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResult<()> {
@@ -101,7 +102,7 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
             $(if let Ok(array) = array.extract::<PyReadonlyArray1<'_, $kind>>() {
                 json.push(b'[');
                 let Ok(values) = array.as_slice() else {
-                    // A copy stands in order.
+                    // A copy is contiguous.
                     return array_items(array.as_any().call_method0(intern!(array.py(), "copy"))?.cast()?, json);
                 };
                 for (index, value) in values.iter().enumerate() {
@@ -118,7 +119,7 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
         u16 => write, u64 => write
     );
     if array.cast::<PyArray1<bool>>().is_ok() {
-        // Bytes other than 0 and 1 become the numbers that they are, and the reader says what it thinks of them.
+        // Bytes other than 0 and 1 become numbers, which the reader then rejects.
         return array_items(array.call_method1(intern!(array.py(), "view"), ("u1",))?.cast()?, json);
     }
     let error = Error::new(Kind::Argument, format!("an array of {} with {} dimensions", array.dtype(), array.ndim()))
@@ -127,7 +128,7 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
     Err(to_python(array.py(), &error))
 }
 
-/// The logprob of each sampled id among those listed for its step, by id and never by order.
+/// Writes the logprob of each sampled id. The entry of a step is selected by id, never by its order.
 fn chosen(ids: &Bound<'_, PyAny>, steps: &Bound<'_, PyAny>, json: &mut Vec<u8>) -> PyResult<()> {
     let py = ids.py();
     let ids = match ids.cast::<PyList>() {
@@ -157,7 +158,7 @@ fn chosen(ids: &Bound<'_, PyAny>, steps: &Bound<'_, PyAny>, json: &mut Vec<u8>) 
     Ok(())
 }
 
-/// As `chosen`, of vLLM's `FlatLogprobs`: all entries end to end, with where each step begins and ends.
+/// As `chosen`, for vLLM's `FlatLogprobs`: all entries are concatenated, with the start and end index of each step.
 fn chosen_flat(
     ids: &Bound<'_, PyList>,
     flat: &Bound<'_, PyAny>,
@@ -173,11 +174,11 @@ fn chosen_flat(
         comma(index, json);
         let range: std::ops::Range<usize> = starts.get_item(index)?.extract()?..ends.get_item(index)?.extract()?;
         let wanted = ids.get_item(index).ok();
-        let found = range.into_iter().find(|&at| match (&wanted, listed.get_item(at)) {
+        let index_of_id = range.into_iter().find(|&at| match (&wanted, listed.get_item(at)) {
             (Some(wanted), Ok(id)) => wanted.eq(id).unwrap_or(false),
             _ => false,
         });
-        match found {
+        match index_of_id {
             Some(at) => real(logprobs.get_item(at)?.extract::<f64>()?, json),
             None => json.extend_from_slice(b"null"),
         }
@@ -193,12 +194,12 @@ fn comma(index: usize, json: &mut Vec<u8>) {
 }
 
 fn write(value: impl Serialize, json: &mut Vec<u8>) {
-    // A Vec takes every byte, and a number is always JSON.
+    // Writing to a Vec cannot fail, and a number is always valid JSON.
     let _ = serde_json::to_writer(json, &value);
 }
 
-/// A float in the shortest digits that read back as the same of its width; what JSON cannot say, as the words that readers
-/// know.
+/// Writes a float with the shortest digits that read back as the same value. Values that JSON cannot represent become
+/// the words that the readers accept.
 fn real(value: impl Into<f64> + Serialize + Copy, json: &mut Vec<u8>) {
     match value.into() {
         wide if wide.is_finite() => write(value, json),

@@ -1,4 +1,4 @@
-//! `tracegrad_core::Error` to Python: one exception class per kind, all of them `TracegradError`.
+//! Converts `tracegrad_core::Error` to Python: one exception class per kind, all derived from `TracegradError`.
 
 use pyo3::create_exception;
 use pyo3::exceptions::PyValueError;
@@ -13,10 +13,10 @@ create_exception!(tracegrad, TokenizerError, TracegradError, "A tokenizer that c
 create_exception!(tracegrad, AlignmentError, TracegradError, "Recorded tokens that contradict the trainer's.");
 create_exception!(tracegrad, ArgumentError, TracegradError, "Arguments of a call that contradict one another.");
 
-/// The Python exception of a core error, with its location as attributes.
+/// Creates the Python exception for a core error, with its location as attributes.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
-    let raised = match error.kind {
+    let exception = match error.kind {
         Kind::Io => ReadError::new_err(text),
         Kind::Format => FormatError::new_err(text),
         Kind::Template => TemplateError::new_err(text),
@@ -25,14 +25,14 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         Kind::Argument => ArgumentError::new_err(text),
         _ => TracegradError::new_err(text),
     };
-    let value = raised.value(py);
+    let value = exception.value(py);
     let place = &error.location;
     let _ = value.setattr("file", place.file.as_deref());
     let _ = value.setattr("line", place.line);
     let _ = value.setattr("trace", place.trace.as_deref());
     let _ = value.setattr("turn", place.turn);
     let _ = value.setattr("token", place.token);
-    raised
+    exception
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -1,4 +1,4 @@
-//! JSON values from what Python holds: plain objects as they are, everything else as `json.dumps` writes it.
+//! Converts Python objects to JSON values: plain objects directly, all others by `json.dumps`.
 
 use crate::errors::to_python;
 use pyo3::exceptions::{PyRecursionError, PyTypeError, PyValueError};
@@ -9,10 +9,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
 use tracegrad_core::{Error, Kind, Result, json_number};
 
-/// Depth of nesting that is read here, as `serde_json` has it.
+/// Largest nesting depth that is converted directly, the same as in `serde_json`.
 const DEPTH: usize = 126;
 
-/// `object`, which errors call `name`.
+/// Converts `object` to JSON. Errors call it `name`.
 pub fn read(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
     match plain(object, 0) {
         Some(value) => Ok(value),
@@ -20,7 +20,7 @@ pub fn read(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
     }
 }
 
-/// A value of Python's own types that has one JSON form; `None` for any other.
+/// Converts a value of Python's own types with a unique JSON form. Returns `None` for any other value.
 fn plain(object: &Bound<'_, PyAny>, depth: usize) -> Option<Value> {
     if depth > DEPTH {
         return None;
@@ -52,31 +52,31 @@ fn scalar(object: &Bound<'_, PyAny>) -> Option<Value> {
         Some(Value::Bool(flag.is_true()))
     } else if let Ok(integer) = object.cast_exact::<PyInt>() {
         let signed = integer.extract::<i64>().map(Number::from);
-        let held = signed.or_else(|_| integer.extract::<u64>().map(Number::from)).ok().map(Value::Number);
-        held.or_else(|| json_number::number(integer.str().ok()?.to_str().ok()?))
+        let number = signed.or_else(|_| integer.extract::<u64>().map(Number::from)).ok().map(Value::Number);
+        number.or_else(|| json_number::number(integer.str().ok()?.to_str().ok()?))
     } else {
         Number::from_f64(object.cast_exact::<PyFloat>().ok()?.value()).map(Value::Number)
     }
 }
 
-/// Whether [`read`] would give `value` again, without making it.
+/// Returns whether [`read`] would return `value`, without building it.
 pub fn is(object: &Bound<'_, PyAny>, value: &Value) -> bool {
     match value {
-        Value::String(known) => {
-            object.cast_exact::<PyString>().is_ok_and(|text| text.to_str().is_ok_and(|t| t == known))
+        Value::String(expected) => {
+            object.cast_exact::<PyString>().is_ok_and(|text| text.to_str().is_ok_and(|t| t == expected))
         }
         Value::Object(map) => object.cast_exact::<PyDict>().is_ok_and(|dict| {
-            let same_key = |key: &Bound<'_, PyAny>, known: &str| {
-                key.cast_exact::<PyString>().is_ok_and(|key| key.to_str().is_ok_and(|key| key == known))
+            let same_key = |key: &Bound<'_, PyAny>, expected: &str| {
+                key.cast_exact::<PyString>().is_ok_and(|key| key.to_str().is_ok_and(|key| key == expected))
             };
             let mut pairs = dict.iter().zip(map);
             dict.len() == map.len()
-                && pairs.all(|((key, item), (known, value))| same_key(&key, known) && is(&item, value))
+                && pairs.all(|((key, item), (expected, value))| same_key(&key, expected) && is(&item, value))
         }),
         Value::Array(items) => object.cast_exact::<PyList>().is_ok_and(|list| {
             list.len() == items.len() && list.iter().zip(items).all(|(item, value)| is(&item, value))
         }),
-        // 0.0 is not -0.0.
+        // 0.0 differs from -0.0.
         other => scalar(object).is_some_and(|value| value == *other && bits(&value) == bits(other)),
     }
 }
@@ -85,7 +85,7 @@ fn bits(value: &Value) -> Option<u64> {
     value.as_f64().map(f64::to_bits)
 }
 
-/// By way of Python's own JSON, which takes subclasses too, and says what it does not take.
+/// Converts an object with Python's json module, which also accepts subclasses and explains what it rejects.
 fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
     let py = object.py();
     let text = py.import(intern!(py, "json"))?.call_method1(intern!(py, "dumps"), (object,)).map_err(|error| {
@@ -104,12 +104,12 @@ fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
     parsed(name, text.to_str()?).map_err(|error| to_python(py, &error))
 }
 
-/// What JSON text says.
+/// Parses JSON text.
 pub fn parsed<T: DeserializeOwned>(name: &str, json: &str) -> Result<T> {
     serde_json::from_str(&json_number::kept(json)).map_err(|error| refused(name, &error))
 }
 
-/// The error for what is no JSON, or not of the form that it must have.
+/// Creates the error for text that is not JSON, or does not have the required form.
 pub fn refused(name: &str, error: &serde_json::Error) -> Error {
     Error::new(Kind::Argument, format!("{name} cannot be written as JSON text: {error}"))
         .why("Templates see plain JSON: no NaN, no lone surrogates, no nesting deeper than 128")

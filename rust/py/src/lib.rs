@@ -1,6 +1,7 @@
-//! The Python border: arrays in and out without copying, errors mapped once, the GIL released around pure calls.
+//! The Python bindings: arrays are passed without a copy, errors are converted in one place, and the GIL is released
+//! around pure Rust work.
 //!
-//! No decision about the domain is made here; each file binds one module of `tracegrad_core`.
+//! This crate makes no domain decisions. Each file binds one module of `tracegrad_core`.
 #![allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 
 mod align;
@@ -21,7 +22,7 @@ mod traces;
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 
-/// Traces are many small values that live and die together: what the system's allocator does slowest.
+/// A trace consists of many small values that are freed together. The system's allocator is slow at that.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -42,7 +43,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 
-/// Loads the C interface of numpy now: within a call a signal that comes meanwhile would make its loading panic.
+/// Loads numpy's C interface at import. If it were loaded during a call, a pending signal would make it panic.
 fn load_numpy(py: Python<'_>) -> PyResult<()> {
     py.import("numpy")?;
     let _ = PyArray1::<i64>::zeros(py, 0, false).readonly();

@@ -1,13 +1,15 @@
-//! Gives memory that was freed back to the system; a thread that has nothing to do keeps it otherwise.
+//! Returns freed memory to the system. Without this an idle thread keeps it.
 
 use tracegrad_core::pool;
 
-/// After fewer bytes of a file, taking memory from the system again costs more than what is given back is worth.
+/// Smallest size of a file, in bytes, after which memory is returned. For smaller ones allocating it again costs more
+/// than it saves.
 pub const WORTH: u64 = 128 << 20;
 
-/// Has each thread of the pool give back what it holds and does not use. The caller's own memory is what it uses next.
+/// Makes each thread of the pool return its unused memory. The caller's thread is skipped, because it will use its
+/// memory next.
 #[allow(unsafe_code, reason = "the allocator has no safe name for it")]
 pub fn give_back() {
-    // SAFETY: it takes no pointer, and looks at the heap of the thread that calls it alone.
+    // SAFETY: the function takes no pointer, and accesses only the heap of the calling thread.
     pool::elsewhere(|| unsafe { libmimalloc_sys::mi_collect(true) });
 }

@@ -1,4 +1,4 @@
-//! `tracegrad_core::pack` for numpy arrays.
+//! Python bindings of `tracegrad_core::pack`, for numpy arrays.
 
 use crate::bool_array::Flags;
 use crate::border::detached;
@@ -20,7 +20,8 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
     }
 }
 
-/// Length and terms of each branch, terms lost by each trace, traces too long. `shared` matters with `whole_traces`.
+/// Returns length and terms of each branch, the terms lost by each trace, and the traces that are too long. `shared`
+/// matters only with `whole_traces`.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, clippy::type_complexity, reason = "a border of arrays")]
 fn pack_measure<'py>(
@@ -42,12 +43,12 @@ fn pack_measure<'py>(
         trainable: trainable.as_slice()?,
         names: &names,
     };
-    let whole = match (whole_traces, shared) {
+    let unit = match (whole_traces, shared) {
         (false, _) => Whole::Branch,
         (true, false) => Whole::Trace,
         (true, true) => Whole::Tree,
     };
-    let measure = || pack::measure(branches, token_budget, whole, too_long_named(too_long)?);
+    let measure = || pack::measure(branches, token_budget, unit, too_long_named(too_long)?);
     let out = detached(py, Kind::Fault, "packing", measure)?;
     Ok((
         out.length.into_pyarray(py),
@@ -57,8 +58,10 @@ fn pack_measure<'py>(
     ))
 }
 
-/// Rank, row and order of each branch, rows and load of each step and rank, and per step what sharing does: whether it
-/// is done and whether a trace needs it, tokens without and with it, the ratio of the costs.
+/// Returns rank, row and order of each branch, and the rows and load of each step and rank.
+///
+/// The last five arrays describe prefix sharing per step: whether it is used, whether a trace needs it, the tokens
+/// without it and with it, and the ratio of the costs.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a border of arrays")]
 fn pack_place<'py>(
@@ -103,7 +106,7 @@ fn pack_place<'py>(
     ])
 }
 
-/// The rows of one rank as the arrays of `tracegrad_core::pack::Layout`, in its order.
+/// Returns the rows of one rank as the arrays of `tracegrad_core::pack::Layout`, in its order.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a border of arrays")]
 fn pack_lay<'py>(
@@ -154,7 +157,7 @@ fn pack_lay<'py>(
     ])
 }
 
-/// A column of tokens or of branches.
+/// A column of tokens or branches.
 #[derive(FromPyObject)]
 enum Values<'py> {
     Byte(PyReadonlyArray1<'py, u8>),
@@ -163,7 +166,7 @@ enum Values<'py> {
     Float(PyReadonlyArray1<'py, f32>),
 }
 
-/// Columns of the terms of a layout: those of their tokens, then those of their branches.
+/// Returns columns for the terms of a layout: the columns of their tokens, then those of their branches.
 #[pyfunction]
 fn pack_gather<'py>(
     py: Python<'py>,
@@ -193,7 +196,7 @@ fn gathered<'py, T: Element + Copy + Default>(
     of_tokens: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let values = values.as_slice()?;
-    // numpy's own memory comes in large pages, which are filled several times as fast.
+    // numpy allocates large pages, which are filled several times as fast.
     let out = PyArray1::<T>::zeros(py, terms, false);
     {
         let mut out = out.try_readwrite()?;

@@ -1,4 +1,5 @@
-//! Binds `tracegrad_core::ratio`: terms and a plan in, weights, keeps, scales and statistics out.
+//! Python bindings of `tracegrad_core::ratio`: terms and a plan as input; weights, masks, scales and statistics as
+//! output.
 
 use crate::bool_array::Flags;
 use crate::border::{attached, detached};
@@ -22,7 +23,7 @@ type PlainLevel = (String, Option<String>, bool, Option<String>);
 type PlainWeight = (PlainRatio, PlainLevel, (String, f64, f64), String, bool);
 /// (per, mean, norm, kept)
 type PlainReduction = (String, bool, f64, bool);
-/// weight, keep, scales, statistics
+/// Weight, mask, scales, statistics.
 type PlainCorrected<'py> =
     (Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<bool>>, Vec<Bound<'py, PyAny>>, Bound<'py, PyDict>);
 
@@ -41,7 +42,7 @@ enum Whole<'py> {
 }
 
 impl Whole<'_> {
-    /// As ids of positions; one for each, or one for each row.
+    /// Returns one id per position, or one per row.
     fn ids(&self, columns: &Columns<'_>) -> PyResult<Ids<'_>> {
         let values = match self {
             Self::Narrow(values) => Integers::Narrow(values.as_slice()?),
@@ -52,7 +53,7 @@ impl Whole<'_> {
     }
 }
 
-/// The columns as they come; floats are all f32 or all f64, ids stand for one position or for a row of `width`.
+/// The columns from Python. Floats are all f32 or all f64. Ids refer to one position or to a row of `width` positions.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Columns<'py> {
@@ -72,10 +73,10 @@ struct Columns<'py> {
     totals: Option<(i64, i64, i64)>,
 }
 
-/// The ranks behind a Python callable, for which alone the interpreter is attached.
+/// All-reduce by a Python callable. The interpreter is attached only during its calls.
 struct Ranks {
     all_reduce: Option<Py<PyAny>>,
-    /// What it raised.
+    /// Exception that the callable raised.
     raised: Mutex<Option<PyErr>>,
 }
 
@@ -84,15 +85,15 @@ impl Exchange for Ranks {
         let Some(all_reduce) = &self.all_reduce else { return Ok(()) };
         let call = |py: Python<'_>| -> PyResult<()> {
             let name = if op == Op::Max { "max" } else { "sum" };
-            let found: PyReadonlyArray1<'_, f64> =
+            let result: PyReadonlyArray1<'_, f64> =
                 all_reduce.bind(py).call1((values.to_vec().into_pyarray(py), name))?.extract()?;
-            let found = found.as_slice()?;
-            if found.len() != values.len() {
-                let what = format!("all_reduce gave {} numbers for {}", found.len(), values.len());
+            let result = result.as_slice()?;
+            if result.len() != values.len() {
+                let what = format!("all_reduce gave {} numbers for {}", result.len(), values.len());
                 let error = Error::new(Kind::Argument, what).cure("Return the reduced array, of the same shape");
                 return Err(to_python(py, &error));
             }
-            values.copy_from_slice(found);
+            values.copy_from_slice(result);
             Ok(())
         };
         Python::attach(call).map_err(|error| {
@@ -106,7 +107,7 @@ impl Exchange for Ranks {
     }
 }
 
-/// Weights, gates and scales of the terms.
+/// Computes weights, masks and scales of the terms.
 #[pyfunction]
 fn correct_terms<'py>(
     py: Python<'py>,
@@ -156,15 +157,15 @@ fn run<'py, F: Real + Element>(
         group_terms: ids(columns.group_terms.as_ref(), columns)?,
         group_traces: ids(columns.group_traces.as_ref(), columns)?,
     };
-    // numpy's own memory comes in large pages, which are filled several times as fast.
+    // numpy allocates large pages, which are filled several times as fast.
     let weight = PyArray1::<F>::zeros(py, terms.len(), false);
     let keep = PyArray1::<bool>::zeros(py, terms.len(), false);
-    let found = {
+    let result = {
         let (mut weight, mut keep) = (weight.try_readwrite()?, keep.try_readwrite()?);
         let (weight, keep) = (weight.as_slice_mut()?, keep.as_slice_mut()?);
         detached(py, Kind::Fault, "correcting", || ratio::correct_into(&terms, plan, ranks, weight, keep))
     };
-    let (scales, stats) = found.map_err(|error| locked(&ranks.raised).take().unwrap_or(error))?;
+    let (scales, stats) = result.map_err(|error| locked(&ranks.raised).take().unwrap_or(error))?;
     let named = PyDict::new(py);
     for (name, value) in stats.named() {
         named.set_item(name, value)?;

@@ -1,5 +1,7 @@
-//! Binds the readers and writers of `tracegrad_core::read`: a file as traces, as records that a caller changes before they
-//! are decoded, or as groups that are read frame by frame while it grows; and a file being written.
+//! Python bindings of `tracegrad_core::read`: readers and writers of files.
+//!
+//! A file can be read as traces, or as records that the caller converts before they are decoded. A file of groups is
+//! read frame by frame while it grows.
 
 use crate::border::{Line, detached};
 use crate::memory;
@@ -12,18 +14,18 @@ use std::sync::Mutex;
 use tracegrad_core::read::{Cut, Frames, Made, OnError, Options, Reader, Writer};
 use tracegrad_core::{Error, Kind, cancel};
 
-/// A stream of traces.
+/// Reader of a stream of traces.
 #[pyclass(frozen, module = "tracegrad._core", name = "TraceReader")]
 pub struct PyTraceReader {
-    /// None after a call that was stopped: what it had read is gone, and going on would leave that out.
+    /// `None` after a cancelled call: the traces it had read are lost, and a further read would skip them silently.
     inner: Mutex<Option<Reader>>,
     wanted: Option<&'static str>,
 }
 
-/// A record of the file (line, bytes), and what was made of it.
+/// A record of the file (line, bytes), and the caller's conversion of it.
 type MadeRow = (Line, PyBackedBytes, MadeOf);
 
-/// What a caller made of a record.
+/// Result of a caller's conversion of a record.
 #[derive(FromPyObject)]
 enum MadeOf {
     Record(PyBackedBytes),
@@ -31,14 +33,14 @@ enum MadeOf {
 }
 
 impl PyTraceReader {
-    /// Works with the reader; one that was stopped is gone.
+    /// Runs `work` with the reader. Raises if an earlier call was cancelled.
     fn with<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Reader) -> Result<T, Error> + Send) -> PyResult<T> {
         detached(py, Kind::Fault, "reading a file", || {
-            let mut held = locked(&self.inner);
-            let mut reader = held.take().ok_or_else(stopped)?;
-            let found = work(&mut reader);
-            *held = Some(reader);
-            found
+            let mut guard = locked(&self.inner);
+            let mut reader = guard.take().ok_or_else(stopped)?;
+            let result = work(&mut reader);
+            *guard = Some(reader);
+            result
         })
     }
 }
@@ -79,7 +81,7 @@ impl PyTraceReader {
         Ok(PyTraces::new(traces, self.wanted))
     }
 
-    /// The same up to a bad record whose form the caller may know, and that record.
+    /// Reads traces up to a bad record that the caller may be able to convert. Returns the traces and that record.
     fn batch_asking<'py>(&self, py: Python<'py>, count: usize) -> PyResult<(PyTraces, Option<CutRow<'py>>)> {
         let (traces, refused) = self.with(py, |reader| {
             let (traces, refused) = reader.batch_asking(count)?;
@@ -89,18 +91,18 @@ impl PyTraceReader {
         Ok((PyTraces::new(traces, self.wanted), refused.map(|cut| row(py, &cut))))
     }
 
-    /// Settles that record, which the caller does not know.
+    /// Applies the error policy to that record, if the caller cannot convert it.
     fn settle_refused(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, Reader::settle_refused)
     }
 
-    /// Lines and bytes of records that are not decoded yet.
+    /// Returns the lines and bytes of records without decoding them.
     fn cut<'py>(&self, py: Python<'py>, count: usize, most: usize) -> PyResult<Vec<CutRow<'py>>> {
         let records = self.with(py, |reader| reader.records(count, most))?;
         Ok(records.iter().map(|cut| row(py, cut)).collect())
     }
 
-    /// Takes records back that `cut` gave first, to be read as they stand.
+    /// Takes back the records of the first call of `cut`, to be decoded unchanged.
     fn put_back(&self, py: Python<'_>, records: Vec<(Line, PyBackedBytes)>) -> PyResult<()> {
         let records =
             records.into_iter().map(|(line, bytes)| Cut { at: line.into(), bytes: (*bytes).into() }).collect();
@@ -110,7 +112,7 @@ impl PyTraceReader {
         })
     }
 
-    /// Decodes what was made of them: bytes, or what was found, why it matters and what to do.
+    /// Decodes converted records. A conversion is the bytes, or what is wrong, why it matters, and what to do.
     fn decode(&self, py: Python<'_>, made: Vec<MadeRow>) -> PyResult<PyTraces> {
         let rows = made.into_iter().map(|(line, origin, made)| {
             let made = match made {
@@ -124,7 +126,7 @@ impl PyTraceReader {
         Ok(PyTraces::new(traces, self.wanted))
     }
 
-    /// Bytes of the file that were taken so far.
+    /// Returns the number of bytes read from the file so far.
     fn taken(&self, py: Python<'_>) -> PyResult<u64> {
         detached(py, Kind::Fault, "reading a file", || {
             locked(&self.inner).as_ref().map(Reader::taken).ok_or_else(stopped)
@@ -138,14 +140,14 @@ impl PyTraceReader {
     }
 }
 
-/// Gives back what decoding took, once a file of some size has `ended`.
+/// Returns memory to the system at the end of a large file.
 fn done(reader: &Reader, ended: bool) {
     if ended && reader.taken() > memory::WORTH {
         memory::give_back();
     }
 }
 
-/// A record and its place, as Python has them.
+/// A record and its place, as Python objects.
 type CutRow<'py> = (Line, Bound<'py, PyBytes>);
 
 fn row<'py>(py: Python<'py>, cut: &Cut) -> CutRow<'py> {
@@ -158,7 +160,7 @@ fn stopped() -> Error {
         .cure("Open the file again")
 }
 
-/// A file of groups that are zstd frames.
+/// Reader of a file of groups that are zstd frames.
 #[pyclass(frozen, module = "tracegrad._core", name = "Frames")]
 pub struct PyFrames {
     inner: Mutex<Frames>,
@@ -178,7 +180,7 @@ impl PyFrames {
     }
 }
 
-/// A file being written; it takes its name when it is finished.
+/// Writer of a file. The file gets its name when the writer is finished.
 #[pyclass(frozen, module = "tracegrad._core", name = "TraceWriter")]
 pub struct PyTraceWriter {
     inner: Mutex<Option<Writer>>,

@@ -1,4 +1,5 @@
-//! Binds `tracegrad_core::template`: Python's objects or JSON text in, rendered text and span arrays out.
+//! Python bindings of `tracegrad_core::template`: Python objects or JSON text as input, rendered text and span arrays
+//! as output.
 
 use crate::border::{attached, detached};
 use crate::json;
@@ -58,7 +59,7 @@ impl PyTemplate {
     }
 }
 
-/// What a template is called with: Python's objects read, JSON text yet to be parsed.
+/// Arguments of a template. Python objects are converted; JSON text is not parsed yet.
 pub struct Arguments<'a> {
     messages: Given<'a>,
     tools: Option<GivenTools<'a>>,
@@ -79,7 +80,7 @@ impl<'a> Arguments<'a> {
         })
     }
 
-    /// All of it as JSON, tools from `known` where they were parsed before.
+    /// Parses all arguments. Tools that were parsed before come from `known`.
     pub fn parsed(self, known: &KnownTools) -> Result<Parsed> {
         let tools = match self.tools {
             Some(GivenTools::Text(text)) => Some(known.parsed(text)?),
@@ -93,9 +94,9 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// What errors call a template.
+/// Name of a template in errors.
 pub const WHAT: &str = "the chat template";
-/// What errors call the template's own variables.
+/// Name of the template's own variables in errors.
 const VARIABLES: &str = "template variables";
 
 enum Given<'a> {
@@ -111,20 +112,21 @@ impl<'a> Given<'a> {
         }
     }
 
-    /// What the text says, or what `take` gets out of the value, or leaves.
+    /// Parses the text, or converts the value with `take`. If `take` returns the value, its JSON text is parsed for the
+    /// error.
     fn parsed<T: DeserializeOwned>(
         self,
         name: &str,
-        take: impl Fn(Value) -> std::result::Result<T, Value>,
+        convert: impl Fn(Value) -> std::result::Result<T, Value>,
     ) -> Result<T> {
         match self {
             Self::Text(text) => json::parsed(name, text),
-            Self::Value(value) => take(value).or_else(|value| json::parsed(name, &value.to_string())),
+            Self::Value(value) => convert(value).or_else(|value| json::parsed(name, &value.to_string())),
         }
     }
 }
 
-/// What a template is called with.
+/// Parsed arguments of a template.
 pub struct Parsed {
     pub messages: Vec<Value>,
     pub tools: Option<Arc<Value>>,
@@ -132,12 +134,12 @@ pub struct Parsed {
 }
 
 impl Parsed {
-    /// What a template makes of it.
+    /// Renders a template with these arguments.
     pub fn rendered(&self, template: &Template, add_generation_prompt: bool) -> Result<Rendered> {
         template.render(&self.messages(), self.tools.as_ref(), add_generation_prompt, &self.kwargs)
     }
 
-    /// The text of that, without provenance.
+    /// Renders a template to text, without provenance.
     pub fn text(&self, template: &Template, add_generation_prompt: bool) -> Result<String> {
         template.render_text(&self.messages(), self.tools.as_ref(), add_generation_prompt, &self.kwargs)
     }
@@ -152,16 +154,16 @@ enum GivenTools<'a> {
     Read(Arc<Value>),
 }
 
-/// A set of tool schemas, and its JSON text where it came so.
+/// Tool schemas, with their JSON text if they were passed as text.
 type ToolSet = (Option<Box<str>>, Arc<Value>);
 
-/// Tool schemas that were given before, the oldest first.
+/// Cache of tool schemas, the oldest first.
 #[derive(Default)]
 pub struct KnownTools(Mutex<Vec<ToolSet>>);
 
-/// Sets that are remembered.
+/// Number of cached sets.
 const SETS: usize = 16;
-/// Bytes of the longest text that is remembered.
+/// Bytes of the longest text that is cached.
 const TEXT_BYTES: usize = 1 << 20;
 
 impl KnownTools {
@@ -200,7 +202,7 @@ impl KnownTools {
         sets.push((text, Arc::clone(tools)));
     }
 
-    /// None while another thread holds them: after a fork that thread may not exist.
+    /// Returns `None` while another thread has the lock: after a fork that thread may not exist.
     fn sets(&self) -> Option<MutexGuard<'_, Vec<ToolSet>>> {
         match self.0.try_lock() {
             Ok(sets) => Some(sets),
@@ -210,7 +212,7 @@ impl KnownTools {
     }
 }
 
-/// `(text, starts, ends, message, field, generation, exact)`.
+/// Returns `(text, starts, ends, message, field, generation, exact)`.
 pub fn to_tuple(py: Python<'_>, rendered: Rendered) -> PyResult<Bound<'_, PyTuple>> {
     let column = |pick: fn(&tracegrad_core::template::Span) -> i64| -> Bound<'_, PyArray1<i64>> {
         rendered.spans.iter().map(pick).collect::<Vec<_>>().into_pyarray(py)

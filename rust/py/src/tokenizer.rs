@@ -1,4 +1,5 @@
-//! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
+//! Python bindings of `tracegrad_core::tokenizer`: text as input, int32 arrays as output. The GIL is released during
+//! the work.
 
 use crate::border::detached;
 use crate::template::{Arguments, KnownTools, WHAT, to_tuple};
@@ -14,9 +15,9 @@ use tracegrad_core::{Error, Kind, Result};
 /// A tokenizer with its chat template.
 #[pyclass(frozen, module = "tracegrad._core", name = "Tokenizer")]
 pub struct PyTokenizer {
-    /// Shared with the calls that align.
+    /// The tokenizer, shared with calls of align.
     pub inner: Arc<Tokenizer>,
-    /// Schemas that came with its calls.
+    /// Cache of the tool schemas of its calls.
     pub tools: KnownTools,
 }
 
@@ -31,13 +32,13 @@ impl PyTokenizer {
         detached(py, Kind::Tokenizer, "the tokenizer", load).map(Self::of)
     }
 
-    /// The tokenizer whose `source` these are.
+    /// Creates a tokenizer from the result of `source`.
     #[staticmethod]
     fn from_source(py: Python<'_>, json: &[u8], config: &[u8]) -> PyResult<Self> {
         detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config)).map(Self::of)
     }
 
-    /// What `from_source` takes, in another process too.
+    /// Returns the arguments of `from_source`, which also work in another process.
     fn source<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
         let (json, config) = detached(py, Kind::Tokenizer, "the tokenizer", || self.inner.source())?;
         Ok((PyBytes::new(py, json), PyBytes::new(py, &config)))
@@ -46,8 +47,8 @@ impl PyTokenizer {
     fn encode<'py>(&self, py: Python<'py>, text: Bound<'py, PyString>) -> PyResult<Ids<'py>> {
         let borrowed = text.to_str()?;
         let ids = if self.inner.is_long(borrowed) {
-            let held = PyBackedStr::try_from(text)?;
-            detached(py, Kind::Tokenizer, "encoding", || self.inner.encode_shared(held))?
+            let owned_text = PyBackedStr::try_from(text)?;
+            detached(py, Kind::Tokenizer, "encoding", || self.inner.encode_shared(owned_text))?
         } else {
             detached(py, Kind::Tokenizer, "encoding", || self.inner.encode(borrowed))?
         };
@@ -161,18 +162,18 @@ impl PyTokenizer {
         }
     }
 
-    /// `(backend, reason, probes, no_memo)`.
+    /// Returns `(backend, reason, probes, no_memo)`.
     #[getter]
     fn report(&self) -> (&'static str, &str, usize, Option<&'static str>) {
         let report = self.inner.report();
         (report.backend, &report.reason, report.probes, report.no_memo)
     }
 
-    /// `(class, text, ids, other)` where transformers 5 would give `other` for `text`.
+    /// Returns `(class, text, ids, other)` if transformers 5 would encode `text` as `other`.
     #[getter]
     fn rebuilt(&self) -> Option<(&str, &str, Vec<u32>, Vec<u32>)> {
-        let found = self.inner.rebuilt()?;
-        Some((&found.class, &found.text, found.ids.clone(), found.other.clone()))
+        let difference = self.inner.rebuilt()?;
+        Some((&difference.class, &difference.text, difference.ids.clone(), difference.other.clone()))
     }
 
     #[getter]
@@ -196,12 +197,12 @@ impl PyTokenizer {
     }
 }
 
-/// Ids as the border knows them; vocabularies are far below 2^31.
+/// Converts ids to int32, the type in Python. Vocabularies are far smaller than 2^31.
 pub fn signed(ids: Vec<u32>) -> Vec<i32> {
     ids.into_iter().map(|id| id as i32).collect()
 }
 
-/// An id as the core knows it.
+/// Converts an id to the type of the core.
 pub fn unsigned(index: usize, id: i64) -> Result<u32> {
     u32::try_from(id).map_err(|_| {
         let mut error = Error::new(Kind::Argument, format!("id {id} is no token id"))
@@ -212,7 +213,7 @@ pub fn unsigned(index: usize, id: i64) -> Result<u32> {
     })
 }
 
-/// Ids end to end, and where each text's begin.
+/// Returns the concatenated ids, and the offset at which each text begins.
 fn flattened(encoded: Vec<Vec<u32>>) -> (Vec<i32>, Vec<i64>) {
     let mut offsets = Vec::with_capacity(encoded.len() + 1);
     let mut ids = Vec::with_capacity(encoded.iter().map(Vec::len).sum());

@@ -1,4 +1,5 @@
-//! Binds `tracegrad_core::read`: traces as handles, their parts as Python objects when asked for.
+//! Python bindings of `tracegrad_core::read` and `trace`: traces as handles, whose parts are converted to Python
+//! objects on demand.
 
 use crate::border::{Line, attached, detached};
 use crate::compose::compose;
@@ -18,12 +19,12 @@ use tracegrad_core::sampling::{OPTIONS, Off, SPELLINGS};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
 use tracegrad_core::{Error, Kind, cancel, json_number};
 
-/// Traces in memory, shared and never changed.
+/// Immutable traces in memory.
 #[pyclass(frozen, module = "tracegrad._core", name = "Traces")]
 pub struct PyTraces {
-    /// The traces; slices and concatenations share them.
+    /// The traces. Slices and concatenations share them.
     pub inner: Arc<Vec<Arc<Trace>>>,
-    /// The form that all of them were read in where a caller named it; they are read again by it.
+    /// Format that a caller requested for all of them, so that they can be read again in it.
     wanted: Option<&'static str>,
 }
 
@@ -43,7 +44,7 @@ impl PyTraces {
         self.inner.len()
     }
 
-    /// Records with where they were read from, for pickle and copy.
+    /// Returns the records and their places, for pickle and copy.
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
         let row = |trace: &Arc<Trace>| -> PyResult<Kept<'py>> {
             let (place, record) = (&trace.location, record_of(py, trace)?);
@@ -82,20 +83,22 @@ impl PyTraces {
         Ok((Self::new(traces, format), report_dict(py, &report)?))
     }
 
-    /// The traces whose conversation goes on behind what was sampled last; with names, where an answer may be beside.
+    /// Returns the traces whose conversation continues after the last sampled message. With names, only those whose
+    /// record may contain an answer elsewhere.
     #[pyo3(signature = (names=None))]
     fn open(&self, py: Python<'_>, names: Option<Vec<String>>) -> PyResult<Vec<usize>> {
         detached(py, Kind::Fault, "reading records", || open(&self.inner, names.as_deref()))
     }
 
-    /// Whether each record is read as it stands: all of it that was sampled, and no object in it has one of the keys.
+    /// Returns for each record whether it is read completely without an adapter, and no object in it has one of the
+    /// keys.
     #[staticmethod]
     fn plain(py: Python<'_>, records: Vec<PyBackedBytes>, keys: Vec<PyBackedBytes>) -> PyResult<Vec<bool>> {
         let records = records.iter().map(|bytes| (**bytes).into()).collect();
         detached(py, Kind::Fault, "reading records", || plain(records, &keys))
     }
 
-    /// Reads records given as pieces: JSON text, and between it lists of numbers or pairs of ids and logprob objects.
+    /// Reads records given as pieces: JSON text and, in between, lists of numbers or pairs of ids and logprob objects.
     #[staticmethod]
     fn compose<'py>(
         py: Python<'py>,
@@ -104,8 +107,8 @@ impl PyTraces {
         first: Line,
         format: &str,
     ) -> PyResult<(Self, Bound<'py, PyDict>)> {
-        let composed = || rows.iter().map(compose).collect::<PyResult<_>>();
-        let records = attached(py, Kind::Fault, "reading records", composed)?;
+        let records_of_rows = || rows.iter().map(compose).collect::<PyResult<_>>();
+        let records = attached(py, Kind::Fault, "reading records", records_of_rows)?;
         Self::decode(py, records, name, first, format)
     }
 
@@ -189,7 +192,7 @@ impl PyTraces {
         rewards.into_pyarray(py)
     }
 
-    /// One row per generation of every trace, flat; `Traces.columns` in `_core.pyi` says what each is.
+    /// Returns flat columns with one row per generation of every trace. `Traces.columns` in `_core.pyi` documents them.
     fn columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let rows: Vec<Row<'_>> = self
             .inner
@@ -238,17 +241,17 @@ impl PyTraces {
     }
 }
 
-/// The bytes of a record, from memory or from its file.
+/// Returns the bytes of a record, from memory or from its file.
 fn record_of<'py>(py: Python<'py>, trace: &Trace) -> PyResult<Bound<'py, PyBytes>> {
     detached(py, Kind::Fault, "reading a record", || trace.record()).map(|record| PyBytes::new(py, &record))
 }
 
 /// A record, its file and its line.
 type Kept<'py> = (Bound<'py, PyBytes>, String, Line);
-/// What pickle calls, and with what.
+/// The function that pickle calls, and its arguments.
 type Reduced<'py> = (Bound<'py, PyAny>, (Vec<Kept<'py>>, &'static str));
 
-/// The traces of records that were traces before.
+/// Reads the records of pickled traces.
 #[pyfunction]
 fn restore_traces(py: Python<'_>, rows: Vec<(PyBackedBytes, String, Line)>, format: &str) -> PyResult<PyTraces> {
     let format = form_name(py, format)?;
@@ -262,17 +265,17 @@ fn restore_traces(py: Python<'_>, rows: Vec<(PyBackedBytes, String, Line)>, form
     Ok(PyTraces::new(traces, format))
 }
 
-/// A generation with the index of its trace and its turn.
+/// A generation with the index of its trace, its turn, and its trace.
 type Row<'a> = (usize, usize, &'a Trace, &'a Generation);
 
-/// Bytes of a message's content where that is a string, U+FFFD counted as the one byte it may stand for; -1 where it is
-/// none.
+/// Returns the number of bytes of a message's content, or -1 if it is not a string. U+FFFD counts as one byte, since it
+/// may stand for one.
 fn content_bytes(trace: &Trace, message: u32) -> i64 {
     let content = trace.messages.get(message as usize).and_then(|message| message.value.get("content"));
     content.and_then(Value::as_str).map_or(-1, |text| (text.len() - 2 * text.matches('\u{FFFD}').count()) as i64)
 }
 
-/// The prompt ids that a generation records, all of them or those after an earlier turn.
+/// Returns the recorded prompt ids of a generation: all of them, or those after an earlier turn.
 fn prompt_ids(generation: &Generation) -> Option<&[u32]> {
     match &generation.prompt {
         Prompt::Ids(ids) | Prompt::Follows { ids, .. } => Some(ids),
@@ -280,7 +283,7 @@ fn prompt_ids(generation: &Generation) -> Option<&[u32]> {
     }
 }
 
-/// Whether the messages before a generation begin with a system or developer message.
+/// Returns whether the messages before a generation begin with a system or developer message.
 fn starts_with_system(trace: &Trace, generation: &Generation) -> bool {
     let first = generation.context.first().and_then(|&index| trace.messages.get(index as usize));
     first.is_some_and(|message| matches!(message.role(), "system" | "developer"))
@@ -326,7 +329,7 @@ fn generation_dict<'py>(py: Python<'py>, trace: &Trace, turn: usize) -> PyResult
     Ok(fields)
 }
 
-/// The sampling options that a record says beside temperature and top-p.
+/// Returns the recorded sampling options other than temperature and top-p.
 fn options_of<'py>(py: Python<'py>, generation: &Generation) -> PyResult<Bound<'py, PyDict>> {
     let options = PyDict::new(py);
     for (name, value) in generation.options.iter() {
@@ -335,11 +338,11 @@ fn options_of<'py>(py: Python<'py>, generation: &Generation) -> PyResult<Bound<'
     Ok(options)
 }
 
-/// `(name, other spellings, values at which it is off)`.
+/// `(name, other spellings, values without an effect)`.
 type SamplingOption = (&'static str, Vec<&'static str>, Option<Vec<f64>>);
 
-/// The sampling options by name, in the order of their bits, each with other spellings of it and the numbers at which it
-/// does nothing; None where it does nothing if it is false, empty or 0 throughout.
+/// Returns the sampling options by name, in the order of their bits. Each has its other spellings and the numbers at
+/// which it has no effect; None means that false, empty and 0 have no effect.
 #[pyfunction]
 fn sampling_options() -> Vec<SamplingOption> {
     let row = |(name, off): &(&'static str, Off)| {
@@ -350,7 +353,7 @@ fn sampling_options() -> Vec<SamplingOption> {
     OPTIONS.iter().map(row).collect()
 }
 
-/// Whether a sampling option does nothing at a value, given as JSON.
+/// Returns whether a sampling option has no effect at a value, which is given as JSON.
 #[pyfunction]
 fn sampling_option_is_off(name: &str, value: &str) -> bool {
     let option = OPTIONS.iter().find(|(option, _)| *option == name);
@@ -358,7 +361,7 @@ fn sampling_option_is_off(name: &str, value: &str) -> bool {
     option.is_none_or(|(name, off)| off.holds(name, &value))
 }
 
-/// A JSON value as Python objects.
+/// Converts a JSON value to Python objects.
 pub fn to_object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     Ok(match value {
         Value::Null => py.None().into_bound(py),
@@ -391,13 +394,13 @@ pub fn to_object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyA
     })
 }
 
-/// The form that a user names; `auto` is none.
+/// Returns the form with this name, or `None` for `auto`.
 pub(crate) fn form_name(py: Python<'_>, format: &str) -> PyResult<Option<&'static str>> {
     if format == "auto" {
         return Ok(None);
     }
-    let found = forms().find(|form| form.name == format);
-    found.map(|form| Some(form.name)).ok_or_else(|| {
+    let form = forms().find(|form| form.name == format);
+    form.map(|form| Some(form.name)).ok_or_else(|| {
         let names: Vec<_> = forms().map(|form| form.name).collect();
         let error = Error::new(Kind::Argument, format!("format is '{format}'"));
         to_python(py, &error.cure(format!("It is auto or one of {}", names.join(", "))))

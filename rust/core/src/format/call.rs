@@ -1,4 +1,4 @@
-//! One call, `{"request", "response"}`, of any server, whole or streamed, as a part of a log.
+//! Reads one call, `{"request", "response"}`, of any server, complete or streamed, as a part of a log.
 
 use super::build::Body;
 use super::build::calls::{API_DEFAULTS, Call, Log, Request, chat_request, no_response};
@@ -13,7 +13,8 @@ use super::servers::interface::{Asked, Server};
 use super::servers::{SERVERS, stream};
 use crate::server::Server as Producer;
 
-/// The server whose response this is. One that is asked for by name must know it: its reader would find nothing.
+/// Returns the server whose response this is. A server named by the caller must recognise the response, as its reader
+/// would find nothing otherwise.
 pub(super) fn server_of(response: &Outline<'_>, wanted: Option<&str>) -> Decoded<Option<&'static Server>> {
     let server = choose(SERVERS, wanted, response, |server| server.form, |server| server.knows);
     match server {
@@ -27,7 +28,7 @@ pub(super) fn server_of(response: &Outline<'_>, wanted: Option<&str>) -> Decoded
     }
 }
 
-/// The table's entry that is asked for by name, or the first that knows the record.
+/// Returns the table's entry with the wanted name, or the first that recognises the record.
 pub(super) fn choose<'t, T>(
     table: &'t [T],
     wanted: Option<&str>,
@@ -41,7 +42,7 @@ pub(super) fn choose<'t, T>(
     }
 }
 
-/// Adds `{"request", "response"}` to the log; the producer's form, where it is not the chat completions API.
+/// Adds `{"request", "response"}` to the log. Returns the producer's form, if it is not the chat completions API.
 pub(super) fn add_call(
     log: &mut Log<'_>,
     call: &Outline<'_>,
@@ -50,7 +51,7 @@ pub(super) fn add_call(
 ) -> Decoded<Option<Form>> {
     let Some(raw) = call.get("response") else { return Err(no_response("the call has no `response`")) };
     let fields = call.fields_without(&["request", "response", "calls"])?;
-    let (own, partial) = (Sampling::read(&fields)?, is_partial(&fields)?);
+    let (call_sampling, partial) = (Sampling::read(&fields)?, is_partial(&fields)?);
     let defaults = |defaults: &'static Sampling| if partial { &Sampling::UNKNOWN } else { defaults };
     let choice = call.count("choice")?.or(choice);
     let reward = call.number("reward")?.map(|reward| reward as f32);
@@ -58,18 +59,18 @@ pub(super) fn add_call(
     let inside = |rejection: Rejection| rejection.inside("response");
     let is_whole = Shape::of(raw) == Shape::Object;
     let streamed = (!is_whole).then(|| stream::assemble(raw, choice)).transpose().map_err(inside)?;
-    let text = streamed.as_ref().map_or(raw.get(), |whole| &whole.text);
-    let choice = streamed.as_ref().map_or(choice, |whole| whole.choice);
+    let text = streamed.as_ref().map_or(raw.get(), |full_response| &full_response.text);
+    let choice = streamed.as_ref().map_or(choice, |full_response| full_response.choice);
     let response = Outline::parse(text).map_err(inside)?;
     let server = server_of(&response, wanted.filter(|_| is_whole))?;
-    let mut found = if let Some(server) = server {
-        let asked_for = request.as_ref().map(server.request).transpose().map_err(|r| r.inside("request"))?;
-        let sampling = own.or(&log.sampling(asked_for.as_ref(), defaults(&server.defaults)));
+    let mut new_call = if let Some(server) = server {
+        let server_request = request.as_ref().map(server.request).transpose().map_err(|r| r.inside("request"))?;
+        let sampling = call_sampling.or(&log.sampling(server_request.as_ref(), defaults(&server.defaults)));
         let asked = Asked { choice, sampling: &sampling, request: request.as_ref() };
-        answered(server, asked_for, &response, &asked, reward).map_err(inside)?
+        answered(server, server_request, &response, &asked, reward).map_err(inside)?
     } else if response.has("choices") {
         let request = request.as_ref().map(chat_request).transpose()?;
-        let sampling = own.or(&log.sampling(request.as_ref(), defaults(&API_DEFAULTS)));
+        let sampling = call_sampling.or(&log.sampling(request.as_ref(), defaults(&API_DEFAULTS)));
         let object = diagnose::object(text, Kind::Response)?;
         let model = response.text("model")?;
         let entry = Entry::of_response(object, choice, &sampling).map_err(inside)?;
@@ -78,15 +79,19 @@ pub(super) fn add_call(
         let failed = response.has("error") || response.keys().next().is_none();
         return Err(if failed { no_response("the response has no `choices`") } else { unknown_response(&response) });
     };
-    if let Some(whole) = &streamed {
-        found.entry.unused_choices += whole.unused;
-        found.entry.generation.iter_mut().for_each(|generation| generation.notes.extend_from_slice(&whole.notes));
+    if let Some(full_response) = &streamed {
+        new_call.entry.unused_choices += full_response.unused;
+        new_call
+            .entry
+            .generation
+            .iter_mut()
+            .for_each(|generation| generation.notes.extend_from_slice(&full_response.notes));
     }
-    log.add(found)?;
+    log.add(new_call)?;
     Ok(if is_whole { server.map(|server| server.form) } else { Some(stream::FORM) })
 }
 
-/// The header and body of a record that is one call.
+/// Returns the header and body of a record that is one call.
 pub(super) fn one_call(header: Header, record: &Outline<'_>, call: &str) -> Decoded<(Header, Body)> {
     let call = Outline::parse(call)?;
     let mut log = Log::new(&header, None);
@@ -110,7 +115,7 @@ pub(super) fn answered(
     Ok(Call { request, entry, model, reward })
 }
 
-/// The server whose responses have this form.
+/// Returns the server whose responses have this form.
 fn producer_of_form(form: &str) -> Option<Producer> {
     match form {
         "sglang" => Some(Producer::Sglang),

@@ -1,7 +1,7 @@
-//! A record that is one message list: `{"messages": [...]}`.
+//! Reads a record that is one message list: `{"messages": [...]}`.
 //!
-//! Every assistant message is a generation of the policy, in the context of all messages before it, unless it says
-//! `"sampled": false`. Token lists may stand on the message, on a choice around it, or in its `generation`.
+//! Every assistant message is a generation of the policy, in the context of all messages before it, unless it has
+//! `"sampled": false`. Token lists may be on the message, on a choice around it, or in its `generation`.
 
 use super::build::message::Entry;
 use super::build::{Body, tokens};
@@ -9,7 +9,7 @@ use super::fields::{Fields, Sampling};
 use super::json::object::{Node, Object};
 use super::rejection::{Decoded, Reason, reject};
 
-/// Where a generation's `generation` object places it: index of the generation, and those fields.
+/// Fields of the `generation` objects that place generations: index of the generation, and its fields.
 pub(super) type Placings = Vec<(usize, Fields)>;
 
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
@@ -25,7 +25,7 @@ pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> 
     Ok(body)
 }
 
-/// Appends entries to the pool; a generation's context is every message before it.
+/// Appends entries to the pool. The context of a generation is every message before it.
 pub(super) fn append(body: &mut Body, nodes: Vec<Node>, sampling: &Sampling, list: &str) -> Decoded<Placings> {
     let mut placings = Vec::new();
     body.messages.reserve(nodes.len());

@@ -1,6 +1,6 @@
-//! Records of other producers: which one wrote it, and the header and body that its reader makes.
+//! Detects the producer of a record, and reads the record's header and body with that producer's reader.
 //!
-//! The tables of recorders and servers are asked in their order; the first that knows the record reads it.
+//! The tables of recorders and servers are searched in their order. The first entry that recognises a record reads it.
 
 use super::build::Body;
 use super::build::calls::Log;
@@ -14,19 +14,19 @@ use super::servers::{SERVERS, stream};
 use super::trajectories::DUMPS;
 use super::trajectories::interface::Dump;
 
-/// A record read by a producer's own reader.
+/// A record decoded by a producer's own reader.
 pub(super) struct Foreign {
     pub form: Form,
     pub header: Header,
     pub body: Body,
 }
 
-/// Whether a key on the first level of a record may be a producer's sign, so that the tables are asked.
+/// Returns whether a top-level key may be a producer's sign, so that the tables must be searched.
 pub(super) fn is_sign(key: &str) -> bool {
     DUMPS.iter().any(|dump| dump.signs.contains(&key)) || SERVERS.iter().any(|server| server.signs.contains(&key))
 }
 
-/// Reads a record by the form that is `wanted` or that knows it; `None` where none does.
+/// Reads a record in the form `wanted`, or in the first form that recognises it. Returns `None` if none does.
 pub(super) fn decode(text: &str, wanted: Option<&str>) -> Decoded<Option<Foreign>> {
     let outline = Outline::parse(text)?;
     if let Some(dump) = choose(DUMPS, wanted, &outline, |dump| dump.form, |dump| dump.knows) {
@@ -58,17 +58,18 @@ pub(super) fn decode(text: &str, wanted: Option<&str>) -> Decoded<Option<Foreign
     Ok(Some(Foreign { form, header, body }))
 }
 
-/// Whether a record is one call: a response with its request, or one that cannot be anything else.
+/// Returns whether a record is one call: a response with its request, or a response that can be nothing else.
 fn is_call(outline: &Outline<'_>) -> bool {
-    let alone = match outline.get("response").map(Shape::of) {
+    let is_complete = match outline.get("response").map(Shape::of) {
         Some(Shape::Object | Shape::List) => true,
         Some(Shape::Text) => outline.text("response").ok().flatten().is_some_and(|text| stream::is_events(&text)),
         _ => false,
     };
-    outline.has("response") && (outline.has("request") || alone && !outline.has("done") && !outline.has("messages"))
+    outline.has("response")
+        && (outline.has("request") || is_complete && !outline.has("done") && !outline.has("messages"))
 }
 
-/// Reads a record as the dump that knows it; `None` where none does.
+/// Reads a record with the first recorder that recognises it. Returns `None` if none does.
 pub(super) fn dump_that_knows(text: &str) -> Option<Decoded<Foreign>> {
     let outline = Outline::parse(text).ok()?;
     let dump = choose(DUMPS, None, &outline, |dump| dump.form, |dump| dump.knows)?;
@@ -97,12 +98,12 @@ fn header_of(outline: &Outline<'_>) -> Decoded<Header> {
     Header::read(&fields, None)
 }
 
-/// The names that `format=` takes beside those of the OpenAI-shaped forms.
+/// Returns the forms of producers: the names that `format=` accepts in addition to those of OpenAI-shaped forms.
 pub(super) fn forms() -> impl Iterator<Item = Form> {
     DUMPS.iter().map(|dump: &Dump| dump.form).chain(SERVERS.iter().map(|server| server.form)).chain([stream::FORM])
 }
 
-/// Whether a form is a recorder's own, which says what it holds.
+/// Returns whether a form is a recorder's own, whose records describe themselves.
 pub fn is_recorders(form: &Form) -> bool {
     DUMPS.iter().any(|dump| dump.form == *form)
 }

@@ -1,6 +1,6 @@
-//! The fields that every form shares: id, group, rewards, model, tools, and how the tokens were sampled.
+//! The fields that all forms share: id, group, rewards, model, tools, and the sampling parameters.
 //!
-//! Typed getters, whose errors say what was found instead.
+//! The getters are typed. Their errors contain the type that was found.
 
 use super::json::object::describe;
 use super::token_list::{MAX_ID, spelled};
@@ -14,9 +14,9 @@ use serde_json::{Map, Value};
 
 pub type Fields = Map<String, Value>;
 
-fn wrong(key: &str, found: &Value, wanted: &str) -> Rejection {
-    let number = found.as_str().is_some_and(|text| text.trim().parse::<f64>().is_ok_and(f64::is_finite));
-    reject(Reason::WrongType, format!("`{key}` is {}, not {wanted}", describe(found)))
+fn wrong(key: &str, value: &Value, wanted: &str) -> Rejection {
+    let number = value.as_str().is_some_and(|text| text.trim().parse::<f64>().is_ok_and(f64::is_finite));
+    reject(Reason::WrongType, format!("`{key}` is {}, not {wanted}", describe(value)))
         .why("Its value would be guessed")
         .cure(if key == "reward" && number {
             "Read it with --map.reward reward, which takes numbers as text"
@@ -25,7 +25,7 @@ fn wrong(key: &str, found: &Value, wanted: &str) -> Rejection {
         })
 }
 
-/// A value that is there and is not null.
+/// Returns the value of a key unless it is null.
 pub fn present<'a>(fields: &'a Fields, key: &str) -> Option<&'a Value> {
     get(fields, key).filter(|value| !value.is_null())
 }
@@ -38,7 +38,7 @@ pub fn text(fields: &Fields, key: &str) -> Decoded<Option<String>> {
     }
 }
 
-/// A string, or a number as its digits.
+/// Returns a string. A number is returned as its digits.
 fn name(fields: &Fields, key: &str) -> Decoded<Option<String>> {
     present(fields, key).map_or(Ok(None), |value| name_of(key, value))
 }
@@ -55,12 +55,12 @@ pub fn name_of(key: &str, value: &Value) -> Decoded<Option<String>> {
     }
 }
 
-/// A finite number; null and NaN are none.
+/// Returns a finite number. Null and NaN count as missing.
 pub fn number(fields: &Fields, key: &str) -> Decoded<Option<f64>> {
     present(fields, key).map_or(Ok(None), |value| number_of(key, value))
 }
 
-/// `value` as a finite number; null and NaN are none.
+/// Returns `value` as a finite number. Null and NaN count as missing.
 pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
     let number = match value {
         Value::Null => return Ok(None),
@@ -78,19 +78,19 @@ pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
     Ok(Some(number).filter(|number| !number.is_nan()))
 }
 
-/// The error for a number that float32 cannot hold, or that a sum of the record's numbers made so.
+/// Returns the error for a number that is infinite in float32, or for an infinite sum of the record's numbers.
 pub fn not_finite(key: &str, number: f64) -> Rejection {
     reject(Reason::WrongType, format!("`{key}` is {number}, not a finite float32"))
         .why("It would spread over every trace it is averaged with")
         .cure("Write null where there is none")
 }
 
-/// A number that is at least 0.
+/// Returns a number of at least 0.
 fn magnitude(fields: &Fields, key: &str) -> Decoded<Option<f32>> {
     present(fields, key).map_or(Ok(None), |value| magnitude_of(key, value))
 }
 
-/// `value` as a number that is at least 0.
+/// Returns `value` as a number of at least 0.
 pub fn magnitude_of(key: &str, value: &Value) -> Decoded<Option<f32>> {
     match number_of(key, value)? {
         Some(value) if value < 0.0 => Err(reject(Reason::WrongType, format!("`{key}` is {value}, below 0"))
@@ -100,12 +100,12 @@ pub fn magnitude_of(key: &str, value: &Value) -> Decoded<Option<f32>> {
     }
 }
 
-/// An integer of at least 0 that fits an i32, also written as a string of digits.
+/// Returns an integer of at least 0 that fits an i32. It may be written as a string of digits.
 pub fn count(fields: &Fields, key: &str) -> Decoded<Option<i32>> {
     present(fields, key).map_or(Ok(None), |value| count_of(key, value))
 }
 
-/// `value` as an integer of at least 0 that fits an i32.
+/// Returns `value` as an integer of at least 0 that fits an i32.
 pub fn count_of(key: &str, value: &Value) -> Decoded<Option<i32>> {
     let number = match value {
         Value::Null => return Ok(None),
@@ -121,7 +121,7 @@ pub fn count_of(key: &str, value: &Value) -> Decoded<Option<i32>> {
     }
 }
 
-/// A JSON object; an empty map where there is none.
+/// Returns a JSON object; an empty map if the key is missing.
 pub fn mapping(fields: &Fields, key: &str) -> Decoded<Fields> {
     match present(fields, key) {
         None => Ok(Map::new()),
@@ -130,27 +130,27 @@ pub fn mapping(fields: &Fields, key: &str) -> Decoded<Fields> {
     }
 }
 
-/// Tool schemas: a list with something in it.
-pub fn tools(given: Option<Schemas>) -> Decoded<Option<Schemas>> {
-    let Some(given) = given.filter(|given| !given.is_null()) else { return Ok(None) };
-    match given.as_array() {
-        Some(list) => Ok((!list.is_empty()).then_some(given)),
-        None => Err(wrong("tools", &given, "a list")),
+/// Returns tool schemas: a list that is not empty.
+pub fn tools(schemas: Option<Schemas>) -> Decoded<Option<Schemas>> {
+    let Some(schemas) = schemas.filter(|schemas| !schemas.is_null()) else { return Ok(None) };
+    match schemas.as_array() {
+        Some(list) => Ok((!list.is_empty()).then_some(schemas)),
+        None => Err(wrong("tools", &schemas, "a list")),
     }
 }
 
-/// A list of tool schemas; none where it is empty.
+/// Returns a list of tool schemas, or `None` if it is empty.
 pub fn schemas(list: Vec<Value>) -> Option<Schemas> {
     (!list.is_empty()).then(|| Schemas::new(Value::Array(list)))
 }
 
-/// How tokens were sampled, as far as is known.
+/// Sampling parameters of tokens, as far as they are known.
 #[derive(Debug, Clone, Default)]
 pub struct Sampling {
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub options: Options,
-    /// What of this is the default of an API that a request leaves out: bits of `sampling::left_out`.
+    /// Which parameters are API defaults that a request omits: bits of `sampling::left_out`.
     pub left_out: u8,
     pub policy_version: Option<i32>,
     pub logprob_kind: Option<LogprobKind>,
@@ -177,9 +177,9 @@ impl Sampling {
         })
     }
 
-    /// Fills what is not said from `outer`.
+    /// Fills missing parameters from `outer`.
     pub fn or(self, outer: &Self) -> Self {
-        let fill = |known: bool, bit: u8| if known { 0 } else { outer.left_out & bit };
+        let fill = |is_known: bool, bit: u8| if is_known { 0 } else { outer.left_out & bit };
         let temperature = fill(self.temperature.is_some(), left_out::TEMPERATURE);
         let top_p = fill(self.top_p.is_some(), left_out::TOP_P);
         Self {
@@ -192,7 +192,7 @@ impl Sampling {
         }
     }
 
-    /// A generation of which nothing is known but this.
+    /// Returns a generation with these parameters and nothing else.
     pub fn generation(&self) -> Generation {
         Generation {
             logprob_kind: self.logprob_kind.unwrap_or(LogprobKind::Unknown),
@@ -206,7 +206,7 @@ impl Sampling {
     }
 }
 
-/// A version from 0; -1 is "unknown" as null is.
+/// Returns a version from 0 on. -1 means "unknown", as null does.
 fn policy_version(fields: &Fields) -> Decoded<Option<i32>> {
     match get(fields, "policy_version").and_then(Value::as_i64) {
         Some(-1) => Ok(None),
@@ -224,7 +224,7 @@ fn logprob_kind(fields: &Fields) -> Decoded<Option<LogprobKind>> {
     }
 }
 
-/// Whether `sampling_defaults` says that a request is not known whole: what it leaves out is then unknown.
+/// Returns whether `sampling_defaults` marks requests as incomplete. A parameter that such a request omits is unknown.
 pub fn is_partial(fields: &Fields) -> Decoded<bool> {
     match text(fields, "sampling_defaults")?.as_deref() {
         None | Some("api") => Ok(false),
@@ -235,7 +235,7 @@ pub fn is_partial(fields: &Fields) -> Decoded<bool> {
     }
 }
 
-/// What stopped a generation, where the server says so under this key.
+/// Returns the stop token or stop string that the server reports under this key.
 pub fn stop_under(fields: &Fields, key: &str) -> Decoded<Stop> {
     match present(fields, key) {
         None => Ok(Stop::Unsaid),
@@ -250,7 +250,7 @@ pub fn stop_under(fields: &Fields, key: &str) -> Decoded<Stop> {
     }
 }
 
-/// The fields of a record that are the same in every form.
+/// Fields of a record that are the same in all forms.
 #[derive(Debug, Default)]
 pub struct Header {
     pub id: Option<String>,
@@ -260,14 +260,14 @@ pub struct Header {
     pub model: Option<String>,
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
-    /// The server whose name the record gives; other values of the key are none.
+    /// The server that the record names. Unknown names are ignored.
     pub server: Option<Server>,
     pub sampling: Sampling,
-    /// Whether its requests are not known whole, so that what they leave out is unknown and no default.
+    /// Whether the requests are incomplete, so that omitted parameters are unknown and not API defaults.
     pub partial_requests: bool,
 }
 
-/// Keys of a header that no server's response has for something else.
+/// Keys of a header that no server uses for something else in its responses.
 pub const HEADER_KEYS: [&str; 10] = [
     "id",
     "group",
@@ -282,7 +282,7 @@ pub const HEADER_KEYS: [&str; 10] = [
 ];
 
 impl Header {
-    /// The header of a record: its fields, and the tool schemas beside them.
+    /// Reads the header of a record from its fields and its tool schemas.
     pub fn read(fields: &Fields, schemas: Option<Schemas>) -> Decoded<Self> {
         let mut template_kwargs = mapping(fields, "chat_template_kwargs")?;
         template_kwargs.extend(mapping(fields, "template_kwargs")?);

@@ -1,13 +1,13 @@
-//! Names of the accepted forms, and the sign by which each is known.
+//! Names of the accepted forms, and the sign by which each is recognised.
 //!
-//! The OpenAI-shaped ones stand here; every producer's own stands in its file under `servers` or `trajectories`.
+//! This file lists the OpenAI-shaped ones. The form of a producer is in its file under `servers` or `trajectories`.
 
 /// One accepted form of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Form {
-    /// Its name, as `format=` takes it and reports count by it.
+    /// Name for `format=` and for the counts in reports.
     pub name: &'static str,
-    /// What in the record says so.
+    /// Property of a record that identifies the form.
     pub sign: &'static str,
 }
 

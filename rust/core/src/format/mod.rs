@@ -1,12 +1,12 @@
-//! Recorded formats: one small file each, all read into the one normal form of `trace`.
+//! Recorded formats: one small file for each. All are converted to the common form of `trace`.
 //!
-//! To add a format: for a dump of whole trajectories, a file in `trajectories` that fills in `trajectories::interface`,
-//! and its line in the table of `trajectories`; for a server's responses the same in `servers`.
-//! examples/extending/format.patch is one.
+//! To add a format of complete trajectories, write a file in `trajectories` that fills in `trajectories::interface`,
+//! and add its line to the table of `trajectories`. For a server's responses do the same in `servers`.
+//! examples/extending/format.patch is an example.
 //!
-//! The bytes of a record become a `Trace` with the form it had, or a located rejection. Here it is decided whether the
-//! record is OpenAI-shaped (`chat`, `native`, and the logs of `build::calls`) or another producer's (`detect`). Bytes come
-//! from `read`; nothing here touches files, templates or tokenizers. docs/trace-format.md is the specification.
+//! The bytes of a record become a `Trace` with the name of its form, or a located rejection. This file decides whether
+//! a record is OpenAI-shaped (`chat`, `native`, and the logs of `build::calls`) or another producer's (`detect`). The
+//! bytes come from `read`. No code here uses files, templates or tokenizers. docs/trace-format.md is the specification.
 
 mod build;
 mod call;
@@ -46,16 +46,16 @@ use serde_json::Value;
 pub struct Record {
     /// The trace.
     pub trace: Trace,
-    /// The form it had.
+    /// The form that the record had.
     pub form: Form,
-    /// Choices of its responses that were not used, because the record names none and the first was taken.
+    /// Number of ignored choices of its responses: the record names none as chosen, so the first was used.
     pub unused_choices: u32,
 }
 
-/// Reads one record: the bytes of one JSON object, which the trace keeps as `raw`.
+/// Decodes one record: the bytes of one JSON object. The trace refers to them by `raw`.
 ///
-/// Raises nothing that depends on other records. `place` gives the file and line for errors and for the id of a record
-/// that has none. `wanted` is the name of the form it is to be read in; `None` detects it by structure.
+/// The result does not depend on other records. `place` is the file and line for errors, and for the id of a record
+/// without one. `wanted` is the name of the form to read; `None` detects the form from the structure.
 pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -> Decoded<Record> {
     let mut place = place.clone();
     let mut media_left_out = None;
@@ -63,11 +63,11 @@ pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -
         Ok(Parsed::Foreign(foreign)) => {
             let mut body = foreign.body;
             if media::may_show(record) {
-                let whole = serde_json::from_str(&diagnose::text(record)?).unwrap_or_default();
-                if let Some(images) = media::list_of(&whole) {
+                let value = serde_json::from_str(&diagnose::text(record)?).unwrap_or_default();
+                if let Some(images) = media::list_of(&value) {
                     fill(&mut body.messages, &images);
                 }
-                media_left_out = media::left_out(&whole, &body.messages);
+                media_left_out = media::left_out(&value, &body.messages);
             }
             Ok((foreign.form, foreign.header, body))
         }
@@ -91,7 +91,7 @@ pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -
     Ok(Record { trace, form, unused_choices })
 }
 
-/// Refuses numbers that a sum, a product or float32 made infinite, whichever form they were read from.
+/// Rejects numbers that a sum, a product or the conversion to float32 made infinite, in any form.
 fn check_finite(trace: &Trace) -> Decoded<()> {
     let rewards = trace.rewards.iter().map(|(name, value)| (name.as_str(), Some(*value)));
     let messages = trace.messages.iter().map(|message| ("reward", message.reward));
@@ -102,7 +102,7 @@ fn check_finite(trace: &Trace) -> Decoded<()> {
     infinite.map_or(Ok(()), |(name, value)| Err(not_finite(name, value.into())))
 }
 
-/// A record by the kind of reader that takes it.
+/// A parsed record, by the kind of its reader.
 enum Parsed {
     Shaped(Box<Object>),
     Foreign(Box<Foreign>),
@@ -117,11 +117,11 @@ fn parse(record: &[u8], wanted: Option<&str>) -> Decoded<Parsed> {
     match object {
         Some(Ok(object)) if plain(&object) => Ok(Parsed::Shaped(Box::new(object))),
         Some(Ok(object)) => {
-            let found = detect::decode(&diagnose::text(record)?, wanted)?;
-            Ok(found.map_or_else(|| Parsed::Shaped(Box::new(object)), foreign))
+            let foreign_record = detect::decode(&diagnose::text(record)?, wanted)?;
+            Ok(foreign_record.map_or_else(|| Parsed::Shaped(Box::new(object)), foreign))
         }
         Some(Err(rejection)) if rejection.reason == Reason::WrongType => {
-            // A producer may use one of our keys for something else.
+            // A producer may use one of these keys for something else.
             let text = diagnose::text(record)?;
             if let Some(dumped) = detect::dump_that_knows(&text).filter(|_| wanted.is_none()) {
                 return dumped.map(foreign);
@@ -158,12 +158,12 @@ fn decode_shaped(
     Ok((form, header, body))
 }
 
-/// All forms that are read: the names that `format=` takes.
+/// Returns all forms that can be read: the names that `format=` accepts.
 pub fn forms() -> impl Iterator<Item = Form> {
     form::SHAPED.into_iter().chain(detect::forms())
 }
 
-/// Which OpenAI-shaped form a record has; `Form::sign` says why.
+/// Returns the OpenAI-shaped form of a record. `Form::sign` is the reason for the choice.
 fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
     match get(&object.fields, "format").and_then(Value::as_str) {
         Some(native::NAME) => return Ok(form::NATIVE),
@@ -198,8 +198,8 @@ fn unknown_version(version: &str) -> Rejection {
 
 fn unknown_form(record: &[u8]) -> Rejection {
     let keys = diagnose::keys(record);
-    let found = if keys.is_empty() { "no key".to_owned() } else { format!("the keys {}", keys.join(", ")) };
-    reject(Reason::UnknownForm, format!("a record with {found}"))
+    let description = if keys.is_empty() { "no key".to_owned() } else { format!("the keys {}", keys.join(", ")) };
+    reject(Reason::UnknownForm, format!("a record with {description}"))
         .why("None of messages, calls, request with response, or choices is there, so it is in no accepted form")
         .cure("See docs/trace-format.md for the accepted forms")
 }
@@ -210,7 +210,7 @@ fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace 
     let mut generations = body.generations;
     for generation in &mut generations {
         generation.server = header.server.or(generation.server);
-        // What the record says of its template goes before what its requests say.
+        // Template variables of the record override those of its requests.
         if let Some(request) = &mut generation.request {
             request.retain(|key, _| !header.template_kwargs.contains_key(key));
         }
@@ -220,7 +220,7 @@ fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace 
     let location = Location { trace: Some(id.clone()), ..place };
     let mut pictures: Vec<Picture> = Vec::new();
     for picture in body.messages.iter().flat_map(|message| &message.pictures) {
-        if !pictures.iter().any(|known| known.digest == picture.digest) {
+        if !pictures.iter().any(|other| other.digest == picture.digest) {
             pictures.push(picture.clone());
         }
     }

@@ -1,7 +1,8 @@
-//! The native format `tracegrad/1`: a message list with generation records, and a place for rewritten histories.
+//! The native format `tracegrad/1`: a list of messages with their generations, and a list of messages from rewritten
+//! histories.
 //!
-//! It holds everything that `chat` reads. Beyond that a `generation` may name its `context` by message indices, counted
-//! through `messages` and then `extra_messages`, and its number among the calls.
+//! It accepts everything that `chat` accepts. In addition a `generation` may name its `context` by message indices and
+//! its number among the calls. The indices count through `messages` and then `extra_messages`.
 
 use super::build::Body;
 use super::chat::{Placings, append};
@@ -11,7 +12,7 @@ use super::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Generation;
 use serde_json::Value;
 
-/// The name in `format`.
+/// The value of the key `format`.
 pub(super) const NAME: &str = "tracegrad/1";
 
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
@@ -62,13 +63,13 @@ fn message_index(index: &Value, pool: usize) -> Decoded<u32> {
     }
 }
 
-fn bad_context(found: &str) -> Rejection {
-    reject(Reason::WrongType, format!("`context` is {found}"))
+fn bad_context(description: &str) -> Rejection {
+    reject(Reason::WrongType, format!("`context` is {description}"))
         .why("It must be a list of the indices of other messages of the record")
         .cure("Count through messages and then extra_messages, from 0")
 }
 
-/// Sorts generations by the `call` they name, where they name one.
+/// Sorts generations by their `call` numbers, if they have any.
 fn in_call_order(generations: Vec<Generation>, placings: &Placings) -> Decoded<Vec<Generation>> {
     let number = |(turn, placing): &(usize, Fields)| count(placing, "call").map_err(|r| r.in_turn(*turn));
     let numbers = placings.iter().map(number).collect::<Decoded<Vec<_>>>()?;

@@ -1,8 +1,8 @@
-//! A record that cannot be read: the located error and the short reason it is counted under.
+//! The rejection of a record: a located error, and the short reason under which it is counted.
 
 use crate::error::{Error, Kind, Location};
 
-/// Why a record was rejected; the names are what reports count by.
+/// Reason for the rejection of a record. Reports count records by its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Reason {
@@ -10,7 +10,7 @@ pub enum Reason {
     NotJson,
     /// The bytes are not UTF-8.
     NotUtf8,
-    /// A string holds half of a surrogate pair.
+    /// A string contains half of a surrogate pair.
     LoneSurrogate,
     /// Nested deeper than 128 levels.
     TooDeep,
@@ -20,28 +20,28 @@ pub enum Reason {
     UnknownForm,
     /// A value of the wrong type.
     WrongType,
-    /// A token id that is negative, fractional or beyond 2^31 - 1.
+    /// A token id that is negative, fractional or larger than 2^31 - 1.
     IdOutOfRange,
     /// Parts that contradict one another.
     Contradiction,
-    /// Something that the form needs is missing.
+    /// A part that the form requires is missing.
     Incomplete,
-    /// The call of a model failed, so that there is no answer in the record.
+    /// The model call failed, so the record contains no response.
     FailedCall,
     /// The stream broke in the middle of the record.
     Stream,
-    /// A fault of the reader, not of the record.
+    /// A panic or bug in the reader, not in the record.
     Fault,
 }
 
 impl Reason {
-    /// Whether a caller may know the record's form, so that it is not bad.
+    /// Returns whether an adapter of the caller may recognise the record, so that it is not necessarily bad.
     pub(crate) fn may_be_known(self) -> bool {
         use Reason::{Contradiction, FailedCall, Incomplete, UnknownForm, WrongType};
         matches!(self, UnknownForm | WrongType | Contradiction | Incomplete | FailedCall)
     }
 
-    /// The name that reports use.
+    /// Returns the name that reports use.
     pub fn name(self) -> &'static str {
         match self {
             Self::NotJson => "not_json",
@@ -65,27 +65,27 @@ impl Reason {
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Rejection {
-    /// What it is counted under.
+    /// The reason under which it is counted.
     pub reason: Reason,
-    /// What, where, why, cure.
+    /// The error: what is wrong, where, why it matters, what to do.
     pub error: Error,
 }
 
 /// Result of decoding one record.
 pub type Decoded<T> = Result<T, Rejection>;
 
-/// What was found first, or what `second` finds where that is nothing.
+/// Returns the first value, or the result of `second` if there is none.
 pub(crate) fn either<T>(first: Option<T>, second: impl FnOnce() -> Decoded<Option<T>>) -> Decoded<Option<T>> {
     first.map_or_else(second, |first| Ok(Some(first)))
 }
 
-/// A rejection that says what was found.
+/// Creates a rejection with the problem.
 pub(crate) fn reject(reason: Reason, what: impl Into<String>) -> Rejection {
     let kind = if reason == Reason::Stream { Kind::Io } else { Kind::Format };
     Rejection { reason, error: Error::new(kind, what) }
 }
 
-/// A rejection of a record whose structure is not that of a trace.
+/// Creates a rejection for a record whose structure is not that of a trace.
 pub(crate) fn not_a_trace(what: impl Into<String>) -> Rejection {
     reject(Reason::WrongType, what)
         .why("The record is not a trace in any accepted form")
@@ -103,19 +103,19 @@ impl Rejection {
         Self { error: self.error.cure(cure), ..self }
     }
 
-    /// Says in which part of the record it was found.
+    /// Adds the part of the record in which the problem is.
     pub(crate) fn inside(mut self, part: impl AsRef<str>) -> Self {
         let gap = if self.error.what.starts_with('`') { ": " } else { ", " };
         self.error.what = format!("{}{gap}{}", part.as_ref(), self.error.what);
         self
     }
 
-    /// Says in which generation of the trace it was found.
+    /// Adds the generation of the trace in which the problem is.
     pub(crate) fn in_turn(self, turn: usize) -> Self {
         Self { error: self.error.in_turn(turn), ..self }
     }
 
-    /// Fills the parts of the location that are still unknown.
+    /// Fills the missing parts of the location.
     pub(crate) fn at(self, place: &Location) -> Self {
         Self { error: self.error.at(place), ..self }
     }

@@ -15,7 +15,7 @@ fn read_json(record: &Value) -> Decoded<Trace> {
     read(record.to_string().as_bytes())
 }
 
-/// The tokens of an assistant message with this `logprobs` value.
+/// Returns the tokens of an assistant message with this `logprobs` value.
 fn tokens_of(logprobs: &str) -> Decoded<Tokens> {
     let record = format!(
         r#"{{"messages": [{{"role": "user", "content": "?"}},
@@ -44,21 +44,21 @@ fn entries_give_texts_bytes_and_logprobs() {
             all(&[b"Hi", &[240, 159]]),
             &[-0.5, -0.25],
         ),
-        // A refusal's list is read where content is null.
+        // A refusal's list is read if content is null.
         (
             r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#,
             all(&[b"I"]),
             all(&[b"I"]),
             &[-0.5],
         ),
-        // A lone part of a character keeps its empty text and bytes.
+        // A token that is only a part of a character keeps its empty text and its bytes.
         (
             r#"[{"token": "", "logprob": -1, "bytes": []}, {"token": "é", "logprob": -1, "bytes": [195, 169]}]"#,
             all(&[b"", "é".as_bytes()]),
             all(&[b"", "é".as_bytes()]),
             &[-1.0, -1.0],
         ),
-        // A text with half a surrogate pair is unknown, and its bytes count.
+        // A text with half a surrogate pair is unknown, so the bytes are used.
         (r#"[{"token": "\ud83d", "logprob": -1, "bytes": [240, 159]}]"#, None, all(&[&[240, 159]]), &[-1.0]),
     ];
     for (form, texts, bytes, logprobs) in cases {
@@ -106,7 +106,7 @@ fn placeholders_become_ids_only_if_all_are() {
     .unwrap();
     assert_eq!(all.ids, Some(vec![9707, 151_645, 7]));
     assert!(all.texts.is_none());
-    // The last bytes are those of the placeholder itself, so they are not the token's.
+    // The last bytes are those of the placeholder's text, so they are not the token's.
     assert_eq!(pieces(&all.bytes.unwrap()), [Some(b"H".to_vec()), Some(vec![]), None]);
     let written = tokens_of(r#"{"tokens": ["token_id:5", " said"], "logprobs": [-1, -1]}"#).unwrap();
     assert_eq!(written.ids, None);
@@ -188,7 +188,8 @@ fn what_is_no_record_says_what_it_is() {
 fn deep_nesting_is_refused_and_not_a_stack_overflow() {
     let deep = format!(r#"{{"messages": {}"#, "[".repeat(1_000_000));
     assert_refused(read(deep.as_bytes()), Reason::TooDeep, "");
-    // Also in what no reader of a form looks at, whatever the form: 126 levels in a record of one are read, 127 are not.
+    // The limit also applies to values that no reader uses, in every form: 126 levels in a record are read, 127 are
+    // not.
     let around = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
     let chat = r#""messages": [{"role": "user"}]"#;
     let row = r#""prompt_ids": [1], "completion_ids": [2]"#;
@@ -205,7 +206,7 @@ fn deep_nesting_is_refused_and_not_a_stack_overflow() {
             assert_refused(named, Reason::TooDeep, "");
         }
     }
-    // Brackets in strings nest nothing.
+    // Brackets in strings are not nesting.
     let text = format!(r#"{{{chat}, "x": "{}\\\"{}"}}"#, "[".repeat(500), "{".repeat(500));
     assert!(read(text.as_bytes()).is_ok());
 }

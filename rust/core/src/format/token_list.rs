@@ -1,8 +1,8 @@
-//! Token lists as recorders write them: their columns, token ids, texts that are names of ids, and logprobs with their many
-//! ways of saying "none".
+//! Token lists of recorders: their columns, token ids, texts that are names of ids, and logprobs with their many
+//! notations for "none".
 //!
-//! All readers fill the columns: `fallback`, `fast_scan` and those of servers' own lists. The types of numbers are for
-//! serde, and stand in structs of other forms; what is refused says what was expected.
+//! All readers fill these columns: `fallback`, `fast_scan` and the readers of servers' own lists. The number types
+//! implement serde's traits and are used in the structs of other forms. Their errors contain the expected type.
 
 use crate::trace::{Pieces, Tokens};
 use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
@@ -11,35 +11,35 @@ use std::fmt;
 /// Prefix of vLLM's placeholder texts (`return_tokens_as_token_ids`).
 const PLACEHOLDER: &str = "token_id:";
 
-/// Entries for which room is made at once.
+/// Largest number of entries for which capacity is reserved at once.
 const RESERVED: usize = 512;
 
-/// Columns of a token list while it is being read.
+/// Columns of a token list during reading.
 #[derive(Default)]
 pub struct Columns {
     values: Vec<f32>,
-    /// How many numbers are missing or invalid; its columns stay empty.
+    /// Counts of missing and invalid numbers. The columns of this value stay empty.
     counted: Tokens,
     pub texts: Pieces,
     pub bytes: Pieces,
     pub ids: Vec<u32>,
-    /// Entries that named no id; an id column with holes is none.
+    /// Number of entries without an id. An id column with holes is dropped.
     without_id: usize,
-    /// The ids that the texts name, as long as each names one: then no text is kept.
+    /// The ids that the texts name (`token_id:N`), as long as every text is such a name. Meanwhile no text is stored.
     names: Option<Vec<u32>>,
 }
 
-/// What an entry says of its token's text.
+/// Text of an entry's token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Text {
     Unknown,
-    /// It stands at the end of the column.
+    /// The text is at the end of the text column.
     Spelled,
-    /// `token_id:N`, written as vLLM does.
+    /// The text `token_id:N`, as vLLM writes it.
     Names(u32),
 }
 
-/// Where the pieces of an entry begin.
+/// Offsets at which the text and the bytes of an entry begin.
 #[derive(Debug, Clone, Copy)]
 pub struct Opened {
     text: usize,
@@ -47,17 +47,17 @@ pub struct Opened {
 }
 
 impl Columns {
-    /// Columns for a reader that tells texts from names.
+    /// Creates columns for a reader that recognises texts that are names of ids.
     pub fn naming() -> Self {
         Self { names: Some(Vec::new()), ..Self::default() }
     }
 
-    /// Whether all texts so far were names.
+    /// Returns whether all texts so far were names of ids.
     pub fn takes_names(&self) -> bool {
         self.names.is_some()
     }
 
-    /// Begins an entry whose pieces are written to the columns.
+    /// Begins an entry whose text and bytes are appended to the columns directly.
     pub fn open(&self) -> Opened {
         Opened { text: self.texts.data.len(), bytes: self.bytes.data.len() }
     }
@@ -70,7 +70,7 @@ impl Columns {
         self.bytes.data.truncate(opened.bytes);
     }
 
-    /// Ends an entry whose pieces stand in the columns.
+    /// Ends an entry whose text and bytes are in the columns.
     #[inline]
     pub fn close(&mut self, reading: Reading, text: Text, bytes: bool, id: Option<u32>) {
         self.number(reading, id);
@@ -82,7 +82,7 @@ impl Columns {
         self.texts.close(text == Text::Spelled);
     }
 
-    /// Writes the names before the last text, which is none.
+    /// Writes out the names as texts. They come before the last text, which is not a name.
     fn spell(&mut self) {
         let Some(names) = self.names.take() else { return };
         let last = std::mem::take(&mut self.texts.data);
@@ -112,7 +112,7 @@ impl Columns {
         self.values.len()
     }
 
-    /// Room for `count` more entries, as a guess; bounded, as a wrong one must not cost more than it saves.
+    /// Reserves capacity for `count` more entries. The number is an estimate, so the capacity is bounded.
     pub fn reserve(&mut self, count: usize) {
         let count = count.min(RESERVED);
         self.values.reserve(count);
@@ -133,7 +133,7 @@ impl Columns {
         }
     }
 
-    /// Takes the numbers of a list beside `tokens`, and its texts and bytes if its entries were objects that had them.
+    /// Takes the numbers of a list next to `tokens`. Takes its texts and bytes too if its entries contain any.
     pub fn take_values(&mut self, mut list: Self) {
         list.spell();
         (self.values, self.counted) = (list.values, list.counted);
@@ -145,7 +145,7 @@ impl Columns {
         }
     }
 
-    /// Gives back room that was made for entries that did not come.
+    /// Releases capacity that was reserved for entries that did not exist.
     fn fit(&mut self) {
         if self.values.capacity() / 2 < self.values.len() {
             return;
@@ -160,7 +160,7 @@ impl Columns {
         }
     }
 
-    /// The tokens; a column of ids with holes is none.
+    /// Returns the tokens. A column of ids with holes is dropped.
     pub fn into_tokens(mut self) -> Tokens {
         if memchr::memmem::find(&self.bytes.data, PLACEHOLDER.as_bytes()).is_some() {
             self.spell();
@@ -176,7 +176,7 @@ impl Columns {
         }
     }
 
-    /// The tokens, with ids for texts that name them; `None` where there are none.
+    /// Returns the tokens, with ids for texts that are names of ids; `None` if there are no tokens.
     fn finish(self) -> Result<Option<Tokens>, String> {
         if self.values.len().max(self.texts.len()).max(self.ids.len()) == 0 {
             return Ok(None);
@@ -187,17 +187,17 @@ impl Columns {
     }
 }
 
-/// The token lists of one `logprobs` value: as many as it has forms.
+/// The token lists of one `logprobs` value, one for each of its forms.
 #[derive(Default)]
 pub struct Lists {
     pub content: Columns,
     pub refusal: Columns,
-    /// Lists side by side: `tokens`, `token_logprobs`.
+    /// Parallel lists: `tokens`, `token_logprobs`.
     pub flat: Columns,
 }
 
 impl Lists {
-    /// The tokens of the first list that has any.
+    /// Returns the tokens of the first list that has any.
     pub fn finish(self) -> Result<Option<Tokens>, String> {
         for columns in [self.content, self.refusal, self.flat] {
             if let Some(tokens) = columns.finish()? {
@@ -212,7 +212,8 @@ fn any_known(pieces: &Pieces) -> bool {
     pieces.known.contains(&true)
 }
 
-/// Turns texts that are all `token_id:N` into ids; a model may write those words, so all or none.
+/// Replaces texts by ids if all of them are `token_id:N`. A model may write such a text itself, so one other text
+/// prevents it.
 pub fn take_placeholders(tokens: &mut Tokens) -> Result<(), String> {
     let Some(texts) = &tokens.texts else { return Ok(()) };
     let mut ids = Vec::new();
@@ -222,8 +223,8 @@ pub fn take_placeholders(tokens: &mut Tokens) -> Result<(), String> {
             None => return Ok(()),
         }
     }
-    if let Some(bad) = ids.iter().find(|id| **id > MAX_ID) {
-        return Err(format!("{ID_COMPLAINT}{bad} is beyond {MAX_ID}"));
+    if let Some(invalid) = ids.iter().find(|id| **id > MAX_ID) {
+        return Err(format!("{ID_COMPLAINT}{invalid} is beyond {MAX_ID}"));
     }
     if let Some(bytes) = &tokens.bytes {
         tokens.bytes = Some(without_echo(bytes, texts)).filter(any_known);
@@ -241,22 +242,23 @@ fn placeholder(text: &[u8]) -> Option<u64> {
     Some(std::str::from_utf8(digits).ok()?.parse().unwrap_or(u64::MAX))
 }
 
-/// vLLM gives the placeholder's own bytes where it had no entry for a step: those say nothing about the token.
+/// Drops bytes that equal the placeholder's text. vLLM writes them for a step without an entry, and they do not
+/// describe the token.
 fn without_echo(bytes: &Pieces, texts: &Pieces) -> Pieces {
-    let mut kept = Pieces::default();
+    let mut result = Pieces::default();
     for index in 0..bytes.len() {
-        kept.push(bytes.get(index).filter(|piece| texts.get(index) != Some(piece)));
+        result.push(bytes.get(index).filter(|piece| texts.get(index) != Some(piece)));
     }
-    kept
+    result
 }
 
-/// Largest token id: ids are int32 at the border.
+/// Largest token id. Python receives ids as int32.
 pub const MAX_ID: u64 = i32::MAX as u64;
 
-/// How every complaint about a token id begins; `diagnose` counts such records under their own reason.
+/// Prefix of every error about a token id. `diagnose` counts such records under a separate reason.
 pub const ID_COMPLAINT: &str = "token id ";
 
-/// The value that servers write where they have none.
+/// The value that servers write for a missing logprob.
 const SENTINEL: f64 = -9999.0;
 
 /// One recorded logprob.
@@ -273,7 +275,7 @@ pub enum Reading {
 impl Reading {
     pub fn of(value: f64) -> Self {
         let short = value as f32;
-        // llama.cpp and SGLang write the lowest float32 where the probability is 0.
+        // llama.cpp and SGLang write the lowest float32 for a probability of 0.
         if value.is_nan() || short <= f32::MIN {
             Self::Missing
         } else if value > 0.0 || value == SENTINEL {
@@ -284,10 +286,10 @@ impl Reading {
     }
 }
 
-/// Numbers that JSON cannot say, as Python's `json` writes them: bare, without quotes.
+/// Numbers that JSON cannot represent. Python's `json` module writes them without quotes.
 pub const BARE: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 
-/// What the word for a number that JSON cannot say stands for.
+/// Returns the number for a word such as `NaN`.
 pub fn spelled(word: &str) -> Option<f64> {
     match word {
         "NaN" | "nan" => Some(f64::NAN),
@@ -298,7 +300,7 @@ pub fn spelled(word: &str) -> Option<f64> {
 }
 
 impl Tokens {
-    /// A reading as its number, NaN where there is none, which is counted.
+    /// Returns the number of a reading. A missing or invalid one is counted and becomes NaN.
     #[inline]
     pub fn take(&mut self, reading: Reading) -> f32 {
         match reading {
@@ -310,7 +312,7 @@ impl Tokens {
     }
 }
 
-/// What stands where a number is expected: any JSON value, of a list or an object only that it is one.
+/// Any JSON value at a place where a number is expected. The contents of lists and objects are not kept.
 #[derive(Debug)]
 pub enum Scalar {
     Null,
@@ -324,7 +326,7 @@ pub enum Scalar {
 }
 
 impl Scalar {
-    /// Its value as float64, where it is a number.
+    /// Returns the value as float64 if it is a number.
     pub fn number(&self) -> Option<f64> {
         match *self {
             Self::Negative(value) => Some(value as f64),
@@ -334,7 +336,7 @@ impl Scalar {
         }
     }
 
-    /// serde's error for a value of another type than `wanted`.
+    /// Returns serde's error for a value of another type than `wanted`.
     pub fn refused<E: de::Error>(&self, wanted: &str) -> E {
         let unexpected = match self {
             Self::Null => Unexpected::Unit,
@@ -417,16 +419,16 @@ pub struct Id(pub u32);
 
 impl<'de> Deserialize<'de> for Id {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let refused = |what: fmt::Arguments<'_>| Err(de::Error::custom(format_args!("{ID_COMPLAINT}{what}")));
+        let error = |what: fmt::Arguments<'_>| Err(de::Error::custom(format_args!("{ID_COMPLAINT}{what}")));
         match Scalar::deserialize(deserializer)? {
             Scalar::Integer(value) if value <= MAX_ID => Ok(Self(value as u32)),
-            // Together's SDK types ids as floats.
+            // Together's SDK writes ids as floats.
             Scalar::Real(value) if value.fract() == 0.0 && (0.0..=MAX_ID as f64).contains(&value) => {
                 Ok(Self(value as u32))
             }
-            Scalar::Integer(value) => refused(format_args!("{value} is beyond {MAX_ID}")),
-            Scalar::Negative(value) => refused(format_args!("{value} is negative")),
-            Scalar::Real(value) => refused(format_args!("{value} is not an integer from 0 to {MAX_ID}")),
+            Scalar::Integer(value) => error(format_args!("{value} is beyond {MAX_ID}")),
+            Scalar::Negative(value) => error(format_args!("{value} is negative")),
+            Scalar::Real(value) => error(format_args!("{value} is not an integer from 0 to {MAX_ID}")),
             other => Err(other.refused("a token id (an integer from 0 to 2147483647)")),
         }
     }
@@ -438,10 +440,10 @@ impl Id {
     }
 }
 
-/// A token's text as bytes; `None` for `null` and for text that UTF-8 cannot say.
+/// A token's text as bytes; `None` for `null` and for text that UTF-8 cannot represent.
 ///
-/// A lone surrogate escape (half of a character, cut by a recorder that counts UTF-16 units) makes a text unknown and
-/// not wrong.
+/// A lone surrogate escape is half of a character, cut by a recorder that counts UTF-16 units. Such a text is unknown;
+/// the record is still valid.
 #[derive(Debug, Default)]
 pub struct TokenText(pub Option<Vec<u8>>);
 
@@ -451,7 +453,7 @@ impl<'de> Deserialize<'de> for TokenText {
     }
 }
 
-/// A text that is there, `None` where UTF-8 cannot say it.
+/// A text other than null; `None` if UTF-8 cannot represent it.
 struct Known(Option<Vec<u8>>);
 
 impl<'de> Deserialize<'de> for Known {

@@ -1,26 +1,26 @@
-//! The read buffer of a stream, from which records are cut without a copy.
+//! The read buffer of a stream. Records are cut from it without a copy.
 //!
-//! A block is used again once no record shares it; it grows to one long record at most and is not zeroed again. The bytes
-//! are not interpreted.
+//! A block is used again when no record shares it. It grows to the size of one long record at most, and it is not
+//! zeroed again.
 
 use std::io::{self, Read};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// Bytes asked of the stream at once.
+/// Largest number of bytes that one read requests from the stream.
 pub(super) const BLOCK: usize = 1 << 18;
 
-/// Room that is doubled while it is too small, and kept for the next record.
+/// Up to this size in bytes the buffer doubles, and its capacity is kept for the next record.
 const COMMON: usize = 1 << 23;
 
-/// The bytes of a record as it was cut.
+/// Bytes of a record.
 #[derive(Clone)]
 pub(super) enum Bytes {
-    /// Shared with whoever made them.
+    /// Bytes shared through their own reference count.
     Own(Arc<[u8]>),
-    /// A part of a block.
+    /// A range of a shared block.
     Part(Arc<Vec<u8>>, Range<usize>),
-    /// Nobody else's.
+    /// Bytes without another owner.
     Cut(Vec<u8>),
 }
 
@@ -37,21 +37,21 @@ impl Deref for Bytes {
 }
 
 impl Bytes {
-    /// Without the block that they are a part of.
+    /// Returns the bytes in an allocation of their own, without the block that they are a part of.
     pub fn own(&self) -> Arc<[u8]> {
         if let Self::Own(bytes) = self { Arc::clone(bytes) } else { (&**self).into() }
     }
 }
 
-/// Bytes of a stream from some place on.
+/// Buffered bytes of a stream.
 #[derive(Debug)]
 pub(super) struct Held {
-    /// The bytes, and room behind them.
+    /// The bytes, followed by unused capacity.
     block: Arc<Vec<u8>>,
     filled: usize,
-    /// The block before, which records may still share.
+    /// The previous block, which records may still share.
     spare: Arc<Vec<u8>>,
-    /// As many bytes as are ever held, but for a few blocks.
+    /// Largest number of bytes to buffer, apart from a few blocks.
     most: usize,
 }
 
@@ -73,15 +73,16 @@ impl Held {
         self.block.capacity()
     }
 
-    /// Some of the bytes, which stay as they are while anybody has them.
+    /// Returns a range of the bytes. They stay unchanged as long as somebody refers to them.
     pub fn share(&self, range: Range<usize>) -> Bytes {
         Bytes::Part(Arc::clone(&self.block), range)
     }
 
-    /// Reads at most a block behind what is held; how much came, 0 at the end of the stream.
+    /// Reads at most one block from the stream and appends it. Returns the number of bytes read, 0 at the end of the
+    /// stream.
     pub fn read(&mut self, stream: &mut dyn Read) -> io::Result<usize> {
         self.make_room();
-        // Records share no block that was not forgotten, so that this copies nothing.
+        // No record shares a block that was not passed to `forget`, so `make_mut` copies nothing.
         let block = Arc::make_mut(&mut self.block);
         let end = block.len().min(self.filled + BLOCK);
         loop {
@@ -96,29 +97,29 @@ impl Held {
         }
     }
 
-    /// Makes room for a block, where there is none for half of one.
+    /// Grows the buffer by a block if less than half a block is free.
     ///
-    /// Doubling would hold a long record twice while it moves, so room for the longest is reserved at once: pages that
-    /// nothing was written to take no memory.
+    /// Doubling would keep a long record in memory twice while it is copied. So the capacity for the longest record is
+    /// reserved at once: pages that were never written use no memory.
     fn make_room(&mut self) {
-        let wanted = self.filled + BLOCK;
+        let required = self.filled + BLOCK;
         if self.block.len() >= self.filled + BLOCK / 2 {
             return;
         }
         let block = Arc::make_mut(&mut self.block);
-        if wanted <= COMMON {
-            block.resize(wanted.max(block.len() * 2).min(COMMON), 0);
+        if required <= COMMON {
+            block.resize(required.max(block.len() * 2).min(COMMON), 0);
             return;
         }
-        if wanted > block.capacity() {
-            let most = self.most.saturating_add(2 * BLOCK).max(wanted);
-            // Where so much cannot be had, room grows as a vector's does.
-            let _ = block.try_reserve_exact(most - block.len());
+        if required > block.capacity() {
+            let capacity = self.most.saturating_add(2 * BLOCK).max(required);
+            // If the reservation fails, the capacity grows as a vector's does.
+            let _ = block.try_reserve_exact(capacity - block.len());
         }
-        block.resize(wanted, 0);
+        block.resize(required, 0);
     }
 
-    /// Lets go of the first `count` bytes, and of room that only a long record needed.
+    /// Drops the first `count` bytes, and the capacity that only a long record needed.
     pub fn forget(&mut self, count: usize) {
         if count == 0 {
             return;
@@ -142,16 +143,16 @@ impl Held {
         }
     }
 
-    /// Takes the bytes from `start` to `end`, without a copy where no record shares their block; those before are let go
-    /// of, those behind stay.
+    /// Removes the bytes up to `end` and returns those from `start` on. It copies nothing unless a record shares the
+    /// block.
     pub fn take(&mut self, start: usize, end: usize) -> Vec<u8> {
         let behind = self[end..].to_vec();
         self.filled = behind.len();
         match Arc::try_unwrap(std::mem::replace(&mut self.block, Arc::new(behind))) {
-            Ok(mut taken) => {
-                taken.truncate(end);
-                taken.drain(..start);
-                taken
+            Ok(mut bytes) => {
+                bytes.truncate(end);
+                bytes.drain(..start);
+                bytes
             }
             Err(block) => block[start..end].to_vec(),
         }

@@ -1,6 +1,7 @@
-//! A file that grows by whole groups of records, each a zstd frame: it is there to its last byte, or not there yet.
+//! Reads a file that grows by complete zstd frames, each with a group of records. A frame is returned when its last
+//! byte is there.
 //!
-//! What a frame holds is bounded by what it says of itself, and that by the caller.
+//! The size of a frame is limited by the size in its header, and that size by the caller.
 
 use super::reader::decoded;
 use super::source::{in_file, unreadable};
@@ -16,51 +17,52 @@ use std::sync::Arc;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 use zstd::zstd_safe::get_frame_content_size;
 
-/// Bytes of the file that are held.
+/// Size of the read buffer in bytes.
 const BLOCK: usize = 1 << 18;
-/// With fewer of them the next frame is not begun: one that is held whole is decompressed in one go.
+/// If fewer bytes are buffered, the buffer is refilled before the next frame. A frame that is buffered completely is
+/// decompressed in one call.
 const FEW: usize = BLOCK / 4;
-/// Bytes after which a frame has said what it is.
+/// Number of bytes of the largest frame header.
 const HEADER: usize = 18;
-/// Room that is made for a frame by its own word alone.
+/// Largest number of bytes that is reserved because of the size in a frame header.
 const ROOM: usize = 8 << 20;
-/// What records are called that have no line in a file.
+/// File name in errors for records that have no line in a file.
 const NAME: &str = "<records>";
 
-/// The frames of one file, from some place on.
+/// Reader of the frames of one file, from a byte offset on.
 pub struct Frames {
     file: File,
     name: String,
-    /// Bytes that a frame may hold.
+    /// Limit for the decompressed bytes of one frame.
     most: usize,
     start: u64,
-    /// Bytes of the file, those of the next frame from `at` to `filled`.
+    /// Buffer of the file. The bytes of the next frame are those from `at` to `filled`.
     block: Vec<u8>,
     at: usize,
     filled: usize,
-    /// Whether `block` was used by a frame that was not read to its end.
+    /// Whether the last frame was not read to its end, so that `block` must be read again.
     torn: bool,
     decoder: Decoder<'static>,
 }
 
-/// What one frame holds.
+/// Contents of one frame.
 #[derive(Debug)]
 pub struct Frame {
-    /// Its records; those that are no traces are left out.
+    /// Records that are valid traces. Others are skipped.
     pub traces: Vec<Arc<Trace>>,
-    /// Bytes that it takes in its file.
+    /// Compressed size of the frame in the file, in bytes.
     pub length: u64,
 }
 
 impl Frames {
-    /// The frames from byte `start` on, each of at most `most` bytes of records.
+    /// Opens a file to read the frames from byte `start` on, each of at most `most` decompressed bytes.
     ///
     /// # Errors
-    /// `Kind::Io` where the file cannot be read, or is none.
+    /// `Kind::Io` if the file cannot be read or is not a regular file.
     pub fn open(path: &Path, start: u64, most: usize) -> Result<Self> {
         let name = path.to_string_lossy().into_owned();
         let fail = |error: &_| unreadable(&name, error);
-        // A pipe without a writer would be waited for.
+        // Opening a pipe without a writer would block.
         if !metadata(path).map_err(|error| fail(&error))?.is_file() {
             return Err(Error::new(Kind::Io, "it is no file")
                 .why("Groups are read from files that only grow")
@@ -74,10 +76,10 @@ impl Frames {
         Ok(Self { file, name, most, start, block: vec![0; BLOCK], at: 0, filled: 0, torn: true, decoder })
     }
 
-    /// The next frame; `None` where it is not whole yet.
+    /// Returns the next frame, or `None` if it is not complete yet.
     ///
     /// # Errors
-    /// `Kind::Io` where it is not what was written.
+    /// `Kind::Io` if the bytes are not a valid frame.
     pub fn next_frame(&mut self) -> Result<Option<Frame>> {
         if self.torn {
             self.file.seek(SeekFrom::Start(self.start)).map_err(|error| unreadable(&self.name, &error))?;
@@ -91,37 +93,37 @@ impl Frames {
         Ok(Some(Frame { traces: traces(&text), length }))
     }
 
-    /// What the next frame holds, and its length.
+    /// Returns the decompressed bytes of the next frame and its compressed length.
     fn text(&mut self) -> Result<Option<(Vec<u8>, u64)>> {
         if self.filled - self.at < FEW {
             self.fill()?;
         }
         let head = &self.block[self.at..self.filled];
-        let claimed = match get_frame_content_size(head) {
-            Ok(Some(claimed)) if claimed <= self.most as u64 => claimed as usize,
-            Ok(Some(claimed)) => return Err(self.changed(&format!("it claims {claimed} bytes"))),
+        let content_size = match get_frame_content_size(head) {
+            Ok(Some(content_size)) if content_size <= self.most as u64 => content_size as usize,
+            Ok(Some(content_size)) => return Err(self.changed(&format!("it claims {content_size} bytes"))),
             Ok(None) => return Err(self.changed("it does not say how long it is")),
             Err(_) if head.len() < HEADER => return Ok(None),
             Err(_) => return Err(self.changed("it is no zstd")),
         };
-        let (mut text, mut length) = (Vec::with_capacity(claimed.min(ROOM)), 0);
+        let (mut text, mut length) = (Vec::with_capacity(content_size.min(ROOM)), 0);
         loop {
             cancel::check();
             if text.len() == text.capacity() {
-                text.reserve_exact((claimed - text.len()).clamp(1, text.len().max(BLOCK)));
+                text.reserve_exact((content_size - text.len()).clamp(1, text.len().max(BLOCK)));
             }
-            let (behind, at) = (text.len(), self.at);
+            let (text_end, at) = (text.len(), self.at);
             let mut input = InBuffer::around(&self.block[..self.filled]);
             input.set_pos(at);
-            let mut output = OutBuffer::around_pos(&mut text, behind);
-            let left = self.decoder.run(&mut input, &mut output);
+            let mut output = OutBuffer::around_pos(&mut text, text_end);
+            let remaining = self.decoder.run(&mut input, &mut output);
             self.at = input.pos();
             length += (self.at - at) as u64;
-            let left = left.map_err(|error| self.changed(&error.to_string()))?;
-            if text.len() > claimed {
-                return Err(self.changed(&format!("it holds more than the {claimed} bytes that it claims")));
+            let remaining = remaining.map_err(|error| self.changed(&error.to_string()))?;
+            if text.len() > content_size {
+                return Err(self.changed(&format!("it holds more than the {content_size} bytes that it claims")));
             }
-            if left == 0 {
+            if remaining == 0 {
                 return Ok(Some((text, length)));
             }
             if self.at == self.filled && text.len() < text.capacity() && self.fill()? == 0 {
@@ -130,7 +132,8 @@ impl Frames {
         }
     }
 
-    /// Moves what is held to the front, and reads as much behind it as there is and has room; how much came.
+    /// Moves the buffered bytes to the front and fills the rest of the buffer from the file. Returns the number of
+    /// bytes read.
     fn fill(&mut self) -> Result<usize> {
         self.block.copy_within(self.at..self.filled, 0);
         (self.at, self.filled) = (0, self.filled - self.at);
@@ -146,8 +149,8 @@ impl Frames {
         Ok(self.filled - before)
     }
 
-    fn changed(&self, why: &str) -> Error {
-        let what = format!("the frame at byte {} is not what was written ({why})", self.start);
+    fn changed(&self, reason: &str) -> Error {
+        let what = format!("the frame at byte {} is not what was written ({reason})", self.start);
         Error::new(Kind::Io, what)
             .why("What follows it cannot be found")
             .cure("Copy the file again")
@@ -155,7 +158,7 @@ impl Frames {
     }
 }
 
-/// The records that are traces. One that is none (half a character, say) stays on the disk.
+/// Decodes the records of a frame and skips those that are not valid traces.
 fn traces(text: &[u8]) -> Vec<Arc<Trace>> {
     let mut start = 0;
     let lines = memchr_iter(b'\n', text).chain([text.len()]).map(|end| {

@@ -1,7 +1,9 @@
-//! Streams of records: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd; a file or standard input.
+//! Streams of records: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd; from a file or standard
+//! input.
 //!
-//! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order, and by the longest record:
-//! a longer one is never held whole. What a record means is decided in `format`.
+//! A chunk of records is parsed in parallel and returned in order. Memory is bounded by the size of a chunk plus the
+//! longest allowed record; a longer record is never completely in memory. The module `format` defines the meaning of a
+//! record.
 
 mod buffer;
 mod frames;

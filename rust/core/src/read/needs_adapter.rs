@@ -1,5 +1,4 @@
-//! Tells which records are read as they stand, and which a caller must look at first: producers' forms that are not known
-//! here are made into records that are.
+//! Decides which records the core can read, and which an adapter of the caller must convert first.
 
 use super::reader::{Report, decode_all};
 use crate::error::{Error, Kind, Result};
@@ -11,11 +10,15 @@ use serde_json::value::RawValue;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// For each record whether it is read as it stands: something was sampled in it, after something that it says too; of its
-/// choices none is left out; of a list of messages the last one is what was sampled; and no object in it has one of `keys`,
-/// be it written as JSON within a string.
+/// Returns for each record whether the core reads it completely, without a conversion.
 ///
-/// What follows messages that end with the user may stand beside them, under a name that is not known here.
+/// All of these must hold:
+/// - Something was sampled, and the record also contains what it was sampled after.
+/// - No choice was ignored.
+/// - In a list of messages the last message was sampled.
+/// - No object has one of `keys`, also not in JSON that is written inside a string.
+///
+/// If the messages end with the user, the answer may be stored under a name that the core does not recognise.
 ///
 /// ```
 /// let answered = br#"{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "from"}]}"#;
@@ -26,12 +29,12 @@ use std::sync::Arc;
 /// ```
 ///
 /// # Errors
-/// Where the keys are too many to be searched for.
+/// `Kind::Argument` if there are too many keys to search for.
 pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<bool>> {
     let keys = AhoCorasick::builder().match_kind(MatchKind::LeftmostFirst).build(keys);
     let keys = keys.map_err(|error| Error::new(Kind::Argument, error.to_string()))?;
     let has_key =
-        |record: &[u8]| keys.find_iter(record).any(|found| is_key(&record[..found.start()], &record[found.end()..]));
+        |record: &[u8]| keys.find_iter(record).any(|name| is_key(&record[..name.start()], &record[name.end()..]));
     let is_plain = |record: Arc<[u8]>| {
         !has_key(&record)
             && decode_all(vec![record], "", 1.into(), None).is_ok_and(|(traces, report)| stands(&traces, &report))
@@ -39,11 +42,11 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
     Ok(pool::map(records, || (), |(), record| is_plain(record)))
 }
 
-/// The traces whose conversation goes on behind what was sampled last, by their number.
+/// Returns the indices of traces whose conversation continues after the last sampled message.
 ///
-/// With `names`, those alone beside whose messages an answer may stand: something under one of these names, which are
-/// lower case without `_` and `-`, or what may be a response or a message; and those in which nothing was sampled. Their
-/// records are to be looked at.
+/// With `names`, only traces are returned whose record may contain an answer outside the messages, and traces without a
+/// generation. An answer is a value under one of these names, or one that may be a response or a message. The names are
+/// lower case without `_` and `-`.
 ///
 /// ```
 /// # use tracegrad_core::read::{Options, open, read_all};
@@ -57,54 +60,58 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
 /// ```
 ///
 /// # Errors
-/// Where a record cannot be read again.
+/// `Kind::Io` if a record cannot be read again.
 pub fn open<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Result<Vec<usize>> {
-    let asked = |trace: &Trace| names.map_or(Ok(true), |names| trace.record().map(|record| may_answer(&record, names)));
-    let empty = |trace: &Trace| names.is_some() && trace.generations.is_empty();
-    let odd = |trace: &Trace| Ok(empty(trace) || !trace.generations.is_empty() && is_open(trace) && asked(trace)?);
-    let found = (0..traces.len()).map(|index| Ok(odd(&traces[index])?.then_some(index)));
-    found.filter_map(Result::transpose).collect()
+    let has_answer =
+        |trace: &Trace| names.map_or(Ok(true), |names| trace.record().map(|record| may_answer(&record, names)));
+    let is_empty = |trace: &Trace| names.is_some() && trace.generations.is_empty();
+    let selects =
+        |trace: &Trace| Ok(is_empty(trace) || !trace.generations.is_empty() && is_open(trace) && has_answer(trace)?);
+    let indices = (0..traces.len()).map(|index| Ok(selects(&traces[index])?.then_some(index)));
+    indices.filter_map(Result::transpose).collect()
 }
 
-/// What a response or a message has in it, however it is called and written.
+/// Words that a response or a message contains, whatever its format.
 const SAID: [&str; 4] = ["choices", "content", "tool_calls", "blocks"];
 
-/// Whether beside the messages of a record something stands that may be an answer.
+/// Returns whether a record contains a possible answer outside its messages.
 fn may_answer<N: AsRef<str>>(record: &[u8], names: &[N]) -> bool {
     let Ok(values) = serde_json::from_slice::<HashMap<String, &RawValue>>(record) else { return true };
-    let named = |key: &str| {
-        let plain: String = key.chars().filter(|letter| !matches!(letter, '_' | '-')).collect();
-        names.iter().any(|name| plain.eq_ignore_ascii_case(name.as_ref()))
+    let has_name = |key: &str| {
+        let bare_name: String = key.chars().filter(|letter| !matches!(letter, '_' | '-')).collect();
+        names.iter().any(|name| bare_name.eq_ignore_ascii_case(name.as_ref()))
     };
     values.iter().any(|(key, value)| {
         let text = value.get();
-        let holds = text.starts_with(['{', '[', '"']) && key != "messages" && key != "tools";
-        holds && (named(key) || SAID.iter().any(|word| text.contains(word)))
+        let is_candidate = text.starts_with(['{', '[', '"']) && key != "messages" && key != "tools";
+        is_candidate && (has_name(key) || SAID.iter().any(|word| text.contains(word)))
     })
 }
 
-/// Whether what decoding a record gave is all that it says was sampled. A recorder's own form says so by itself.
+/// Returns whether the decoded traces contain everything that was sampled. A recorder's own format marks its messages
+/// itself.
 fn stands(traces: &[Arc<Trace>], report: &Report) -> bool {
     let is_list = report.forms.keys().any(|form| form.name == "chat");
     let is_whole = |trace: &Trace| !(trace.generations.is_empty() || is_list && is_open(trace));
     report.unused_choices == 0 && traces.iter().any(|trace| is_whole(trace)) && !alone(traces, report)
 }
 
-/// Whether responses stand there of which nothing says what they were sampled after: their requests may stand beside them,
-/// under another name.
+/// Returns whether responses were decoded without their prompts, and the record may store the requests under another
+/// name.
 fn alone(traces: &[Arc<Trace>], report: &Report) -> bool {
-    let nothing = |prompt: &Prompt| matches!(prompt, Prompt::Rendered | Prompt::Unknown);
+    let has_no_prompt = |prompt: &Prompt| matches!(prompt, Prompt::Rendered | Prompt::Unknown);
     let mut first = traces.iter().filter_map(|trace| trace.generations.first());
-    !report.forms.keys().any(is_recorders) && first.all(|first| first.context.is_empty() && nothing(&first.prompt))
+    !report.forms.keys().any(is_recorders)
+        && first.all(|first| first.context.is_empty() && has_no_prompt(&first.prompt))
 }
 
-/// Whether the last message of a conversation was not sampled.
+/// Returns whether the last message of a conversation was not sampled.
 fn is_open(trace: &Trace) -> bool {
     let sampled = |last: &u32| trace.generations.iter().rev().any(|generation| generation.message == *last);
     trace.conversation.last().is_some_and(|last| !sampled(last))
 }
 
-/// Whether a name between these bytes is a key: in quotes, which may be escaped, and followed by a colon.
+/// Returns whether the name between these bytes is a key: quoted (the quotes may be escaped) and followed by a colon.
 fn is_key(before: &[u8], after: &[u8]) -> bool {
     let escapes = after.iter().take_while(|byte| **byte == b'\\').count();
     let rest = after[escapes..].strip_prefix(b"\"").map(<[u8]>::trim_ascii_start);

@@ -1,4 +1,4 @@
-//! Bad records written aside: their bytes in one file, where they came from and why they are bad in another.
+//! Files with bad records: one contains their bytes, the other the place and the reason of each.
 
 use super::source::in_file;
 use crate::error::{At, Error, Kind, Result};
@@ -9,31 +9,31 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// The two files, made when the first bad record comes.
+/// The two files. They are created when the first bad record is written.
 pub(super) struct Quarantine {
     raw_path: PathBuf,
     list_path: PathBuf,
     files: Option<[BufWriter<File>; 2]>,
     offset: u64,
-    /// What the list says of the last record, written once its length is known.
+    /// Entry of the last record in the list, written when its length is final.
     pending: Option<Pending>,
 }
 
-/// A record whose bytes may still be coming.
+/// Entry of a record that may receive further bytes.
 struct Pending {
     entry: serde_json::Value,
     length: u64,
 }
 
 impl Quarantine {
-    /// A quarantine at `PATH.quarantine.raw` and `PATH.quarantine.jsonl`.
+    /// Creates a quarantine at `PATH.quarantine.raw` and `PATH.quarantine.jsonl`.
     pub fn new(path: &Path) -> Self {
-        let beside = |suffix: &str| {
+        let with_suffix = |suffix: &str| {
             let mut name = path.as_os_str().to_owned();
             name.push(suffix);
             PathBuf::from(name)
         };
-        let (raw_path, list_path) = (beside(".quarantine.raw"), beside(".quarantine.jsonl"));
+        let (raw_path, list_path) = (with_suffix(".quarantine.raw"), with_suffix(".quarantine.jsonl"));
         Self { raw_path, list_path, files: None, offset: 0, pending: None }
     }
 
@@ -54,7 +54,7 @@ impl Quarantine {
         self.go_on(bytes)
     }
 
-    /// Writes further bytes of the last record.
+    /// Appends further bytes of the last record.
     pub fn go_on(&mut self, bytes: &[u8]) -> Result<()> {
         if let Some(pending) = &mut self.pending {
             pending.length += bytes.len() as u64;
@@ -82,14 +82,14 @@ impl Quarantine {
         })
     }
 
-    fn with_files(&mut self, act: impl FnOnce(&mut [BufWriter<File>; 2]) -> io::Result<()>) -> Result<()> {
-        let done = match &mut self.files {
-            Some(files) => act(files),
+    fn with_files(&mut self, write: impl FnOnce(&mut [BufWriter<File>; 2]) -> io::Result<()>) -> Result<()> {
+        let result = match &mut self.files {
+            Some(files) => write(files),
             None => files::create(&self.raw_path)
                 .and_then(|raw| Ok([BufWriter::new(raw), BufWriter::new(files::create(&self.list_path)?)]))
-                .and_then(|files| act(self.files.insert(files))),
+                .and_then(|files| write(self.files.insert(files))),
         };
-        done.map_err(|error| {
+        result.map_err(|error| {
             Error::new(Kind::Io, format!("the quarantine cannot be written: {error}"))
                 .why("Bad records would be lost")
                 .cure("Free space there, remove what has its name, or name another place with quarantine=")
@@ -99,7 +99,7 @@ impl Quarantine {
 }
 
 impl Drop for Quarantine {
-    /// A reader that is dropped early still leaves whole entries.
+    /// Completes the last entry if a reader is dropped early.
     fn drop(&mut self) {
         let _ = self.finish();
     }

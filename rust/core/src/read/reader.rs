@@ -1,7 +1,7 @@
-//! Reads a stream chunk by chunk: gives its traces, or its records before they are decoded, and counts what was bad.
+//! Reads a stream of records chunk by chunk, decodes them into traces and counts the bad ones.
 //!
-//! What is bad is settled by the reader's policy, with the bytes of the file. What a caller changes in a record before it
-//! is decoded is the caller's affair.
+//! A bad record is handled by the reader's policy (`OnError`), always with the original bytes of the file. A caller may
+//! replace the bytes of a record before it is decoded.
 
 use super::buffer::Bytes;
 use super::quarantine::Quarantine;
@@ -18,31 +18,31 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What to do with a bad record.
+/// Policy for bad records.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum OnError {
-    /// End with its error.
+    /// Stop with the record's error.
     #[default]
     Raise,
-    /// Leave it out and count it.
+    /// Skip the record and count it.
     Skip,
-    /// Leave it out, count it, and write it aside: its bytes to `PATH.quarantine.raw`, where and why to
+    /// Skip the record, count it, and save it. Its bytes go to `PATH.quarantine.raw`; its place and the reason go to
     /// `PATH.quarantine.jsonl`.
     Quarantine(PathBuf),
 }
 
-/// How to read.
+/// Options of a reader.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// What to do with a bad record.
+    /// Policy for bad records.
     pub on_error: OnError,
-    /// Stop after so many traces.
+    /// Stop after this many traces. `None` means no limit.
     pub limit: Option<u64>,
     /// Longest record in bytes; a longer one is bad. Default 1 GiB.
     pub max_record_bytes: usize,
-    /// Bytes of records parsed at once. Default 8 MiB.
+    /// Bytes of records that are parsed in one chunk. Default 8 MiB.
     pub chunk_bytes: usize,
-    /// The form of every record, by its name; `None` tells each by its structure.
+    /// Name of the form that every record has. `None` detects the form of each record from its structure.
     pub format: Option<&'static str>,
 }
 
@@ -52,12 +52,12 @@ impl Default for Options {
     }
 }
 
-/// Bytes of the first chunk: small, so that the first traces come soon.
+/// Bytes of the first chunk. It is small, so that the first traces arrive early.
 const FIRST_CHUNK_BYTES: usize = 64 << 10;
 
 const CHUNK_RECORDS: usize = 1 << 14;
 
-/// Reads all traces of a file that is in memory, in any layout and compression; an error names `name` as the file.
+/// Reads all traces of a file in memory, in any layout and compression. Errors report `name` as the file.
 ///
 /// ```
 /// use tracegrad_core::read::{Options, read_all};
@@ -85,41 +85,42 @@ pub struct Reader {
     pub(super) file: Arc<str>,
     pub(super) options: Options,
     pub(super) limit: usize,
-    /// Bytes taken from the file so far.
+    /// Bytes read from the file so far, before decompression.
     pub(super) taken: Arc<AtomicU64>,
     pub(super) splitter: Splitter,
     pub(super) waiting: VecDeque<Outcome>,
-    /// Records that were cut while those before them were decoded.
+    /// Next chunk of records, cut while the current one is decoded.
     pub(super) ahead: Option<Vec<Piece>>,
-    /// Where the records stand on disk that `records` gave last.
+    /// Places on disk of the records that the last call of `records` returned.
     pub(super) spots: Vec<Option<Spot>>,
-    /// Whether the source never waits, so that reading ahead holds nothing up.
+    /// Whether reads from the source never block, so that reading ahead delays nothing.
     pub(super) ready: bool,
     pub(super) next_chunk: usize,
     pub(super) quarantine: Option<Quarantine>,
     pub(super) report: Report,
-    /// Bad records whose form the caller may know are given to it before they are settled.
+    /// Whether `batch_asking` stops at bad records that the caller may be able to convert.
     pub(super) asking: bool,
-    /// The one that was given last.
+    /// The bad record at which `batch_asking` stopped.
     pub(super) refused: Option<(At, Bytes, Rejection)>,
-    /// Nothing more comes from the splitter.
+    /// Whether the splitter has no more records.
     pub(super) exhausted: bool,
     pub(super) ended: bool,
 }
 
 impl Reader {
-    /// Opens a file, or standard input for `-`.
+    /// Opens a file. The path `-` means standard input.
     pub fn open(path: &Path, options: Options) -> Result<Self> {
         Self::open_as(path, None, options)
     }
 
-    /// Opens a file that has another name in errors, such as the address that a pipe brings the bytes of.
+    /// Opens a file and reports `name` instead of the path in errors. Use it for a pipe that carries the bytes of a
+    /// URL.
     pub fn open_as(path: &Path, name: Option<&str>, options: Options) -> Result<Self> {
         let source = Source::open(path, options.max_record_bytes, name)?;
         Ok(Self::over(source, options))
     }
 
-    /// Reads from any byte stream; `name` stands for the file in errors.
+    /// Reads from any byte stream. Errors report `name` as the file.
     pub fn from_reader(bytes: impl io::Read + Send + 'static, name: &str, options: Options) -> Result<Self> {
         Ok(Self::over(Source::new(Box::new(bytes), name, options.max_record_bytes)?, options))
     }
@@ -149,29 +150,30 @@ impl Reader {
         }
     }
 
-    /// Counts of what has been given back so far.
+    /// Returns the counts of the records returned so far.
     pub fn report(&self) -> &Report {
         &self.report
     }
 
-    /// Bytes of the file that were taken so far, before decompression: more than what was given back.
+    /// Returns the number of bytes read from the file, before decompression. Reading ahead makes it larger than the
+    /// bytes of the records returned.
     pub fn taken(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
 
-    /// Takes at most `count` traces. Fewer mean that the stream has ended.
+    /// Reads at most `count` traces. Fewer than `count` means that the stream has ended.
     pub fn batch(&mut self, count: usize) -> Result<Vec<Arc<Trace>>> {
         self.by_ref().take(count).map(|trace| trace.map(Arc::new)).collect()
     }
 
-    /// Reads and parses the next chunk; on several threads the one behind it is cut meanwhile.
+    /// Decodes the next chunk. With several threads the chunk after it is cut at the same time.
     fn fill(&mut self) {
         let pieces = self.ahead.take().unwrap_or_else(|| self.cut());
         let bytes = pieces.iter().map(Piece::len).sum::<usize>();
         self.report.bytes += bytes as u64;
         let (file, limit, format) = (Arc::clone(&self.file), self.limit, self.options.format);
         let decode = || decoded(pieces, &file, limit, format);
-        // Beside a long record not another one is held.
+        // A long record is not decoded while the next chunk is read: that would keep two of them in memory.
         let ahead = self.ready && !self.exhausted && bytes / 2 < self.options.chunk_bytes;
         let outcomes = if ahead && pool::count() > 1 {
             let (outcomes, next) = pool::join(decode, || self.cut());
@@ -195,36 +197,36 @@ impl Reader {
                 None => self.exhausted = true,
             }
         }
-        // One thread gains nothing by larger chunks, and small ones stay in its cache.
+        // A single thread gains nothing from larger chunks, and small ones stay in its cache.
         let factor = if pool::count() == 1 { 1 } else { 4 };
         self.next_chunk = (self.next_chunk * factor).min(self.options.chunk_bytes).max(1);
         pieces
     }
 
-    /// Applies the policy to a bad record.
+    /// Applies the error policy to a bad record.
     pub(super) fn settle(&mut self, bytes: &[u8], at: At, continued: bool, rejection: Rejection) -> Result<()> {
         if continued {
-            return self.quarantine.as_mut().map_or(Ok(()), |aside| aside.go_on(bytes));
+            return self.quarantine.as_mut().map_or(Ok(()), |quarantine| quarantine.go_on(bytes));
         }
         self.report.count_bad(rejection.reason, &rejection.error);
         match &mut self.quarantine {
-            Some(aside) => aside.put(bytes, at, &self.file, &rejection),
+            Some(quarantine) => quarantine.put(bytes, at, &self.file, &rejection),
             None if self.options.on_error == OnError::Skip => Ok(()),
             None => Err(rejection.error),
         }
     }
 
-    /// Closes the stream: an empty one is an error under every policy.
+    /// Closes the stream. An empty stream is an error under every policy.
     fn finish(&mut self) -> Result<()> {
         self.ended = true;
-        if let Some(aside) = &mut self.quarantine {
-            aside.finish()?;
+        if let Some(quarantine) = &mut self.quarantine {
+            quarantine.finish()?;
         }
         if self.report.records > 0 {
             return Ok(());
         }
-        let found = if self.splitter.saw_bytes() { "there is no record in it" } else { "it is empty" };
-        Err(Error::new(Kind::Io, found)
+        let problem = if self.splitter.saw_bytes() { "there is no record in it" } else { "it is empty" };
+        Err(Error::new(Kind::Io, problem)
             .why("There are no traces to read")
             .cure("Check the path, and that whatever wrote it has finished")
             .at(&in_file(&self.file)))
@@ -275,37 +277,38 @@ impl Iterator for Reader {
     }
 }
 
-/// A record of the file, not yet decoded.
+/// A record of the file before decoding.
 #[derive(Debug, Clone)]
 pub struct Cut {
-    /// Where it begins.
+    /// Place of its first byte.
     pub at: At,
-    /// Its bytes.
+    /// Bytes of the record.
     pub bytes: Arc<[u8]>,
 }
 
-/// What a caller made of a record.
+/// Result of a caller's conversion of a record.
 #[derive(Debug, Clone)]
 pub enum Made {
-    /// The bytes to decode in its place.
+    /// The bytes to decode instead.
     Record(Arc<[u8]>),
-    /// Nothing: what was found, why it matters, what to do.
+    /// A record that could not be converted: what is wrong, why it matters, and what to do.
     Refused([String; 3]),
 }
 
 impl Reader {
-    /// Takes at most `count` records that are not decoded yet, of about `most` bytes together. None: the stream has ended.
+    /// Reads at most `count` records without decoding them, of about `most` bytes together. An empty list means that
+    /// the stream has ended.
     ///
-    /// For use before `batch`, which cuts ahead of what it gives back.
-    pub fn records(&mut self, count: usize, most: usize) -> Result<Vec<Cut>> {
+    /// Call it before `batch`, because `batch` cuts records ahead of those that it returns.
+    pub fn records(&mut self, count: usize, max_bytes: usize) -> Result<Vec<Cut>> {
         self.spots.clear();
-        let (mut records, mut held) = (Vec::new(), 0);
-        while records.len() < count && held < most && !self.exhausted && !self.limit_reached() {
+        let (mut records, mut byte_count) = (Vec::new(), 0);
+        while records.len() < count && byte_count < max_bytes && !self.exhausted && !self.limit_reached() {
             let Some(piece) = self.splitter.next_piece() else {
                 self.exhausted = true;
                 break;
             };
-            held += piece.len();
+            byte_count += piece.len();
             self.report.bytes += piece.len() as u64;
             if let Piece::Record { at, bytes, spot } = piece {
                 self.spots.push(spot);
@@ -321,7 +324,9 @@ impl Reader {
         Ok(records)
     }
 
-    /// Takes at most `count` traces; it ends also before a bad record whose form the caller may know: `settle_refused` or `decode` goes on.
+    /// Reads at most `count` traces, and stops early at a bad record that the caller may be able to convert.
+    ///
+    /// The caller continues with `settle_refused` or `decode`.
     pub fn batch_asking(&mut self, count: usize) -> Result<(Vec<Arc<Trace>>, Option<Cut>)> {
         self.asking = true;
         let traces = self.batch(count)?;
@@ -329,15 +334,16 @@ impl Reader {
         Ok((traces, refused.map(|(at, bytes, _)| Cut { at: *at, bytes: bytes.clone().own() })))
     }
 
-    /// Settles the record that `batch_asking` ended before, which its caller does not know either.
+    /// Applies the error policy to the record at which `batch_asking` stopped, if the caller cannot convert it either.
     pub fn settle_refused(&mut self) -> Result<()> {
         let Some((at, bytes, rejection)) = self.refused.take() else { return Ok(()) };
-        let settled = self.settle(&bytes, at, false, rejection);
-        self.ended |= settled.is_err();
-        settled
+        let result = self.settle(&bytes, at, false, rejection);
+        self.ended |= result.is_err();
+        result
     }
 
-    /// Takes records back that `records` gave first, all of them and unchanged, to be read before all others.
+    /// Takes back the records of the first call of `records`, so that they are read first. They must be complete and
+    /// unchanged.
     pub fn put_back(&mut self, records: Vec<Cut>) {
         self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
         let spots = self.spots.drain(..).chain(std::iter::repeat(None));
@@ -346,12 +352,12 @@ impl Reader {
         self.ahead = Some(pieces.collect());
     }
 
-    /// Decodes records in place of those they were made of, and settles what is bad.
-    pub fn decode(&mut self, made: Vec<(Cut, Made)>) -> Result<Vec<Arc<Trace>>> {
+    /// Decodes converted records and applies the error policy to the bad ones.
+    pub fn decode(&mut self, conversions: Vec<(Cut, Made)>) -> Result<Vec<Arc<Trace>>> {
         self.refused = None;
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());
-        for (cut, made) in made {
-            match made {
+        for (cut, conversion) in conversions {
+            match conversion {
                 Made::Record(bytes) => pieces.push(Piece::own(cut.at, bytes)),
                 Made::Refused([what, why, cure]) => {
                     let problem = reject(Reason::WrongType, what).why(why).cure(cure);
@@ -378,20 +384,20 @@ impl Reader {
     }
 }
 
-/// Bytes of a record whose decoding takes some tenths of a second: no parser looks meanwhile whether it must stop.
+/// Records of this many bytes take tenths of a second to decode. No parser checks for cancellation during that time.
 const LONG: usize = 8 << 20;
 
-/// One record after decoding, with what the policy for bad ones needs.
+/// One record after decoding, with the data that the policy for bad records needs.
 pub(super) struct Outcome {
     pub at: At,
-    /// Those of a bad record.
+    /// Bytes of a bad record; empty for a good one.
     pub bytes: Bytes,
     pub decoded: Decoded<Record>,
-    /// Further bytes of a record that was too long to hold.
+    /// Whether these are further bytes of a record that was too long to keep in memory.
     pub continued: bool,
 }
 
-/// Decodes records that are in memory already; an error names `name` and the record's place, from `first` on.
+/// Decodes records that are in memory already. Errors report `name` and the record's place, counted from `first`.
 pub fn decode_all(
     records: Vec<Arc<[u8]>>,
     name: &str,
@@ -412,7 +418,7 @@ pub fn decode_all(
     Ok((traces, report))
 }
 
-/// Decodes pieces in their order, on all threads.
+/// Decodes pieces on all threads and returns the results in order.
 pub(super) fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Vec<Outcome> {
     pool::map(pieces, || (), |(), piece| Outcome::of(piece, file, limit, format))
 }
@@ -438,7 +444,7 @@ impl Outcome {
     }
 }
 
-/// Decodes a record; a fault of the code that does is a reason like others.
+/// Decodes one record. A panic in the decoder is reported as a bad record.
 fn decode_one(bytes: &[u8], raw: Raw, place: &Location, format: Option<&str>) -> Decoded<Record> {
     let work = || Ok(decode(bytes, raw, place, format));
     let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(place) });
@@ -451,30 +457,30 @@ fn too_long(limit: usize) -> Rejection {
         .cure("Split it, or raise max_record_bytes")
 }
 
-/// What a reader has seen so far.
+/// Counts of a reader.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
-    /// Records, good and bad.
+    /// Number of records, good and bad.
     pub records: u64,
-    /// Good ones.
+    /// Number of good records.
     pub traces: u64,
-    /// Good ones by form.
+    /// Number of good records by form.
     pub forms: BTreeMap<Form, u64>,
-    /// Bad ones.
+    /// Number of bad records.
     pub bad: u64,
-    /// Bad ones by reason.
+    /// Number of bad records by reason.
     pub reasons: BTreeMap<Reason, u64>,
     /// The first few errors, in order.
     pub first_errors: Vec<Error>,
-    /// Sampling calls in the good ones.
+    /// Number of generations (sampling calls) in the good records.
     pub generations: u64,
-    /// Sampled tokens that they list.
+    /// Number of sampled tokens in these generations.
     pub tokens: u64,
-    /// Logprobs that were null, NaN or -inf.
+    /// Number of logprobs that were null, NaN or -inf.
     pub missing_logprobs: u64,
-    /// Logprobs that were positive or -9999.0.
+    /// Number of logprobs that were positive or -9999.0.
     pub invalid_logprobs: u64,
-    /// Choices that were not used because the record names none and the first was taken.
+    /// Number of choices that were ignored: the record names none as chosen, so the first was used.
     pub unused_choices: u64,
     /// Bytes of records, after decompression.
     pub bytes: u64,

@@ -1,6 +1,6 @@
-//! Opens a file or standard input, and decompresses it by what its bytes are and not by the suffix.
+//! Opens a file or standard input and decompresses it. The compression is detected from the bytes, not from the suffix.
 //!
-//! Reads of pipes and terminals may block for ever: the wait ends when the caller stops the work.
+//! A read from a pipe or a terminal may block forever. It ends when the caller cancels the work.
 
 use crate::cancel;
 use crate::error::{Error, Kind, Location, Result};
@@ -14,23 +14,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::Builder;
 
-/// A byte stream with the name it has in errors.
+/// A byte stream and the name that errors report for it.
 pub(super) struct Source {
     pub name: Arc<str>,
     pub bytes: Box<dyn Read + Send>,
-    /// It never waits for a writer: a file on disk.
+    /// Whether a read never waits for a writer. This is true for a file on disk.
     pub ready: bool,
-    /// Longest record: the limit, less what decompression holds beyond what any reader may.
+    /// Longest record in bytes: the limit, less the memory that decompression needs beyond the common window.
     pub limit: usize,
-    /// The file that records are left in.
+    /// The file from which records can be read again, if there is one.
     pub origin: Option<Arc<Origin>>,
-    /// The stream gives its bytes as they are, not decompressed.
+    /// Whether the stream returns the bytes of the file unchanged, without decompression.
     stands: bool,
-    /// Bytes taken so far, before decompression.
+    /// Number of bytes read so far, before decompression.
     pub taken: Arc<AtomicU64>,
 }
 
-/// Counts the bytes that are taken from a stream.
+/// A reader that counts the bytes read from a stream.
 struct Counted<R>(R, Arc<AtomicU64>);
 
 impl<R: Read> Read for Counted<R> {
@@ -44,26 +44,26 @@ impl<R: Read> Read for Counted<R> {
 const GZIP: &[u8] = &[0x1f, 0x8b];
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 
-/// A zstd window of this size, 32 MiB, is always taken.
+/// A zstd window of this size, 32 MiB, is always allowed.
 const COMMON_WINDOW_LOG: u32 = 25;
 
-/// The largest window that there is: `zstd --long=31`.
+/// The largest window that zstd has: `zstd --long=31`.
 const MOST_WINDOW_LOG: u32 = 31;
 
-/// As many bytes of a zstd frame say its window.
+/// Number of bytes of a zstd frame that contain the window size.
 const HEADER: usize = 18;
 
 const PARQUET: &[u8] = b"PAR1";
 
-/// The records of a smaller file are kept in memory: a file is not held open for so little.
+/// Records of a smaller file are kept in memory, because keeping a file open is not worth it.
 const FEW: u64 = 1 << 16;
 
 const BLOCK: usize = 1 << 18;
 
 impl Source {
-    /// Opens a file, or standard input for `-`.
+    /// Opens a file. The path `-` means standard input.
     ///
-    /// `limit`: bytes of the longest record. `name`: stands for the path in errors.
+    /// `limit` is the number of bytes of the longest record. `name` replaces the path in errors.
     pub fn open(path: &Path, limit: usize, name: Option<&str>) -> Result<Self> {
         if path == Path::new("-") {
             let stdin = stdin().map_err(|error| unreadable("<stdin>", &error))?;
@@ -88,7 +88,7 @@ impl Source {
         Ok(source)
     }
 
-    /// Decompresses a byte stream where its first bytes say so.
+    /// Wraps a byte stream, and decompresses it if its first bytes are those of gzip or zstd.
     pub fn new(bytes: Box<dyn Read + Send>, name: &str, limit: usize) -> Result<Self> {
         let taken = Arc::new(AtomicU64::new(0));
         let mut bytes: Box<dyn Read + Send> = Box::new(Counted(bytes, Arc::clone(&taken)));
@@ -108,24 +108,24 @@ impl Source {
         }
         let stands = !is_gzip && !is_zstd;
         let window_log = window_log(&magic).max(COMMON_WINDOW_LOG);
-        let whole: Chain<_, _> = Cursor::new(magic).chain(bytes);
-        // Decoders ask for a little at a time; what stands as it is is read in blocks.
-        let buffered = |whole| BufReader::with_capacity(BLOCK, whole);
+        let stream: Chain<_, _> = Cursor::new(magic).chain(bytes);
+        // Decoders read a few bytes at a time and need a buffer. Uncompressed bytes are read in blocks.
+        let buffered = |stream| BufReader::with_capacity(BLOCK, stream);
         let mut source =
             Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit, origin: None, stands, taken };
         source.bytes = if is_gzip {
-            Box::new(MultiGzDecoder::new(buffered(whole)))
+            Box::new(MultiGzDecoder::new(buffered(stream)))
         } else if is_zstd {
             source.limit = beside_window(window_log, limit).map_err(|error| error.at(&in_file(name)))?;
-            Box::new(unzstd(buffered(whole), window_log).map_err(|error| unreadable(name, &error))?)
+            Box::new(unzstd(buffered(stream), window_log).map_err(|error| unreadable(name, &error))?)
         } else {
-            Box::new(whole)
+            Box::new(stream)
         };
         Ok(source)
     }
 }
 
-/// What something is that holds no records: a device, or a folder.
+/// Returns the kind of a path that cannot contain records: a device or a directory.
 fn no_file(kind: FileType, file: &File) -> Option<&'static str> {
     #[cfg(unix)]
     {
@@ -137,14 +137,14 @@ fn no_file(kind: FileType, file: &File) -> Option<&'static str> {
     kind.is_dir().then_some("directory")
 }
 
-/// A decoder for frames of windows up to that size; zstd refuses larger ones.
+/// Creates a decoder for frames with windows of at most 2^`window_log` bytes. zstd rejects larger ones.
 fn unzstd<R: io::BufRead>(bytes: R, window_log: u32) -> io::Result<zstd::Decoder<'static, R>> {
     let mut decoder = zstd::Decoder::with_buffer(bytes)?;
     decoder.window_log_max(window_log)?;
     Ok(decoder)
 }
 
-/// The longest record where a window is held beside it: window and record together are bounded as a record alone is.
+/// Returns the longest record that fits next to the window, so that both together stay within the limit of a record.
 fn beside_window(window_log: u32, limit: usize) -> Result<usize> {
     let (window, common) = (1_usize << window_log.min(MOST_WINDOW_LOG), 1_usize << COMMON_WINDOW_LOG);
     if window == common {
@@ -157,16 +157,17 @@ fn beside_window(window_log: u32, limit: usize) -> Result<usize> {
     })
 }
 
-/// The power of two that holds the window of a zstd frame (RFC 8878, 3.1.1.1), 0 where it says none.
+/// Returns log2 of the window size of a zstd frame (RFC 8878, 3.1.1.1), rounded up, or 0 if the frame does not contain
+/// it.
 fn window_log(frame: &[u8]) -> u32 {
     let Some((&descriptor, rest)) = frame.strip_prefix(ZSTD).and_then(<[u8]>::split_first) else { return 0 };
     let single_segment = descriptor & 0x20 != 0;
     if !single_segment {
-        // One more where the eighths of the mantissa reach beyond the power.
+        // Any eighths in the mantissa exceed the power, so round up.
         let Some(window) = rest.first() else { return 0 };
         return 10 + u32::from(window >> 3) + u32::from(window & 7 != 0);
     }
-    // The whole content is the window: its size stands behind the dictionary's id.
+    // The window is as large as the content. The content's size follows the id of the dictionary.
     let id = [0, 1, 2, 4][usize::from(descriptor & 3)];
     let size = 1 << (descriptor >> 6);
     let bytes = rest.get(id..id + size).unwrap_or_default();
@@ -174,7 +175,7 @@ fn window_log(frame: &[u8]) -> u32 {
     64 - content.saturating_add(if size == 2 { 256 } else { 0 }).saturating_sub(1).leading_zeros()
 }
 
-/// A zstd stream may begin with a skippable frame, as pzstd writes it.
+/// Returns whether a stream begins with a skippable zstd frame, as pzstd writes it.
 fn is_skippable(magic: &[u8]) -> bool {
     matches!(magic, [0x50..=0x5f, 0x2a, 0x4d, 0x18])
 }
@@ -195,16 +196,17 @@ pub(super) fn in_file(name: &str) -> Location {
     Location { file: Some(name.into()), ..Location::default() }
 }
 
-/// Opens a file. A pipe without a writer is waited for, by a thread that is left to wait where the work stops.
+/// Opens a file. A pipe without a writer blocks, so a thread waits for it; the thread is abandoned if the work is
+/// cancelled.
 pub(super) fn open(path: &Path) -> io::Result<File> {
-    let waits = fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir());
+    let waits = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir());
     if !waits {
         return File::open(path);
     }
-    let ((opened, found), path) = (channel(), path.to_owned());
-    Builder::new().spawn(move || opened.send(File::open(path)))?;
+    let ((sender, receiver), path) = (channel(), path.to_owned());
+    Builder::new().spawn(move || sender.send(File::open(path)))?;
     loop {
-        match found.recv_timeout(cancel::PAUSE) {
+        match receiver.recv_timeout(cancel::PAUSE) {
             Ok(file) => return file,
             Err(RecvTimeoutError::Timeout) => cancel::check_now(),
             Err(RecvTimeoutError::Disconnected) => return Err(ErrorKind::Interrupted.into()),
@@ -212,7 +214,7 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Standard input, nothing of which is held back in a buffer.
+/// Returns standard input without a buffer that could keep bytes back.
 #[cfg(unix)]
 pub(super) fn stdin() -> io::Result<File> {
     use std::os::fd::AsFd;
@@ -224,14 +226,15 @@ pub(super) fn stdin() -> io::Result<io::Stdin> {
     Ok(io::stdin())
 }
 
-/// A stream that looks now and then whether the work must stop while it waits.
+/// A stream that checks for cancellation while it waits.
 pub(super) struct Waiting<R>(pub R);
 
 #[cfg(unix)]
 impl<R: Read + std::os::fd::AsFd> Read for Waiting<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
-            // A signal ends no read that has not begun yet, and none of this thread where another has taken it.
+            // A signal does not interrupt a read that has not begun, and another thread may receive it. So poll before
+            // each read.
             if has_come(&self.0)? {
                 match self.0.read(buffer) {
                     Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -243,7 +246,7 @@ impl<R: Read + std::os::fd::AsFd> Read for Waiting<R> {
     }
 }
 
-/// Waits for bytes or their end, at most as long as the caller is not asked; whether there are any.
+/// Waits for bytes or the end of the stream, for at most `cancel::PAUSE`. Returns whether one of them has arrived.
 #[cfg(unix)]
 fn has_come(stream: &impl std::os::fd::AsFd) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};

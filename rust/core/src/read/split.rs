@@ -1,11 +1,11 @@
-//! Cuts a byte stream into records: lines, the elements of one JSON array, pretty-printed objects one after another, or
-//! streams of server-sent events among the lines.
+//! Splits a byte stream into records. Four layouts are supported: one record per line, the elements of one JSON array,
+//! pretty-printed objects one after another, and streams of server-sent events among the lines.
 //!
-//! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
+//! At most one record and one block are in memory at a time. Inside a record only strings and brackets are parsed.
 //!
-//! A stream of events is one record. It begins with a line that is a field of an event, and ends with `data: [DONE]`,
-//! before a line that is an object or begins another stream, or with the file. Its record is `{"response": "its text"}`: a
-//! record is one line of JSON, and nothing of the stream is lost in it.
+//! An event stream is one record. It begins with a line that is a field of an event. It ends with `data: [DONE]`,
+//! before a line that is an object or begins another stream, or at the end of the file. It becomes the record
+//! `{"response": "<text of the stream>"}`, which is one line of JSON and contains the complete text.
 
 use super::buffer::{BLOCK, Bytes, Held};
 use crate::cancel;
@@ -16,16 +16,16 @@ use std::io::{self, Read};
 use std::sync::Arc;
 
 pub(super) enum Piece {
-    /// A record, and where its bytes stand on disk.
+    /// A record, and the place of its bytes on disk.
     Record { at: At, bytes: Bytes, spot: Option<Spot> },
-    /// A part of a record that is longer than the limit; `continued` for all parts but the first, which are blocks.
+    /// A part of a record that is longer than the limit. `continued` is set for all parts but the first.
     Overlong { at: At, bytes: Vec<u8>, continued: bool },
-    /// The stream broke here; nothing follows.
+    /// The point at which the stream broke. No piece follows.
     Broken { at: At, bytes: Vec<u8>, problem: Rejection },
 }
 
 impl Piece {
-    /// A record that is in memory alone.
+    /// Returns a record that exists only in memory.
     pub fn own(at: At, bytes: Arc<[u8]>) -> Self {
         Self::Record { at, bytes: Bytes::Own(bytes), spot: None }
     }
@@ -43,33 +43,33 @@ const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
 #[allow(clippy::struct_excessive_bools, reason = "each says something of the bytes that the others do not")]
 pub(super) struct Splitter {
     stream: Box<dyn Read + Send>,
-    /// The file whose bytes the stream gives as they are.
+    /// The file, if the stream returns its bytes unchanged.
     origin: Option<Arc<Origin>>,
     buffer: Held,
-    /// Bytes of the stream before the buffer.
+    /// Number of bytes of the stream before the buffer.
     before: u64,
-    /// Where in the buffer the record being read begins.
+    /// Offset in the buffer at which the current record begins.
     start: usize,
-    /// Up to where it was scanned.
+    /// Offset in the buffer up to which the current record was scanned.
     scanned: usize,
     nesting: Nesting,
     layout: Layout,
-    /// Where the line being read begins, in a layout of lines.
+    /// Offset in the buffer at which the current line begins (layout `Lines` only).
     line_start: usize,
-    /// The beginning of the line being read is gone, as part of a record that is too long.
+    /// Whether the beginning of the current line was dropped, as part of a record that is too long.
     line_cut: bool,
-    /// The record being read is a stream of events.
+    /// Whether the current record is an event stream.
     in_stream: bool,
-    /// Blanks since the last line break, while the layout is not known; `None` before the first byte was looked at.
+    /// Number of blanks since the last line break, while the layout is unknown. `None` before the first byte was read.
     blanks: Option<usize>,
-    /// Line on which the record being read begins.
+    /// Line on which the current record begins.
     line: u64,
-    /// Line of `scanned`.
+    /// Line of the offset `scanned`.
     line_now: u64,
-    /// Records of an array that were cut.
+    /// Number of array elements cut so far.
     count: u64,
     limit: usize,
-    /// The record being read has passed the limit.
+    /// Whether the current record has exceeded the limit.
     overlong: bool,
     at_end: bool,
     failure: Option<io::Error>,
@@ -77,7 +77,8 @@ pub(super) struct Splitter {
 }
 
 impl Splitter {
-    /// A splitter for records of at most `limit` bytes; `origin` is a file that the stream gives the bytes of.
+    /// Creates a splitter for records of at most `limit` bytes. `origin` is the file, if the stream returns its bytes
+    /// unchanged.
     pub fn new(stream: Box<dyn Read + Send>, origin: Option<Arc<Origin>>, limit: usize) -> Self {
         Self {
             stream,
@@ -112,7 +113,7 @@ impl Splitter {
         self.buffer.room()
     }
 
-    /// The next record; `None` at the end.
+    /// Returns the next record, or `None` at the end.
     pub fn next_piece(&mut self) -> Option<Piece> {
         loop {
             if self.layout == Layout::Unknown {
@@ -141,7 +142,7 @@ impl Splitter {
         }
     }
 
-    /// Reads a block; false at the end of the stream.
+    /// Reads a block. Returns false at the end of the stream.
     fn read_block(&mut self) -> bool {
         if self.at_end {
             return false;
@@ -161,8 +162,10 @@ impl Splitter {
         !self.at_end
     }
 
-    /// Decides the layout by the first byte that is not blank; false at the end of the stream. Blanks before it are let
-    /// go of, and a line of more of them than a record may have is one that is too long.
+    /// Detects the layout from the first byte that is not blank. Returns false at the end of the stream.
+    ///
+    /// Blanks before that byte are dropped. A line with more blanks than a record may have bytes is a record that is
+    /// too long.
     fn find_layout(&mut self) -> bool {
         loop {
             let Some(blanks) = self.blanks else {
@@ -175,14 +178,14 @@ impl Splitter {
             };
             let rest = &self.buffer[self.start..];
             let length = rest.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(rest.len());
-            let beyond = passes(&rest[..length], blanks, self.limit);
-            let (overlong, skipped) = (beyond.is_some(), &rest[..beyond.unwrap_or(length)]);
+            let limit_end = passes(&rest[..length], blanks, self.limit);
+            let (overlong, skipped) = (limit_end.is_some(), &rest[..limit_end.unwrap_or(length)]);
             self.line_now += count_lines(skipped);
-            let behind = memchr::memrchr(b'\n', skipped);
-            self.blanks = Some(behind.map_or(blanks + skipped.len(), |at| skipped.len() - at - 1));
+            let line_break = memchr::memrchr(b'\n', skipped);
+            self.blanks = Some(line_break.map_or(blanks + skipped.len(), |at| skipped.len() - at - 1));
             self.start += skipped.len();
             self.scanned = self.start;
-            // Two bytes tell the layout.
+            // The layout depends on two bytes.
             if !overlong && self.buffer.len() - self.start < 2 && self.read_block() {
                 continue;
             }
@@ -196,7 +199,7 @@ impl Splitter {
         }
     }
 
-    /// The end of the record that begins at `start`, if the buffer has it.
+    /// Returns the end of the record that begins at `start`, if it is in the buffer.
     fn find_end(&mut self) -> Option<usize> {
         if self.layout == Layout::Lines {
             return self.find_line_end();
@@ -218,25 +221,25 @@ impl Splitter {
         None
     }
 
-    /// The end of a line, or of the stream of events that it belongs to.
+    /// Returns the end of the current line, or of the event stream that it belongs to.
     fn find_line_end(&mut self) -> Option<usize> {
         loop {
-            let found = memchr::memchr(b'\n', &self.buffer[self.scanned..]);
-            self.scanned = found.map_or(self.buffer.len(), |step| self.scanned + step);
-            let end = found.map(|_| self.scanned)?;
+            let step_to_break = memchr::memchr(b'\n', &self.buffer[self.scanned..]);
+            self.scanned = step_to_break.map_or(self.buffer.len(), |step| self.scanned + step);
+            let end = step_to_break.map(|_| self.scanned)?;
             let line = &self.buffer[self.line_start.min(end)..end];
-            // A line whose beginning is gone says nothing.
-            let whole = !std::mem::take(&mut self.line_cut);
-            if !(self.in_stream || whole && is_field(line)) {
+            // A line without its beginning cannot be classified.
+            let complete = !std::mem::take(&mut self.line_cut);
+            if !(self.in_stream || complete && is_field(line)) {
                 return Some(end);
             }
-            if whole && self.in_stream && begins_another(line) && self.line_start > self.start {
-                // The line break before it ends the record and is counted there.
+            if complete && self.in_stream && begins_another(line) && self.line_start > self.start {
+                // The line break before this line ends the record, and is counted when the record is cut.
                 self.line_now -= 1;
                 return Some(self.line_start - 1);
             }
             self.in_stream = true;
-            if whole && is_done(line) {
+            if complete && is_done(line) {
                 return Some(end);
             }
             (self.scanned, self.line_start) = (end + 1, end + 1);
@@ -244,7 +247,7 @@ impl Splitter {
         }
     }
 
-    /// Whether what stands at `start` cannot begin a record.
+    /// Returns whether the bytes at `start` cannot begin a record.
     fn blocked(&self) -> bool {
         let Layout::Array { comma_due, closed } = self.layout else { return false };
         !self.overlong
@@ -270,15 +273,16 @@ impl Splitter {
 
     fn misplaced(&self) -> Option<Rejection> {
         let closed = matches!(self.layout, Layout::Array { closed: true, .. });
-        let what = if closed { "text after the end of the JSON array" } else { "a JSON array with a misplaced comma" };
+        let problem =
+            if closed { "text after the end of the JSON array" } else { "a JSON array with a misplaced comma" };
         self.blocked().then(|| {
-            reject(Reason::NotJson, format!("not JSON: {what}"))
+            reject(Reason::NotJson, format!("not JSON: {problem}"))
                 .why("Where the next record begins cannot be known")
                 .cure("Write one array, or one record a line")
         })
     }
 
-    /// Takes the record that ends at `end`; `None` for a blank line.
+    /// Cuts the record that ends at `end`. Returns `None` for a blank line.
     fn cut(&mut self, end: usize) -> Option<Piece> {
         let (at, begin) = (self.at(), self.start);
         self.start = end;
@@ -315,18 +319,19 @@ impl Splitter {
         Some(Piece::Record { at, bytes: self.buffer.share(begin..begin + bytes.len()), spot })
     }
 
-    /// Where the record being read begins.
+    /// Returns the place at which the current record begins.
     fn at(&self) -> At {
         let in_array = matches!(self.layout, Layout::Array { .. });
         At { line: self.line, record: in_array.then_some(self.count + 1) }
     }
 
-    /// Up to where a record that is too long is let go of now, if it is one.
+    /// Returns the end of the bytes to drop now, if the current record is too long.
     fn overlong_end(&self) -> Option<usize> {
         if self.scanned - self.start <= self.limit && !(self.overlong && self.scanned > self.start) {
             return None;
         }
-        // A line of a stream of events is judged whole, with the break before it, unless it is long.
+        // A line of an event stream is classified as one piece, together with the line break before it, unless it is
+        // long.
         let line = &self.buffer[self.line_start.min(self.scanned)..];
         let begins = !self.overlong && self.line_start == self.start && is_field(line);
         if self.layout == Layout::Lines && (self.in_stream || begins) && !self.line_cut && line.len() < BLOCK {
@@ -335,7 +340,7 @@ impl Splitter {
         Some(self.scanned)
     }
 
-    /// Lets go of a record that is too long up to `end`.
+    /// Drops the bytes of a record that is too long, up to `end`.
     fn cut_overlong(&mut self, end: usize) -> Piece {
         let continued = std::mem::replace(&mut self.overlong, true);
         if end == self.scanned && self.layout == Layout::Lines {
@@ -351,7 +356,7 @@ impl Splitter {
         Piece::Overlong { at: self.at(), bytes, continued }
     }
 
-    /// What is left at the end of the stream.
+    /// Returns the rest of the stream as the last piece.
     fn last(&mut self) -> Option<Piece> {
         if let Some(error) = self.failure.take() {
             let window = error.to_string().contains("too much memory");
@@ -391,28 +396,29 @@ impl Splitter {
     }
 }
 
-/// How the lines of an event stream begin.
+/// Prefixes of the lines of an event stream.
 const FIELDS: [&[u8]; 5] = [b"data:", b"event:", b"id:", b"retry:", b":"];
 
-/// Events that only stand at the beginning of a stream.
+/// Events that occur only at the beginning of a stream.
 const FIRST: [&[u8]; 2] = [b"event: message_start", b"event: response.created"];
 
-/// Whether a line is a field of an event.
+/// Returns whether a line is a field of an event.
 pub(super) fn is_field(line: &[u8]) -> bool {
     FIELDS.iter().any(|field| line.starts_with(field))
 }
 
-/// Whether a line says that the stream has ended.
+/// Returns whether a line marks the end of the stream.
 pub(super) fn is_done(line: &[u8]) -> bool {
     line.strip_prefix(b"data:").is_some_and(|data| data.trim_ascii() == b"[DONE]")
 }
 
-/// Whether a line in a stream is not of it.
+/// Returns whether a line does not belong to the event stream before it.
 pub(super) fn begins_another(line: &[u8]) -> bool {
     line.starts_with(b"{") || FIRST.contains(&line.trim_ascii_end())
 }
 
-/// The record of a stream; bytes that are not UTF-8 stay as they are, and are refused as such.
+/// Wraps the text of an event stream in a record. Bytes that are not UTF-8 are returned unchanged, so that they are
+/// rejected later.
 pub(super) fn record(stream: &[u8]) -> Arc<[u8]> {
     let Ok(text) = std::str::from_utf8(stream) else { return stream.into() };
     format!("{{\"response\":{}}}", serde_json::Value::from(text)).into_bytes().into()
@@ -420,17 +426,17 @@ pub(super) fn record(stream: &[u8]) -> Arc<[u8]> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Layout {
-    /// Not looked at yet.
+    /// Not determined yet.
     Unknown,
-    /// One a line.
+    /// One record per line.
     Lines,
-    /// Elements of one array; whether a comma must come first, and whether the array has ended.
+    /// Elements of one array. `comma_due`: a comma must come next. `closed`: the array has ended.
     Array { comma_due: bool, closed: bool },
-    /// Objects over several lines, one after another.
+    /// Objects that span several lines, one after another.
     Objects,
 }
 
-/// Where a scan through one JSON value stands.
+/// State of a scan through one JSON value.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Nesting {
     pub depth: u32,
@@ -439,7 +445,7 @@ pub(super) struct Nesting {
 }
 
 impl Layout {
-    /// The layout of records whose first bytes these are.
+    /// Returns the layout of records that begin with `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         match bytes {
             [b'[', ..] => Self::Array { comma_due: false, closed: false },
@@ -450,12 +456,12 @@ impl Layout {
 }
 
 impl Nesting {
-    /// Whether a value without brackets ends before this byte.
+    /// Returns whether a value without brackets ends before this byte.
     pub fn ends_before(self, byte: u8) -> bool {
         self.depth == 0 && !self.in_string && matches!(byte, b',' | b']' | b' ' | b'\t' | b'\r' | b'\n')
     }
 
-    /// Takes one byte; whether it closes a value in brackets.
+    /// Consumes one byte. Returns whether it closes a value in brackets.
     pub fn ends_with(&mut self, byte: u8) -> bool {
         if self.in_string {
             let escaped = std::mem::take(&mut self.escaped);
@@ -479,7 +485,7 @@ impl Nesting {
     }
 }
 
-/// A line of an array that lost its brackets: the comma behind its object is no part of the record.
+/// Removes a comma after the object of a line. Such lines come from an array without its brackets.
 pub(super) fn without_comma(line: &[u8]) -> &[u8] {
     match line.trim_ascii_end().strip_suffix(b",").map(<[u8]>::trim_ascii_end) {
         Some(record) if record.ends_with(b"}") => record,
@@ -487,7 +493,8 @@ pub(super) fn without_comma(line: &[u8]) -> &[u8] {
     }
 }
 
-/// Behind which byte of some blanks a line of them is longer than `limit`; `before` of it stand before them.
+/// Returns how many of the blanks make their line longer than `limit`, or `None`. `before` is the number of blanks
+/// already on the line.
 pub(super) fn passes(blanks: &[u8], before: usize, limit: usize) -> Option<usize> {
     if before.saturating_add(blanks.len()) <= limit {
         return None;

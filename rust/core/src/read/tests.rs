@@ -133,7 +133,7 @@ fn a_truncated_stream_gives_what_came_before_and_says_where_it_broke() {
         let raised = self::reader(cut, OnError::Raise).find_map(Result::err).expect("an error");
         assert!(raised.to_string().contains("the stream broke"), "{raised}");
     }
-    // Read as an array that was never closed: both whole elements come, then the break.
+    // An array without its closing bracket: both complete elements are returned, then the error.
     let mut open = reader(format!("[{}, {}, ", line("a"), line("b")).as_bytes(), OnError::Skip);
     assert_eq!(ids(&mut open), ["a", "b"]);
     assert_eq!(open.report().reasons[&Reason::Stream], 1);
@@ -223,7 +223,7 @@ fn streams_of_events_among_lines_are_records_of_their_own() {
     assert_eq!(again.0[0].messages, found[0].messages);
 }
 
-/// Blanks for ever, then whatever it is told to end with.
+/// A stream of many blanks, followed by other bytes.
 struct Blanks {
     left: u64,
     blank: u8,
@@ -283,7 +283,7 @@ fn a_window_of_zstd_is_part_of_what_is_held() {
         assert_eq!(read(packed(log), 1000).expect("a common window"), ["a", "b"], "{log}");
     }
     let mib = 1 << 20;
-    // 128 MiB, of which 32 are always there: 96 MiB and the record fit a limit of 97.
+    // 128 MiB, of which 32 MiB are always allowed: the other 96 MiB and the record fit a limit of 97 MiB.
     assert_eq!(read(packed(27), 97 * mib).expect("a window within the limit"), ["a", "b"]);
     for (log, limit) in [(27, 95 * mib), (30, 900 * mib)] {
         let error = read(packed(log), limit).expect_err("a window beyond the limit").to_string();
@@ -291,7 +291,7 @@ fn a_window_of_zstd_is_part_of_what_is_held() {
     }
     let second = read([packed(20), packed(27)].concat(), 1 << 30).expect_err("a larger window").to_string();
     assert!(second.contains("decompress it first"), "{second}");
-    // A frame that is one segment says its content's size instead: 5,000,000,000 bytes.
+    // A frame with a single segment contains the size of its content instead: 5,000,000,000 bytes.
     let mut segment = vec![0x28, 0xb5, 0x2f, 0xfd, 0b1110_0000];
     segment.extend(5_000_000_000_u64.to_le_bytes());
     segment.extend([1, 0, 0]);

@@ -1,4 +1,5 @@
-//! Traces back to a file: each record's own bytes, one a line; compressed by the suffix; whole or not at all.
+//! Writes traces to a file: the original bytes of each record, one per line, compressed by the suffix. The file is
+//! complete or absent.
 
 use super::source::in_file;
 use crate::error::{Error, Kind, Result};
@@ -10,21 +11,21 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// zstd's own default.
+/// The default level of zstd.
 const ZSTD_LEVEL: i32 = 3;
 
 const BLOCK: usize = 1 << 18;
 
-/// Writes records to a temporary file beside `path`, which takes its name when all is written.
+/// Writer of records. It writes to a temporary file next to `path` and renames it when all records are written.
 ///
-/// Dropped before `finish`, it leaves nothing.
+/// A writer that is dropped before `finish` leaves no file.
 pub struct Writer {
     path: PathBuf,
     temporary: Option<PathBuf>,
     sink: Option<Sink>,
 }
 
-/// The encoder that the suffix asks for.
+/// The encoder for the suffix of the path.
 enum Sink {
     Plain(BufWriter<File>),
     Gzip(GzEncoder<BufWriter<File>>),
@@ -32,15 +33,15 @@ enum Sink {
 }
 
 impl Writer {
-    /// Opens a file for writing: `.gz` and `.zst` compress.
+    /// Opens a file for writing. The suffixes `.gz` and `.zst` compress.
     pub fn create(path: &Path) -> Result<Self> {
         Self::open(path).map_err(|error| unwritable(path, &error))
     }
 
     fn open(path: &Path) -> io::Result<Self> {
-        let special = fs::metadata(path).is_ok_and(|found| !found.is_file());
+        let special = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file());
         let (temporary, file) = if special {
-            (None, File::options().write(true).open(path)?) // a pipe or a device is written to
+            (None, File::options().write(true).open(path)?) // A pipe or a device is written directly.
         } else {
             files::is_regular(path)?;
             let temporary = temporary_beside(path);
@@ -52,14 +53,14 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Writes one trace: the bytes of its record, with line breaks between its tokens made spaces, and a line break.
+    /// Writes one trace: the bytes of its record, with line breaks between tokens replaced by spaces, and a line break.
     pub fn write(&mut self, trace: &Trace) -> Result<()> {
         let Some(sink) = &mut self.sink else { return Ok(()) };
         let record = trace.record()?;
         write_record(sink.stream(), &record).map_err(|error| unwritable(&self.path, &error))
     }
 
-    /// Ends the file and gives it its name.
+    /// Closes the file and renames it to its final name.
     pub fn finish(mut self) -> Result<()> {
         let path = self.path.clone();
         self.close().map_err(|error| unwritable(&path, &error))
@@ -115,7 +116,8 @@ impl Sink {
     }
 }
 
-/// JSON strings hold no raw line breaks, so those in a record stand between tokens and may be spaces.
+/// Writes one record on one line. JSON strings contain no raw line breaks, so line breaks are between tokens and may
+/// become spaces.
 fn write_record(stream: &mut dyn Write, record: &[u8]) -> io::Result<()> {
     for (index, part) in record.split(|byte| matches!(byte, b'\n' | b'\r')).enumerate() {
         if index > 0 {

@@ -1,7 +1,8 @@
-//! A call log: `{"calls": [{"request", "response"}, ...]}`, one request with its response, or a bare response.
+//! Reads a call log: `{"calls": [{"request", "response"}, ...]}`, one request with its response, or a bare response.
 //!
-//! Requests carry whole histories; `history` makes a pool of them. Sampling parameters, tools and template variables are
-//! those of the requests. Chat completions are read here; calls of other servers come through `call`.
+//! Requests contain complete histories; `history` merges them into a pool of messages. Sampling parameters, tools and
+//! template variables come from the requests. This file reads chat completions; calls of other servers come from
+//! `call`.
 
 use super::history::{History, Path};
 use super::message::{Entry, streamed};
@@ -14,7 +15,7 @@ use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::sampling::left_out;
 use crate::trace::{Message, Prompt, Schemas};
 
-/// Temperature and top-p of a request that names none: the defaults of the chat completions API.
+/// Temperature and top-p of a request that omits them: the defaults of the chat completions API.
 pub const API_DEFAULTS: Sampling = Sampling {
     temperature: Some(1.0),
     top_p: Some(1.0),
@@ -39,14 +40,14 @@ pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
     log.finish()
 }
 
-/// Reads a record that is itself one call.
+/// Reads a record that is one call.
 pub fn decode_single(record: Object, header: &Header) -> Decoded<Body> {
     let mut log = Log::new(header, None);
     log.call(record)?;
     log.finish()
 }
 
-/// Reads a record that is a response. Where it does not name its prompt ids, the prompt is not known.
+/// Reads a record that is a response. Without prompt ids its prompt is unknown.
 pub fn decode_response(record: Object, header: &Header) -> Decoded<Body> {
     let choice = count(&record.fields, "choice")?;
     let mut log = Log::new(header, choice);
@@ -54,43 +55,43 @@ pub fn decode_response(record: Object, header: &Header) -> Decoded<Body> {
     log.finish()
 }
 
-/// A call log while it is being read.
+/// A call log while it is read.
 pub struct Log<'a> {
     header: &'a Header,
     choice: Option<i32>,
     history: History,
     body: Body,
-    /// What the first request gave the template, and whether another one gave something else.
+    /// Tools and template variables of the first request. `scaffold_varies`: another request has different ones.
     scaffold: Option<(Option<Schemas>, Fields)>,
     scaffold_varies: bool,
 }
 
-/// The parts of a request that count.
+/// The relevant parts of a request.
 #[derive(Debug, Default)]
 pub struct Request {
     pub messages: Vec<Message>,
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     pub model: Option<String>,
-    /// What it says beside its messages that bears on the prompt.
+    /// Fields of the request, other than the messages, that affect the prompt.
     pub asked: Fields,
-    /// `Rendered` for messages, without any `Unknown`; what was sent where no template is involved.
+    /// `Rendered` if there are messages, else `Unknown`; the sent text or ids if no chat template is used.
     pub prompt: Prompt,
     pub sampling: Sampling,
 }
 
 impl Request {
-    /// Messages, and the ids that they were rendered to where those are known.
+    /// Creates a request from messages and their rendered ids, if these are known.
     pub fn of(messages: Vec<Message>, ids: Option<Vec<u32>>) -> Self {
         Self { messages, prompt: ids.map_or(Prompt::Rendered, Prompt::Ids), ..Self::default() }
     }
 }
 
-/// One call, whatever server it went to.
+/// One call to any server.
 pub struct Call {
     pub request: Option<Request>,
     pub entry: Entry,
-    /// Model as the response names it.
+    /// Model named by the response.
     pub model: Option<String>,
     pub reward: Option<f32>,
 }
@@ -110,11 +111,11 @@ impl<'a> Log<'a> {
     }
 
     fn call(&mut self, mut call: Object) -> Decoded<()> {
-        let own = Sampling::read(&call.fields)?;
+        let call_sampling = Sampling::read(&call.fields)?;
         let request = call.take_object("request")?;
         let request = request.map(read_request).transpose().map_err(|rejection| rejection.inside("request"))?;
         let defaults = if is_partial(&call.fields)? { &Sampling::UNKNOWN } else { &API_DEFAULTS };
-        let sampling = own.or(&self.sampling(request.as_ref(), defaults));
+        let sampling = call_sampling.or(&self.sampling(request.as_ref(), defaults));
         let choice = count(&call.fields, "choice")?.or(self.choice);
         let reward = number(&call.fields, "reward")?.map(|reward| reward as f32);
         let response = match call.take("response") {
@@ -125,13 +126,14 @@ impl<'a> Log<'a> {
         self.answer(request, response, choice, &sampling, reward).map_err(|rejection| rejection.inside("response"))
     }
 
-    /// How the tokens of a call were sampled, beside what the call itself says, where its request leaves out `defaults`.
+    /// Returns the sampling parameters of a call, without those in the call itself. `defaults` apply to parameters that
+    /// the request omits.
     pub fn sampling(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
         match request {
             None => self.header.sampling.clone(),
             Some(request) => {
-                let known = request.sampling.clone().or(&self.header.sampling);
-                if self.header.partial_requests { known } else { known.or(defaults) }
+                let sampling = request.sampling.clone().or(&self.header.sampling);
+                if self.header.partial_requests { sampling } else { sampling.or(defaults) }
             }
         }
     }
@@ -158,9 +160,9 @@ impl<'a> Log<'a> {
                 .why("A response is what the policy sampled")
                 .cure("Leave the call out"));
         };
-        let asked = call.request.as_ref().and_then(|request| request.model.clone());
+        let requested_model = call.request.as_ref().and_then(|request| request.model.clone());
         let model = &mut self.body.model;
-        *model = model.take().or(asked).or(call.model);
+        *model = model.take().or(requested_model).or(call.model);
         let path = match call.request {
             None => Path::default(),
             Some(request) => {
@@ -190,10 +192,10 @@ impl<'a> Log<'a> {
     }
 
     fn note_scaffold(&mut self, tools: Option<Schemas>, template_kwargs: Fields) {
-        let given = (tools, template_kwargs);
+        let scaffold = (tools, template_kwargs);
         match &self.scaffold {
-            None => self.scaffold = Some(given),
-            Some(first) => self.scaffold_varies |= *first != given,
+            None => self.scaffold = Some(scaffold),
+            Some(first) => self.scaffold_varies |= *first != scaffold,
         }
     }
 
@@ -216,24 +218,24 @@ impl<'a> Log<'a> {
     }
 }
 
-/// Keys of a request beside its messages that bear on its prompt.
+/// Keys of a request, other than its messages, that affect its prompt.
 const PROMPT_KEYS: [&str; 5] =
     ["reasoning_effort", "enable_thinking", "add_generation_prompt", "continue_final_message", "documents"];
 
-/// Variables that a request's `chat_template_kwargs` do not set.
+/// Template variables that a request cannot set through `chat_template_kwargs`.
 const FIXED: [&str; 2] = ["add_generation_prompt", "continue_final_message"];
 
-/// The parts of a chat completions request that count.
+/// Reads the relevant parts of a chat completions request.
 fn read_request(mut request: Object) -> Decoded<Request> {
     let extra = mapping(&request.fields, "extra_body")?;
-    // Of vLLM's and SGLang's own clients.
+    // Used by the clients of vLLM's and SGLang's own APIs.
     let inner = mapping(&request.fields, "sampling_params")?;
     let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
     template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
-    // Servers take these from the request alone, and give the template their own values.
+    // Servers read these from the request itself, and pass their own values to the template.
     template_kwargs.retain(|key, _| !FIXED.contains(&key.as_str()));
-    let said = |key: &str| present(&request.fields, key).or_else(|| present(&extra, key)).cloned();
-    let asked = PROMPT_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), said(key)?))).collect();
+    let value_of = |key: &str| present(&request.fields, key).or_else(|| present(&extra, key)).cloned();
+    let asked = PROMPT_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), value_of(key)?))).collect();
     let nodes = request.take_list("messages")?.ok_or_else(|| {
         reject(Reason::Incomplete, "no `messages`")
             .why("What the policy was asked is not known")
@@ -255,13 +257,13 @@ fn read_request(mut request: Object) -> Decoded<Request> {
     })
 }
 
-/// A request in the shape of the chat completions API.
+/// Reads a request in the format of the chat completions API.
 pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
     let text = serde_json::Value::Object(request.fields_without(&[])?).to_string();
     diagnose::object(&text, Kind::Request).and_then(read_request).map_err(|rejection| rejection.inside("request"))
 }
 
-/// A complaint about a call without an answer.
+/// Creates the rejection of a call without a response.
 pub fn no_response(what: impl Into<String>) -> Rejection {
     reject(Reason::FailedCall, what).why("There is no generation to read").cure("Leave out failed calls when recording")
 }

@@ -1,6 +1,7 @@
-//! Numbers beside the tokens: routed experts, sampling masks, and which version of the weights sampled which token.
+//! Further integers per token: routed experts, sampling masks, and the weight versions of sampled tokens.
 //!
-//! Sources: vLLM `token_in_token_out/protocol.py` (base64 of a `.npy`), sglang `tokenizer_manager.py` (base64 of int32 rows).
+//! Sources: vLLM `token_in_token_out/protocol.py` (base64 of a `.npy`), sglang `tokenizer_manager.py` (base64 of int32
+//! rows).
 
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
@@ -10,7 +11,7 @@ use base64::engine::{DecodePaddingMode, Engine, GeneralPurpose, GeneralPurposeCo
 use serde::Deserialize;
 use serde_json::Value;
 
-/// `routed_experts` as vLLM writes it: base64 of a numpy file, `[prompt + sampled - 1, layers, experts]`.
+/// Reads `routed_experts` in vLLM's encoding: base64 of a numpy file, shape `[prompt + sampled - 1, layers, experts]`.
 pub fn routed_experts(outline: &Outline<'_>) -> Decoded<Option<Extra>> {
     if !outline.is("routed_experts", Shape::Text) {
         return Ok(None);
@@ -24,7 +25,7 @@ pub fn routed_experts(outline: &Outline<'_>) -> Decoded<Option<Extra>> {
     experts().map(Some).ok_or_else(broken_experts)
 }
 
-/// `routed_experts` as SGLang writes it: base64 of int32 rows, one for each of `rows` tokens.
+/// Reads `routed_experts` in SGLang's encoding: base64 of int32, one row for each of `rows` tokens.
 pub fn raw_experts(outline: &Outline<'_>, rows: usize) -> Decoded<Option<Extra>> {
     if !outline.is("routed_experts", Shape::Text) || rows == 0 {
         return Ok(None);
@@ -51,7 +52,8 @@ fn broken_experts() -> Rejection {
         .cure("Record the field as the server sent it, or leave it out")
 }
 
-/// The tokens that could be sampled at each step: `[[5, 9], [6]]`, or an object with them under `token_ids`.
+/// Reads the tokens that could be sampled at each step: `[[5, 9], [6]]`, or an object with these lists under
+/// `token_ids`.
 pub fn sampling_mask(outline: &Outline<'_>, key: &str) -> Decoded<Option<Extra>> {
     let lists: Option<Vec<Vec<u32>>> = match outline.get(key).map(Shape::of) {
         Some(Shape::Object) => outline.object(key)?.unwrap_or_default().typed("token_ids")?,
@@ -66,7 +68,7 @@ pub fn sampling_mask(outline: &Outline<'_>, key: &str) -> Decoded<Option<Extra>>
     Ok(Some(Extra { name: "sampling_mask", first: ExtraStart::Sampled, shape: Vec::new(), ends, values }))
 }
 
-/// A span of sampled tokens and the label of the weights they came from.
+/// A range of sampled tokens and the version label of their weights.
 #[derive(Deserialize)]
 struct Span {
     version: Value,
@@ -74,12 +76,12 @@ struct Span {
     end: u32,
 }
 
-/// `weight_versions`: `[{"version", "start", "end"}]` over the sampled tokens.
+/// Reads `weight_versions`: `[{"version", "start", "end"}]` over the sampled tokens.
 pub fn version_spans(outline: &Outline<'_>) -> Decoded<Vec<VersionSpan>> {
     outline.value("weight_versions")?.map_or(Ok(Vec::new()), spans)
 }
 
-/// The same as a value.
+/// Reads `weight_versions` from a JSON value.
 pub fn spans(value: Value) -> Decoded<Vec<VersionSpan>> {
     let spans: Vec<Span> = serde_json::from_value(value).map_err(|error| {
         reject(Reason::WrongType, format!("`weight_versions`: {error}"))
@@ -90,7 +92,7 @@ pub fn spans(value: Value) -> Decoded<Vec<VersionSpan>> {
     Ok(spans.into_iter().map(span).collect())
 }
 
-/// The number of a version label: `7`, `"7"`, `"v7"`; -1 for any other.
+/// Returns the number of a version label: `7`, `"7"`, `"v7"`; -1 for any other label.
 pub fn version(label: &Value) -> i32 {
     let number = match label {
         Value::Number(number) => number.as_i64(),
@@ -100,13 +102,13 @@ pub fn version(label: &Value) -> i32 {
     number.and_then(|number| i32::try_from(number).ok()).filter(|number| *number >= 0).unwrap_or(-1)
 }
 
-/// An integer array as numpy stores it.
+/// An integer array from a numpy file.
 struct Array {
     shape: Vec<u32>,
     values: Vec<i32>,
 }
 
-/// A `.npy` file of integers in C order.
+/// Reads a `.npy` file of integers in C order.
 fn npy(bytes: &[u8]) -> Option<Array> {
     let rest = bytes.strip_prefix(b"\x93NUMPY")?;
     let (&major, rest) = rest.split_first()?;
@@ -127,7 +129,7 @@ fn npy(bytes: &[u8]) -> Option<Array> {
     Some(Array { shape, values }).filter(|_| matches!(sign, "i" | "u"))
 }
 
-/// Little-endian integers of 1, 2, 4 or 8 bytes that fit an i32.
+/// Reads little-endian integers of 1, 2, 4 or 8 bytes. Their values must fit an i32.
 fn integers(data: &[u8], size: usize, signed: bool) -> Option<Vec<i32>> {
     if !matches!(size, 1 | 2 | 4 | 8) || !data.len().is_multiple_of(size) {
         return None;
@@ -145,7 +147,7 @@ fn integers(data: &[u8], size: usize, signed: bool) -> Option<Vec<i32>> {
     data.chunks_exact(size).map(number).collect()
 }
 
-/// Bytes of standard base64, padded or not.
+/// Decodes standard base64, with or without padding.
 fn base64(text: &str) -> Option<Vec<u8>> {
     const ANY: GeneralPurposeConfig =
         GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent);

@@ -1,7 +1,9 @@
-//! Request histories of a call log become one pool of distinct messages and a path of indices for each request.
+//! Merges the request histories of a call log into one pool of distinct messages, and a path of pool indices for each
+//! request.
 //!
-//! A message at a place where an earlier request or response had an equal one is that one. An assistant message that
-//! equals a produced one elsewhere is the produced one: its history was rewritten before it. Everything else is new.
+//! A message equals an earlier one if that one was at the same place of a request or response. An assistant message
+//! that equals a produced message elsewhere is that one: the history before it was rewritten. Every other message is
+//! new.
 
 use crate::cache::{write, write_text};
 use crate::json_number;
@@ -9,26 +11,26 @@ use crate::trace::Message;
 use foldhash::HashMap;
 use serde_json::{Map, Value};
 
-/// Before any message.
+/// Node before the first message.
 const ROOT: u32 = 0;
 
-/// The pool and the tree of paths through it.
+/// The pool of messages, and the tree of paths through it.
 #[derive(Debug, Default)]
 pub struct History {
     /// Every distinct message.
     pub messages: Vec<Message>,
-    /// Number of each distinct identity.
+    /// Number of each distinct message key.
     identities: HashMap<Vec<u8>, u32>,
-    /// Pool indices of produced messages by identity, in the order of the calls.
+    /// Pool indices of produced messages by key, in the order of the calls.
     produced: HashMap<u32, Vec<u32>>,
-    /// Pool index of given messages by identity.
+    /// Pool index of messages from requests, by key.
     given: HashMap<u32, u32>,
-    /// (node, identity) -> (next node, pool index).
+    /// (node, key) -> (next node, pool index).
     steps: HashMap<(u32, u32), (u32, u32)>,
     nodes: u32,
 }
 
-/// A path through the pool, and where it ends in the tree.
+/// A path through the pool, and its last node in the tree.
 #[derive(Debug, Default)]
 pub struct Path {
     pub context: Vec<u32>,
@@ -36,13 +38,13 @@ pub struct Path {
 }
 
 impl History {
-    /// The path of a request's messages.
+    /// Adds the messages of a request and returns their path.
     pub fn follow(&mut self, request: Vec<Message>) -> Path {
         let mut path = Path { context: Vec::with_capacity(request.len()), end: ROOT };
         for message in request {
             let identity = self.identify(&message);
-            let known = self.steps.get(&(path.end, identity)).copied();
-            let (node, index) = known.unwrap_or_else(|| {
+            let next_step = self.steps.get(&(path.end, identity)).copied();
+            let (node, index) = next_step.unwrap_or_else(|| {
                 let index =
                     self.find(&message, identity, &path.context).unwrap_or_else(|| self.give(message, identity));
                 (self.step(path.end, identity, index), index)
@@ -53,7 +55,7 @@ impl History {
         path
     }
 
-    /// Adds the message that was produced at the end of a path.
+    /// Adds the message that was sampled at the end of a path, and returns its index.
     pub fn produce(&mut self, path: &Path, message: Message) -> u32 {
         let identity = self.identify(&message);
         let index = self.push(message);
@@ -95,7 +97,7 @@ impl History {
     }
 }
 
-/// What makes two messages equal; messages that are not have other bytes.
+/// Returns the key of a message. Different messages have different keys.
 fn identity(message: &Message) -> Vec<u8> {
     let empty = Map::new();
     let fields = message.value.as_object().unwrap_or(&empty);
@@ -112,7 +114,7 @@ fn identity(message: &Message) -> Vec<u8> {
     identity
 }
 
-/// Reasoning and tool calls of an assistant message; keys that API objects add beside them do not count.
+/// Appends reasoning and tool calls of an assistant message. Other keys of API objects are ignored.
 fn write_call_parts(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
     let mut reasoning = ["reasoning_content", "reasoning"].iter().filter_map(|key| fields.get(*key));
     write_said(identity, reasoning.find(|value| says(value)));
@@ -124,24 +126,24 @@ fn write_call_parts(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
     }
 }
 
-/// Whether a value is neither null nor the empty string.
+/// Returns whether a value is neither null nor the empty string.
 fn says(value: &Value) -> bool {
     !value.is_null() && value.as_str() != Some("")
 }
 
-/// A value, with null and the empty string equal to none.
+/// Appends a value. Null and the empty string are equal to a missing value.
 fn write_said(identity: &mut Vec<u8>, value: Option<&Value>) {
     write(identity, value.filter(|value| says(value)).unwrap_or(&Value::Null));
 }
 
-/// Arguments as JSON, whether they were kept as an object or as a string that holds one.
+/// Appends arguments as JSON, whether they are an object or a string that contains one.
 fn write_arguments(identity: &mut Vec<u8>, value: Option<&Value>) {
     match value {
         Some(Value::String(text)) => {
             if let Ok(parsed) = json_number::parse(text) {
                 write(identity, &parsed);
             } else {
-                // No value of JSON has this kind.
+                // No JSON value has this type byte.
                 identity.push(b'r');
                 write_text(identity, text);
             }
@@ -150,7 +152,7 @@ fn write_arguments(identity: &mut Vec<u8>, value: Option<&Value>) {
     }
 }
 
-/// Content with null equal to the empty string and one text part equal to its text.
+/// Appends the content. Null equals the empty string, and a single text part equals its text.
 fn write_content(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
     let content = fields.get("content");
     let part = content.and_then(Value::as_array).and_then(|parts| match &parts[..] {
@@ -162,11 +164,11 @@ fn write_content(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
     write_said(identity, part.or(content));
 }
 
-/// All keys but the content that are not null, in the order of their names.
+/// Appends all keys except `content` that are not null, sorted by name.
 fn write_others(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
-    let mut rest: Vec<_> = fields.iter().filter(|(key, value)| *key != "content" && !value.is_null()).collect();
-    rest.sort_by_key(|(key, _)| *key);
-    for (key, value) in rest {
+    let mut fields: Vec<_> = fields.iter().filter(|(key, value)| *key != "content" && !value.is_null()).collect();
+    fields.sort_by_key(|(key, _)| *key);
+    for (key, value) in fields {
         write_text(identity, key);
         write(identity, value);
     }
@@ -192,7 +194,7 @@ mod tests {
         assert_eq!((first.context.clone(), history.produce(&first, said("ok"))), (vec![0], 1));
         let second = history.follow(vec![asked("a"), said("ok"), asked("b")]);
         assert_eq!((second.context.clone(), history.produce(&second, said("ok"))), (vec![0, 1, 2], 3));
-        // A new beginning: both answers come from elsewhere, and one message is not said twice.
+        // A new beginning: both answers are reused from elsewhere, each once.
         let rewritten = history.follow(vec![asked("c"), said("ok"), asked("d"), said("ok")]);
         assert_eq!(rewritten.context, [4, 1, 5, 3]);
     }

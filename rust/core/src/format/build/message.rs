@@ -1,10 +1,11 @@
-//! Turns one entry of a message list into a `Message` and, where the policy said it, a generation without its context.
+//! Converts one entry of a message list to a `Message` and, if the policy sampled it, a generation without its context.
 //!
-//! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a whole response (`{"choices"}`).
+//! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a complete response
+//! (`{"choices"}`).
 //!
-//! Finish reasons of all servers are mapped to OpenAI's names: `stop`, `length`, `tool_calls`, `content_filter` and `abort`
-//! are what alignment asks about; a server's own name for one of them becomes it, any other stays as it is. Images that a
-//! record lists beside its messages go to their places in them.
+//! Finish reasons of all servers are mapped to OpenAI's names: `stop`, `length`, `tool_calls`, `content_filter` and
+//! `abort`, because alignment depends on them. Other names stay unchanged. Images that a record lists outside its
+//! messages are moved to their places in them.
 
 use super::tokens;
 use crate::format::fields::{Fields, Sampling, get, number, present, stop_under, text};
@@ -14,24 +15,24 @@ use crate::images::holds;
 use crate::trace::{Generation, Message, Prompt, Stop};
 use serde_json::{Value, json};
 
-/// What one entry says.
+/// Contents of one entry.
 pub struct Entry {
     pub message: Message,
-    /// The generation, with `message` and `context` still to be filled in.
+    /// The generation. The caller sets its fields `message` and `context`.
     pub generation: Option<Generation>,
-    /// The fields of its `generation` object.
+    /// The fields of the entry's `generation` object.
     pub placing: Fields,
-    /// Choices of a response that were not used.
+    /// Number of ignored choices of a response.
     pub unused_choices: u32,
 }
 
 impl Entry {
-    /// A message that the policy sampled, as a producer's own reader found it.
+    /// Creates an entry for a message that the policy sampled, for a reader of a producer's own format.
     pub fn sampled(message: Message, generation: Generation, unused_choices: u32) -> Self {
         Self { message, generation: Some(generation), placing: Fields::new(), unused_choices }
     }
 
-    /// Reads an entry; `outer` is how the record says its tokens were sampled.
+    /// Reads an entry. `outer` contains the record's sampling parameters.
     pub fn read(mut item: Object, outer: &Sampling) -> Decoded<Self> {
         let is_message = get(&item.fields, "role").is_some();
         if item.has_list("choices") && !is_message {
@@ -41,8 +42,9 @@ impl Entry {
             return Self::of_choice(item, outer);
         }
         let generation = item.take_object("generation")?;
-        let said = generation.is_some() || item.numbers.any_sampled() || role(&item.fields) == Some("assistant");
-        let sampled = said && !declined(&item.fields);
+        let is_sampled_kind =
+            generation.is_some() || item.numbers.any_sampled() || role(&item.fields) == Some("assistant");
+        let sampled = is_sampled_kind && !declined(&item.fields);
         let (placing, mut numbers) = match generation {
             Some(inner) => (inner.fields, inner.numbers.or(item.numbers)),
             None => (Fields::new(), item.numbers),
@@ -55,7 +57,7 @@ impl Entry {
         Ok(Self { message: message_of(item.fields)?, generation, placing, unused_choices: 0 })
     }
 
-    /// Reads a response: one of its choices, the first where none is named.
+    /// Reads one choice of a response: number `choice`, or the first if that is `None`.
     pub fn of_response(mut response: Object, choice: Option<i32>, outer: &Sampling) -> Decoded<Self> {
         let choices = response.take_list("choices")?.unwrap_or_default();
         let total = choices.len();
@@ -95,31 +97,31 @@ impl Entry {
     }
 }
 
-/// A complaint about the pieces of a streamed response.
+/// Creates the rejection of a chunk of a streamed response.
 pub fn streamed() -> Rejection {
     reject(Reason::UnknownForm, "a chunk of a streamed response")
         .why("A generation is read from the whole response")
         .cure("Record the assembled response, or turn streaming off while recording")
 }
 
-fn pick(choices: Vec<Node>, wanted: Option<i32>) -> Decoded<Object> {
+fn pick(choices: Vec<Node>, choice_number: Option<i32>) -> Decoded<Object> {
     let total = choices.len();
-    let wanted = wanted.unwrap_or(0) as usize;
+    let choice_number = choice_number.unwrap_or(0) as usize;
     let mut by_position = None;
     for (position, node) in choices.into_iter().enumerate() {
         let choice = node.object("choices")?;
         let index = get(&choice.fields, "index").and_then(Value::as_u64).unwrap_or(position as u64);
-        if index == wanted as u64 {
+        if index == choice_number as u64 {
             return Ok(choice);
         }
-        if position == wanted {
+        if position == choice_number {
             by_position = Some(choice);
         }
     }
-    by_position.ok_or_else(|| no_choice(wanted as i32, total, "choices"))
+    by_position.ok_or_else(|| no_choice(choice_number as i32, total, "choices"))
 }
 
-/// A complaint about a choice that is not among the `total` of a response.
+/// Creates the rejection of a choice number that is not among the `total` choices of a response.
 pub fn no_choice(wanted: i32, total: usize, what: &str) -> Rejection {
     let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
     reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
@@ -131,20 +133,20 @@ fn role(fields: &Fields) -> Option<&str> {
     get(fields, "role").and_then(Value::as_str)
 }
 
-/// Whether the entry says that the policy is not to be trained on it.
+/// Returns whether the entry excludes itself from training.
 fn declined(fields: &Fields) -> bool {
-    let no = |key| get(fields, key).and_then(Value::as_bool) == Some(false);
-    no("sampled") || no("trainable") || get(fields, "weight").and_then(Value::as_f64) == Some(0.0)
+    let is_false = |key| get(fields, key).and_then(Value::as_bool) == Some(false);
+    is_false("sampled") || is_false("trainable") || get(fields, "weight").and_then(Value::as_f64) == Some(0.0)
 }
 
-/// The generation that fields and token lists describe; the first of `fields` that says something counts.
+/// Creates the generation from fields and token lists. The first of `fields` with a value is used.
 fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, sampling: &Fields) -> Decoded<Generation> {
     let mut numbers = numbers;
     let prompt = numbers.prompt_token_ids.take().map_or(Prompt::Rendered, Prompt::Ids);
     let first = |key| fields.iter().copied().find(|fields| present(fields, key).is_some());
     let sampling = Sampling::read(sampling)?.or(outer);
     let finish = first("finish_reason").map_or(Ok(None), |fields| text(fields, "finish_reason"))?;
-    // SGLang's name for it is `matched_stop`.
+    // SGLang calls it `matched_stop`.
     let stop = ["stop_reason", "matched_stop"].into_iter().find_map(|key| Some((key, first(key)?)));
     Ok(Generation {
         prompt,
@@ -157,22 +159,22 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
     })
 }
 
-/// A message that says this and nothing else.
+/// Creates a message with only a role and content.
 pub fn plain(role: &str, content: impl Into<Value>) -> Message {
     Message::new(plain_value(role, content), None)
 }
 
-/// The same as a template gets it, of which a message is still to be made.
+/// Creates the JSON value of such a message.
 pub fn plain_value(role: &str, content: impl Into<Value>) -> Value {
     let mut value = json!({"role": role, "content": null});
     value["content"] = content.into();
     value
 }
 
-/// The message as a template gets it.
+/// Creates the message that a template receives.
 ///
-/// Token lists are gone already. An assistant message loses keys that are null or an empty `tool_calls`, as API objects
-/// have them when they are written whole: templates ask whether such a key is there.
+/// Token lists were removed before. Keys of an assistant message that are null are removed, and so is an empty
+/// `tool_calls`. Complete dumps of API objects contain such keys, and templates test whether a key exists.
 pub fn message_of(mut fields: Fields) -> Decoded<Message> {
     match get(&fields, "role") {
         Some(Value::String(_)) => {}
@@ -188,11 +190,11 @@ pub fn message_of(mut fields: Fields) -> Decoded<Message> {
     Ok(Message::new(Value::Object(fields), reward))
 }
 
-/// A refusal is what the policy said, and templates know of `content` alone: it becomes that where there is no other.
+/// Moves a refusal to `content` if there is no other content. The policy sampled it, and templates read only `content`.
 fn say_refusal(fields: &mut Fields) {
-    let called = present(fields, "tool_calls").is_some_and(|calls| !is_empty(calls));
-    let refused = get(fields, "refusal").filter(|refusal| refusal.as_str().is_some_and(|text| !text.is_empty()));
-    if let (None, false, Some(refusal)) = (present(fields, "content"), called, refused.cloned()) {
+    let has_calls = present(fields, "tool_calls").is_some_and(|calls| !is_empty(calls));
+    let refusal_text = get(fields, "refusal").filter(|refusal| refusal.as_str().is_some_and(|text| !text.is_empty()));
+    if let (None, false, Some(refusal)) = (present(fields, "content"), has_calls, refusal_text.cloned()) {
         fields.insert("content".to_owned(), refusal);
     }
 }
@@ -217,7 +219,7 @@ fn check_content(fields: &Fields) -> Decoded<()> {
     }
 }
 
-/// The common name of a server's finish reason.
+/// Returns the common name of a server's finish reason.
 pub fn common(raw: &str) -> &str {
     match raw {
         "eos" | "eos_token" | "end_turn" | "stop_sequence" | "STOP" | "end_of_sequence" | "end_id" | "stop_words"
@@ -232,19 +234,22 @@ pub fn common(raw: &str) -> &str {
     }
 }
 
-/// Puts a record's own list of pictures where its messages have a place for one (`{"type": "image"}`), in order; where none
-/// has, before the text of the first user's message, as TRL does. Says whether all were put.
+/// Puts a record's list of images into its messages, in order, at the parts `{"type": "image"}`. Returns whether all
+/// were placed.
+///
+/// If no message has such a part, the images go before the text of the first user message, as in TRL.
 pub fn fill(messages: &mut [Message], images: &Value) -> bool {
     let Some(images) = images.as_array().filter(|images| !images.is_empty()) else { return false };
-    let shown: Vec<Value> = images.iter().map(shown_as).collect();
-    if !shown.iter().all(holds) {
+    let image_parts: Vec<Value> = images.iter().map(shown_as).collect();
+    if !image_parts.iter().all(holds) {
         return false;
     }
-    let empty = |part: &Value| *part == json!({"type": "image"});
+    let is_placeholder = |part: &Value| *part == json!({"type": "image"});
     let parts = |message: &Message| message.value.get("content").and_then(Value::as_array).cloned().unwrap_or_default();
-    let places: usize = messages.iter().map(|message| parts(message).iter().filter(|part| empty(part)).count()).sum();
-    let mut next = shown.into_iter();
-    if places == 0 {
+    let place_count: usize =
+        messages.iter().map(|message| parts(message).iter().filter(|part| is_placeholder(part)).count()).sum();
+    let mut next = image_parts.into_iter();
+    if place_count == 0 {
         let Some(first) = messages.iter_mut().find(|message| message.role() == "user") else { return false };
         let text = match &first.value["content"] {
             Value::String(text) => vec![json!({"type": "text", "text": text})],
@@ -255,26 +260,28 @@ pub fn fill(messages: &mut [Message], images: &Value) -> bool {
         renew(first);
         return true;
     }
-    if places != next.len() {
+    if place_count != next.len() {
         return false;
     }
-    for message in messages.iter_mut().filter(|message| parts(message).iter().any(empty)) {
-        let filled =
-            parts(message).into_iter().map(|part| if empty(&part) { next.next().unwrap_or(part) } else { part });
-        message.value["content"] = filled.collect();
+    for message in messages.iter_mut().filter(|message| parts(message).iter().any(is_placeholder)) {
+        let content = parts(message)
+            .into_iter()
+            .map(|part| if is_placeholder(&part) { next.next().unwrap_or(part) } else { part });
+        message.value["content"] = content.collect();
         renew(message);
     }
     true
 }
 
-/// Takes the pictures that were put into a message, beside those that it had.
+/// Extracts the images that were put into a message, and keeps those that it had.
 fn renew(message: &mut Message) {
-    let before = std::mem::take(&mut message.pictures);
+    let pictures = std::mem::take(&mut message.pictures);
     *message = Message::new(message.value.take(), message.reward);
-    message.pictures.extend(before);
+    message.pictures.extend(pictures);
 }
 
-/// An entry of a list of pictures as a part: a data URL, base64, or `{"bytes": base64}` as Arrow's images are written.
+/// Converts an entry of a list of images to a part. It may be a data URL, base64, or `{"bytes": base64}` as in Arrow's
+/// image type.
 fn shown_as(image: &Value) -> Value {
     let data = image.get("bytes").unwrap_or(image);
     match data.as_str() {

@@ -1,6 +1,7 @@
-//! Builds the normal form: what all formats share on the way from messages, calls and token lists to a `Body`.
+//! Builds the common form of a trace: the code that all formats share to convert messages, calls and token lists to a
+//! `Body`.
 //!
-//! A `Body` is what every format's reader returns: messages, generations and the fields that differ between formats.
+//! A `Body` is the result of every format's reader: messages, generations, and the fields that differ between formats.
 
 pub(super) mod calls;
 pub(super) mod extras;
@@ -19,33 +20,37 @@ pub struct Body {
     pub messages: Vec<Message>,
     pub generations: Vec<Generation>,
     pub conversation: Vec<u32>,
-    /// Of the requests, where the record itself does not say.
+    /// Model of the requests, if the record names none.
     pub model: Option<String>,
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
-    /// What its generations may still repeat of the messages before them.
+    /// Number of context and prompt items that the generations copied.
     pub budget: Budget,
-    /// Choices beside the one that was used.
+    /// Number of ignored choices.
     pub unused_choices: u32,
 }
 
 impl Body {
-    /// Makes text of a prompt of what an assistant says before anybody else does, if the conversation goes on behind it and
-    /// nothing is recorded of its tokens: a greeting that was not sampled. One that was has no prompt that could be
-    /// rendered.
+    /// Drops generations that are greetings: an assistant message before any other message, followed by more messages,
+    /// without recorded tokens.
+    ///
+    /// A greeting was not sampled, so it becomes text of later prompts. Even a sampled one would have no prompt to
+    /// render.
     pub fn take_greetings(&mut self) {
-        let begins = |turn: &Generation| turn.context.is_empty() && turn.prompt == Prompt::Rendered;
-        if !self.generations.iter().any(begins) {
+        let has_no_context = |turn: &Generation| turn.context.is_empty() && turn.prompt == Prompt::Rendered;
+        if !self.generations.iter().any(has_no_context) {
             return;
         }
-        // Turns are named by their numbers there.
-        let named = self.generations.iter().any(|turn| matches!(turn.prompt, Prompt::Follows { .. }));
-        let goes_on: Vec<u32> = self.generations.iter().filter_map(|turn| turn.context.first().copied()).collect();
+        // Such prompts refer to generations by index, so none may be removed.
+        let has_references = self.generations.iter().any(|turn| matches!(turn.prompt, Prompt::Follows { .. }));
+        let first_messages: Vec<u32> =
+            self.generations.iter().filter_map(|turn| turn.context.first().copied()).collect();
         let mut greetings: Vec<u32> = Vec::new();
         self.generations.retain_mut(|turn| {
             let first = turn.context.first().unwrap_or(&turn.message);
-            let greets = turn.prompt == Prompt::Rendered && turn.context.iter().all(|index| greetings.contains(index));
-            if named || !greets || !goes_on.contains(first) {
+            let follows_greetings =
+                turn.prompt == Prompt::Rendered && turn.context.iter().all(|index| greetings.contains(index));
+            if has_references || !follows_greetings || !first_messages.contains(first) {
                 return true;
             }
             greetings.push(turn.message);
@@ -55,15 +60,15 @@ impl Body {
     }
 }
 
-/// What a reader noticed about `count` tokens of a generation.
+/// Creates a reader's observation about `count` tokens of a generation.
 pub fn note(reason: findings::Reason, count: usize, detail: impl Into<String>) -> Note {
     Note { reason, count: count as u32, detail: detail.into() }
 }
 
-/// Items of contexts and prompts that the generations of one record may hold together.
+/// Largest total number of context and prompt items in the generations of one record.
 const MOST_COPIES: usize = 1 << 26;
 
-/// What a record may still copy.
+/// Number of items that a record has copied so far.
 #[derive(Debug, Default)]
 pub struct Budget(usize);
 

@@ -1,8 +1,9 @@
-//! Token lists that client libraries and servers store under keys of their own, and whether a list spells the whole text.
+//! Token lists that client libraries and servers store under other keys, and a check whether a list covers the complete
+//! text.
 //!
-//! LiteLLM moves what it does not know to `provider_specific_fields`, the OpenAI SDK to `model_extra`; SGLang has ids in
-//! `sglext` and weight versions in `metadata`. Recorders that keep only a stream's last chunk, or lose some, leave a list
-//! that is shorter than the text.
+//! LiteLLM moves unknown fields to `provider_specific_fields`, the OpenAI SDK to `model_extra`. SGLang stores ids in
+//! `sglext` and weight versions in `metadata`. Recorders that keep only a stream's last chunk, or lose chunks, leave a
+//! list that is shorter than the text.
 
 use super::extras;
 use crate::findings::Reason;
@@ -15,18 +16,18 @@ use crate::trace::{Generation, Message, Note, Pieces};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Fills a list of ids that is not there, where the value is one.
+/// Sets a missing list of ids, if the value is a list.
 fn fill(ids: &mut Option<Vec<u32>>, value: Option<&Value>) -> Decoded<()> {
     let Some(value) = value.filter(|value| ids.is_none() && value.is_array()) else { return Ok(()) };
-    let found = Vec::<Id>::deserialize(value).map_err(|error| {
+    let listed_ids = Vec::<Id>::deserialize(value).map_err(|error| {
         let what = error.to_string();
         if what.starts_with(ID_COMPLAINT) { no_id(what) } else { not_a_trace(what) }
     })?;
-    *ids = Some(Id::plain(found));
+    *ids = Some(Id::plain(listed_ids));
     Ok(())
 }
 
-/// Fills token lists that are not there from where a client library moved them.
+/// Fills missing token lists from the keys to which client libraries move them.
 pub fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
     for wrapper in ["provider_specific_fields", "model_extra"] {
         let Some(Value::Object(inner)) = get(fields, wrapper) else { continue };
@@ -36,14 +37,14 @@ pub fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
     Ok(())
 }
 
-/// The same from SGLang's extension of a response, for the choice at `index`.
+/// Fills missing token lists from SGLang's extension of a response, for the choice at `index`.
 pub fn gather_sglext(numbers: &mut Numbers, fields: &Fields, index: usize) -> Decoded<()> {
     let Some(extension) = get(fields, "sglext") else { return Ok(()) };
     fill(&mut numbers.prompt_token_ids, extension.get("input_ids"))?;
     fill(&mut numbers.token_ids, extension.get("output_ids").and_then(|lists| lists.get(index)))
 }
 
-/// The weight versions that SGLang reports in `metadata`.
+/// Reads the weight versions that SGLang reports in `metadata`.
 pub fn versions(generation: &mut Generation, fields: &Fields) -> Decoded<()> {
     let Some(metadata) = get(fields, "metadata") else { return Ok(()) };
     if let (true, Some(label)) = (generation.policy_version < 0, metadata.get("weight_version")) {
@@ -55,7 +56,7 @@ pub fn versions(generation: &mut Generation, fields: &Fields) -> Decoded<()> {
     Ok(())
 }
 
-/// The server that a chat completion names by its fingerprint, or shows by a key of its own.
+/// Returns the server of a chat completion, from its fingerprint or from a key that only that server has.
 pub fn producer(fields: &Fields) -> Option<Server> {
     let fingerprint = get(fields, "system_fingerprint").and_then(Value::as_str).unwrap_or_default();
     let is_hex = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -76,33 +77,34 @@ pub fn producer(fields: &Fields) -> Option<Server> {
     (weights || get(fields, "sglext").is_some()).then_some(Server::Sglang)
 }
 
-/// Notes a token list that spells only a part of the message. `before` is the message before it, which the policy may
-/// have been asked to continue.
+/// Adds a note if the token list covers only a part of the message. `before` is the previous message, which the policy
+/// may have continued.
 pub fn check(generation: &mut Generation, message: &Message, before: Option<&Message>) {
     let tokens = &generation.tokens;
     let Some(pieces) = tokens.bytes.as_ref().or(tokens.texts.as_ref()).filter(|_| tokens.ids.is_none()) else { return };
     let Some(text) = message.value.get("content").and_then(|content| content.as_str()) else { return };
     let prefill =
         before.filter(|before| before.role() == "assistant").and_then(|before| before.value.get("content")?.as_str());
-    let said = prefill.and_then(|prefill| text.strip_prefix(prefill)).unwrap_or(text);
-    if spells_part(pieces, said) {
-        let detail = format!("the listed tokens spell {} of the message's {} bytes", pieces.data.len(), said.len());
+    let sampled_text = prefill.and_then(|prefill| text.strip_prefix(prefill)).unwrap_or(text);
+    if spells_part(pieces, sampled_text) {
+        let detail =
+            format!("the listed tokens spell {} of the message's {} bytes", pieces.data.len(), sampled_text.len());
         generation.notes.push(Note { reason: Reason::StreamIncomplete, count: pieces.len() as u32, detail });
     }
 }
 
-/// Whether the pieces occur in the text in order and leave out more than whitespace.
+/// Returns whether the pieces occur in the text in order and omit more than whitespace.
 fn spells_part(pieces: &Pieces, text: &str) -> bool {
     let missing = text.trim().len().saturating_sub(pieces.data.len());
-    // A text with U+FFFD is not what the bytes say.
+    // A text with U+FFFD differs from its bytes.
     if missing == 0 || pieces.known.contains(&false) || pieces.is_empty() || text.contains('\u{FFFD}') {
         return false;
     }
     let mut rest = text.as_bytes();
     (0..pieces.len()).filter_map(|index| pieces.get(index)).filter(|piece| !piece.is_empty()).all(|piece| {
-        let found = memchr::memmem::find(rest, piece);
-        rest = found.map_or(rest, |at| &rest[at + piece.len()..]);
-        found.is_some()
+        let position = memchr::memmem::find(rest, piece);
+        rest = position.map_or(rest, |at| &rest[at + piece.len()..]);
+        position.is_some()
     })
 }
 

@@ -1,4 +1,4 @@
-//! From bytes to an `Object`, and from a fault below to a located rejection that a reader of the file understands.
+//! Parses the bytes of a record into an `Object`, and turns a fault into a located rejection that a user understands.
 
 use super::fallback::{self, Fault, Members, Read, members, members_into};
 use super::fast_scan;
@@ -11,10 +11,10 @@ use serde_json::Value;
 use serde_json::error::Category;
 use std::borrow::Cow;
 
-/// Levels of nesting that `serde_json` goes into.
+/// Largest nesting depth that `serde_json` parses.
 const DEPTH: usize = 127;
 
-/// Parses the bytes of a record; `is_sign` says which keys may be a producer's.
+/// Parses the bytes of a record. `is_sign` decides which keys may be those of a producer's own format.
 pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
     let text = utf8(record)?;
     let kind = Kind::Record(is_sign);
@@ -29,16 +29,16 @@ pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
     }
 }
 
-/// Parses a record without the scanner.
+/// Parses a record without the fast scanner.
 pub(super) fn slowly(text: &str, kind: Kind) -> Decoded<Node> {
     fallback::read(text, kind).or_else(|fault| match quote_literals(text) {
         Cow::Borrowed(_) => Err(explain(text, &fault)),
-        // Python's `json` writes NaN and Infinity bare: they are read as the same words in quotes.
+        // Python's `json` module writes NaN and Infinity without quotes. They are read as the same words in quotes.
         Cow::Owned(quoted) => fallback::read(&quoted, kind).map_err(|fault| explain(&quoted, &fault)),
     })
 }
 
-/// Parses what stands in a record where an object of some kind is expected.
+/// Parses a value of a record at a place where an object of some kind is expected.
 pub fn node(text: &str, kind: Kind) -> Read<'_, Node> {
     match fast_scan::object(text, kind) {
         Some(object) => Ok(Node::Object(Box::new(object))),
@@ -46,7 +46,7 @@ pub fn node(text: &str, kind: Kind) -> Read<'_, Node> {
     }
 }
 
-/// Parses an object of some kind that stands in a record.
+/// Parses an object inside a record.
 pub fn object(text: &str, kind: Kind) -> Decoded<Object> {
     match node(text, kind) {
         Ok(Node::Object(object)) => Ok(*object),
@@ -55,13 +55,13 @@ pub fn object(text: &str, kind: Kind) -> Decoded<Object> {
     }
 }
 
-fn not_an_object(found: &str) -> Rejection {
-    reject(Reason::UnknownForm, format!("the record is {found}, not an object"))
+fn not_an_object(description: &str) -> Rejection {
+    reject(Reason::UnknownForm, format!("the record is {description}, not an object"))
         .why("A trace is one JSON object")
         .cure("See docs/trace-format.md for the accepted forms")
 }
 
-/// The text of a record, with NaN and Infinity in quotes where they stand bare.
+/// Returns the text of a record, with quotes added around bare NaN and Infinity.
 pub fn text(record: &[u8]) -> Decoded<Cow<'_, str>> {
     let text = utf8(record)?;
     if fast_scan::is_json(text) {
@@ -72,7 +72,7 @@ pub fn text(record: &[u8]) -> Decoded<Cow<'_, str>> {
     Ok(if is_json { Cow::Borrowed(text) } else { quote_literals(text) })
 }
 
-/// Refuses what is nested deeper than the parser goes, also in values that nothing here reads.
+/// Rejects text nested deeper than the parser supports, including values that no reader uses.
 fn check_depth(text: &str) -> Decoded<()> {
     let bytes = text.as_bytes();
     let (mut depth, mut at) = (0, 0);
@@ -98,10 +98,10 @@ fn too_deep(byte: usize) -> Rejection {
         .cure("Flatten it, or store the nested part as a string")
 }
 
-/// Puts quotes around NaN, Infinity and -Infinity outside strings.
+/// Adds quotes around NaN, Infinity and -Infinity outside strings.
 fn quote_literals(text: &str) -> Cow<'_, str> {
     let bytes = text.as_bytes();
-    let (mut quoted, mut copied, mut at) = (String::new(), 0, 0);
+    let (mut quoted, mut copied_end, mut at) = (String::new(), 0, 0);
     while at < bytes.len() {
         if bytes[at] == b'"' {
             at = string_end(bytes, at);
@@ -112,21 +112,21 @@ fn quote_literals(text: &str) -> Cow<'_, str> {
             at += 1;
             continue;
         };
-        quoted.push_str(&text[copied..at]);
+        quoted.push_str(&text[copied_end..at]);
         quoted.push('"');
         quoted.push_str(word);
         quoted.push('"');
         at += word.len();
-        copied = at;
+        copied_end = at;
     }
-    if copied == 0 {
+    if copied_end == 0 {
         return Cow::Borrowed(text);
     }
-    quoted.push_str(&text[copied..]);
+    quoted.push_str(&text[copied_end..]);
     Cow::Owned(quoted)
 }
 
-/// The index after the closing quote of the string that begins at `start`.
+/// Returns the index after the closing quote of the string that begins at `start`.
 fn string_end(bytes: &[u8], start: usize) -> usize {
     let mut at = start + 1;
     while let Some(step) = memchr::memchr2(b'"', b'\\', &bytes[at.min(bytes.len())..]) {
@@ -145,8 +145,8 @@ fn utf8(record: &[u8]) -> Decoded<&str> {
 
 fn not_utf8(record: &[u8], offset: usize) -> Rejection {
     let rejection = reject(Reason::NotUtf8, format!("invalid UTF-8 at byte {offset} of the record"));
-    let wide = offset < 2 && (record.starts_with(&[0xff, 0xfe]) || record.starts_with(&[0xfe, 0xff]));
-    let cure = if wide {
+    let is_utf16 = offset < 2 && (record.starts_with(&[0xff, 0xfe]) || record.starts_with(&[0xfe, 0xff]));
+    let cure = if is_utf16 {
         "The file looks like UTF-16: convert it, for example with iconv -f UTF-16 -t UTF-8"
     } else {
         "Write the record as UTF-8"
@@ -154,7 +154,7 @@ fn not_utf8(record: &[u8], offset: usize) -> Rejection {
     rejection.why("JSON is UTF-8, and a guess would change the text the tokens stand for").cure(cure)
 }
 
-/// Turns a fault into a rejection: what, at which path, why, cure.
+/// Turns a fault into a rejection: what is wrong, at which path, why it matters, what to do.
 fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
     let complaint = fault.complaint();
     let byte = byte_offset(text, fault);
@@ -181,19 +181,19 @@ fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
     of_trace(rejection, text)
 }
 
-/// Says which trace it is, where its id stands in `text`.
+/// Adds the id of the trace to a rejection, if `text` contains it.
 fn of_trace(rejection: Rejection, text: &str) -> Rejection {
     rejection.at(&crate::Location { trace: id_before_failure(text), ..Default::default() })
 }
 
-/// Byte offset of a fault in `text`; serde counts lines and columns of the value.
+/// Returns the byte offset of a fault in `text`. serde counts lines and columns within the faulty value.
 fn byte_offset(text: &str, fault: &Fault<'_>) -> usize {
     let start = fault.text.as_ptr().addr().saturating_sub(text.as_ptr().addr());
     let lines = fault.text.split_inclusive('\n').take(fault.error.line().saturating_sub(1));
     start + lines.map(str::len).sum::<usize>() + fault.error.column()
 }
 
-/// The record's id, if it stands before the place where parsing fails.
+/// Returns the record's id if it occurs before the place at which parsing fails.
 fn id_before_failure(text: &str) -> Option<String> {
     let mut before = Members::new();
     let _ = members_into(text, &mut before);
@@ -205,7 +205,7 @@ fn id_before_failure(text: &str) -> Option<String> {
     }
 }
 
-/// The keys of a record, for an error that says what was found instead.
+/// Returns the keys of a record, for an error message.
 pub fn keys(record: &[u8]) -> Vec<String> {
     let text = std::str::from_utf8(record).unwrap_or_default();
     members(text).map(|members| members.into_iter().map(|(key, _)| key.into_owned()).collect()).unwrap_or_default()

@@ -1,10 +1,10 @@
-//! Reads an `Object` from the values of a record one by one, each of which may be at fault, where the fast scanner gives up.
+//! Reads an `Object` value by value, for records that the fast scanner does not support. A fault is located exactly.
 //!
 //! Every accepted form of a `logprobs` value becomes `Tokens`: `{"content": [{token, logprob, bytes}]}`, the same under
 //! `refusal`, a bare list of such entries or of numbers, `{"tokens", "logprobs"}`, `{"values"}`, the legacy `{"tokens",
-//! "token_logprobs"}`, and `token_id:N` in place of text. Numbers in words and text that UTF-8 cannot say are read here
-//! alone. Values stay JSON text until they are read, and an error says where below one a reader found something else than
-//! it expected.
+//! "token_logprobs"}`, and `token_id:N` in place of text. Only this reader accepts numbers written as words and text
+//! that UTF-8 cannot represent. Values stay JSON text until they are read. An error contains the path of the value that
+//! is not as expected.
 
 use super::object::{Kind, Node, Object, Slot};
 use crate::format::rejection::Reason;
@@ -17,12 +17,12 @@ use serde_json::value::RawValue;
 use std::borrow::Cow;
 use std::fmt;
 
-/// What stands in `text`, where an object of this kind is expected.
+/// Reads `text` at a place where an object of this kind is expected.
 pub fn read(text: &str, kind: Kind) -> Read<'_, Node> {
     node(parse(text)?, kind)
 }
 
-/// What stands in `raw`, where an object of this kind is expected.
+/// Reads `raw` at a place where an object of this kind is expected.
 pub fn node(raw: &RawValue, kind: Kind) -> Read<'_, Node> {
     match Shape::of(raw) {
         Shape::Object => object(raw, kind).map(|object| Node::Object(Box::new(object))),
@@ -66,7 +66,7 @@ fn unless_null<'a, T>(raw: &'a RawValue, read: fn(&'a RawValue) -> Read<'a, T>) 
     if Shape::of(raw) == Shape::Null { Ok(None) } else { read(raw).map(Some) }
 }
 
-/// `["Hi", null]`: texts of tokens, null where one is unknown.
+/// Reads texts of tokens, `["Hi", null]`. Null means unknown.
 fn texts(raw: &RawValue) -> Read<'_, Pieces> {
     let mut pieces = Pieces::default();
     each(raw, "a list of token texts or null", |item| {
@@ -75,14 +75,14 @@ fn texts(raw: &RawValue) -> Read<'_, Pieces> {
     Ok(pieces)
 }
 
-/// `[[72, 105], null]`: bytes of tokens, null where they are unknown.
+/// Reads bytes of tokens, `[[72, 105], null]`. Null means unknown.
 fn byte_lists(raw: &RawValue) -> Read<'_, Pieces> {
     let mut pieces = Pieces::default();
     each(raw, "a list of byte lists or null", |item| bytes(item).map(|bytes| pieces.push(bytes.as_deref())))?;
     Ok(pieces)
 }
 
-/// The tokens of a `logprobs` value, one value at a time; `None` where it says that there are none.
+/// Reads the tokens of a `logprobs` value, one value at a time. Returns `None` if it lists no tokens.
 pub fn read_logprobs(raw: &RawValue) -> Read<'_, Option<Tokens>> {
     let mut lists = Lists::default();
     match Shape::of(raw) {
@@ -91,7 +91,7 @@ pub fn read_logprobs(raw: &RawValue) -> Read<'_, Option<Tokens>> {
         Shape::Object => of_object(raw, &mut lists)?,
         _ => return Err(Fault::expected(raw, FORMS)),
     }
-    lists.finish().map_err(|what| Fault::saying(raw, what))
+    lists.finish().map_err(|message| Fault::saying(raw, message))
 }
 
 const FORMS: &str = "logprobs (null, a list, or an object with content, refusal, tokens, values or token_logprobs)";
@@ -131,7 +131,7 @@ fn logprobs_member<'a>(key: &str, raw: &'a RawValue, lists: &mut Lists) -> Read<
     }
 }
 
-/// A list of entries, or null.
+/// Reads a list of entries, or null.
 fn entries<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
     *columns = Columns::default();
     if Shape::of(raw) == Shape::Null {
@@ -140,16 +140,16 @@ fn entries<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
     each(raw, "a list of logprobs or null", |item| entry(item, columns))
 }
 
-/// One entry: `{"token", "logprob", "bytes"}` or a bare number.
+/// Reads one entry: `{"token", "logprob", "bytes"}` or a bare number.
 fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
-    let (mut reading, mut text, mut spelled, mut id) = (Reading::Missing, TokenText(None), None, None);
+    let (mut reading, mut text, mut token_bytes, mut id) = (Reading::Missing, TokenText(None), None, None);
     if Shape::of(raw) == Shape::Object {
         for (key, value) in members(raw.get())? {
             match key.as_ref() {
-                "token" => parse(value.get()).map(|found| text = found),
-                "bytes" => bytes(value).map(|found| spelled = found),
-                "logprob" => parse(value.get()).map(|found| reading = found),
-                "token_id" => parse::<Option<Id>>(value.get()).map(|found| id = found),
+                "token" => parse(value.get()).map(|value| text = value),
+                "bytes" => bytes(value).map(|value| token_bytes = value),
+                "logprob" => parse(value.get()).map(|value| reading = value),
+                "token_id" => parse::<Option<Id>>(value.get()).map(|value| id = value),
                 _ => Ok(()),
             }
             .map_err(|fault| fault.under(&key))?;
@@ -157,11 +157,11 @@ fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
     } else {
         reading = parse(raw.get())?;
     }
-    columns.push(id.map(|Id(id)| id), reading, text.0.as_deref(), spelled.as_deref());
+    columns.push(id.map(|Id(id)| id), reading, text.0.as_deref(), token_bytes.as_deref());
     Ok(())
 }
 
-/// A `tokens` list: texts, or ids where it holds integers.
+/// Reads a `tokens` list: texts, or ids if the items are integers.
 fn tokens<'a>(raw: &'a RawValue, flat: &mut Columns) -> Read<'a, ()> {
     let (mut texts, mut ids) = (Pieces::default(), Vec::new());
     if Shape::of(raw) != Shape::Null {
@@ -186,7 +186,7 @@ fn tokens<'a>(raw: &'a RawValue, flat: &mut Columns) -> Read<'a, ()> {
     Ok(())
 }
 
-/// What a JSON value is, told by its first character.
+/// Type of a JSON value, determined from its first character.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
     Object,
@@ -209,7 +209,7 @@ impl Shape {
         }
     }
 
-    /// Its name with the article.
+    /// Returns the name of the type with its article.
     pub fn article(self) -> &'static str {
         match self {
             Self::Object => "an object",
@@ -222,65 +222,66 @@ impl Shape {
     }
 }
 
-/// A value that is not what it should be.
+/// An error about a value of an unexpected type or content.
 #[derive(Debug)]
 pub struct Fault<'a> {
-    /// The way to it from the value that was asked for, as in `.content[3].logprob`.
+    /// Path of the value, relative to the value that was read, such as `.content[3].logprob`.
     path: String,
-    /// Its text, in which serde counts lines and columns.
+    /// Text of the value. serde counts lines and columns in it.
     pub text: &'a str,
     pub error: serde_json::Error,
 }
 
-/// A value, or what stands in its place.
+/// Result of reading a value.
 pub type Read<'a, T> = Result<T, Fault<'a>>;
 
 impl<'a> Fault<'a> {
-    /// An error of our own words.
-    pub fn saying(raw: &'a RawValue, what: impl fmt::Display) -> Self {
-        Self { path: String::new(), text: raw.get(), error: de::Error::custom(what) }
+    /// Creates a fault with a message of this module.
+    pub fn saying(raw: &'a RawValue, message: impl fmt::Display) -> Self {
+        Self { path: String::new(), text: raw.get(), error: de::Error::custom(message) }
     }
 
-    /// A value of another type than `wanted`.
+    /// Creates a fault for a value of another type than `wanted`.
     pub fn expected(raw: &'a RawValue, wanted: &str) -> Self {
-        let error = serde_json::from_str::<Scalar>(raw.get()).map_or_else(|error| error, |found| found.refused(wanted));
+        let error =
+            serde_json::from_str::<Scalar>(raw.get()).map_or_else(|error| error, |scalar| scalar.refused(wanted));
         Self { path: String::new(), text: raw.get(), error }
     }
 
-    /// The same, seen from the object that has the value under `key`.
+    /// Extends the path: the faulty value is inside the value of `key`.
     pub fn under(self, key: &str) -> Self {
         Self { path: format!(".{key}{}", self.path), ..self }
     }
 
-    /// The way to the value, empty where it is the one that was asked for.
+    /// Returns the path of the value; empty if it is the value that was read.
     pub fn path(&self) -> &str {
         self.path.strip_prefix('.').unwrap_or(&self.path)
     }
 
-    /// serde's complaint, without line and column.
+    /// Returns serde's message without line and column.
     pub fn complaint(&self) -> String {
         let complaint = self.error.to_string();
         complaint.split(" at line ").next().unwrap_or_default().to_owned()
     }
 
-    /// Under which reason the record is counted.
+    /// Returns the reason under which the record is counted.
     pub fn reason(&self) -> Reason {
         if self.complaint().starts_with(ID_COMPLAINT) { Reason::IdOutOfRange } else { Reason::WrongType }
     }
 }
 
-/// The value that is written as `text`.
+/// Parses the JSON text of a value.
 pub fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Read<'a, T> {
     serde_json::from_str(text).map_err(|error| Fault { path: String::new(), text, error })
 }
 
-/// A value that is kept as it is.
+/// Reads a value unchanged.
 pub fn value(raw: &RawValue) -> Read<'_, Value> {
     let text = raw.get();
     json_number::parse(text).map_err(|error| Fault { path: String::new(), text, error })
 }
 
-/// Reads the items of a list one by one; `wanted` is the name of such a list.
+/// Reads the items of a list one by one. `wanted` is the name of such a list in errors.
 pub fn each<'a>(raw: &'a RawValue, wanted: &str, mut read: impl FnMut(&'a RawValue) -> Read<'a, ()>) -> Read<'a, ()> {
     if Shape::of(raw) != Shape::List {
         return Err(Fault::expected(raw, wanted));
@@ -297,7 +298,7 @@ pub fn ids(raw: &RawValue) -> Read<'_, Vec<u32>> {
     Ok(ids)
 }
 
-/// The bytes of a token, or null.
+/// Reads the bytes of a token, or null.
 pub fn bytes(raw: &RawValue) -> Read<'_, Option<Vec<u8>>> {
     match Shape::of(raw) {
         Shape::List | Shape::Null => parse(raw.get()),
@@ -305,27 +306,28 @@ pub fn bytes(raw: &RawValue) -> Read<'_, Option<Vec<u8>>> {
     }
 }
 
-/// The keys of an object with the text of their values.
+/// The keys of an object with the JSON text of their values.
 pub type Members<'a> = Vec<(Cow<'a, str>, &'a RawValue)>;
 
 pub fn members(text: &str) -> Read<'_, Members<'_>> {
     let mut members = Members::new();
-    let read = members_into(text, &mut members);
-    read.map(|()| members).map_err(|error| Fault { path: String::new(), text, error })
+    let result = members_into(text, &mut members);
+    result.map(|()| members).map_err(|error| Fault { path: String::new(), text, error })
 }
 
-/// Appends the members of the object `text`, where it is none those before the error.
+/// Appends the members of the object `text`. If the text is not a valid object, the members before the error are
+/// appended.
 pub fn members_into<'a>(text: &'a str, members: &mut Members<'a>) -> serde_json::Result<()> {
     let mut json = serde_json::Deserializer::from_str(text);
     json.deserialize_map(MembersVisitor(members))?;
     json.end()
 }
 
-/// A key, borrowed where it has no escape.
+/// A key, borrowed if it contains no escape.
 #[derive(serde::Deserialize)]
 struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Visits an object without reading its values.
+/// Visitor that collects the members of an object without parsing their values.
 struct MembersVisitor<'v, 'a>(&'v mut Members<'a>);
 
 impl<'a> Visitor<'a> for MembersVisitor<'_, 'a> {

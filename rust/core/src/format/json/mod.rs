@@ -1,8 +1,10 @@
-//! JSON as records hold it: bytes to typed token lists and kept values, without knowing what a producer means by them.
+//! Reads the JSON of records into typed token lists and unchanged values. Their meaning is defined elsewhere.
 //!
-//! The bytes of a record become an `Object` (the OpenAI-shaped forms, typed while they are parsed) or an `Outline` (all
-//! others: values read on demand), or a located rejection. Two readers share the work: `fast_scan` is fast and gives up
-//! what it does not know, and `fallback` cuts a text into values that serde reads one by one, which says where one is wrong.
+//! A record in an OpenAI-shaped form becomes an `Object`, typed during parsing. A record in any other form becomes an
+//! `Outline`, whose values are read on demand. An invalid record becomes a located rejection.
+//!
+//! There are two readers: `fast_scan` is fast and gives up on text that it does not support. `fallback` splits a text
+//! into values that serde reads one by one, and reports which value is wrong.
 
 pub(super) mod diagnose;
 mod fallback;

@@ -1,7 +1,8 @@
-//! A record as JSON objects whose token lists are typed and whose other values are kept as they are.
+//! A record as JSON objects with typed token lists and other values unchanged.
 //!
-//! The kind of an object (record, message, choice, request, response) says which keys carry numbers, which hold further
-//! objects, and which are of no use here. `fast_scan` and `fallback` read it; meaning is given to it by the format files.
+//! The kind of an object (record, message, choice, request, response) decides which keys are token lists, which are
+//! nested objects, and which are skipped. `fast_scan` and `fallback` create the objects; the readers of the formats
+//! interpret them.
 
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use crate::format::token_list::take_placeholders;
@@ -10,22 +11,22 @@ use crate::trace::{Pieces, Schemas, Tokens};
 use crate::{json_number, media};
 use serde_json::{Map, Value};
 
-/// What an object is, by where it stands.
+/// Kind of an object, determined by its place in the record.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
-    /// A whole line, with what tells whether a key may be a producer's sign.
+    /// A complete record. The function returns whether a key may be that of a producer's own format.
     Record(fn(&str) -> bool),
-    /// An entry of a message list: a message, a choice or a whole response.
+    /// An entry of a message list: a message, a choice or a complete response.
     Item,
-    /// The `generation` of a message.
+    /// The `generation` object of a message.
     Generation,
-    /// One of `calls`.
+    /// An item of `calls`.
     Call,
     Request,
     Response,
 }
 
-/// What to do with the value of a key.
+/// Treatment of the value of a key.
 pub enum Slot {
     Logprobs,
     TokenIds,
@@ -35,13 +36,13 @@ pub enum Slot {
     Nested(&'static str, Kind),
     Tools,
     Keep,
-    /// Some producer's sign: the tables of servers and recorders are asked about the record.
+    /// A key of some producer's own format: the tables of servers and recorders must decide about the record.
     Sign,
     Skip,
 }
 
 impl Kind {
-    /// What to do with the value of a key of such an object.
+    /// Returns the treatment of the value of a key of such an object.
     pub fn slot(self, key: &str) -> Slot {
         use Kind::{Call, Generation, Item, Record, Request, Response};
         match (self, key) {
@@ -70,7 +71,7 @@ impl Kind {
     }
 }
 
-/// Keys of a record whose value is read; the others stay in the record's bytes.
+/// Keys of a record whose values are kept. Other keys exist only in the record's bytes.
 const RECORD_KEYS: &[&str] = &[
     "format",
     "id",
@@ -106,10 +107,10 @@ const REQUEST_KEYS: &[&str] = &[
     "documents",
 ];
 
-/// Keys of a record or a response that hold token lists which a client library moved.
+/// Keys of a record or response under which client libraries store token lists.
 const STRAY_KEYS: [&str; 3] = ["sglext", "provider_specific_fields", "model_extra"];
 
-/// The token lists of an object; those that most objects do not have in boxes, as objects are moved.
+/// Token lists of an object. Those that most objects lack are boxed, because objects are moved.
 #[derive(Debug, Default)]
 pub struct Numbers {
     pub logprobs: Option<Box<Tokens>>,
@@ -120,12 +121,12 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// Sampled tokens as a server lists them, and their ids where it gives those apart.
+    /// Creates the lists of sampled tokens of a server. `token_ids` are given if the server lists ids separately.
     pub fn listed(logprobs: Option<Tokens>, token_ids: Option<Vec<u32>>) -> Self {
         Self { logprobs: logprobs.map(Box::new), token_ids, ..Self::default() }
     }
 
-    /// Fills what is not there from `other`.
+    /// Fills missing lists from `other`.
     pub fn or(mut self, other: Self) -> Self {
         self.logprobs = self.logprobs.or(other.logprobs);
         self.token_ids = self.token_ids.or(other.token_ids);
@@ -139,55 +140,55 @@ impl Numbers {
         self.logprobs.is_some() || self.token_ids.is_some() || self.texts.is_some() || self.bytes.is_some()
     }
 
-    /// The sampled tokens: columns side by side as recorded, whatever their lengths.
+    /// Converts the lists to sampled tokens. The columns are as recorded, even if their lengths differ.
     pub fn into_tokens(self) -> Decoded<Tokens> {
         let mut tokens = self.logprobs.map_or_else(Tokens::default, |tokens| *tokens);
         tokens.texts = self.texts.map(|texts| *texts).or(tokens.texts);
         tokens.bytes = self.bytes.map(|bytes| *bytes).or(tokens.bytes);
         take_placeholders(&mut tokens).map_err(no_id)?;
         let Some(ids) = self.token_ids else { return Ok(tokens) };
-        if let Some(listed) = tokens.ids.as_ref().filter(|listed| listed.len() == ids.len() && **listed != ids) {
-            return Err(contradicting_ids(&ids, listed));
+        if let Some(listed_ids) = tokens.ids.as_ref().filter(|listed| listed.len() == ids.len() && **listed != ids) {
+            return Err(contradicting_ids(&ids, listed_ids));
         }
         tokens.ids = Some(ids);
         Ok(tokens)
     }
 }
 
-/// A complaint about a token id.
+/// Returns the rejection of an invalid token id.
 pub fn no_id(what: String) -> Rejection {
     reject(Reason::IdOutOfRange, what).why("No vocabulary has it").cure("Store the response as the server sent it")
 }
 
-fn contradicting_ids(ids: &[u32], listed: &[u32]) -> Rejection {
-    let index = (0..ids.len()).find(|&index| ids[index] != listed[index]).unwrap_or_default();
-    let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed[index]);
+fn contradicting_ids(ids: &[u32], listed_ids: &[u32]) -> Rejection {
+    let index = (0..ids.len()).find(|&index| ids[index] != listed_ids[index]).unwrap_or_default();
+    let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed_ids[index]);
     reject(Reason::Contradiction, what)
         .why("Which of the two was sampled cannot be known")
         .cure("Store the response as the server sent it")
 }
 
-/// A JSON object whose token lists are typed.
+/// A JSON object with typed token lists.
 #[derive(Debug, Default)]
 pub struct Object {
-    /// Everything that is neither a token list nor nested.
+    /// All values that are neither token lists nor nested objects.
     pub fields: Map<String, Value>,
     pub numbers: Numbers,
-    /// Tool schemas, or what stands in their place.
+    /// Tool schemas, or the value recorded in their place.
     pub tools: Option<Schemas>,
     nested: Vec<(&'static str, Node)>,
-    /// A key stands here that may be the sign of a producer's own form.
+    /// Whether the object has a key that may be that of a producer's own format.
     pub signed: bool,
 }
 
 impl Object {
-    /// Takes the nested value of a key; `null` is nothing.
+    /// Removes and returns the nested value of a key. `null` counts as missing.
     pub fn take(&mut self, key: &str) -> Option<Node> {
         let index = self.nested.iter().position(|(name, _)| *name == key)?;
         Some(self.nested.swap_remove(index).1).filter(|node| !matches!(node, Node::Other(Value::Null)))
     }
 
-    /// Whether a nested value stands under a key, and is not `null`.
+    /// Returns whether a key has a nested value other than `null`.
     pub fn has(&self, key: &str) -> bool {
         self.nested.iter().any(|(name, node)| *name == key && !matches!(node, Node::Other(Value::Null)))
     }
@@ -200,7 +201,7 @@ impl Object {
         self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::Object(_)))
     }
 
-    /// Whether every response in it, its own or its calls', is a chat completion.
+    /// Returns whether every response of the object, including those of its calls, is a chat completion.
     pub fn speaks_chat(&self) -> bool {
         self.nested.iter().all(|(name, node)| match (*name, node) {
             ("calls", Node::List(calls)) => calls.iter().all(|call| match call {
@@ -233,14 +234,14 @@ impl Object {
         }
     }
 
-    /// Puts a nested value; of duplicate keys the last one counts.
+    /// Stores a nested value. If a key occurs twice, the last value counts.
     pub fn put(&mut self, key: &'static str, node: Node) {
         self.nested.retain(|(name, _)| *name != key);
         self.nested.push((key, node));
     }
 }
 
-/// What stands where an object is expected.
+/// A value at a place where an object is expected.
 #[derive(Debug)]
 pub enum Node {
     Object(Box<Object>),
@@ -249,7 +250,7 @@ pub enum Node {
 }
 
 impl Node {
-    /// The object, or an error that says what stands there instead.
+    /// Returns the object, or an error with the type of the value.
     pub fn object(self, name: &str) -> Decoded<Object> {
         match self {
             Self::Object(object) => Ok(*object),
@@ -266,7 +267,7 @@ impl Node {
     }
 }
 
-/// The JSON type of a value, with its article.
+/// Returns the JSON type of a value, with its article.
 pub fn describe(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,7 +1,7 @@
-//! A JSON object whose values are still unread, and typed readers for them.
+//! A JSON object whose values are read on demand, and typed readers for them.
 //!
-//! The forms beside the OpenAI-shaped ones are told apart by their keys and then read value by value; a value that no
-//! reader asks for costs one scan and nothing else. Complaints name the key.
+//! Forms other than the OpenAI-shaped ones are detected by their keys and then read value by value. A value that is not
+//! read costs one scan. Errors contain the key.
 
 pub use super::fallback::Shape;
 use super::fallback::{self, Fault, Members, Read, ids, members, parse};
@@ -13,14 +13,14 @@ use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-/// An object's keys with the JSON text of their values, borrowed from the record.
+/// Keys of an object with the JSON text of their values, borrowed from the record.
 #[derive(Debug, Clone, Default)]
 pub struct Outline<'a> {
     members: Members<'a>,
 }
 
 impl<'a> Outline<'a> {
-    /// The keys of `raw`, which must be an object; `name` stands for it in the complaint.
+    /// Creates the outline of `raw`, which must be an object. `name` is its name in errors.
     pub fn of(raw: &'a RawValue, name: &str) -> Decoded<Self> {
         match Shape::of(raw) {
             Shape::Object => Self::parse(raw.get()).map_err(|rejection| rejection.inside(name)),
@@ -28,28 +28,28 @@ impl<'a> Outline<'a> {
         }
     }
 
-    /// The keys of the JSON object `text`.
+    /// Creates the outline of the JSON object `text`.
     pub fn parse(text: &'a str) -> Decoded<Self> {
         Ok(Self { members: members(text).map_err(|fault| complaint(&fault))? })
     }
 
-    /// The value of a key; null is nothing. Of duplicate keys the last one counts.
+    /// Returns the value of a key. Null counts as missing. If a key occurs twice, the last value counts.
     pub fn get(&self, key: &str) -> Option<&'a RawValue> {
         let entry = self.members.iter().rev().find(|(name, _)| name == key);
         entry.map(|(_, raw)| *raw).filter(|raw| Shape::of(raw) != Shape::Null)
     }
 
-    /// Whether a key has a value that is not null.
+    /// Returns whether a key has a value other than null.
     pub fn has(&self, key: &str) -> bool {
         self.get(key).is_some()
     }
 
-    /// Whether a key stands there at all, null included.
+    /// Returns whether a key occurs, including with the value null.
     pub fn names(&self, key: &str) -> bool {
         self.members.iter().any(|(name, _)| name == key)
     }
 
-    /// Whether a key has a value of this shape.
+    /// Returns whether a key has a value of this type.
     pub fn is(&self, key: &str, shape: Shape) -> bool {
         self.get(key).is_some_and(|raw| Shape::of(raw) == shape)
     }
@@ -66,7 +66,7 @@ impl<'a> Outline<'a> {
         self.typed(key)
     }
 
-    /// The objects of the list under a key; an empty list where there is none.
+    /// Returns the objects of the list under a key; an empty list if the key is missing.
     pub fn objects(&self, key: &str) -> Decoded<Vec<Self>> {
         let items = self.list(key)?.unwrap_or_default();
         items.into_iter().enumerate().map(|(index, raw)| Self::of(raw, &format!("{key}[{index}]"))).collect()
@@ -76,20 +76,20 @@ impl<'a> Outline<'a> {
         self.read(key, |raw| parse(raw.get()))
     }
 
-    /// The first object of the list under a key, where it is one of objects alone.
+    /// Returns the first object of the list under a key, if all items of the list are objects.
     pub fn first_of(&self, key: &str) -> Option<Self> {
         self.objects(key).ok()?.into_iter().next()
     }
 
-    /// The value of a key by a reader of its own.
+    /// Reads the value of a key with the function `read`.
     fn read<T>(&self, key: &str, read: impl FnOnce(&'a RawValue) -> Read<'a, T>) -> Decoded<Option<T>> {
         let Some(raw) = self.get(key) else { return Ok(None) };
         read(raw).map(Some).map_err(|fault| complaint(&fault).inside(format!("`{key}`")))
     }
 
-    /// The value of a key as it is; null is nothing.
+    /// Returns the value of a key unchanged. Null counts as missing.
     pub fn value(&self, key: &str) -> Decoded<Option<Value>> {
-        self.read(key, fallback::value).map(|found| found.filter(|value| !value.is_null()))
+        self.read(key, fallback::value).map(|value| value.filter(|value| !value.is_null()))
     }
 
     pub fn text(&self, key: &str) -> Decoded<Option<String>> {
@@ -101,17 +101,17 @@ impl<'a> Outline<'a> {
         }
     }
 
-    /// A string, or a number as its digits.
+    /// Returns a string. A number is returned as its digits.
     pub fn name(&self, key: &str) -> Decoded<Option<String>> {
         self.value(key)?.map_or(Ok(None), |value| name_of(key, &value))
     }
 
-    /// A finite number; NaN is none.
+    /// Returns a finite number. NaN counts as missing.
     pub fn number(&self, key: &str) -> Decoded<Option<f64>> {
         self.value(key)?.map_or(Ok(None), |value| number_of(key, &value))
     }
 
-    /// An integer from 0 to 2147483647, also as a string of digits.
+    /// Returns an integer from 0 to 2147483647. It may be written as a string of digits.
     pub fn count(&self, key: &str) -> Decoded<Option<i32>> {
         self.value(key)?.map_or(Ok(None), |value| count_of(key, &value))
     }
@@ -120,7 +120,7 @@ impl<'a> Outline<'a> {
         self.read(key, |raw| fast_scan::ids(raw.get()).map_or_else(|| ids(raw), Ok))
     }
 
-    /// Logprobs in any form that a `logprobs` value has.
+    /// Returns logprobs in any form of a `logprobs` value.
     pub fn logprobs(&self, key: &str) -> Decoded<Option<Tokens>> {
         self.read(key, |raw| logprobs_in(raw.get())).map(Option::flatten)
     }
@@ -129,7 +129,7 @@ impl<'a> Outline<'a> {
         self.fields_of(|key| !dropped.contains(&key))
     }
 
-    /// The fields whose keys are wanted.
+    /// Returns the fields whose keys the predicate accepts.
     pub fn fields_of(&self, wanted: impl Fn(&str) -> bool) -> Decoded<Fields> {
         let mut fields = Fields::new();
         for (name, raw) in &self.members {
@@ -142,12 +142,12 @@ impl<'a> Outline<'a> {
     }
 }
 
-/// A `logprobs` value of any form, by the scanner where it knows it.
+/// Reads a `logprobs` value of any form, with the fast scanner if it supports it.
 pub fn logprobs_in(text: &str) -> Read<'_, Option<Tokens>> {
     fast_scan::logprobs(text).map_or_else(|| fallback::read_logprobs(parse(text)?), Ok)
 }
 
-/// A fault within one value as a rejection of the record.
+/// Turns a fault within one value into a rejection of the record.
 fn complaint(fault: &Fault<'_>) -> Rejection {
     reject(fault.reason(), fault.complaint())
         .why("The values of a record must be what they are named for")

@@ -1,8 +1,8 @@
 //! Anthropic's Messages API: `{"type": "message", "content": [{"type": "text", "text"}], "stop_reason"}`.
 //!
-//! Source: anthropic 2.12.0 `types/message.py`. It gives neither logprobs nor ids: the text can be trained on without a ratio, and the
-//! note says so. Content blocks become the chat completions API's messages: `thinking` is reasoning, `tool_use` a tool call,
-//! `tool_result` a tool message.
+//! Source: anthropic 2.12.0 `types/message.py`. It returns neither logprobs nor ids: the text can be trained on only
+//! without a ratio, and a note reports that. Content blocks become messages of the chat completions API: `thinking`
+//! becomes reasoning, `tool_use` a tool call, `tool_result` a tool message.
 
 use super::interface::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
@@ -39,7 +39,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(Message::new(message, None), generation, 0))
 }
 
-/// The messages that one message's content stands for.
+/// Returns the messages for the content of one Anthropic message.
 fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
     let blocks = match content {
         Value::Array(blocks) => blocks,
@@ -73,7 +73,7 @@ fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
     Ok(messages)
 }
 
-/// A tool's result: a string, text blocks as one, or blocks with pictures among them.
+/// Returns a tool's result: a string, the joined text blocks, or a list of blocks if images are among them.
 fn result_of(content: Option<&Value>) -> Value {
     match content {
         None | Some(Value::Null) => "".into(),

@@ -1,8 +1,9 @@
 //! Legacy completions: `{"choices": [{"text", "logprobs": {"tokens", "token_logprobs", "text_offset"}}]}`.
 //!
-//! Source: openai `types/completion.py`, vLLM `completion/serving.py`, Together and Fireworks SDKs. With `echo` the list begins
-//! with the prompt, whose first logprob is null; it is cut off here. The list of a server that stops at a stop string may
-//! run past it: those tokens stay and are noted. vLLM adds `token_ids` and `prompt_token_ids`.
+//! Source: openai `types/completion.py`, vLLM `completion/serving.py`, Together and Fireworks SDKs. With `echo` the
+//! list begins with the prompt, whose first logprob is null; the reader removes that part. If a server stops at a stop
+//! string, its list may continue after it; these tokens are kept and reported. vLLM adds `token_ids` and
+//! `prompt_token_ids`.
 
 use super::interface::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
@@ -52,7 +53,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(spoken(&text), generation, unused))
 }
 
-/// What was sent: one prompt or several, in text or in ids.
+/// The sent prompts: one or several, as text or ids.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Sent {
@@ -62,11 +63,11 @@ enum Sent {
     IdLists(Vec<Vec<u32>>),
 }
 
-/// The prompt that a choice answers; each prompt of a request has `n` choices.
+/// Returns the prompt of a choice. Each prompt of a request has `n` choices.
 fn sent_prompt(asked: &Asked<'_>, choice: &Outline<'_>) -> Decoded<Prompt> {
-    let each = asked.request.map_or(Ok(None), |request| request.count("n"))?.unwrap_or(1).max(1);
+    let choices_per_prompt = asked.request.map_or(Ok(None), |request| request.count("n"))?.unwrap_or(1).max(1);
     let prompts = asked.request.map_or(Ok(None), |request| request.typed("prompt"))?;
-    let at = (choice.count("index")?.unwrap_or(0) / each) as usize;
+    let at = (choice.count("index")?.unwrap_or(0) / choices_per_prompt) as usize;
     Ok(match prompts {
         Some(Sent::Text(text)) => Prompt::Text(text),
         Some(Sent::Ids(ids)) => Prompt::Ids(ids),
@@ -76,7 +77,8 @@ fn sent_prompt(asked: &Asked<'_>, choice: &Outline<'_>) -> Decoded<Prompt> {
     })
 }
 
-/// Whether the list begins with the prompt: the request says so, or a first logprob of null where there is no request.
+/// Returns whether the list begins with the prompt: if the request contains `echo`, or, without a request, if only its
+/// first logprob is null.
 fn echoes(asked: &Asked<'_>, listed: &Tokens) -> Decoded<bool> {
     match asked.request {
         Some(request) => Ok(request.value("echo")? == Some(Value::Bool(true))),
@@ -85,7 +87,7 @@ fn echoes(asked: &Asked<'_>, listed: &Tokens) -> Decoded<bool> {
     }
 }
 
-/// A list that begins with the prompt.
+/// A token list that begins with the prompt.
 struct Echo<'a> {
     listed: &'a Tokens,
     ids: Option<&'a [u32]>,
@@ -93,7 +95,7 @@ struct Echo<'a> {
 }
 
 impl Echo<'_> {
-    /// How many of the listed tokens are the prompt's.
+    /// Returns how many of the listed tokens belong to the prompt.
     fn length(&self, response: &Outline<'_>, choice: &Outline<'_>) -> Decoded<usize> {
         let total = self.listed.len();
         if let Some(sampled) = self.ids.map(<[u32]>::len).filter(|sampled| *sampled < total) {
@@ -113,7 +115,7 @@ impl Echo<'_> {
         }
     }
 
-    /// The text after the prompt's. With `return_token_ids` vLLM lists the prompt and leaves it out of the text.
+    /// Returns the text after the prompt. With `return_token_ids` vLLM lists the prompt's tokens but omits its text.
     fn completion(&self, text: &str, sent: &Prompt, start: usize, choice: &Outline<'_>) -> Decoded<String> {
         let sampled = self.listed.texts.as_ref().map(|texts| {
             let from = start.checked_sub(1).and_then(|last| texts.ends.get(last)).map_or(0, |end| *end as usize);
@@ -135,9 +137,10 @@ impl Echo<'_> {
     }
 }
 
-/// The tokens from `start` on.
+/// Returns the tokens from `start` on.
 ///
-/// Numbers that are not known are counted as missing first: a list begins with null where nothing comes before it.
+/// Unknown logprobs before `start` are subtracted from the missing ones first, because the first token of a list has no
+/// logprob.
 fn tokens_from(tokens: &Tokens, start: usize) -> Tokens {
     let rest = |pieces: &Pieces| {
         let mut rest = Pieces::default();
@@ -157,7 +160,7 @@ fn tokens_from(tokens: &Tokens, start: usize) -> Tokens {
     }
 }
 
-/// Where each token begins, in characters of the text.
+/// Returns the offset of each token, in characters of the text.
 fn offsets(choice: &Outline<'_>) -> Decoded<Option<Vec<u64>>> {
     let Some(logprobs) = choice.object("logprobs")? else { return Ok(None) };
     Ok(if logprobs.is("text_offset", Shape::List) { logprobs.typed("text_offset")? } else { None })
@@ -169,25 +172,26 @@ fn unknown_echo() -> Rejection {
         .cure("Record the request beside the response, or turn `echo` off")
 }
 
-/// Notes tokens behind the text: a stop string, and what the server sampled past it.
+/// Reports tokens after the text: a stop string, and tokens that the server sampled after it.
 fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) -> Decoded<()> {
     let tokens = &generation.tokens;
     let Some(texts) = tokens.texts.as_ref().filter(|_| tokens.ids.is_none()) else { return Ok(()) };
     if generation.finish_reason.as_deref() != Some("stop") || texts.known.contains(&false) {
         return Ok(());
     }
-    let body = texts.ends.iter().filter(|end| (**end as usize) <= text.len()).count();
+    let token_count = texts.ends.iter().filter(|end| (**end as usize) <= text.len()).count();
     let rest = texts.data.get(text.len()..).unwrap_or_default();
     if rest.is_empty() || !texts.data.starts_with(text.as_bytes()) {
         return Ok(());
     }
     let stops = stop_strings(asked)?;
     let matched = stops.into_iter().find(|stop| rest.starts_with(stop.as_bytes()));
-    let past = texts.len() - body;
-    if generation.stop == Stop::Unsaid && (matched.is_some() || past > 1) {
+    let extra_tokens = texts.len() - token_count;
+    if generation.stop == Stop::Unsaid && (matched.is_some() || extra_tokens > 1) {
         let total = texts.len();
-        let detail = format!("the text ends after {body} of {total} listed tokens; the others run past the stop");
-        generation.notes.push(note(findings::Reason::StopStringTruncated, past, detail));
+        let detail =
+            format!("the text ends after {token_count} of {total} listed tokens; the others run past the stop");
+        generation.notes.push(note(findings::Reason::StopStringTruncated, extra_tokens, detail));
         generation.stop = matched.map_or(Stop::Unsaid, Stop::Text);
     }
     Ok(())
@@ -204,7 +208,7 @@ fn stop_strings(asked: &Asked<'_>) -> Decoded<Vec<String>> {
     })
 }
 
-/// The prompt depends on which choice was used, so `answer` reads it.
+/// Reads a request. The prompt depends on the choice that was used, so `answer` reads it.
 pub(super) fn request(request: &Outline<'_>) -> Decoded<Request> {
     let sampling = sampling_of(request, "top_p")?;
     let model = request.text("model")?;

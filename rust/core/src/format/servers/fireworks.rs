@@ -1,8 +1,10 @@
-//! Fireworks with `raw_output`: `choice.raw_output = {"prompt_token_ids", "completion", "completion_token_ids", "completion_logprobs"}`.
+//! Fireworks with `raw_output`: `choice.raw_output = {"prompt_token_ids", "completion", "completion_token_ids",
+//! "completion_logprobs"}`.
 //!
-//! Source: fireworks-ai 1.2.28 `types/shared/`. An entry's `sampling_logprob` is of the distribution that was sampled from, after temperature
-//! and top-p; `logprob` is of the model's own. The first is what a ratio needs, so it is taken where every entry has it, as
-//! `processed`; else `logprob`, as `raw`. The legacy list beside it says the same with less.
+//! Source: fireworks-ai 1.2.28 `types/shared/`. An entry's `sampling_logprob` belongs to the distribution that was
+//! sampled from, after temperature and top-p; `logprob` belongs to the model's own. A ratio needs the first. So it is
+//! used, as `processed`, if every entry has it; otherwise `logprob` is used, as `raw`. The legacy list of the choice
+//! contains less.
 
 use super::completions;
 use super::interface::{
@@ -59,7 +61,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(message, generation, unused))
 }
 
-/// The numbers, and what they are of.
+/// Returns the tokens with their logprobs, and the kind of these.
 fn tokens(raw: &Outline<'_>, choice: &Outline<'_>) -> Decoded<(Option<Tokens>, LogprobKind)> {
     let logprobs = raw.object("completion_logprobs")?.unwrap_or_default();
     let Some(listed) = logprobs.typed::<Vec<Listed>>("content")? else {

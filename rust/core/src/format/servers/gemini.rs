@@ -1,7 +1,8 @@
-//! Gemini's `generateContent`: `{"candidates": [{"content": {"parts"}, "logprobsResult": {"chosenCandidates": [...]}}]}`.
+//! Gemini's `generateContent`: `{"candidates": [{"content": {"parts"}, "logprobsResult": {"chosenCandidates":
+//! [...]}}]}`.
 //!
-//! Source: google-genai 3.4.0 `types.py`, whose dumps have snake_case keys where the wire has camelCase. `tokenId` is of a closed
-//! tokenizer. What the numbers are of is not documented.
+//! Source: google-genai 3.4.0 `types.py`. Its dumps have snake_case keys, the HTTP API camelCase. `tokenId` belongs to
+//! a closed tokenizer. The kind of the logprobs is not documented.
 
 use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
@@ -26,7 +27,7 @@ pub(super) const SERVER: Server = Server {
     defaults: API_DEFAULTS,
 };
 
-/// The other spelling of a key: `topP` as `top_p`.
+/// Converts `topP` to `top_p`.
 fn snake(camel: &str) -> String {
     let mut snake = String::new();
     for letter in camel.chars() {
@@ -36,7 +37,7 @@ fn snake(camel: &str) -> String {
     snake
 }
 
-/// The spelling of a key that the object has.
+/// Returns the spelling of a key that the object uses.
 fn key(outline: &Outline<'_>, camel: &str) -> String {
     Some(snake(camel)).filter(|snake| outline.has(snake)).unwrap_or_else(|| camel.to_owned())
 }
@@ -79,7 +80,7 @@ fn tokens(candidate: &Outline<'_>) -> Decoded<Tokens> {
     Ok(listing.into_tokens())
 }
 
-/// The messages that a content stands for: its text and calls as one, each function response as a tool message.
+/// Returns the messages of a content: one for its text and calls, and a tool message for each function response.
 fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
     let parts = match content {
         Value::String(text) => return vec![json!({"role": "user", "content": text})],
@@ -112,7 +113,7 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
     messages
 }
 
-/// `contents` with `generationConfig`, or the SDK's `config`.
+/// Reads `contents` with `generationConfig`, or the SDK's `config`.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let name = if request.has("config") { "config" } else { &key(request, "generationConfig") };
     let config = request.object(name)?.unwrap_or_default();
@@ -135,7 +136,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     Ok(Request { messages, tools: declared(tools), template_kwargs, model, sampling, ..Request::default() })
 }
 
-/// Function declarations as tool schemas.
+/// Returns function declarations as tool schemas.
 fn declared(tools: Option<Value>) -> Option<Schemas> {
     let tools = tools?;
     let lists = tools.as_array()?.iter().filter_map(|tool| get(tool, "functionDeclarations")?.as_array());

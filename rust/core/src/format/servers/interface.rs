@@ -1,4 +1,4 @@
-//! What a server's file says of itself, what it is told of a call, and the names that it answers with.
+//! The interface between the files of the servers and the reader, and the names that these files use.
 
 pub(in crate::format) use crate::format::build::calls::{API_DEFAULTS, Request};
 pub(in crate::format) use crate::format::build::message::Entry;
@@ -13,35 +13,36 @@ use crate::sampling::{Options, place_of};
 use crate::trace::{Generation, LogprobKind, Message, Prompt, Stop};
 use serde_json::Value;
 
-/// How one server writes.
+/// The response format of one server.
 pub struct Server {
     pub form: Form,
-    /// Keys of a response that make a record worth asking about.
+    /// Keys of a response. `knows` is called only if one of them exists.
     pub signs: &'static [&'static str],
     pub knows: fn(&Outline<'_>) -> bool,
-    /// The response as a message and its generation.
+    /// Reads the response as a message and its generation.
     pub answer: fn(&Outline<'_>, &Asked<'_>) -> Decoded<Entry>,
-    /// The request that stands beside it.
+    /// Reads the request of the call.
     pub request: fn(&Outline<'_>) -> Decoded<Request>,
-    /// Temperature and top-p of a request that names none.
+    /// Temperature and top-p of a request that omits them.
     pub defaults: Sampling,
 }
 
-/// What is known of a call before its response is read.
+/// The data of a call that is available before its response is read.
 pub struct Asked<'a> {
-    /// Which of several choices was used, where the record says.
+    /// Number of the choice that was used, if the record contains it.
     pub choice: Option<i32>,
     pub sampling: &'a Sampling,
     pub request: Option<&'a Outline<'a>>,
 }
 
 impl Asked<'_> {
-    /// A generation sampled so; `kind` is what the server's logprobs are of, where the record does not say.
+    /// Returns a generation with these sampling parameters. `kind` is the server's kind of logprobs, if the record
+    /// contains none.
     pub fn generation(&self, kind: LogprobKind) -> Generation {
         Generation { logprob_kind: self.sampling.logprob_kind.unwrap_or(kind), ..self.sampling.generation() }
     }
 
-    /// The item that the record names by its `index`, the first where it names none; and how many are left unused.
+    /// Returns the item with the recorded `index`, or the first if none is recorded, and the number of ignored items.
     pub fn pick<'o>(&self, items: Vec<Outline<'o>>, what: &str) -> Decoded<(Outline<'o>, u32)> {
         let total = items.len();
         let wanted = self.choice.unwrap_or(0);
@@ -62,42 +63,42 @@ impl Asked<'_> {
     }
 }
 
-/// What the policy said, as a message of its own.
+/// Creates an assistant message with this text.
 pub fn spoken(text: &str) -> Message {
     plain("assistant", text)
 }
 
-/// A prompt in ids, or else in text; that of the messages where it is in neither.
+/// Returns a prompt from ids, or else from text. Without both it is rendered from the messages.
 pub fn prompt_of(ids: Option<Vec<u32>>, text: Option<String>) -> Prompt {
     ids.map(Prompt::Ids).or(text.map(Prompt::Text)).unwrap_or_default()
 }
 
-/// The stop token or stop string under a key, where the value is one.
+/// Returns the stop token or stop string under a key, if the value is one.
 pub fn stop_under(outline: &Outline<'_>, key: &str) -> Decoded<Stop> {
     Ok(match outline.value(key)? {
         Some(Value::String(text)) => Stop::Text(text),
-        found => found.as_ref().map_or(Stop::Unsaid, stop_id),
+        value => value.as_ref().map_or(Stop::Unsaid, stop_id),
     })
 }
 
-/// The stop token that a value is the id of.
+/// Returns the stop token with the id in `value`.
 pub fn stop_id(value: &Value) -> Stop {
     value.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id)
 }
 
-/// The finish reason under a key, by its common name.
+/// Returns the finish reason under a key, by its common name.
 pub fn finish_under(outline: &Outline<'_>, key: &str) -> Decoded<Option<String>> {
     Ok(outline.text(key)?.map(|raw| message::common(&raw).to_owned()))
 }
 
-/// Temperature, top-p under its key, and the other options.
+/// Reads temperature, top-p under its key, and the other options.
 pub fn sampling_of(parameters: &Outline<'_>, top_p: &str) -> Decoded<Sampling> {
     let parameter = |key: &str| parameters.value(key)?.map_or(Ok(None), |value| magnitude_of(key, &value));
     let options = Options::read(&parameters.fields_of(|key| place_of(key).is_some())?);
     Ok(Sampling { temperature: parameter("temperature")?, top_p: parameter(top_p)?, options, ..Sampling::default() })
 }
 
-/// The sampling options of the object under a key.
+/// Reads the sampling options of the object under a key.
 pub fn sampling_under(outline: &Outline<'_>, key: &str) -> Decoded<Sampling> {
     sampling_of(&outline.object(key)?.unwrap_or_default(), "top_p")
 }

@@ -1,9 +1,10 @@
-//! llama.cpp's `/completion`: `{"content", "tokens", "completion_probabilities": [{"id", "token", "bytes", "logprob"}]}`.
+//! llama.cpp's `/completion`: `{"content", "tokens", "completion_probabilities": [{"id", "token", "bytes",
+//! "logprob"}]}`.
 //!
-//! Source: llama.cpp `tools/server/server-task.cpp`. The list is also called `probs`. With `post_sampling_probs` an entry has
-//! `prob`, of the distribution that was sampled from, in place of `logprob`, which is of the model's own; its logarithm is
-//! taken. Old servers list `{"content", "probs": [{"tok_str", "prob"}]}` for each token. Stop words are not listed, the end
-//! token is.
+//! Source: llama.cpp `tools/server/server-task.cpp`. The list is also called `probs`. With `post_sampling_probs` an
+//! entry has `prob`, of the distribution that was sampled from, instead of `logprob`, of the model's own; the reader
+//! uses its logarithm. Old servers list `{"content", "probs": [{"tok_str", "prob"}]}` for each token. The list omits
+//! stop words but contains the end token.
 
 use super::interface::{
     Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText, sampling_of,
@@ -23,15 +24,15 @@ pub(super) const SERVER: Server = Server {
     },
     signs: &["completion_probabilities", "stop_type", "tokens_predicted", "probs"],
     knows: |response| {
-        let own = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
-        response.is("content", Shape::Text) && own.iter().any(|key| response.has(key))
+        let keys = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
+        response.is("content", Shape::Text) && keys.iter().any(|key| response.has(key))
     },
     answer,
     request,
     defaults: Sampling::UNKNOWN,
 };
 
-/// A sampled token, in the new form or in the old one.
+/// A sampled token, in the new format or in the old one.
 #[derive(Deserialize)]
 struct Listed {
     id: Option<Id>,
@@ -40,13 +41,13 @@ struct Listed {
     bytes: Option<Vec<u8>>,
     logprob: Option<Reading>,
     prob: Option<f64>,
-    /// Old form: the sampled text; at the top level of a response of one token, the candidate's.
+    /// Old format: the sampled text. At the top level of a response with one token: the candidate's text.
     #[serde(default, alias = "tok_str")]
     content: TokenText,
     probs: Option<Vec<Candidate>>,
 }
 
-/// A likely token of the old form.
+/// A candidate of the old format.
 #[derive(Deserialize)]
 struct Candidate {
     #[serde(default)]
@@ -55,7 +56,7 @@ struct Candidate {
 }
 
 impl Listed {
-    /// Its number, and whether that was given as a probability.
+    /// Returns the logprob, and whether it was recorded as a probability.
     fn reading(&self) -> (Reading, bool) {
         if let Some(reading) = self.logprob {
             return (reading, false);
@@ -71,13 +72,13 @@ impl Listed {
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let text = response.text("content")?.unwrap_or_default();
     let key = if response.has("completion_probabilities") { "completion_probabilities" } else { "probs" };
-    let listed = response.typed::<Vec<Listed>>(key)?.unwrap_or_default();
+    let entries = response.typed::<Vec<Listed>>(key)?.unwrap_or_default();
     let (mut listing, mut probabilities) = (Columns::default(), 0);
-    for entry in &listed {
+    for entry in &entries {
         let (reading, probability) = entry.reading();
         probabilities += u32::from(probability);
-        let shown = entry.token.0.as_deref().or(entry.content.0.as_deref());
-        listing.push(entry.id.map(|id| id.0), reading, shown, entry.bytes.as_deref());
+        let text = entry.token.0.as_deref().or(entry.content.0.as_deref());
+        listing.push(entry.id.map(|id| id.0), reading, text, entry.bytes.as_deref());
     }
     let kind = if probabilities > 0 { LogprobKind::Processed } else { LogprobKind::Raw };
     let mut generation = asked.generation(kind);
@@ -91,7 +92,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         let detail = format!("{probabilities} probabilities in place of logprobs: their logarithms are taken");
         generation.notes.push(Note { reason: findings::Reason::InvalidLogprob, count: probabilities, detail });
     }
-    // The response repeats how it sampled.
+    // The response repeats the sampling parameters.
     let settings = sampling_under(response, "generation_settings")?;
     generation.temperature = generation.temperature.or(settings.temperature);
     generation.top_p = generation.top_p.or(settings.top_p);
@@ -102,7 +103,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(spoken(&text), generation, 0))
 }
 
-/// `stop_type`, or the three flags of old servers.
+/// Reads `stop_type`, or the three flags of old servers.
 fn finish_of(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()> {
     let flag = |key: &str| Ok(response.value(key)? == Some(Value::Bool(true)));
     let word = response.text("stopping_word")?.filter(|word| !word.is_empty());

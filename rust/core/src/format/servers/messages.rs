@@ -1,11 +1,11 @@
-//! Messages in the shape of the chat completions API, from the parts that other APIs have.
+//! Builds messages in the format of the chat completions API from the parts of other APIs.
 
 use crate::format::build::message::plain_value;
 use crate::format::fields::schemas;
 use crate::trace::Schemas;
 use serde_json::{Map, Value, json};
 
-/// What a message says: its text, or, where some of it is no text, its parts in order.
+/// Content of a message: its text, or the list of its parts if some are not text.
 #[derive(Default)]
 pub struct Content {
     parts: Vec<Value>,
@@ -13,16 +13,16 @@ pub struct Content {
 }
 
 impl Content {
-    /// Adds text behind what is there.
+    /// Appends text.
     pub fn text(&mut self, text: &str) {
         match self.parts.last_mut().and_then(|part| part.get_mut("text")) {
-            Some(Value::String(before)) => before.push_str(text),
+            Some(Value::String(last_text)) => last_text.push_str(text),
             _ if text.is_empty() => {}
             _ => self.parts.push(json!({"type": "text", "text": text})),
         }
     }
 
-    /// Adds a part that is no text.
+    /// Appends a part that is not text.
     pub fn part(&mut self, part: Value) {
         self.parts.push(part);
         self.any = true;
@@ -51,7 +51,7 @@ impl From<Content> for Value {
     }
 }
 
-/// A message; reasoning and tool calls are left out where there are none.
+/// Creates a message. Reasoning and tool calls are omitted if empty.
 pub fn message(role: &str, content: impl Into<Content>, reasoning: &str, calls: Vec<Value>) -> Value {
     let mut message = plain_value(role, content.into());
     if !reasoning.is_empty() {
@@ -63,7 +63,7 @@ pub fn message(role: &str, content: impl Into<Content>, reasoning: &str, calls: 
     message
 }
 
-/// A tool call; arguments become a JSON string as that API has them.
+/// Creates a tool call. Arguments become a JSON string, as in the chat completions API.
 pub fn tool_call(id: Option<&Value>, name: Option<&Value>, arguments: Option<&Value>) -> Value {
     let arguments = match arguments {
         Some(Value::String(text)) => text.clone(),
@@ -78,7 +78,7 @@ pub fn tool_call(id: Option<&Value>, name: Option<&Value>, arguments: Option<&Va
     call
 }
 
-/// The message that answers a tool call.
+/// Creates the message with the result of a tool call.
 pub fn tool_result(id: Option<&Value>, name: Option<&Value>, content: impl Into<Value>) -> Value {
     let mut message = plain_value("tool", content);
     for (key, value) in [("tool_call_id", id), ("name", name)] {
@@ -89,7 +89,7 @@ pub fn tool_result(id: Option<&Value>, name: Option<&Value>, content: impl Into<
     message
 }
 
-/// The schemas of tools, and what says the parameters of one; none where there is no tool.
+/// Returns the schemas of tools, or `None` without tools. `parameters` returns the parameters of a tool.
 pub fn tool_schemas<'v>(
     tools: impl Iterator<Item = &'v Value>,
     parameters: impl Fn(&'v Value) -> Option<&'v Value>,

@@ -1,7 +1,9 @@
-//! Servers' own responses: one small file each, all read into an `Entry` and, where the request is there, a `Request`.
+//! Responses of servers: one small file for each server, which reads an `Entry` and, if there is a request, a
+//! `Request`.
 //!
-//! A file knows its response by structure, never by a name that a proxy may rewrite. It fills in the `interface` and
-//! has a line in the table below; `messages` makes messages of other APIs' parts, `stream` one response of a stream's chunks.
+//! A response is recognised by its structure, not by a name, since proxies rewrite names. Each file fills in the
+//! `interface` and has a line in the table below. `messages` builds messages from the parts of other APIs, and `stream`
+//! builds one response from the chunks of a stream.
 
 mod anthropic;
 mod completions;
@@ -21,7 +23,7 @@ mod tgi;
 mod tinker;
 mod vllm_generate;
 
-/// The servers, the most telling signs first.
+/// All servers. Those with the most specific signs come first.
 pub const SERVERS: &[interface::Server] = &[
     sglang::SERVER,
     tgi::SERVER,

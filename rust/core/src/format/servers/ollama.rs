@@ -1,8 +1,9 @@
-//! Ollama's `/api/generate` and `/api/chat`: `{"response" | "message", "done", "logprobs": [{"token", "logprob", "bytes"}]}`.
+//! Ollama's `/api/generate` and `/api/chat`: `{"response" | "message", "done", "logprobs": [{"token", "logprob",
+//! "bytes"}]}`.
 //!
-//! Source: ollama 0.6.3 `_types.py` (the client) and ollama issue 13497: `bytes` of a token that is a part of a character are those of
-//! U+FFFD. Such bytes are no evidence: they are unknown here, and noted. What the logprobs are of
-//! is not documented. `context` is not read: it leaves out which of its ids were sampled.
+//! Source: ollama 0.6.3 `_types.py` (the client) and ollama issue 13497: if a token is only a part of a character, its
+//! `bytes` are those of U+FFFD. Such bytes are treated as unknown and reported. The kind of the logprobs is not
+//! documented. `context` is not read, because it does not show which of its ids were sampled.
 
 use super::interface::{
     Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
@@ -18,24 +19,24 @@ pub(super) const SERVER: Server = Server {
     form: Form { name: "ollama", sign: "it has `done` beside `response` or `message`" },
     signs: &["done", "done_reason"],
     knows: |response| {
-        let said = response.is("response", Shape::Text) || response.is("message", Shape::Object);
-        response.is("done", Shape::Bool) && said
+        let has_answer = response.is("response", Shape::Text) || response.is("message", Shape::Object);
+        response.is("done", Shape::Bool) && has_answer
     },
     answer,
     request,
     defaults: Sampling::UNKNOWN,
 };
 
-/// What the bytes of a part of a character become when they are read as text.
+/// The bytes that Ollama reports for a part of a character.
 const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);
     generation.tokens = response.logprobs("logprobs")?.unwrap_or_default();
-    forget_lies(&mut generation);
+    drop_replacement_bytes(&mut generation);
     generation.finish_reason = finish_under(response, "done_reason")?;
     let message = if let Some(message) = response.object("message")? {
-        message_of(told(message.fields_without(&["images"])?))?
+        message_of(with_reasoning_key(message.fields_without(&["images"])?))?
     } else {
         let text = response.text("response")?.unwrap_or_default();
         let mut message = spoken(&text);
@@ -48,25 +49,25 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(message, generation, 0))
 }
 
-/// Bytes that are U+FFFD say nothing about the token.
-fn forget_lies(generation: &mut Generation) {
+/// Drops bytes that are U+FFFD, because they do not describe the token.
+fn drop_replacement_bytes(generation: &mut Generation) {
     let Some(bytes) = &generation.tokens.bytes else { return };
-    let mut kept = Pieces::default();
+    let mut result = Pieces::default();
     let mut lies = 0;
     for index in 0..bytes.len() {
         let piece = bytes.get(index).filter(|piece| memchr::memmem::find(piece, REPLACEMENT).is_none());
         lies += u32::from(piece.is_none() && bytes.get(index).is_some());
-        kept.push(piece);
+        result.push(piece);
     }
     if lies > 0 {
-        generation.tokens.bytes = Some(kept).filter(|kept| kept.known.contains(&true));
+        generation.tokens.bytes = Some(result).filter(|result| result.known.contains(&true));
         let detail = format!("{lies} tokens are given the bytes of U+FFFD, which are not theirs");
         generation.notes.push(Note { reason: findings::Reason::LossyText, count: lies, detail });
     }
 }
 
-/// `thinking` by the name that templates read.
-fn told(mut message: Fields) -> Fields {
+/// Renames `thinking` to the key that templates read.
+fn with_reasoning_key(mut message: Fields) -> Fields {
     if let Some(thinking) = message.remove("thinking").filter(|thinking| thinking.as_str() != Some("")) {
         message.entry("reasoning_content").or_insert(thinking);
     }
@@ -74,14 +75,15 @@ fn told(mut message: Fields) -> Fields {
     message
 }
 
-/// `/api/chat` has `messages`; `/api/generate` a `prompt` that its template renders, unless it is `raw`.
+/// Reads a request: `/api/chat` has `messages`; `/api/generate` has a `prompt`, which the server's template renders
+/// unless `raw` is set.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let sampling = sampling_under(request, "options")?;
     if request.has("messages") {
         let mut chat = chat_request(request)?;
         for message in &mut chat.messages {
             if let Value::Object(fields) = &mut message.value {
-                *fields = told(std::mem::take(fields));
+                *fields = with_reasoning_key(std::mem::take(fields));
             }
         }
         return Ok(Request { sampling, ..chat });

@@ -1,9 +1,10 @@
 //! `RequestOutput` of vLLM and of TensorRT-LLM as JSON: `{"prompt_token_ids", "outputs": [{"token_ids", "logprobs"}]}`.
 //!
-//! Sources: vllm 0.32 `outputs.py`, `logprobs.py`; TensorRT-LLM `executor/result.py`. `logprobs` is a list of `{id: {"logprob", "rank",
-//! "decoded_token"}}` (JSON makes the ids strings, and whoever sorts keys loses which came first: the entry is picked by id), a
-//! list of numbers (TensorRT-LLM), or vLLM's `FlatLogprobs`. Values are not clamped: -inf and NaN occur. Raw or processed is an option
-//! of the engine that the object does not name.
+//! Sources: vllm 0.32 `outputs.py`, `logprobs.py`; TensorRT-LLM `executor/result.py`. `logprobs` has one of three
+//! formats: a list of `{id: {"logprob", "rank", "decoded_token"}}`, a list of numbers (TensorRT-LLM), or vLLM's
+//! `FlatLogprobs`. JSON turns the ids of the first into strings, and sorting the keys loses their order, so the entry
+//! is selected by id. Values are not clamped: -inf and NaN occur. Whether they are raw or processed depends on an
+//! option of the engine that the object does not contain.
 
 use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
@@ -60,7 +61,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     described(&output, generation, unused)
 }
 
-/// The entry of an output of vLLM, with what it says of the generation beside the tokens.
+/// Creates the entry of one vLLM output, with the fields of the generation other than its tokens.
 pub(super) fn described(output: &Outline<'_>, mut generation: Generation, unused: u32) -> Decoded<Entry> {
     generation.finish_reason = finish_under(output, "finish_reason")?;
     generation.stop = stop_under(output, "stop_reason")?;
@@ -84,7 +85,7 @@ enum Listed {
     Bare(Reading),
 }
 
-/// The sampled tokens with their logprobs, and a note where more steps are listed than tokens.
+/// Reads the sampled tokens with their logprobs. Returns a note if there are more steps than tokens.
 fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>)> {
     if output.is("logprobs", Shape::Object) {
         let flat: Flat = output.typed("logprobs")?.unwrap_or_default();
@@ -105,7 +106,7 @@ fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>
     Ok((tokens, Some(note).filter(|_| extra > 0)))
 }
 
-/// The sampled tokens of a list of `{id: entry}`.
+/// Reads the sampled tokens from a list of `{id: entry}`.
 fn of_steps(steps: &[&RawValue], ids: &[u32]) -> Decoded<Tokens> {
     let mut listing = Columns::default();
     for (at, (step, &id)) in steps.iter().zip(ids).enumerate() {
@@ -115,7 +116,7 @@ fn of_steps(steps: &[&RawValue], ids: &[u32]) -> Decoded<Tokens> {
     Ok(listing.into_tokens())
 }
 
-/// What a step says of the token that was sampled.
+/// Returns the logprob and the text of the sampled token at a step.
 fn step_of(step: &RawValue, id: u32, at: usize) -> Decoded<(Reading, Option<Vec<u8>>)> {
     let place = format!("logprobs[{at}]");
     if Shape::of(step) == Shape::Object {
@@ -131,7 +132,7 @@ fn step_of(step: &RawValue, id: u32, at: usize) -> Decoded<(Reading, Option<Vec<
     Ok((reading.unwrap_or(Reading::Missing), None))
 }
 
-/// `FlatLogprobs`: the entries of step i stand at `start_indices[i]..end_indices[i]`.
+/// `FlatLogprobs`: step i has the entries `start_indices[i]..end_indices[i]`.
 #[derive(Deserialize, Default)]
 struct Flat {
     start_indices: Vec<usize>,
@@ -143,21 +144,22 @@ struct Flat {
 }
 
 impl Flat {
-    /// The first entry of each step that is of the sampled token; it may stand there twice.
+    /// Returns the first entry of the sampled token at each step. The token may be listed twice.
     fn of(&self, ids: &[u32]) -> Tokens {
         let mut listing = Columns::default();
         for (&id, (&start, &end)) in ids.iter().zip(self.start_indices.iter().zip(&self.end_indices)) {
             let step = self.token_ids.get(start..end).unwrap_or_default();
-            let found = step.iter().position(|listed| listed.0 == id).map(|offset| start + offset);
-            let reading = found.and_then(|at| self.logprobs.get(at)).copied().unwrap_or(Reading::Missing);
-            let text = found.and_then(|at| self.decoded_tokens.get(at)).and_then(|text| text.0.as_deref());
+            let index = step.iter().position(|listed| listed.0 == id).map(|offset| start + offset);
+            let reading = index.and_then(|at| self.logprobs.get(at)).copied().unwrap_or(Reading::Missing);
+            let text = index.and_then(|at| self.decoded_tokens.get(at)).and_then(|text| text.0.as_deref());
             listing.push(Some(id), reading, text, None);
         }
         Tokens { ids: Some(ids.to_vec()), ..listing.into_tokens() }
     }
 }
 
-/// `{"prompt" | "prompt_token_ids", "sampling_params"}` as `LLM.generate` is called, or `{"messages"}` as `LLM.chat` is.
+/// Reads `{"prompt" | "prompt_token_ids", "sampling_params"}`, the arguments of `LLM.generate`, or `{"messages"}`,
+/// those of `LLM.chat`.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     if request.has("messages") {
         return chat_request(request);

@@ -1,8 +1,10 @@
-//! OpenAI's Responses API: `{"object": "response", "output": [{"type": "message", "content": [{"type": "output_text", "logprobs"}]}]}`.
+//! OpenAI's Responses API: `{"object": "response", "output": [{"type": "message", "content": [{"type": "output_text",
+//! "logprobs"}]}]}`.
 //!
-//! Source: openai 2.54.0 `types/responses/`. Logprobs stand on each text part; reasoning and function calls carry none, so a turn that
-//! has them is known in part, and noted. Items become the chat completions API's messages; consecutive items of the model
-//! are one assistant message. What the numbers are of is not documented.
+//! Source: openai 2.54.0 `types/responses/`. Each text part has logprobs; reasoning and function calls have none. The
+//! tokens of a turn with such items are only partly known, which is reported. Items become messages of the chat
+//! completions API; consecutive items of the model become one assistant message. The kind of the logprobs is not
+//! documented.
 
 use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Outline, Reading, Reason, Request, Server, Shape, TokenText,
@@ -41,35 +43,35 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     for item in response.objects("output")? {
         let value = Value::Object(item.fields_without(&["content"])?);
         let parts = item.objects("content")?;
-        let listed = listing_of(&parts, &mut listing)?;
-        silent += u32::from(!listed);
+        let has_tokens = listing_of(&parts, &mut listing)?;
+        silent += u32::from(!has_tokens);
         let contents = parts.iter().map(|part| part.fields_without(&["logprobs"]).map(Value::Object));
         turn.take(&value, &contents.collect::<Decoded<Vec<_>>>()?);
     }
     generation.tokens = listing.into_tokens();
     generation.finish_reason = finished(response, &turn)?;
     note_silence(response, &mut generation, silent)?;
-    let own = sampling_of(response, "top_p")?;
-    // The response repeats how it sampled.
-    let told = own.or(asked.sampling);
-    (generation.temperature, generation.top_p) = (told.temperature, told.top_p);
-    (generation.options, generation.left_out) = (told.options, told.left_out);
+    let response_sampling = sampling_of(response, "top_p")?;
+    // The response repeats the sampling parameters.
+    let sampling = response_sampling.or(asked.sampling);
+    (generation.temperature, generation.top_p) = (sampling.temperature, sampling.top_p);
+    (generation.options, generation.left_out) = (sampling.options, sampling.left_out);
     Ok(Entry::sampled(Message::new(turn.message(), None), generation, 0))
 }
 
-/// Adds the tokens of an item's text parts; false where it has none.
+/// Adds the tokens of an item's text parts. Returns false if there are none.
 fn listing_of(parts: &[Outline<'_>], listing: &mut Columns) -> Decoded<bool> {
-    let mut listed = false;
+    let mut has_tokens = false;
     for part in parts {
         for token in part.typed::<Vec<Listed>>("logprobs")?.unwrap_or_default() {
             listing.push(None, token.logprob, token.token.0.as_deref(), token.bytes.as_deref());
-            listed = true;
+            has_tokens = true;
         }
     }
-    Ok(listed)
+    Ok(has_tokens)
 }
 
-/// Items without tokens beside some with: what was sampled is known in part.
+/// Reports items without tokens, if other items have some: the sampled tokens are only partly known.
 fn note_silence(response: &Outline<'_>, generation: &mut Generation, silent: u32) -> Decoded<()> {
     let listed = generation.tokens.len();
     if silent == 0 || listed == 0 {
@@ -106,13 +108,13 @@ struct Turn {
 }
 
 impl Turn {
-    /// Adds an item of the model; false where it is of someone else.
+    /// Adds an item of the model. Returns false for an item of another role.
     fn take(&mut self, item: &Value, content: &[Value]) -> bool {
         let string = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
         match string(item, "type").as_str() {
             "reasoning" => {
-                let said = if content.is_empty() { item.get("summary").and_then(Value::as_array) } else { None };
-                for part in content.iter().chain(said.into_iter().flatten()) {
+                let summary = if content.is_empty() { item.get("summary").and_then(Value::as_array) } else { None };
+                for part in content.iter().chain(summary.into_iter().flatten()) {
                     self.reasoning.push_str(&string(part, "text"));
                 }
             }
@@ -148,7 +150,7 @@ impl Turn {
     }
 }
 
-/// `instructions` and `input`: a string, or items.
+/// Reads `instructions` and `input`, which is a string or a list of items.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let mut values = Vec::new();
     if let Some(instructions) = request.text("instructions")? {
@@ -164,7 +166,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
                 .cure("Record the request as it was sent"));
         }
     }
-    // What the server kept of an earlier response is not in the request.
+    // The request does not contain the earlier response that the server stored.
     let prompt = if request.has("previous_response_id") { Prompt::Unknown } else { Prompt::Rendered };
     let tools = request.value("tools")?;
     let functions = tools.iter().filter_map(Value::as_array).flatten().filter(|tool| tool["type"] == "function");
@@ -201,7 +203,7 @@ fn history(items: &[Value], messages: &mut Vec<Value>) {
     turn.end(messages);
 }
 
-/// Text parts as one text; parts with anything else stay parts.
+/// Joins text parts into one text. If another part is among them, the parts are returned unchanged.
 fn plain_parts(parts: &[Value]) -> Value {
     let texts: Option<String> = parts.iter().map(|part| part.get("text").and_then(Value::as_str)).collect();
     texts.map_or_else(|| Value::Array(parts.to_vec()), Value::String)

@@ -1,8 +1,8 @@
 //! SGLang's `/generate`: `{"text", "output_ids", "meta_info": {"output_token_logprobs": [[logprob, id, text], ...]}}`.
 //!
-//! Source: sglang 0.5.23 `managers/tokenizer_manager.py`, `layers/sampler.py`. Logprobs stand first in each triple; the text
-//! may be null or absent. They are log-softmax of the logits divided by the temperature, before top-p and top-k (unless the
-//! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
+//! Source: sglang 0.5.23 `managers/tokenizer_manager.py`, `layers/sampler.py`. The logprob is first in each triple; the
+//! text may be null or absent. Logprobs are log-softmax of the logits divided by the temperature, before top-p and
+//! top-k (unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
 use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
@@ -24,7 +24,7 @@ pub(super) const SERVER: Server = Server {
     defaults: API_DEFAULTS,
 };
 
-/// `[logprob, id, text]`, `[logprob, id]`, or an object with the same.
+/// `[logprob, id, text]`, `[logprob, id]`, or an object with the same values.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Listed {
@@ -83,9 +83,11 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
     }
     let mut tokens = listing.into_tokens();
     let Some(ids) = response.ids("output_ids")? else { return Ok(tokens) };
-    if let Some(own) = tokens.ids.as_ref().filter(|own| own.len() == ids.len() && **own != ids) {
-        let at = (0..ids.len()).find(|&at| own[at] != ids[at]).unwrap_or_default();
-        let what = format!("output_ids[{at}] is {} but its logprob is of token {}", ids[at], own[at]);
+    if let Some(listed_ids) =
+        tokens.ids.as_ref().filter(|listed_ids| listed_ids.len() == ids.len() && **listed_ids != ids)
+    {
+        let at = (0..ids.len()).find(|&at| listed_ids[at] != ids[at]).unwrap_or_default();
+        let what = format!("output_ids[{at}] is {} but its logprob is of token {}", ids[at], listed_ids[at]);
         return Err(reject(Reason::Contradiction, what)
             .why("Which of the two was sampled cannot be known")
             .cure("Store the response as the server sent it"));
@@ -94,12 +96,12 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
     Ok(tokens)
 }
 
-/// The prompt's ids, where its logprobs were asked for from the first token on.
+/// Returns the prompt's ids, if its logprobs were requested from the first token on.
 fn prompt(meta: &Outline<'_>) -> Decoded<Prompt> {
     let listed = meta.typed::<Vec<Listed>>("input_token_logprobs")?.unwrap_or_default();
-    let whole = meta.count("prompt_tokens")?.is_some_and(|count| count > 0 && count as usize == listed.len());
+    let is_complete = meta.count("prompt_tokens")?.is_some_and(|count| count > 0 && count as usize == listed.len());
     let ids = listed.into_iter().map(|listed| listed.parts().1).collect();
-    Ok(if whole { Prompt::Ids(ids) } else { Prompt::Rendered })
+    Ok(if is_complete { Prompt::Ids(ids) } else { Prompt::Rendered })
 }
 
 fn kind(finish: &Value) -> Option<&str> {
@@ -110,7 +112,7 @@ fn stop(finish: &Value) -> Stop {
     match finish.get("matched") {
         Some(Value::String(text)) => Stop::Text(text.clone()),
         Some(Value::Array(ids)) => ids.last().map_or(Stop::Unsaid, stop_id),
-        found => found.map_or(Stop::Unsaid, stop_id),
+        value => value.map_or(Stop::Unsaid, stop_id),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The golden records of every server, read and compared with what their maker put in.
+//! Reads the golden records of every server, and compares the result with the values that their generator wrote.
 
 use crate::error::Location;
 use crate::findings::NAMES;
@@ -40,7 +40,7 @@ fn texts(pieces: Option<&Pieces>) -> Option<Vec<String>> {
 
 #[test]
 fn a_choice_is_found_by_its_index_and_not_by_where_it_stands() {
-    // A server answers in the order in which its samples ended: index 1 stands first.
+    // A server lists its samples in the order in which they ended: index 1 comes first.
     let choices =
         json!([{"index": 1, "text": "b", "finish_reason": "stop"}, {"index": 0, "text": "a", "finish_reason": "stop"}]);
     let response = json!({"object": "text_completion", "choices": choices});
@@ -63,7 +63,7 @@ fn logprobs_behind_the_last_token_are_counted_in_their_note_alone() {
     assert_eq!((tokens.missing, tokens.invalid, note.count), (1, 0, 2));
 }
 
-/// What was read, under the keys of a truth file.
+/// Returns the decoded values under the keys of a truth file.
 fn seen(record: &Record, key: &str) -> Value {
     let trace = &record.trace;
     let generation = trace.generations.last().expect("a generation");
@@ -115,7 +115,7 @@ fn what_a_record_says_beside_its_tokens_is_read() {
     assert!(refused.error.to_string().contains("not the response of sglang"), "{}", refused.error);
 }
 
-/// Whether two values are equal, numbers as float32.
+/// Returns whether two values are equal. Numbers are compared as float32.
 fn same(ours: &Value, theirs: &Value) -> bool {
     match (ours, theirs) {
         (Value::Array(ours), Value::Array(theirs)) => {
@@ -164,7 +164,7 @@ fn routed_experts_and_sampling_masks_are_kept_beside_the_tokens() {
     let (_, records) = RECORDS.iter().find(|(name, _)| name == "vllm_generate_types").expect("a golden file");
     let record = read(&records[0]).expect("reads");
     let [experts, mask] = &record.trace.generations[0].extras[..] else { panic!("two extras") };
-    // Four rows of two layers by two experts, numbered 0 to 15 by the maker.
+    // Four rows of two layers by two experts. The generator numbered them from 0 to 15.
     assert_eq!((experts.shape.as_slice(), experts.ends.as_slice()), (&[2, 2][..], &[4, 8, 12, 16][..]));
     assert_eq!(experts.values, (0..16).collect::<Vec<_>>());
     assert_eq!((mask.ends.as_slice(), mask.values.as_slice()), (&[2, 3, 6][..], &[13347, 9, 1052, 0, 4, 8][..]));

@@ -1,8 +1,9 @@
-//! Text Generation Inference: `{"generated_text", "details": {"tokens": [{"id", "text", "logprob", "special"}], "prefill"}}`.
+//! Text Generation Inference: `{"generated_text", "details": {"tokens": [{"id", "text", "logprob", "special"}],
+//! "prefill"}}`.
 //!
-//! Source: text-generation 0.7.0 `types.py` and the server's `utils/tokens.py`. `text` is a decode of each token alone, so ids count. The
-//! logprobs are log-softmax of the scores after temperature, penalties, top-k and top-p: `processed`. `prefill` has the
-//! prompt's ids where they were asked for.
+//! Source: text-generation 0.7.0 `types.py` and the server's `utils/tokens.py`. `text` is each token decoded
+//! separately, so the reader uses the ids. Logprobs are log-softmax of the scores after temperature, penalties, top-k
+//! and top-p: `processed`. `prefill` contains the prompt's ids if they were requested.
 
 use super::interface::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
@@ -64,7 +65,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, unused))
 }
 
-/// The prompt, where the request asked for it in front of the text.
+/// Returns the prompt, if the request asked for it before the text (`return_full_text`).
 fn full_text_prompt(asked: &Asked<'_>) -> Decoded<Option<String>> {
     let Some(request) = asked.request else { return Ok(None) };
     let parameters = request.object("parameters")?.unwrap_or_default();
@@ -72,7 +73,8 @@ fn full_text_prompt(asked: &Asked<'_>) -> Decoded<Option<String>> {
     if full { request.text("inputs") } else { Ok(None) }
 }
 
-/// Without `do_sample`, a temperature, top-k, top-p or typical-p, the server takes the likeliest token: temperature 0.
+/// Reads a request. Without `do_sample`, temperature, top-k, top-p or typical-p the server decodes greedily:
+/// temperature 0.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let parameters = request.object("parameters")?.unwrap_or_default();
     let mut sampling = sampling_of(&parameters, "top_p")?;

@@ -1,8 +1,8 @@
 //! Tinker: `{"sequences": [{"tokens", "logprobs", "stop_reason"}]}`, or one such sequence.
 //!
-//! Source: tinker 0.38.0 `types/sample_response.py`, `sampled_sequence.py`. Ids only: the stop token is among them where it is a token,
-//! and there is no text. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`. Whether the numbers are raw is
-//! not documented.
+//! Source: tinker 0.38.0 `types/sample_response.py`, `sampled_sequence.py`. There are only ids, and no text. The stop
+//! token is among them if it is a token. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`.
+//! Whether the logprobs are raw is not documented.
 
 use super::interface::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
@@ -31,16 +31,16 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         none if none.is_empty() => (response.clone(), 0),
         sequences => asked.pick(sequences, "sequences")?,
     };
-    let named = |list: &'static str, array: &'static str| if sequence.has(list) { list } else { array };
+    let existing_key = |list: &'static str, array: &'static str| if sequence.has(list) { list } else { array };
     let mut generation = asked.generation(LogprobKind::Unknown);
-    let logprobs = sequence.logprobs(named("logprobs", "logprobs_np"))?;
-    let token_ids = sequence.ids(named("tokens", "tokens_np"))?;
+    let logprobs = sequence.logprobs(existing_key("logprobs", "logprobs_np"))?;
+    let token_ids = sequence.ids(existing_key("tokens", "tokens_np"))?;
     generation.tokens = Numbers::listed(logprobs, token_ids).into_tokens()?;
     generation.finish_reason = finish_under(&sequence, "stop_reason")?;
     Ok(Entry::sampled(spoken(""), generation, unused))
 }
 
-/// `prompt.chunks[].tokens`; a prompt with an image has parts that no ids say.
+/// Reads `prompt.chunks[].tokens`. A prompt with an image has parts without ids.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let sampling = sampling_under(request, "sampling_params")?;
     let prompt = request.object("prompt")?.unwrap_or_default();

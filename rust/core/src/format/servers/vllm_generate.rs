@@ -1,9 +1,9 @@
-//! vLLM's `/inference/v1/generate`, ids in and ids out: `{"request_id", "choices": [{"token_ids", "logprobs": {"content": [{"token_id",
-//! "logprob"}]}}]}`.
+//! vLLM's `/inference/v1/generate`, with ids as input and output: `{"request_id", "choices": [{"token_ids", "logprobs":
+//! {"content": [{"token_id", "logprob"}]}}]}`.
 //!
-//! Source: vllm 0.32 `entrypoints/scale_out/token_in_token_out/protocol.py`. Older versions write `"token": "token_id:5"` in
-//! place of `token_id`. In text mode the text leaves out a stop string that `token_ids` keep. Whether its logprobs are raw is
-//! an option of the server (`--logprobs-mode`) that no response tells.
+//! Source: vllm 0.32 `entrypoints/scale_out/token_in_token_out/protocol.py`. Older versions write `"token":
+//! "token_id:5"` in place of `token_id`. In text mode the text omits a stop string, and `token_ids` contain it. Whether
+//! its logprobs are raw depends on an option of the server (`--logprobs-mode`) that no response contains.
 
 use super::interface::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of};
 use super::request_output::described;
@@ -15,8 +15,8 @@ pub(super) const SERVER: Server = Server {
     form: Form { name: "vllm_generate", sign: "its `choices` have `token_ids` and it has `request_id`" },
     signs: &["choices", "request_id", "output_mode"],
     knows: |response| {
-        let own = response.has("output_mode") || response.has("request_id") && !response.has("object");
-        let first = response.first_of("choices").filter(|_| own);
+        let is_generate = response.has("output_mode") || response.has("request_id") && !response.has("object");
+        let first = response.first_of("choices").filter(|_| is_generate);
         first.is_some_and(|choice| choice.is("token_ids", Shape::List) && !choice.has("message"))
     },
     answer,
@@ -46,7 +46,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     Ok(Request { messages, model: request.text("model")?, prompt, sampling, ..Request::default() })
 }
 
-/// Where the server put the pictures: `{"image": [{"offset", "length"}]}`.
+/// Reads the positions of the images in the prompt: `{"image": [{"offset", "length"}]}`.
 fn placeholders(response: &Outline<'_>) -> Decoded<Option<Vec<Placeholder>>> {
     let Some(places) = response.object("mm_placeholders")? else { return Ok(None) };
     let of = |place: &Outline<'_>| {

@@ -1,4 +1,5 @@
-//! The golden records of servers and recorders, broken: a located error or a sound trace, never a panic.
+//! Damages the golden records of servers and recorders: the result must be a located error or a valid trace, never a
+//! panic.
 
 use super::*;
 use crate::trace::Generation;
@@ -36,7 +37,7 @@ fn check(record: &[u8], wanted: Option<&str>) {
     }
 }
 
-/// Indices are in range and columns that a reader makes itself fit.
+/// Checks that indices are in range, and that columns built by a reader have matching lengths.
 fn assert_sound(Record { trace, form, .. }: &Record) {
     let is_dump = DUMPS.iter().any(|dump| dump.form == *form);
     let messages = trace.messages.len() as u32;
@@ -47,7 +48,7 @@ fn assert_sound(Record { trace, form, .. }: &Record) {
             assert!((earlier as usize) < turn && trace.generations[earlier as usize].tokens.ids.is_some());
         }
         let count = generation.tokens.len() as u32;
-        // A server's own spans are as it wrote them.
+        // A server's own spans are kept as recorded.
         let spans = generation.versions.iter().filter(|_| is_dump);
         assert!(spans.clone().all(|span| span.start < span.end && span.end <= count));
         assert_sound_columns(generation);
@@ -68,7 +69,7 @@ fn assert_sound_columns(generation: &Generation) {
     }
 }
 
-/// One place of a value, by a walk that random numbers steer; lists of numbers are entered as the rest.
+/// Returns a random place inside a value. Lists of numbers are entered like other values.
 fn mutate(value: &mut Value, steer: &mut impl Iterator<Item = u32>, put: &Value) {
     let mut next = || steer.next().unwrap_or(0) as usize;
     let (at, act) = (next(), next());

@@ -1,8 +1,8 @@
-//! Logs of calls, and single responses.
+//! Tests of call logs and single responses.
 
 use super::*;
 
-/// A call whose response says `content` with the ids given.
+/// Returns a call whose response has this content and these ids.
 fn call(messages: &Value, content: &str, ids: &[u32]) -> Value {
     json!({"request": {"model": "m", "messages": messages}, "response": {"choices": [{"index": 0, "finish_reason": "stop",
         "message": {"role": "assistant", "content": content, "tool_calls": [], "reasoning_content": null},

@@ -1,8 +1,8 @@
-//! Agent Lightning: a rollout's spans or triplets, `{"rollout_id", "spans": [...]}` or `{"rollout_id", "triplets": [...]}`,
-//! and one span alone.
+//! Agent Lightning: a rollout's spans or triplets, `{"rollout_id", "spans": [...]}` or `{"rollout_id", "triplets":
+//! [...]}`, or a single span.
 //!
-//! Source: agentlightning 0.3.0 `types/tracer.py`, `types/core.py`, `adapter/triplet.py`: spans in the order of their
-//! `sequence_id`, the same response once, a reward to the last call before it that has none.
+//! Source: agentlightning 0.3.0 `types/tracer.py`, `types/core.py`, `adapter/triplet.py`. Spans are ordered by their
+//! `sequence_id`, and a repeated response counts once. A reward belongs to the last earlier call without a reward.
 
 use super::helpers::columns::{Columns, tokens_of};
 use super::helpers::conversation::message;
@@ -34,13 +34,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         let body = triplets(record, &mut header)?;
         return Ok((header, body));
     }
-    let listed = if record.has("spans") { record.objects("spans")? } else { record.objects("trace")? };
-    let spans = if listed.is_empty() { vec![record.clone()] } else { listed };
+    let spans = if record.has("spans") { record.objects("spans")? } else { record.objects("trace")? };
+    let spans = if spans.is_empty() { vec![record.clone()] } else { spans };
     let body = follow(&spans, &mut header)?;
     Ok((header, body))
 }
 
-/// The calls of some spans in order, each once, and the rewards that came after them.
+/// Reads the calls of spans in order, each once, and the rewards that follow them.
 pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body> {
     let mut ordered = Vec::with_capacity(spans.len());
     for (position, span) in spans.iter().enumerate() {
@@ -74,7 +74,7 @@ pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body
     Log::of(header, calls.into_iter().map(Ok))
 }
 
-/// When a span began, in whatever unit; 0 where it is not a number.
+/// Returns the start time of a span in any unit; 0 if it is not a number.
 fn started(span: &Outline<'_>) -> Decoded<f64> {
     let key = ["start_time", "startTimeUnixNano"].into_iter().find(|key| span.has(key)).unwrap_or("start_time");
     Ok(match span.value(key)? {
@@ -85,18 +85,18 @@ fn started(span: &Outline<'_>) -> Decoded<f64> {
 }
 
 fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {
-    let call = |(turn, one)| {
+    let call = |(turn, record)| {
         let place = |rejection: Rejection| rejection.inside(format!("triplets[{turn}]")).in_turn(turn);
-        triplet(one, &header.sampling).map_err(place)
+        triplet(record, &header.sampling).map_err(place)
     };
     let calls = record.objects("triplets")?.iter().enumerate().map(call).collect::<Decoded<Vec<_>>>()?;
     header.reward = header.reward.or_else(|| calls.iter().rev().find_map(|call| call.reward));
     Log::of(header, calls.into_iter().map(Ok))
 }
 
-/// `{"prompt": {"token_ids", "raw_content"}, "response": {"token_ids", "logprobs"}, "reward", "metadata"}`.
-fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
-    let part = |key: &str| if one.is(key, Shape::Object) { one.object(key) } else { Ok(None) };
+/// Reads `{"prompt": {"token_ids", "raw_content"}, "response": {"token_ids", "logprobs"}, "reward", "metadata"}`.
+fn triplet(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
+    let part = |key: &str| if record.is(key, Shape::Object) { record.object(key) } else { Ok(None) };
     let (prompt, response) = (part("prompt")?.unwrap_or_default(), part("response")?.unwrap_or_default());
     let mut generation = sampling.generation();
     let ids = Columns(&response).ids("token_ids")?.filter(|ids| !ids.is_empty());
@@ -106,15 +106,16 @@ fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
     };
     let messages = chat(prompt.value("raw_content")?)?;
     let request = Request::of(messages, Columns(&prompt).ids("token_ids")?.filter(|ids| !ids.is_empty()));
-    let said = chat(response.value("raw_content")?)?.into_iter().next();
-    let answer = said.filter(|said| said.role() == "assistant");
+    let first_message = chat(response.value("raw_content")?)?.into_iter().next();
+    let answer = first_message.filter(|first_message| first_message.role() == "assistant");
     let answer = answer.unwrap_or_else(|| plain("assistant", Value::Null));
     let entry = Entry::sampled(answer, generation, 0);
-    let reward = one.number("reward")?.map(|reward| reward as f32);
+    let reward = record.number("reward")?.map(|reward| reward as f32);
     Ok(Call { request: Some(request), entry, model: None, reward })
 }
 
-/// Messages as the adapters keep them: a list, one message, or an object with numbers for keys; a choice as its message.
+/// Reads messages in the adapters' formats: a list, one message, or an object with numbers as keys. A choice is read as
+/// its message.
 fn chat(value: Option<Value>) -> Decoded<Vec<Message>> {
     let items: Vec<Value> = match value {
         Some(Value::Array(items)) => items,

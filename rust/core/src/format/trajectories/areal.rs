@@ -1,7 +1,8 @@
-//! AReaL's tensor dict `{"input_ids", "loss_mask", "logprobs", "versions", "rewards"}`, and its trajectory dump in text.
+//! AReaL's tensor dict `{"input_ids", "loss_mask", "logprobs", "versions", "rewards"}`, and its trajectory dump in
+//! text.
 //!
-//! Source: areal 1.0.4 `workflow/multi_turn.py` (a batch of one row; logprobs 0.0 and versions -1 where nothing was
-//! sampled; a logprob stands at its own token) and `infra/workflow_executor.py`, `_dump_trajectory`.
+//! Source: areal 1.0.4 `workflow/multi_turn.py` (a batch with one row; logprobs 0.0 and versions -1 for tokens that
+//! were not sampled; a logprob has the index of its token) and `infra/workflow_executor.py`, `_dump_trajectory`.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation;
@@ -40,7 +41,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// The dump in text, decoded with all special tokens: what was sent, but not its ids.
+/// Reads the text dump, which is decoded with all special tokens: the sent text, but not its ids.
 fn decode_text(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut header =
         Columns(record).header(&[("group", &["group", "task_id"]), ("policy_version", &["head_version"])])?;

@@ -1,7 +1,8 @@
-//! ART's `Trajectory`: `{"messages_and_choices": [message | choice], "additional_histories", "reward", "metrics", ...}`.
+//! ART's `Trajectory`: `{"messages_and_choices": [message | choice], "additional_histories", "reward", "metrics",
+//! ...}`.
 //!
-//! Source: openpipe-art 0.5.18 `art/trajectories.py`. A choice is what the API returned, with its logprobs; a message is a
-//! dict. Each additional history is a conversation of its own, a branch of the trace.
+//! Source: openpipe-art 0.5.18 `art/trajectories.py`. A choice is the API's choice with its logprobs; a message is a
+//! dict. Each additional history is a separate conversation, which becomes a branch of the trace.
 
 use super::helpers::columns::{Columns, numbers_of};
 use super::helpers::conversation::Talk;
@@ -22,7 +23,7 @@ pub(super) const DUMP: Dump = Dump {
 
 fn is_group(record: &Outline<'_>) -> bool {
     let first = record.list("trajectories").ok().flatten().and_then(|list| list.first().copied());
-    first.is_some_and(|raw| Outline::of(raw, "trajectory").is_ok_and(|one| one.has("messages_and_choices")))
+    first.is_some_and(|raw| Outline::of(raw, "trajectory").is_ok_and(|item| item.has("messages_and_choices")))
 }
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
@@ -37,9 +38,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     }
     let mut talk = Talk::default();
     history(record, &mut talk, &header.sampling)?;
-    for (index, one) in record.objects("additional_histories")?.iter().enumerate() {
+    for (index, branch) in record.objects("additional_histories")?.iter().enumerate() {
         talk.branch();
-        history(one, &mut talk, &header.sampling)
+        history(branch, &mut talk, &header.sampling)
             .map_err(|rejection| rejection.inside(format!("additional_histories[{index}]")))?;
     }
     Ok((header, talk.finish()))
@@ -57,7 +58,7 @@ fn history(record: &Outline<'_>, talk: &mut Talk, sampling: &Sampling) -> Decode
     Ok(())
 }
 
-/// A message, a choice or a whole response.
+/// Reads a message, a choice or a complete response.
 fn entry(raw: &RawValue, sampling: &Sampling) -> Decoded<Entry> {
     match diagnose::node(raw.get(), Kind::Item) {
         Ok(Node::Object(object)) => Entry::read(*object, sampling),

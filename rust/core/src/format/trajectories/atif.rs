@@ -24,8 +24,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut header = Columns(record).header(&[("id", &["id", "trajectory_id", "session_id"])])?;
     let agent = record.object("agent")?.unwrap_or_default();
     let model = agent.text("model_name")?;
-    if let (None, Some(Value::Array(listed))) = (&header.tools, agent.value("tool_definitions")?) {
-        header.tools = schemas(listed);
+    if let (None, Some(Value::Array(definitions))) = (&header.tools, agent.value("tool_definitions")?) {
+        header.tools = schemas(definitions);
     }
     if let Some(extra) = record.object("extra")?.filter(|extra| extra.is("reward", Shape::Number)) {
         header.reward = header.reward.or(extra.number("reward")?.map(|reward| reward as f32));
@@ -37,7 +37,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// One trajectory, and as branches those of its subagents that the same model played.
+/// Reads one trajectory. Subagents with the same model become branches.
 fn trajectory(record: &Outline<'_>, model: Option<&str>, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
     let agent = record.object("agent")?.unwrap_or_default();
     let plays = agent.text("model_name")?.as_deref() == model;
@@ -66,17 +66,17 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
     };
     let mut value = json!({"role": role, "content": step.value("message")?});
     for key in ["reasoning_content", "tool_calls"] {
-        if let Some(found) = step.value(key)? {
-            value[key] = if key == "tool_calls" { calls(found) } else { found };
+        if let Some(field) = step.value(key)? {
+            value[key] = if key == "tool_calls" { calls(field) } else { field };
         }
     }
-    let said = message(value)?;
+    let step_message = message(value)?;
     let inferences = step.count("llm_call_count")?;
     let copied = step.typed::<bool>("is_copied_context")? == Some(true);
     if role == "assistant" && plays && !copied && inferences != Some(0) {
-        talk.said(said, generation(step, sampling, inferences.unwrap_or(1))?)?;
+        talk.said(step_message, generation(step, sampling, inferences.unwrap_or(1))?)?;
     } else {
-        talk.given(said);
+        talk.given(step_message);
     }
     observe(step, talk)
 }
@@ -101,13 +101,13 @@ fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decod
     Ok(generation)
 }
 
-/// Tool calls as the chat completions API has them.
-fn calls(listed: Value) -> Value {
-    let Value::Array(calls) = listed else { return listed };
+/// Returns tool calls in the format of the chat completions API.
+fn calls(value: Value) -> Value {
+    let Value::Array(calls) = value else { return value };
     calls.iter().map(|call| function_call(call, ["tool_call_id", "function_name", "arguments"])).collect()
 }
 
-/// What the environment answered: to a call as `tool`, else as `user`.
+/// Reads the observation of the environment: the result of a call has the role `tool`, any other the role `user`.
 fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
     let Some(observation) = step.object("observation")? else { return Ok(()) };
     for result in observation.objects("results")? {

@@ -1,4 +1,4 @@
-//! What a recorder's file says of itself, and the names that it says it with.
+//! The interface between the files of the recorders and the reader, and the names that these files use.
 
 pub(in crate::format) use crate::format::build::{Body, note};
 pub(in crate::format) use crate::format::fields::{Header, Sampling};
@@ -6,10 +6,10 @@ pub(in crate::format) use crate::format::form::Form;
 pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
 pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
 
-/// How one recorder writes a trajectory.
+/// The trajectory format of one recorder.
 pub struct Dump {
     pub form: Form,
-    /// Keys of the record, any one of which makes `knows` worth asking.
+    /// Keys of a record. `knows` is called only if one of them exists.
     pub signs: &'static [&'static str],
     pub knows: fn(&Outline<'_>) -> bool,
     pub decode: fn(&Outline<'_>) -> Decoded<(Header, Body)>,

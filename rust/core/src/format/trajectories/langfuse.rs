@@ -1,8 +1,8 @@
-//! Langfuse: a trace with its observations `{"id", "observations": [{"type": "GENERATION", "input", "output", ...}]}`, or
-//! one observation.
+//! Langfuse: a trace with its observations `{"id", "observations": [{"type": "GENERATION", "input", "output", ...}]}`,
+//! or one observation.
 //!
-//! Source: langfuse 5.0.4 `langfuse/api` (TraceWithFullDetails, ObservationsView). Text only: what `output` keeps of a
-//! response is its message.
+//! Source: langfuse 5.0.4 `langfuse/api` (TraceWithFullDetails, ObservationsView). Text only: `output` contains the
+//! message of a response and nothing else.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation::message;
@@ -17,8 +17,8 @@ pub(super) const DUMP: Dump = Dump {
     form: Form { name: "langfuse", sign: "it has `observations`, or `traceId`, `type` and `output`" },
     signs: &["observations", "traceId"],
     knows: |record| {
-        let one = record.has("traceId") && record.is("type", Shape::Text) && record.names("output");
-        record.is("observations", Shape::List) && (record.has("id") || record.has("scores")) || one
+        let is_observation = record.has("traceId") && record.is("type", Shape::Text) && record.names("output");
+        record.is("observations", Shape::List) && (record.has("id") || record.has("scores")) || is_observation
     },
     decode,
 };
@@ -26,13 +26,13 @@ pub(super) const DUMP: Dump = Dump {
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut header = Columns(record).header_without(&["model"], &[("group", &["group", "sessionId"])])?;
     scores(record, &mut header)?;
-    let listed = if record.has("observations") { record.objects("observations")? } else { vec![record.clone()] };
+    let observations = if record.has("observations") { record.objects("observations")? } else { vec![record.clone()] };
     let mut calls = Vec::new();
-    for (position, one) in listed.iter().enumerate() {
+    for (position, observation) in observations.iter().enumerate() {
         let place = |rejection: Rejection| rejection.inside(format!("observations[{position}]"));
-        if one.text("type").map_err(place)?.is_some_and(|kind| kind.eq_ignore_ascii_case("generation")) {
-            let began = ["startTime", "start_time"].into_iter().find_map(|key| one.text(key).ok().flatten());
-            calls.push((began.unwrap_or_default(), call(one, &header).map_err(place)?));
+        if observation.text("type").map_err(place)?.is_some_and(|kind| kind.eq_ignore_ascii_case("generation")) {
+            let began = ["startTime", "start_time"].into_iter().find_map(|key| observation.text(key).ok().flatten());
+            calls.push((began.unwrap_or_default(), call(observation, &header).map_err(place)?));
         }
     }
     if calls.is_empty() {
@@ -45,7 +45,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// Numeric scores by name; one that is called reward is the reward.
+/// Reads numeric scores by name. The one called "reward" is the reward.
 fn scores(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
     if !record.is("scores", Shape::List) {
         return Ok(());
@@ -63,10 +63,10 @@ fn scores(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
     Ok(())
 }
 
-fn call(one: &Outline<'_>, header: &Header) -> Decoded<Call> {
-    let parameters = one.object("modelParameters")?.unwrap_or_default();
-    let own = Sampling::read(&parameters.fields_without(&["policy_version", "logprob_kind"])?)?;
-    let (messages, listed) = match one.value("input")? {
+fn call(observation: &Outline<'_>, header: &Header) -> Decoded<Call> {
+    let parameters = observation.object("modelParameters")?.unwrap_or_default();
+    let call_sampling = Sampling::read(&parameters.fields_without(&["policy_version", "logprob_kind"])?)?;
+    let (messages, tool_list) = match observation.value("input")? {
         Some(Value::Array(items)) => (chat(items)?, None),
         Some(Value::Object(mut fields)) => match fields.remove("messages") {
             Some(Value::Array(items)) => (chat(items)?, fields.remove("tools")),
@@ -75,21 +75,21 @@ fn call(one: &Outline<'_>, header: &Header) -> Decoded<Call> {
         Some(Value::String(text)) => (vec![plain("user", text)], None),
         _ => (Vec::new(), None),
     };
-    let said = match one.value("output")? {
+    let answer = match observation.value("output")? {
         Some(Value::Array(items)) => spoken(items.into_iter().next().filter(Value::is_object))?,
-        said => spoken(said)?,
+        answer => spoken(answer)?,
     };
-    let model = one.text("model")?;
-    let request = Request { messages, tools: tools(listed), model, ..Request::default() };
-    let generation = own.or(&header.sampling).generation();
-    Ok(Call { request: Some(request), entry: Entry::sampled(said, generation, 0), model: None, reward: None })
+    let model = observation.text("model")?;
+    let request = Request { messages, tools: tools(tool_list), model, ..Request::default() };
+    let generation = call_sampling.or(&header.sampling).generation();
+    Ok(Call { request: Some(request), entry: Entry::sampled(answer, generation, 0), model: None, reward: None })
 }
 
 fn chat(items: Vec<Value>) -> Decoded<Vec<Message>> {
     items.into_iter().filter(|item| item.get("role").is_some()).map(message).collect()
 }
 
-/// What was answered: a message, or its text.
+/// Returns the response message, which may be recorded as plain text.
 fn spoken(output: Option<Value>) -> Decoded<Message> {
     match output {
         Some(Value::Object(mut fields)) => {

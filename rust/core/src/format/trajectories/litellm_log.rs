@@ -1,7 +1,8 @@
-//! LiteLLM's `StandardLoggingPayload`: `{"id", "call_type", "messages", "model_parameters", "response", "status", ...}`.
+//! LiteLLM's `StandardLoggingPayload`: `{"id", "call_type", "messages", "model_parameters", "response", "status",
+//! ...}`.
 //!
-//! Source: litellm 1.106.2 `types/utils.py`. What the server adds to a choice beside OpenAI's fields stands in
-//! `provider_specific_fields` there: `token_ids` of vLLM's return_token_ids among them.
+//! Source: litellm 1.106.2 `types/utils.py`. LiteLLM stores a choice's fields that OpenAI does not have in
+//! `provider_specific_fields`. This includes the `token_ids` of vLLM's return_token_ids.
 
 use super::helpers::columns::Columns;
 use super::helpers::{parts, splice};
@@ -17,7 +18,7 @@ pub(super) const DUMP: Dump = Dump {
     decode,
 };
 
-/// What stands where message logging is turned off.
+/// The value of messages if message logging is turned off.
 const REDACTED: &str = "\"redacted-by-litellm\"";
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
@@ -25,8 +26,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let Some(response) =
         record.object("response")?.filter(|_| record.text("status").ok().flatten().as_deref() != Some("failure"))
     else {
-        let said = record.text("error_str")?.unwrap_or_else(|| "no response".to_owned());
-        return Err(no_response(format!("the call failed: {}", said.chars().take(200).collect::<String>()))
+        let message = record.text("error_str")?.unwrap_or_else(|| "no response".to_owned());
+        return Err(no_response(format!("the call failed: {}", message.chars().take(200).collect::<String>()))
             .cure("Leave failed calls out with on_error=\"skip\""));
     };
     let messages = record.get("messages");
@@ -38,29 +39,29 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
             .cure("Log with litellm.turn_off_message_logging = False"));
     }
     let parameters = record.object("model_parameters")?.unwrap_or_default();
-    let mut asked = parts(&parameters);
-    asked.retain(|(key, _)| !matches!(*key, "messages" | "prompt" | "model"));
+    let mut members = parts(&parameters);
+    members.retain(|(key, _)| !matches!(*key, "messages" | "prompt" | "model"));
     let texts = messages.is_some_and(|raw| Shape::of(raw) == Shape::Text);
-    asked.extend(messages.map(|raw| (if texts { "prompt" } else { "messages" }, raw)));
-    asked.extend(record.get("model").map(|raw| ("model", raw)));
-    let request = splice(&asked);
+    members.extend(messages.map(|raw| (if texts { "prompt" } else { "messages" }, raw)));
+    members.extend(record.get("model").map(|raw| ("model", raw)));
+    let request = splice(&members);
     let answer = lifted(&response)?;
     let text = format!("{{\"request\":{request},\"response\":{answer}}}");
     one_call(header, record, &text)
 }
 
-/// The response with the fields of its server where the server put them.
+/// Moves the server's own fields of a response back to the keys under which the server returned them.
 fn lifted(response: &Outline<'_>) -> Decoded<String> {
     let choices = response.objects("choices")?;
-    let listed: Vec<String> = choices.iter().map(lift).collect::<Decoded<_>>()?;
+    let lifted_choices: Vec<String> = choices.iter().map(lift).collect::<Decoded<_>>()?;
     let mut all = parts(response);
     all.retain(|(key, _)| *key != "choices");
     let mut prompt = None;
     for holder in std::iter::once(response).chain(&choices) {
         let inner = holder.object("message")?.unwrap_or_default().object("provider_specific_fields")?;
-        let own = holder.object("provider_specific_fields")?;
-        let found = [own, inner].into_iter().flatten().find_map(|fields| fields.get("prompt_token_ids"));
-        prompt = prompt.or(found);
+        let extra_fields = holder.object("provider_specific_fields")?;
+        let prompt_ids = [extra_fields, inner].into_iter().flatten().find_map(|fields| fields.get("prompt_token_ids"));
+        prompt = prompt.or(prompt_ids);
     }
     if let Some(prompt) = prompt.filter(|_| !response.has("prompt_token_ids")) {
         all.push(("prompt_token_ids", prompt));
@@ -69,19 +70,19 @@ fn lifted(response: &Outline<'_>) -> Decoded<String> {
     if response.has("choices") {
         text.pop();
         let gap = if all.is_empty() { "" } else { "," };
-        text.extend([gap, "\"choices\":[", &listed.join(","), "]}"]);
+        text.extend([gap, "\"choices\":[", &lifted_choices.join(","), "]}"]);
     }
     Ok(text)
 }
 
 fn lift(choice: &Outline<'_>) -> Decoded<String> {
-    let own = choice.object("provider_specific_fields")?.unwrap_or_default();
+    let extra_fields = choice.object("provider_specific_fields")?.unwrap_or_default();
     let message = choice.object("message")?.unwrap_or_default();
     let inner = message.object("provider_specific_fields")?.unwrap_or_default();
     let mut all: Vec<(&str, &RawValue)> = parts(choice);
     for key in ["token_ids", "logprobs", "stop_reason", "routed_experts", "sampling_mask", "weight_versions"] {
-        let found = own.get(key).or_else(|| inner.get(key)).filter(|_| !choice.has(key));
-        all.extend(found.map(|raw| (key, raw)));
+        let value = extra_fields.get(key).or_else(|| inner.get(key)).filter(|_| !choice.has(key));
+        all.extend(value.map(|raw| (key, raw)));
     }
     all.retain(|(key, _)| *key != "provider_specific_fields");
     Ok(splice(&all))

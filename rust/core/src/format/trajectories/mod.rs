@@ -1,8 +1,9 @@
-//! Dumps of whole trajectories by trainers and recorders: one small file each, all read into a header and a body.
+//! Trajectory dumps of trainers and recorders: one small file for each, which reads a header and a body.
 //!
-//! A file fills in the `interface`, mostly by what stands in `helpers`, and has a line in the table below. Begin with one
-//! that is alike: `tau_bench` (messages, text only), `rllm` (turns with ids and logprobs), `areal` (columns of one row with
-//! a mask). Its form is described in docs/trace-format.md, and its records stand in tests/golden (`more_dumps.py`).
+//! A file fills in the `interface`, mostly with functions of `helpers`, and has a line in the table below. Begin with a
+//! similar one: `tau_bench` (messages, text only), `rllm` (turns with ids and logprobs), `areal` (columns of one row
+//! with a mask). The formats are described in docs/trace-format.md, and example records are in tests/golden
+//! (`more_dumps.py`).
 
 mod agent_lightning;
 mod areal;
@@ -23,7 +24,7 @@ mod trl;
 mod verifiers;
 mod verl;
 
-/// The recorders, the most telling signs first.
+/// All recorders. Those with the most specific signs come first.
 pub(super) const DUMPS: &[interface::Dump] = &[
     openai_batch::DUMP,
     agent_lightning::DUMP,

@@ -1,8 +1,8 @@
 //! A line of a batch's output: `{"custom_id", "response": {"status_code", "body"}, "error"}`.
 //!
 //! Source: platform.openai.com/docs/guides/batch, docs.claude.com batch results (`"result": {"type", "message"}`). The
-//! request stands in another file: a line that holds both, `{**input, **output}`, is read with it. The body may be of any
-//! server whose responses are read.
+//! requests are in another file. If a line contains both, `{**input, **output}`, its request is read too. The body may
+//! be a response of any supported server.
 
 use super::helpers::columns::Columns;
 use super::helpers::splice;
@@ -40,14 +40,14 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     one_call(header, record, &splice(&parts))
 }
 
-/// What went wrong with the request, if anything did.
+/// Returns the error of the request, if it failed.
 fn failure(record: &Outline<'_>, response: &Outline<'_>, result: &Outline<'_>) -> Decoded<Option<String>> {
     let status =
         response.count("status_code")?.filter(|status| *status >= 400).map(|status| format!("status {status}"));
     let kind = result.text("type")?.filter(|kind| kind != "succeeded");
     let body = response.object("body")?.unwrap_or_default();
     let error = [record, result, &body].into_iter().find_map(|holder| holder.get("error"));
-    let said = error.map(|raw| raw.get().chars().take(200).collect::<String>());
-    let parts: Vec<String> = status.into_iter().chain(kind).chain(said).collect();
+    let message = error.map(|raw| raw.get().chars().take(200).collect::<String>());
+    let parts: Vec<String> = status.into_iter().chain(kind).chain(message).collect();
     Ok((!parts.is_empty()).then(|| parts.join(", ")))
 }

@@ -53,9 +53,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// How many traces the spans with calls say that they are of.
+/// Returns the number of traces to which the spans with calls belong.
 fn traces_of(spans: &[Outline<'_>]) -> Decoded<usize> {
-    let mut found = HashMap::<String, bool>::new();
+    let mut has_calls = HashMap::<String, bool>::new();
     for span in spans {
         let inner = span.is("context", Shape::Object).then(|| span.object("context")).transpose()?.flatten();
         let id = |outline: &Outline<'_>| {
@@ -63,8 +63,8 @@ fn traces_of(spans: &[Outline<'_>]) -> Decoded<usize> {
             keys.iter().find_map(|key| outline.value(key).ok().flatten()?.as_str().map(str::to_owned))
         };
         if let Some(id) = id(span).or_else(|| inner.as_ref().and_then(id)) {
-            *found.entry(id).or_default() |= Attributes::of(span)?.is_call();
+            *has_calls.entry(id).or_default() |= Attributes::of(span)?.is_call();
         }
     }
-    Ok(found.values().filter(|calls| **calls).count())
+    Ok(has_calls.values().filter(|calls| **calls).count())
 }

@@ -1,7 +1,8 @@
 //! rLLM's `Trajectory` `{"uid", "steps": [{"chat_completions", "prompt_ids", "response_ids", "logprobs", ...}]}`, an
-//! `Episode` of one trajectory, and a `Step` alone.
+//! `Episode` of one trajectory, or a single `Step`.
 //!
-//! Source: rLLM 9beb6e0 `rllm/types.py`, `engine/rollout/rollout_engine.py`, `utils/episode_logger.py` (which keeps no ids).
+//! Source: rLLM 9beb6e0 `rllm/types.py`, `engine/rollout/rollout_engine.py`, `utils/episode_logger.py` (which keeps no
+//! ids).
 
 use super::helpers::columns::{Columns, tokens_of};
 use super::helpers::conversation::messages;
@@ -41,7 +42,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if let Some(episode) = inner.as_ref().map(|_| record) {
         let outer =
             Columns(episode).header_without(&["reward", "rewards", "tools"], &[("id", &["id", "episode_id"])])?;
-        // An episode's id is `task:rollout`.
+        // The id of an episode is `task:rollout`.
         let task = outer.id.as_deref().and_then(|id| id.split_once(':')).map(|(task, _)| task.to_owned());
         header.group = header.group.or(outer.group).or(task);
         header.id = outer.id.or(header.id);
@@ -59,29 +60,29 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
     let output = step.object("model_output")?.unwrap_or_default();
     let mut generation = header.sampling.generation();
-    let [own, engine] = [Columns(step), Columns(&output)];
+    let [columns, engine] = [Columns(step), Columns(&output)];
     let filled = |ids: &Vec<u32>| !ids.is_empty();
-    let ids = either(own.ids("response_ids")?.filter(filled), || engine.ids("completion_ids"))?.filter(filled);
-    let logprobs = own.logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
+    let ids = either(columns.ids("response_ids")?.filter(filled), || engine.ids("completion_ids"))?.filter(filled);
+    let logprobs = columns.logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
     let logprobs = either(logprobs, || engine.logprobs("logprobs"))?.filter(|logprobs| !logprobs.is_empty());
-    let prompt = either(own.ids("prompt_ids")?.filter(filled), || engine.ids("prompt_ids"))?.filter(filled);
+    let prompt = either(columns.ids("prompt_ids")?.filter(filled), || engine.ids("prompt_ids"))?.filter(filled);
     generation.tokens = tokens_of(ids, logprobs);
     generation.notes.extend(all_zero(&generation.tokens));
     generation.text = output.text("text")?;
     generation.finish_reason = output.text("finish_reason")?;
     let version = either(step.count("weight_version")?, || output.count("weight_version"))?;
     generation.policy_version = header.sampling.policy_version.or(version).unwrap_or(-1);
-    let mut said = messages(step, "chat_completions")?.unwrap_or_default();
-    let message = match said.pop_if(|last| last.role() == "assistant") {
+    let mut history = messages(step, "chat_completions")?.unwrap_or_default();
+    let message = match history.pop_if(|last| last.role() == "assistant") {
         Some(message) => message,
         None => spoken(step, &output)?,
     };
-    let request = Request::of(said, prompt);
+    let request = Request::of(history, prompt);
     let reward = step.number("reward")?.map(|reward| reward as f32);
     Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
 }
 
-/// The message of a step whose conversation does not end with it.
+/// Returns the sampled message of a step, if its conversation does not end with it.
 fn spoken(step: &Outline<'_>, output: &Outline<'_>) -> Decoded<Message> {
     let content = either(output.text("content")?, || step.text("model_response"))?;
     let mut value = json!({"role": "assistant", "content": content});

@@ -1,8 +1,8 @@
-//! A row of SkyRL's `GeneratorOutput`: `{"prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", ...}`, and
-//! its evaluation dump in text.
+//! A row of SkyRL's `GeneratorOutput`: `{"prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", ...}`,
+//! and its evaluation dump in text.
 //!
-//! Source: skyrl 0.3.0 `train/generators/base.py`, `skyrl_gym_generator.py` (an observation has mask 0 and logprob 0.0; a
-//! stop token that was not sampled may be appended with mask 1 and logprob 0.0), `train/utils/trainer_utils.py`.
+//! Source: skyrl 0.3.0 `train/generators/base.py`, `skyrl_gym_generator.py` (an observation has mask 0 and logprob 0.0;
+//! a stop token that was not sampled may be appended with mask 1 and logprob 0.0), `train/utils/trainer_utils.py`.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation;
@@ -51,15 +51,15 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// `{"instance_id", "repetition_id"}`: the prompt, and which of its samples.
+/// Reads `{"instance_id", "repetition_id"}`: the id of the prompt, and the number of its sample.
 fn name(columns: &Columns<'_, '_>, header: &mut Header) -> Decoded<()> {
-    let found = either(columns.scalar("trajectory_ids")?, || columns.scalar("trajectory_id"))?;
+    let id = either(columns.scalar("trajectory_ids")?, || columns.scalar("trajectory_id"))?;
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
         Value::Number(number) => Some(number.to_string()),
         _ => None,
     };
-    match found {
+    match id {
         Some(Value::Object(parts)) => {
             let part = |key: &str| parts.get(key).and_then(text);
             let (instance, repetition) = (part("instance_id"), part("repetition_id"));
@@ -74,7 +74,7 @@ fn name(columns: &Columns<'_, '_>, header: &mut Header) -> Decoded<()> {
     Ok(())
 }
 
-/// SkyRL may append a stop token that was not sampled, with logprob 0.0 and mask 1; a certain one looks the same.
+/// Reports a last token with logprob 0.0 and mask 1. SkyRL may have appended it, or it was sampled with certainty.
 fn appended(generation: &Generation) -> Option<Note> {
     let last = *generation.tokens.logprobs.as_ref()?.last()?;
     let stopped = generation.finish_reason.as_deref() != Some("length");

@@ -1,7 +1,7 @@
 //! slime's `Sample`: `{"tokens", "response_length", "loss_mask", "rollout_log_probs", "reward", ...}`.
 //!
-//! Source: slime 624b824 `utils/types.py`, `Sample.to_dict`. Mask and logprobs are of the response alone; logprobs of
-//! what was not sampled are 0.0.
+//! Source: slime 624b824 `utils/types.py`, `Sample.to_dict`. Mask and logprobs cover only the response. Logprobs of
+//! tokens that were not sampled are 0.0.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation::messages;
@@ -53,14 +53,15 @@ fn finish(status: Option<&str>) -> Option<&'static str> {
     }
 }
 
-/// `weight_versions` has one entry for each call of the engine: one for each generation, or all alike, or unknown which.
+/// Reads `weight_versions`, which has one entry per call of the engine. The versions are used if there is one per
+/// generation, or if all are equal.
 fn stamp(record: &Outline<'_>, body: &mut Body) -> Decoded<()> {
-    let listed = record.typed::<Vec<Value>>("weight_versions")?.unwrap_or_default();
+    let labels = record.typed::<Vec<Value>>("weight_versions")?.unwrap_or_default();
     let number = |value: &Value| match value {
         Value::String(digits) => digits.parse().ok(),
         value => value.as_i64(),
     };
-    let versions: Vec<i32> = listed.iter().map(|value| number(value).map_or(-1, |found| found as i32)).collect();
+    let versions: Vec<i32> = labels.iter().map(|value| number(value).map_or(-1, |number| number as i32)).collect();
     let alike = versions.windows(2).all(|pair| pair[0] == pair[1]);
     let one_each = versions.len() == body.generations.len();
     for (turn, generation) in body.generations.iter_mut().enumerate() {
@@ -71,7 +72,7 @@ fn stamp(record: &Outline<'_>, body: &mut Body) -> Decoded<()> {
     Ok(())
 }
 
-/// The ids that top-p left, one row for each token of the response.
+/// Reads the ids that passed top-p, one row for each token of the response.
 fn nucleus(record: &Outline<'_>, sampled: &[bool], body: &mut Body) -> Decoded<()> {
     let columns = Columns(record);
     let ids = columns.ids("rollout_top_p_token_ids")?;

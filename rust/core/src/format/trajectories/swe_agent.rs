@@ -1,7 +1,7 @@
 //! SWE-agent's `.traj`: `{"history": [message, ...], "trajectory", "info", "environment"}`. Text only.
 //!
-//! Source: SWE-agent 3ea751c `sweagent/types.py`. A message has notes of the agent beside those of the API, which no
-//! template knows; a demonstration was not sampled.
+//! Source: SWE-agent 3ea751c `sweagent/types.py`. A message also contains the agent's own fields, which no template
+//! uses. A demonstration was not sampled.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation::{Talk, message};
@@ -17,7 +17,7 @@ pub(super) const DUMP: Dump = Dump {
     decode,
 };
 
-/// Keys that the agent keeps for itself.
+/// Fields that only the agent uses.
 const OWN: &[&str] =
     &["agent", "message_type", "thought", "action", "is_demo", "cache_control", "tags", "thinking_blocks"];
 
@@ -27,13 +27,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     for (position, value) in record.typed::<Vec<Value>>("history")?.unwrap_or_default().into_iter().enumerate() {
         let place = |rejection: Rejection| rejection.inside(format!("history[{position}]"));
         let Value::Object(mut fields) = value else { return Err(place(not_a_trace("a message is not an object"))) };
-        let shown = fields.get("is_demo").and_then(Value::as_bool) == Some(true);
+        let is_demo = fields.get("is_demo").and_then(Value::as_bool) == Some(true);
         strip(&mut fields);
-        let said = message(Value::Object(fields)).map_err(place)?;
-        if shown {
-            talk.given(said);
+        let chat_message = message(Value::Object(fields)).map_err(place)?;
+        if is_demo {
+            talk.given(chat_message);
         } else {
-            talk.heard(said, &header.sampling)?;
+            talk.heard(chat_message, &header.sampling)?;
         }
     }
     Ok((header, talk.finish()))

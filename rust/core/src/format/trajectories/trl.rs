@@ -50,7 +50,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// The reward of the metrics, and the columns that reward functions fill, by their names.
+/// Reads the reward in the metrics, and the columns of the reward functions by their names.
 fn rewards(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
     let metrics = record.object("metrics")?;
     if let (None, Some(metrics)) = (header.reward, &metrics) {
@@ -59,7 +59,7 @@ fn rewards(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
     if !header.rewards.is_empty() {
         return Ok(());
     }
-    let mut named = Fields::new();
+    let mut columns_by_function = Fields::new();
     for (source, prefix) in [(metrics.as_ref(), "rewards/"), (Some(record), "")] {
         let Some(source) = source else { continue };
         for key in source.keys() {
@@ -67,28 +67,30 @@ fn rewards(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
             if let (Some(function), Some(raw)) = (function.filter(|name| *name != "reward"), source.get(key))
                 && matches!(Shape::of(raw), Shape::Number)
             {
-                named.insert(function.to_owned(), source.value(key)?.unwrap_or(Value::Null));
+                columns_by_function.insert(function.to_owned(), source.value(key)?.unwrap_or(Value::Null));
             }
         }
     }
-    header.rewards = rewards_of(&named);
+    header.rewards = rewards_of(&columns_by_function);
     Ok(())
 }
 
-/// Prompt and completion side by side, padded where masks say so.
+/// Reads prompt and completion as parallel columns. Masks mark the padding.
 fn split_row(record: &Outline<'_>) -> Decoded<Row> {
     let columns = Columns(record);
     let prompt = columns.ids("prompt_ids")?.unwrap_or_default();
     let response = columns.ids("completion_ids")?.unwrap_or_default();
-    let whole = |mask: Option<Vec<bool>>, count: usize| mask.unwrap_or_else(|| vec![true; count]);
-    let attended: Vec<bool> =
-        [whole(columns.mask("prompt_mask")?, prompt.len()), whole(columns.mask("completion_mask")?, response.len())]
-            .concat();
+    let or_all_true = |mask: Option<Vec<bool>>, count: usize| mask.unwrap_or_else(|| vec![true; count]);
+    let attended: Vec<bool> = [
+        or_all_true(columns.mask("prompt_mask")?, prompt.len()),
+        or_all_true(columns.mask("completion_mask")?, response.len()),
+    ]
+    .concat();
     let key = ["logprobs", "sampling_per_token_logps", "completion_logprobs"].into_iter().find(|key| record.has(key));
     let mut logprobs: Option<Vec<Reading>> = key.map_or(Ok(None), |key| columns.logprobs(key))?;
     let key = ["tool_mask", "env_mask"].into_iter().find(|key| record.has(key));
     let mut sampled = key.map_or(Ok(None), |key| columns.mask(key))?;
-    // Padding may be left away from these columns where the ids have it.
+    // These columns may omit padding that the ids contain.
     let real = attended.iter().skip(prompt.len()).take_while(|bit| **bit).count();
     if let Some(column) = logprobs.as_mut().filter(|column| column.len() == real) {
         column.resize(response.len(), Reading::Missing);

@@ -1,12 +1,12 @@
-//! verifiers' `Trace` `{"nodes": [{"message", "sampled", "token_ids", "mask", "logprobs", "parent"}]}`, its older rollouts
-//! `{"trajectory": [{"prompt", "completion", "tokens"}]}`, and what a renderer's call returns.
+//! verifiers' `Trace` `{"nodes": [{"message", "sampled", "token_ids", "mask", "logprobs", "parent"}]}`, its older
+//! rollouts `{"trajectory": [{"prompt", "completion", "tokens"}]}`, and the result of a renderer's call.
 //!
-//! Source: verifiers 0.4.0 `v1/graph.py`, `v1/trace.py` (`to_record` rounds logprobs to four decimals), verifiers 0.1.14
-//! `types.py`, renderers 0.1.12 `client.py`. prime-rl writes the same.
+//! Source: verifiers 0.4.0 `v1/graph.py`, `v1/trace.py` (`to_record` rounds logprobs to four decimals), verifiers
+//! 0.1.14 `types.py`, renderers 0.1.12 `client.py`. prime-rl writes the same format.
 //!
-//! In the message graph each node holds one message and the ids it adds to those of its parents. The ids of a path, end to
-//! end, are what the model saw. A node with several children is where a history was rewritten or sampled again; each
-//! sampled node is one generation, whatever the number of paths through it.
+//! In the message graph each node contains one message and the ids that follow those of its parents. The concatenated
+//! ids of a path are the input of the model. A node has several children if a history was rewritten or sampled again.
+//! Each sampled node is one generation, regardless of the number of paths through it.
 
 use super::helpers::columns::{Columns, rewards_of, tokens_of};
 use super::helpers::conversation::{self, message, messages};
@@ -58,7 +58,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// Steps, each with its whole prompt.
+/// Reads steps, each with its complete prompt.
 fn trajectory(steps: &[Outline<'_>], header: &Header) -> Decoded<Body> {
     let call = |(turn, step)| {
         step_call(step, header).map_err(|rejection| rejection.inside(format!("trajectory[{turn}]")).in_turn(turn))
@@ -67,10 +67,10 @@ fn trajectory(steps: &[Outline<'_>], header: &Header) -> Decoded<Body> {
 }
 
 fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
-    let mut said = messages(step, "completion")?.unwrap_or_default();
-    let message = match said.len() {
+    let mut completion = messages(step, "completion")?.unwrap_or_default();
+    let message = match completion.len() {
         0 => plain("assistant", Value::Null),
-        1 => said.remove(0),
+        1 => completion.remove(0),
         count => {
             return Err(reject(Reason::Contradiction, format!("`completion` holds {count} messages"))
                 .why("A step is one call of the model, and which of them it sampled cannot be known")
@@ -88,7 +88,7 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
     Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
 }
 
-/// Ids and logprobs of one call; its prompt ids.
+/// Reads ids and logprobs of one call, and returns its prompt ids.
 fn fill(generation: &mut Generation, tokens: &Outline<'_>) -> Decoded<Option<Vec<u32>>> {
     let columns = Columns(tokens);
     let ids = columns.ids("completion_ids")?.unwrap_or_default();
@@ -103,7 +103,7 @@ fn fill(generation: &mut Generation, tokens: &Outline<'_>) -> Decoded<Option<Vec
     columns.ids("prompt_ids")
 }
 
-/// One call of a renderer's client, as its dict.
+/// Reads one call of a renderer's client from its dict.
 fn turn(record: &Outline<'_>, header: &Header) -> Decoded<Body> {
     let mut generation = header.sampling.generation();
     generation.prompt = fill(&mut generation, record)?.map_or(Prompt::Unknown, Prompt::Ids);
@@ -119,21 +119,21 @@ fn turn(record: &Outline<'_>, header: &Header) -> Decoded<Body> {
     Ok(talk.finish())
 }
 
-/// What is kept of a node for its children.
+/// The data of a node that its children need.
 struct Node {
     parent: Option<usize>,
-    /// Ids after the last sampled one of the path, in this node.
+    /// Ids of this node after the last sampled id of the path.
     tail: Vec<u32>,
-    /// The generation that this node is, where it has sampled ids.
+    /// Index of the node's generation, if the node has sampled ids.
     turn: Option<u32>,
-    /// Messages on the way to it, itself included.
+    /// Number of messages on the path to the node, including its own.
     depth: usize,
 }
 
 pub(super) fn decode_graph(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let header = header(record)?;
     let nodes = record.objects("nodes")?;
-    let calls = said(record)?;
+    let calls = calls_of(record)?;
     let trains = !record.object("agent")?.is_some_and(|agent| matches!(agent.typed("trainable"), Ok(Some(false))));
     let mut graph = Graph { header: &header, calls, body: Body::default(), nodes: Vec::new() };
     for (index, node) in nodes.iter().enumerate() {
@@ -143,15 +143,15 @@ pub(super) fn decode_graph(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         graph.body.conversation = graph.path(last);
     }
     let mut body = graph.body;
-    let own = nodes.first().map(|root| root.value("tools")).transpose()?.flatten();
-    body.tools = tools(either(own, || record.value("tools"))?);
+    let root_tools = nodes.first().map(|root| root.value("tools")).transpose()?.flatten();
+    body.tools = tools(either(root_tools, || record.value("tools"))?);
     body.model = graph.calls.iter().find_map(|(_, call)| call.get("model")?.as_str().map(str::to_owned));
     Ok((header, body))
 }
 
 struct Graph<'h> {
     header: &'h Header,
-    /// What `calls` say of the calls that committed nodes, sorted by node.
+    /// Fields of `calls` about the calls that created nodes, sorted by node.
     calls: Vec<(usize, Fields)>,
     body: Body,
     nodes: Vec<Node>,
@@ -176,17 +176,17 @@ impl Graph<'_> {
             return Err(lengths("mask", mask.len(), ids.len()));
         }
         let depth = parent.map_or(1, |parent| self.nodes[parent].depth + 1);
-        let mut kept = Node { parent, tail: Vec::new(), turn: None, depth };
+        let mut new_node = Node { parent, tail: Vec::new(), turn: None, depth };
         if is_sampled {
-            self.sample(node, ids, &mask, &mut kept)?;
+            self.sample(node, ids, &mask, &mut new_node)?;
         } else {
-            kept.tail = ids;
+            new_node.tail = ids;
         }
-        self.nodes.push(kept);
+        self.nodes.push(new_node);
         Ok(())
     }
 
-    fn sample(&mut self, node: &Outline<'_>, ids: Vec<u32>, mask: &[bool], kept: &mut Node) -> Decoded<()> {
+    fn sample(&mut self, node: &Outline<'_>, ids: Vec<u32>, mask: &[bool], new_node: &mut Node) -> Decoded<()> {
         let index = self.nodes.len();
         let start = mask.iter().position(|&bit| bit).unwrap_or(mask.len());
         let end = start + mask[start..].iter().take_while(|&&bit| bit).count();
@@ -198,21 +198,21 @@ impl Graph<'_> {
         let mut generation = self.header.sampling.generation();
         self.describe(index, &mut generation);
         generation.message = index as u32;
-        generation.prompt = self.prompt(kept.parent, &ids[..start])?;
-        self.body.budget.spend(kept.depth)?;
-        generation.context = kept.parent.map_or_else(Vec::new, |parent| self.path(parent));
+        generation.prompt = self.prompt(new_node.parent, &ids[..start])?;
+        self.body.budget.spend(new_node.depth)?;
+        generation.context = new_node.parent.map_or_else(Vec::new, |parent| self.path(parent));
         let logprobs = Columns(node).logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
         if start < end || logprobs.is_some() {
             generation.tokens = tokens_of((start < end).then(|| ids[start..end].to_vec()), logprobs);
             generation.notes.extend(all_zero(&generation.tokens));
         }
-        (kept.tail, kept.turn) =
+        (new_node.tail, new_node.turn) =
             if start < end { (ids[end..].to_vec(), Some(self.body.generations.len() as u32)) } else { (ids, None) };
         self.body.generations.push(generation);
         Ok(())
     }
 
-    /// What stood before the first sampled id of a node: all ids of its parents back to the last sampled one, and `lead`.
+    /// Returns the prompt of a node: all ids of its parents after the last sampled one, then `lead`.
     fn prompt(&mut self, parent: Option<usize>, lead: &[u32]) -> Decoded<Prompt> {
         let (mut at, mut parts, mut turn) = (parent, Vec::new(), None);
         while let Some(index) = at {
@@ -235,7 +235,7 @@ impl Graph<'_> {
         })
     }
 
-    /// Messages on the way to a node, itself included.
+    /// Returns the messages on the path to a node, including its own.
     fn path(&self, index: usize) -> Vec<u32> {
         let mut path = Vec::with_capacity(self.nodes[index].depth);
         let mut at = Some(index);
@@ -247,10 +247,10 @@ impl Graph<'_> {
         path
     }
 
-    /// How the call that committed a node sampled.
+    /// Reads the sampling parameters of the call that created a node.
     fn describe(&self, node: usize, generation: &mut Generation) {
-        let Ok(found) = self.calls.binary_search_by_key(&node, |(node, _)| *node) else { return };
-        let fields = &self.calls[found].1;
+        let Ok(index) = self.calls.binary_search_by_key(&node, |(node, _)| *node) else { return };
+        let fields = &self.calls[index].1;
         let sampling = fields.get("sampling").and_then(Value::as_object);
         let number = |key: &str| sampling?.get(key)?.as_f64().map(|value| value as f32);
         generation.temperature = generation.temperature.or(number("temperature"));
@@ -272,7 +272,7 @@ fn message_of(node: &Outline<'_>) -> Decoded<Message> {
     }
 }
 
-fn said(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
+fn calls_of(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
     let mut calls = Vec::new();
     for (position, call) in record.objects("calls")?.iter().enumerate() {
         let node = call.count("node").map_err(|rejection| rejection.inside(format!("calls[{position}]")))?;
@@ -284,7 +284,8 @@ fn said(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
     Ok(calls)
 }
 
-/// Weighted rewards by name, and their sum as verifiers' `Trace.reward` has it; the task is the group.
+/// Reads the header. The weighted rewards keep their names, their sum is the reward as in verifiers' `Trace.reward`,
+/// and the task is the group.
 fn header(record: &Outline<'_>) -> Decoded<Header> {
     let mut header = Columns(record).header_without(&["rewards", "tools"], &[])?;
     if let Some(rewards) = record.object("rewards")? {

@@ -1,9 +1,9 @@
 //! verl's training rows `{"prompts", "responses", "response_mask", "rollout_log_probs"}`, the agent loop's output
 //! `{"prompt_ids", "response_ids", "response_mask", "response_logprobs"}`, and its rollout dump in text.
 //!
-//! Source: verl 0.9.1 `experimental/agent_loop/agent_loop.py` (prompts padded on the left, everything else on the right,
-//! logprobs with 0.0; `attention_mask` is of both) and `trainer/ppo/ray_trainer.py`, `_write_generations`.
-//! `old_log_probs` are the trainer's own and are not read.
+//! Source: verl 0.9.1 `experimental/agent_loop/agent_loop.py` (prompts are padded on the left, everything else on the
+//! right, logprobs with 0.0; `attention_mask` covers both) and `trainer/ppo/ray_trainer.py`, `_write_generations`.
+//! `old_log_probs` belong to the trainer and are not read.
 
 use super::helpers::columns::Columns;
 use super::helpers::conversation;
@@ -37,7 +37,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     }
     let first = |keys: [&'static str; 2]| keys.into_iter().find(|key| record.has(key)).unwrap_or(keys[0]);
     let response = columns.ids(first(["responses", "response_ids"]))?.unwrap_or_default();
-    // Else the prompt is what stands before the response among all ids.
+    // Otherwise the prompt consists of the ids before the response in `input_ids`.
     let before = || {
         let all = columns.ids("input_ids")?;
         Ok(all.map(|ids| ids[..ids.len().saturating_sub(response.len())].to_vec()))
@@ -50,11 +50,11 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     }
     let attended = columns.mask("attention_mask")?;
     let (given, count) = (prompt.len(), response.len());
-    let whole = attended.as_ref().filter(|mask| mask.len() == given + count);
-    let mask = columns.mask("response_mask")?.or_else(|| whole.map(|mask| mask[given..].to_vec()));
+    let full_mask = attended.as_ref().filter(|mask| mask.len() == given + count);
+    let mask = columns.mask("response_mask")?.or_else(|| full_mask.map(|mask| mask[given..].to_vec()));
     let mut logprobs = columns.logprobs(first(["rollout_log_probs", "response_logprobs"]))?;
     if let Some(logprobs) = logprobs.as_mut().filter(|logprobs| logprobs.len() < count) {
-        // The agent loop pads the mask but not always the numbers; what is beyond them was not sampled.
+        // The agent loop pads the mask but not always the logprobs. Tokens after the logprobs were not sampled.
         let rest = mask.as_ref().and_then(|mask| mask.get(logprobs.len()..));
         if rest.is_some_and(|rest| !rest.contains(&true)) {
             logprobs.resize(count, crate::format::token_list::Reading::Missing);
@@ -72,16 +72,16 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// A prompt that begins with one id several times looks padded, and without an attention mask nothing tells.
-fn padding(prompt: &[u32], told: bool) -> Option<Note> {
+/// Reports a prompt that begins with the same id several times: it may be padded, and there is no attention mask.
+fn padding(prompt: &[u32], has_mask: bool) -> Option<Note> {
     let first = prompt.first()?;
     let count = prompt.iter().take_while(|id| *id == first).count();
     let detail =
         format!("the prompt begins with id {first} {count} times, as padding would; there is no attention_mask");
-    (count > 1 && !told).then(|| note(findings::Reason::PromptMismatch, count, detail))
+    (count > 1 && !has_mask).then(|| note(findings::Reason::PromptMismatch, count, detail))
 }
 
-/// The dump in text. The special tokens are taken out of both, so that what was sent is not known.
+/// Reads the text dump. Special tokens were removed from prompt and output, so the sent prompt is unknown.
 fn decode_text(record: &Outline<'_>, header: Header) -> Decoded<(Header, Body)> {
     let mut body = conversation::texts(Prompt::Unknown, record.text("output")?.unwrap_or_default(), &header.sampling);
     let detail = "verl writes its rollout dump without special tokens: the prompt that was sent is not known";

@@ -1,8 +1,8 @@
-//! What holds for any bytes, however they arrive.
+//! Properties that are valid for any bytes and for any sizes of the reads.
 
 use super::*;
 
-/// Gives at most a few bytes at a time.
+/// A stream that returns at most a few bytes per read.
 struct Trickle(io::Cursor<Vec<u8>>, usize);
 
 impl Read for Trickle {
@@ -74,7 +74,7 @@ proptest! {
             let mut reader = Reader::from_reader(stream, "f", options).expect("opens");
             let found: Vec<_> = reader.by_ref().map(|t| t.map(|t| (t.id, t.location.line)).map_err(|e| e.to_string())).collect();
             let aside = |suffix: &str| fs::read(format!("{}.quarantine.{suffix}", prefix.display())).unwrap_or_default();
-            // How much of a line of blanks is held depends on how they arrive.
+            // The number of blanks of a line that are buffered depends on the sizes of the reads.
             let raw: Vec<u8> = if blanks > limit { Vec::new() } else { aside("raw") };
             (found, reader.report().bad, reader.report().reasons.clone(), raw)
         };

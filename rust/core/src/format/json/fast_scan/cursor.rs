@@ -1,17 +1,17 @@
-//! A position in JSON text that moves token by token, over strings and numbers too.
+//! A position in JSON text that moves token by token, including strings and numbers.
 //!
-//! Every step consumes valid JSON or returns `None`; nothing is guessed. Strings are read without their escapes in one pass;
-//! a number is an exact float64, a float32 of the same bits as by way of float64, a token id or a byte.
+//! Every step consumes valid JSON or returns `None`. Strings are unescaped in one pass. A number is read as an exact
+//! float64, as a float64 that rounds to the correct float32, as a token id or as a byte.
 
 use crate::format::token_list::{BARE, MAX_ID};
 use crate::json_number;
 use std::borrow::Cow;
 use wide::u8x16;
 
-/// Levels of nesting that are read here; deeper records go to `fallback`, which has the documented limit.
+/// Largest nesting depth of this reader. Deeper records go to `fallback`, which has the documented limit.
 const DEPTH: u8 = 64;
 
-/// A place in the text of a record.
+/// A position in the text of a record.
 pub(super) struct Cursor<'a> {
     text: &'a str,
     bytes: &'a [u8],
@@ -19,13 +19,13 @@ pub(super) struct Cursor<'a> {
     depth: u8,
     /// Whether a number was a bare word (`NaN`), so that the text is not JSON.
     pub bare: bool,
-    /// Buffer for the last string that had escapes, unescaped; longer than that string.
+    /// Buffer for the last string with escapes, unescaped. It may be longer than that string.
     scratch: Vec<u8>,
-    /// (source text between the brackets, ids) of the previous `prompt_token_ids`.
+    /// The previous `prompt_token_ids`: the source text between the brackets, and the ids.
     pub prompt: (&'a [u8], Vec<u32>),
 }
 
-/// A position and its depth, to rewind to.
+/// A saved position and nesting depth.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place(usize, u8);
 
@@ -47,7 +47,7 @@ impl<'a> Cursor<'a> {
         self.at == self.bytes.len()
     }
 
-    /// The next byte, 0 at the end, which no JSON has outside strings.
+    /// Returns the next byte, or 0 at the end. JSON contains no 0 byte outside strings.
     #[inline]
     pub fn peek(&self) -> u8 {
         self.bytes.get(self.at).copied().unwrap_or(0)
@@ -63,13 +63,13 @@ impl<'a> Cursor<'a> {
         self.bytes.get(self.at..).unwrap_or_default()
     }
 
-    /// The next bytes, where there are as many.
+    /// Returns the next `COUNT` bytes, if there are as many.
     #[inline]
     pub fn ahead<const COUNT: usize>(&self) -> Option<&'a [u8; COUNT]> {
         self.bytes.get(self.at..)?.first_chunk()
     }
 
-    /// The text from `start` to here.
+    /// Returns the text from `start` to the current position.
     pub fn since(&self, start: Place) -> Option<&'a str> {
         self.text.get(start.0..self.at)
     }
@@ -97,7 +97,7 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// Whether an object or a list that was just opened is empty; steps over its end.
+    /// Returns whether the object or list that was just entered is empty, and steps over its end.
     #[inline]
     pub fn closes(&mut self, bracket: u8) -> bool {
         let ends = self.peek() == bracket;
@@ -105,7 +105,7 @@ impl<'a> Cursor<'a> {
         ends
     }
 
-    /// After an item: whether another follows; steps over the comma or the end.
+    /// Steps over the comma or the end after an item. Returns whether another item follows.
     #[inline]
     pub fn continues(&mut self, bracket: u8) -> Option<bool> {
         self.blank();
@@ -118,13 +118,13 @@ impl<'a> Cursor<'a> {
         (byte == bracket).then_some(false)
     }
 
-    /// Leaves what `open` entered.
+    /// Leaves the object or list that `open` entered.
     #[inline]
     pub fn close(&mut self) {
         self.depth -= 1;
     }
 
-    /// Steps through a list; `item` reads each of its values.
+    /// Steps through a list. `item` reads each value.
     #[inline]
     pub fn list(&mut self, mut item: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
         self.open(b'[')?;
@@ -137,7 +137,7 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// Steps through an object; `member` reads the value of each key.
+    /// Steps through an object. `member` reads the value of each key.
     #[inline]
     pub fn members(&mut self, mut member: impl FnMut(&mut Self, Cow<'a, str>) -> Option<()>) -> Option<()> {
         self.open(b'{')?;
@@ -151,7 +151,7 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// A key and its colon.
+    /// Reads a key and its colon.
     #[inline]
     pub fn key(&mut self) -> Option<Cow<'a, str>> {
         let start = self.at;
@@ -177,13 +177,14 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// Steps over `word`, if it stands here.
+    /// Steps over `word` if it is next.
     #[inline]
     pub fn word(&mut self, word: &[u8]) -> Option<()> {
         self.rest().starts_with(word).then(|| self.at += word.len())
     }
 
-    /// Steps over a bare word in place of a number, which reads as the same word in quotes; a minus is already passed.
+    /// Steps over a bare word in place of a number, and returns it. It reads like the same word in quotes. A minus was
+    /// consumed before.
     #[cold]
     pub fn bare(&mut self) -> Option<&'static str> {
         let signed = self.bytes.get(..self.at).is_some_and(|before| before.ends_with(b"-"));
@@ -193,7 +194,7 @@ impl<'a> Cursor<'a> {
         Some(word)
     }
 
-    /// What a string says.
+    /// Returns the unescaped text of a string.
     #[inline]
     pub fn unquoted(&mut self) -> Option<&str> {
         if self.peek() != b'"' {
@@ -205,12 +206,12 @@ impl<'a> Cursor<'a> {
             self.at = end + 1;
             return self.text.get(start..end);
         }
-        let (behind, length) = unescape(self.bytes, start, end, &mut self.scratch)?;
-        self.at = behind;
+        let (string_end, length) = unescape(self.bytes, start, end, &mut self.scratch)?;
+        self.at = string_end;
         simdutf8::basic::from_utf8(&self.scratch[..length]).ok()
     }
 
-    /// What stands between the quotes, and whether it has escapes.
+    /// Returns the text between the quotes, and whether it contains escapes.
     #[inline]
     pub fn quoted(&mut self) -> Option<(&'a str, bool)> {
         if self.peek() != b'"' {
@@ -220,7 +221,7 @@ impl<'a> Cursor<'a> {
         let (mut end, mut escaped) = (plain_end(self.bytes, start), false);
         while *self.bytes.get(end)? == b'\\' {
             escaped = true;
-            // The escape is checked when the text is taken; here only its second byte must not end the string.
+            // An escape is validated when the text is unescaped. Here its second byte must only not end the string.
             end = plain_end(self.bytes, end + 2);
         }
         if self.bytes[end] != b'"' {
@@ -241,7 +242,7 @@ impl<'a> Cursor<'a> {
         self.unquoted().map(|_| ())
     }
 
-    /// Steps over a value, which must be valid JSON.
+    /// Steps over a value. It must be valid JSON.
     pub fn skip(&mut self) -> Option<()> {
         match self.peek() {
             b'"' => self.skip_string()?,
@@ -273,10 +274,10 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Bytes that are looked at together.
+/// Number of bytes that are compared at once.
 const LANE: usize = 16;
 
-/// The first byte from `at` on that is a quote, a backslash or a control character; the length where there is none.
+/// Returns the index, from `at` on, of the first quote, backslash or control character; the length if there is none.
 #[inline]
 pub(super) fn plain_end(bytes: &[u8], mut at: usize) -> usize {
     while let Some(lane) = lane_at(bytes, at) {
@@ -297,7 +298,7 @@ fn lane_at(bytes: &[u8], at: usize) -> Option<&[u8; LANE]> {
     bytes.get(at..)?.first_chunk()
 }
 
-/// A bit for each byte that is a quote, a backslash or a control character.
+/// Returns a bit mask of the bytes that are a quote, a backslash or a control character.
 #[inline]
 fn marks(lane: &[u8; LANE]) -> u32 {
     let lane = u8x16::new(*lane);
@@ -305,16 +306,16 @@ fn marks(lane: &[u8; LANE]) -> u32 {
     (lane.simd_eq(u8x16::splat(b'"')) | lane.simd_eq(u8x16::splat(b'\\')) | control).to_bitmask()
 }
 
-/// Eight bytes, the first in the lowest.
+/// Returns eight bytes as a number, the first byte lowest.
 #[inline]
 pub(super) fn word_at(bytes: &[u8], at: usize) -> Option<u64> {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).copied().map(u64::from_le_bytes)
 }
 
-/// Writes the string whose first byte stands at `start` and whose first escape at `escape` to the beginning of `out`,
-/// which grows as needed and keeps its length: the byte behind its closing quote, and its own length.
+/// Unescapes a string into the beginning of `out`. The string's first byte is at `start`, its first escape at `escape`.
 ///
-/// `None` for escapes that are none, for half a surrogate pair, for control characters and without a closing quote.
+/// `out` grows as needed and never shrinks. Returns the index after the closing quote, and the length of the unescaped
+/// text. Returns `None` for invalid escapes, half of a surrogate pair, control characters, and without a closing quote.
 pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, out: &mut Vec<u8>) -> Option<(usize, usize)> {
     let (mut at, mut to) = (escape, escape - start);
     make_room(out, to);
@@ -322,7 +323,7 @@ pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, out: &mut Vec<
     loop {
         make_room(out, to);
         if let Some(lane) = lane_at(bytes, at) {
-            // Written whole; what is behind a mark is written over.
+            // The complete lane is copied. Bytes after a mark are overwritten later.
             out[to..to + LANE].copy_from_slice(lane);
             let mask = marks(lane);
             let plain = (mask.trailing_zeros() as usize).min(LANE);
@@ -360,7 +361,7 @@ pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, out: &mut Vec<
     }
 }
 
-/// Room for the next bytes: a lane, or what an escape stands for behind a lane.
+/// Reserves space for the next bytes: a lane, and the character of an escape after it.
 #[inline]
 fn make_room(out: &mut Vec<u8>, to: usize) {
     if out.len() < to + 2 * LANE {
@@ -368,7 +369,7 @@ fn make_room(out: &mut Vec<u8>, to: usize) {
     }
 }
 
-/// What the second byte of an escape stands for, 0 where it is none: looked up, as no branch foretells it.
+/// The byte for the second byte of an escape, 0 for an invalid one. A table, because a branch would be mispredicted.
 const UNESCAPED: [u8; 256] = {
     let mut table = [0; 256];
     table[b'"' as usize] = b'"';
@@ -382,7 +383,7 @@ const UNESCAPED: [u8; 256] = {
     table
 };
 
-/// The character of a `\u` escape, or of a surrogate pair of them, whose digits stand at `at`.
+/// Reads the character of a `\u` escape, or of a surrogate pair, whose digits begin at `at`.
 fn unicode(bytes: &[u8], at: &mut usize) -> Option<char> {
     let first = four_digits(bytes, at)?;
     if !(0xD800..0xE000).contains(&first) {
@@ -405,40 +406,40 @@ fn four_digits(bytes: &[u8], at: &mut usize) -> Option<u32> {
     digits.iter().try_fold(0, |value, &digit| Some(value * 16 + char::from(digit).to_digit(16)?))
 }
 
-/// Powers of ten that float64 holds exactly.
+/// Powers of ten that float64 represents exactly.
 const POWERS: [f64; 23] = [
     1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20,
     1e21, 1e22,
 ];
 
-/// Integers up to here are float64 without rounding.
+/// Integers up to this value are exact in float64.
 const EXACT: u64 = 1 << 53;
 
-/// A number as it stands: digits without the point, and the power of ten that divides them.
+/// A number as written: its digits without the point, and the power of ten that divides them.
 pub(super) struct Decimal {
     negative: bool,
     digits: u64,
-    /// Whether `digits` holds all of them: at most 19, leading zeros not counted.
+    /// Whether `digits` contains all digits: at most 19, not counting leading zeros.
     fits: bool,
     power: i64,
-    /// Whether it has a point or an exponent.
+    /// Whether the number has a point or an exponent.
     real: bool,
 }
 
-/// Exponents are told apart up to here.
+/// Larger exponents are treated as this one.
 const MOST_EXPONENT: i64 = 1 << 20;
 
 impl Cursor<'_> {
-    /// A number as JSON has it: an optional minus, an integer without leading zeros, fraction, exponent.
+    /// Reads a JSON number: an optional minus, an integer without leading zeros, a fraction, an exponent.
     #[inline]
     pub fn decimal(&mut self) -> Option<Decimal> {
         let negative = self.peek() == b'-';
         self.advance(usize::from(negative));
-        let (mut digits, mut whole, mut fraction) = (0, 0, 0);
+        let (mut digits, mut integer, mut fraction) = (0, 0, 0);
         if self.peek() == b'0' {
             self.advance(1);
         } else {
-            whole = self.run(&mut digits)?;
+            integer = self.run(&mut digits)?;
         }
         let mut real = false;
         let mut zeros = &[][..];
@@ -452,20 +453,20 @@ impl Cursor<'_> {
         if matches!(self.peek(), b'e' | b'E') {
             self.advance(1);
             real = true;
-            let lowers = self.peek() == b'-';
+            let is_negative_exponent = self.peek() == b'-';
             self.advance(usize::from(matches!(self.peek(), b'+' | b'-')));
             let mut exponent = 0;
             let length = self.run(&mut exponent)?;
             let exponent = if length < 7 { exponent as i64 } else { MOST_EXPONENT };
-            power += if lowers { exponent } else { -exponent };
+            power += if is_negative_exponent { exponent } else { -exponent };
         }
-        // An integer has no leading zero; behind `0.` they do not count.
-        let counted = whole + fraction;
-        let fits = counted <= 19 || whole == 0 && zeros.iter().take(counted - 19).all(|&zero| zero == b'0');
+        // An integer has no leading zeros, and leading zeros after `0.` do not count.
+        let digit_count = integer + fraction;
+        let fits = digit_count <= 19 || integer == 0 && zeros.iter().take(digit_count - 19).all(|&zero| zero == b'0');
         Some(Decimal { negative, digits, fits, power, real })
     }
 
-    /// Appends a run of at least one digit, modulo 2 to the 64; its length.
+    /// Appends a run of at least one digit, modulo 2^64. Returns its length.
     #[inline]
     fn run(&mut self, digits: &mut u64) -> Option<usize> {
         let rest = self.rest();
@@ -486,18 +487,20 @@ impl Cursor<'_> {
         (length > 0).then_some(length)
     }
 
-    /// A number as most logprobs are written, where it is one: a digit, a point, at most 18 digits, no exponent. As
-    /// `exactly` and `nearly` give it, whose one quotient is of ordinary magnitude here.
+    /// Reads a number in the usual format of logprobs: a digit, a point, at most 18 digits, no exponent.
+    ///
+    /// The result is the same as that of `exactly` and `nearly`. There is one quotient here, and its magnitude is
+    /// ordinary.
     #[inline(always)]
     pub fn common(&mut self) -> Option<f64> {
         let next = self.ahead::<27>()?;
         let negative = next[0] == b'-';
         let number = next[usize::from(negative)..].first_chunk::<26>()?;
-        let whole = number[0].wrapping_sub(b'0');
-        if whole > 9 || number[1] != b'.' {
+        let integer = number[0].wrapping_sub(b'0');
+        if integer > 9 || number[1] != b'.' {
             return None;
         }
-        let (mut digits, mut length) = (u64::from(whole), 0);
+        let (mut digits, mut length) = (u64::from(integer), 0);
         for at in [2, 10, 18] {
             let run = append(&mut digits, word_at(number, at)?);
             length += run;
@@ -505,7 +508,7 @@ impl Cursor<'_> {
                 break;
             }
         }
-        if length == 0 || length + usize::from(whole > 0) > 18 || matches!(number[2 + length], b'e' | b'E') {
+        if length == 0 || length + usize::from(integer > 0) > 18 || matches!(number[2 + length], b'e' | b'E') {
             return None;
         }
         let value = digits as i64 as f64 / POWERS[length];
@@ -516,7 +519,8 @@ impl Cursor<'_> {
         Some(if negative { -value } else { value })
     }
 
-    /// A float64 that rounds to the same float32 as the nearest float64 does; most are read by `common`.
+    /// Reads a number as a float64 that rounds to the same float32 as the nearest float64 does. Most numbers are read
+    /// by `common`.
     #[cold]
     pub fn single(&mut self) -> Option<f64> {
         let start = self.place();
@@ -527,7 +531,7 @@ impl Cursor<'_> {
         self.since(start)?.parse().ok().filter(|value: &f64| value.is_finite())
     }
 
-    /// A number as the generic parser has it: an integer where there is neither point nor exponent.
+    /// Reads a number as the generic parser does: an integer if it has neither point nor exponent.
     pub fn number_value(&mut self) -> Option<serde_json::Value> {
         let start = self.place();
         let Decimal { negative, digits, fits, real, .. } = self.decimal()?;
@@ -541,8 +545,8 @@ impl Cursor<'_> {
     pub fn id(&mut self) -> Option<u32> {
         let word = word_at(self.rest(), 0).unwrap_or(0);
         let length = leading_digits(word);
-        let behind = (word >> (8 * length.min(7))) as u8;
-        if (1..8).contains(&length) && matches!(behind, b',' | b']') && (length == 1 || word as u8 != b'0') {
+        let next = (word >> (8 * length.min(7))) as u8;
+        if (1..8).contains(&length) && matches!(next, b',' | b']') && (length == 1 || word as u8 != b'0') {
             self.advance(length);
             return Some(eight_digits(word << (64 - 8 * length)) as u32);
         }
@@ -551,15 +555,15 @@ impl Cursor<'_> {
         is_id.then_some(decimal.digits as u32)
     }
 
-    /// A byte as an integer.
+    /// Reads a byte that is written as an integer.
     #[inline]
     pub fn byte(&mut self) -> Option<u8> {
         let rest = self.rest();
         let word = word_at(rest, 0).or_else(|| padded(rest))?;
         let length = leading_digits(word);
-        let behind = (word >> (8 * length.min(7))) as u8;
+        let next = (word >> (8 * length.min(7))) as u8;
         let zero_first = length > 1 && word as u8 == b'0';
-        if length == 0 || length > 3 || zero_first || matches!(behind, b'.' | b'e' | b'E') {
+        if length == 0 || length > 3 || zero_first || matches!(next, b'.' | b'e' | b'E') {
             return None;
         }
         let [hundreds, tens, ones] = {
@@ -571,7 +575,7 @@ impl Cursor<'_> {
     }
 }
 
-/// The last few bytes of a text, zeros behind them.
+/// Returns the last few bytes of a text, padded with zeros.
 #[cold]
 fn padded(rest: &[u8]) -> Option<u64> {
     let mut eight = [0; 8];
@@ -580,18 +584,19 @@ fn padded(rest: &[u8]) -> Option<u64> {
 }
 
 impl Decimal {
-    /// Its value, where one correctly rounded operation gives it.
+    /// Returns the value if one correctly rounded operation computes it.
     #[inline]
     fn exactly(&self) -> Option<f64> {
         let divisor = *POWERS.get(usize::try_from(self.power).ok()?)?;
         (self.fits && self.digits <= EXACT).then(|| self.signed(self.digits as f64 / divisor))
     }
 
-    /// A value at most four steps of float64 away, where that cannot change its float32.
+    /// Returns a value at most four float64 steps from the exact one, if that difference cannot change its float32.
     ///
-    /// Digits and both quotients are rounded once each, so the result is within 3 ulp of the true value, and the nearest
-    /// float64 within half of one. Both round to the same float32 unless a midpoint of two float32 lies between them: the
-    /// lower 29 bits say how far the next midpoint is. Only magnitudes of ordinary float32 are taken.
+    /// The digits and both quotients are rounded once each. So the result is within 3 ulp of the true value, and the
+    /// nearest float64 within half an ulp. Both round to the same float32 unless the midpoint of two float32 is between
+    /// them. The lower 29 bits give the distance to the next midpoint. Only magnitudes of ordinary float32 are
+    /// accepted.
     #[inline]
     fn nearly(&self) -> Option<f64> {
         let power = usize::try_from(self.power).ok().filter(|_| self.fits)?;
@@ -606,7 +611,7 @@ impl Decimal {
     }
 }
 
-/// Whether a float64 is further from the middle between two float32 than a few steps.
+/// Returns whether a float64 is more than a few steps away from the midpoint of two float32.
 #[inline]
 fn off_midpoint(value: f64) -> bool {
     const LOW: u64 = (1 << 29) - 1;
@@ -615,13 +620,13 @@ fn off_midpoint(value: f64) -> bool {
     (value.to_bits() & LOW).abs_diff(MIDPOINT) > MARGIN
 }
 
-/// Below it an integer is one of 64 bits, with either sign.
+/// Smaller integers fit 64 bits with either sign.
 const TENS_18: u64 = 1_000_000_000_000_000_000;
 
 /// Powers of ten by exponent.
 const TENS: [u64; 9] = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
 
-/// Appends the digits that eight bytes begin with, modulo 2 to the 64; how many.
+/// Appends the digits at the beginning of eight bytes, modulo 2^64. Returns their number.
 #[inline]
 fn append(digits: &mut u64, word: u64) -> usize {
     let run = leading_digits(word);
@@ -633,18 +638,19 @@ fn append(digits: &mut u64, word: u64) -> usize {
     run
 }
 
-/// How many digits eight bytes begin with.
+/// Returns the number of digits at the beginning of eight bytes.
 #[inline]
 pub(super) fn leading_digits(word: u64) -> usize {
     const ZEROS: u64 = 0x3030_3030_3030_3030;
     const HIGHS: u64 = 0x8080_8080_8080_8080;
-    // A digit becomes 0 to 9, and no sum of those carries: the first high bit is that of the first other byte.
+    // A digit becomes 0 to 9 and its sum does not carry. So the first high bit marks the first byte that is not a
+    // digit.
     let from_zero = word ^ ZEROS;
     let others = (from_zero.wrapping_add(0x7676_7676_7676_7676) | from_zero) & HIGHS;
     (others.trailing_zeros() / 8) as usize
 }
 
-/// The number that eight digits spell, the first in the lowest byte.
+/// Returns the number that eight digits spell, the first digit in the lowest byte.
 #[inline]
 pub(super) fn eight_digits(word: u64) -> u64 {
     let pairs = (word & 0x0F0F_0F0F_0F0F_0F0F).wrapping_mul(2561) >> 8;

@@ -1,13 +1,14 @@
-//! Token lists: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}` and bare lists.
+//! Reads token lists: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}` and bare lists.
 //!
-//! One pass, no allocation per token; `top_logprobs` is checked and stepped over. A producer writes all entries of a list
-//! alike, so what stands between the values of one is expected in the next, byte for byte.
+//! It takes one pass and allocates nothing per token. `top_logprobs` is validated and skipped. A producer formats all
+//! entries of a list alike. So the scanner expects between the values of an entry the same bytes as in the entry
+//! before.
 
 use super::cursor::{Cursor, Place, eight_digits, leading_digits, word_at};
 use crate::format::token_list::{Columns, Lists, Opened, Reading, Text, spelled};
 use crate::trace::Tokens;
 
-/// The value of a key of an entry.
+/// The meaning of a key of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Field {
     Token,
@@ -17,14 +18,14 @@ enum Field {
     Other,
 }
 
-/// How the entry before was written: what stood before each value, and behind the last.
+/// Layout of the previous entry: the bytes before each value, and those after the last.
 #[derive(Debug, Default)]
 struct Habit<'a> {
     fields: Vec<(Expected<'a>, Field)>,
     end: Expected<'a>,
 }
 
-/// Bytes that are expected, the first of them eight at a time.
+/// Bytes that are expected next. The first ones are compared eight at a time.
 #[derive(Debug, Default)]
 struct Expected<'a> {
     text: &'a [u8],
@@ -32,7 +33,7 @@ struct Expected<'a> {
     masks: [u64; WORDS],
 }
 
-/// Words that hold what stands before a value: `, "top_logprobs": `.
+/// Number of 8-byte words that cover the bytes before a value, such as `, "top_logprobs": `.
 const WORDS: usize = 3;
 
 impl<'a> Expected<'a> {
@@ -45,7 +46,7 @@ impl<'a> Expected<'a> {
         Self { text, words, masks }
     }
 
-    /// Whether it comes next.
+    /// Returns whether the expected bytes are next.
     #[inline]
     fn comes(&self, cursor: &Cursor<'_>) -> bool {
         let Some(first) = cursor.ahead::<{ 8 * WORDS }>() else { return cursor.rest().starts_with(self.text) };
@@ -59,7 +60,7 @@ impl<'a> Expected<'a> {
     }
 }
 
-/// What has been read of an entry, beside the pieces in the columns.
+/// Values read from an entry. Its texts and bytes are written to the columns directly.
 #[derive(Debug, Clone, Copy)]
 struct Read {
     reading: Reading,
@@ -74,7 +75,7 @@ impl Default for Read {
     }
 }
 
-/// Keys of an entry whose places are kept; one with more is read key by key.
+/// Largest number of keys whose layout is recorded. An entry with more is read key by key.
 const FIELDS: usize = 8;
 
 impl<'a> Cursor<'a> {
@@ -85,12 +86,12 @@ impl<'a> Cursor<'a> {
             b'[' => self.entries(&mut lists.content)?,
             _ => self.lists(&mut lists)?,
         }
-        // What is refused is for the reader that says why.
+        // `fallback` reads refused lists again and reports the error.
         lists.finish().ok()
     }
 
     fn lists(&mut self, lists: &mut Lists) -> Option<()> {
-        let (mut known, mut strange) = (false, false);
+        let (mut has_known_key, mut has_unknown_key) = (false, false);
         self.members(|cursor, key| {
             match key.as_ref() {
                 "content" => cursor.entries(&mut lists.content)?,
@@ -103,17 +104,17 @@ impl<'a> Cursor<'a> {
                 "tokens" => lists.flat.texts = cursor.unless_null(Self::texts)?.unwrap_or_default(),
                 "token_ids" => lists.flat.ids = cursor.unless_null(Self::ids)?.unwrap_or_default(),
                 _ => {
-                    strange = true;
+                    has_unknown_key = true;
                     return cursor.skip();
                 }
             }
-            known = true;
+            has_known_key = true;
             Some(())
         })?;
-        (known || !strange).then_some(())
+        (has_known_key || !has_unknown_key).then_some(())
     }
 
-    /// A list of entries, or null.
+    /// Reads a list of entries, or null.
     fn entries(&mut self, columns: &mut Columns) -> Option<()> {
         *columns = Columns::naming();
         if self.peek() == b'n' {
@@ -142,7 +143,7 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// An entry that is written like the one before.
+    /// Reads an entry that has the same layout as the one before.
     #[inline]
     fn as_before(&mut self, habit: &Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
         if habit.fields.is_empty() {
@@ -151,10 +152,10 @@ impl<'a> Cursor<'a> {
         let start = self.place();
         let mut read = Read::default();
         for (before, field) in &habit.fields {
-            let behind = self.place();
+            let values_end = self.place();
             self.expect(before)?;
             if *field == Field::Other {
-                self.alternatives(start, behind, habit)?;
+                self.alternatives(start, values_end, habit)?;
             } else {
                 self.field(*field, &mut read, opened, columns)?;
             }
@@ -168,7 +169,7 @@ impl<'a> Cursor<'a> {
         expected.comes(self).then(|| self.advance(expected.text.len()))
     }
 
-    /// An entry, key by key: an object or a number. Most lists have one that is read so, the first.
+    /// Reads an entry key by key: an object or a number. In most lists only the first entry is read this way.
     #[cold]
     fn entry(&mut self, habit: &mut Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
         let mut read = Read::default();
@@ -206,7 +207,7 @@ impl<'a> Cursor<'a> {
         Some(read)
     }
 
-    /// The value of a key; of a key that is there twice the last value counts.
+    /// Reads the value of a key. If a key occurs twice, the last value counts.
     #[inline(always)]
     fn field(&mut self, field: Field, read: &mut Read, opened: Opened, columns: &mut Columns) -> Option<()> {
         match field {
@@ -248,7 +249,7 @@ impl<'a> Cursor<'a> {
         self.spelled(&mut columns.texts.data).map(|()| Text::Spelled)
     }
 
-    /// Appends what a string says.
+    /// Appends the text of a string.
     #[inline]
     pub fn spelled(&mut self, to: &mut Vec<u8>) -> Option<()> {
         let text = self.unquoted()?;
@@ -256,7 +257,7 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// The id of a text `"token_id:N"`, written as vLLM does.
+    /// Reads the id of a text `"token_id:N"`, as vLLM writes it.
     #[inline]
     fn name(&mut self) -> Option<u32> {
         const BEFORE: &[u8; 10] = b"\"token_id:";
@@ -271,7 +272,7 @@ impl<'a> Cursor<'a> {
         Some(eight_digits(word << (64 - 8 * length)) as u32)
     }
 
-    /// A token's bytes, or null: whether they are known.
+    /// Reads a token's bytes, or null. Returns whether they are known.
     #[inline(always)]
     pub fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
         if self.ahead() == Some(b"null") {
@@ -292,30 +293,32 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// Steps over the value of a key that is not read, inside the entry that began at `start` and whose values before it
-    /// ended at `behind`: most often it lists the same token again, or others that are written alike.
+    /// Skips the value of a key that is not read. `start` is the beginning of the entry, `values_end` the end of its values
+    /// so far.
+    ///
+    /// Most often the value lists the same token again, or others in the same layout.
     #[inline]
-    fn alternatives(&mut self, start: Place, behind: Place, habit: &Habit<'a>) -> Option<()> {
+    fn alternatives(&mut self, start: Place, values_end: Place, habit: &Habit<'a>) -> Option<()> {
         let value = self.place();
         if self.word(b"[]").is_some() {
             return Some(());
         }
-        if self.again(start, behind).or_else(|| self.others(habit)).is_some() {
+        if self.again(start, values_end).or_else(|| self.others(habit)).is_some() {
             return Some(());
         }
         self.rewind(value);
         self.skip()
     }
 
-    /// Steps over a list of one object that has the values so far.
+    /// Skips a list of one object that repeats the values so far.
     #[inline]
-    fn again(&mut self, start: Place, behind: Place) -> Option<()> {
-        let listed = self.between(start, behind).filter(|listed| !listed.is_empty())?.as_bytes();
-        let rest = self.rest().strip_prefix(b"[")?.strip_prefix(listed)?;
-        rest.starts_with(b"}]").then(|| self.advance(listed.len() + 3))
+    fn again(&mut self, start: Place, values_end: Place) -> Option<()> {
+        let values = self.between(start, values_end).filter(|values| !values.is_empty())?.as_bytes();
+        let rest = self.rest().strip_prefix(b"[")?.strip_prefix(values)?;
+        rest.starts_with(b"}]").then(|| self.advance(values.len() + 3))
     }
 
-    /// Steps over a list of objects that are written like the entry, as far as it is read.
+    /// Skips a list of objects that have the layout of the entry, up to the current key.
     fn others(&mut self, habit: &Habit<'a>) -> Option<()> {
         self.list(|cursor| {
             for (before, field) in &habit.fields {

@@ -1,9 +1,11 @@
-//! Reads records fast: a scanner of the layouts that producers write.
+//! A fast reader of records: a scanner for the JSON layouts that producers usually write.
 //!
-//! It gives the same as `fallback` or gives up (`None`) at the first byte it does not know: odd escapes, deep nesting,
-//! values of another type. Then `fallback` reads the record again and says what is wrong. The law `Some(x) == slowly(x)`
-//! is fuzzed in the tests. Tool schemas are repeated by the records of a file: a text that was read before gives the
-//! value of then.
+//! It returns the same value as `fallback`, or `None` at the first construct that it does not support: rare escapes,
+//! deep nesting, values of another type. Then `fallback` reads the record again and reports the error. The tests fuzz
+//! this property, `Some(x) == slowly(x)`.
+//!
+//! The records of a file usually repeat their tool schemas, so a schema text that was parsed before is taken from a
+//! cache.
 #![allow(clippy::option_option, reason = "null is a value, and what is not known is none")]
 #![allow(clippy::inline_always, reason = "a call for each value of each entry costs a good part of reading it")]
 
@@ -21,7 +23,7 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
-/// The object of some kind that is written as `text`, or `None` where `fallback` has to look.
+/// Returns the object that `text` contains, or `None` if `fallback` must read it.
 pub(super) fn object(text: &str, kind: Kind) -> Option<Object> {
     whole(text, |cursor| cursor.object(kind)).map(|object| *object)
 }
@@ -34,12 +36,12 @@ pub(super) fn logprobs(text: &str) -> Option<Option<Tokens>> {
     whole(text, Cursor::logprobs)
 }
 
-/// Whether a text is JSON; false where the generic parser has to look.
+/// Returns whether a text is JSON. False also means that the generic parser must decide.
 pub(super) fn is_json(text: &str) -> bool {
     whole(text, |cursor| cursor.skip().filter(|()| !cursor.bare)).is_some()
 }
 
-/// The value of a whole text.
+/// Reads one value that must span the complete text.
 fn whole<'a, T>(text: &'a str, read: impl FnOnce(&mut Cursor<'a>) -> Option<T>) -> Option<T> {
     let mut cursor = Cursor::new(text);
     cursor.blank();
@@ -49,7 +51,7 @@ fn whole<'a, T>(text: &'a str, read: impl FnOnce(&mut Cursor<'a>) -> Option<T>) 
 }
 
 impl<'a> Cursor<'a> {
-    /// An object whose keys mean what `kind` says.
+    /// Reads an object. `kind` defines the meaning of its keys.
     fn object(&mut self, kind: Kind) -> Option<Box<Object>> {
         let mut object = Box::<Object>::default();
         self.members(|cursor, key| cursor.member(&mut object, kind, key))?;
@@ -104,29 +106,30 @@ impl<'a> Cursor<'a> {
         self.ids_behind((&[], &[]))
     }
 
-    /// A prompt's ids: each turn of a conversation lists those of the turn before again.
+    /// Reads the ids of a prompt. In a conversation each prompt usually begins with the ids of the one before.
     fn prompt_ids(&mut self) -> Option<Vec<u32>> {
         let start = self.place();
-        let (text, before) = std::mem::take(&mut self.prompt);
-        let ids = self.ids_behind((text, &before))?;
+        let (text, known_ids) = std::mem::take(&mut self.prompt);
+        let ids = self.ids_behind((text, &known_ids))?;
         let written = self.since(start)?.as_bytes();
         self.prompt = (&written[1..written.len() - 1], ids.clone());
         Some(ids)
     }
 
-    /// A list of ids, which may begin as another did: what was written there, and its ids.
-    fn ids_behind(&mut self, (text, before): (&[u8], &[u32])) -> Option<Vec<u32>> {
-        // A list of numbers has no bracket inside, so its commas count them.
+    /// Reads a list of ids that may begin with a known text. The pair is that text and its ids.
+    fn ids_behind(&mut self, (known_text, known_ids): (&[u8], &[u32])) -> Option<Vec<u32>> {
+        // A list of numbers contains no brackets, so its commas give the number of ids.
         let end = memchr::memchr(b']', self.rest())?;
         let mut ids = Vec::with_capacity(1 + memchr::memchr_iter(b',', &self.rest()[..end]).count());
-        let behind = self.rest().get(1..end).and_then(|list| list.strip_prefix(text));
-        let again = !before.is_empty() && behind.is_some_and(|rest| rest.first().is_none_or(|&byte| byte == b','));
+        let following = self.rest().get(1..end).and_then(|list| list.strip_prefix(known_text));
+        let repeats =
+            !known_ids.is_empty() && following.is_some_and(|rest| rest.first().is_none_or(|&byte| byte == b','));
         let start = self.place();
         self.open(b'[')?;
         let mut more = !self.closes(b']');
-        if again && self.since(start)?.len() == 1 {
-            ids.extend_from_slice(before);
-            self.advance(text.len());
+        if repeats && self.since(start)?.len() == 1 {
+            ids.extend_from_slice(known_ids);
+            self.advance(known_text.len());
             more = self.continues(b']')?;
         }
         while more {
@@ -137,30 +140,30 @@ impl<'a> Cursor<'a> {
         Some(ids)
     }
 
-    /// `["Hi", null]`: texts of tokens, null where one is unknown.
+    /// Reads texts of tokens, `["Hi", null]`. Null means unknown.
     fn texts(&mut self) -> Option<Pieces> {
         let mut pieces = Pieces::default();
         self.list(|cursor| {
-            let known = cursor.unless_null(|cursor| cursor.spelled(&mut pieces.data))?.is_some();
-            pieces.close(known);
+            let is_known = cursor.unless_null(|cursor| cursor.spelled(&mut pieces.data))?.is_some();
+            pieces.close(is_known);
             Some(())
         })?;
         Some(pieces)
     }
 
-    /// `[[72, 105], null]`: bytes of tokens, null where they are unknown.
+    /// Reads bytes of tokens, `[[72, 105], null]`. Null means unknown.
     fn byte_lists(&mut self) -> Option<Pieces> {
         let mut pieces = Pieces::default();
         self.list(|cursor| {
-            let known = cursor.byte_list(&mut pieces.data)?;
-            pieces.close(known);
+            let is_known = cursor.byte_list(&mut pieces.data)?;
+            pieces.close(is_known);
             Some(())
         })?;
         Some(pieces)
     }
 }
 
-/// Keys for which room is made at once: as many as messages have.
+/// Initial capacity of an object, in keys: that of a typical message.
 const FEW: usize = 4;
 
 impl Cursor<'_> {
@@ -197,16 +200,16 @@ impl Cursor<'_> {
     }
 }
 
-/// Texts that are remembered, the last one used first.
+/// Number of cached texts. The most recently used one is first.
 const TEXTS: usize = 8;
-/// Bytes of the longest text that is remembered.
+/// Bytes of the longest text that is cached.
 const TEXT_BYTES: usize = 64 << 10;
 
 static SEEN: Mutex<VecDeque<(Box<str>, Schemas)>> = Mutex::new(VecDeque::new());
 
 impl Cursor<'_> {
     pub fn tools(&mut self) -> Option<Schemas> {
-        // A list ends with its own bracket, so what begins with the text of one begins with that list.
+        // A list ends with its own bracket, so a text that begins with a cached list begins with exactly that list.
         if self.peek() != b'[' {
             return self.value().map(Schemas::new);
         }
@@ -218,19 +221,19 @@ impl Cursor<'_> {
         let tools = self.value().map(Schemas::new)?;
         let text = self.since(start)?;
         if text.len() <= TEXT_BYTES
-            && let Some(mut seen) = soon(&SEEN)
+            && let Some(mut cache) = soon(&SEEN)
         {
-            seen.truncate(TEXTS - 1);
-            seen.push_front((text.into(), Schemas::clone(&tools)));
+            cache.truncate(TEXTS - 1);
+            cache.push_front((text.into(), Schemas::clone(&tools)));
         }
         Some(tools)
     }
 }
 
-/// The list that `text` begins with, and its length, where it was read before.
+/// Returns the cached list that `text` begins with, and its length in bytes.
 fn remembered(text: &[u8]) -> Option<(usize, Schemas)> {
-    let mut seen = soon(&SEEN)?;
-    let at = seen.iter().position(|(known, _)| text.starts_with(known.as_bytes()))?;
-    seen.swap(0, at);
-    seen.front().map(|(known, tools)| (known.len(), Schemas::clone(tools)))
+    let mut cache = soon(&SEEN)?;
+    let at = cache.iter().position(|(source, _)| text.starts_with(source.as_bytes()))?;
+    cache.swap(0, at);
+    cache.front().map(|(source, tools)| (source.len(), Schemas::clone(tools)))
 }

@@ -6,7 +6,8 @@ use crate::format::detect::is_sign;
 use proptest::prelude::*;
 use serde_json::json;
 
-/// Checks the law, that the generic parser gives what the scanner does; whether the scanner knew the text.
+/// Checks that the generic parser returns the same as the scanner, if the scanner supports the text. Returns whether it
+/// does.
 fn same(text: &str) -> bool {
     let Some(scanned) = object(text, Kind::Record(is_sign)) else { return false };
     let Ok(Node::Object(object)) = slowly(text, Kind::Record(is_sign)) else { panic!("{text}") };
@@ -56,8 +57,9 @@ fn every_prefix_and_every_changed_byte_gives_what_the_generic_parser_gives() {
 
 #[test]
 fn a_number_beside_the_middle_of_two_float32_is_rounded_as_by_way_of_float64() {
-    // The nearest float64 of each is exactly the middle of two float32 and goes to the even one. Digits over a power of
-    // ten, each rounded, give the float64 beside it, which goes to the other: 15.219193935394285 for the first.
+    // The nearest float64 of each is exactly the midpoint of two float32 and rounds to the even one. Dividing the
+    // digits by a power of ten, each rounded, gives the float64 next to it. That one rounds to the other float32:
+    // 15.219193935394285 for the first.
     for text in ["15.21919393539428710", "2.000905632972717485", "5.169158697128295798", "0.2486225143074989321"] {
         let exact: f64 = text.parse().unwrap();
         let divisor = 10_f64.powi(text.len() as i32 - 1 - text.find('.').unwrap() as i32);

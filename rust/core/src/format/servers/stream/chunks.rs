@@ -1,12 +1,13 @@
-//! Chunks of each server's streams, put together, and the parts that all streams are put together from.
+//! Assembles the chunks of each server's streams, with functions that all of them share.
 //!
-//! Chat completions: deltas of text, reasoning and tool calls, with logprobs and ids beside them. Sources: openai
-//! `types/chat/chat_completion_chunk.py`, vLLM and SGLang `chat_completion/serving.py`. Entries of `logprobs` are copied as
-//! they stand, also those on a chunk whose delta is empty (a server that hides channel tokens lists them there).
+//! Chat completions: deltas of text, reasoning and tool calls, with logprobs and ids. Sources: openai
+//! `types/chat/chat_completion_chunk.py`, vLLM and SGLang `chat_completion/serving.py`. Entries of `logprobs` are
+//! copied unchanged, including those of a chunk with an empty delta: a server that hides channel tokens lists them
+//! there.
 //!
 //! Typed events: OpenAI's Responses API and Anthropic's Messages API. Sources: openai `types/responses/`, anthropic
-//! `types/raw_message_stream_event.py`. A Responses stream says everything up to three times: as `.delta`, as `.done` and in
-//! the whole response at the end; each part is counted once.
+//! `types/raw_message_stream_event.py`. A Responses stream contains everything up to three times: as `.delta`, as
+//! `.done` and in the complete response at the end. Each part is counted once.
 
 use super::super::interface::{Decoded, Outline, Reason, Rejection, Shape, note, reject};
 use crate::trace::Note;
@@ -15,18 +16,18 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap};
 
-/// A note about a stream that lacks something.
+/// Creates a note about an incomplete stream.
 pub(super) fn incomplete(detail: &str) -> Note {
     note(findings::Reason::StreamIncomplete, 1, detail)
 }
 
-/// A JSON object being written: keys with the JSON of their values.
+/// A JSON object under construction: keys with the JSON of their values.
 #[derive(Default)]
 pub(super) struct Draft(Vec<(String, String)>);
 
 impl Draft {
     pub fn put(&mut self, key: &str, json: &str) {
-        match self.0.iter_mut().find(|(known, _)| known == key) {
+        match self.0.iter_mut().find(|(name, _)| name == key) {
             Some((_, value)) => json.clone_into(value),
             None => self.0.push((key.to_owned(), json.to_owned())),
         }
@@ -37,7 +38,7 @@ impl Draft {
         self.put(key, &format!("[{}]", items.join(",")));
     }
 
-    /// Sets a key to the text that grows under it, where any chunk has one.
+    /// Sets a key to the concatenated text of the chunks, if any chunk has the key.
     fn put_text(&mut self, chunks: &[Outline<'_>], key: &str) -> Decoded<()> {
         if chunks.iter().any(|chunk| chunk.has(key)) {
             self.put(key, &Value::from(text_of(chunks, key)?).to_string());
@@ -45,13 +46,13 @@ impl Draft {
         Ok(())
     }
 
-    /// Sets a key to the list of all chunks' entries under it, where any chunk has one.
+    /// Sets a key to the concatenated list of the chunks, if any chunk has the key.
     fn put_list(&mut self, chunks: &[Outline<'_>], key: &str) -> Decoded<()> {
         list_of(chunks, key)?.iter().for_each(|list| self.put(key, list));
         Ok(())
     }
 
-    /// Sets the keys of a chunk, but for some, to what it says that is not null.
+    /// Sets the keys of a chunk to its values that are not null, except for `dropped` keys.
     pub fn keep(&mut self, chunk: &Outline<'_>, dropped: &[&str]) {
         for key in chunk.keys().filter(|key| !dropped.contains(key)) {
             if let Some(raw) = chunk.get(key) {
@@ -60,7 +61,7 @@ impl Draft {
         }
     }
 
-    /// What the chunks say beside some keys, the last of each.
+    /// Returns the last value of each key in the chunks, except for `dropped` keys.
     fn of(chunks: &[Outline<'_>], dropped: &[&str]) -> Self {
         let mut draft = Self::default();
         for chunk in chunks {
@@ -69,15 +70,17 @@ impl Draft {
         draft
     }
 
-    /// A note that lists of ids hold fewer tokens than the usage of this response counts, without any of reasoning.
+    /// Returns a note if the id lists contain fewer tokens than the usage of this response counts, unless it counts
+    /// reasoning tokens.
     pub fn uncounted(&self, lists: &Lists) -> Option<Note> {
         let listed = lists.ids()?;
         let (_, usage) = self.0.iter().find(|(key, _)| key == "usage")?;
         let usage: Value = serde_json::from_str(usage).ok()?;
-        let thought = usage.pointer("/completion_tokens_details/reasoning_tokens").and_then(Value::as_u64).unwrap_or(0);
-        let counted = usage.get("completion_tokens")?.as_u64()?;
-        let detail = format!("the listed tokens spell {listed} of the {counted} tokens that usage counts");
-        let short = thought == 0 && findings::lists_fewer(listed as u64, counted);
+        let reasoning_tokens =
+            usage.pointer("/completion_tokens_details/reasoning_tokens").and_then(Value::as_u64).unwrap_or(0);
+        let usage_tokens = usage.get("completion_tokens")?.as_u64()?;
+        let detail = format!("the listed tokens spell {listed} of the {usage_tokens} tokens that usage counts");
+        let short = reasoning_tokens == 0 && findings::lists_fewer(listed as u64, usage_tokens);
         short.then(|| note(findings::Reason::StreamIncomplete, listed, detail))
     }
 
@@ -87,30 +90,30 @@ impl Draft {
     }
 }
 
-/// Lists that grow with every chunk, their entries as they stand.
+/// Lists that grow with every chunk. Their entries stay unchanged.
 #[derive(Default)]
 pub(super) struct Lists {
     logprobs: Vec<(String, Vec<String>)>,
     beside: Vec<(String, Vec<String>)>,
 }
 
-/// Adds the entries of the list `raw` to the list of that name.
+/// Appends the entries of the list `raw` to the list with the name `key`.
 fn extend(lists: &mut Vec<(String, Vec<String>)>, key: &str, raw: &RawValue) -> Decoded<()> {
     let items: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| {
         reject(Reason::WrongType, format!("`{key}` is not a list"))
             .why("Every chunk adds to it")
             .cure("Record the chunks as they came")
     })?;
-    let known = lists.iter().position(|(name, _)| name == key).unwrap_or_else(|| {
+    let index = lists.iter().position(|(name, _)| name == key).unwrap_or_else(|| {
         lists.push((key.to_owned(), Vec::new()));
         lists.len() - 1
     });
-    lists[known].1.extend(items.into_iter().map(|item| item.get().to_owned()));
+    lists[index].1.extend(items.into_iter().map(|item| item.get().to_owned()));
     Ok(())
 }
 
 impl Lists {
-    /// Adds the logprobs of a part and the lists under `keys`.
+    /// Appends the logprobs of a part and the lists under `keys`.
     pub fn take(&mut self, part: &Outline<'_>, keys: &[&str]) -> Decoded<()> {
         for key in keys {
             if let Some(raw) = part.get(key) {
@@ -127,7 +130,7 @@ impl Lists {
         Ok(())
     }
 
-    /// How many ids are listed, beside the logprobs or in the place of their texts; `None` where none is.
+    /// Returns the number of listed ids, in `token_ids` or in the logprobs; `None` if there are none.
     fn ids(&self) -> Option<usize> {
         let is_id = |entry: &&String| entry.contains("\"token_id:") || entry.contains("\"token_id\"");
         let beside = self.beside.iter().find(|(key, _)| key == "token_ids").map_or(0, |(_, ids)| ids.len());
@@ -150,7 +153,7 @@ fn text_of(chunks: &[Outline<'_>], key: &str) -> Decoded<String> {
     chunks.iter().map(|chunk| chunk.text(key).map(Option::unwrap_or_default)).collect()
 }
 
-/// The list of all chunks' entries under a key, as JSON; `None` where no chunk has one.
+/// Returns the concatenated list of the chunks under a key as JSON, or `None` if no chunk has one.
 fn list_of(chunks: &[Outline<'_>], key: &str) -> Decoded<Option<String>> {
     let mut lists = Vec::new();
     for raw in chunks.iter().filter_map(|chunk| chunk.get(key)) {
@@ -163,20 +166,20 @@ fn objects_of<'a>(chunks: &[Outline<'a>], key: &str) -> Decoded<Vec<Outline<'a>>
     chunks.iter().filter_map(|chunk| chunk.object(key).transpose()).collect()
 }
 
-/// The parts of the list under a key by their index, and what the chunks say beside it.
+/// Returns the parts of the list under a key by their index, and the last values of the chunks' other keys.
 fn by_index<'a>(chunks: &[Outline<'a>], key: &str) -> Decoded<(BTreeMap<i32, Vec<Outline<'a>>>, Draft)> {
     let parts: Vec<Vec<Outline<'_>>> = chunks.iter().map(|chunk| chunk.objects(key)).collect::<Decoded<_>>()?;
-    let mut found = BTreeMap::<i32, Vec<Outline<'_>>>::new();
+    let mut parts_by_index = BTreeMap::<i32, Vec<Outline<'_>>>::new();
     for part in parts.into_iter().flatten() {
-        found.entry(part.count("index")?.unwrap_or(0)).or_default().push(part);
+        parts_by_index.entry(part.count("index")?.unwrap_or(0)).or_default().push(part);
     }
-    Ok((found, Draft::of(chunks, &[key])))
+    Ok((parts_by_index, Draft::of(chunks, &[key])))
 }
 
-/// Legacy completions, and vLLM's `/inference/v1/generate`.
+/// Assembles legacy completions, and vLLM's `/inference/v1/generate`.
 pub(super) fn completions(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (parts, mut response) = by_index(chunks, "choices")?;
-    let (alone, mut choices) = (parts.len() == 1, Vec::new());
+    let (is_single, mut choices) = (parts.len() == 1, Vec::new());
     for (index, parts) in parts {
         let mut draft = Draft::of(&parts, &["text", "logprobs", "token_ids", "prompt_token_ids", "sampling_mask"]);
         let mut lists = Lists::default();
@@ -186,7 +189,7 @@ pub(super) fn completions(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Deco
         draft.put("index", &index.to_string());
         draft.put_text(&parts, "text")?;
         lists.write(&mut draft);
-        notes.extend(response.uncounted(&lists).filter(|_| alone));
+        notes.extend(response.uncounted(&lists).filter(|_| is_single));
         if !parts.iter().any(|part| part.has("finish_reason")) {
             notes.push(incomplete("the stream ends without a finish reason"));
         }
@@ -196,7 +199,8 @@ pub(super) fn completions(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Deco
     Ok(response.render())
 }
 
-/// SGLang: every chunk is the whole so far, unless the server streams increments, which `completion_tokens` shows.
+/// Assembles SGLang's chunks. Each contains the complete text so far, unless the server streams increments: then the
+/// chunk lists fewer tokens than `completion_tokens`.
 pub(super) fn sglang(chunks: &[Outline<'_>], events: &[String], choice: Option<i32>) -> Decoded<String> {
     let id =
         |chunk: &Outline<'_>| chunk.object("meta_info").ok().flatten().and_then(|meta| meta.text("id").ok().flatten());
@@ -208,34 +212,34 @@ pub(super) fn sglang(chunks: &[Outline<'_>], events: &[String], choice: Option<i
         });
         samples[place].push(at);
     }
-    let wanted = choice.unwrap_or(0);
-    let sample = samples.into_iter().nth(wanted as usize).ok_or_else(|| {
-        reject(Reason::Incomplete, format!("sample {wanted} is asked for but the stream does not have it"))
+    let index = choice.unwrap_or(0);
+    let sample = samples.into_iter().nth(index as usize).ok_or_else(|| {
+        reject(Reason::Incomplete, format!("sample {index} is asked for but the stream does not have it"))
             .why("There is no generation to read")
             .cure("Name an existing one")
     })?;
     let last = sample.last().copied().unwrap_or_default();
     let meta = chunks[last].object("meta_info")?.unwrap_or_default();
     let listed = |outline: &Outline<'_>, key: &str| outline.list(key).map(|list| list.map_or(0, |list| list.len()));
-    let held = listed(&chunks[last], "output_ids")?.max(listed(&meta, "output_token_logprobs")?);
+    let listed_count = listed(&chunks[last], "output_ids")?.max(listed(&meta, "output_token_logprobs")?);
     let count = meta.count("completion_tokens")?.unwrap_or(0) as usize;
-    if count <= held || sample.len() == 1 {
+    if count <= listed_count || sample.len() == 1 {
         return Ok(events[last].clone());
     }
     let parts: Vec<Outline<'_>> = sample.iter().map(|&at| chunks[at].clone()).collect();
     let metas = parts.iter().map(|part| part.object("meta_info").map(Option::unwrap_or_default));
     let metas: Vec<Outline<'_>> = metas.collect::<Decoded<_>>()?;
-    let (mut draft, mut whole) = (Draft::of(&parts, &[]), Draft::of(&metas, &[]));
+    let (mut draft, mut meta_draft) = (Draft::of(&parts, &[]), Draft::of(&metas, &[]));
     for key in ["output_token_logprobs", "output_token_sampling_mask"] {
-        whole.put_list(&metas, key)?;
+        meta_draft.put_list(&metas, key)?;
     }
     draft.put_list(&parts, "output_ids")?;
     draft.put_text(&parts, "text")?;
-    draft.put("meta_info", &whole.render());
+    draft.put("meta_info", &meta_draft.render());
     Ok(draft.render())
 }
 
-/// TGI: one token a chunk, the details and the whole text with the last.
+/// Assembles TGI's chunks: one token per chunk; the last also contains the details and the complete text.
 pub(super) fn tgi(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let tokens: Vec<_> = chunks.iter().filter_map(|chunk| Some(chunk.get("token")?.get().to_owned())).collect();
     let last = chunks.iter().rev().find(|chunk| chunk.has("generated_text"));
@@ -243,8 +247,8 @@ pub(super) fn tgi(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<Stri
         notes.push(incomplete("the stream ends without its text"));
     }
     let mut details = Draft::default();
-    if let Some(found) = last.map_or(Ok(None), |chunk| chunk.object("details"))? {
-        details.keep(&found, &["tokens"]);
+    if let Some(last_details) = last.map_or(Ok(None), |chunk| chunk.object("details"))? {
+        details.keep(&last_details, &["tokens"]);
     }
     details.put_all("tokens", &tokens);
     let mut response = Draft::default();
@@ -253,7 +257,7 @@ pub(super) fn tgi(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<Stri
     Ok(response.render())
 }
 
-/// llama.cpp: deltas of text, ids and probabilities; the last chunk says how it ended.
+/// Assembles llama.cpp's chunks: deltas of text, ids and probabilities. The last contains how the generation ended.
 pub(super) fn llama_cpp(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let mut response = Draft::of(chunks, &["content", "tokens", "completion_probabilities", "probs"]);
     for key in ["tokens", "completion_probabilities", "probs"] {
@@ -268,7 +272,7 @@ pub(super) fn llama_cpp(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decode
     Ok(response.render())
 }
 
-/// Ollama: deltas of `response`, or of `message`, and of `logprobs`.
+/// Assembles Ollama's chunks: deltas of `response` or `message`, and of `logprobs`.
 pub(super) fn ollama(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let mut response = Draft::of(chunks, &["response", "message", "logprobs", "thinking"]);
     response.put_list(chunks, "logprobs")?;
@@ -292,7 +296,7 @@ pub(super) fn ollama(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<S
     Ok(response.render())
 }
 
-/// Gemini: every chunk has parts and chosen tokens of its own.
+/// Assembles Gemini's chunks. Every chunk has separate parts and chosen tokens.
 pub(super) fn gemini(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (parts, mut response) = by_index(chunks, "candidates")?;
     let mut candidates = Vec::new();
@@ -315,16 +319,16 @@ pub(super) fn gemini(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<S
     Ok(response.render())
 }
 
-/// Texts of a delta that grow; any other value is the last that was given.
+/// Keys of a delta whose texts are concatenated. Any other key has its last value.
 const GROWING: [&str; 5] = ["content", "refusal", "reasoning_content", "reasoning", "thinking"];
 
-/// One choice while its chunks are read.
+/// One choice during the reading of its chunks.
 #[derive(Default)]
 struct Choice {
     message: Map<String, Value>,
     tool_calls: BTreeMap<usize, Map<String, Value>>,
     lists: Lists,
-    /// The last value of every other key.
+    /// Last value of every other key.
     last: Draft,
     finished: bool,
 }
@@ -403,27 +407,27 @@ impl Choice {
     }
 }
 
-/// Adds to a tool call, of which its function grows, or to a function, of which its arguments do.
-fn merge(known: &mut Map<String, Value>, more: Map<String, Value>, is_function: bool) {
-    for (key, value) in more {
-        match (known.get_mut(&key), value) {
+/// Merges a delta into a tool call (its function grows) or into a function (its arguments grow).
+fn merge(target: &mut Map<String, Value>, delta: Map<String, Value>, is_function: bool) {
+    for (key, value) in delta {
+        match (target.get_mut(&key), value) {
             (_, Value::Null) => {}
-            (Some(Value::Object(function)), Value::Object(more)) if !is_function && key == "function" => {
-                merge(function, more, true);
+            (Some(Value::Object(function)), Value::Object(delta)) if !is_function && key == "function" => {
+                merge(function, delta, true);
             }
-            (Some(Value::String(known)), Value::String(more)) if is_function && key == "arguments" => {
-                known.push_str(&more);
+            (Some(Value::String(target)), Value::String(delta)) if is_function && key == "arguments" => {
+                target.push_str(&delta);
             }
-            // A server that repeats an id or gives an empty one does not rename the call.
-            (Some(Value::String(known)), Value::String(_)) if !known.is_empty() => {}
+            // A server may repeat an id or send an empty one. That must not rename the call.
+            (Some(Value::String(target)), Value::String(_)) if !target.is_empty() => {}
             (_, value) => {
-                known.insert(key, value);
+                target.insert(key, value);
             }
         }
     }
 }
 
-/// What was streamed of one part of one item.
+/// The streamed values of one part of one item.
 #[derive(Default)]
 struct Part {
     text: String,
@@ -450,13 +454,13 @@ fn values(chunks: &[Outline<'_>]) -> Decoded<Vec<Value>> {
 
 fn grow(block: &mut Value, key: &str, more: &str) {
     match block.as_object_mut().map(|block| block.entry(key).or_insert_with(|| "".into())) {
-        Some(Value::String(known)) => known.push_str(more),
+        Some(Value::String(text)) => text.push_str(more),
         Some(other) => *other = more.into(),
         None => {}
     }
 }
 
-/// The response that a stream of `response.*` events ends in.
+/// Returns the final response of a stream of `response.*` events.
 pub(super) fn responses(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (mut last, mut ended) = (Value::Null, false);
     let mut items: BTreeMap<u64, Value> = BTreeMap::new();
@@ -504,7 +508,7 @@ pub(super) fn responses(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decode
     Ok(last.to_string())
 }
 
-/// Puts what was streamed of a part into the item, where the item does not have it.
+/// Puts the streamed values of a part into its item, unless the item contains them already.
 fn fill(output: &mut Value, (item, place): (u64, u64), part: Part) {
     let Some(item) = output.get_mut(item as usize).and_then(Value::as_object_mut) else { return };
     let content = item.entry("content").or_insert_with(|| json!([]));
@@ -513,17 +517,17 @@ fn fill(output: &mut Value, (item, place): (u64, u64), part: Part) {
     if content.len() as u64 == place {
         content.push(json!({"type": "output_text", "text": text}));
     }
-    let Some(known) = content.get_mut(place as usize).and_then(Value::as_object_mut) else { return };
-    if known.get("text").and_then(Value::as_str).is_none_or(str::is_empty) {
-        known.insert("text".into(), text.into());
+    let Some(target) = content.get_mut(place as usize).and_then(Value::as_object_mut) else { return };
+    if target.get("text").and_then(Value::as_str).is_none_or(str::is_empty) {
+        target.insert("text".into(), text.into());
     }
-    if known.get("logprobs").and_then(Value::as_array).is_none_or(Vec::is_empty) {
+    if target.get("logprobs").and_then(Value::as_array).is_none_or(Vec::is_empty) {
         let logprobs = if part.listed.is_empty() { part.deltas } else { part.listed };
-        known.insert("logprobs".into(), Value::Array(logprobs));
+        target.insert("logprobs".into(), Value::Array(logprobs));
     }
 }
 
-/// The message that a stream of Anthropic events builds.
+/// Returns the message of a stream of Anthropic events.
 pub(super) fn anthropic(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let mut message = json!({"type": "message", "role": "assistant", "content": [], "stop_reason": null});
     let mut blocks: BTreeMap<u64, Value> = BTreeMap::new();

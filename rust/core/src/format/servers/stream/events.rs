@@ -1,4 +1,4 @@
-//! The events of a stream, each the JSON of one chunk; repeated ones dropped.
+//! Splits a stream into events, each the JSON of one chunk, and drops repeated ones.
 
 use super::super::interface::{Decoded, Outline, Reason, Rejection, Shape, note, reject};
 use super::chunks::incomplete;
@@ -8,18 +8,18 @@ use crate::trace::Note;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
-/// Whether a text is one of events: its first line that says something is a field of one, or a chunk.
+/// Returns whether a text is an event stream: its first line that is not blank is a field of an event, or a chunk.
 pub(in crate::format) fn is_events(text: &str) -> bool {
     let first = text.trim_start_matches('\u{FEFF}').lines().find(|line| !line.trim().is_empty());
     first.is_some_and(|line| FIELDS.iter().any(|field| line.starts_with(field)) || line.starts_with('{'))
 }
 
-/// How the lines of an event stream begin.
+/// Prefixes of the lines of an event stream.
 const FIELDS: [&str; 5] = ["data:", "event:", "id:", "retry:", ":"];
 
 const DONE: &str = "[DONE]";
 
-/// The chunks of a list or of a text, and what was found on the way.
+/// Reads the chunks of a list or a text. Also returns notes about problems.
 pub(super) fn read(raw: &RawValue) -> Decoded<(Vec<String>, Vec<Note>)> {
     let mut notes = Vec::new();
     let events = match Shape::of(raw) {
@@ -37,21 +37,21 @@ fn text_of(raw: &RawValue) -> Decoded<String> {
     serde_json::from_str(raw.get()).map_err(|_| not_a_stream("its text is not a string of whole characters"))
 }
 
-/// The elements of a list: chunks, or lines of a stream.
+/// Returns the elements of a list: chunks, or lines of a stream.
 fn listed(raw: &RawValue, notes: &mut Vec<Note>) -> Decoded<Vec<String>> {
     let items: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| not_a_stream("it is no list"))?;
     if items.iter().all(|item| Shape::of(item) == Shape::Text) {
         let lines = items.into_iter().map(text_of).collect::<Decoded<Vec<_>>>()?;
         return of_text(&lines.join("\n"), notes);
     }
-    let found: Vec<_> = items.iter().filter(|item| Shape::of(item) != Shape::Null).collect();
-    match found.iter().position(|item| Shape::of(item) != Shape::Object) {
+    let chunks: Vec<_> = items.iter().filter(|item| Shape::of(item) != Shape::Null).collect();
+    match chunks.iter().position(|item| Shape::of(item) != Shape::Object) {
         Some(at) => Err(not_a_stream(&format!("its element {at} is not an object"))),
-        None => Ok(found.into_iter().map(|item| item.get().to_owned()).collect()),
+        None => Ok(chunks.into_iter().map(|item| item.get().to_owned()).collect()),
     }
 }
 
-/// The events of a text: `data:` lines, or one chunk a line.
+/// Returns the events of a text: `data:` lines, or one chunk per line.
 fn of_text(text: &str, notes: &mut Vec<Note>) -> Decoded<Vec<String>> {
     let (mut events, mut pending) = (Vec::new(), String::new());
     for line in text.trim_start_matches('\u{FEFF}').lines() {
@@ -81,7 +81,7 @@ fn of_text(text: &str, notes: &mut Vec<Note>) -> Decoded<Vec<String>> {
     Ok(events)
 }
 
-/// Takes the lines of an event that has ended.
+/// Adds the event whose lines are complete.
 fn settle(pending: &mut String, events: &mut Vec<String>) -> Decoded<()> {
     let data = std::mem::take(pending);
     if data.trim().is_empty() {
@@ -92,14 +92,14 @@ fn settle(pending: &mut String, events: &mut Vec<String>) -> Decoded<()> {
     Ok(())
 }
 
-/// The JSON object that `data` is, with NaN in quotes where it stands bare.
+/// Returns `data` if it is a JSON object, with quotes added around bare NaN.
 fn whole(data: &str) -> Option<String> {
     let text = diagnose::text(data.trim().as_bytes()).ok()?;
     let is_object = text.starts_with('{') && serde_json::from_str::<IgnoredAny>(&text).is_ok();
     is_object.then(|| text.into_owned())
 }
 
-/// Drops what a recorder or a retry repeated: every chunk twice, the whole stream twice, or an attempt before the last.
+/// Drops repetitions by a recorder or a retry: every chunk twice, the whole stream twice, or earlier attempts.
 pub(super) fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec<String> {
     let half = events.len() / 2;
     let even = events.len() >= 4 && events.len().is_multiple_of(2);
@@ -121,7 +121,8 @@ pub(super) fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec
     events.into_iter().skip(start).collect()
 }
 
-/// Where the last attempt begins: a chunk of another id that starts a message over, after others of one id.
+/// Returns the index at which the last attempt begins: a chunk with a new id that starts a message, after several
+/// chunks of another id.
 fn last_attempt(events: &[String]) -> usize {
     let (mut start, mut current, mut of_current) = (0, None, 0);
     for (at, event) in events.iter().enumerate() {
@@ -135,7 +136,7 @@ fn last_attempt(events: &[String]) -> usize {
     start
 }
 
-/// The id of a chunk, and whether its delta begins a message.
+/// Returns the id of a chunk, and whether its delta begins a message.
 fn identity(event: &str) -> Option<(String, bool)> {
     let chunk = Outline::parse(event).ok()?;
     let id = chunk.text("id").ok()??;

@@ -1,8 +1,8 @@
-//! Streamed responses put together again: a list of chunks, or the text of server-sent events.
+//! Assembles streamed responses: a list of chunks, or the text of server-sent events.
 //!
-//! A stream becomes the whole response that the server would have given without streaming, as JSON; that is then read by
-//! the server's own reader. So a stream and its whole response give the same generation. A list of whole responses, as
-//! servers give it that answer `n` times, is no stream: one of them is read, the others are counted as unused choices.
+//! A stream becomes the JSON of the response that the server would have returned without streaming. The server's own
+//! reader reads that JSON, so a stream and its unstreamed response produce the same generation. Servers that return `n`
+//! complete responses in a list do not stream: one of them is read, the others are counted as unused choices.
 
 mod chunks;
 mod events;
@@ -21,19 +21,19 @@ use std::collections::HashSet;
 pub(in super::super) const FORM: Form =
     Form { name: "stream", sign: "its response is a list of chunks or the text of events" };
 
-/// The response that a stream stands for.
+/// The complete response of a stream.
 pub(in super::super) struct Whole {
     pub text: String,
-    /// Which choice of `text` is used, where the record says.
+    /// Number of the choice of `text` that was used, if the record contains it.
     pub choice: Option<i32>,
-    /// Whole responses beside it that are not used, because the record names none and the first was taken.
+    /// Number of other complete responses that are ignored: the record names none, so the first was used.
     pub unused: u32,
-    /// What was found about how it was recorded.
+    /// Observations about how the stream was recorded.
     pub notes: Vec<Note>,
 }
 
-/// Puts a list of chunks or a text of events together, or takes one of a list of whole responses. `choice` is the one
-/// that is used, where the record says.
+/// Assembles a list of chunks or a text of events, or selects one of a list of complete responses. `choice` is the
+/// number of the choice that was used, if the record contains it.
 pub(in super::super) fn assemble(raw: &RawValue, choice: Option<i32>) -> Decoded<Whole> {
     let (events, mut notes) = events::read(raw)?;
     if events.len() > 1 {
@@ -61,61 +61,64 @@ fn parsed(events: &[String]) -> Decoded<Vec<Outline<'_>>> {
     events.iter().enumerate().map(|(at, event)| chunk(event, at)).collect()
 }
 
-/// Whether these are whole responses, and no parts of one: each says that it has ended, and none belongs to another choice
-/// of the same stream.
+/// Returns whether these are complete responses and not parts of one.
+///
+/// Each must contain its end. Of responses whose choices may arrive in separate chunks, at least two must have the same
+/// id and choice number.
 fn are_whole(answers: &[(usize, Outline<'_>)]) -> bool {
-    let mut known = HashSet::new();
-    let mut again = |answer: &Outline<'_>| !known.insert(key_of(answer));
+    let mut keys = HashSet::new();
+    let mut repeats = |answer: &Outline<'_>| !keys.insert(key_of(answer));
     answers.len() > 1
         && answers.iter().all(|(_, answer)| is_whole(answer))
-        && (!is_piecewise(&answers[0].1) || answers.iter().any(|(_, answer)| again(answer)))
+        && (!is_piecewise(&answers[0].1) || answers.iter().any(|(_, answer)| repeats(answer)))
 }
 
-/// Whether the choices of a stream of this kind may come whole, each in a chunk of its own.
+/// Returns whether the choices of such a stream may arrive complete, each in a separate chunk.
 fn is_piecewise(answer: &Outline<'_>) -> bool {
     answer.first_of("choices").is_some_and(|choice| !choice.has("message"))
 }
 
-/// The stream that a chunk is of, and the choice.
+/// Returns the id of a chunk's stream, and the number of its choice.
 fn key_of(answer: &Outline<'_>) -> (Option<String>, i32) {
     let index = answer.first_of("choices").and_then(|choice| choice.count("index").ok().flatten());
     (answer.text("id").ok().flatten(), index.unwrap_or(0))
 }
 
-/// Whether a response of any server is whole: it says how it ended.
+/// Returns whether a response of any server is complete: it contains how it ended.
 fn is_whole(answer: &Outline<'_>) -> bool {
     if let Some(choice) = answer.first_of("choices") {
         return choice.has("message") || !choice.names("delta") && choice.has("finish_reason");
     }
-    let says = |key: &str| answer.value(key).ok().flatten() == Some(Value::Bool(true));
+    let is_true = |key: &str| answer.value(key).ok().flatten() == Some(Value::Bool(true));
     match kind_of(answer) {
         Some(Kind::Sglang) => answer.object("meta_info").ok().flatten().is_some_and(|meta| meta.has("finish_reason")),
         Some(Kind::Whole) => true,
-        Some(Kind::Parts(_)) => says("done") || says("stop") && !answer.has("token"),
+        Some(Kind::Parts(_)) => is_true("done") || is_true("stop") && !answer.has("token"),
         None => SERVERS.iter().any(|server| (server.knows)(answer)),
     }
 }
 
-/// Whether an element of a list says that the call failed, and nothing else.
+/// Returns whether an element of a list contains only the error of a failed call.
 fn failed(answer: &Outline<'_>) -> bool {
     answer.has("error") && answer.first_of("choices").is_none()
 }
 
-/// The response that choice `wanted` of all of them stands in, its name there, and how many are left unused.
+/// Returns the index of the response that contains choice `wanted`, the choice's number in that response, and the
+/// number of ignored choices.
 fn pick(answers: &[(usize, Outline<'_>)], wanted: Option<i32>) -> Decoded<(usize, Option<i32>, u32)> {
     let (mut before, first) = (0, wanted.unwrap_or(0));
-    let mut found = None;
+    let mut selected = None;
     for (at, answer) in answers {
         let choices = answer.objects("choices")?;
         let count = choices.len().max(1) as i32;
-        if found.is_none() && first < before + count {
+        if selected.is_none() && first < before + count {
             let inside = (first - before) as usize;
             let index = choices.get(inside).map_or(Ok(None), |choice| choice.count("index"))?;
-            found = Some((*at, (!choices.is_empty()).then(|| index.unwrap_or(inside as i32))));
+            selected = Some((*at, (!choices.is_empty()).then(|| index.unwrap_or(inside as i32))));
         }
         before = before.saturating_add(count);
     }
-    let (at, choice) = found.ok_or_else(|| no_choice(first, before as usize, "choices"))?;
+    let (at, choice) = selected.ok_or_else(|| no_choice(first, before as usize, "choices"))?;
     Ok((at, choice, if wanted.is_some() { 0 } else { (before - 1) as u32 }))
 }
 
@@ -123,17 +126,17 @@ fn chunk(event: &str, at: usize) -> Decoded<Outline<'_>> {
     Outline::parse(event).map_err(|rejection| rejection.inside(format!("chunk {at}")))
 }
 
-/// What chunks are.
+/// Type of the chunks of a stream.
 enum Kind {
-    /// Parts of a response, and what puts them together.
+    /// Parts of a response, with the function that assembles them.
     Parts(fn(&[Outline<'_>], &mut Vec<Note>) -> Decoded<String>),
-    /// SGLang's: parts, or each the whole so far.
+    /// SGLang's chunks: parts, or each the complete text so far.
     Sglang,
-    /// A whole response in a list of its own.
+    /// A complete response.
     Whole,
 }
 
-/// What one chunk tells; a chunk without choices tells nothing.
+/// Returns the type that one chunk shows, if it has one. A chunk with an empty list of choices shows none.
 fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
     if let Some(choice) = chunk.first_of("choices") {
         return Some(if choice.has("message") {
@@ -153,7 +156,7 @@ fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
     {
         return Some(Kind::Parts(chunks::anthropic));
     }
-    let found = [
+    let signs = [
         (chunk.is("meta_info", Shape::Object), Kind::Sglang),
         (chunk.is("token", Shape::Object), Kind::Parts(chunks::tgi)),
         (chunk.is("details", Shape::Object), Kind::Whole),
@@ -161,7 +164,7 @@ fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
         (chunk.is("candidates", Shape::List), Kind::Parts(chunks::gemini)),
         (chunk.is("content", Shape::Text) && chunk.names("stop"), Kind::Parts(chunks::llama_cpp)),
     ];
-    found.into_iter().find_map(|(is, kind)| is.then_some(kind))
+    signs.into_iter().find_map(|(is, kind)| is.then_some(kind))
 }
 
 fn no_chunk(chunks: &[Outline<'_>]) -> Rejection {

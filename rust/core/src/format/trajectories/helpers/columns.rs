@@ -1,7 +1,7 @@
-//! Columns of a row as trainers write them, and the header fields under their own names.
+//! Columns of a row in the format of trainers, and header fields under a recorder's names.
 //!
-//! A column is a list, or a batch of one row around it (`[[...]]`, as a tensor of shape [1, S] is written). A batch of
-//! several rows is refused: a trace is one record.
+//! A column is a list, or a batch of one row (`[[...]]`, from a tensor of shape [1, S]). A batch of several rows is
+//! rejected, because a trace is one record.
 
 use super::super::interface::{Decoded, Header, Outline, Reason, Rejection, Shape, reject};
 use crate::format::fields::{Fields, HEADER_KEYS, number_of};
@@ -11,7 +11,7 @@ use crate::trace::{Schemas, Tokens};
 use serde::de::{self, Deserialize, Deserializer};
 use serde_json::Value;
 
-/// Our names of header fields, each with those that a recorder has for it.
+/// Names of header fields, each with the names that a recorder uses for it.
 pub type Names<'n> = &'n [(&'n str, &'n [&'n str])];
 
 pub struct Columns<'o, 'a>(pub &'o Outline<'a>);
@@ -21,7 +21,7 @@ impl<'a> Columns<'_, 'a> {
         Ok(self.of(key)?.map(Id::plain))
     }
 
-    /// A column of 0 and 1, also written as booleans or as 0.0 and 1.0.
+    /// Returns a column of 0 and 1. It may also be written as booleans or as 0.0 and 1.0.
     pub fn mask(&self, key: &str) -> Decoded<Option<Vec<bool>>> {
         Ok(self.of::<Bit>(key)?.map(|bits| bits.into_iter().map(|Bit(bit)| bit).collect()))
     }
@@ -30,10 +30,11 @@ impl<'a> Columns<'_, 'a> {
         self.of(key)
     }
 
-    /// A column of policy versions; what is negative or null is unknown, -1.
+    /// Returns a column of policy versions. Negative or null means unknown and becomes -1.
     pub fn versions(&self, key: &str) -> Decoded<Option<Vec<i32>>> {
-        let known = |version: Option<i64>| version.and_then(|found| i32::try_from(found).ok()).unwrap_or(-1).max(-1);
-        Ok(self.of::<Option<i64>>(key)?.map(|column| column.into_iter().map(known).collect()))
+        let to_version =
+            |version: Option<i64>| version.and_then(|number| i32::try_from(number).ok()).unwrap_or(-1).max(-1);
+        Ok(self.of::<Option<i64>>(key)?.map(|column| column.into_iter().map(to_version).collect()))
     }
 
     fn of<T: Deserialize<'a>>(&self, key: &str) -> Decoded<Option<Vec<T>>> {
@@ -48,7 +49,7 @@ impl<'a> Columns<'_, 'a> {
         }
     }
 
-    /// The scalar under a key, also in a batch of one.
+    /// Returns the scalar under a key, also from a batch of one.
     pub fn scalar(&self, key: &str) -> Decoded<Option<Value>> {
         let mut value = self.0.value(key)?;
         while let Some(Value::Array(items)) =
@@ -59,22 +60,24 @@ impl<'a> Columns<'_, 'a> {
         Ok(value)
     }
 
-    /// The header, under the recorder's names: `(ours, theirs)`, of theirs that are there the first. Our own names are
-    /// taken where they are not named.
+    /// Reads the header. `names` are pairs of a field's name and the recorder's names for it, of which the first that
+    /// exists is used.
+    ///
+    /// A field's own name is used unless it occurs in `names`.
     pub fn header(&self, names: Names<'_>) -> Decoded<Header> {
         self.header_without(&[], names)
     }
 
-    /// The same, where the recorder uses some of our own names for something else.
+    /// As [`Self::header`], except for the names `taken`, which the recorder uses for something else.
     pub fn header_without(&self, taken: &[&str], names: Names<'_>) -> Decoded<Header> {
         let mut fields = Fields::new();
         let names = names.iter().flat_map(|(ours, theirs)| theirs.iter().map(|theirs| (*ours, *theirs)));
-        let named =
+        let is_named =
             |own: &str| taken.contains(&own) || names.clone().any(|(ours, theirs)| ours == own || theirs == own);
         let sampled = OPTIONS.iter().map(|(name, _)| *name);
-        let own = HEADER_KEYS.into_iter().chain(["temperature", "model", "tools"]).chain(sampled);
-        let own = own.filter(|own| !named(own)).map(|own| (own, own));
-        for (ours, theirs) in names.clone().chain(own) {
+        let default_names = HEADER_KEYS.into_iter().chain(["temperature", "model", "tools"]).chain(sampled);
+        let default_names = default_names.filter(|name| !is_named(name)).map(|name| (name, name));
+        for (ours, theirs) in names.clone().chain(default_names) {
             if fields.contains_key(ours) {
                 continue;
             }
@@ -87,7 +90,7 @@ impl<'a> Columns<'_, 'a> {
     }
 }
 
-/// A reward may be a number, numbers for the tokens (their sum counts), or named numbers.
+/// Sets a header field. A reward may be a number, a list of numbers per token (their sum is used), or named numbers.
 fn put(fields: &mut Fields, ours: &str, theirs: &str, value: Value) -> Decoded<()> {
     let value = match (ours, value) {
         ("reward", Value::Object(named)) => {
@@ -105,19 +108,19 @@ fn put(fields: &mut Fields, ours: &str, theirs: &str, value: Value) -> Decoded<(
     Ok(())
 }
 
-/// Of named values those that are numbers.
-pub fn numbers_of(named: &Fields) -> Fields {
+/// Returns the named values that are numbers.
+pub fn numbers_of(values: &Fields) -> Fields {
     let is_number = |value: &Value| value.is_number() || value.is_boolean() || value.is_null();
-    named.iter().filter(|(_, value)| is_number(value)).map(|(name, value)| (name.clone(), value.clone())).collect()
+    values.iter().filter(|(_, value)| is_number(value)).map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
-/// Of named values those that are numbers as rewards, NaN for what is none.
-pub fn rewards_of(named: &Fields) -> Vec<(String, f32)> {
+/// Returns the named values that are numbers, as rewards. A missing number becomes NaN.
+pub fn rewards_of(values: &Fields) -> Vec<(String, f32)> {
     let reward = |value: Value| value.as_f64().map_or(f32::NAN, |reward| reward as f32);
-    numbers_of(named).into_iter().map(|(name, value)| (name, reward(value))).collect()
+    numbers_of(values).into_iter().map(|(name, value)| (name, reward(value))).collect()
 }
 
-/// The sum of per-token rewards; none where all are null.
+/// Returns the sum of per-token rewards, or `None` if all are null.
 pub fn total(key: &str, list: &[Value]) -> Decoded<Option<f64>> {
     let mut sum = None;
     for value in list {
@@ -151,7 +154,7 @@ impl<'de> Deserialize<'de> for Bit {
     }
 }
 
-/// Ids side by side with their logprobs.
+/// Returns tokens with ids and logprobs.
 pub fn tokens_of(ids: Option<Vec<u32>>, logprobs: Option<Vec<Reading>>) -> Tokens {
     let mut tokens = Tokens { ids, ..Tokens::default() };
     tokens.logprobs = logprobs.map(|readings| readings.into_iter().map(|reading| tokens.take(reading)).collect());

@@ -1,6 +1,6 @@
-//! A conversation in which some messages were sampled, or a prompt and its completion as two texts.
+//! A conversation with sampled messages, or a prompt and its completion as two texts.
 //!
-//! For recorders that keep messages and at most a few numbers beside them.
+//! For recorders that store messages and few or no token data.
 
 use super::super::interface::{Body, Decoded, Outline, Sampling, Shape};
 use crate::format::build::message::{message_of, plain};
@@ -10,16 +10,16 @@ use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-/// A conversation while it is being read.
+/// A conversation while it is read.
 #[derive(Default)]
 pub struct Talk {
     body: Body,
-    /// Messages of the branch that is being read.
+    /// Messages of the current branch.
     path: Vec<u32>,
 }
 
 impl Talk {
-    /// A message that the policy did not sample.
+    /// Adds a message that the policy did not sample.
     pub fn given(&mut self, message: Message) -> u32 {
         let index = self.body.messages.len() as u32;
         self.body.messages.push(message);
@@ -27,7 +27,7 @@ impl Talk {
         index
     }
 
-    /// A message that the policy sampled after all before it.
+    /// Adds a message that the policy sampled after all previous ones.
     pub fn said(&mut self, message: Message, generation: Generation) -> Decoded<()> {
         self.body.budget.spend(self.path.len())?;
         let context = self.path.clone();
@@ -36,7 +36,7 @@ impl Talk {
         Ok(())
     }
 
-    /// A message of which only its role says whether it was sampled.
+    /// Adds a message. It was sampled if its role is assistant.
     pub fn heard(&mut self, message: Message, sampling: &Sampling) -> Decoded<()> {
         if message.role() == "assistant" {
             return self.said(message, sampling.generation());
@@ -45,7 +45,7 @@ impl Talk {
         Ok(())
     }
 
-    /// Ends this branch; the first one is the conversation. The next message begins another.
+    /// Ends this branch. The first branch is the conversation; the next message begins another branch.
     pub fn branch(&mut self) {
         let path = std::mem::take(&mut self.path);
         if self.body.conversation.is_empty() {
@@ -59,14 +59,14 @@ impl Talk {
     }
 }
 
-/// A prompt and the text that was sampled after it.
+/// Returns a body with a prompt and the text that was sampled after it.
 pub fn texts(prompt: Prompt, completion: String, sampling: &Sampling) -> Body {
     let message = plain("assistant", completion.as_str());
     let generation = Generation { prompt, text: Some(completion), ..sampling.generation() };
     Body { messages: vec![message], generations: vec![generation], conversation: vec![0], ..Body::default() }
 }
 
-/// `prompt` and `completion` as texts or as messages; the assistant's messages of the completion were sampled.
+/// Reads `prompt` and `completion` as texts or as messages. The assistant messages of the completion were sampled.
 pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
     let (prompt, completion) = (messages(record, "prompt")?, messages(record, "completion")?);
     if prompt.is_none() && completion.is_none() {
@@ -88,7 +88,7 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
     Ok(talk.finish())
 }
 
-/// A list of chat messages; `None` where something else stands there.
+/// Reads a list of chat messages, or returns `None` if the value is something else.
 pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>> {
     let Some(raw) = record.get(key).filter(|raw| is_chat(raw)) else { return Ok(None) };
     let values: Vec<Value> = serde_json::from_str(&json_number::kept(raw.get())).map_err(|error| {

@@ -1,7 +1,7 @@
-//! One row of ids with a mask: each run of sampled ids is a generation after all ids before it.
+//! One row of ids with a mask: each run of sampled ids is a generation, and all ids before it are its prompt.
 //!
-//! Trainers keep trajectories so (slime, AReaL, verl, TRL, SkyRL): what went through the model, and which of it was
-//! sampled. What stands in the columns of numbers where nothing was sampled is filler and is not looked at.
+//! Trainers store trajectories in this form (slime, AReaL, verl, TRL, SkyRL): the input of the model, and which of its
+//! tokens were sampled. Numbers of tokens that were not sampled are filler and are ignored.
 
 use super::super::interface::{Body, Decoded, Reason, Rejection, Sampling, note, reject};
 use crate::findings;
@@ -15,27 +15,28 @@ use serde_json::Value;
 pub struct Row {
     pub ids: Vec<u32>,
     pub sampled: Vec<bool>,
-    /// One for each id; `None` where the row has none.
+    /// One entry per id, or `None` if the row has none.
     pub logprobs: Option<Vec<Reading>>,
-    /// Policy version of each id, -1 unknown.
+    /// Policy version of each id; -1 means unknown.
     pub versions: Option<Vec<i32>>,
-    /// The messages that the first prompt was made of, where the row has them.
+    /// Messages of the first prompt, if the row contains them.
     pub messages: Vec<Message>,
-    /// What the row says that everything after the first prompt spells.
+    /// Recorded text of everything after the first prompt.
     pub text: Option<String>,
-    /// How the last generation ended.
+    /// Finish reason of the last generation.
     pub finish_reason: Option<String>,
 }
 
 impl Row {
-    /// A prompt, and a response whose columns begin at its first id. No mask: all of the response was sampled.
+    /// Creates a row from a prompt and a response. The other columns begin at the response's first id. Without a mask
+    /// all of the response was sampled.
     pub fn after_prompt(
         prompt: Vec<u32>,
         response: Vec<u32>,
         mask: Option<Vec<bool>>,
         logprobs: Option<Vec<Reading>>,
     ) -> Decoded<Self> {
-        let (given, count) = (prompt.len(), response.len());
+        let (prompt_length, count) = (prompt.len(), response.len());
         let mask = mask.unwrap_or_else(|| vec![true; count]);
         if mask.len() != count {
             return Err(lengths("mask", mask.len(), count));
@@ -45,13 +46,13 @@ impl Row {
         }
         let mut ids = prompt;
         ids.extend(response);
-        let sampled = std::iter::repeat_n(false, given).chain(mask).collect();
-        let filler = std::iter::repeat_n(Reading::Missing, given);
+        let sampled = std::iter::repeat_n(false, prompt_length).chain(mask).collect();
+        let filler = std::iter::repeat_n(Reading::Missing, prompt_length);
         let logprobs = logprobs.map(|logprobs| filler.chain(logprobs).collect());
         Ok(Self { ids, sampled, logprobs, ..Self::default() })
     }
 
-    /// Whether the columns fit one another.
+    /// Returns an error unless all columns have the same length.
     pub fn check(&self) -> Decoded<()> {
         let columns = [
             ("mask", Some(self.sampled.len())),
@@ -59,21 +60,21 @@ impl Row {
             ("list of versions", self.versions.as_ref().map(Vec::len)),
         ];
         let count = self.ids.len();
-        match columns.into_iter().find(|(_, found)| found.is_some_and(|found| found != count)) {
-            Some((what, Some(found))) => Err(lengths(what, found, count)),
+        match columns.into_iter().find(|(_, length)| length.is_some_and(|length| length != count)) {
+            Some((what, Some(length))) => Err(lengths(what, length, count)),
             _ => Ok(()),
         }
     }
 
-    /// Keeps what an attention mask of the whole row does not call padding.
-    pub fn unpadded(mut self, attended: &[bool]) -> Decoded<Self> {
-        if attended.len() != self.ids.len() {
-            return Err(lengths("attention mask", attended.len(), self.ids.len()));
+    /// Removes the tokens that the row's attention mask marks as padding.
+    pub fn unpadded(mut self, attention_mask: &[bool]) -> Decoded<Self> {
+        if attention_mask.len() != self.ids.len() {
+            return Err(lengths("attention mask", attention_mask.len(), self.ids.len()));
         }
-        keep(&mut self.ids, attended);
-        keep(&mut self.sampled, attended);
-        self.logprobs.iter_mut().for_each(|column| keep(column, attended));
-        self.versions.iter_mut().for_each(|column| keep(column, attended));
+        keep(&mut self.ids, attention_mask);
+        keep(&mut self.sampled, attention_mask);
+        self.logprobs.iter_mut().for_each(|column| keep(column, attention_mask));
+        self.versions.iter_mut().for_each(|column| keep(column, attention_mask));
         Ok(self)
     }
 
@@ -83,11 +84,11 @@ impl Row {
         let mut body = Body { messages: std::mem::take(&mut self.messages), ..Body::default() };
         let context: Vec<u32> = (0..body.messages.len() as u32).collect();
         body.conversation.clone_from(&context);
-        let (mut at, mut given) = (0, 0);
+        let (mut at, mut prompt_start) = (0, 0);
         while let Some(start) = find(&self.sampled, at, true) {
             let end = find(&self.sampled, start, false).unwrap_or(count);
             let turn = body.generations.len() as u32;
-            let ids = self.ids[given..start].to_vec();
+            let ids = self.ids[prompt_start..start].to_vec();
             let mut generation = self.generation(start, end, sampling);
             (generation.prompt, generation.context) = match turn.checked_sub(1) {
                 None => (Prompt::Ids(ids), context.clone()),
@@ -97,7 +98,7 @@ impl Row {
             body.conversation.push(generation.message);
             body.messages.push(plain("assistant", Value::Null));
             body.generations.push(generation);
-            (at, given) = (end, end);
+            (at, prompt_start) = (end, end);
         }
         self.tell(&mut body);
         Ok(body)
@@ -117,12 +118,12 @@ impl Row {
         }
     }
 
-    /// What the row says of its end, and what it spells where that is one generation.
+    /// Sets the finish reason of the last generation. Sets its text too, if it is the only generation and ends the row.
     fn tell(self, body: &mut Body) {
-        let alone = body.generations.len() == 1 && self.sampled.last() == Some(&true);
+        let is_single = body.generations.len() == 1 && self.sampled.last() == Some(&true);
         let Some(last) = body.generations.last_mut() else { return };
         last.finish_reason = self.finish_reason;
-        if let Some(text) = self.text.filter(|text| alone && !text.is_empty()) {
+        if let Some(text) = self.text.filter(|text| is_single && !text.is_empty()) {
             body.messages[last.message as usize].value["content"] = text.clone().into();
             last.text = Some(text);
         }
@@ -133,12 +134,12 @@ fn find(mask: &[bool], from: usize, wanted: bool) -> Option<usize> {
     mask[from..].iter().position(|&bit| bit == wanted).map(|offset| from + offset)
 }
 
-fn keep<T: Copy>(column: &mut Vec<T>, kept: &[bool]) {
-    let mut bits = kept.iter();
+fn keep<T: Copy>(column: &mut Vec<T>, mask: &[bool]) {
+    let mut bits = mask.iter();
     column.retain(|_| *bits.next().unwrap_or(&true));
 }
 
-/// Spans of equal versions, none where there is one; and the oldest, -1 where one is unknown.
+/// Returns the oldest version (-1 if one is unknown), and the spans of equal versions (empty if there is only one).
 fn spans(versions: &[i32]) -> (i32, Vec<VersionSpan>) {
     let mut spans: Vec<VersionSpan> = Vec::new();
     for (at, &version) in versions.iter().enumerate() {
@@ -154,7 +155,8 @@ fn spans(versions: &[i32]) -> (i32, Vec<VersionSpan>) {
     (oldest, spans)
 }
 
-/// Several logprobs that are all exactly 0 are filler, or a greedy server's processed ones: nothing tells them apart.
+/// Reports several logprobs that are all exactly 0. They are filler, or processed logprobs of greedy sampling; both
+/// look the same.
 pub fn all_zero(tokens: &Tokens) -> Option<Note> {
     let logprobs = tokens.logprobs.as_deref().filter(|logprobs| logprobs.len() > 1)?;
     logprobs.iter().all(|&logprob| logprob == 0.0).then(|| {
@@ -163,7 +165,7 @@ pub fn all_zero(tokens: &Tokens) -> Option<Note> {
     })
 }
 
-/// Columns of one row that do not fit.
+/// Creates the rejection of columns with different lengths.
 pub fn lengths(what: &str, found: usize, ids: usize) -> Rejection {
     reject(Reason::Contradiction, format!("a {what} of {found} beside {ids} ids"))
         .why("Which number belongs to which token cannot be known")
@@ -211,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_text_that_goes_on_behind_what_was_sampled_is_not_what_was_sampled() {
-        // The text is of the whole response: of the sampled token 1, and of the tool's result 2 behind it.
+        // The text covers the complete response: the sampled token 1, and the tool's result 2 after it.
         let decode = |mask: Vec<bool>| {
             let row = Row::after_prompt(vec![9], vec![1, 2], Some(mask), None).unwrap();
             Row { text: Some("ab".to_owned()), ..row }.decode(&Sampling::default()).unwrap()

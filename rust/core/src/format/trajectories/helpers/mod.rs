@@ -1,5 +1,5 @@
-//! What several trajectory formats share: columns of rows, loss masks, conversations, attributes of spans, flat tool calls
-//! and schemas as the chat completions API has them, and records that hold other records.
+//! Functions that several trajectory formats share: columns of rows, loss masks, conversations, attributes of spans,
+//! and records inside records. Flat tool calls and schemas are converted to the format of the chat completions API.
 
 pub(super) mod columns;
 pub(super) mod conversation;
@@ -13,7 +13,7 @@ use crate::trace::Schemas;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-/// A message with its tool calls as the chat completions API has them: name and arguments stand in `function`.
+/// Converts a message's tool calls to the format of the chat completions API: name and arguments move to `function`.
 pub fn openai(mut message: Fields) -> Fields {
     let Some(Value::Array(calls)) = message.get_mut("tool_calls") else { return message };
     for call in calls.iter_mut().filter_map(Value::as_object_mut) {
@@ -27,13 +27,13 @@ pub fn openai(mut message: Fields) -> Fields {
     message
 }
 
-/// A call that is kept flat as the chat completions API has it, by its names for the id, the name and the arguments.
+/// Converts a flat tool call. The array contains its keys for the id, the name and the arguments.
 pub fn function_call(call: &Value, [id, name, arguments]: [&str; 3]) -> Value {
     let part = |key: &str| call.get(key).cloned().unwrap_or(Value::Null);
     json!({"id": part(id), "type": "function", "function": {"name": part(name), "arguments": part(arguments)}})
 }
 
-/// Schemas as the chat completions API has them; none where there are none.
+/// Returns schemas in the format of the chat completions API, or `None` if there are none.
 pub fn tools(listed: Option<Value>) -> Option<Schemas> {
     let Some(Value::Array(tools)) = listed else { return None };
     let wrap = |tool: Value| match tool {
@@ -46,7 +46,7 @@ pub fn tools(listed: Option<Value>) -> Option<Schemas> {
     schemas(tools.into_iter().map(wrap).collect())
 }
 
-/// The text of an object with these members.
+/// Returns the JSON text of an object with these members.
 pub fn splice(parts: &[(&str, &RawValue)]) -> String {
     let length: usize = parts.iter().map(|(key, raw)| key.len() + raw.get().len() + 4).sum();
     let mut text = String::with_capacity(length + 2);
@@ -60,7 +60,7 @@ pub fn splice(parts: &[(&str, &RawValue)]) -> String {
     text
 }
 
-/// An object's parts that are not null, of equal keys the last.
+/// Returns the members of an object that are not null. If a key occurs twice, the last value counts.
 pub fn parts<'o, 'a>(outline: &'o Outline<'a>) -> Vec<(&'o str, &'a RawValue)> {
     let mut keys: Vec<&str> = outline.keys().collect();
     keys.sort_unstable();

@@ -1,14 +1,14 @@
-//! Python literals as JSON values: what `repr` of lists, dicts, strings and numbers writes into a span's attribute.
+//! Parses Python literals as JSON values: the `repr` of lists, dicts, strings and numbers in a span's attribute.
 //!
-//! Nothing is evaluated: names, calls and operators are no literals.
+//! Nothing is evaluated. Names, calls and operators are rejected.
 
 use crate::json_number;
 use serde_json::{Map, Number, Value};
 
-/// Nesting beyond this is no attribute.
+/// Largest nesting depth that is parsed.
 const DEEPEST: usize = 64;
 
-/// The value that a text is the literal of, JSON's or Python's.
+/// Parses a JSON value or a Python literal.
 pub fn parse(text: &str) -> Option<Value> {
     json_number::parse(text).ok().or_else(|| python(text))
 }
@@ -36,12 +36,12 @@ impl Reader<'_> {
         }
     }
 
-    /// Steps over a byte, if it is the next but blanks.
+    /// Steps over blanks and, if it is next, over the byte `wanted`. Returns whether it was.
     fn take(&mut self, wanted: u8) -> bool {
         self.blanks();
-        let found = self.peek() == Some(wanted);
-        self.at += usize::from(found);
-        found
+        let is_next = self.peek() == Some(wanted);
+        self.at += usize::from(is_next);
+        is_next
     }
 
     fn value(&mut self, depth: usize) -> Option<Value> {
@@ -126,7 +126,7 @@ impl Reader<'_> {
         Some(())
     }
 
-    /// The character whose code these digits are.
+    /// Returns the character with this code, which has `digits` hexadecimal digits.
     fn code(&mut self, digits: usize) -> Option<char> {
         let code = self.text.get(self.at..self.at + digits)?;
         self.at += digits;

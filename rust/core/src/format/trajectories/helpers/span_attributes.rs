@@ -1,7 +1,7 @@
-//! Attributes of spans: flat names, lists or texts of lists, and what they say of a call of a model.
+//! Attributes of spans (flat names, lists, or texts of lists), and the model call that they describe.
 //!
-//! Source: OpenTelemetry's semantic conventions for generative AI (`gen_ai.input.messages`, `gen_ai.output.messages`), the
-//! older `gen_ai.prompt.0.role` of OpenLLMetry and AgentOps, and the names that Agent Lightning 0.3.0 adds or reads
+//! Source: OpenTelemetry's semantic conventions for generative AI (`gen_ai.input.messages`, `gen_ai.output.messages`),
+//! the older `gen_ai.prompt.0.role` of OpenLLMetry and AgentOps, and the names that Agent Lightning 0.3.0 adds or reads
 //! (`adapter/triplet.py`, `instrumentation/agentops.py`).
 
 use super::super::interface::{Decoded, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
@@ -16,7 +16,7 @@ use crate::sampling::place_of;
 use crate::trace::{Message, Tokens};
 use serde_json::{Value, json};
 
-/// Deeper names are not unfolded.
+/// Names with more parts are not unfolded.
 const DEEPEST_NAME: usize = 16;
 
 const PROMPT_IDS: &[&str] =
@@ -33,7 +33,7 @@ const SAMPLED_IDS: &[&str] = &[
 pub struct Attributes(pub Fields);
 
 impl Attributes {
-    /// Of a span: an object, or the list of keys and typed values of OTLP.
+    /// Reads the attributes of a span: an object, or OTLP's list of keys and typed values.
     pub fn of(span: &Outline<'_>) -> Decoded<Self> {
         if !span.is("attributes", Shape::List) {
             return Ok(Self(match span.value("attributes")? {
@@ -50,43 +50,44 @@ impl Attributes {
         Ok(Self(fields))
     }
 
-    /// The value of the first of some names that is there; a text that is a literal as what it says.
+    /// Returns the first of these names that exists, with its value. A text that is a literal is parsed.
     fn first(&self, names: &[&str]) -> Option<(String, Value)> {
-        let found = names.iter().find_map(|name| Some((*name, self.0.get(*name).filter(|value| !value.is_null())?)))?;
-        let value = match found.1 {
-            Value::String(text) => python_literal::parse(text).unwrap_or_else(|| found.1.clone()),
+        let entry = names.iter().find_map(|name| Some((*name, self.0.get(*name).filter(|value| !value.is_null())?)))?;
+        let value = match entry.1 {
+            Value::String(text) => python_literal::parse(text).unwrap_or_else(|| entry.1.clone()),
             other => other.clone(),
         };
-        Some((found.0.to_owned(), value))
+        Some((entry.0.to_owned(), value))
     }
 
     fn text(&self, name: &str) -> Option<String> {
         self.0.get(name).and_then(Value::as_str).map(str::to_owned)
     }
 
-    /// Ids under the first of some names; of a list of lists the first.
+    /// Returns the ids under the first of these names that exists. Of a list of lists the first is used.
     fn ids(&self, names: &[&str]) -> Decoded<Option<Vec<u32>>> {
         let Some((name, value)) = self.first(names) else { return Ok(None) };
-        let listed = match value {
+        let id_list = match value {
             Value::Array(mut lists) if lists.first().is_some_and(Value::is_array) => lists.swap_remove(0),
             value => value,
         };
-        ids_of(&name, listed).map(|ids| Some(ids).filter(|ids| !ids.is_empty()))
+        ids_of(&name, id_list).map(|ids| Some(ids).filter(|ids| !ids.is_empty()))
     }
 
-    /// What the names under a prefix say together: `prefix.0.role` and so on, or the value under the prefix itself.
+    /// Returns the value of all names with a prefix together (`prefix.0.role` and so on), or the value of the prefix
+    /// itself.
     pub fn unfolded(&self, prefix: &str) -> Option<Value> {
         if let Some((_, value)) = self.first(&[prefix]) {
             return Some(value);
         }
-        let mut found = Value::Null;
+        let mut tree = Value::Null;
         for (name, value) in &self.0 {
             let Some(path) = name.strip_prefix(prefix).and_then(|rest| rest.strip_prefix('.')) else { continue };
             if path.split('.').count() <= DEEPEST_NAME {
-                put(&mut found, path, value);
+                put(&mut tree, path, value);
             }
         }
-        (!found.is_null()).then(|| listed(found))
+        (!tree.is_null()).then(|| lists_from_numbers(tree))
     }
 
     pub fn is_call(&self) -> bool {
@@ -98,21 +99,21 @@ impl Attributes {
         })
     }
 
-    /// The name that the server gave its answer, by which the same call in two spans is told.
+    /// Returns the server's id of the response, which identifies the same call in two spans.
     pub fn response_id(&self) -> Option<String> {
         ["gen_ai.response.id", "agentlightning.operation.output.id", "llm.hosted_vllm.id"]
             .iter()
             .find_map(|name| self.text(name))
     }
 
-    /// The reward that a span holds instead of a call.
+    /// Returns the reward of a span that contains one instead of a call.
     pub fn reward(&self) -> Decoded<Option<f64>> {
         let nested = ["agentops.task.output", "agentops.entity.output"].iter().find_map(|name| {
             let (_, value) = self.first(&[name])?;
             (value.get("type")? == "reward").then(|| value.get("value").cloned())?
         });
-        let named = ["agentlightning.reward.0.value", "reward"].iter().find_map(|name| self.0.get(*name).cloned());
-        named.or(nested).map_or(Ok(None), |value| number_of("reward", &value))
+        let direct = ["agentlightning.reward.0.value", "reward"].iter().find_map(|name| self.0.get(*name).cloned());
+        direct.or(nested).map_or(Ok(None), |value| number_of("reward", &value))
     }
 
     pub fn call(&self, header: &Header) -> Decoded<Call> {
@@ -127,22 +128,25 @@ impl Attributes {
         }
         let mut generation = header.sampling.clone().or(&Sampling::read(&fields)?).generation();
         generation.tokens = self.tokens()?;
-        let said = self.said();
-        generation.finish_reason =
-            said.as_ref().and_then(|said| said.get("finish_reason")?.as_str()).map(str::to_owned);
+        let response_message = self.said();
+        generation.finish_reason = response_message
+            .as_ref()
+            .and_then(|response_message| response_message.get("finish_reason")?.as_str())
+            .map(str::to_owned);
         let heard = self.heard()?;
         let ids = self.ids(PROMPT_IDS)?;
-        let listed = self.first(&["gen_ai.tool.definitions"]).map(|(_, tools)| tools);
+        let definitions = self.first(&["gen_ai.tool.definitions"]).map(|(_, tools)| tools);
         let model = self.text("gen_ai.request.model").or_else(|| self.text("gen_ai.response.model"));
-        let request = Request { tools: tools(listed), model, ..Request::of(heard, ids) };
-        let answer = message(said.map_or_else(|| json!({"role": "assistant", "content": null}), chat_message))?;
+        let request = Request { tools: tools(definitions), model, ..Request::of(heard, ids) };
+        let answer =
+            message(response_message.map_or_else(|| json!({"role": "assistant", "content": null}), chat_message))?;
         let entry = Entry::sampled(answer, generation, 0);
         Ok(Call { request: Some(request), entry, model: None, reward: None })
     }
 
     fn tokens(&self) -> Decoded<Tokens> {
-        let listed = ["logprobs.content", "logprobs.refusal"].iter().find_map(|name| self.0.get(*name));
-        let mut tokens = match listed {
+        let entries = ["logprobs.content", "logprobs.refusal"].iter().find_map(|name| self.0.get(*name));
+        let mut tokens = match entries {
             Some(Value::String(text)) => logprobs_of(text)?,
             Some(value) => logprobs_of(&value.to_string())?,
             None => Tokens::default(),
@@ -156,15 +160,15 @@ impl Attributes {
         Ok(tokens)
     }
 
-    /// The messages that were sent.
+    /// Returns the messages of the request.
     fn heard(&self) -> Decoded<Vec<Message>> {
         let prompts = ["gen_ai.input.messages", "gen_ai.prompt", "agentlightning.operation.input.messages"];
         let mut heard = Vec::new();
         if let Some((_, Value::Array(parts))) = self.first(&["gen_ai.system_instructions"]) {
             heard.push(message(chat_message(json!({"role": "system", "parts": parts})))?);
         }
-        let listed = prompts.iter().find_map(|prefix| self.unfolded(prefix));
-        if let Some(Value::Array(items)) = listed {
+        let value = prompts.iter().find_map(|prefix| self.unfolded(prefix));
+        if let Some(Value::Array(items)) = value {
             for value in items.into_iter().flat_map(spread) {
                 heard.push(message(chat_message(value))?);
             }
@@ -172,11 +176,11 @@ impl Attributes {
         Ok(heard)
     }
 
-    /// The message that was answered.
+    /// Returns the response message.
     fn said(&self) -> Option<Value> {
         let answers = ["gen_ai.output.messages", "gen_ai.completion", "agentlightning.operation.output.choices"];
-        let listed = answers.iter().find_map(|prefix| self.unfolded(prefix))?;
-        let first = listed.get(0).cloned()?;
+        let choices = answers.iter().find_map(|prefix| self.unfolded(prefix))?;
+        let first = choices.get(0).cloned()?;
         match (first.get("message").cloned(), first.get("finish_reason").cloned()) {
             (Some(Value::Object(mut message)), finish) => {
                 message.insert("finish_reason".to_owned(), finish.unwrap_or(Value::Null));
@@ -209,7 +213,7 @@ fn logprobs_of(text: &str) -> Decoded<Tokens> {
     })
 }
 
-/// OTLP's typed values as plain ones.
+/// Converts OTLP's typed values to plain ones.
 fn plain(value: Value, depth: usize) -> Value {
     let Value::Object(mut typed) = value else { return value };
     if depth > DEEPEST_NAME {
@@ -231,7 +235,7 @@ fn plain(value: Value, depth: usize) -> Value {
     }
 }
 
-/// Sets what a dotted path says; lists are kept as objects with numbers for keys until all is there.
+/// Sets the value at a dotted path. Lists are objects with numbers as keys until all values are set.
 fn put(target: &mut Value, path: &str, value: &Value) {
     let mut at = target;
     for part in path.split('.') {
@@ -244,10 +248,11 @@ fn put(target: &mut Value, path: &str, value: &Value) {
     *at = value.clone();
 }
 
-/// Objects whose keys are all numbers as lists, in the order of the numbers.
-fn listed(value: Value) -> Value {
+/// Converts objects whose keys are all numbers to lists, ordered by these numbers.
+fn lists_from_numbers(value: Value) -> Value {
     let Value::Object(fields) = value else { return value };
-    let mut items: Vec<(String, Value)> = fields.into_iter().map(|(key, value)| (key, listed(value))).collect();
+    let mut items: Vec<(String, Value)> =
+        fields.into_iter().map(|(key, value)| (key, lists_from_numbers(value))).collect();
     if items.iter().all(|(key, _)| key.parse::<u32>().is_ok()) {
         items.sort_by_key(|(key, _)| key.parse::<u32>().unwrap_or_default());
         return items.into_iter().map(|(_, value)| value).collect();
@@ -255,7 +260,7 @@ fn listed(value: Value) -> Value {
     Value::Object(items.into_iter().collect())
 }
 
-/// A message whose parts answer several calls, as one message for each.
+/// Splits a message with the results of several calls into one message per result.
 fn spread(value: Value) -> Vec<Value> {
     let answers = |part: &Value| part.get("type").is_some_and(|kind| kind == "tool_call_response");
     let parts = value.get("parts").and_then(Value::as_array);
@@ -265,22 +270,22 @@ fn spread(value: Value) -> Vec<Value> {
     }
 }
 
-/// A message with parts as the chat completions API has it; one without is left as it is.
+/// Converts a message with parts to the format of the chat completions API. Other messages are unchanged.
 fn chat_message(mut value: Value) -> Value {
     if let Some(fields) = value.as_object_mut() {
         fields.remove("finish_reason");
         if fields.get("role").is_none_or(|role| !role.is_string()) {
             fields.insert("role".to_owned(), "assistant".into());
         }
-        let calls = fields.remove("tool_calls").map(called);
+        let calls = fields.remove("tool_calls").map(openai_calls);
         fields.extend(calls.map(|calls| ("tool_calls".to_owned(), calls)));
     }
     let Some(Value::Array(parts)) = value.get("parts").cloned() else { return value };
     let kind = |part: &Value| part.get("type").and_then(Value::as_str).unwrap_or_default().to_owned();
     let words = |wanted: &str| -> Option<String> {
-        let found = parts.iter().filter(|part| kind(part) == wanted).filter_map(|part| part.get("content")?.as_str());
-        let found: Vec<&str> = found.collect();
-        (!found.is_empty()).then(|| found.concat())
+        let texts = parts.iter().filter(|part| kind(part) == wanted).filter_map(|part| part.get("content")?.as_str());
+        let texts: Vec<&str> = texts.collect();
+        (!texts.is_empty()).then(|| texts.concat())
     };
     let mut fields = Fields::new();
     fields.insert("role".to_owned(), value.get("role").cloned().unwrap_or_else(|| "assistant".into()));
@@ -290,20 +295,20 @@ fn chat_message(mut value: Value) -> Value {
     }
     let calls: Vec<Value> = parts.iter().filter(|part| kind(part) == "tool_call").cloned().collect();
     if !calls.is_empty() {
-        fields.insert("tool_calls".to_owned(), called(calls.into()));
+        fields.insert("tool_calls".to_owned(), openai_calls(calls.into()));
     }
     if let Some(answer) = parts.iter().find(|part| kind(part) == "tool_call_response") {
-        let said = answer.get("response").or_else(|| answer.get("result")).cloned().unwrap_or(Value::Null);
-        let text = if said.is_string() || said.is_null() { said } else { said.to_string().into() };
+        let result = answer.get("response").or_else(|| answer.get("result")).cloned().unwrap_or(Value::Null);
+        let text = if result.is_string() || result.is_null() { result } else { result.to_string().into() };
         fields.insert("content".to_owned(), text);
         fields.insert("tool_call_id".to_owned(), answer.get("id").cloned().unwrap_or(Value::Null));
     }
     Value::Object(fields)
 }
 
-/// Tool calls, flat or under `function`, as the chat completions API has them.
-fn called(listed: Value) -> Value {
-    let Value::Array(calls) = listed else { return listed };
+/// Converts tool calls, flat or under `function`, to the format of the chat completions API.
+fn openai_calls(value: Value) -> Value {
+    let Value::Array(calls) = value else { return value };
     let call = |call: Value| {
         if call.get("function").is_some() {
             return call;
