@@ -168,7 +168,7 @@ impl Loom<'_, '_> {
             return Ok((restore(first.text), dated));
         }
         self.find(reason, turn, -1, count, detail);
-        Ok((whole(compared.text), rendered))
+        Ok((restore(compared.text), rendered))
     }
 
     /// Returns the images of the trace if the prompt of a generation has keys.
@@ -256,7 +256,7 @@ pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing, is_stop: impl
         }
         (branch_at, ids_at) = step_over(branch, ids, closing, &is_stop, (branch_at, ids_at), &mut bridge.edits)?;
     }
-    bridge.from = at;
+    bridge.from = ids_at;
     Some(bridge)
 }
 
