@@ -400,7 +400,7 @@ pub(super) fn charge(arguments: &[Value], reads: Reads) -> Result<(), Error> {
         }
         Reads::Shape => arguments.iter().map(|argument| seen(argument, usize::MAX)).sum::<Result<usize, Error>>()?,
         Reads::All => {
-            let units = arguments.iter().map(|argument| units(argument, BYTES_PER_UNIT));
+            let units = arguments.iter().map(|argument| seen(argument, BYTES_PER_UNIT));
             return work(units.sum::<Result<usize, Error>>()?);
         }
         Reads::Sorted => {
