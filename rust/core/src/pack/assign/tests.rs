@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 const TOKENS: Cost = Cost { token: 1.0, pair: 0.0, term: 0.0 };
 
-/// Branches of the given ids, placed with the given changes to a demand of one rank and one step.
+/// Places branches of the given ids, with changes to a demand of one rank and one step.
 fn placed(texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut Demand<'_>)) -> Result<Placed> {
     placed_in(&vec![0; trace.last().map_or(0, |&last| last as usize + 1)], texts, trace, change)
 }
@@ -40,7 +40,7 @@ fn of_lengths(lengths: &[usize]) -> Vec<Vec<i32>> {
 
 #[test]
 fn rows_are_filled_longest_first_by_best_fit() {
-    // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
+    // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (free space 4 < 5), 3 then 2 fill row 1.
     let placed = placed(&of_lengths(&[3, 6, 4, 5, 2]), &[0, 1, 2, 3, 4], |_| ()).unwrap();
     assert_eq!(placed.row, [1, 0, 0, 1, 1]);
     assert_eq!(placed.rows, [2]);
@@ -71,7 +71,7 @@ fn traces_without_a_step_or_a_length_lie_nowhere() {
     assert_eq!(placed.rows, [0, 1]);
 }
 
-// Two groups of two branches, 6 of 8 tokens alike.
+// Two groups of two branches, with 6 of 8 tokens in common.
 fn two_groups() -> Vec<Vec<i32>> {
     let branch = |stem: i32, tail: i32| [vec![stem; 6], vec![tail; 2]].concat();
     vec![branch(5, 1), branch(3, 1), branch(5, 2), branch(3, 2)]
@@ -90,7 +90,7 @@ fn branches_that_share_a_prefix_lie_in_one_row_that_counts_it_once() {
 
 #[test]
 fn leaves_too_long_for_one_row_are_joined_by_what_shares_less() {
-    // Behind 4 tokens alike: 6 and 6, which begin with 4 more alike, take a row of 11 each, and each 1 more.
+    // After 4 common tokens: 6 and 6, with 4 more common tokens, need a row of 11 each, and each of the others 1 more.
     let units = [(10, 0), (10, 8), (5, 4), (5, 4)].map(|(tokens, shared)| Unit { tokens, shared });
     assert_eq!(rows_of(&units, 11, &mut BestFit::new(11)).1, 2);
 }
