@@ -53,7 +53,7 @@ impl<'a> Loom<'a, '_> {
     /// Compares recorded ids with the tool calls of the message.
     fn check_calls(&mut self, turn: usize, generation: &Generation, message: Option<&Value>, resolved: &Resolved<'_>) {
         let Some((ids, message)) = generation.tokens.ids.as_deref().zip(message) else { return };
-        if let Some(missing) = tool_calls::missing(message, ids, self.tokenizer) {
+        if let Some(missing) = tool_calls::unsaid(message, ids, self.tokenizer) {
             let detail = format!("the listed tokens spell {missing}");
             self.find(Reason::StreamIncomplete, turn, -1, resolved.ids.len(), detail);
         }

@@ -375,7 +375,7 @@ fn run(ids: &[u32], pad: u32) -> usize {
     ids.iter().take_while(|&&id| id == pad).count()
 }
 
-/// Returns a prompt with the keys `whole`. It continues the same turn as before if that turn's keys are a prefix of
+/// Returns a prompt with the keys `keys`. It continues the same turn as before if that turn's keys are a prefix of
 /// it.
 fn continued(prompt: &Prompt, keys: &[u32], prompts: &[Option<Whole>], trace: &Trace) -> Prompt {
     if let Prompt::Follows { turn, .. } = prompt {

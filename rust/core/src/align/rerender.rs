@@ -258,7 +258,7 @@ impl<'a> Loom<'a, '_> {
 
 /// Returns start, end (bytes of `body`) and index of the recorded tokens whose bytes occur in `body`.
 fn starts_in(spelled: &[u8], body: &[u8], ids: &[u32], tokenizer: &Tokenizer) -> Vec<(usize, usize, usize)> {
-    let equal_runs = diff::equal_runs(spelled, body);
+    let equal_runs = diff::same(spelled, body);
     let mut runs = equal_runs.iter().peekable();
     let mut tokens = Vec::new();
     let mut at = 0;

@@ -507,7 +507,7 @@ fn by_whole(
     let texts = with_stop.iter().map(String::as_str).chain([text]);
     let wholes = texts.flat_map(|text| [false, true].map(|with_specials| Whole { text, may_go_on, with_specials }));
     for text_option in wholes {
-        let Some(solution) = hidden_tokens::text_option(seen, text_option, setting) else { continue };
+        let Some(solution) = hidden_tokens::whole(seen, text_option, setting) else { continue };
         let broken = |index: usize| {
             let start = solution.starts[..=index].iter().rev().find_map(|start| *start).unwrap_or(0) as usize;
             let end = solution.starts[index + 1..]

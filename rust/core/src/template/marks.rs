@@ -278,7 +278,7 @@ pub(super) struct Stripped {
 
 impl Stripped {
     /// Updates this to `marked` without its marks. The first `kept` bytes of `marked` are unchanged from the previous
-    /// text. Returns false if there are more than `most` marks.
+    /// text. Returns false if there are more than `max_events` marks.
     pub fn go_on(&mut self, marked: &str, kept: usize, alphabet: &Alphabet, max_events: usize) -> bool {
         let events = self.ends.partition_point(|&end| end <= kept);
         self.ends.truncate(events);

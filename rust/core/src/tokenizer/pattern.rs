@@ -210,7 +210,7 @@ impl Cost {
         Self { open: self.open.max(other.open), can_fail: self.can_fail && other.can_fail, ..self.and(other) }
     }
 
-    /// Returns the cost of a repetition, unbounded if `most` is `None`. `behind` is true if something after it may
+    /// Returns the cost of a repetition, unbounded if `upper` is `None`. `tail_can_fail` is true if something after it may
     /// fail.
     fn times(self, lower: u64, upper: Option<u64>, tail_can_fail: bool) -> Self {
         let can_fail = self.can_fail && lower > 0;
@@ -231,7 +231,7 @@ impl Cost {
     }
 
     /// Returns the cost of a look-around, from one position (lookahead) or from each position before it (lookbehind,
-    /// `behind`).
+    /// `is_lookbehind`).
     fn looked(self, is_lookbehind: bool) -> Self {
         let tries = i32::from(is_lookbehind && self.loops);
         let power = self.aside.unwrap_or(0).max(i32::from(self.loops)) + tries;
