@@ -167,8 +167,8 @@ impl Conversation {
         }
     }
 
-    /// Returns the byte of the rendered prompt at which the text after the last turn starts, or the reason why the
-    /// turn is not part of the prompt.
+    /// Returns the byte of the rendered prompt after the last turn. If the prompt does not contain the turn, returns
+    /// the reason.
     fn behind(
         &self,
         last: &Turn,

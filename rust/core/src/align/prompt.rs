@@ -85,8 +85,8 @@ pub struct Scaffold<'a> {
     pub server: Option<Server>,
 }
 
-/// The variable that marks the last message as the beginning of the answer (a prefill), and the variable that controls
-/// whether the header of the answer is written.
+/// Template variables: the first marks the last message as a prefill of the answer, the second requests the header of
+/// the answer.
 const PREFILL: &str = "continue_final_message";
 const HEAD: &str = "add_generation_prompt";
 

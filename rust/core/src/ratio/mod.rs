@@ -69,9 +69,9 @@ pub fn correct<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchan
 /// Writes the weight and the keep flag of each position. Returns the scales and the statistics.
 ///
 /// # Errors
-/// [`crate::Kind::Argument`] for slices of unequal length, a plan that needs inputs that are missing, `old` or
-/// `reference` that is not finite, `rollout` that is positive or infinite, NaN under [`Missing::Refuse`], and groups
-/// over ranks.
+/// [`crate::Kind::Argument`] if slices differ in length, or if the plan needs a missing input. Also if `old` or
+/// `reference` is not finite, or if `rollout` is positive or infinite. Also for NaN under [`Missing::Refuse`], and for
+/// groups over ranks.
 pub fn correct_into<F: Real>(
     terms: &Terms<'_, F>,
     plan: &Plan,

@@ -1,7 +1,7 @@
 //! Detects whether a run could distinguish marked strings from plain ones.
 //!
-//! A run with marks behaves like the run without them, and its text without marks is the same, as long as each
-//! operation gives the same result for its arguments without marks. Then no other run is needed. Operations that
+//! A run with marks behaves like the run without them if each operation gives the same result for its arguments
+//! without marks. Both runs then have the same text except for the marks, and no other run is needed. Operations that
 //! print, join or store strings always satisfy this. Operations that look into strings report here, repeat their work
 //! without marks, or set the notice.
 
