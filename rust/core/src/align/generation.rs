@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn the_length_of_a_text_counts_what_stands_for_broken_characters() {
+    fn the_length_of_a_text_counts_replaced_characters() {
         assert_eq!(spelled_length(b"ab}", "ab"), Some(2));
         assert_eq!(spelled_length(b"a\xE3\x81b}", "a\u{FFFD}b"), Some(4));
         assert_eq!(spelled_length(b"a\xE3\x81b}", "a"), Some(1));

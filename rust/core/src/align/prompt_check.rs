@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_is_found_without_its_white_space_and_in_the_ways_that_json_writes_it() {
+    fn a_text_is_found_without_white_space_and_as_json_writes_it() {
         assert!(holds("<u> What  is\n2+2? <e>", " What is 2+2?\n", Field::Content));
         assert!(!holds("<u> What is 3+2? <e>", "What is 2+2?", Field::Content));
         // json.dumps('a "b"\né😊'), with and without ensure_ascii, and encoded twice.
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn reasoning_is_no_text_that_must_stay() {
+    fn reasoning_may_be_missing_from_the_prompt() {
         assert_eq!(behind_reasoning("<think>a</think>b"), "b");
         assert_eq!(behind_reasoning("[THINK]a[/THINK]b</think>c"), "c");
         assert_eq!(behind_reasoning("plain"), "plain");
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_that_end_a_render_with_their_whole_texts_need_no_search() {
+    fn messages_whose_complete_texts_end_a_render_need_no_search() {
         let message = |value: Value| Message::new(value, None);
         let answer = "<think>a</think>\n\nfour";
         let messages = [

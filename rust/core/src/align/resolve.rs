@@ -845,7 +845,7 @@ mod resolve_tests {
     use crate::tokenizer::example;
 
     #[test]
-    fn ids_are_counted_as_far_as_they_spell_a_text_or_what_is_listed() {
+    fn leading_ids_that_match_a_text_or_listed_bytes_are_counted() {
         let tokenizer = example();
         let stop = tokenizer.special_ids()[0];
         let ids = [tokenizer.encode("the price is 42").unwrap(), vec![stop]].concat();

@@ -28,7 +28,7 @@ fn reasons(aligned: &Aligned) -> Vec<Reason> {
 }
 
 #[test]
-fn case_61_a_policy_that_changed_inside_a_turn_is_told_token_by_token() {
+fn case_61_a_policy_change_inside_a_turn_is_recorded_per_token() {
     let mut generation = sampled(&[10, 11, 12, 13], Prompt::Ids(vec![5]));
     generation.policy_version = 3;
     generation.versions =
@@ -37,7 +37,7 @@ fn case_61_a_policy_that_changed_inside_a_turn_is_told_token_by_token() {
 }
 
 #[test]
-fn text_sent_without_a_template_is_given_and_a_turn_behind_it_goes_on() {
+fn text_without_a_template_is_prompt_and_the_next_turn_continues_it() {
     let tokenizer = tokenizer();
     let words = tokenizer.encode("price of two").unwrap();
     let first = sampled(&[10, 11], Prompt::Text("price of two".into()));
@@ -51,7 +51,7 @@ fn text_sent_without_a_template_is_given_and_a_turn_behind_it_goes_on() {
 }
 
 #[test]
-fn two_turns_behind_the_same_one_are_two_branches_and_the_shared_event_is_one_term() {
+fn two_turns_after_the_same_one_are_two_branches_and_shared_tokens_train_once() {
     let first = sampled(&[10, 11], Prompt::Ids(vec![5]));
     let follow = |id: u32| sampled(&[id], Prompt::Follows { turn: 0, ids: vec![20] });
     let result = aligned(vec![first, follow(12), follow(13)]);
@@ -64,7 +64,7 @@ fn two_turns_behind_the_same_one_are_two_branches_and_the_shared_event_is_one_te
 }
 
 #[test]
-fn a_turn_whose_prompt_is_not_recorded_is_held_and_not_trained() {
+fn a_turn_without_a_recorded_prompt_is_kept_but_not_trained() {
     let result =
         aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Follows { turn: 0, ids: vec![9] })]);
     assert_eq!(result.ids, [10, 11, 9, 12]);
@@ -74,7 +74,7 @@ fn a_turn_whose_prompt_is_not_recorded_is_held_and_not_trained() {
     assert_eq!(result.drift.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
     assert_eq!((result.recorded, result.exact), (3, 0));
     let again = aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Ids(vec![10, 11, 9]))]);
-    assert_eq!((again.ids, again.cu_seqlens), (vec![10, 11, 10, 11, 9, 12], vec![0, 2, 6])); // none of it is the prompt of the second call
+    assert_eq!((again.ids, again.cu_seqlens), (vec![10, 11, 10, 11, 9, 12], vec![0, 2, 6])); // none of it is a prompt
     let ahead = aligned(vec![sampled(&[12], Prompt::Follows { turn: 4, ids: vec![9] })]);
     assert_eq!((ahead.trainable.as_slice(), reasons(&ahead).as_slice()), (&[false][..], &[Reason::PromptMismatch][..]));
 }
@@ -101,7 +101,7 @@ fn a_trace_of_which_nothing_is_left_keeps_its_place() {
 }
 
 #[test]
-fn what_the_reader_noticed_is_passed_on() {
+fn notes_of_the_reader_become_findings() {
     let mut generation = sampled(&[10], Prompt::Ids(vec![5]));
     generation.notes = vec![Note { reason: Reason::StreamIncomplete, count: 3, detail: "3 chunks are missing".into() }];
     let result = aligned(vec![generation]);
@@ -110,7 +110,7 @@ fn what_the_reader_noticed_is_passed_on() {
 }
 
 #[test]
-fn extras_stand_beside_their_tokens_and_those_without_have_none() {
+fn extras_belong_to_their_tokens_and_other_tokens_have_none() {
     // Two experts for every prompt and sampled token except the last; masks of different lengths for the sampled
     // tokens.
     let experts = |rows: u32, base: i32| Extra {
@@ -141,7 +141,7 @@ fn extras_stand_beside_their_tokens_and_those_without_have_none() {
 }
 
 #[test]
-fn what_is_aligned_does_not_depend_on_the_number_of_threads() {
+fn alignment_does_not_depend_on_the_number_of_threads() {
     let first = || sampled(&[10, 11], Prompt::Ids(vec![5]));
     let traces: Vec<_> =
         (0..32).flat_map(|k| trace(vec![first(), sampled(&[k], Prompt::Follows { turn: 0, ids: vec![k] })])).collect();

@@ -206,7 +206,7 @@ mod tests {
     const EXTENDED: &[u8] = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\x04\0\0\x06\0\0";
 
     #[test]
-    fn each_kind_says_its_size() {
+    fn the_size_of_each_kind_is_read() {
         let files = [(0, PNG), (1, JPEG), (2, LOSSY), (2, LOSSLESS), (2, EXTENDED), (3, GIF)];
         for (kind, file) in files {
             assert_eq!(read(file), Ok(Header { kind, width: 5, height: 7 }), "{file:?}");
@@ -223,7 +223,7 @@ mod tests {
     ];
 
     #[test]
-    fn a_picture_that_lies_on_its_side_is_as_wide_as_it_is_shown() {
+    fn a_rotated_image_has_its_displayed_size() {
         for data in TURNED {
             let length = |extra: usize| (data.len() + extra) as u16;
             let jpeg = [&JPEG[..2], b"\xff\xe1", &length(8).to_be_bytes(), b"Exif\0\0", data, &JPEG[2..]].concat();
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_decoder_takes_is_refused_by_its_header() {
+    fn sizes_and_kinds_that_no_decoder_supports_are_rejected() {
         let sized = |width: u32, height: u32| [&PNG[..16], &width.to_be_bytes(), &height.to_be_bytes()].concat();
         assert!(read(&sized(13_377, 13_377)).is_ok());
         for (width, height) in [(0, 5), (5, 0), (20_000, 20_000), (65_536, 1), (u32::MAX, u32::MAX)] {

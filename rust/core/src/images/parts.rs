@@ -164,7 +164,7 @@ mod tests {
     const GIF: &[u8] = b"GIF89a\x05\0\x07\0\xff\xfe\xfb";
 
     #[test]
-    fn a_picture_in_any_apis_words_becomes_its_digest() {
+    fn an_image_in_the_format_of_any_api_becomes_its_digest() {
         let plain = STANDARD.encode(GIF);
         let url = format!("data:image/gif;base64,{plain}");
         let broken = format!("data:image/png;charset=x;base64,{}\n{}", &plain[..8], &plain[8..]);
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_stays_and_says_why() {
+    fn unavailable_images_stay_and_have_a_reason() {
         let pdf = format!("data:image/png;base64,{}", STANDARD.encode(b"%PDF-1.7"));
         let url = format!("data:image/gif;base64,{}", STANDARD.encode(GIF));
         let cases = [

@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_shares_most_is_put_together_first_and_closed_from_the_deepest() {
+    fn units_with_the_longest_shared_prefix_are_joined_first() {
         let check = |units: &[(usize, usize)], budget: usize, expected: &[u32]| {
             let inputs: Vec<Unit> = units.iter().map(|&(tokens, shared)| Unit { tokens, shared }).collect();
             assert_eq!(rows_of(&inputs, budget, &mut BestFit::new(budget)).0, expected, "{units:?} in {budget}");

@@ -500,7 +500,7 @@ mod runs_tests {
 
     proptest! {
         #[test]
-        fn they_cover_what_is_set_and_nothing_else(lengths in prop::collection::vec(0usize..200, 0..8), first in any::<bool>()) {
+        fn runs_cover_exactly_the_set_flags(lengths in prop::collection::vec(0usize..200, 0..8), first in any::<bool>()) {
             let flags: Vec<bool> = lengths.iter().enumerate().flat_map(|(n, &length)| vec![first ^ (n % 2 == 1); length]).collect();
             let set: Vec<usize> = (0..flags.len()).filter(|&at| flags[at]).collect();
             prop_assert_eq!(runs(&flags).flatten().collect::<Vec<_>>(), set);

@@ -212,7 +212,7 @@ mod tests {
     const TRAINABLE: [bool; 13] = [false, true, true, false, false, false, true, false, true, false, false, true, true];
 
     #[test]
-    fn what_is_laid_out_lost_and_too_long_is_that_of_the_budget_and_of_what_must_fit() {
+    fn lengths_and_losses_follow_the_budget_and_the_row_unit() {
         let (fits, second): (&[i32], &[i32]) = (&[], &[1]);
         let cases = [
             ("up to its last term", 6, Whole::Branch, TooLong::Refuse, [3, 3, 6], [2, 1, 3], 0, fits),
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_trace_is_never_cut_and_is_refused_by_what_it_has_together() {
+    fn a_complete_trace_is_never_truncated_and_counts_as_a_unit() {
         let error_of = |budget, whole, too_long| {
             measure(branches(&CU, &TRACE, &TRAINABLE), budget, whole, too_long).unwrap_err().to_string()
         };

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_fall_until_the_mean_fits_but_one() {
+    fn the_largest_are_rejected_until_the_mean_fits_but_one_stays() {
         // means of the smallest one, two, three and four values: 0.1, 0.15, 0.2, 0.65
         assert_eq!(kept(&[2.0, 0.1, 0.3, 0.2], 0.2), [0.1, 0.3, 0.2]);
         assert_eq!(kept(&[2.0, 0.1, 0.3, 0.2], 0.17), [0.1, 0.2]);

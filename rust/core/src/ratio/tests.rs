@@ -39,7 +39,7 @@ fn traces_are_grouped_by_id_and_not_by_runs() {
 }
 
 #[test]
-fn a_missing_logprob_is_masked_and_stands_outside_the_mean() {
+fn a_missing_logprob_is_masked_and_not_in_the_mean() {
     let mean = plan(vec![], vec![weight(level(Over::Trace, Agg::Mean), Shape::Identity)], Missing::Mask);
     let corrected = corrected(&[-1.0, -1.0, -1.0], &[-1.2, NAN, -1.4], &[0, 0, 0], &mean).unwrap();
     // mean of 0.2 and 0.4
@@ -49,7 +49,7 @@ fn a_missing_logprob_is_masked_and_stands_outside_the_mean() {
 }
 
 #[test]
-fn what_is_no_logprob_is_refused_by_term() {
+fn invalid_logprobs_are_rejected_with_their_term() {
     for (bad, missing) in [(0.3, Missing::Mask), (f64::INFINITY, Missing::Mask), (-9999.0, Missing::Neutral)] {
         let error = corrected(&[-1.0, -1.0], &[-1.0, bad], &[0, 0], &plan(vec![], vec![], missing)).unwrap_err();
         assert!(error.what.starts_with("term 1 (trace 0): the rollout logprob is"), "{error}");
@@ -61,7 +61,7 @@ fn what_is_no_logprob_is_refused_by_term() {
 }
 
 #[test]
-fn a_term_is_told_by_its_index_among_the_terms() {
+fn an_error_names_a_term_by_its_index_among_the_terms() {
     let mask = [false, true, false, true];
     let (old, rollout) = ([NAN, -1.0, NAN, -1.0], [9.0, -1.0, 9.0, 1.0]);
     let terms = Terms { mask: Some(&mask), ..Terms::of(Some(&old), Some(&rollout), &[0, 0, 5, 5]) };
@@ -110,7 +110,7 @@ fn blocks_end_where_no_segment_is_cut() {
 }
 
 #[test]
-fn terms_of_groups_on_other_ranks_are_told_and_not_counted_here() {
+fn counts_of_groups_on_other_ranks_come_from_the_caller() {
     struct Rank;
     impl Exchange for Rank {
         fn all_reduce(&self, _: &mut [f64], _: Op) -> Result<()> {

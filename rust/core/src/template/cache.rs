@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_differently_is_rendered_apart() {
+    fn different_json_is_cached_separately() {
         let (renders, mut made) = (Renders::default(), 0);
         let variants = [
             json!({"a": 1, "b": 2}),

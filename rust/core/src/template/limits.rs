@@ -580,7 +580,7 @@ mod tests {
 
     #[test]
     #[cfg(unix)]
-    fn time_in_which_others_work_is_not_the_renders() {
+    fn time_of_other_threads_does_not_count() {
         open();
         start(Size { messages: 1, bytes: 1 });
         std::thread::sleep(2 * TIME);
@@ -597,7 +597,7 @@ mod tests {
     }
 
     #[test]
-    fn what_grows_without_bounds_is_an_error_before_memory_is_gone() {
+    fn unbounded_growth_is_an_error_before_memory_runs_out() {
         let before = peak();
         for source in [
             "{{ 'a' * 10 ** 9 }}",

@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_expression_is_reported() {
+    fn invalid_expressions_are_reported() {
         for source in ["{{ a b }}", "{% do x %}", "{% for x y %}", "{{ (a }}", "{{ x[1 2] }}", "{{ __begins() }}"] {
             let error = scan(&format!("\n{source}")).unwrap_err().what;
             assert!(error.contains(source) && error.ends_with("(line 2)"), "{error}");
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn literals_are_unescaped_and_found_behind_braces() {
+    fn literals_are_unescaped_and_found_after_braces() {
         let result = scanned(r#"{{ {"a": {}}['\n<x>'] }}{% if x.split("it's\t") %}'no'{% endif %}"#);
         assert_eq!(result.literals, vec!["\n<x>", "a", "it's\t"]);
     }
@@ -441,7 +441,7 @@ mod bounds_tests {
     use super::*;
 
     #[test]
-    fn what_nests_is_counted_and_what_stands_side_by_side_is_not() {
+    fn nested_tokens_count_and_separated_ones_do_not() {
         for (before, link, after) in [
             ("", "-", "1"),
             ("", "not ", "1"),

@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_or_panics_is_not_remembered_and_holds_no_lock() {
+    fn failures_and_panics_are_not_cached_and_leave_no_lock() {
         let memo = Memo::<BuildHasherDefault<Same>>::new();
         let failed = memo.encode("a", &mut Vec::new(), |ids| {
             ids.push(1);
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_too_long_is_not_held() {
+    fn a_text_that_is_too_long_is_not_cached() {
         let (memo, mut made) = (Memo::<RandomState>::new(), 0);
         for (bytes, times) in [(LONGEST, 1), (LONGEST + 1, 3)] {
             (0..2).for_each(|_| drop(lengths(&memo, &"x".repeat(bytes), &mut made)));
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_has_bounds_and_what_is_used_stays() {
+    fn the_cache_is_bounded_and_keeps_used_texts() {
         let (memo, mut made) = (Memo::<RandomState>::new(), 0);
         let used_text = "kept".repeat(10);
         let text = |n: usize| format!("{n:020000}");

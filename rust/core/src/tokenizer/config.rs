@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_part_for_text_says_how_many_rows_there_are() {
+    fn the_text_config_determines_the_vocabulary_size() {
         assert_eq!(model(&json!({"vocab_size": 70})).vocab_size, Some(70));
         assert_eq!(model(&json!({"vocab_size": 70, "text_config": {"vocab_size": 90}})).vocab_size, Some(90));
         assert_eq!(model(&json!({"vocab_size": 70, "text_config": {}})).vocab_size, Some(70));
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn placeholders_are_told_by_config_and_by_their_texts() {
+    fn placeholders_come_from_config_and_from_their_texts() {
         let config = json!({"image_token_id": 200, "eos_token_id": 7, "vision_config": {"video_token_index": 5}});
         let added = [("<|image_pad|>", 9), ("<|im_end|>", 8), ("<img>", 10), ("<|patch|>", 11), ("<imagine", 12)];
         // 5 is an ordinary word of the vocabulary, regardless of config.json.
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_placeholder_is_found_wherever_it_stands() {
+    fn the_first_placeholder_is_found_at_any_position() {
         let model = Model { vocab_size: None, placeholders: vec![50, 60], speaks_harmony: false };
         for at in [0, 1, 63, 64, 65, 199] {
             let mut ids: Vec<u32> = (0..200).map(|k| if k % 2 == 0 { 55 } else { 61 }).collect();

@@ -379,7 +379,7 @@ mod probe_tests {
     }
 
     #[test]
-    fn the_first_difference_is_told() {
+    fn the_first_difference_is_returned() {
         let texts = ["a", "bb", "cc"].map(str::to_owned);
         assert_eq!(first_difference(&texts, |text| text.len() == 2), Some("bb"));
         assert_eq!(first_difference(&texts, |_| false), None);

@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn where_a_search_begins_is_no_part_of_a_pattern() {
+    fn a_pattern_may_not_refer_to_the_start_of_the_search() {
         assert!(Bounded::new("\\Gx").unwrap_err().contains("\\G"));
     }
 

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_tiktoken_file_or_of_no_family_is_refused() {
+    fn other_files_and_unknown_families_are_rejected() {
         let mut config = TokenizerConfig::default();
         let error_of = |file: &[u8], config: &mut TokenizerConfig| document(file, config).unwrap_err().to_string();
         assert!(error_of(b"IQ== 0\nnope", &mut config).contains("line 2"));

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_two_entries_may_show_is_shared() {
+    fn entries_that_may_show_the_same_bytes_are_shared() {
         let vocab = [("ing", 1), ("##ing", 2), ("##ed", 3), ("play", 4), ("at</w>", 5), ("at", 6)];
         let vocab = vocab.map(|(t, i)| (t.to_owned(), i)).into();
         let mut pieces = Pieces::new(&vocab, Spelling::Other, |_| false).unwrap();
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_do_not_fit_together_are_none() {
+    fn inconsistent_parts_are_rejected() {
         let parts = |ranges: &[(u32, u32)], ids: &[u32], shared: &[u32]| {
             let ranges = ranges.iter().flat_map(|range| [range.0, range.1]).collect();
             Pieces::from_parts(b"abab".to_vec(), &[ranges, ids.to_vec(), shared.to_vec()])

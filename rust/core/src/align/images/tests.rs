@@ -86,7 +86,7 @@ fn trained(result: &Aligned) -> Vec<i32> {
 }
 
 #[test]
-fn pictures_stand_where_the_rule_of_servers_puts_them() {
+fn images_are_placed_by_the_rule_of_servers() {
     // A pad that is an ordinary word follows the images. A pad before them would count as their place.
     let prompt = [OPEN, PAD, PAD, PAD, CLOSE, OPEN, PAD, PAD, CLOSE, 20, PAD, 21];
     let result = aligned(&single_call_trace(&[1, 3], &prompt));
@@ -108,7 +108,7 @@ fn pictures_stand_where_the_rule_of_servers_puts_them() {
 }
 
 #[test]
-fn ids_that_are_not_those_of_the_pictures_hold_the_turn() {
+fn ids_that_do_not_match_the_images_leave_the_turn_untrained() {
     let cases: [(&[u8], &[u32]); 6] = [
         (&[1], &[OPEN, PAD, PAD, CLOSE]),
         (&[3], &[OPEN, PAD, PAD, PAD, CLOSE]),
@@ -125,7 +125,7 @@ fn ids_that_are_not_those_of_the_pictures_hold_the_turn() {
 }
 
 #[test]
-fn places_that_a_server_told_win_and_are_held_against_the_ids() {
+fn recorded_image_positions_take_precedence_and_must_match_the_ids() {
     // Ids that were already expanded and sent again: the second image is inside the run of the first.
     let prompt = [OPEN, PAD, PAD, PAD, PAD, PAD, PAD, CLOSE, OPEN, PAD, PAD, PAD, CLOSE];
     let align_with_places = |places: &[(u32, u32)]| {
@@ -147,7 +147,7 @@ fn places_that_a_server_told_win_and_are_held_against_the_ids() {
 }
 
 #[test]
-fn a_prompt_as_it_was_sent_is_expanded_and_counted() {
+fn a_prompt_recorded_before_expansion_is_expanded_and_counted() {
     let result = aligned(&single_call_trace(&[3, 1], &[OPEN, PAD, CLOSE, OPEN, PAD, CLOSE, 20]));
     assert_eq!(places(&result), [(3, vec![1, 2]), (1, vec![5, 6, 7])]);
     assert_eq!(trained(&result), [10, 11]);
@@ -156,7 +156,7 @@ fn a_prompt_as_it_was_sent_is_expanded_and_counted() {
 }
 
 #[test]
-fn a_later_turn_goes_on_behind_the_same_pictures_alone() {
+fn a_later_turn_continues_only_after_the_same_images() {
     let first = [OPEN, PAD, PAD, PAD, CLOSE, 20];
     // The sampled ids contain pads, which are ordinary words there.
     let sampled = [PAD, PAD, 10];
@@ -187,7 +187,7 @@ fn a_later_turn_goes_on_behind_the_same_pictures_alone() {
 }
 
 #[test]
-fn without_a_rule_or_with_something_else_that_is_no_text_nothing_is_trained() {
+fn without_a_rule_or_with_other_media_nothing_is_trained() {
     let traces = single_call_trace(&[1], &[OPEN, PAD, PAD, PAD, CLOSE]);
     let result = align(&traces, &example(), None, Options::default()).unwrap();
     assert!(has(&result, Reason::MediaInPrompt) && trained(&result).is_empty());
@@ -199,7 +199,7 @@ fn without_a_rule_or_with_something_else_that_is_no_text_nothing_is_trained() {
 }
 
 #[test]
-fn an_id_that_no_model_has_is_no_key() {
+fn an_id_beyond_every_model_is_not_a_key() {
     let result = aligned(&single_call_trace(&[1], &[OPEN, PAD, PAD, PAD, CLOSE, 1 << 31]));
     assert!(has(&result, Reason::VocabOutOfRange) && result.ids.is_empty());
     let large = aligned(&single_call_trace(&[1], &[OPEN, PAD, PAD, PAD, CLOSE, (1 << 31) - 1]));

@@ -47,7 +47,7 @@ fn rows_are_filled_longest_first_by_best_fit() {
 }
 
 #[test]
-fn branches_of_a_trace_lie_in_one_row_when_it_is_taken_whole() {
+fn branches_of_a_whole_trace_are_in_one_row() {
     let whole = |demand: &mut Demand<'_>| (demand.token_budget, demand.whole_traces) = (9, true);
     let placed = placed(&of_lengths(&[3, 6, 4, 5]), &[0, 0, 1, 1], whole).unwrap();
     assert_eq!(placed.row, [0, 0, 1, 1]);
@@ -64,7 +64,7 @@ fn ranks_get_the_costliest_traces_in_turn() {
 }
 
 #[test]
-fn traces_without_a_step_or_a_length_lie_nowhere() {
+fn traces_without_a_step_or_a_length_are_not_placed() {
     let change = |demand: &mut Demand<'_>| (demand.length, demand.step) = (&[3, 0, 4], &[1, 0, -1]);
     let placed = placed(&of_lengths(&[3, 2, 4]), &[0, 1, 2], change).unwrap();
     assert_eq!(placed.rank, [0, -1, -1]);
@@ -78,7 +78,7 @@ fn two_groups() -> Vec<Vec<i32>> {
 }
 
 #[test]
-fn branches_that_share_a_prefix_lie_in_one_row_that_counts_it_once() {
+fn branches_with_a_shared_prefix_are_in_one_row_that_counts_it_once() {
     let sharing = |demand: &mut Demand<'_>| demand.least_gain = Some(1.05);
     let out = placed(&two_groups(), &[0, 1, 2, 3], sharing).unwrap();
     assert_eq!((out.row, out.rows), (vec![1, 0, 1, 0], vec![2])); // rows of 10, filled by groups of 6 + 2 + 2
@@ -116,7 +116,7 @@ fn a_trace_that_fits_a_row_only_as_a_tree_is_shared_whatever_the_gain() {
 
 proptest! {
     #[test]
-    fn every_branch_lies_in_one_row_within_the_budget(
+    fn every_branch_is_in_one_row_within_the_budget(
         texts in prop::collection::vec((0usize..3, prop::collection::vec(0i32..2, 1..20), any::<bool>()), 1..60),
         ranks in 1usize..4, whole in any::<bool>(), share in any::<bool>(),
     ) {

@@ -88,7 +88,7 @@ fn a_row_that_does_not_share_holds_every_branch_whole_though_they_begin_alike() 
 }
 
 #[test]
-fn each_step_shares_or_not_by_its_own_word() {
+fn each_step_shares_by_its_own_flag() {
     // Branches 1 and 0 in step 0, which shares; 3 and 4 in step 1, which does not.
     let steps = [0, 0, -1, 1, 1];
     let plan =
