@@ -1,72 +1,73 @@
-//! One branch: what a forward pass will see, grown stretch by stretch.
+//! One branch: the token sequence that a forward pass sees, built generation by generation.
 //!
-//! A branch knows which messages it covers and the rendered prompt of its last generation, so that the next one can
-//! tell whether it extends it. What the tokens of a stretch share is held once, and becomes columns in `output`. The
-//! decisions are in `trace` and the files beside it.
+//! A branch records the messages it covers and the rendered prompt of its last generation. The next generation uses
+//! both to decide whether it extends the branch. Values that consecutive tokens share are stored once per stretch;
+//! `output` turns them into columns. `trace` and its neighbouring files make the decisions.
 
 use super::prompt::Text;
 use super::types;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// The tokens of one branch, and where it stands.
+/// The tokens of one branch and the state of its last generation.
 #[derive(Debug, Clone, Default)]
 #[allow(clippy::struct_excessive_bools, reason = "independent facts about its end")]
 pub struct Branch<'a> {
     pub ids: Vec<u32>,
-    /// GIVEN, TEMPLATE or SAMPLED.
+    /// One entry per token: GIVEN, TEMPLATE or SAMPLED.
     pub source: Vec<u8>,
-    /// The sampled ones, in order and disjoint.
+    /// Stretches of sampled tokens, in order and disjoint.
     pub drawn: Vec<Drawn<'a>>,
-    /// Rows of further numbers that belong to its tokens.
+    /// Rows of per-token extras (such as routed experts) that belong to tokens of this branch.
     pub extras: Vec<Rows>,
-    /// Messages covered: indices into the trace's pool.
+    /// Messages that the branch covers: indices into the trace's pool.
     pub path: Vec<u32>,
-    /// Rendered prompt of the last generation; empty where it was not rendered.
+    /// Rendered prompt of the last generation; empty if it was not rendered.
     pub prompt: Arc<str>,
-    /// First token of the last generation.
+    /// Index of the first token of the last generation.
     pub body: usize,
-    /// The last generation ended in a special token that it sampled.
+    /// True if the last generation ended in a special token that it sampled.
     pub stopped: bool,
-    /// The last generation was cut: by length, a filter, an abort.
+    /// True if the last generation was cut off by a length limit, a filter or an abort.
     pub cut: bool,
-    /// The last generation is text behind which the template writes no stop token of its own: the marker of the next role
-    /// may be one.
+    /// True if the last generation is text after which the template writes no stop token. The marker of the next role
+    /// may then act as one.
     pub unmarked: bool,
-    /// Tokens of the last generation from here on go past the stop string: the text after it does not hold them.
+    /// True if tokens of the last generation continue past the stop string, so that the text after the turn does not
+    /// contain them.
     pub overrun: bool,
-    /// An id could not be known: nothing can follow.
+    /// True if the id of a token is unknown. Nothing can follow such a token.
     pub ended: bool,
-    /// What stood before it is not recorded: nothing in it is trained.
+    /// True if the tokens before the branch are not recorded. No token of such a branch is trained.
     pub headless: bool,
-    /// A picture, sound or video stands in it: nothing behind is trained.
+    /// True if the branch contains an image, audio or video. No token after it is trained.
     pub behind_media: bool,
-    /// How many of its tokens were looked through for placeholders of media.
+    /// Number of leading tokens that were already searched for media placeholders.
     pub looked: usize,
 }
 
-/// What belongs to every token of a generation.
+/// Values that all tokens of a generation share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     pub turn: i32,
-    /// Policy version, -1 unknown.
+    /// Policy version; -1 if unknown.
     pub version: i32,
-    /// 1 for raw logprobs, 1/temperature for processed ones.
+    /// 1 for raw logprobs, 1/temperature for processed logprobs.
     pub inv_temperature: f32,
 }
 
-/// What sampled tokens side by side have in common, and their logprobs.
+/// Values that consecutive sampled tokens share, and their logprobs.
 #[derive(Debug, Clone)]
 pub struct Stretch<'a> {
     pub sampling: Sampling,
     pub tier: u8,
-    /// Whether they are terms.
+    /// True if these tokens are trained.
     pub trained: bool,
-    /// One for each token; `None` where none is known.
+    /// One logprob per token; `None` if no logprob is known.
     pub logprobs: Option<Cow<'a, [f32]>>,
 }
 
-/// A stretch where it stands: tokens `start..end`.
+/// A stretch with its position: tokens `start..end` of the branch.
 #[derive(Debug, Clone)]
 pub struct Drawn<'a> {
     pub start: usize,
@@ -74,7 +75,7 @@ pub struct Drawn<'a> {
     pub stretch: Stretch<'a>,
 }
 
-/// Rows `row..row + count` of extra `extra` of generation `turn` belong to the tokens from `start` on.
+/// Maps rows `row..row + count` of extra `extra` of generation `turn` to the tokens from `start` on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
     /// Name of the extra.
@@ -87,7 +88,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// What of it belongs to the tokens before `end`.
+    /// Returns the part of these rows that belongs to tokens before `end`, or `None` if that part is empty.
     pub fn until(self, end: usize) -> Option<Self> {
         let count = self.count.min(end.checked_sub(self.start)?);
         (count > 0).then_some(Self { count, ..self })
@@ -99,7 +100,7 @@ impl<'a> Branch<'a> {
         self.ids.len()
     }
 
-    /// Appends the stop token of text that was sampled last, as one more token of its generation.
+    /// Appends the stop token of the last sampled text as one more token of its generation.
     pub fn stop(&mut self, id: u32) {
         let Some(last) = self.drawn.last().filter(|last| last.end == self.ids.len()) else { return };
         let stretch = Stretch { logprobs: None, ..last.stretch };
@@ -107,7 +108,7 @@ impl<'a> Branch<'a> {
         (self.stopped, self.unmarked) = (true, false);
     }
 
-    /// Appends unsampled text.
+    /// Appends text that was not sampled.
     pub fn give(&mut self, text: Text) {
         if self.ids.is_empty() {
             (self.ids, self.source) = (text.ids, text.sources);
@@ -125,7 +126,8 @@ impl<'a> Branch<'a> {
         self.mark(start, self.ids.len(), stretch);
     }
 
-    /// Says what tokens `start..end` have, which stand behind all that were said before.
+    /// Marks tokens `start..end` as sampled and stores their shared values. The range must follow every range that was
+    /// marked before.
     pub fn mark(&mut self, start: usize, end: usize, stretch: Stretch<'a>) {
         if start < end {
             self.source[start..end].fill(types::SAMPLED);
@@ -134,23 +136,25 @@ impl<'a> Branch<'a> {
         }
     }
 
-    /// Whether what is sampled at its end was sampled after what its ids say.
+    /// Returns true if the recorded ids are the full context of what is sampled next: nothing is missing before them
+    /// and they contain no media.
     pub fn may_train(&self) -> bool {
         !self.headless && !self.behind_media
     }
 
-    /// The generation that sampled token `at`, if one did.
+    /// Returns the generation that sampled token `at`, or `None` if it was not sampled.
     pub fn turn_at(&self, at: usize) -> Option<i32> {
         let drawn = self.drawn.get(self.drawn.partition_point(|drawn| drawn.end <= at))?;
         (drawn.start <= at).then_some(drawn.stretch.sampling.turn)
     }
 
-    /// The generation of the last sampled token.
+    /// Returns the generation of the last sampled token.
     pub fn last_turn(&self) -> Option<i32> {
         self.drawn.last().map(|drawn| drawn.stretch.sampling.turn)
     }
 
-    /// A new branch over `prompt`. Where it follows `other`, sampled tokens stay sampled, and are trained only there.
+    /// Creates a branch over `prompt`. Tokens that it shares with `other` and that were sampled there stay marked as
+    /// sampled. They are trained in `other` only.
     pub fn fork(prompt: Text, other: Option<&Branch<'a>>) -> Self {
         let mut branch = Self::default();
         branch.give(prompt);
@@ -160,7 +164,7 @@ impl<'a> Branch<'a> {
         branch
     }
 
-    /// A new branch over the first `length` tokens of `other`, whose sampled tokens are trained only there.
+    /// Creates a branch over the first `length` tokens of `other`. Its sampled tokens are trained in `other` only.
     pub fn stem(other: &Branch<'a>, length: usize) -> Self {
         let ids = other.ids[..length].to_vec();
         let source = vec![types::GIVEN; length];
@@ -179,15 +183,15 @@ impl<'a> Branch<'a> {
     }
 }
 
-/// Length of the common prefix of two lists of ids, or of two texts.
+/// Returns the length of the common prefix of two id lists or two texts.
 pub fn common_prefix<T: PartialEq>(left: &[T], right: &[T]) -> usize {
     const BLOCK: usize = 32;
-    let equal = left.chunks_exact(BLOCK).zip(right.chunks_exact(BLOCK)).take_while(|(a, b)| a == b).count();
-    let from = equal * BLOCK;
-    from + left[from..].iter().zip(&right[from..]).take_while(|(a, b)| a == b).count()
+    let equal_blocks = left.chunks_exact(BLOCK).zip(right.chunks_exact(BLOCK)).take_while(|(a, b)| a == b).count();
+    let start = equal_blocks * BLOCK;
+    start + left[start..].iter().zip(&right[start..]).take_while(|(a, b)| a == b).count()
 }
 
-/// Length of the common suffix of two id lists.
+/// Returns the length of the common suffix of two id lists.
 pub fn common_suffix(left: &[u32], right: &[u32]) -> usize {
     left.iter().rev().zip(right.iter().rev()).take_while(|(a, b)| a == b).count()
 }

@@ -1,8 +1,8 @@
-//! A conversation on its way: the ids of its next prompt, in which every sampled id stands as it was drawn.
+//! A conversation in progress: the ids of its next prompt, with every sampled id kept as it was sampled.
 //!
-//! What stands between is the template's own text, found by the splice that `align` uses. Where the template does not
-//! keep what was sampled (it drops earlier thoughts), the prompt is tokenised anew and the fork is told: as in `align`,
-//! a fork is a branch. Each prompt is rendered whole.
+//! The template's own text between sampled ids is found by the same splice that `align` uses. If the template does not
+//! keep sampled text (it drops earlier thoughts, for example), the prompt is tokenized again and the fork is reported.
+//! In `align` such a fork becomes a new branch. Every prompt is rendered completely.
 
 use super::prompt::{JOINED, Scaffold};
 use super::splice::{Ending, splice};
@@ -14,7 +14,7 @@ use crate::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// Messages of which some were sampled, with the ids that were.
+/// A list of messages, some of them sampled, with the ids of the sampled ones.
 #[derive(Debug, Clone)]
 pub struct Conversation {
     tokenizer: Arc<Tokenizer>,
@@ -29,12 +29,12 @@ pub struct Conversation {
     next: Option<Next>,
 }
 
-/// What was sampled last.
+/// The turn that was sampled last.
 #[derive(Debug, Clone)]
 struct Turn {
     /// Its rendered prompt.
     prompt: Arc<str>,
-    /// Its first id.
+    /// Index of its first id.
     start: usize,
     stopped: bool,
     message: usize,
@@ -49,10 +49,10 @@ struct Next {
 }
 
 impl Conversation {
-    /// A conversation in which nothing was sampled yet.
+    /// Creates a conversation in which nothing was sampled yet.
     ///
     /// # Errors
-    /// A message that is no object, or holds more than text.
+    /// Fails if a message is not an object or contains anything but text.
     pub fn new(
         tokenizer: Arc<Tokenizer>,
         messages: Vec<Value>,
@@ -74,10 +74,10 @@ impl Conversation {
         Ok(conversation)
     }
 
-    /// Adds messages that were not sampled: all of them, or none where one is refused.
+    /// Adds messages that were not sampled. If one of them is rejected, none is added.
     ///
     /// # Errors
-    /// As [`Conversation::new`].
+    /// Same as [`Conversation::new`].
     pub fn append(&mut self, messages: Vec<Value>) -> Result<()> {
         let before = self.messages.len();
         messages.iter().enumerate().try_for_each(|(index, message)| checked(before + index, message))?;
@@ -86,10 +86,12 @@ impl Conversation {
         Ok(())
     }
 
-    /// Adds what was sampled after [`Conversation::prompt_ids`]: its ids as drawn, and the message that templates get.
+    /// Adds the turn that was sampled after [`Conversation::prompt_ids`]: its ids as sampled, and the message that
+    /// templates receive.
     ///
     /// # Errors
-    /// An id that the model does not have, a message that is not an assistant's; as `prompt_ids`.
+    /// Fails if the model's vocabulary lacks an id or the message is not an assistant's. Also fails if `prompt_ids`
+    /// fails.
     pub fn append_sampled(&mut self, ids: &[u32], message: Value) -> Result<()> {
         if let Some(at) = self.tokenizer.first_outside(ids) {
             let size = self.tokenizer.model_vocab_size();
@@ -121,15 +123,15 @@ impl Conversation {
         Ok(())
     }
 
-    /// How many turns were sampled.
+    /// Returns the number of sampled turns.
     pub fn turns(&self) -> usize {
         self.turns
     }
 
-    /// The ids after which the next turn is sampled.
+    /// Returns the ids after which the next turn is sampled.
     ///
     /// # Errors
-    /// A template that raises or does not end.
+    /// Fails if the template raises an error or does not finish.
     pub fn prompt_ids(&mut self) -> Result<&[u32]> {
         if self.next.is_none() {
             self.next = Some(self.prompt().map_err(|error| error.in_turn(self.turns))?);
@@ -137,7 +139,8 @@ impl Conversation {
         Ok(self.next.as_ref().map_or(&[], |next| &next.ids))
     }
 
-    /// Where the template did not keep what was sampled, by the turn before which it was written anew.
+    /// Returns the places where the template did not keep sampled text. Each entry's turn is the one before which the
+    /// prompt was tokenized again.
     pub fn forks(&self) -> impl Iterator<Item = &Finding> {
         self.forks.iter().chain(self.next.as_ref().and_then(|next| next.fork.as_ref()))
     }
@@ -153,18 +156,19 @@ impl Conversation {
         };
         match self.behind(last, &rendered, &scaffold)? {
             Ok(from) => {
-                let behind = scaffold.encode(&rendered, from)?;
-                if behind.joined {
+                let suffix = scaffold.encode(&rendered, from)?;
+                if suffix.joined {
                     let fork = self.fork(Reason::NormalizerChanged, JOINED);
                     return Ok(Next { text, ids: scaffold.encode(&rendered, 0)?.ids, fork: Some(fork) });
                 }
-                Ok(Next { text, ids: [&self.ids[..], &behind.ids].concat(), fork: None })
+                Ok(Next { text, ids: [&self.ids[..], &suffix.ids].concat(), fork: None })
             }
             Err(fork) => Ok(Next { text, ids: scaffold.encode(&rendered, 0)?.ids, fork: Some(fork) }),
         }
     }
 
-    /// Where the text behind the last turn begins, or why it stands no more.
+    /// Returns the byte of the rendered prompt after the last turn. If the prompt does not contain the turn, returns
+    /// the reason.
     fn behind(
         &self,
         last: &Turn,
@@ -184,7 +188,7 @@ impl Conversation {
         let (spliced, findings) = splice(&ending, rendered, scaffold)?;
         let turn = self.turns as i32;
         Ok(spliced.from.ok_or_else(|| match findings.into_iter().next_back() {
-            Some(found) => Finding { turn, ..found },
+            Some(finding) => Finding { turn, ..finding },
             None => self.fork(
                 Reason::PrefixNotExtended,
                 "the template does not show the last turn as it was sampled and go on behind it",
@@ -192,13 +196,13 @@ impl Conversation {
         }))
     }
 
-    /// Why the prompt of the next turn is written anew.
+    /// Builds the finding that says why the prompt of the next turn is tokenized again.
     fn fork(&self, reason: Reason, detail: &str) -> Finding {
         Finding { reason, turn: self.turns as i32, token: -1, count: 0, detail: detail.to_owned() }
     }
 }
 
-/// A message that a conversation can hold.
+/// Checks that a conversation can contain the message.
 fn checked(index: usize, message: &Value) -> Result<()> {
     if !message.is_object() {
         return Err(Error::new(Kind::Argument, format!("message {index} is no object"))
@@ -237,15 +241,15 @@ mod tests {
     fn sampled_ids_stay_where_the_same_text_has_other_canonical_ones() {
         let mut talk = conversation();
         let tokenizer = Arc::clone(&talk.tokenizer);
-        // Byte by byte: no encoder would write it so.
-        let mut drawn: Vec<u32> = b"12 lamps".iter().map(|&byte| tokenizer.id_of_bytes(&[byte]).unwrap()).collect();
-        assert_ne!(tokenizer.encode("12 lamps").unwrap(), drawn);
-        drawn.extend(tokenizer.stop_id());
+        // Byte by byte: no encoder would write it this way.
+        let mut sampled: Vec<u32> = b"12 lamps".iter().map(|&byte| tokenizer.id_of_bytes(&[byte]).unwrap()).collect();
+        assert_ne!(tokenizer.encode("12 lamps").unwrap(), sampled);
+        sampled.extend(tokenizer.stop_id());
         let prompt = talk.prompt_ids().unwrap().to_vec();
-        talk.append_sampled(&drawn, json!({"role": "assistant", "content": "12 lamps"})).unwrap();
+        talk.append_sampled(&sampled, json!({"role": "assistant", "content": "12 lamps"})).unwrap();
         talk.append(vec![json!({"role": "user", "content": "thanks"})]).unwrap();
-        let behind = tokenizer.encode("\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n").unwrap();
-        assert_eq!(talk.prompt_ids().unwrap(), [prompt, drawn, behind].concat());
+        let suffix = tokenizer.encode("\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n").unwrap();
+        assert_eq!(talk.prompt_ids().unwrap(), [prompt, sampled, suffix].concat());
         assert_eq!(talk.forks().count(), 0);
     }
 
@@ -257,8 +261,8 @@ mod tests {
         let error = talk.append_sampled(&[5, u32::MAX], answer).unwrap_err();
         assert_eq!((error.location.turn, error.location.token), (Some(0), Some(1)));
         talk.append_sampled(&[5], json!({"role": "user", "content": "1"})).unwrap_err();
-        let picture = json!({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]});
-        talk.append(vec![json!({"role": "user", "content": "2"}), picture]).unwrap_err();
+        let image = json!({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]});
+        talk.append(vec![json!({"role": "user", "content": "2"}), image]).unwrap_err();
         assert_eq!(talk.messages.len(), 1);
         assert_eq!(talk.prompt_ids().unwrap(), before);
     }
@@ -273,10 +277,10 @@ mod tests {
             talk.forks().cloned().collect()
         };
         assert_eq!((forks.len(), forks[0].reason, forks[0].turn), (1, Reason::HistoryRewritten, 1));
-        let whole: Vec<&Value> = talk.messages.iter().map(Arc::as_ref).collect();
+        let messages: Vec<&Value> = talk.messages.iter().map(Arc::as_ref).collect();
         let template = talk.tokenizer.template().unwrap();
-        let text = template.render_text(&whole, None, true, &Map::new()).unwrap();
-        let anew = talk.tokenizer.encode(&text).unwrap();
-        assert_eq!(talk.prompt_ids().unwrap(), anew);
+        let text = template.render_text(&messages, None, true, &Map::new()).unwrap();
+        let ids_of_text = talk.tokenizer.encode(&text).unwrap();
+        assert_eq!(talk.prompt_ids().unwrap(), ids_of_text);
     }
 }

@@ -1,9 +1,10 @@
-//! Which bytes of two texts are the same: equal ends first, then Myers' algorithm within a bound.
+//! Finds the equal bytes of two texts: common prefix and suffix first, then Myers' algorithm with a bound on the
+//! edits.
 
-/// Edits past which the middle of two texts is taken as wholly different.
+/// Maximum number of edits. Beyond it, the middle parts of the two texts count as completely different.
 const EDITS: usize = 1024;
 
-/// `length` equal bytes, at `left` in one text and `right` in the other.
+/// A run of `length` equal bytes, at `left` in the first text and `right` in the second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Same {
     pub left: usize,
@@ -11,26 +12,27 @@ pub struct Same {
     pub length: usize,
 }
 
-/// The equal stretches of `left` and `right`, in order. Linear in their length where they are alike.
+/// Returns the equal runs of `left` and `right`, in order. Takes time linear in their lengths if they are similar.
 pub fn same(left: &[u8], right: &[u8]) -> Vec<Same> {
     let shorter = left.len().min(right.len());
-    let before = left.iter().zip(right).take_while(|(a, b)| a == b).count();
-    let behind = left.iter().rev().zip(right.iter().rev()).take_while(|(a, b)| a == b).count().min(shorter - before);
-    let mut found = Vec::new();
+    let prefix = left.iter().zip(right).take_while(|(a, b)| a == b).count();
+    let suffix = left.iter().rev().zip(right.iter().rev()).take_while(|(a, b)| a == b).count().min(shorter - prefix);
+    let mut runs = Vec::new();
     let mut add = |left, right, length| {
         if length > 0 {
-            found.push(Same { left, right, length });
+            runs.push(Same { left, right, length });
         }
     };
-    add(0, 0, before);
-    for part in myers(&left[before..left.len() - behind], &right[before..right.len() - behind]) {
-        add(before + part.left, before + part.right, part.length);
+    add(0, 0, prefix);
+    for run in myers(&left[prefix..left.len() - suffix], &right[prefix..right.len() - suffix]) {
+        add(prefix + run.left, prefix + run.right, run.length);
     }
-    add(left.len() - behind, right.len() - behind, behind);
-    found
+    add(left.len() - suffix, right.len() - suffix, suffix);
+    runs
 }
 
-/// Myers 1986, greedy forward, at most `EDITS` deep; nothing where that is not enough.
+/// Runs the greedy forward algorithm of Myers (1986) with at most `EDITS` edits. Returns no runs if that is not
+/// enough.
 fn myers(left: &[u8], right: &[u8]) -> Vec<Same> {
     let (n, m) = (left.len(), right.len());
     if n == 0 || m == 0 {
@@ -59,12 +61,12 @@ fn myers(left: &[u8], right: &[u8]) -> Vec<Same> {
     Vec::new()
 }
 
-/// The diagonal stretches of the path that ends at `end`.
+/// Returns the diagonal runs of the path that ends at `end`.
 fn walk_back(history: &[Vec<usize>], end: (usize, usize)) -> Vec<Same> {
     let (mut x, mut y) = (end.0 as i64, end.1 as i64);
-    let mut found = Vec::new();
+    let mut runs = Vec::new();
     for depth in (0..history.len() as i64).rev() {
-        // history[depth] holds diagonals -depth..=depth as they were before this depth.
+        // history[depth] has diagonals -depth..=depth, with their values before this depth.
         let reach = |k: i64| history[depth as usize].get((k + depth) as usize).copied().unwrap_or(0) as i64;
         let k = x - y;
         let (from_x, from_y) = if depth == 0 {
@@ -78,12 +80,12 @@ fn walk_back(history: &[Vec<usize>], end: (usize, usize)) -> Vec<Same> {
         let start_x = if depth > 0 && x - y > from_x - from_y { from_x + step } else { from_x };
         let length = x - start_x;
         if length > 0 {
-            found.push(Same { left: start_x as usize, right: (start_x - k) as usize, length: length as usize });
+            runs.push(Same { left: start_x as usize, right: (start_x - k) as usize, length: length as usize });
         }
         (x, y) = (from_x, from_y);
     }
-    found.reverse();
-    found
+    runs.reverse();
+    runs
 }
 
 #[cfg(test)]
@@ -92,9 +94,9 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_stands_between_the_same_is_found() {
-        let found = same(b"{\"a\":1}", b"{\"a\": 1}");
-        assert_eq!(found, [Same { left: 0, right: 0, length: 5 }, Same { left: 5, right: 6, length: 2 }]);
+    fn an_inserted_space_separates_two_equal_runs() {
+        let runs = same(b"{\"a\":1}", b"{\"a\": 1}");
+        assert_eq!(runs, [Same { left: 0, right: 0, length: 5 }, Same { left: 5, right: 6, length: 2 }]);
     }
 
     proptest! {
@@ -102,10 +104,10 @@ mod tests {
         fn stretches_are_equal_in_order_and_disjoint(left in "[ab]{0,24}", right in "[ab]{0,24}") {
             let (left, right) = (left.as_bytes(), right.as_bytes());
             let (mut x, mut y, mut total) = (0, 0, 0);
-            for part in same(left, right) {
-                prop_assert!(part.left >= x && part.right >= y);
-                prop_assert_eq!(&left[part.left..part.left + part.length], &right[part.right..part.right + part.length]);
-                (x, y, total) = (part.left + part.length, part.right + part.length, total + part.length);
+            for run in same(left, right) {
+                prop_assert!(run.left >= x && run.right >= y);
+                prop_assert_eq!(&left[run.left..run.left + run.length], &right[run.right..run.right + run.length]);
+                (x, y, total) = (run.left + run.length, run.right + run.length, total + run.length);
             }
             prop_assert!(total <= left.len().min(right.len()));
             prop_assert!(left != right || total == left.len());

@@ -1,32 +1,34 @@
-//! Per-token integers other than ids (routed experts, sampling masks), as columns beside the ids.
+//! Per-token integers other than ids (routed experts, sampling masks), as columns next to the ids.
 //!
-//! A branch keeps which rows of which generation belong to which of its tokens; the numbers themselves are copied once,
-//! into the column of the whole set.
+//! A branch records which rows of which generation belong to which of its tokens. The numbers themselves are copied
+//! once, into the column of the complete set.
 
 use super::branch::{Branch, Rows};
 use crate::trace::{Extra, ExtraStart, Generation, Trace};
 use std::sync::Arc;
 
-/// What a token without a row has in a column of fixed shape.
+/// Value of a token without a row in a column of fixed shape.
 pub const NO_VALUE: i32 = -1;
 
-/// Notes which rows of generation `turn` belong to which tokens of `branch`, whose sampled tokens stand at `body..`.
-/// A token keeps the row that it got first: that of the call that sampled it.
+/// Records which rows of generation `turn` belong to which tokens of `branch`. Its sampled tokens start at `body`.
+///
+/// A token keeps the first row it gets, which is the row of the call that sampled it.
 pub fn note(branch: &mut Branch<'_>, turn: usize, generation: &Generation) {
-    for (extra, found) in generation.extras.iter().enumerate() {
-        // Rows over the whole prompt count the recorded ids; named edits may have changed how many stand in the branch.
+    for (extra, recorded) in generation.extras.iter().enumerate() {
+        // Rows over the whole prompt are counted in recorded ids. Prompt edits may have changed how many of these are
+        // in the branch.
         let prompt = generation.prompt.ids().map_or(branch.body, <[u32]>::len);
-        let first = match found.first {
+        let first = match recorded.first {
             ExtraStart::Prompt => branch.body as i64 - prompt as i64,
             ExtraStart::Sampled => branch.body as i64,
         };
-        let same = branch.extras.iter().filter(|rows| rows.name == found.name);
-        let start = same.map(|rows| rows.start + rows.count).max().unwrap_or(0).max(first.max(0) as usize);
-        let end = (first + found.ends.len() as i64).clamp(0, branch.len() as i64) as usize;
+        let earlier = branch.extras.iter().filter(|rows| rows.name == recorded.name);
+        let start = earlier.map(|rows| rows.start + rows.count).max().unwrap_or(0).max(first.max(0) as usize);
+        let end = (first + recorded.ends.len() as i64).clamp(0, branch.len() as i64) as usize;
         if end > start {
             let row = (start as i64 - first) as usize;
             let rows =
-                Rows { name: found.name, turn: turn as u32, extra: extra as u32, start, row, count: end - start };
+                Rows { name: recorded.name, turn: turn as u32, extra: extra as u32, start, row, count: end - start };
             branch.extras.push(rows);
         }
     }
@@ -37,15 +39,17 @@ pub fn note(branch: &mut Branch<'_>, turn: usize, generation: &Generation) {
 pub struct Column {
     /// `routed_experts` or `sampling_mask`.
     pub name: &'static str,
-    /// Trailing shape of every row; empty where rows differ in length.
+    /// Shape of each row; empty if rows differ in length.
     pub shape: Vec<u32>,
-    /// Of rows that differ in length, [T+1]: token t has values `offsets[t]..offsets[t + 1]`.
+    /// [T+1] offsets if rows differ in length: token t has values `offsets[t]..offsets[t + 1]`.
     pub offsets: Vec<i64>,
-    /// All rows, end to end. A token without one has [`NO_VALUE`] in a fixed shape, nothing in a ragged one.
+    /// The values of all rows, concatenated. A token without a row has [`NO_VALUE`] in a fixed shape and no values in
+    /// a ragged column.
     pub values: Vec<i32>,
 }
 
-/// The columns that any generation of `traces` has rows for. Rows of unlike shapes under one name make it ragged.
+/// Returns one empty column for each name that occurs in a generation of `traces`. A column is ragged if rows of the
+/// same name differ in shape.
 pub fn columns(traces: &[Arc<Trace>]) -> Vec<Column> {
     let mut columns: Vec<Column> = Vec::new();
     for extra in traces.iter().flat_map(|trace| &trace.generations).flat_map(|generation| &generation.extras) {

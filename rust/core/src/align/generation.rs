@@ -1,8 +1,9 @@
-//! Appends a generation to its branch: tokens with their logprobs, or text where the record has no tokens, and how it ended.
+//! Appends a generation to its branch: tokens with their logprobs, or text if the record has no tokens, and the way
+//! the generation ended.
 //!
-//! Servers cut the stop string off the text, and keep its tokens in the lists: the text is then shorter than what the
-//! tokens spell, and may end inside a token. Tokens behind a stop string or a stop token, such as those of a second
-//! message, are left out, an id that cannot be known ends the branch, and both are counted.
+//! Servers remove the stop string from the text but keep its tokens in the lists. The text is then shorter than the
+//! decoded tokens and may end inside a token. Tokens after a stop string or a stop token, such as those of a second
+//! message, are left out. A token with an unknown id ends the branch. Both are counted.
 
 use super::branch::{Branch, Sampling, Stretch};
 use super::resolve::{Resolved, Run, is_special, spell, spell_all};
@@ -39,10 +40,10 @@ impl<'a> Loom<'a, '_> {
         let end = self.note_overrun(turn, &resolved, overrun);
         self.woven.branches[at].overrun = overrun.is_some();
         self.add_tokens(turn, generation, (&resolved, end), at, sampling)?;
-        let said_stop = matches!(generation.finish_reason.as_deref(), Some("stop" | "tool_calls"));
+        let reports_stop = matches!(generation.finish_reason.as_deref(), Some("stop" | "tool_calls"));
         let branch = &self.woven.branches[at];
         let by_text = matches!(generation.stop, Stop::Text(_)) || branch.overrun;
-        if said_stop && !branch.stopped && !branch.ended && !by_text {
+        if reports_stop && !branch.stopped && !branch.ended && !by_text {
             let detail = "the record says the turn stopped but lists no stop token".to_owned();
             self.find(Reason::EosMissingInRecord, turn, -1, 1, detail);
         }
@@ -52,24 +53,25 @@ impl<'a> Loom<'a, '_> {
     /// Compares recorded ids with the tool calls of the message.
     fn check_calls(&mut self, turn: usize, generation: &Generation, message: Option<&Value>, resolved: &Resolved<'_>) {
         let Some((ids, message)) = generation.tokens.ids.as_deref().zip(message) else { return };
-        if let Some(unsaid) = tool_calls::unsaid(message, ids, self.tokenizer) {
-            let detail = format!("the listed tokens spell {unsaid}");
+        if let Some(missing) = tool_calls::unsaid(message, ids, self.tokenizer) {
+            let detail = format!("the listed tokens spell {missing}");
             self.find(Reason::StreamIncomplete, turn, -1, resolved.ids.len(), detail);
         }
     }
 
-    /// Compares the sum of the logprobs with the server's own. Recorders round to six digits or to f16 on the way.
+    /// Compares the sum of the logprobs with the server's cumulative logprob. Recorders may round to six digits or to
+    /// f16.
     fn check_sum(&mut self, turn: usize, generation: &Generation, resolved: &Resolved<'_>) {
-        let Some((said, logprobs)) = generation.cumulative_logprob.zip(resolved.logprobs) else { return };
+        let Some((recorded, logprobs)) = generation.cumulative_logprob.zip(resolved.logprobs) else { return };
         let sum: f64 = logprobs.iter().map(|&logprob| f64::from(logprob)).sum();
-        if (sum - said).abs() > 1e-3 + 1e-4 * said.abs() {
+        if (sum - recorded).abs() > 1e-3 + 1e-4 * recorded.abs() {
             let count = logprobs.len();
-            let detail = format!("the logprobs sum to {sum:.6}, the record's cumulative logprob is {said:.6}");
+            let detail = format!("the logprobs sum to {sum:.6}, the record's cumulative logprob is {recorded:.6}");
             self.find(Reason::InvalidLogprob, turn, 0, count, detail);
         }
     }
 
-    /// Names what goes past the end of the text; one past the last token that belongs to the turn.
+    /// Reports tokens past the end of the text. Returns one past the last token that belongs to the turn.
     fn note_overrun(&mut self, turn: usize, resolved: &Resolved<'_>, overrun: Option<Overrun>) -> usize {
         let count = resolved.ids.len();
         let Some(Overrun { end, partial }) = overrun else { return count };
@@ -97,35 +99,35 @@ impl<'a> Loom<'a, '_> {
         let mut index = 0;
         while index < end {
             if resolved.is_known(index) {
-                let behind = alike_version(generation, index, resolved.alike(index, end));
-                let logprobs = resolved.logprobs.map(|logprobs| &logprobs[index..behind]);
-                self.woven.exact += logprobs.filter(|_| branch.may_train()).map_or(0, known);
+                let run_end = alike_version(generation, index, resolved.alike(index, end));
+                let logprobs = resolved.logprobs.map(|logprobs| &logprobs[index..run_end]);
+                self.woven.exact += logprobs.filter(|_| branch.may_train()).map_or(0, count_known);
                 let sampling = Sampling { version: version_at(generation, index), ..sampling };
                 let tier = resolved.tier(index);
                 let logprobs = logprobs.map(Cow::Borrowed);
-                branch.sample(&resolved.ids[index..behind], Stretch { sampling, tier, trained: true, logprobs });
-                index = behind;
+                branch.sample(&resolved.ids[index..run_end], Stretch { sampling, tier, trained: true, logprobs });
+                index = run_end;
                 continue;
             }
             let run = resolved.run_at(index).filter(|_| self.options.lenient || self.options.assume_canonical);
-            let Some(Run { end: behind, bytes, entry, .. }) = run else { break };
+            let Some(Run { end: run_end, bytes, entry, .. }) = run else { break };
             let canonical = if let Some(entry) = entry {
                 vec![*entry]
             } else {
-                let before = before(branch, self.tokenizer);
-                self.tokenizer.ids_behind(&before, &String::from_utf8_lossy(bytes))?
+                let context = text_before(branch, self.tokenizer);
+                self.tokenizer.ids_behind(&context, &String::from_utf8_lossy(bytes))?
             };
             if self.tokenizer.first_outside(&canonical).is_some() {
                 break;
             }
-            let counted = self.options.assume_canonical && canonical.len() == behind - index;
-            if !counted && !self.options.lenient {
+            let count_matches = self.options.assume_canonical && canonical.len() == run_end - index;
+            if !count_matches && !self.options.lenient {
                 break;
             }
-            let logprobs = resolved.logprobs.filter(|_| counted).map(|all| Cow::Borrowed(&all[index..*behind]));
-            let tier = if counted { types::ASSUMED } else { types::TEXT };
-            branch.sample(&canonical, Stretch { sampling, tier, trained: counted, logprobs });
-            index = *behind;
+            let logprobs = resolved.logprobs.filter(|_| count_matches).map(|all| Cow::Borrowed(&all[index..*run_end]));
+            let tier = if count_matches { types::ASSUMED } else { types::TEXT };
+            branch.sample(&canonical, Stretch { sampling, tier, trained: count_matches, logprobs });
+            index = *run_end;
         }
         let last = branch.ids.last().copied();
         branch.stopped = index == end && last.is_some_and(|id| self.tokenizer.is_special(id));
@@ -137,7 +139,8 @@ impl<'a> Loom<'a, '_> {
         Ok(())
     }
 
-    /// Logprobs without tokens (T4, T5) where the count fits the canonical tokenization, or text alone (T6).
+    /// Appends a generation without usable ids. Its logprobs are used (T4, T5) if their count matches the canonical
+    /// tokenization; otherwise it is text only (T6).
     fn add_text(
         &mut self,
         turn: usize,
@@ -154,8 +157,8 @@ impl<'a> Loom<'a, '_> {
             }
             return Ok(());
         };
-        let before = before(&self.woven.branches[at], self.tokenizer);
-        let mut ids = self.tokenizer.ids_behind(&before, &body)?;
+        let context = text_before(&self.woven.branches[at], self.tokenizer);
+        let mut ids = self.tokenizer.ids_behind(&context, &body)?;
         if spell_all(&ids, self.tokenizer) != body.as_bytes() {
             let detail = "the tokenizer changes the text before it cuts it".to_owned();
             self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
@@ -169,18 +172,19 @@ impl<'a> Loom<'a, '_> {
         }
         let closing = self.scaffold.closing.token.filter(|_| !self.woven.branches[at].cut);
         let logprobs = generation.tokens.logprobs.as_deref().filter(|_| !foreign).unwrap_or_default();
-        let counted = logprobs.len() == ids.len() || logprobs.len() == ids.len() + usize::from(closing.is_some());
-        let level = match counted && !logprobs.is_empty() {
+        let count_matches = logprobs.len() == ids.len() || logprobs.len() == ids.len() + usize::from(closing.is_some());
+        let level = match count_matches && !logprobs.is_empty() {
             true if generation.text.is_some() => types::ASSUMED,
             true => types::COUNT,
             false => types::TEXT_ONLY,
         };
-        let given = if level == types::TEXT_ONLY { self.inserted(generation, (&before, &body), &ids)? } else { 0 };
+        let inserted_count =
+            if level == types::TEXT_ONLY { self.inserted(generation, (&context, &body), &ids)? } else { 0 };
         if level == types::TEXT_ONLY || logprobs.len() > ids.len() {
             ids.extend(closing);
         }
         if generation.tokens.is_empty() || foreign {
-            self.woven.recorded += if foreign { 0 } else { (ids.len() - given) as u64 };
+            self.woven.recorded += if foreign { 0 } else { (ids.len() - inserted_count) as u64 };
         }
         let options = self.options;
         let trained = if level == types::TEXT_ONLY { options.text_only } else { options.assume_canonical };
@@ -199,18 +203,19 @@ impl<'a> Loom<'a, '_> {
         let branch = &mut self.woven.branches[at];
         let (mut index, logprobs) = (0, Some(logprobs).filter(|_| level != types::TEXT_ONLY));
         while index < ids.len() {
-            let behind = alike_version(generation, index, if index < given { given } else { ids.len() });
+            let run_end =
+                alike_version(generation, index, if index < inserted_count { inserted_count } else { ids.len() });
             let sampling = Sampling { version: version_at(generation, index), ..sampling };
-            let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..behind]));
-            let trained = trained && index >= given;
-            branch.sample(&ids[index..behind], Stretch { sampling, tier: level, trained, logprobs });
-            index = behind;
+            let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..run_end]));
+            let trained = trained && index >= inserted_count;
+            branch.sample(&ids[index..run_end], Stretch { sampling, tier: level, trained, logprobs });
+            index = run_end;
         }
         Ok(())
     }
 
-    /// How many of the first ids of a text are an empty thought that the template inserts: they are not trained, as
-    /// nothing says that they were sampled.
+    /// Returns how many of the first ids of a text are an empty thought that the template inserts. They are not
+    /// trained, because nothing shows that they were sampled.
     fn inserted(&self, generation: &Generation, (before, body): (&str, &str), ids: &[u32]) -> Result<usize> {
         let message = self.trace.messages.get(generation.message as usize);
         let Some(message) = message.filter(|_| generation.text.is_none()) else { return Ok(0) };
@@ -219,7 +224,7 @@ impl<'a> Loom<'a, '_> {
         Ok(thought.iter().zip(ids).take_while(|(left, right)| left == right).count())
     }
 
-    /// The text that was sampled: as recorded, else as the template writes it, else the message's content.
+    /// Returns the text that was sampled: as recorded, else as the template writes it, else the message's content.
     fn body(&mut self, turn: usize, generation: &Generation, at: usize) -> Result<Option<String>> {
         if generation.text.is_some() || self.trace.messages.is_empty() {
             return Ok(generation.text.clone());
@@ -237,8 +242,8 @@ impl<'a> Loom<'a, '_> {
     }
 }
 
-/// The text at the end of a branch, if what follows has other ids behind it.
-fn before(branch: &Branch<'_>, tokenizer: &Tokenizer) -> String {
+/// Returns the text at the end of a branch if it can change how the next text is tokenized, else an empty string.
+fn text_before(branch: &Branch<'_>, tokenizer: &Tokenizer) -> String {
     if tokenizer.is_apart("any") {
         return String::new();
     }
@@ -246,16 +251,16 @@ fn before(branch: &Branch<'_>, tokenizer: &Tokenizer) -> String {
     String::from_utf8_lossy(&spell_all(&branch.ids[from..], tokenizer)).into_owned()
 }
 
-/// The policy version of sampled token `index`.
+/// Returns the policy version of sampled token `index`.
 fn version_at(generation: &Generation, index: usize) -> i32 {
     if generation.versions.is_empty() {
         return generation.policy_version;
     }
-    let holds = |span: &&VersionSpan| (span.start as usize..span.end as usize).contains(&index);
-    generation.versions.iter().find(holds).map_or(generation.policy_version, |span| span.version)
+    let contains_index = |span: &&VersionSpan| (span.start as usize..span.end as usize).contains(&index);
+    generation.versions.iter().find(contains_index).map_or(generation.policy_version, |span| span.version)
 }
 
-/// One past the last of the tokens from `start` on, before `end`, that the same policy version sampled.
+/// Returns the end of the run of tokens from `start` (at most `end`) that the same policy version sampled.
 fn alike_version(generation: &Generation, start: usize, end: usize) -> usize {
     if generation.versions.is_empty() {
         return end;
@@ -264,23 +269,23 @@ fn alike_version(generation: &Generation, start: usize, end: usize) -> usize {
     (start + 1..end).find(|&index| version_at(generation, index) != first).unwrap_or(end)
 }
 
-/// How many logprobs are known.
-fn known(logprobs: &[f32]) -> u64 {
+/// Counts the logprobs that are known (not NaN).
+fn count_known(logprobs: &[f32]) -> u64 {
     logprobs.iter().map(|logprob| u64::from(!logprob.is_nan())).sum()
 }
 
-/// Where the turn ends before its tokens do.
+/// The end of a turn whose tokens continue after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overrun {
     /// One past the last token that belongs to the turn.
     pub end: usize,
-    /// Whether the last token that holds a byte of the text also holds some of what stands behind it.
+    /// True if the last token with a byte of the text also contains bytes after it.
     pub partial: bool,
 }
 
 const THOUGHT_END: &str = "</think>";
 
-/// Tokens past the text: of the generation where that is recorded, else of `message`.
+/// Finds tokens past the text of the generation, or past the text of `message` if the generation has none.
 pub fn overrun(
     generation: &Generation,
     message: Option<&Value>,
@@ -308,7 +313,7 @@ pub fn overrun(
     };
     let rest = String::from_utf8_lossy(&spelled[length..]);
     let by_string = matches!(&generation.stop, Stop::Text(string) if rest.contains(string));
-    // A server may trim white space, and holds back what may become a character.
+    // A server may trim white space, and it withholds bytes that may become a character.
     let trimmed = |part: char| part == '\u{FFFD}' || (part.is_whitespace() && generation.text.is_none());
     if rest.is_empty() || !by_string && rest.chars().all(trimmed) {
         return None;
@@ -326,33 +331,34 @@ pub fn overrun(
     Some(Overrun { end: end + usize::from(stops), partial })
 }
 
-/// Tokens behind the first stop token of a turn that calls tools, where all of its calls stand before that.
+/// Finds tokens after the first stop token of a turn that calls tools, if all of its calls come before that token.
 fn behind_calls(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<Overrun> {
     let stops = |&id: &u32| is_special(id, tokenizer) && tokenizer.eos_ids().contains(&id);
     let end = ids.iter().position(stops).map(|stop| stop + 1).filter(|&end| end < ids.len())?;
     tool_calls::unsaid(message, &ids[..end], tokenizer).is_none().then_some(Overrun { end, partial: false })
 }
 
-/// Whether a message calls a tool: its text is then no whole of what was sampled.
+/// Returns true if a message calls a tool. Its text is then not all of what was sampled.
 fn calls(message: &Value) -> bool {
-    let listed = value_in(message, "tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
-    listed || value_in(message, "function_call").is_some_and(Value::is_object)
+    let has_tool_calls =
+        value_in(message, "tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
+    has_tool_calls || value_in(message, "function_call").is_some_and(Value::is_object)
 }
 
-/// Whether a message has its reasoning apart from its text.
+/// Returns true if a message has its reasoning in a separate field.
 fn thinks(message: &Value) -> bool {
     let thought = |key: &&str| value_in(message, key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
     ["reasoning_content", "reasoning", "thinking"].iter().any(thought)
 }
 
-/// Whether the pieces that a record lists are its text, or that and the one of the stop token.
+/// Returns true if the listed pieces are the text, or the text and the piece of the stop token.
 fn are_text(pieces: &Pieces, text: &[u8], stopped: bool) -> bool {
     let last = pieces.ends.len().checked_sub(2).map_or(0, |before| pieces.ends[before] as usize);
     pieces.data.starts_with(text) && (pieces.data.len() == text.len() || stopped && last == text.len())
 }
 
-/// Whether the ids end in these bytes, or in these and one special token, and no special token stands before that where the
-/// bytes end for the first time. Walks back over the bytes alone.
+/// Returns true if the ids end in these bytes, optionally followed by one special token. No special token may precede
+/// the place where the bytes end for the first time. Only the bytes of the text are walked back.
 fn ends_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     let ids = match ids.split_last() {
         Some((last, before)) if is_special(*last, tokenizer) => before,
@@ -374,12 +380,12 @@ fn ends_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     rest.is_empty()
 }
 
-/// Whether the ids begin with these bytes, with a special token behind them.
+/// Returns true if the ids begin with these bytes, followed by a special token.
 fn begins(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     let mut rest = text;
     for (index, id) in ids.iter().enumerate() {
         match rest.strip_prefix(tokenizer.token_bytes(*id).unwrap_or_default()) {
-            Some(behind) => rest = behind,
+            Some(suffix) => rest = suffix,
             None => return false,
         }
         if rest.is_empty() {
@@ -389,21 +395,21 @@ fn begins(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     false
 }
 
-/// How many bytes of `spelled` there are up to the end of the message's text: at the beginning, where no reasoning stands
-/// before it, else behind the reasoning, else where it stands last.
+/// Returns the number of bytes of `spelled` up to the end of the message's text. The text is searched for after the
+/// reasoning, else at the beginning if there is no reasoning, else at its last occurrence.
 fn end_of_content(spelled: &[u8], content: &str, thinks: bool) -> Option<usize> {
     let thought = Some(THOUGHT_END).filter(|end| !content.contains(end));
-    let behind = thought.and_then(|end| Some(memmem::find(spelled, end.as_bytes())? + end.len()));
-    if let Some(behind) = behind {
-        let space = spelled[behind..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+    let start = thought.and_then(|end| Some(memmem::find(spelled, end.as_bytes())? + end.len()));
+    if let Some(start) = start {
+        let space = spelled[start..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();
         let content = content.trim_start();
-        return spelled_length(&spelled[behind + space..], content).map(|length| behind + space + length);
+        return spelled_length(&spelled[start + space..], content).map(|length| start + space + length);
     }
     let first = if thinks { None } else { spelled_length(spelled, content) };
     first.or_else(|| memmem::rfind(spelled, content.as_bytes()).map(|at| at + content.len()))
 }
 
-/// How many bytes of `spelled` decode to `text`, if it begins with that.
+/// Returns how many bytes of `spelled` decode to `text`, or `None` if `spelled` does not begin with it.
 fn spelled_length(spelled: &[u8], text: &str) -> Option<usize> {
     if spelled.starts_with(text.as_bytes()) {
         return Some(text.len());
@@ -427,20 +433,20 @@ fn spelled_length(spelled: &[u8], text: &str) -> Option<usize> {
     rest.is_empty().then_some(length)
 }
 
-/// How the last generation of a trace ended.
+/// The way in which the last generation of a trace ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Ending {
-    /// The record does not say, and no stop token shows it.
+    /// The record does not specify it, and no stop token shows it.
     Unknown = 0,
-    /// The policy stopped: by its stop token, by a stop string, to call a tool.
+    /// The policy stopped: by its stop token, by a stop string, or to call a tool.
     Whole = 1,
-    /// By a limit of length, an abort, a filter.
+    /// Ended by a length limit, an abort or a filter.
     Cut = 2,
 }
 
 impl Ending {
-    /// Of the last generation of a trace.
+    /// Returns the ending of the last generation of a trace.
     pub fn of(trace: &Trace, branches: &[Branch<'_>]) -> Self {
         let Some(last) = trace.generations.last() else { return Self::Unknown };
         let turn = Some(trace.generations.len() as i32 - 1);
@@ -448,7 +454,8 @@ impl Ending {
         Self::of_generation(last, shown)
     }
 
-    /// By its finish reason; where none is said, by what stopped it, or the stop token that its tokens end in.
+    /// Returns the ending by the finish reason. Without one, uses the recorded stop, or the stop token at the end of
+    /// the tokens.
     fn of_generation(generation: &Generation, shows_stop: bool) -> Self {
         match generation.finish_reason.as_deref() {
             Some("length" | "abort" | "content_filter" | "incomplete") => Self::Cut,
@@ -459,8 +466,8 @@ impl Ending {
     }
 }
 
-/// Whether the record says that something else than a stop or a tool call ended a generation, known or not: no stop token
-/// was sampled.
+/// Returns true if the record says that anything other than a stop or a tool call ended the generation, even an
+/// unknown reason. No stop token was sampled then.
 pub fn is_cut(generation: &Generation) -> bool {
     generation.finish_reason.as_deref().is_some_and(|reason| !["stop", "tool_calls", "function_call"].contains(&reason))
 }
@@ -487,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn the_length_of_a_text_counts_what_stands_for_broken_characters() {
+    fn the_length_of_a_text_counts_replaced_characters() {
         assert_eq!(spelled_length(b"ab}", "ab"), Some(2));
         assert_eq!(spelled_length(b"a\xE3\x81b}", "a\u{FFFD}b"), Some(4));
         assert_eq!(spelled_length(b"a\xE3\x81b}", "a"), Some(1));
@@ -502,18 +509,18 @@ mod ending_tests {
     use super::Ending;
     use crate::trace::{Generation, Stop};
 
-    fn said(reason: Option<&str>, stop: Stop) -> Ending {
+    fn ending(reason: Option<&str>, stop: Stop) -> Ending {
         let generation = Generation { finish_reason: reason.map(str::to_owned), stop, ..Generation::default() };
         Ending::of_generation(&generation, false)
     }
 
     #[test]
     fn the_finish_reason_says_it_and_else_what_stopped_it() {
-        assert_eq!(said(Some("length"), Stop::Id(2)), Ending::Cut);
-        assert_eq!(said(Some("abort"), Stop::Unsaid), Ending::Cut);
-        assert_eq!(said(Some("tool_calls"), Stop::Unsaid), Ending::Whole);
-        assert_eq!(said(Some("other"), Stop::Unsaid), Ending::Unknown);
-        assert_eq!(said(None, Stop::Text("}".to_owned())), Ending::Whole);
-        assert_eq!(said(None, Stop::Unsaid), Ending::Unknown);
+        assert_eq!(ending(Some("length"), Stop::Id(2)), Ending::Cut);
+        assert_eq!(ending(Some("abort"), Stop::Unsaid), Ending::Cut);
+        assert_eq!(ending(Some("tool_calls"), Stop::Unsaid), Ending::Whole);
+        assert_eq!(ending(Some("other"), Stop::Unsaid), Ending::Unknown);
+        assert_eq!(ending(None, Stop::Text("}".to_owned())), Ending::Whole);
+        assert_eq!(ending(None, Stop::Unsaid), Ending::Unknown);
     }
 }

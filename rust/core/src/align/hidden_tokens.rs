@@ -1,46 +1,50 @@
 //! Infers ids that a record determines although some of its tokens do not show their bytes.
 //!
-//! A recorder decodes each token alone. One that is a part of a character shows nothing, or U+FFFD, or, if it completes
-//! a character that earlier tokens began, all of their text at once. What these texts, the whole text and the number
-//! of tokens still determine is found here by dynamic programming; every other id stays unknown.
+//! A recorder decodes every token separately. A token that is part of a character shows nothing or U+FFFD. If it
+//! completes a character that earlier tokens began, it shows all of their text at once. This module finds by dynamic
+//! programming which ids these texts, the complete text and the number of tokens still determine. Every other id stays
+//! unknown.
 //!
-//! A path through the layers is one list of ids that shows what the record shows and decodes to its text. Forward, the
-//! states that can be reached; backward, those from which the end can be; what stands on such paths only once is known.
+//! The search works on layers of states, one layer per token. A path through the layers is one id sequence that shows
+//! what the record shows and decodes to its text. The forward pass finds the states that can be reached, the backward
+//! pass those that lead to the end. An id is known if every surviving path uses it at its position.
 
 use crate::tokenizer::Tokenizer;
 use std::collections::HashMap;
 
-/// States of one layer, and entries tried in all, past which the text is given up.
+/// Bounds on the states of one layer and on the vocabulary entries tried in total. Beyond either, the search gives up
+/// on the text.
 const STATES: usize = 4096;
 const TRIES: usize = 1 << 21;
 
-/// The text, as far as it is known.
+/// The complete text, as far as it is known.
 #[derive(Debug, Clone, Copy)]
 pub struct Whole<'a> {
-    /// What the tokens decode to, with U+FFFD for what is no character; parts of a character at its end are left out.
+    /// The decoded text of the tokens, with U+FFFD for invalid bytes. An incomplete character at its end is left out.
     pub text: &'a str,
-    /// Whether more tokens may stand behind it: those of a stop string or a stop token.
+    /// True if more tokens may follow the text: those of a stop string or a stop token.
     pub may_go_on: bool,
-    /// Whether special tokens are written in it.
+    /// True if the text includes special tokens.
     pub with_specials: bool,
 }
 
-/// What the text determines.
+/// The ids and positions that the text determines.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// One for each token.
+    /// One per token.
     pub choices: Vec<Choice>,
-    /// For each token and the end: the byte of the text it begins at, where that is certain and between characters.
+    /// For each token and for the end: the byte of the text at which it begins, if that is certain and between two
+    /// characters.
     pub starts: Vec<Option<u32>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct State {
-    /// Bytes of the text decoded; `PAST` behind its end.
+    /// Number of bytes of the text decoded so far; `PAST` after its end.
     at: u32,
-    /// What waits in the decoder of the whole text.
+    /// Incomplete character in the decoder of the complete text.
     pending: Pending,
-    /// What waits in that of single tokens.
+    /// State of the decoder that shows single tokens.
     view: View,
 }
 
@@ -56,16 +60,17 @@ struct Search<'a> {
     whole: Whole<'a>,
     setting: Setting<'a>,
     states: Vec<State>,
-    /// First state of each layer, and the end.
+    /// Index of the first state of each layer, then the end of the states.
     layers: Vec<usize>,
     edges: Vec<Edge>,
-    /// First edge into each layer.
+    /// Index of the first edge into each layer.
     into: Vec<usize>,
     next: HashMap<State, u32>,
     tries: usize,
 }
 
-/// The ids that `seen` and the text determine; `None` where nothing fits both, or too much does.
+/// Returns the ids that `seen` and `whole` determine. Returns `None` if no id sequence fits both, or if the search
+/// exceeds its bounds.
 pub fn whole(seen: &[Seen<'_>], whole: Whole<'_>, setting: Setting<'_>) -> Option<Found> {
     let start = State { at: 0, pending: Pending::default(), view: View::default() };
     let mut search = Search {
@@ -78,14 +83,14 @@ pub fn whole(seen: &[Seen<'_>], whole: Whole<'_>, setting: Setting<'_>) -> Optio
         next: HashMap::new(),
         tries: 0,
     };
-    for (index, &one) in seen.iter().enumerate() {
-        search.layer(one, index + 1 == seen.len())?;
+    for (index, &token) in seen.iter().enumerate() {
+        search.layer(token, index + 1 == seen.len())?;
     }
     search.finish(seen.len())
 }
 
 impl Search<'_> {
-    /// The states behind one more token.
+    /// Computes the states after one more token.
     fn layer(&mut self, seen: Seen<'_>, last: bool) -> Option<()> {
         let (start, end) = (self.layers[self.layers.len() - 2], self.layers[self.layers.len() - 1]);
         self.next.clear();
@@ -104,8 +109,8 @@ impl Search<'_> {
         (!self.next.is_empty()).then_some(())
     }
 
-    /// States that differ only in which character cannot come to be are one: where the text has U+FFFD next, what waits
-    /// will be broken, and only the bytes that may still join it matter.
+    /// Merges states that differ only in an incomplete character that will be replaced. If the text has U+FFFD next,
+    /// the pending bytes will be invalid, and only the bytes that may still join them matter.
     fn canonical(&self, state: State) -> State {
         let broken = state.at != PAST && !state.pending.is_empty() && {
             self.whole.text.as_bytes()[state.at as usize..].starts_with(REPLACEMENT)
@@ -149,7 +154,7 @@ impl Search<'_> {
         }
     }
 
-    /// Tokens whose id is not shown, by the bytes that the text has next.
+    /// Adds edges for tokens whose id is not shown, guided by the next bytes of the text.
     fn search(&mut self, from: usize, text: Option<&str>) {
         let state = self.states[from];
         let tokenizer = self.setting.tokenizer;
@@ -176,36 +181,37 @@ impl Search<'_> {
             }
         }
         if broken {
-            // What waits may be the broken part, or a part of it: then any entry that is no text of its own may follow.
-            let known: &[u8] = if state.pending.is_empty() { &forced } else { &[] };
-            for (bytes, id) in tokenizer.partial().beginning_with(known) {
+            // The pending bytes may be the invalid part or belong to it. Then any entry that is not valid text by
+            // itself may follow.
+            let prefix: &[u8] = if state.pending.is_empty() { &forced } else { &[] };
+            for (bytes, id) in tokenizer.partial().beginning_with(prefix) {
                 self.consider(from, id, bytes, text);
             }
         }
     }
 
-    /// Adds `id` where it shows what the record shows and the text goes on with its bytes.
+    /// Adds an edge for `id` if it shows what the record shows and its bytes continue the text.
     fn consider(&mut self, from: usize, id: u32, bytes: &[u8], text: Option<&str>) {
         self.tries += 1;
         let state = self.states[from];
         let (shown, view) = state.view.show(bytes);
-        let alone = |text: &str| String::from_utf8_lossy(bytes) == text;
+        let decodes_to = |text: &str| String::from_utf8_lossy(bytes) == text;
         let fits = match (text, shown) {
             (None, shown) => shown == Shown::Nothing,
-            (Some(text), Shown::Completed(length)) => length == text.len() || alone(text),
-            (Some(text), _) => alone(text),
+            (Some(text), Shown::Completed(length)) => length == text.len() || decodes_to(text),
+            (Some(text), _) => decodes_to(text),
         };
         if fits && let Some(to) = self.feed(state, bytes) {
             self.edge(from, State { view, ..to }, id);
         }
     }
 
-    /// Tokens behind the end of the text: nothing there is decoded.
+    /// Adds edges for tokens after the end of the text, which are not decoded.
     fn behind(&mut self, from: usize, text: Option<&str>) {
         let view = View::default();
         let to = State { at: PAST, pending: Pending::default(), view };
         match text {
-            // Two of them stand for all.
+            // Two of them represent all: they already make the id ambiguous.
             None => hidden(self.setting).take(2).for_each(|id| self.edge(from, to, id)),
             Some(text) if self.whole.may_go_on => {
                 let choices = run(0, Some(text), self.setting);
@@ -217,7 +223,7 @@ impl Search<'_> {
         }
     }
 
-    /// Whether a known token may stand behind the text, or across its end.
+    /// Returns true if a token with a known id may follow the text or extend across its end.
     fn passes(&self, state: State, bytes: &[u8], last: bool) -> bool {
         let ends = |length: usize| {
             let end = self.feed(state, &bytes[..length]);
@@ -226,17 +232,18 @@ impl Search<'_> {
         state.at == PAST || (usize::from(!last)..bytes.len()).any(ends)
     }
 
-    /// The bytes that the text has next, up to what is no character, and whether that is within reach of one token.
+    /// Returns the bytes that must come next in the text, up to the first invalid character. Also returns whether one
+    /// token can reach that character.
     fn forced(&self, state: State) -> (Vec<u8>, bool) {
         let reach = self.setting.tokenizer.max_piece_bytes() + 4;
         let mut rest = &self.whole.text.as_bytes()[state.at as usize..];
-        let waiting = state.pending.bytes();
+        let pending = state.pending.bytes();
         let mut broken = false;
-        if rest.starts_with(waiting) {
-            rest = &rest[waiting.len()..];
-        } else if let Some(behind) = rest.strip_prefix(REPLACEMENT) {
-            // What waits is broken off by the next token.
-            (rest, broken) = (behind, true);
+        if rest.starts_with(pending) {
+            rest = &rest[pending.len()..];
+        } else if let Some(after) = rest.strip_prefix(REPLACEMENT) {
+            // The next token makes the pending bytes invalid.
+            (rest, broken) = (after, true);
         }
         let near = &rest[..rest.len().min(reach)];
         match memchr::memmem::find(near, REPLACEMENT) {
@@ -245,27 +252,27 @@ impl Search<'_> {
         }
     }
 
-    /// Decodes `bytes` along the text; `None` where it says something else.
+    /// Decodes `bytes` against the text. Returns `None` if the text differs.
     fn feed(&self, state: State, bytes: &[u8]) -> Option<State> {
         if state.at == PAST {
             return None;
         }
         let text = self.whole.text.as_bytes();
         let (mut at, mut pending) = (state.at as usize, state.pending);
-        let take = |at: &mut usize, expected: &[u8]| {
-            let here = text.get(*at..)?.starts_with(expected);
+        let advance = |at: &mut usize, expected: &[u8]| {
+            let matches = text.get(*at..)?.starts_with(expected);
             *at += expected.len();
-            here.then_some(())
+            matches.then_some(())
         };
         for &byte in bytes {
             let (broken, step) = pending.feed(byte);
             if broken {
-                take(&mut at, REPLACEMENT)?;
+                advance(&mut at, REPLACEMENT)?;
             }
             match step {
                 Step::Waits => {}
-                Step::Character(character, length) => take(&mut at, &character[..length])?,
-                Step::Broken => take(&mut at, REPLACEMENT)?,
+                Step::Character(character, length) => advance(&mut at, &character[..length])?,
+                Step::Broken => advance(&mut at, REPLACEMENT)?,
             }
         }
         let rest = &text[at..];
@@ -274,13 +281,13 @@ impl Search<'_> {
         possible.then_some(State { at: at as u32, pending, view: state.view })
     }
 
-    /// Whether a generation may end here.
+    /// Returns true if a generation may end in this state.
     fn ends(&self, state: State) -> bool {
         let rest = self.whole.text.as_bytes().get(state.at as usize..).unwrap_or_default();
         rest.is_empty() || (rest == REPLACEMENT && !state.pending.is_empty())
     }
 
-    /// What stands on every path from the beginning to an end.
+    /// Collects the ids that all paths from the start to an end share.
     fn finish(self, count: usize) -> Option<Found> {
         let mut alive = vec![false; self.states.len()];
         let (start, end) = (self.layers[count], self.layers[count + 1]);
@@ -298,30 +305,32 @@ impl Search<'_> {
             }
         }
         let start_of = |layer: usize| {
-            let mut found = (self.layers[layer]..self.layers[layer + 1]).filter(|&state| alive[state]);
-            let first = self.states[found.next()?];
-            let sure = first.at != PAST && first.pending.is_empty();
-            let alike = |state: usize| self.states[state].at == first.at && self.states[state].pending.is_empty();
-            (sure && found.all(alike)).then_some(first.at)
+            let mut reachable = (self.layers[layer]..self.layers[layer + 1]).filter(|&state| alive[state]);
+            let first = self.states[reachable.next()?];
+            let certain = first.at != PAST && first.pending.is_empty();
+            let same_position =
+                |state: usize| self.states[state].at == first.at && self.states[state].pending.is_empty();
+            (certain && reachable.all(same_position)).then_some(first.at)
         };
         let starts = (0..=count).map(start_of).collect();
         alive[0].then_some(Found { choices, starts })
     }
 }
 
-/// Where a token ends.
+/// Position at which a token ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum At {
     /// Before the token that begins the shown text: parts of characters that nothing completes.
     Stray,
-    /// In the shown text, this many bytes of it spelled.
+    /// Inside the shown text, after this many of its bytes.
     Inside(usize),
 }
 
-/// The ids of `count` hidden tokens and the one behind them that shows `text`; `None` where nothing is behind them.
+/// Returns the ids of `count` hidden tokens and of the following token that shows `text`. If `text` is `None`, no
+/// token follows them.
 ///
-/// The text is that of the tokens from the one in which its last character begins. Those before it are strays: any
-/// entry that ends inside a character. `Choice::None` for all of them if the vocabulary has no such tokens.
+/// The text is that of the tokens from the one in which its last character begins. Tokens before that one are strays:
+/// any entry that ends inside a character. All choices are `Choice::None` if the vocabulary has no such tokens.
 pub fn run(count: usize, text: Option<&str>, setting: Setting<'_>) -> Vec<Choice> {
     let Some(text) = text else { return vec![any_hidden(setting); count] };
     let total = count + 1;
@@ -353,7 +362,7 @@ pub fn run(count: usize, text: Option<&str>, setting: Setting<'_>) -> Vec<Choice
     choices
 }
 
-/// What a hidden token with nothing known around it may be.
+/// Returns the choice for a hidden token with nothing known around it.
 fn any_hidden(setting: Setting<'_>) -> Choice {
     let mut choice = Choice::None;
     hidden(setting).take(2).for_each(|id| choice.add(id));
@@ -365,7 +374,7 @@ fn step_hidden(from: At, text: &str, setting: Setting<'_>, edge: &mut dyn FnMut(
     let last = text.char_indices().next_back().map_or(0, |(at, _)| at);
     let spelled = match from {
         At::Stray => {
-            // Two of them stand for all.
+            // Two of them represent all: they already make the id ambiguous.
             hidden(setting).take(2).for_each(|id| edge(At::Stray, id));
             if text[..last].contains('\u{FFFD}') {
                 return begin_broken(text, last, setting, edge);
@@ -400,25 +409,25 @@ fn close(from: At, text: &str, setting: Setting<'_>, edge: &mut dyn FnMut(At, u3
     }
 }
 
-/// Tokens that spell what is no character before the last character, and begin that.
+/// Adds edges for tokens that end in the beginning of the last character and have invalid bytes before it.
 fn begin_broken(text: &str, last: usize, setting: Setting<'_>, edge: &mut dyn FnMut(At, u32)) {
     for &id in setting.tokenizer.partial().open() {
         let bytes = setting.tokenizer.token_bytes(id).unwrap_or_default();
-        let begun = (1..4.min(bytes.len())).find(|&begun| {
-            let (before, rest) = bytes.split_at(bytes.len() - begun);
-            text.as_bytes()[last..].starts_with(rest) && String::from_utf8_lossy(before) == text[..last]
+        let overlap = (1..4.min(bytes.len())).find(|&overlap| {
+            let (before, tail) = bytes.split_at(bytes.len() - overlap);
+            text.as_bytes()[last..].starts_with(tail) && String::from_utf8_lossy(before) == text[..last]
         });
-        if let Some(begun) = begun.filter(|begun| last + begun < text.len()) {
-            edge(At::Inside(last + begun), id);
+        if let Some(overlap) = overlap.filter(|overlap| last + overlap < text.len()) {
+            edge(At::Inside(last + overlap), id);
         }
     }
 }
 
-/// The beginning of a character that earlier tokens left, as the recorder holds it.
+/// The incomplete character that earlier tokens left, as the recorder sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct View {
     pub pending: Pending,
-    /// Bytes of text in the token that began it, before the character.
+    /// Number of bytes of text before the character in the token that began it.
     pub before: u16,
 }
 
@@ -426,17 +435,17 @@ pub struct View {
 pub enum Shown {
     /// Its own text, which does not end in U+FFFD.
     Own,
-    /// Nothing: its text ends in U+FFFD, and what stands before it does not mend that.
+    /// Nothing: its text ends in U+FFFD, and the bytes before it do not complete that character.
     Nothing,
-    /// The text of `.0` bytes that it completes, from the token that began the character.
+    /// Text of `.0` bytes that the token completes, from the token that began the character.
     Completed(usize),
 }
 
 impl View {
-    /// What is shown of a token with `bytes`, and the view after it.
+    /// Returns what is shown of a token with `bytes`, and the view after it.
     pub fn show(self, bytes: &[u8]) -> (Shown, Self) {
         let mut joint = self.pending;
-        // Whether what waits at the end began in an earlier token.
+        // True if the pending bytes at the end began in an earlier token.
         let mut earlier = !joint.is_empty();
         let mut completed = None;
         for &byte in bytes {
@@ -468,9 +477,9 @@ impl View {
 }
 
 struct Alone {
-    /// Its text ends in U+FFFD.
+    /// True if the text of the token ends in U+FFFD.
     open: bool,
-    /// Bytes of its text before what waits at its end.
+    /// Number of bytes of its text before the pending bytes at its end.
     before: u16,
 }
 
@@ -498,31 +507,31 @@ fn fresh(bytes: &[u8]) -> (Alone, Pending) {
 /// What the record shows of one token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Seen<'a> {
-    /// Its id, by bytes of its own.
+    /// Its id, determined by its own bytes.
     Id(u32),
     /// Nothing: its bytes end inside a character, or it is a special token that the recorder hides.
     Nothing,
-    /// Text that is its own, perhaps with U+FFFD for what is no character, or its own behind that of the tokens before.
+    /// Text: its own, with U+FFFD for invalid bytes, or its own after the text of the hidden tokens before it.
     Text(&'a str),
 }
 
-/// What is known of the recorder and the vocabulary.
+/// Facts about the recorder and the vocabulary.
 #[derive(Clone, Copy)]
 pub struct Setting<'a> {
     pub tokenizer: &'a Tokenizer,
-    /// Whether a special token may show nothing.
+    /// True if a special token may show nothing.
     pub hides_specials: bool,
 }
 
-/// The ids that one token may have, as far as it matters: none, one, or several.
+/// The ids that one token may have, as far as it matters: none, one or several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Choice {
-    /// Nothing fits.
+    /// No id fits.
     #[default]
     None,
     /// Only this id fits.
     One(u32),
-    /// At least two fit.
+    /// At least two ids fit.
     Many,
 }
 
@@ -530,18 +539,18 @@ impl Choice {
     fn add(&mut self, id: u32) {
         *self = match *self {
             Self::None => Self::One(id),
-            Self::One(known) if known == id => Self::One(known),
+            Self::One(first) if first == id => Self::One(first),
             _ => Self::Many,
         };
     }
 
-    /// The id, if there is only one.
+    /// Returns the id if exactly one fits.
     pub fn id(self) -> Option<u32> {
         if let Self::One(id) = self { Some(id) } else { None }
     }
 }
 
-/// Ids that a token which shows nothing may have, whatever stands around it.
+/// Returns the ids that a token which shows nothing may have in any context.
 fn hidden(setting: Setting<'_>) -> impl Iterator<Item = u32> {
     let specials = if setting.hides_specials { setting.tokenizer.special_ids() } else { &[] };
     setting.tokenizer.partial().open().iter().chain(specials).copied()
@@ -559,16 +568,16 @@ pub struct Pending {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// It waits with those before it.
+    /// The byte is pending with those before it.
     Waits,
-    /// It completes a character of `.1` bytes.
+    /// The byte completes a character of `.1` bytes.
     Character([u8; 4], usize),
-    /// It is no part of a character.
+    /// The byte is not part of a valid character.
     Broken,
 }
 
 impl Pending {
-    /// The waiting bytes.
+    /// Returns the pending bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.length as usize]
     }
@@ -577,7 +586,8 @@ impl Pending {
         self.length == 0
     }
 
-    /// The first of the beginnings that take the same bytes for as long. U+FFFD itself stays apart.
+    /// Returns the representative of all beginnings that accept the same following bytes for equally long. Beginnings
+    /// of U+FFFD form their own class.
     pub fn class(self) -> Self {
         let (first, second) = match (self.bytes[0], self.length) {
             (0xC2..=0xDF, _) => (0xC2, 0),
@@ -592,7 +602,8 @@ impl Pending {
         Self { bytes: [first, second, third], length: self.length }
     }
 
-    /// Takes one byte. True with the step: the bytes that waited before it were broken off first, as one U+FFFD.
+    /// Decodes one byte. Returns true next to the step if the pending bytes turned out invalid first and count as one
+    /// U+FFFD.
     pub fn feed(&mut self, byte: u8) -> (bool, Step) {
         if self.length > 0 {
             if self.takes(byte) {
@@ -626,7 +637,8 @@ impl Pending {
         }
     }
 
-    /// Whether `byte` may follow: UTF-8 excludes overlong forms, surrogates, and what is past U+10FFFF.
+    /// Returns true if `byte` may follow the pending bytes. UTF-8 excludes overlong forms, surrogates and code points
+    /// above U+10FFFF.
     fn takes(self, byte: u8) -> bool {
         if self.length > 1 {
             return matches!(byte, 0x80..=0xBF);
@@ -641,7 +653,7 @@ impl Pending {
     }
 }
 
-/// Bytes of the character that begins with `byte`, 0 where none does.
+/// Returns the number of bytes of the character that begins with `byte`, or 0 if none does.
 fn width(byte: u8) -> usize {
     match byte {
         0x00..=0x7F => 1,
@@ -665,8 +677,8 @@ mod tests {
         for (text, may_go_on, fits) in
             [("price of", false, true), ("price o", true, true), ("price of two", true, false), ("rice", true, false)]
         {
-            let found = whole(&seen, Whole { text, may_go_on, with_specials: false }, setting);
-            assert_eq!(found.is_some(), fits, "{text}");
+            let result = whole(&seen, Whole { text, may_go_on, with_specials: false }, setting);
+            assert_eq!(result.is_some(), fits, "{text}");
         }
     }
 }
@@ -679,14 +691,14 @@ mod view_tests {
     fn a_token_shows_its_own_text_nothing_or_the_text_of_a_character_that_it_completes() {
         use Shown::{Completed, Nothing, Own};
         let cases: [(&[&[u8]], &[Shown]); 6] = [
-            // " " E3, 81, 95: the last shows " さ", four bytes.
+            // " " E3, 81, 95: the last token shows " さ", four bytes.
             (&[b" \xE3", b"\x81", b"\x95"], &[Nothing, Nothing, Completed(4)]),
-            // A stray part does not reach further.
+            // A stray part does not extend further.
             (&[b"\xC3", b"a"], &[Nothing, Own]),
             (&[b"\xC3", b"\xE3\x81", b"\x95"], &[Nothing, Nothing, Completed(3)]),
             (&[b"\x95", b"\xC3", b"\xA9\xC3"], &[Nothing; 3]),
             (&["\u{FFFD}".as_bytes()], &[Nothing]),
-            // Text behind the rest of a character is its own.
+            // Text after the end of a character is the token's own.
             (&[b"\xC3", b"\x85sa"], &[Nothing, Own]),
         ];
         for (tokens, expected) in cases {
@@ -736,7 +748,7 @@ mod utf8_tests {
             pending.class().bytes().to_vec()
         };
         assert_eq!([class(&[0xE3, 0x81]), class(&[0xEF, 0xBC])], [[0xE1, 0x80]; 2]);
-        assert_eq!(class(&[0xEF, 0xBF]), [0xEF, 0xBF]); // U+FFFD may come of it
+        assert_eq!(class(&[0xEF, 0xBF]), [0xEF, 0xBF]); // U+FFFD may become of it
     }
 
     proptest! {

@@ -1,8 +1,9 @@
-//! Images in prompts: the ids that stand for one become keys, which no other image has, and become pads again in the output.
+//! Images in prompts: the ids of each image become keys that no other image has, and become pads again in the output.
 //!
-//! Ids do not tell two images of one size apart, and a pad id may be sampled or written by a user. So before a trace is
-//! aligned the pads of each image are replaced by numbers above every id, one for each (image, place in it); whatever
-//! compares ids then compares images. The output has the pads again, and flat lists of the places at which they stand.
+//! Ids do not distinguish two images of the same size, and a pad id may be sampled or written by a user. Therefore,
+//! before a trace is aligned, the pads of each image are replaced by numbers above every id, one number for each
+//! (image, position in it). Code that compares ids then compares images too. The output contains the pads again, and
+//! flat lists of the positions of the images.
 
 #[cfg(test)]
 mod tests;
@@ -17,71 +18,71 @@ use crate::trace::{Generation, Placeholder, Prompt, Trace};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// The first key: no model has so many ids.
+/// The first key. No model has this many ids.
 const FIRST_KEY: u32 = 1 << 31;
 
-/// How one model's ids stand for pictures.
+/// How the ids of one model represent images.
 #[derive(Debug, Default)]
 pub struct PictureRule {
-    /// The id that is repeated, one for each feature of a picture.
+    /// The id that is repeated once for each feature of an image.
     pub pad: u32,
-    /// Ids that templates and processors write around pictures.
+    /// Ids that templates and processors write around images.
     pub frames: Vec<u32>,
-    /// What stands for a picture of (width, height): pads, and between them what the processor writes.
+    /// The ids of an image of (width, height): pads, and the ids that the processor writes between them.
     pub expansions: HashMap<(u32, u32), Vec<u32>>,
 }
 
-/// A trace whose prompts hold keys.
+/// A trace whose prompts contain keys.
 #[derive(Debug)]
 pub(super) struct Keyed<'r> {
     pub trace: Arc<Trace>,
     rule: &'r PictureRule,
-    /// Of each picture of the trace its first key, less [`FIRST_KEY`]; behind them the end.
+    /// The first key of each image of the trace, minus [`FIRST_KEY`]. The last entry is the end of all keys.
     firsts: Vec<u32>,
     turns: Vec<Placed>,
 }
 
-/// Whether the pictures of a generation's prompt were found in its ids.
+/// Whether the images of a generation's prompt were located in its ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Placed {
-    /// It has none, or has something else that is no text.
+    /// The prompt has no images, or contains other media.
     Nothing,
-    /// All; so many ids were added to a prompt that was recorded as it was sent.
+    /// All images were located. The number is how many ids were added to a prompt that was recorded before expansion.
     All(usize),
-    /// Not, and why.
+    /// They were not located, for this reason.
     Not(String),
 }
 
-/// A prompt whose pictures were found.
+/// A prompt whose images were located.
 struct Whole {
     keys: Vec<u32>,
-    /// How many ids were added to those recorded.
+    /// Number of ids added to the recorded ones.
     added: usize,
-    /// As recorded.
+    /// The recorded ids.
     ids: Vec<u32>,
     pictures: Vec<usize>,
 }
 
-/// Ids with one pad for each picture, and how many ids each of them stands for.
+/// Ids with one pad for each image, and the number of original ids that each of them represents.
 pub(super) struct Collapsed {
     pub ids: Vec<u32>,
     widths: Vec<usize>,
 }
 
-/// A picture where it stands in a branch.
+/// An image with its tokens in a branch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Span {
-    /// Index into the pictures of the trace.
+    /// Index into the images of the trace.
     pub picture: usize,
-    /// The token of each of its features.
+    /// The token of each feature of the image.
     pub at: Vec<usize>,
 }
 
 impl<'r> Keyed<'r> {
-    /// The trace with keys in its prompts; `None` where it has no picture.
+    /// Returns the trace with keys in its prompts, or `None` if it has no image.
     ///
     /// # Errors
-    /// `Kind::Alignment` for pictures with more features together than there are keys.
+    /// `Kind::Alignment` if the images have more features in total than there are keys.
     pub fn of(trace: &Arc<Trace>, rule: &'r PictureRule) -> Result<Option<Self>> {
         if trace.pictures.is_empty() {
             return Ok(None);
@@ -97,7 +98,7 @@ impl<'r> Keyed<'r> {
         let mut generations = trace.generations.clone();
         let mut wholes: Vec<Option<Whole>> = Vec::with_capacity(generations.len());
         for (turn, generation) in generations.iter_mut().enumerate() {
-            let (whole, placed) = match keyed.keys_of(turn, &wholes) {
+            let (whole, placement) = match keyed.keys_of(turn, &wholes) {
                 Ok(Some(whole)) => {
                     let added = whole.added;
                     (Some(whole), Placed::All(added))
@@ -109,33 +110,33 @@ impl<'r> Keyed<'r> {
                 generation.prompt = continued(&generation.prompt, &whole.keys, &wholes, trace);
             }
             wholes.push(whole);
-            keyed.turns.push(placed);
+            keyed.turns.push(placement);
         }
         keyed.trace = Arc::new(Trace { generations, ..Trace::clone(trace) });
         Ok(Some(keyed))
     }
 
-    /// Whether the prompt of a generation has keys.
+    /// Returns true if the prompt of a generation has keys.
     pub fn has_keys(&self, turn: usize) -> bool {
         matches!(self.turns.get(turn), Some(Placed::All(_)))
     }
 
-    /// Why the pictures of a prompt were not found in its ids, if they were not.
+    /// Returns the reason why the images of a prompt were not located in its ids, or `None` if they were.
     pub fn why_not(&self, turn: usize) -> Option<&str> {
         if let Some(Placed::Not(why)) = self.turns.get(turn) { Some(why) } else { None }
     }
 
-    /// How many ids were added to a prompt that was recorded as it was sent.
+    /// Returns the number of ids added to a prompt that was recorded before its images were expanded.
     pub fn added(&self, turn: usize) -> usize {
         if let Some(Placed::All(added)) = self.turns.get(turn) { *added } else { 0 }
     }
 
-    /// Whether an id that is no key belongs to how pictures are written.
+    /// Returns true if an id that is not a key is one of those that images are written with.
     pub fn explains(&self, id: u32) -> bool {
         id == self.rule.pad || self.rule.frames.contains(&id)
     }
 
-    /// Ids as a template writes them, with one pad for each picture.
+    /// Returns the ids as a template writes them, with one pad for each image.
     pub fn collapse(&self, ids: &[u32]) -> Collapsed {
         let mut short = Collapsed { ids: Vec::with_capacity(ids.len()), widths: Vec::with_capacity(ids.len()) };
         let mut at = 0;
@@ -147,17 +148,17 @@ impl<'r> Keyed<'r> {
                     (self.expansion(picture).ok(), key - self.firsts[picture])
                 }
             };
-            let before = picture.and_then(|ids| ids.iter().position(|&id| id == self.rule.pad)).unwrap_or(0);
+            let prefix = picture.and_then(|ids| ids.iter().position(|&id| id == self.rule.pad)).unwrap_or(0);
             let width = picture.filter(|_| offset == 0).map_or(1, <[u32]>::len);
-            short.cut(before);
+            short.cut(prefix);
             short.ids.push(if picture.is_some() { self.rule.pad } else { id });
             short.widths.push(width);
-            at += width - before;
+            at += width - prefix;
         }
         short
     }
 
-    /// Takes the keys out of a branch: pads again, which are given, and where each picture stands.
+    /// Replaces the keys of a branch with pads, marks these as GIVEN, and returns the tokens of each image.
     pub fn unkey(&self, branch: &mut Branch<'_>) -> Vec<Span> {
         let mut spans: Vec<Span> = Vec::new();
         for (token, id) in branch.ids.iter_mut().enumerate() {
@@ -173,8 +174,8 @@ impl<'r> Keyed<'r> {
         spans
     }
 
-    /// All ids of a prompt with keys; `None` where it has no picture.
-    fn keys_of(&self, turn: usize, before: &[Option<Whole>]) -> std::result::Result<Option<Whole>, String> {
+    /// Returns all ids of a prompt, with keys, or `None` if it has no image.
+    fn keys_of(&self, turn: usize, earlier_prompts: &[Option<Whole>]) -> std::result::Result<Option<Whole>, String> {
         let generation = &self.trace.generations[turn];
         let Some(pictures) = self.pictures(generation).filter(|pictures| !pictures.is_empty()) else {
             return Ok(None);
@@ -184,26 +185,26 @@ impl<'r> Keyed<'r> {
         if ids.iter().any(|&id| id >= FIRST_KEY) {
             return Ok(None);
         }
-        if let Some(told) = &generation.placeholders {
-            return self.as_told(&ids, &pictures, told).map(|keys| Some(Whole { keys, added: 0, ids, pictures }));
+        if let Some(places) = &generation.placeholders {
+            return self.as_told(&ids, &pictures, places).map(|keys| Some(Whole { keys, added: 0, ids, pictures }));
         }
         let sampled = |turn: usize| self.trace.generations[turn].tokens.ids.as_deref();
-        let earlier = before.iter().enumerate().rev().find_map(|(turn, earlier)| {
+        let earlier = earlier_prompts.iter().enumerate().rev().find_map(|(turn, earlier)| {
             let (earlier, sampled) = (earlier.as_ref()?, sampled(turn)?);
-            let rest = pictures.strip_prefix(earlier.pictures.as_slice())?;
-            Some((earlier, sampled, ids.strip_prefix(earlier.ids.as_slice())?.strip_prefix(sampled)?, rest))
+            let new_pictures = pictures.strip_prefix(earlier.pictures.as_slice())?;
+            Some((earlier, sampled, ids.strip_prefix(earlier.ids.as_slice())?.strip_prefix(sampled)?, new_pictures))
         });
-        // Pads that an earlier turn sampled are no pictures.
-        if let Some((earlier, sampled, tail, rest)) = earlier
-            && let Ok((behind, added)) = self.placed(tail, rest)
+        // Pads that an earlier turn sampled are not images.
+        if let Some((earlier, sampled, tail, new_pictures)) = earlier
+            && let Ok((new_keys, added)) = self.placed(tail, new_pictures)
         {
-            let keys = [earlier.keys.as_slice(), sampled, behind.as_slice()].concat();
+            let keys = [earlier.keys.as_slice(), sampled, new_keys.as_slice()].concat();
             return Ok(Some(Whole { keys, added: earlier.added + added, ids, pictures }));
         }
         self.placed(&ids, &pictures).map(|(keys, added)| Some(Whole { keys, added, ids, pictures }))
     }
 
-    /// Ids with the keys of these pictures, and how many were added.
+    /// Returns the ids with the keys of these images, and the number of ids added.
     fn placed(&self, ids: &[u32], pictures: &[usize]) -> std::result::Result<(Vec<u32>, usize), String> {
         match self.by_rule(ids, pictures) {
             Ok(keys) => Ok((keys, 0)),
@@ -211,22 +212,24 @@ impl<'r> Keyed<'r> {
         }
     }
 
-    /// The pictures of a prompt, in order, as indices into those of the trace; `None` where something else is no text.
+    /// Returns the images of a prompt, in order, as indices into those of the trace. Returns `None` if the prompt
+    /// contains other media.
     fn pictures(&self, generation: &Generation) -> Option<Vec<usize>> {
-        let mut found = Vec::new();
+        let mut indices = Vec::new();
         for &index in &generation.context {
             let message = &self.trace.messages.get(index as usize)?.value;
             if media::part_of(message).is_some() {
                 return None;
             }
             for digest in handles(message) {
-                found.push(self.trace.pictures.iter().position(|picture| picture.digest == digest)?);
+                indices.push(self.trace.pictures.iter().position(|picture| picture.digest == digest)?);
             }
         }
-        Some(found)
+        Some(indices)
     }
 
-    /// The picture that a key is of: the last of those that begin there, as others have no feature.
+    /// Returns the image that a key belongs to. If several images begin at the key, it is the last one, because the
+    /// others have no feature.
     fn picture_of(&self, key: u32) -> usize {
         self.firsts.partition_point(|&first| first <= key) - 1
     }
@@ -239,7 +242,7 @@ impl<'r> Keyed<'r> {
         })
     }
 
-    /// What stands for a picture, with keys in place of its pads.
+    /// Returns the ids of an image, with keys in place of its pads.
     fn keys(&self, picture: usize, expansion: &'r [u32]) -> impl Iterator<Item = u32> + use<'r> {
         let (pad, mut next) = (self.rule.pad, FIRST_KEY + self.firsts[picture]);
         expansion.iter().map(move |&id| {
@@ -252,14 +255,19 @@ impl<'r> Keyed<'r> {
         })
     }
 
-    /// Pictures where the server says that they stand.
-    fn as_told(&self, ids: &[u32], pictures: &[usize], told: &[Placeholder]) -> std::result::Result<Vec<u32>, String> {
-        if told.len() != pictures.len() {
-            return Err(format!("the server placed {} pictures, the messages have {}", told.len(), pictures.len()));
+    /// Places the images at the positions that the server recorded.
+    fn as_told(
+        &self,
+        ids: &[u32],
+        pictures: &[usize],
+        places: &[Placeholder],
+    ) -> std::result::Result<Vec<u32>, String> {
+        if places.len() != pictures.len() {
+            return Err(format!("the server placed {} pictures, the messages have {}", places.len(), pictures.len()));
         }
         let mut out = Vec::with_capacity(ids.len());
         let mut at = 0;
-        for (&picture, place) in pictures.iter().zip(told) {
+        for (&picture, place) in pictures.iter().zip(places) {
             let (start, expansion) = (place.offset as usize, self.expansion(picture)?);
             let end = start.checked_add(place.length as usize).filter(|&end| end <= ids.len() && start >= at);
             let Some(end) = end else { return Err("the places of pictures are not those of the prompt's ids".into()) };
@@ -274,7 +282,7 @@ impl<'r> Keyed<'r> {
         Ok(out)
     }
 
-    /// From left to right each picture takes the next place that can be its own, as servers do.
+    /// Places the images from left to right, each at the next position that fits, as servers do.
     fn by_rule(&self, ids: &[u32], pictures: &[usize]) -> std::result::Result<Vec<u32>, String> {
         let pad = self.rule.pad;
         let mut out = Vec::with_capacity(ids.len());
@@ -286,8 +294,8 @@ impl<'r> Keyed<'r> {
                 _ => ids[start..].starts_with(expansion),
             };
             let Some(start) = (at..ids.len()).find(starts) else {
-                let all = pictures.len();
-                return Err(format!("its ids have a place for {place} of the {all} pictures of its messages"));
+                let total = pictures.len();
+                return Err(format!("its ids have a place for {place} of the {total} pictures of its messages"));
             };
             if !ids[start..].starts_with(expansion) {
                 return Err(self.other_length(picture, run(&ids[start..], pad)));
@@ -297,19 +305,19 @@ impl<'r> Keyed<'r> {
             at = start + expansion.len();
         }
         out.extend_from_slice(&ids[at..]);
-        // One pad that no picture takes is a word; several, or one behind a picture, would be a picture's that the
-        // server took for a larger one.
+        // A single pad that belongs to no image is an ordinary word. Several of them, or one directly after an image,
+        // mean that the server expanded that image to a larger one.
         let stray = |pair: &[u32]| pair[1] == pad && (pair[0] == pad || pair[0] >= FIRST_KEY);
         match out.windows(2).position(stray) {
             None => Ok(out),
             Some(at) => {
-                let more = run(&out[at + 1..], pad) + usize::from(out[at] == pad);
-                Err(format!("its prompt has {more} ids of a picture more than the pictures of its messages have"))
+                let excess = run(&out[at + 1..], pad) + usize::from(out[at] == pad);
+                Err(format!("its prompt has {excess} ids of a picture more than the pictures of its messages have"))
             }
         }
     }
 
-    /// A prompt as it was sent, one pad for each picture, as the server read it.
+    /// Expands a prompt that was recorded as sent, with one pad per image, to the ids that the server read.
     fn expanded(&self, ids: &[u32], pictures: &[usize]) -> Option<(Vec<u32>, usize)> {
         let pad = self.rule.pad;
         if ids.iter().filter(|&&id| id == pad).count() != pictures.len() {
@@ -338,14 +346,14 @@ impl<'r> Keyed<'r> {
 }
 
 impl Collapsed {
-    /// Takes back what a picture begins with before its first pad.
+    /// Removes the ids that an image has before its first pad.
     fn cut(&mut self, count: usize) {
         let length = self.ids.len().saturating_sub(count);
         self.ids.truncate(length);
         self.widths.truncate(length);
     }
 
-    /// The ids that it was made from, with the source of each.
+    /// Returns the original ids, with the source of each.
     pub fn restore(&self, ids: &[u32], sources: &[u8]) -> Text {
         let wide = sources.iter().zip(&self.widths).flat_map(|(&source, &width)| std::iter::repeat_n(source, width));
         Text::new(ids.to_vec(), wide.collect())
@@ -362,26 +370,27 @@ impl PictureRule {
     }
 }
 
-/// How many ids are the pad before the first that is not.
+/// Counts the pads at the beginning of the ids.
 fn run(ids: &[u32], pad: u32) -> usize {
     ids.iter().take_while(|&&id| id == pad).count()
 }
 
-/// A prompt whose keys are `whole`: behind the same turn as before, where that stands there with the same keys.
-fn continued(prompt: &Prompt, whole: &[u32], wholes: &[Option<Whole>], trace: &Trace) -> Prompt {
+/// Returns a prompt with the keys `keys`. It continues the same turn as before if that turn's keys are a prefix of
+/// it.
+fn continued(prompt: &Prompt, keys: &[u32], prompts: &[Option<Whole>], trace: &Trace) -> Prompt {
     if let Prompt::Follows { turn, .. } = prompt {
-        let keyed = wholes.get(*turn as usize).and_then(Option::as_ref).map(|whole| whole.keys.clone());
-        let earlier = keyed.or_else(|| trace.prompt_ids(*turn as usize));
+        let earlier_keys = prompts.get(*turn as usize).and_then(Option::as_ref).map(|earlier| earlier.keys.clone());
+        let earlier = earlier_keys.or_else(|| trace.prompt_ids(*turn as usize));
         let sampled = trace.generations.get(*turn as usize).and_then(|earlier| earlier.tokens.ids.as_deref());
-        let behind = earlier
+        let suffix = earlier
             .as_deref()
             .zip(sampled)
-            .and_then(|(earlier, sampled)| whole.strip_prefix(earlier).and_then(|behind| behind.strip_prefix(sampled)));
-        if let Some(behind) = behind {
-            return Prompt::Follows { turn: *turn, ids: behind.to_vec() };
+            .and_then(|(earlier, sampled)| keys.strip_prefix(earlier).and_then(|suffix| suffix.strip_prefix(sampled)));
+        if let Some(suffix) = suffix {
+            return Prompt::Follows { turn: *turn, ids: suffix.to_vec() };
         }
     }
-    Prompt::Ids(whole.to_vec())
+    Prompt::Ids(keys.to_vec())
 }
 
 fn too_many(trace: &Trace) -> Error {
@@ -391,26 +400,26 @@ fn too_many(trace: &Trace) -> Error {
         .at(&trace.location)
 }
 
-/// Places of pictures: shapes as in `pictures.Images` of Python.
+/// Positions of images. The shapes are those of `pictures.Images` in Python.
 #[derive(Debug, Default)]
 pub struct Images {
-    /// How many places each branch has.
+    /// Number of images in each branch.
     pub counts: Vec<u32>,
-    /// How many features each place has.
+    /// Number of features of each image occurrence.
     pub features: Vec<u32>,
     /// The token of each feature, counted in its branch.
     pub at: Vec<i32>,
-    /// Row of each place in `digests`.
+    /// Row in `digests` of each image occurrence.
     pub picture: Vec<i32>,
-    /// blake3 of each distinct picture.
+    /// blake3 digest of each distinct image.
     pub digests: Vec<[u8; 32]>,
-    /// Pixels from left to right and from top to bottom.
+    /// Width and height in pixels.
     pub sizes: Vec<[u32; 2]>,
     rows: HashMap<[u8; 32], i32>,
 }
 
 impl Images {
-    /// Takes the keys out of the branches of a trace.
+    /// Replaces the keys in the branches of a trace and appends the positions of its images.
     pub(super) fn push(&mut self, keyed: Option<&Keyed<'_>>, branches: &mut [Branch<'_>]) {
         for branch in branches {
             let spans = keyed.map(|keyed| keyed.unkey(branch)).unwrap_or_default();

@@ -1,8 +1,8 @@
-//! Pictures, sound and video before a turn that have no key: ids do not tell one from another, so nothing that was sampled
-//! behind them is trained.
+//! Media before a turn that have no key. Ids do not distinguish one image, audio or video from another, so nothing
+//! sampled after them is trained.
 //!
-//! They are seen by the parts of messages, by what the record holds beside them, by placeholder tokens in a prompt, and
-//! by placeholders that a server repeated. `images` gives keys to those that the record holds.
+//! Media are detected by the parts of messages, by other fields of the record, by placeholder tokens in a prompt, and
+//! by placeholders that a server repeated. `images` assigns keys to the images that the record contains.
 
 use super::trace::{Loom, Part};
 use super::types;
@@ -13,16 +13,17 @@ use crate::trace::{Generation, Trace};
 use serde_json::Value;
 
 impl Loom<'_, '_> {
-    /// What stands before the end of generation `turn`, whose prompt is in branch `at`, and is not in its ids.
+    /// Returns the reason not to train generation `turn` if media without keys precede its end. Its prompt is in
+    /// branch `at`.
     pub fn media_before(&mut self, turn: usize, generation: &Generation, at: usize) -> Option<Held> {
         let keyed = self.pictures.filter(|keyed| keyed.has_keys(turn));
         let branch = &mut self.woven.branches[at];
         let placeholder = self.tokenizer.model().first_placeholder(&branch.ids[branch.looked..]).and_then(|first| {
-            // A placeholder that the policy drew is text to the server, as is one that no picture took.
+            // A placeholder that the policy sampled is text to the server, and so is one that belongs to no image.
             let explained = |id: u32| keyed.is_some_and(|keyed| keyed.explains(id));
-            let given = |index: &usize| branch.source[*index] != types::SAMPLED && !explained(branch.ids[*index]);
-            let mut found = (branch.looked + first..branch.ids.len()).filter(given);
-            found.find(|&index| self.tokenizer.model().first_placeholder(&branch.ids[index..=index]).is_some())
+            let unexplained = |index: &usize| branch.source[*index] != types::SAMPLED && !explained(branch.ids[*index]);
+            let mut candidates = (branch.looked + first..branch.ids.len()).filter(unexplained);
+            candidates.find(|&index| self.tokenizer.model().first_placeholder(&branch.ids[index..=index]).is_some())
         });
         branch.looked = branch.ids.len();
         let placeholder = placeholder.map(|index| format!("the placeholder id {}", branch.ids[index]));
@@ -38,7 +39,7 @@ impl Loom<'_, '_> {
         unplaced.or_else(|| media().map(|what| Held::media(&what)))
     }
 
-    /// What stands in the messages of a generation or in its recorded prompt, and is not in its ids.
+    /// Returns the reason not to train a generation if its messages or its recorded prompt contain media.
     pub fn media_in_prompt(&self, generation: &Generation) -> Option<Held> {
         let placeholder = || {
             let ids = generation.prompt.ids()?;
@@ -48,31 +49,31 @@ impl Loom<'_, '_> {
         self.media_in_messages(generation, false).or_else(placeholder).map(|what| Held::media(&what))
     }
 
-    /// The first part of the messages of a generation that is no text, its answer among them; a picture that the record
-    /// holds is none where it has keys.
+    /// Describes the first part of a generation's messages, including its answer, that is not text. If the prompt has
+    /// keys, images that the record contains do not count.
     fn media_in_messages(&self, generation: &Generation, keyed: bool) -> Option<String> {
         if let Some(kind) = &self.trace.media_left_out {
             return Some(format!("{:?} in the record, which none of the messages has,", short(kind)));
         }
         let parts = self.media.get_or_init(|| parts(self.trace));
         let concerns = |index: u32| index == generation.message || generation.context.contains(&index);
-        let stands = |(index, kind): &&Part<'_>| concerns(*index) && !(keyed && *kind == PICTURE);
-        let (index, kind) = parts.iter().find(stands)?;
+        let counts = |(index, kind): &&Part<'_>| concerns(*index) && !(keyed && *kind == PICTURE);
+        let (index, kind) = parts.iter().find(counts)?;
         let content = self.trace.messages.get(*index as usize)?.get("content").and_then(Value::as_array);
         let why = content.into_iter().flatten().find_map(why_not).map(|why| format!(" {why},")).unwrap_or_default();
         Some(format!("a part of message {index} of kind {:?}{why}", short(kind)))
     }
 
-    /// Says that what a turn sampled is held and not trained.
+    /// Reports that the tokens sampled in a turn are kept but not trained.
     pub fn hold(&mut self, turn: usize, count: usize, held: Held) {
         self.find(held.reason, turn, -1, count, held.detail);
     }
 }
 
-/// What a picture that the record holds is called.
+/// The name of the kind of an image that the record contains.
 const PICTURE: &str = "picture";
 
-/// Why what a turn sampled is held.
+/// The reason why the tokens sampled in a turn are kept but not trained.
 #[derive(Debug)]
 pub struct Held {
     reason: Reason,
@@ -86,14 +87,14 @@ impl Held {
     }
 }
 
-/// The messages of a trace that hold more than text, each with the first part that is none.
+/// Returns the messages of a trace that contain more than text, each with the first such part.
 fn parts<'a>(trace: &'a Trace) -> Vec<Part<'a>> {
     let messages = trace.messages.iter().enumerate();
     let kind = |message: &'a Value| part_of(message).or_else(|| (!handles(message).is_empty()).then_some(PICTURE));
     messages.filter_map(|(index, message)| Some((index as u32, kind(&message.value)?))).collect()
 }
 
-/// As much of a stranger's name as a line has room for.
+/// Shortens a name from third-party data so that it fits in a line.
 fn short(kind: &str) -> String {
     kind.chars().take(40).collect()
 }

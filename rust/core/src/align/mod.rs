@@ -1,7 +1,7 @@
-//! Aligns recorded traces: gives the ids that the trainer will use, one source for every token, branches and findings.
+//! Aligns recorded traces: returns the ids to train on, one source for every token, branches and findings.
 //!
-//! Each trace is aligned in parallel, and the results are laid end to end as flat arrays. No id is ever guessed: what
-//! cannot be known ends the trainable part of its branch, counted.
+//! Traces are aligned in parallel, and the results are concatenated as flat arrays. No id is ever guessed. An unknown
+//! id ends the trainable part of its branch and is counted.
 
 mod branch;
 mod conversation;
@@ -44,10 +44,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use trace::Memory;
 
-/// Aligns traces with the tokenizer of the model that will be trained; `rule` says how it writes pictures.
+/// Aligns traces with the tokenizer of the model that will be trained. `rule` specifies how that model writes images.
 ///
 /// # Errors
-/// The first trace that cannot be aligned, unless `options.skip_errors`.
+/// Returns the error of the first trace that cannot be aligned, unless `options.skip_errors` is set.
 pub fn align(
     traces: &[Arc<Trace>],
     tokenizer: &Tokenizer,
@@ -55,12 +55,13 @@ pub fn align(
     options: Options,
 ) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer, options.server)?;
-    let keyed = keyed(traces, rule)?;
-    let given: Vec<_> = traces.iter().zip(keyed.iter().map(Option::as_ref).chain(std::iter::repeat(None))).collect();
-    let woven = pool::map(given.as_slice(), Memory::default, |memory, &(trace, keyed)| {
+    let keyed_traces = keyed_traces(traces, rule)?;
+    let inputs: Vec<_> =
+        traces.iter().zip(keyed_traces.iter().map(Option::as_ref).chain(std::iter::repeat(None))).collect();
+    let woven = pool::map(inputs.as_slice(), Memory::default, |memory, &(trace, keyed)| {
         let weave = || trace::weave(keyed.map_or(trace, |keyed| &keyed.trace), keyed, &scaffold, options, memory);
         caught(Kind::Fault, "aligning", weave).map_err(|error| {
-            // A fault may have left half of something there.
+            // A panic may have left partial state in the memory.
             *memory = Memory::default();
             error.at(&trace.location)
         })
@@ -69,11 +70,11 @@ pub fn align(
     aligned.reward_names = reward_names(traces);
     aligned.extras = extras::columns(traces);
     let (mut groups, mut branches) = (HashMap::new(), Vec::with_capacity(traces.len()));
-    for (row, ((trace, keyed), woven)) in given.iter().zip(woven).enumerate() {
+    for (row, ((trace, keyed), woven)) in inputs.iter().zip(woven).enumerate() {
         match woven {
             Ok(mut woven) => {
                 if woven.branches.is_empty() {
-                    woven.branches.push(Branch::default()); // of which nothing is left: traces stay in their order
+                    woven.branches.push(Branch::default()); // an empty branch, so that every trace keeps its row
                 }
                 aligned.images.push(*keyed, &mut woven.branches);
                 aligned.push(trace, woven, options, &mut groups, &mut branches);
@@ -89,8 +90,8 @@ pub fn align(
     Ok(aligned)
 }
 
-/// The traces with keys for their pictures; empty where none has any.
-fn keyed<'r>(traces: &[Arc<Trace>], rule: Option<&'r PictureRule>) -> Result<Vec<Option<Keyed<'r>>>> {
+/// Returns the traces with keys for their images, or an empty list if no trace has images.
+fn keyed_traces<'r>(traces: &[Arc<Trace>], rule: Option<&'r PictureRule>) -> Result<Vec<Option<Keyed<'r>>>> {
     match rule.filter(|_| traces.iter().any(|trace| !trace.pictures.is_empty())) {
         Some(rule) => pool::map(traces, || (), |(), trace| Keyed::of(trace, rule)).into_iter().collect(),
         None => Ok(Vec::new()),

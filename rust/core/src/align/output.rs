@@ -1,4 +1,4 @@
-//! Flat output arrays: traces are laid end to end, and each column is written once from the stretches of the branches.
+//! Flat output arrays: traces are concatenated, and each column is written once from the stretches of the branches.
 
 use super::branch::{Branch, Stretch};
 use super::extras::Column;
@@ -12,7 +12,7 @@ use crate::pool;
 use crate::trace::{Prompt, Trace};
 use std::collections::{BTreeMap, HashMap};
 
-/// `Sequences` as flat arrays; shapes as in DESIGN.md.
+/// The arrays of `Sequences`. DESIGN.md lists the shapes.
 #[derive(Debug, Default)]
 #[allow(missing_docs, reason = "documented once, at Sequences in Python")]
 pub struct Aligned {
@@ -44,14 +44,15 @@ pub struct Aligned {
     pub recorded: u64,
     pub exact: u64,
     pub errors: Vec<Error>,
-    /// Of each error, the index of its trace among those given.
+    /// For each error, the index of its trace in the input.
     pub left_out: Vec<i64>,
-    /// How many traces have a prompt that was rendered as which server does it; "(assumed)" where nothing says who did.
+    /// Number of traces with a rendered prompt, by the server whose rendering was used. "(assumed)" is added if
+    /// neither the record nor the options name the server.
     pub servers: BTreeMap<String, u64>,
 }
 
 impl Aligned {
-    /// Adds a trace's rows; what belongs to each token is written from its branches.
+    /// Adds the rows of a trace. Per-token columns are written later, from its branches.
     pub(super) fn push<'a>(
         &mut self,
         trace: &Trace,
@@ -99,10 +100,10 @@ impl Aligned {
             self.turn_rewards.push(message.and_then(|message| message.reward).unwrap_or(f32::NAN));
         }
         self.cu_turns.push(self.turn_rewards.len() as i64);
-        if let Some(rendered) = trace.generations.iter().find(|each| each.prompt == Prompt::Rendered) {
-            let known = options.server.or(rendered.server);
-            let assumed = if known.is_none() { " (assumed)" } else { "" };
-            *self.servers.entry(format!("{}{assumed}", known.unwrap_or_default().name())).or_default() += 1;
+        if let Some(rendered) = trace.generations.iter().find(|generation| generation.prompt == Prompt::Rendered) {
+            let server = options.server.or(rendered.server);
+            let assumed = if server.is_none() { " (assumed)" } else { "" };
+            *self.servers.entry(format!("{}{assumed}", server.unwrap_or_default().name())).or_default() += 1;
         }
         let first = trace.generations.first();
         let kind = options.logprob_kind.or(first.map(|generation| generation.logprob_kind)).unwrap_or_default();
@@ -113,26 +114,26 @@ impl Aligned {
     }
 }
 
-/// The temperature of its turns; of turns that differ one that is unknown, or else one that is not 1.
+/// Returns the temperature of the turns. If they differ, returns NaN if one is unknown, else one that is not 1.
 fn temperature_of(trace: &Trace, options: Options) -> f32 {
-    let mut found = None;
+    let mut temperature = None;
     for generation in &trace.generations {
         match options.temperature(generation) {
             None => return f32::NAN,
-            Some(heat) if found.is_none_or(|before| before == 1.0) => found = Some(heat),
+            Some(value) if temperature.is_none_or(|previous| previous == 1.0) => temperature = Some(value),
             Some(_) => {}
         }
     }
-    found.unwrap_or(f32::NAN)
+    temperature.unwrap_or(f32::NAN)
 }
 
-/// The name of the group that a trace without one is: its place, beside its id, as ids may be repeated.
+/// Returns a unique group name for a trace without a group: its id and its location, because ids may repeat.
 fn name_alone(trace: &Trace) -> String {
     let place = Location { trace: None, ..trace.location.clone() }.to_string();
     if trace.id == place { place } else { format!("{} ({place})", trace.id) }
 }
 
-/// Writes the per-token columns of `branches`, end to end.
+/// Writes the per-token columns of `branches`, concatenated.
 pub fn write(aligned: &mut Aligned, branches: &[Branch<'_>]) {
     let lay = Lay { branches, total: branches.iter().map(Branch::len).sum() };
     let Aligned { ids, source, trainable, rollout_logprobs, turn, version, tier, inv_temperature, .. } = aligned;
@@ -154,26 +155,27 @@ struct Lay<'b, 'a> {
 }
 
 impl<'a> Lay<'_, 'a> {
-    /// A column to which each branch appends itself.
+    /// Builds a column to which `put` appends the values of each branch.
     fn whole<T>(&self, put: impl Fn(&Branch<'a>, &mut Vec<T>)) -> Vec<T> {
         let mut column = Vec::with_capacity(self.total);
         self.branches.iter().for_each(|branch| put(branch, &mut column));
         column
     }
 
-    /// A column that has `unsampled` outside of the stretches; `put` appends the tokens of one, so many.
+    /// Builds a column with `unsampled` outside the stretches. `put` appends the values of the given number of tokens
+    /// of a stretch.
     fn by_stretch<T: Copy>(&self, unsampled: T, put: impl Fn(&Stretch<'a>, usize, &mut Vec<T>)) -> Vec<T> {
         self.whole(|branch, column| {
-            let before = column.len();
+            let start = column.len();
             for drawn in &branch.drawn {
-                column.resize(before + drawn.start, unsampled);
+                column.resize(start + drawn.start, unsampled);
                 put(&drawn.stretch, drawn.end - drawn.start, column);
             }
-            column.resize(before + branch.len(), unsampled);
+            column.resize(start + branch.len(), unsampled);
         })
     }
 
-    /// A column whose tokens have the same within a stretch.
+    /// Builds a column whose value is constant within a stretch.
     fn alike<T: Copy>(&self, unsampled: T, of: impl Fn(&Stretch<'a>) -> T) -> Vec<T> {
         self.by_stretch(unsampled, |stretch, count, column| column.resize(column.len() + count, of(stretch)))
     }

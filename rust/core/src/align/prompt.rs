@@ -1,7 +1,7 @@
-//! The text that was not sampled: a rendered context, its ids, and which of them are content.
+//! Text that was not sampled: a rendered context, its ids, and the ids among them that are content.
 //!
-//! `Text` is ids with sources; `Scaffold` renders with one tokenizer and caches what is constant for its template.
-//! Sampled tokens are not handled here.
+//! `Text` is ids with sources. `Scaffold` renders with one tokenizer and caches what is constant for its template.
+//! Sampled tokens are handled elsewhere.
 
 use super::types;
 use crate::error::Result;
@@ -13,13 +13,13 @@ use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::sync::{Arc, OnceLock};
 
-/// Ids of unsampled text with the source of each.
+/// Ids of text that was not sampled, with the source of each.
 #[derive(Debug, Clone, Default)]
 pub struct Text {
     pub ids: Vec<u32>,
-    /// GIVEN or TEMPLATE.
+    /// One entry per id: GIVEN or TEMPLATE.
     pub sources: Vec<u8>,
-    /// Whether the tokenizer would join its beginning with the text before it in one token.
+    /// True if the tokenizer would merge the beginning of this text with the text before it into one token.
     pub joined: bool,
 }
 
@@ -41,10 +41,10 @@ impl Text {
     }
 }
 
-/// What is said of a text that the tokenizer would join with the sampled text before it.
+/// The detail of a finding about text that the tokenizer would merge with the sampled text before it.
 pub const JOINED: &str = "the tokenizer joins the end of the sampled text and the text behind it in one token";
 
-/// A text that somebody else holds, so that only what is needed of it is copied.
+/// A borrowed text, so that only the needed part is copied.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'t> {
     pub ids: &'t [u32],
@@ -52,7 +52,7 @@ pub struct View<'t> {
 }
 
 impl View<'_> {
-    /// What stands from token `start` on.
+    /// Copies the text from token `start` on.
     pub fn tail(self, start: usize) -> Text {
         Text::new(self.ids[start..].to_vec(), self.sources[start..].to_vec())
     }
@@ -61,37 +61,37 @@ impl View<'_> {
 /// What a template writes after a turn.
 #[derive(Debug, Default, Clone)]
 pub struct Closing {
-    /// The token that closes, where it is a special one.
+    /// The closing token, if it is a special one.
     pub token: Option<u32>,
-    /// The tokens behind it: the line break of ChatML.
+    /// The tokens after it, for example the line break of ChatML.
     pub separator: Vec<u32>,
 }
 
-/// Renders contexts of one trace after another with one tokenizer.
+/// Renders contexts of successive traces with one tokenizer.
 pub struct Scaffold<'a> {
     pub tokenizer: &'a Tokenizer,
-    /// Whether the ids before an added token do not depend on what stands behind it.
+    /// True if the ids before an added token do not depend on the text after it.
     pub cuts: bool,
-    /// What the template writes after an assistant's body: `<|im_end|>\n`. Empty where there is none.
+    /// The text that the template writes after an assistant's body, for example `<|im_end|>\n`; empty if none.
     pub closer: String,
-    /// The special token that opens the closer, with the bytes it takes, and the tokens behind it.
+    /// The special token at the start of the closer, and the tokens after it.
     pub closing: Closing,
     pub closing_bytes: usize,
-    /// Whether the template prints the date of the day it is rendered on.
+    /// True if the template prints the date on which it is rendered.
     pub prints_date: bool,
-    /// Whether the template leaves out the text beside tool calls, once that was asked.
+    /// True if the template drops the text of messages with tool calls. Computed on first use.
     pub drops: OnceLock<bool>,
-    /// Who rendered the prompts, where the caller says so.
+    /// The server that rendered the prompts, if the caller specifies it.
     pub server: Option<Server>,
 }
 
-/// The variable that says that the last message is the beginning of the answer (a prefill), and the one that says whether
-/// the answer's head is written.
+/// Template variables: the first marks the last message as a prefill of the answer, the second requests the header of
+/// the answer.
 const PREFILL: &str = "continue_final_message";
 const HEAD: &str = "add_generation_prompt";
 
 impl<'a> Scaffold<'a> {
-    /// Probes the template for its turn closer.
+    /// Probes the template for the text that closes a turn.
     pub fn new(tokenizer: &'a Tokenizer, server: Option<Server>) -> Result<Self> {
         let probed = |template| probe_closer(template, server.unwrap_or_default());
         let closer = tokenizer.template().and_then(probed).unwrap_or_default();
@@ -113,13 +113,15 @@ impl<'a> Scaffold<'a> {
         })
     }
 
-    /// Who rendered the prompt of a generation.
+    /// Returns the server that rendered the prompt of a generation.
     pub fn server_of(&self, generation: &Generation) -> Server {
         self.server.or(generation.server).unwrap_or_default()
     }
 
-    /// Renders the messages `context` of `trace` (indices) as the server of generation `turn` did, as its prompt or as
-    /// finished text, on the day `date` (ISO) where the record pins none; `session` knows what was rendered before.
+    /// Renders the messages `context` of `trace` (indices) as the server of generation `turn` did.
+    ///
+    /// The result is a prompt or, if `is_prompt` is false, a finished conversation. `date` (ISO) is the day to render
+    /// on if the record does not specify one. `session` caches what was rendered before.
     pub fn render<'t>(
         &self,
         session: &mut Session<'t>,
@@ -138,7 +140,7 @@ impl<'a> Scaffold<'a> {
         template.render_served(session, &messages, tools, ask, &kwargs)
     }
 
-    /// Ids of `rendered.text[from..]` in its place, with their sources.
+    /// Returns the ids of `rendered.text[from..]` in its context, with their sources.
     pub fn encode(&self, rendered: &Rendered, from: usize) -> Result<Text> {
         let before = &rendered.text[..from];
         if self.tokenizer.is_apart(before) {
@@ -146,12 +148,13 @@ impl<'a> Scaffold<'a> {
             let sources = sources(&ends, from, &rendered.spans);
             return Ok(Text::new(ids, sources));
         }
-        let behind = self.tokenizer.encode_behind(before, &rendered.text[from..])?;
-        let sources = sources(&behind.ends, from, &rendered.spans);
-        Ok(Text { ids: behind.ids, sources, joined: !behind.exact })
+        let encoded = self.tokenizer.encode_behind(before, &rendered.text[from..])?;
+        let sources = sources(&encoded.ends, from, &rendered.spans);
+        Ok(Text { ids: encoded.ids, sources, joined: !encoded.exact })
     }
 
-    /// The body the template gives the message of generation `turn` after its context: without prompt and closer.
+    /// Returns the text that the template writes for the message of generation `turn` after its context, without
+    /// prompt and closer.
     pub fn body<'t>(
         &self,
         session: &mut Session<'t>,
@@ -160,26 +163,27 @@ impl<'a> Scaffold<'a> {
         prompt: &str,
     ) -> Result<Option<String>> {
         let generation = &trace.generations[turn];
-        let begun = generation.context.last().and_then(|&last| self.begun(trace, turn, last));
-        let finished = if let Some(whole) = begun {
-            // The begun answer and what was sampled behind it are one message.
+        let prefilled_answer = generation.context.last().and_then(|&last| self.begun(trace, turn, last));
+        let finished = if let Some(answer) = prefilled_answer {
+            // The prefill and the text sampled after it are one message.
             let before = &generation.context[..generation.context.len() - 1];
             let mut messages: Vec<&Value> = before.iter().map(|&at| &trace.messages[at as usize].value).collect();
-            messages.push(&whole);
+            messages.push(&answer);
             let request = generation.request.as_deref();
             let (kwargs, ask) = self.variables(trace, request, self.server_of(generation), false, None);
             let template = self.tokenizer.template_for(trace.tools.as_ref())?;
             template.render_served(&mut Session::default(), &messages, trace.tools.as_ref(), ask, &kwargs)?.text
         } else {
-            let whole: Vec<u32> = generation.context.iter().copied().chain([generation.message]).collect();
-            self.render(session, trace, (turn, &whole), false, None)?.text
+            let messages: Vec<u32> = generation.context.iter().copied().chain([generation.message]).collect();
+            self.render(session, trace, (turn, &messages), false, None)?.text
         };
-        let Some(rest) = finished.strip_prefix(prompt) else { return Ok(None) };
-        let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
-        Ok(end.map(|end| rest[..end].to_owned()))
+        let Some(body) = finished.strip_prefix(prompt) else { return Ok(None) };
+        let end = if self.closer.is_empty() { Some(body.len()) } else { body.rfind(&self.closer) };
+        Ok(end.map(|end| body[..end].to_owned()))
     }
 
-    /// Variables of the template as `server` sets them for a request, on the day `date`, and how the text is asked for.
+    /// Returns the template variables as `server` sets them for a request on the day `date`, and the rendering
+    /// options.
     fn variables<'t>(
         &self,
         trace: &'t Trace,
@@ -191,12 +195,12 @@ impl<'a> Scaffold<'a> {
         let thinking = self.tokenizer.model().speaks_harmony;
         let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
         let mut ask = Ask { server, prompt: is_prompt, continues: false, thinking };
-        let asks = [PREFILL, HEAD].iter().any(|key| trace.template_kwargs.contains_key(*key));
+        let sets_variables = [PREFILL, HEAD].iter().any(|key| trace.template_kwargs.contains_key(*key));
         let fixed = matches!(server, Server::LlamaCpp | Server::Tgi);
-        if request.is_some() || asks || fixed {
+        if request.is_some() || sets_variables || fixed {
             set_variables(kwargs.to_mut(), request, &mut ask, is_prompt);
         }
-        // vLLM takes these values for none.
+        // vLLM treats these values as unset.
         let unset = |value: &Value| value.is_null() || value == "auto";
         if server == Server::Vllm && kwargs.values().any(unset) {
             kwargs.to_mut().retain(|_, value| !unset(value));
@@ -207,50 +211,50 @@ impl<'a> Scaffold<'a> {
         (kwargs, ask)
     }
 
-    /// The answer of generation `turn` with its beginning, where message `last` is that.
+    /// Returns the answer of generation `turn` joined with its prefill, if message `last` is a prefill.
     fn begun(&self, trace: &Trace, turn: usize, last: u32) -> Option<Value> {
         let generation = &trace.generations[turn];
         let server = self.server_of(generation);
         let (_, ask) = self.variables(trace, generation.request.as_deref(), server, true, None);
-        let (begun, rest) = (&trace.messages[last as usize], &trace.messages[generation.message as usize].value);
-        let is_answer = begun.role() == "assistant";
+        let (prefill, answer) = (&trace.messages[last as usize], &trace.messages[generation.message as usize].value);
+        let is_answer = prefill.role() == "assistant";
         if !(ask.continues || is_answer && matches!(server, Server::LlamaCpp | Server::Tgi)) {
             return None;
         }
         let text = |message: &Value| message.get("content").and_then(Value::as_str).unwrap_or_default().to_owned();
-        let mut whole = begun.value.clone();
-        let fields = whole.as_object_mut()?;
-        fields.extend(rest.as_object()?.clone());
-        fields.insert("role".to_owned(), begun.role().into());
-        fields.insert("content".to_owned(), (text(&begun.value) + &text(rest)).into());
-        Some(whole)
+        let mut joined = prefill.value.clone();
+        let fields = joined.as_object_mut()?;
+        fields.extend(answer.as_object()?.clone());
+        fields.insert("role".to_owned(), prefill.role().into());
+        fields.insert("content".to_owned(), (text(&prefill.value) + &text(answer)).into());
+        Some(joined)
     }
 }
 
-/// Sets the variables that a server takes from a request, and how it asks for the text.
+/// Sets the variables that a server copies from a request, and its rendering options.
 fn set_variables(
     kwargs: &mut Map<String, Value>,
     request: Option<&Map<String, Value>>,
     ask: &mut Ask,
     is_prompt: bool,
 ) {
-    let asked = |key: &str| request.and_then(|request| request.get(key)).filter(|value| !value.is_null());
-    for (key, of_ask) in [(PREFILL, &mut ask.continues), (HEAD, &mut ask.prompt)] {
-        let own = kwargs.remove(key);
-        if let Some(value) = asked(key).or(own.as_ref()).and_then(Value::as_bool).filter(|_| is_prompt) {
-            *of_ask = value;
+    let from_request = |key: &str| request.and_then(|request| request.get(key)).filter(|value| !value.is_null());
+    for (key, option) in [(PREFILL, &mut ask.continues), (HEAD, &mut ask.prompt)] {
+        let from_trace = kwargs.remove(key);
+        if let Some(value) = from_request(key).or(from_trace.as_ref()).and_then(Value::as_bool).filter(|_| is_prompt) {
+            *option = value;
         }
     }
-    let effort = asked("reasoning_effort");
+    let effort = from_request("reasoning_effort");
     let mut set = |key: &str, value: Option<Value>| kwargs.extend(value.map(|value| (key.to_owned(), value)));
     match ask.server {
         Server::Vllm | Server::OpenAi | Server::LlamaCpp => {
             set("reasoning_effort", effort.cloned());
             if ask.server == Server::OpenAi {
-                set("enable_thinking", asked("enable_thinking").cloned());
+                set("enable_thinking", from_request("enable_thinking").cloned());
             }
             if ask.server != Server::LlamaCpp {
-                set("documents", asked("documents").cloned());
+                set("documents", from_request("documents").cloned());
             }
             if let Some(effort) = effort {
                 kwargs.entry("enable_thinking").or_insert((effort != "none").into());
@@ -263,30 +267,31 @@ fn set_variables(
                 kwargs.entry("reasoning_effort").or_insert_with(|| effort.clone());
             }
         }
-        // It has no variables but those of its own.
+        // TGI has no variables except its own.
         Server::Tgi => kwargs.retain(|key, _| key == "strftime_now"),
     }
 }
 
-/// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: given is what touches a span.
+/// Returns the sources of the tokens of a text from byte `from` on. `ends` are the ends of the tokens, relative to
+/// `from`. A token that touches a span is GIVEN.
 pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
     let mut sources = vec![types::TEMPLATE; ends.len()];
     let end = |index: usize| from + ends[index] as usize;
     let mut at = 0;
     for span in &spans[spans.partition_point(|span| span.end <= from)..] {
         at += ends[at..].partition_point(|&end| from + end as usize <= span.start);
-        // Up to the first token that reaches the end of the span.
+        // Count up to the first token that reaches the end of the span.
         let inside = ends[at..].partition_point(|&end| from + (end as usize) < span.end);
-        let behind = ends.len().min(at + inside + 1);
+        let stop = ends.len().min(at + inside + 1);
         let start = at.checked_sub(1).map_or(from, end);
         if start < span.end {
-            sources[at..behind].fill(types::GIVEN);
+            sources[at..stop].fill(types::GIVEN);
         }
     }
     sources
 }
 
-/// The text between an assistant's body and the end of a rendered conversation.
+/// Returns the text between an assistant's body and the end of a rendered conversation.
 fn probe_closer(template: &Template, server: Server) -> Option<String> {
     const BODY: &str = "tracegrad probes the closer";
     let messages = [json!({"role": "user", "content": "hello"}), json!({"role": "assistant", "content": BODY})];
@@ -297,17 +302,17 @@ fn probe_closer(template: &Template, server: Server) -> Option<String> {
     Some(rendered.text[at + BODY.len()..].to_owned())
 }
 
-/// Whether a prompt differs between two days.
+/// Returns true if a prompt differs between two days.
 fn prints_date(template: &Template) -> bool {
     if !template.reads_clock() {
         return false;
     }
     let messages = [json!({"role": "user", "content": "hello"})];
-    let on = |day: &str| {
+    let render_on = |day: &str| {
         let kwargs = Map::from_iter([("strftime_now".to_owned(), Value::from(day))]);
         template.render_text(&messages.each_ref(), None, true, &kwargs).ok()
     };
-    on("2001-02-03") != on("2004-05-06")
+    render_on("2001-02-03") != render_on("2004-05-06")
 }
 
 #[cfg(test)]

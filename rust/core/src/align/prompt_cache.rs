@@ -1,7 +1,8 @@
-//! The last whole prompt that was encoded, so that the next one only has to be encoded from where it differs.
+//! The last complete prompt that was encoded. The next prompt is only encoded from the point where it differs.
 //!
-//! Prompts of a group are alike, and each turn's prompt begins with the one before. Where the tokenizer cuts texts at added
-//! tokens, the ids up to one do not depend on the text behind it. Each worker of `align` has one.
+//! Prompts of a group are similar, and each turn's prompt begins with the previous one. If the tokenizer splits texts
+//! at added tokens, the ids up to such a token do not depend on the text after it. Each worker of `align` has its own
+//! cache.
 
 use super::branch::common_prefix;
 use super::prompt::{Scaffold, View, sources};
@@ -10,7 +11,7 @@ use crate::error::Result;
 use crate::template::{Rendered, Span};
 use std::sync::Arc;
 
-/// A rendered prompt with its ids, the byte behind each, and their sources.
+/// A rendered prompt with its ids, the byte at which each id ends, and their sources.
 #[derive(Debug, Default)]
 pub struct Prompts {
     text: Arc<str>,
@@ -21,50 +22,51 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// Ids and sources of a whole rendered text: those of [`Scaffold::encode`] from its beginning.
+    /// Returns ids and sources of a complete rendered text, equal to those of [`Scaffold::encode`] from its beginning.
     pub fn encode(&mut self, scaffold: &Scaffold<'_>, rendered: &Rendered) -> Result<View<'_>> {
-        let within = scaffold.cuts && u32::try_from(rendered.text.len()).is_ok();
-        let kept = if within { self.kept(scaffold, rendered) } else { 0 };
-        let from = if kept == 0 { 0 } else { self.ends[kept - 1] as usize };
+        let can_reuse = scaffold.cuts && u32::try_from(rendered.text.len()).is_ok();
+        let reused = if can_reuse { self.reusable_tokens(scaffold, rendered) } else { 0 };
+        let from = if reused == 0 { 0 } else { self.ends[reused - 1] as usize };
         let tokenizer = scaffold.tokenizer;
         let (ids, ends) = tokenizer.encode_held(Arc::clone(&rendered.text), from)?;
-        self.ids.truncate(kept);
+        self.ids.truncate(reused);
         self.ids.extend_from_slice(&ids);
-        self.ends.truncate(kept);
+        self.ends.truncate(reused);
         self.ends.extend(ends.iter().map(|end| from as u32 + end));
-        self.sources.truncate(kept);
+        self.sources.truncate(reused);
         self.sources.extend(sources(&ends, from, &rendered.spans));
         self.text = Arc::clone(&rendered.text);
         self.spans.clone_from(&rendered.spans);
         Ok(self.view())
     }
 
-    /// The prompt that was encoded last.
+    /// Returns the prompt that was encoded last.
     pub fn view(&self) -> View<'_> {
         View { ids: &self.ids, sources: &self.sources }
     }
 
-    /// How many tokens the new text has in common with the one before, up to an added token.
-    fn kept(&self, scaffold: &Scaffold<'_>, rendered: &Rendered) -> usize {
+    /// Returns how many tokens of the previous prompt can be reused: those before the texts differ, up to an added
+    /// token.
+    fn reusable_tokens(&self, scaffold: &Scaffold<'_>, rendered: &Rendered) -> usize {
         let tokenizer = scaffold.tokenizer;
         let shared = common_prefix(self.text.as_bytes(), rendered.text.as_bytes());
-        // An added token is only certain where a longer one could not begin with it.
-        let sure = shared.saturating_sub(tokenizer.max_piece_bytes());
+        // An added token is certain only if no longer added token could begin with it.
+        let certain = shared.saturating_sub(tokenizer.max_piece_bytes());
         let cuts = |index: &usize| {
             let (id, end) = (self.ids[*index], self.ends[*index] as usize);
             is_special(id, tokenizer)
                 && tokenizer.token_bytes(id).is_some_and(|bytes| self.text.as_bytes()[..end].ends_with(bytes))
         };
-        let within = self.ends.partition_point(|&end| end as usize <= sure);
+        let within = self.ends.partition_point(|&end| end as usize <= certain);
         let Some(last) = (0..within).rev().find(cuts) else { return 0 };
         let end = self.ends[last] as usize;
-        let alike = before(&self.spans, end).eq(before(&rendered.spans, end));
-        if alike { last + 1 } else { 0 }
+        let same_spans = spans_before(&self.spans, end).eq(spans_before(&rendered.spans, end));
+        if same_spans { last + 1 } else { 0 }
     }
 }
 
-/// Where spans begin and end before byte `end`.
-fn before(spans: &[Span], end: usize) -> impl Iterator<Item = (usize, usize)> {
+/// Returns the starts and ends of spans before byte `end`.
+fn spans_before(spans: &[Span], end: usize) -> impl Iterator<Item = (usize, usize)> {
     spans.iter().take_while(move |span| span.start < end).map(move |span| (span.start, span.end.min(end)))
 }
 
@@ -74,18 +76,18 @@ mod tests {
     use crate::template::Field;
     use crate::tokenizer::example;
 
-    /// Texts with content between `{` and `}`.
+    /// Renders texts with content between `{` and `}`.
     fn rendered(marked: &str) -> Rendered {
-        let (mut found, mut whole) = (Rendered::default(), String::new());
+        let (mut result, mut text_without_marks) = (Rendered::default(), String::new());
         for part in marked.split_inclusive(['{', '}']) {
             let text = part.trim_end_matches(['{', '}']);
-            let start = whole.len();
-            whole.push_str(text);
+            let start = text_without_marks.len();
+            text_without_marks.push_str(text);
             if part.ends_with('}') {
-                found.spans.push(Span { start, end: whole.len(), message: 0, field: Field::Content });
+                result.spans.push(Span { start, end: text_without_marks.len(), message: 0, field: Field::Content });
             }
         }
-        Rendered { text: whole.into(), ..found }
+        Rendered { text: text_without_marks.into(), ..result }
     }
 
     #[test]
@@ -101,7 +103,7 @@ mod tests {
             format!("{opening}\nassistant\n"),
             format!("{opening}\nassistant\n{{12 €}}{special}tool\n{{{long}}}{special}\n"),
             format!("{opening}\nassistant\n{{12 €}}{special}tool\n{{{long}}} and more"),
-            // The same text, other content.
+            // The same text with other content.
             format!("{opening}\nassistant\n12 €{special}tool\n{{{long}}} and more"),
             format!("{special}user\n{long}{special}\n{{{long}}}"),
             format!("{special}user\n{{{long}{special}\n{long}}}"),
@@ -113,10 +115,10 @@ mod tests {
         let mut kept = 0;
         for text in texts.iter().chain(texts.iter().rev()) {
             let rendered = rendered(text);
-            kept += usize::from(prompts.kept(&scaffold, &rendered) > 0);
-            let (found, alone) =
+            kept += usize::from(prompts.reusable_tokens(&scaffold, &rendered) > 0);
+            let (cached, uncached) =
                 (prompts.encode(&scaffold, &rendered).unwrap(), scaffold.encode(&rendered, 0).unwrap());
-            assert_eq!((found.ids, found.sources), (&*alone.ids, &*alone.sources), "{text}");
+            assert_eq!((cached.ids, cached.sources), (&*uncached.ids, &*uncached.sources), "{text}");
         }
         assert!(scaffold.cuts && kept > 8, "{kept}");
     }

@@ -1,8 +1,8 @@
-//! Checks that a prompt shows its messages: the text of each, of each tool call and of each tool result.
+//! Checks that a prompt shows its messages: the text of each message, tool call and tool result.
 //!
-//! No knowledge of templates and servers is needed to see that the text of a message is nowhere in its prompt. Each message
-//! is looked for once, in the first prompt that holds it. Where a render tells which bytes are whose, nothing is searched;
-//! else texts are compared without white space. Reasoning, media, and what is no string may be left out.
+//! The check needs no knowledge of templates and servers. Each message is searched for once, in the first prompt that
+//! contains it. If a render reports which bytes belong to which message, nothing is searched. Otherwise texts are
+//! compared without white space. Reasoning, media and values that are not strings may be missing.
 
 use super::prompt::Scaffold;
 use super::resolve::{is_special, spell_all};
@@ -17,13 +17,13 @@ use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::sync::Arc;
 
-/// Findings of one trace.
+/// Maximum number of findings per trace.
 const MOST: usize = 8;
-/// What ends reasoning that stands in a text: each in one of two bytes.
+/// Texts that end reasoning inside a message. Each ends in one of two bytes.
 const CLOSERS: [&str; 7] =
     ["</think>", "</thinking>", "</thought>", "</reasoning>", "[/THINK]", "</seed:think>", "<|END_THINKING|>"];
 
-/// One string of a message that must stand in its prompt.
+/// One string of a message that its prompt must contain.
 struct Said<'a> {
     what: &'static str,
     text: Cow<'a, str>,
@@ -31,7 +31,8 @@ struct Said<'a> {
 }
 
 impl Loom<'_, '_> {
-    /// Says which messages of a generation's context are not in its prompt: `ids` as recorded, or as it is rendered.
+    /// Reports the messages of a generation's context that its prompt lacks. The prompt is `ids` if recorded, else the
+    /// rendered one.
     pub fn check_shown(
         &mut self,
         turn: usize,
@@ -39,9 +40,9 @@ impl Loom<'_, '_> {
         rendered: Option<&Rendered>,
         ids: Option<&[u32]>,
     ) {
-        let (looked, tokenizer, trace) = (&self.shown, self.tokenizer, self.trace);
+        let (shown, tokenizer, trace) = (&self.shown, self.tokenizer, self.trace);
         let server = self.scaffold.server_of(generation);
-        let new = |(_, index): &(usize, &u32)| !looked.get(**index as usize).copied().unwrap_or(true);
+        let new = |(_, index): &(usize, &u32)| !shown.get(**index as usize).copied().unwrap_or(true);
         let positions: Vec<(usize, u32)> =
             generation.context.iter().enumerate().filter(new).map(|(at, index)| (at, *index)).collect();
         let Some(&(first, _)) = positions.first() else { return };
@@ -50,7 +51,7 @@ impl Loom<'_, '_> {
             return positions.iter().for_each(|&(_, index)| self.shown[index as usize] = true);
         }
         let mut covered = vec![0_usize; generation.context.len() - first];
-        // Schemas of tools at the front have the names of tools too.
+        // Schemas of tools at the front contain names of tools too.
         let (mut schemas, mut earlier, mut only_schemas) = (0, 0, true);
         for span in as_rendered.iter().flat_map(|rendered| &rendered.spans) {
             only_schemas &= span.field == Field::ToolSchema;
@@ -68,7 +69,7 @@ impl Loom<'_, '_> {
         let region = as_rendered.map_or("", |rendered| &rendered.text[earlier.max(schemas)..]);
         let prompt = OnceCell::new();
         let text_of = || match ids {
-            // A picture's placeholder stands there once for each of its features, and once in the message.
+            // The placeholder of an image occurs once for each feature in the prompt, and once in the message.
             Some(ids) => {
                 let mut ids = ids.to_vec();
                 ids.dedup_by(|id, before| id == before && is_special(*id, tokenizer));
@@ -80,27 +81,28 @@ impl Loom<'_, '_> {
         for (at, index) in positions {
             self.shown[index as usize] = true;
             let message = &trace.messages[index as usize];
-            let said = strings(message, server);
+            let expected = strings(message, server);
             for field in [Field::Content, Field::ToolCall] {
-                let of_field = || said.iter().filter(|said| said.field == field);
+                let strings_of_field = || expected.iter().filter(|expected| expected.field == field);
                 let is_there = if field == Field::Content {
-                    covered[at - first] >= of_field().map(|said| said.text.trim().len()).sum()
+                    covered[at - first] >= strings_of_field().map(|expected| expected.text.trim().len()).sum()
                 } else {
-                    of_field().all(|said| memchr::memmem::find(region.as_bytes(), said.text.as_bytes()).is_some())
+                    strings_of_field()
+                        .all(|expected| memchr::memmem::find(region.as_bytes(), expected.text.as_bytes()).is_some())
                 };
                 if is_there {
                     continue;
                 }
                 let prompt = prompt.get_or_init(text_of);
-                if let Some(said) = of_field().find(|said| !shows(prompt, said)) {
-                    missing.push((index, said.what, message));
+                if let Some(expected) = strings_of_field().find(|expected| !shows(prompt, expected)) {
+                    missing.push((index, expected.what, message));
                 }
             }
         }
         for (index, what, message) in missing {
             let dropped = || self.scaffold.drops_beside_calls();
-            let beside = what == TEXT && message.get("tool_calls").is_some_and(|calls| !calls.is_null());
-            if self.unshown == MOST || beside && message.role() == "assistant" && dropped() {
+            let is_text_of_call = what == TEXT && message.get("tool_calls").is_some_and(|calls| !calls.is_null());
+            if self.unshown == MOST || is_text_of_call && message.role() == "assistant" && dropped() {
                 continue;
             }
             self.unshown += 1;
@@ -110,8 +112,8 @@ impl Loom<'_, '_> {
     }
 }
 
-/// Whether the last spans of a render are the whole texts of these messages (places and indices), so that nothing has
-/// to be searched. False where that is not seen at once.
+/// Returns true if the last spans of a render are the complete texts of these messages (positions and indices), so
+/// that nothing has to be searched. Returns false if a quick check cannot show it.
 fn end_in(spans: &[Span], positions: &[(usize, u32)], messages: &[Message]) -> bool {
     let mut spans = spans.iter().rev().peekable();
     positions.iter().rev().all(|&(at, index)| {
@@ -123,15 +125,15 @@ fn end_in(spans: &[Span], positions: &[(usize, u32)], messages: &[Message]) -> b
     })
 }
 
-/// Whether a message has no tool calls, and a text alone that is no longer than this.
+/// Returns true if a message has no tool calls and its content is a text of at most this many bytes.
 fn is_text_of(message: &Message, bytes: usize) -> bool {
     let Value::Object(fields) = &message.value else { return false };
     let calls = value_of(fields, "tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
     match value_of(fields, "content") {
         _ if calls => false,
         Some(Value::String(text)) => {
-            let rest = || if message.role() == "assistant" { behind_reasoning(text) } else { text };
-            text.len() <= bytes || text.trim().len() <= bytes || rest().trim().len() <= bytes
+            let answer = || if message.role() == "assistant" { behind_reasoning(text) } else { text };
+            text.len() <= bytes || text.trim().len() <= bytes || answer().trim().len() <= bytes
         }
         content => content.is_none_or(Value::is_null),
     }
@@ -141,20 +143,20 @@ const TEXT: &str = "the text";
 const NAME: &str = "the name of a tool call";
 const ARGUMENT: &str = "an argument of a tool call";
 
-/// The role as a finding says it.
+/// Returns the role as a finding prints it.
 fn role_of(message: &Message) -> String {
     let role = message.role();
     if role.is_empty() { "no role".to_owned() } else { role.chars().take(40).collect() }
 }
 
-/// The strings of a message that its prompt must hold, as this server writes it.
+/// Returns the strings of a message that its prompt must contain, as this server writes it.
 fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
     let Value::Object(fields) = &message.value else { return Vec::new() };
-    let mut said = Vec::new();
+    let mut expected = Vec::new();
     let is_assistant = message.role() == "assistant";
     let mut text = |text| {
         let text = if is_assistant { behind_reasoning(text) } else { text };
-        said.push(Said { what: TEXT, text: Cow::Borrowed(text), field: Field::Content });
+        expected.push(Said { what: TEXT, text: Cow::Borrowed(text), field: Field::Content });
     };
     match value_of(fields, "content") {
         Some(Value::String(content)) => text(content),
@@ -175,27 +177,27 @@ fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
     for call in value_of(fields, "tool_calls").and_then(Value::as_array).into_iter().flatten() {
         let function = call.get("function").unwrap_or(call);
         if let Some(name) = function.get("name").and_then(Value::as_str) {
-            said.push(Said { what: NAME, text: Cow::Borrowed(name), field: Field::ToolCall });
+            expected.push(Said { what: NAME, text: Cow::Borrowed(name), field: Field::ToolCall });
         }
-        // A prompt cannot show what its server does not hand on.
+        // A prompt cannot show arguments that its server does not pass on.
         let empties = server.empties_arguments();
         let counts = |value: &Value| !empties || value.is_object();
         match function.get("arguments") {
             Some(Value::String(text)) => match json_number::parse(text) {
-                Ok(value) if counts(&value) => owned_leaves(&value, &mut said),
+                Ok(value) if counts(&value) => owned_leaves(&value, &mut expected),
                 Err(_) if !empties => {
-                    said.push(Said { what: ARGUMENT, text: Cow::Borrowed(text), field: Field::ToolCall });
+                    expected.push(Said { what: ARGUMENT, text: Cow::Borrowed(text), field: Field::ToolCall });
                 }
                 _ => {}
             },
-            Some(value) if counts(value) => owned_leaves(value, &mut said),
+            Some(value) if counts(value) => owned_leaves(value, &mut expected),
             _ => {}
         }
     }
-    said
+    expected
 }
 
-/// What follows the last end of reasoning in a text.
+/// Returns the text after the last end of reasoning.
 fn behind_reasoning(text: &str) -> &str {
     let mut end = text.len();
     while let Some(at) = memchr::memrchr2(b'>', b']', &text.as_bytes()[..end]) {
@@ -207,47 +209,47 @@ fn behind_reasoning(text: &str) -> &str {
     text
 }
 
-/// The strings and numbers below a value.
-fn owned_leaves(value: &Value, said: &mut Vec<Said<'_>>) {
+/// Appends the strings and numbers inside a value.
+fn owned_leaves(value: &Value, expected: &mut Vec<Said<'_>>) {
     let text = match value {
         Value::String(text) => text.clone(),
         Value::Number(number) => number.to_string(),
-        Value::Array(items) => return items.iter().for_each(|item| owned_leaves(item, said)),
+        Value::Array(items) => return items.iter().for_each(|item| owned_leaves(item, expected)),
         Value::Object(map) => match json_number::text_in(map) {
             Some(digits) => digits.to_owned(),
-            None => return map.values().for_each(|item| owned_leaves(item, said)),
+            None => return map.values().for_each(|item| owned_leaves(item, expected)),
         },
         Value::Null | Value::Bool(_) => return,
     };
-    said.push(Said { what: ARGUMENT, text: Cow::Owned(text), field: Field::ToolCall });
+    expected.push(Said { what: ARGUMENT, text: Cow::Owned(text), field: Field::ToolCall });
 }
 
-/// Whether a prompt without white space holds a string, as it is or as JSON writes it.
-fn shows(prompt: &str, said: &Said<'_>) -> bool {
-    let holds = |text: &str| memchr::memmem::find(prompt.as_bytes(), squeezed(text).as_bytes()).is_some();
-    if holds(&said.text) {
+/// Returns true if a prompt without white space contains a string, either directly or as JSON writes it.
+fn shows(prompt: &str, expected: &Said<'_>) -> bool {
+    let contains = |text: &str| memchr::memmem::find(prompt.as_bytes(), squeezed(text).as_bytes()).is_some();
+    if contains(&expected.text) {
         return true;
     }
     let quoted = |text: &str| json!(text).to_string().trim_matches('"').to_owned();
-    let once = quoted(&said.text);
-    let ascii: String = once.chars().map(escaped).collect();
-    if holds(&once) || holds(&ascii) || holds(&quoted(&once)) {
+    let escaped_once = quoted(&expected.text);
+    let ascii: String = escaped_once.chars().map(escaped).collect();
+    if contains(&escaped_once) || contains(&ascii) || contains(&quoted(&escaped_once)) {
         return true;
     }
-    if said.field == Field::ToolCall && said.text.parse::<f64>().is_ok() {
-        // A float may be written in another way.
+    if expected.field == Field::ToolCall && expected.text.parse::<f64>().is_ok() {
+        // A float may be written in another form.
         return true;
     }
-    // Tokenizers write other forms of characters: of those that have one form there must be some.
-    let plain = plain(&said.text);
-    plain != squeezed(&said.text) && (plain.is_empty() || plain_holds(prompt, &plain))
+    // Normalizers may write characters in another form. The characters with a single form (ASCII) must still match.
+    let plain = plain(&expected.text);
+    plain != squeezed(&expected.text) && (plain.is_empty() || plain_holds(prompt, &plain))
 }
 
 fn plain_holds(prompt: &str, text: &str) -> bool {
     memchr::memmem::find(plain(prompt).as_bytes(), text.as_bytes()).is_some()
 }
 
-/// As `json.dumps` writes a character with `ensure_ascii`.
+/// Writes a character as `json.dumps` does with `ensure_ascii`.
 fn escaped(c: char) -> String {
     if c.is_ascii() {
         return c.to_string();
@@ -259,13 +261,13 @@ fn squeezed(text: &str) -> String {
     text.split_whitespace().collect()
 }
 
-/// The ASCII characters that are no white space.
+/// Returns the ASCII characters that are not white space.
 fn plain(text: &str) -> String {
     text.chars().filter(|c| c.is_ascii() && !c.is_ascii_whitespace()).collect()
 }
 
 impl Scaffold<'_> {
-    /// Whether the template leaves out what an assistant says beside its tool calls.
+    /// Returns true if the template drops the text of an assistant's message that has tool calls.
     fn drops_beside_calls(&self) -> bool {
         *self.drops.get_or_init(|| {
             const BODY: &str = "tracegrad probes the calls";
@@ -298,10 +300,10 @@ mod tests {
     }
 
     #[test]
-    fn a_text_is_found_without_its_white_space_and_in_the_ways_that_json_writes_it() {
+    fn a_text_is_found_without_white_space_and_as_json_writes_it() {
         assert!(holds("<u> What  is\n2+2? <e>", " What is 2+2?\n", Field::Content));
         assert!(!holds("<u> What is 3+2? <e>", "What is 2+2?", Field::Content));
-        // json.dumps('a "b"\né😊'), with and without ensure_ascii, and once more.
+        // json.dumps('a "b"\né😊'), with and without ensure_ascii, and encoded twice.
         let text = "a \"b\"\né😊";
         assert!(holds(r#"{"x": "a \"b\"\né😊"}"#, text, Field::ToolCall));
         assert!(holds(r#"{"x": "a \"b\"\n\u00e9\ud83d\ude0a"}"#, text, Field::ToolCall));
@@ -313,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn reasoning_is_no_text_that_must_stay() {
+    fn reasoning_may_be_missing_from_the_prompt() {
         assert_eq!(behind_reasoning("<think>a</think>b"), "b");
         assert_eq!(behind_reasoning("[THINK]a[/THINK]b</think>c"), "c");
         assert_eq!(behind_reasoning("plain"), "plain");
@@ -324,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_that_end_a_render_with_their_whole_texts_need_no_search() {
+    fn messages_whose_complete_texts_end_a_render_need_no_search() {
         let message = |value: Value| Message::new(value, None);
         let answer = "<think>a</think>\n\nfour";
         let messages = [
@@ -334,14 +336,14 @@ mod tests {
             message(json!({"role": "user", "content": [{"type": "text", "text": "a"}]})),
         ];
         let span = |message: u32, size: usize, field: Field| Span { start: 0, end: size, message, field };
-        let said = |message: u32, size: usize| span(message, size, Field::Content);
-        let found = |spans: &[Span], positions: &[(usize, u32)]| end_in(spans, positions, &messages);
-        assert!(found(&[said(0, 9), said(1, 4), said(2, 4)], &[(1, 0), (2, 1)]));
-        assert!(!found(&[said(0, 9), said(1, 3), said(2, 4)], &[(1, 0), (2, 1)]));
-        assert!(!found(&[said(0, 9), said(1, 4), said(2, 3)], &[(1, 0), (2, 1)]));
-        assert!(found(&[said(0, 2), span(0, 9, Field::Reasoning), said(0, 2)], &[(0, 0)]));
-        // What stands before a later message, or is no text alone, is searched.
-        assert!(!found(&[said(2, 4), said(1, 4)], &[(1, 0), (2, 1)]));
-        assert!(!found(&[said(0, 9)], &[(0, 2)]) && !found(&[said(0, 9)], &[(0, 3)]));
+        let content_span = |message: u32, size: usize| span(message, size, Field::Content);
+        let ends_in = |spans: &[Span], positions: &[(usize, u32)]| end_in(spans, positions, &messages);
+        assert!(ends_in(&[content_span(0, 9), content_span(1, 4), content_span(2, 4)], &[(1, 0), (2, 1)]));
+        assert!(!ends_in(&[content_span(0, 9), content_span(1, 3), content_span(2, 4)], &[(1, 0), (2, 1)]));
+        assert!(!ends_in(&[content_span(0, 9), content_span(1, 4), content_span(2, 3)], &[(1, 0), (2, 1)]));
+        assert!(ends_in(&[content_span(0, 2), span(0, 9, Field::Reasoning), content_span(0, 2)], &[(0, 0)]));
+        // Text before a later message, or content that is not only text, is searched for.
+        assert!(!ends_in(&[content_span(2, 4), content_span(1, 4)], &[(1, 0), (2, 1)]));
+        assert!(!ends_in(&[content_span(0, 9)], &[(0, 2)]) && !ends_in(&[content_span(0, 9)], &[(0, 3)]));
     }
 }

@@ -1,8 +1,8 @@
-//! Names the differences between what was recorded and what the template renders: of prompts, sampled bodies and dates.
+//! Names the differences between what was recorded and what the template renders: prompts, sampled bodies and dates.
 //!
-//! Recorded ids win over the render. Here the render is only asked for sources, and a difference gets the narrowest name
-//! that fits it: a doubled BOS, an injected system prompt or date, an expanded image, or plainly another prompt. A date
-//! is found in the recorded prompt, so that it can be rendered as on that day.
+//! Recorded ids take precedence over the render, which only supplies sources. Each difference gets the most specific
+//! reason that fits: a doubled BOS, an injected system prompt or date, an expanded image, or simply another prompt. A
+//! date is searched for in the recorded prompt, so that the prompt can be rendered as on that day.
 
 use super::branch::{common_prefix, common_suffix};
 use super::prompt::Text;
@@ -14,22 +14,23 @@ use jiff::civil::Date;
 use jiff::fmt::strtime::BrokenDownTime;
 use serde_json::Value;
 
-/// Sources of the recorded ids, and the difference, if there is one.
+/// The sources of the recorded ids, and the difference from the render, if there is one.
 #[derive(Debug)]
 pub struct Compared {
     /// The recorded ids with their sources.
     pub text: Text,
-    /// Reason, tokens concerned, and what was found.
+    /// Reason, number of tokens concerned, and a description.
     pub difference: Option<(Reason, usize, String)>,
 }
 
-/// Compares `ids`, as the server reported them, with `rendered`, which may begin with a system or developer message.
+/// Compares `ids`, as the server reported them, with `rendered`. `has_system` is true if the context begins with a
+/// system or developer message.
 pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokenizer) -> Compared {
     if rendered.ids == ids {
         return Compared { text: rendered, difference: None };
     }
-    if let Some(found) = beginning(ids, &rendered, tokenizer).or_else(|| expanded(ids, &rendered, tokenizer)) {
-        return found;
+    if let Some(compared) = beginning(ids, &rendered, tokenizer).or_else(|| expanded(ids, &rendered, tokenizer)) {
+        return compared;
     }
     let first = common_prefix(&rendered.ids, ids);
     let last = common_suffix(&rendered.ids[first..], &ids[first..]);
@@ -53,7 +54,7 @@ pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokeni
     Compared { text: Text::new(ids.to_vec(), sources), difference: Some(difference) }
 }
 
-/// A special token more or less at the beginning, all else equal: BOS twice, or missing.
+/// Recognizes one special token more or less at the beginning, with everything else equal: BOS is doubled or missing.
 fn beginning(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compared> {
     let special = |id: Option<&u32>| id.is_some_and(|&id| tokenizer.is_special(id));
     if ids.get(1..) == Some(&rendered.ids) && special(ids.first()) {
@@ -71,7 +72,7 @@ fn beginning(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Comp
     None
 }
 
-/// Placeholders of images repeated, all else equal.
+/// Recognizes repeated placeholders of images, with everything else equal.
 fn expanded(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compared> {
     let mut sources = Vec::with_capacity(ids.len());
     let mut at = 0;
@@ -92,11 +93,11 @@ fn expanded(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compa
         .then_some(Compared { text, difference: Some((Reason::MultimodalExpansion, pads, detail)) })
 }
 
-/// Names of a difference, and whether the turn may still stand in one history with what follows.
+/// The names of a difference, and whether the turn may stay in one history with the turns after it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Difference {
     pub reasons: &'static [Reason],
-    /// False where something was dropped.
+    /// False if something was dropped.
     pub same_history: bool,
 }
 
@@ -104,13 +105,13 @@ const fn same(reasons: &'static [Reason]) -> Difference {
     Difference { reasons, same_history: true }
 }
 
-/// Names the difference between what was `spelled` (`plain`: without special tokens) and the `body` that the template
-/// writes for the message `produced`.
+/// Names the difference between the sampled bytes `spelled` (`plain`: without special tokens) and the `body` that the
+/// template writes for the message `produced`.
 pub fn difference(spelled: &[u8], plain: &[u8], body: &str, produced: &Value) -> Difference {
     let text = String::from_utf8_lossy(spelled);
     let calls = produced.get("tool_calls").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-    let thought = |text: &str| text.contains("</think>");
-    if thought(&text) && !thought(body) {
+    let has_thought = |text: &str| text.contains("</think>");
+    if has_thought(&text) && !has_thought(body) {
         return Difference { reasons: &[Reason::ThinkStripped], same_history: false };
     }
     if std::str::from_utf8(spelled).is_err() && shown(&text).trim() == shown(body).trim() {
@@ -119,7 +120,7 @@ pub fn difference(spelled: &[u8], plain: &[u8], body: &str, produced: &Value) ->
     if text.trim() == body.trim() {
         return same(&[Reason::WhitespaceTrimmed]);
     }
-    if thought(body) && !thought(&text) {
+    if has_thought(body) && !has_thought(&text) {
         return same(&[Reason::ThinkInserted]);
     }
     if plain == body.as_bytes() {
@@ -144,28 +145,31 @@ pub fn difference(spelled: &[u8], plain: &[u8], body: &str, produced: &Value) ->
     Difference { reasons, same_history: false }
 }
 
-/// How many bytes the empty thought has that a template writes before an answer without reasoning; 0 without one.
+/// Returns the length in bytes of the empty thought that a template writes before an answer without reasoning; 0 if
+/// there is none.
 pub fn inserted_thought(body: &str, produced: &Value) -> usize {
     let content = produced.get("content").and_then(Value::as_str).unwrap_or_default();
-    let rest = body.trim_start().strip_prefix("<think>").and_then(|rest| rest.trim_start().strip_prefix("</think>"));
-    match rest {
-        Some(rest) if !is_split(produced) && !content.contains("</think>") => body.len() - rest.trim_start().len(),
+    let answer =
+        body.trim_start().strip_prefix("<think>").and_then(|answer| answer.trim_start().strip_prefix("</think>"));
+    match answer {
+        Some(answer) if !is_split(produced) && !content.contains("</think>") => body.len() - answer.trim_start().len(),
         _ => 0,
     }
 }
 
-/// Whether the server took the reasoning out of the content.
+/// Returns true if the server moved the reasoning out of the content.
 fn is_split(produced: &Value) -> bool {
-    let text = |key: &str| produced.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
-    text("reasoning_content") || text("reasoning") || text("thinking") || rewritten(produced)
+    let has_text = |key: &str| produced.get(key).and_then(Value::as_str).is_some_and(|has_text| !has_text.is_empty());
+    has_text("reasoning_content") || has_text("reasoning") || has_text("thinking") || rewritten(produced)
 }
 
-/// Whether the content is a server's own rewriting of what was sampled.
+/// Returns true if the content is the server's own rewriting of the sampled text.
 fn rewritten(produced: &Value) -> bool {
     produced.get("content").and_then(Value::as_str).is_some_and(|text| text.starts_with("<reasoning>"))
 }
 
-/// Whether the text before the arguments of a call differs; `None` where the arguments are not found in both.
+/// Returns true if the text before the arguments of a call differs. Returns `None` if the arguments are not found in
+/// both texts.
 fn header_changed(text: &str, body: &str, calls: &[Value]) -> Option<bool> {
     let mut changed = false;
     let (mut left, mut right) = (text, body);
@@ -176,27 +180,27 @@ fn header_changed(text: &str, body: &str, calls: &[Value]) -> Option<bool> {
             other => json_number::rounded(other),
         };
         let (before, after) = around(left, &arguments)?;
-        let (other, rest) = around(right, &arguments)?;
-        changed |= before != other;
-        (left, right) = (after, rest);
+        let (before_other, after_other) = around(right, &arguments)?;
+        changed |= before != before_other;
+        (left, right) = (after, after_other);
     }
     Some(changed)
 }
 
-/// What stands before and after the first JSON text in `text` that says `value`, also where it was encoded twice.
+/// Returns the text before and after the first JSON text in `text` that equals `value`, even if it was encoded twice.
 fn around<'t>(text: &'t str, value: &Value) -> Option<(&'t str, &'t str)> {
     for (at, _) in text.match_indices(['{', '"']) {
         let mut stream = serde_json::Deserializer::from_str(&text[at..]).into_iter::<Value>();
-        let Some(Ok(found)) = stream.next() else { continue };
-        let inner = found.as_str().and_then(|inner| serde_json::from_str::<Value>(inner).ok());
-        if found == *value || inner.as_ref() == Some(value) {
+        let Some(Ok(parsed)) = stream.next() else { continue };
+        let inner = parsed.as_str().and_then(|inner| serde_json::from_str::<Value>(inner).ok());
+        if parsed == *value || inner.as_ref() == Some(value) {
             return Some((&text[..at], &text[at + stream.byte_offset()..]));
         }
     }
     None
 }
 
-/// What a text shows of its characters: servers leave a part of one out, or write U+FFFD for it.
+/// Removes U+FFFD from a text. Servers drop an incomplete character or write U+FFFD for it.
 fn shown(text: &str) -> String {
     text.replace('\u{FFFD}', "")
 }
@@ -205,10 +209,10 @@ fn squeezed(text: &str) -> String {
     text.split_whitespace().collect()
 }
 
-/// The forms that templates print.
+/// The date formats that templates print.
 const FORMS: [&str; 5] = ["%d %b %Y", "%Y-%m-%d", "%d %B %Y", "%B %d, %Y", "%b %d, %Y"];
 
-/// The first date in `text`, as `2025-03-07`.
+/// Returns the first date in `text`, in the form `2025-03-07`.
 pub fn find(text: &str) -> Option<String> {
     let starts = text.char_indices().filter(|(at, c)| {
         c.is_ascii_alphanumeric() && !text[..*at].chars().next_back().is_some_and(|c| c.is_ascii_alphanumeric())
@@ -236,11 +240,11 @@ mod tests {
     #[test]
     fn reformatted_arguments_and_a_header_in_another_order_go_on() {
         let produced = json!({"tool_calls": [{"function": {"name": "f", "arguments": "{\"a\":1}"}}]});
-        let found = named("<call>f{\"a\":1}</call>", "<call>f{\"a\": 1}</call>", &produced);
-        assert_eq!(found, same(&[Reason::ToolCallReformatted]));
-        let turned = " to=f<c>commentary json<m>\"{\\\"a\\\": 1}\"";
-        let found = named("<c>commentary to=f json<m>{\"a\":1}", turned, &produced);
-        assert_eq!(found, same(&[Reason::ToolCallReformatted, Reason::ToolCallHeaderChanged]));
+        let result = named("<call>f{\"a\":1}</call>", "<call>f{\"a\": 1}</call>", &produced);
+        assert_eq!(result, same(&[Reason::ToolCallReformatted]));
+        let reordered = " to=f<c>commentary json<m>\"{\\\"a\\\": 1}\"";
+        let result = named("<c>commentary to=f json<m>{\"a\":1}", reordered, &produced);
+        assert_eq!(result, same(&[Reason::ToolCallReformatted, Reason::ToolCallHeaderChanged]));
     }
 
     #[test]

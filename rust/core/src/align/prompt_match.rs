@@ -1,10 +1,12 @@
 //! Finds the branch that the prompt of a generation continues, or starts a new one.
 //!
-//! What the record says about the prompt decides: ids, ids behind an earlier turn, plain text, messages, or nothing.
+//! The method depends on how the record gives the prompt: as ids, ids after an earlier turn, plain text, messages, or
+//! not at all.
 //!
-//! Servers and templates disagree about what closes a turn: `<|return|>` in the history is `<|end|>`, a stop token that
-//! is also the next header stands once or not at all, the line break behind it is there or not. Such a turn goes on
-//! in its branch, each difference named; anything else is another history.
+//! Servers and templates disagree about the end of a turn. `<|return|>` becomes `<|end|>` in the history. A stop token
+//! that is also the next header is written once or not at all. The line break after it may be missing. A turn with
+//! such a difference continues its branch, and each difference is reported. Any other difference starts another
+//! history.
 
 use super::branch::{Branch, common_prefix};
 use super::images::Keyed;
@@ -20,19 +22,19 @@ use crate::trace::{Generation, Prompt};
 use std::mem;
 use std::sync::Arc;
 
-/// Tokens on both sides of a difference in which a date is looked for.
+/// Number of tokens on both sides of a difference in which a date is searched for.
 const DATE_WINDOW: usize = 24;
 
 impl Loom<'_, '_> {
-    /// The place of a generation's prompt, and the rendered prompt where the template was asked.
+    /// Returns the place of a generation's prompt, and the rendered prompt if the template was used.
     pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<Arc<str>>)> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
                 let rendered = self.render(turn, &generation.context, true).ok();
-                // The parts beside a prompt of ids are its pictures alone, and no template wrote it.
-                let written = !generation.context.is_empty() && generation.placeholders.is_none();
-                let Some(rendered) = rendered.filter(|_| written) else {
-                    if written {
+                // A prompt of ids with separate media parts contains images only, and no template wrote it.
+                let by_template = !generation.context.is_empty() && generation.placeholders.is_none();
+                let Some(rendered) = rendered.filter(|_| by_template) else {
+                    if by_template {
                         self.check_shown(turn, generation, None, Some(ids));
                     }
                     return Ok((self.place_ids(turn, Text::given(ids).view()), None));
@@ -40,7 +42,7 @@ impl Loom<'_, '_> {
                 let encoded = self.memory.prompts.encode(self.scaffold, &rendered)?;
                 if encoded.ids == ids {
                     self.check_shown(turn, generation, Some(&rendered), None);
-                    // Of a prompt that is as the template has it, only what is behind the branch is copied.
+                    // If the prompt equals the render, only the part after the branch is copied.
                     let prompts = mem::take(&mut self.memory.prompts);
                     let place = self.place_ids(turn, prompts.view());
                     self.memory.prompts = prompts;
@@ -74,7 +76,7 @@ impl Loom<'_, '_> {
         Place::Headless
     }
 
-    /// Ids behind the last sampled token of generation `earlier`.
+    /// Places a prompt that consists of ids after the last sampled token of generation `earlier`.
     fn place_after(&mut self, turn: usize, earlier: u32, ids: &[u32]) -> Place {
         let end = self.ends.get(earlier as usize).copied().flatten();
         let Some((at, length)) = end.filter(|_| (earlier as usize) < turn) else {
@@ -94,7 +96,8 @@ impl Loom<'_, '_> {
         }
     }
 
-    /// All prompt ids: the longest branch they extend, by named edits at the ends of turns if need be, or a fork.
+    /// Places a prompt given as all its ids. It extends the longest branch that is its prefix, allowing for named
+    /// edits at the ends of turns. Otherwise it is a fork.
     fn place_ids(&mut self, turn: usize, text: View<'_>) -> Place {
         self.mark_stops(text.ids);
         let branches = &self.woven.branches;
@@ -107,21 +110,21 @@ impl Loom<'_, '_> {
         let bridged = (0..branches.len())
             .filter(open)
             .filter_map(|at| bridge(&branches[at], text.ids, &self.scaffold.closing, is_stop).map(|found| (at, found)));
-        let Some((at, found)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else {
+        let Some((at, bridge)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else {
             return Place::Fork(text.tail(0));
         };
-        let (body, behind) = (branches[at].body, branches[at].last_turn());
-        for (reason, position, detail) in found.edits {
-            // An edit at the end of an earlier turn was reported when that turn was passed.
+        let (body, previous_turn) = (branches[at].body, branches[at].last_turn());
+        for (reason, position, detail) in bridge.edits {
+            // An edit at the end of an earlier turn was reported when that turn was processed.
             if position >= body {
-                self.find(reason, behind.unwrap_or(turn as i32).max(0) as usize, -1, 1, detail);
+                self.find(reason, previous_turn.unwrap_or(turn as i32).max(0) as usize, -1, 1, detail);
             }
         }
-        Place::Extend(at, text.tail(found.from))
+        Place::Extend(at, text.tail(bridge.from))
     }
 
-    /// Ends branches of text that these prompt ids go on with the stop token that stands behind them: the marker of the
-    /// next role, where the template writes none of its own.
+    /// Appends the stop token to branches that end in text and that these prompt ids continue. The stop token is then
+    /// the marker of the next role, because the template writes none of its own.
     fn mark_stops(&mut self, ids: &[u32]) {
         for branch in self.woven.branches.iter_mut().filter(|branch| branch.unmarked) {
             let next = ids.strip_prefix(branch.ids.as_slice()).and_then(|rest| rest.first().copied());
@@ -132,7 +135,8 @@ impl Loom<'_, '_> {
         }
     }
 
-    /// Sources of recorded prompt ids beside those that the template gives, and the render that fits them best.
+    /// Returns the sources of recorded prompt ids by comparing them with the rendered ones, and the render that fits
+    /// them best.
     fn classify(
         &mut self,
         turn: usize,
@@ -143,36 +147,37 @@ impl Loom<'_, '_> {
         let role = generation.context.first().map(|&first| self.trace.messages[first as usize].role());
         let has_system = matches!(role, Some("system" | "developer"));
         let short = self.keyed(turn).map(|keyed| keyed.collapse(ids));
-        let seen = short.as_ref().map_or(ids, |short| &short.ids);
-        let whole = |text: Text| short.as_ref().map_or_else(|| text.clone(), |short| short.restore(ids, &text.sources));
-        let compared = compare(seen, encoded, has_system, self.tokenizer);
-        let Some((reason, count, detail)) = compared.difference else { return Ok((whole(compared.text), rendered)) };
+        let comparable_ids = short.as_ref().map_or(ids, |short| &short.ids);
+        let restore =
+            |text: Text| short.as_ref().map_or_else(|| text.clone(), |short| short.restore(ids, &text.sources));
+        let compared = compare(comparable_ids, encoded, has_system, self.tokenizer);
+        let Some((reason, count, detail)) = compared.difference else { return Ok((restore(compared.text), rendered)) };
         if reason == Reason::PromptMismatch
             && let Some(text) = self.spliced(turn, generation, ids, &rendered)?
         {
             return Ok((text, rendered));
         }
         if reason == Reason::PromptMismatch
-            && let Some((day, dated)) = self.as_on_that_day(turn, seen, &rendered)?
+            && let Some((day, dated)) = self.as_on_that_day(turn, comparable_ids, &rendered)?
         {
-            let first = compare(seen, self.encode(&dated)?, has_system, self.tokenizer);
+            let first = compare(comparable_ids, self.encode(&dated)?, has_system, self.tokenizer);
             self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
             if let Some((reason, count, detail)) = first.difference {
                 self.find(reason, turn, -1, count, detail);
             }
-            return Ok((whole(first.text), dated));
+            return Ok((restore(first.text), dated));
         }
         self.find(reason, turn, -1, count, detail);
-        Ok((whole(compared.text), rendered))
+        Ok((restore(compared.text), rendered))
     }
 
-    /// The pictures of a generation whose prompt has keys.
+    /// Returns the images of the trace if the prompt of a generation has keys.
     fn keyed(&self, turn: usize) -> Option<&Keyed<'_>> {
         self.pictures.filter(|keyed| keyed.has_keys(turn))
     }
 
-    /// The recorded ids where they are a branch and the template's text behind it: a prompt that holds what was sampled as
-    /// it was drawn, and so has other ids than its text.
+    /// Returns the recorded ids if they are a branch followed by the template's text. Such a prompt keeps ids as
+    /// sampled, so its ids differ from those of its text.
     fn spliced(
         &mut self,
         turn: usize,
@@ -181,23 +186,24 @@ impl Loom<'_, '_> {
         rendered: &Rendered,
     ) -> Result<Option<Text>> {
         let Some(at) = self.continued(generation) else { return Ok(None) };
-        let Some(rest) = ids.strip_prefix(self.woven.branches[at].ids.as_slice()) else { return Ok(None) };
-        let before = self.woven.findings.len();
+        let Some(new_ids) = ids.strip_prefix(self.woven.branches[at].ids.as_slice()) else { return Ok(None) };
+        let finding_count = self.woven.findings.len();
         if let Some(from) = self.splice(at, rendered)? {
-            let behind = self.scaffold.encode(rendered, from)?;
-            let short = self.keyed(turn).map(|keyed| keyed.collapse(rest));
-            if behind.ids == short.as_ref().map_or(rest, |short| &short.ids) {
-                let behind = short.map_or(behind.clone(), |short| short.restore(rest, &behind.sources));
+            let template_text = self.scaffold.encode(rendered, from)?;
+            let short = self.keyed(turn).map(|keyed| keyed.collapse(new_ids));
+            if template_text.ids == short.as_ref().map_or(new_ids, |short| &short.ids) {
+                let template_text =
+                    short.map_or(template_text.clone(), |short| short.restore(new_ids, &template_text.sources));
                 let mut text = Text::new(ids.to_vec(), self.woven.branches[at].source.clone());
-                text.sources.extend(behind.sources);
+                text.sources.extend(template_text.sources);
                 return Ok(Some(text));
             }
         }
-        self.woven.findings.truncate(before);
+        self.woven.findings.truncate(finding_count);
         Ok(None)
     }
 
-    /// The render with the date that the recorded prompt shows, where the template prints one.
+    /// Returns the render with the date that the recorded prompt shows, if the template prints a date.
     fn as_on_that_day(&self, turn: usize, ids: &[u32], rendered: &Rendered) -> Result<Option<(String, Rendered)>> {
         if !self.scaffold.prints_date || self.trace.template_kwargs.contains_key("strftime_now") {
             return Ok(None);
@@ -205,15 +211,15 @@ impl Loom<'_, '_> {
         let ours = self.tokenizer.encode(&rendered.text)?;
         let first = common_prefix(&ours, ids);
         let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
-        let shown = spell_all(window, self.tokenizer);
-        let Some(day) = prompt_diff::find(&String::from_utf8_lossy(&shown)) else { return Ok(None) };
-        let asked = (turn, &*self.trace.generations[turn].context);
-        let dated = self.scaffold.render(&mut Session::default(), self.trace, asked, true, Some(&day))?;
+        let window_text = spell_all(window, self.tokenizer);
+        let Some(day) = prompt_diff::find(&String::from_utf8_lossy(&window_text)) else { return Ok(None) };
+        let selection = (turn, &*self.trace.generations[turn].context);
+        let dated = self.scaffold.render(&mut Session::default(), self.trace, selection, true, Some(&day))?;
         let closer = common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
         Ok(closer.then_some((day, dated)))
     }
 
-    /// Says once that a rendered prompt holds the date of today.
+    /// Reports once per trace that a rendered prompt contains today's date.
     fn note_date(&mut self, turn: usize) {
         let kwargs = &self.trace.template_kwargs;
         let pinned = kwargs.contains_key("strftime_now") || kwargs.contains_key("date_string");
@@ -225,77 +231,87 @@ impl Loom<'_, '_> {
     }
 }
 
-/// Where the recorded ids go on, and what was passed over.
+/// The position at which the recorded ids continue a branch, and the differences that were skipped.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Bridge {
     /// Index into the recorded ids.
     pub from: usize,
-    /// Reason, position in the branch, and what was found.
+    /// Reason, position in the branch, and a description.
     pub edits: Vec<(Reason, usize, String)>,
 }
 
-/// Follows `branch` and `ids` side by side; `None` where they part for another reason than the end of a turn.
+/// Compares `branch` and `ids` from the start. Returns `None` if they differ anywhere except at the end of a turn.
 ///
-/// A turn ends with a token for which `is_stop` holds; one that was cut ends with a part of its text, which no prompt
-/// may leave out.
+/// A turn ends with a token for which `is_stop` is true. A turn that was cut off ends with a part of its text, which
+/// no prompt may omit.
 pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing, is_stop: impl Fn(u32) -> bool) -> Option<Bridge> {
     let mut bridge = Bridge::default();
-    let (mut held, mut at) = (0, 0);
-    while held < branch.len() {
-        let shared = common_prefix(&branch.ids[held..], &ids[at..]);
-        held += shared;
-        at += shared;
-        if held == branch.len() {
+    let (mut branch_at, mut ids_at) = (0, 0);
+    while branch_at < branch.len() {
+        let shared = common_prefix(&branch.ids[branch_at..], &ids[ids_at..]);
+        branch_at += shared;
+        ids_at += shared;
+        if branch_at == branch.len() {
             break;
         }
-        (held, at) = step_over(branch, ids, closing, &is_stop, (held, at), &mut bridge.edits)?;
+        (branch_at, ids_at) = step_over(branch, ids, closing, &is_stop, (branch_at, ids_at), &mut bridge.edits)?;
     }
-    bridge.from = at;
+    bridge.from = ids_at;
     Some(bridge)
 }
 
-/// Both positions behind one named difference.
+/// Returns both positions after one named difference.
 fn step_over(
     branch: &Branch<'_>,
     ids: &[u32],
     closing: &Closing,
     is_stop: impl Fn(u32) -> bool,
-    (held, at): (usize, usize),
+    (branch_at, ids_at): (usize, usize),
     edits: &mut Vec<(Reason, usize, String)>,
 ) -> Option<(usize, usize)> {
-    let goes_on = |held: usize, at: usize| held == branch.len() || branch.ids.get(held) == ids.get(at);
-    let sampled = |at: usize| branch.source[at] == types::SAMPLED;
-    let ends_turn = sampled(held) && branch.source.get(held + 1).is_none_or(|&next| next != types::SAMPLED);
-    if ends_turn && is_stop(branch.ids[held]) {
-        let stop = branch.ids[held];
-        // Harmony closes the last message with `<|return|>` and every other with `<|end|>`.
-        let closes = |id: u32| Some(id) == closing.token || (is_stop(id) && ids.get(at + 1) != closing.token.as_ref());
-        if let Some(&other) = ids.get(at).filter(|&&id| closing.token.is_some() && closes(id))
-            && goes_on(held + 1, at + 1)
+    let continues =
+        |branch_at: usize, at: usize| branch_at == branch.len() || branch.ids.get(branch_at) == ids.get(ids_at);
+    let is_sampled = |ids_at: usize| branch.source[ids_at] == types::SAMPLED;
+    let ends_turn =
+        is_sampled(branch_at) && branch.source.get(branch_at + 1).is_none_or(|&next| next != types::SAMPLED);
+    if ends_turn && is_stop(branch.ids[branch_at]) {
+        let stop = branch.ids[branch_at];
+        // Harmony closes the last message with `<|return|>` and every other message with `<|end|>`.
+        let closes =
+            |id: u32| Some(id) == closing.token || (is_stop(id) && ids.get(ids_at + 1) != closing.token.as_ref());
+        if let Some(&other) = ids.get(ids_at).filter(|&&id| closing.token.is_some() && closes(id))
+            && continues(branch_at + 1, ids_at + 1)
         {
-            edits.push((Reason::StopTokenDiffers, held, format!("sampled {stop}, the next prompt has {other}")));
-            return Some((held + 1, at + 1));
+            edits.push((Reason::StopTokenDiffers, branch_at, format!("sampled {stop}, the next prompt has {other}")));
+            return Some((branch_at + 1, ids_at + 1));
         }
-        // Where the template closes a turn with a token, anything before that token is still the turn's text.
-        if closing.token.is_none() && goes_on(held + 1, at) && at < ids.len() {
-            edits.push((Reason::StopTokenDiffers, held, format!("sampled {stop}, the next prompt leaves it out")));
-            return Some((held + 1, at));
+        // If the template closes a turn with a token, everything before that token belongs to the turn's text.
+        if closing.token.is_none() && continues(branch_at + 1, ids_at) && ids_at < ids.len() {
+            edits.push((Reason::StopTokenDiffers, branch_at, format!("sampled {stop}, the next prompt leaves it out")));
+            return Some((branch_at + 1, ids_at));
         }
     }
-    let after_turn = held > 0 && sampled(held - 1) && !sampled(held);
+    let after_turn = branch_at > 0 && is_sampled(branch_at - 1) && !is_sampled(branch_at);
     let separator = closing.separator.as_slice();
     if after_turn && !separator.is_empty() {
-        if branch.ids[held..].starts_with(separator) && goes_on(held + separator.len(), at) && at < ids.len() {
-            edits.push((Reason::TurnSeparatorMissing, held, "the next prompt lacks the template's separator".into()));
-            return Some((held + separator.len(), at));
-        }
-        if ids[at..].starts_with(separator) && goes_on(held, at + separator.len()) {
+        if branch.ids[branch_at..].starts_with(separator)
+            && continues(branch_at + separator.len(), ids_at)
+            && ids_at < ids.len()
+        {
             edits.push((
                 Reason::TurnSeparatorMissing,
-                held,
+                branch_at,
+                "the next prompt lacks the template's separator".into(),
+            ));
+            return Some((branch_at + separator.len(), ids_at));
+        }
+        if ids[ids_at..].starts_with(separator) && continues(branch_at, ids_at + separator.len()) {
+            edits.push((
+                Reason::TurnSeparatorMissing,
+                branch_at,
                 "an earlier prompt lacked the template's separator".into(),
             ));
-            return Some((held, at + separator.len()));
+            return Some((branch_at, ids_at + separator.len()));
         }
     }
     None
@@ -311,7 +327,7 @@ mod tests {
     const END: u32 = 91;
     const LINE: u32 = 92;
 
-    /// `[1, 2]` given, `[5, 6, stop]` sampled, then `after` given.
+    /// Builds a branch: `[1, 2]` from the template, `[5, 6, stop]` sampled, then `after` from the template.
     fn branch(stop: u32, after: &[u32]) -> Branch<'static> {
         let mut branch = Branch::default();
         let give = |ids: &[u32]| Text::new(ids.to_vec(), vec![types::TEMPLATE; ids.len()]);
@@ -330,29 +346,29 @@ mod tests {
     fn a_prompt_goes_on_where_it_differs_at_the_ends_of_turns_alone() {
         let closing = Closing { token: Some(END), separator: vec![LINE] };
         let check = |case: &str, stop: u32, after: &[u32], ids: &[u32], closing: &Closing, expected| {
-            let found = bridge(&branch(stop, after), ids, closing, is_stop);
-            let edits = |found: Bridge| (found.from, found.edits.into_iter().map(|edit| edit.0).collect::<Vec<_>>());
-            assert_eq!(found.map(edits), expected, "{case}");
+            let result = bridge(&branch(stop, after), ids, closing, is_stop);
+            let edits = |result: Bridge| (result.from, result.edits.into_iter().map(|edit| edit.0).collect::<Vec<_>>());
+            assert_eq!(result.map(edits), expected, "{case}");
         };
-        let edited = |from: usize, reason: Reason| Some((from, vec![reason]));
+        let with_edit = |from: usize, reason: Reason| Some((from, vec![reason]));
         check("it holds the branch", END, &[], &[1, 2, 5, 6, END, LINE, 3], &closing, Some((5, vec![])));
         let stop = Reason::StopTokenDiffers;
-        check("a return became an end", RETURN, &[], &[1, 2, 5, 6, END, LINE, 3], &closing, edited(5, stop));
+        check("a return became an end", RETURN, &[], &[1, 2, 5, 6, END, LINE, 3], &closing, with_edit(5, stop));
         let harmony = Closing { token: Some(RETURN), separator: vec![] };
-        check("an end for the last message's return", RETURN, &[], &[1, 2, 5, 6, END, 3], &harmony, edited(5, stop));
+        check("an end for the last message's return", RETURN, &[], &[1, 2, 5, 6, END, 3], &harmony, with_edit(5, stop));
         let unclosed = Closing::default();
-        check("the template writes no stop token", RETURN, &[], &[1, 2, 5, 6, 7, 8], &unclosed, edited(4, stop));
+        check("the template writes no stop token", RETURN, &[], &[1, 2, 5, 6, 7, 8], &unclosed, with_edit(4, stop));
         let line = Reason::TurnSeparatorMissing;
-        check("it lacks a separator", END, &[LINE, 3, 4], &[1, 2, 5, 6, END, 3, 4, 9], &closing, edited(7, line));
-        check("the branch lacks one", END, &[3, 4], &[1, 2, 5, 6, END, LINE, 3, 4, 9], &closing, edited(8, line));
+        check("it lacks a separator", END, &[LINE, 3, 4], &[1, 2, 5, 6, END, 3, 4, 9], &closing, with_edit(7, line));
+        check("the branch lacks one", END, &[3, 4], &[1, 2, 5, 6, END, LINE, 3, 4, 9], &closing, with_edit(8, line));
         check("another text", END, &[], &[1, 2, 5, 7, END, LINE], &closing, None);
         check("less text", END, &[], &[1, 2, 5], &closing, None);
-        // A template that sets content and tool calls apart by a line that the policy did not sample.
+        // A template that separates content and tool calls by a line break that the policy did not sample.
         check("a line break within the turn", END, &[], &[1, 2, 5, LINE, 6, END, LINE, 3], &closing, None);
-        // The text loses the part of a character, so the next prompt closes one token earlier.
+        // The text loses part of a character, so the next prompt closes one token earlier.
         check("a turn cut inside a character", 7, &[], &[1, 2, 5, 6, END, LINE, 3], &closing, None);
         check("a cut turn, and other text", 7, &[], &[1, 2, 5, 6, 8, 9], &closing, None);
-        // A call was sampled without its closing tag; a parser takes it, and the template writes it with the tag.
+        // A call was sampled without its closing tag. A parser accepts it, and the template writes it with the tag.
         for stop in [END, RETURN] {
             let tagged = [1, 2, 5, 6, 7, END, LINE, 3];
             check("text before the closing token", stop, &[], &tagged, &closing, None);

@@ -1,9 +1,9 @@
-//! Align mode: the ids are those of the rendered conversation, and each recorded token lends its logprob to the rendered
-//! token that spells the same bytes.
+//! Align mode: the ids are those of the rendered conversation, and each recorded token passes its logprob to the
+//! rendered token with the same bytes.
 //!
-//! For trainers that insist on re-rendered ids. A rendered token that is several recorded ones, a part of one, or across
-//! two, has no logprob of its own and is masked; everything behind the first such token of a turn was sampled after
-//! other ids, and is masked too where `strict` asks for it.
+//! This mode is for trainers that require re-rendered ids. A rendered token has no logprob and is masked if it covers
+//! several recorded tokens, part of one, or parts of two. Tokens after the first such token of a turn were sampled
+//! after other ids; they are masked too if `strict` is set.
 
 use super::branch::{Branch, Sampling, Stretch};
 use super::prompt::Text;
@@ -20,14 +20,14 @@ use serde_json::Value;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One token of the branch that `lend` decides about.
+/// The values that one token of the branch receives from a recorded token.
 #[derive(Clone, Copy)]
 struct Lent {
     logprob: f32,
     level: u8,
 }
 
-/// A rendered token that is lent something, by a turn that is trained in this branch or not.
+/// A rendered token with received values, and whether its turn is trained in this branch.
 #[derive(Clone, Copy)]
 struct Cell {
     lent: Lent,
@@ -37,14 +37,14 @@ struct Cell {
 }
 
 impl Cell {
-    /// What it has in common with the tokens beside it.
+    /// Returns the values that neighbouring tokens must share to be in one stretch.
     fn kind(&self) -> (Sampling, u8, bool) {
         (self.sampling, self.lent.level, self.trained)
     }
 }
 
 impl<'a> Loom<'a, '_> {
-    /// One branch for each conversation that no later call continues.
+    /// Builds one branch for each conversation that no later call continues.
     pub fn rerender(mut self) -> Result<Woven<'a>> {
         let generations = &self.trace.generations;
         let path = |generation: &Generation| {
@@ -52,29 +52,29 @@ impl<'a> Loom<'a, '_> {
             path.push(generation.message);
             path
         };
-        let mut held = vec![false; generations.len()];
+        let mut assigned = vec![false; generations.len()];
         for turn in 0..generations.len() {
-            let whole = path(&generations[turn]);
-            let goes_on = generations[turn + 1..].iter().any(|later| later.context.starts_with(&whole));
+            let messages = path(&generations[turn]);
+            let goes_on = generations[turn + 1..].iter().any(|later| later.context.starts_with(&messages));
             if goes_on {
                 continue;
             }
-            let rendered = self.render(turn, &whole, false);
+            let rendered = self.render(turn, &messages, false);
             let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
-            let whole_turn = Generation { context: whole.clone(), ..Generation::default() };
-            self.check_shown(turn, &whole_turn, Some(&rendered), None);
+            let conversation = Generation { context: messages.clone(), ..Generation::default() };
+            self.check_shown(turn, &conversation, Some(&rendered), None);
             let text = self.scaffold.encode(&rendered, 0)?;
             let outside = self.tokenizer.first_outside(&text.ids).map(|at| text.ids[at]);
             let (_, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), 0)?;
             let mut cells = vec![None; text.ids.len()];
             for earlier in 0..=turn {
-                if whole.starts_with(&path(&generations[earlier])) {
-                    let own = !std::mem::replace(&mut held[earlier], true);
+                if messages.starts_with(&path(&generations[earlier])) {
+                    let own = !std::mem::replace(&mut assigned[earlier], true);
                     if let Some(id) = outside {
-                        let what =
+                        let problem =
                             "of the rendered conversation is not in the model's vocabulary; the turn is left out";
                         if own {
-                            let detail = format!("id {id} {what}");
+                            let detail = format!("id {id} {problem}");
                             self.leave_out(earlier, &generations[earlier], Reason::VocabOutOfRange, detail);
                         }
                         continue;
@@ -93,7 +93,8 @@ impl<'a> Loom<'a, '_> {
         Ok(self.woven)
     }
 
-    /// Puts the numbers of generation `turn` on the tokens that show it; `own` where it is trained in this branch.
+    /// Sets the values of generation `turn` on the tokens that show it. `own` is true if the turn is trained in this
+    /// branch.
     fn lend_turn(
         &mut self,
         turn: usize,
@@ -145,7 +146,7 @@ impl<'a> Loom<'a, '_> {
         Ok(())
     }
 
-    /// Where the rendered text shows the body of a generation, in bytes.
+    /// Returns the byte range in which the rendered text shows the body of a generation.
     fn span_of(&mut self, turn: usize, rendered: &Rendered) -> Result<Option<Range<usize>>> {
         let generation = &self.trace.generations[turn];
         let prompt = self.render(turn, &generation.context, true)?.text;
@@ -160,7 +161,7 @@ impl<'a> Loom<'a, '_> {
         Ok(Some(prompt.len()..end.unwrap_or(rendered.text.len())))
     }
 
-    /// For each rendered token of the turn what it is lent: its place in the branch, and the numbers.
+    /// Returns, for each rendered token of the turn that receives values, its index in the branch and the values.
     fn lend(
         &mut self,
         turn: usize,
@@ -185,12 +186,12 @@ impl<'a> Loom<'a, '_> {
         let mut at = first;
         while at < ends.len() && (ends[at] as usize) <= span.end {
             let from = if at == 0 { 0 } else { ends[at - 1] as usize };
-            let found = self.one(resolved, &starts, (from, ends[at] as usize, span.start), text.ids[at]);
-            let same = found.is_some_and(|found| found.1);
-            clean &= same;
+            let source = self.one(resolved, &starts, (from, ends[at] as usize, span.start), text.ids[at]);
+            let is_same = source.is_some_and(|source| source.1);
+            clean &= is_same;
             exact += usize::from(clean);
-            match found {
-                Some((one, _)) if clean || !self.options.strict => lent.push((at, one)),
+            match source {
+                Some((values, _)) if clean || !self.options.strict => lent.push((at, values)),
                 _ => masked += 1,
             }
             at += 1;
@@ -228,7 +229,7 @@ impl<'a> Loom<'a, '_> {
         }
     }
 
-    /// What the rendered token over bytes `from..end` is lent, and whether it is the sampled token itself.
+    /// Returns the values for the rendered token over bytes `from..end`, and whether it is the sampled token itself.
     fn one(
         &self,
         resolved: &Resolved<'_>,
@@ -238,8 +239,8 @@ impl<'a> Loom<'a, '_> {
     ) -> Option<(Lent, bool)> {
         let (from, end) = (from.checked_sub(body)?, end - body);
         let first = starts.binary_search_by_key(&from, |(start, _, _)| *start).ok()?;
-        let behind = starts[first..].iter().take_while(|(_, last, _)| *last <= end).count();
-        let run = &starts[first..first + behind];
+        let count = starts[first..].iter().take_while(|(_, last, _)| *last <= end).count();
+        let run = &starts[first..first + count];
         let joined = run.windows(2).all(|pair| pair[0].1 == pair[1].0 && pair[0].2 + 1 == pair[1].2);
         if run.last()?.1 != end || !joined {
             return None;
@@ -255,26 +256,26 @@ impl<'a> Loom<'a, '_> {
     }
 }
 
-/// Start, end and index of the recorded tokens whose bytes stand in `body`, in its bytes.
+/// Returns start, end (bytes of `body`) and index of the recorded tokens whose bytes occur in `body`.
 fn starts_in(spelled: &[u8], body: &[u8], ids: &[u32], tokenizer: &Tokenizer) -> Vec<(usize, usize, usize)> {
-    let same = diff::same(spelled, body);
-    let mut parts = same.iter().peekable();
-    let mut found = Vec::new();
+    let equal_runs = diff::same(spelled, body);
+    let mut runs = equal_runs.iter().peekable();
+    let mut tokens = Vec::new();
     let mut at = 0;
     for (index, &id) in ids.iter().enumerate() {
         let end = at + tokenizer.token_bytes(id).map_or(0, <[u8]>::len);
-        while parts.peek().is_some_and(|part| part.left + part.length < end) {
-            parts.next();
+        while runs.peek().is_some_and(|run| run.left + run.length < end) {
+            runs.next();
         }
-        if let Some(part) = parts.peek().filter(|part| part.left <= at && end > at) {
-            found.push((part.right + at - part.left, part.right + end - part.left, index));
+        if let Some(run) = runs.peek().filter(|run| run.left <= at && end > at) {
+            tokens.push((run.right + at - run.left, run.right + end - run.left, index));
         }
         at = end;
     }
-    found
+    tokens
 }
 
-/// Writes into the branch what its tokens are lent.
+/// Writes the received values into the branch.
 fn mark(branch: &mut Branch<'_>, cells: &[Option<Cell>]) {
     let mut at = 0;
     for run in cells.chunk_by(|a, b| a.map(|a| a.kind()) == b.map(|b| b.kind())) {

@@ -1,9 +1,9 @@
-//! Finds the ids of recorded tokens, by tiers.
+//! Determines the ids of recorded tokens, by alignment level (tier).
 //!
-//! T0 and T1 have ids, T2 has every token's own bytes, T3 has text or a run of bytes for several tokens. What a record
-//! determines is recovered; an id that cannot be known stays unknown, with its reason. A token that shows bytes of its own
-//! is looked up; what hidden and mangled ones were is asked of `hidden_tokens`. How the recorder writes tokens (special
-//! tokens hidden, leading spaces kept) is inferred from all its token lists when first asked.
+//! T0 and T1 have ids. T2 has the bytes of every token. T3 has text, or bytes that several tokens share. Ids that a
+//! record determines are recovered. Any other id stays unknown, with a reason. A token that shows its own bytes is
+//! looked up; `hidden_tokens` resolves hidden and mangled ones. The way a recorder writes tokens (special tokens
+//! hidden, leading spaces kept) is inferred from all its token lists on first use.
 
 #[cfg(test)]
 mod tests;
@@ -19,10 +19,10 @@ use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::sync::Arc;
 
-/// How vLLM writes an id in the place of a text.
+/// The text that vLLM writes before an id in place of a token's text.
 const PLACEHOLDER: &[u8] = b"token_id:";
 
-/// Resolves the tokens that a generation lists. `Tokens` with logprobs alone, or with nothing, resolve to no token.
+/// Resolves the tokens that a generation lists. `Tokens` with logprobs only, or with nothing, resolve to no token.
 pub fn resolve<'a>(
     generation: &'a Generation,
     content: Option<&str>,
@@ -54,9 +54,9 @@ fn from_ids<'a>(listing: Listing<'a, '_>, ids: &'a [u32], level: u8, resolved: &
         return outside(at, resolved, tokenizer);
     }
     let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
-    let said = bare.and_then(|content| begin_with(ids.iter(), content.as_bytes(), tokenizer));
-    resolved.said = said.and_then(|(count, ends)| ends.then_some(count));
-    if said.is_none()
+    let match_of_text = bare.and_then(|content| begin_with(ids.iter(), content.as_bytes(), tokenizer));
+    resolved.said = match_of_text.and_then(|(count, ends)| ends.then_some(count));
+    if match_of_text.is_none()
         && let Some(detail) = contradiction(ids, tokens, content, tokenizer)
     {
         resolved.find(Reason::TokenizerMismatch, 0, ids.len(), detail);
@@ -66,7 +66,7 @@ fn from_ids<'a>(listing: Listing<'a, '_>, ids: &'a [u32], level: u8, resolved: &
     resolved.take(Cow::Borrowed(ids), level);
 }
 
-/// The record is of another vocabulary: all its tokens are lost, as nothing can stand behind the one at `at`.
+/// Handles a record of another vocabulary. All its tokens are lost, because nothing can follow the one at `at`.
 fn outside(at: usize, resolved: &mut Resolved<'_>, tokenizer: &Tokenizer) {
     let ids = std::mem::take(&mut resolved.ids);
     let (id, size, count) = (ids[at], tokenizer.model_vocab_size(), ids.len());
@@ -76,41 +76,43 @@ fn outside(at: usize, resolved: &mut Resolved<'_>, tokenizer: &Tokenizer) {
     resolved.foreign = true;
 }
 
-/// What the record shows, where it cannot be what these ids say.
+/// Describes how the record contradicts these ids, or returns `None` if it does not.
 fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer: &Tokenizer) -> Option<String> {
-    let mut after_silence = false;
+    let mut after_hidden = false;
     let plain = tokens.bytes.as_ref().filter(|pieces| is_plain(&pieces.data));
-    // Without pieces nothing is shown.
+    // Without pieces the record shows nothing.
     let listed = if tokens.bytes.is_some() || tokens.texts.is_some() { ids } else { &[] };
-    let alike = plain.map_or(0, |pieces| alike(listed, pieces, tokenizer));
-    let mut shown = alike > 0;
-    for (index, &id) in listed.iter().enumerate().skip(alike) {
+    let matching = plain.map_or(0, |pieces| count_matching(listed, pieces, tokenizer));
+    let mut shown = matching > 0;
+    for (index, &id) in listed.iter().enumerate().skip(matching) {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         if !bytes.is_empty() && plain.and_then(|pieces| pieces.get(index)) == Some(bytes) {
-            (shown, after_silence) = (true, false);
+            (shown, after_hidden) = (true, false);
             continue;
         }
-        // vLLM writes the placeholder itself where it has no entry for the token.
-        let own = own_bytes(tokens, index, tokenizer).map(|(own, _)| own).filter(|own| !own.starts_with(PLACEHOLDER));
-        shown |= own.is_some();
-        if let Some(own) = own.as_deref().filter(|own| !after_silence && *own != bytes) {
-            return Some(format!("id {id} spells {} where the record shows {}", excerpt(bytes), excerpt(own)));
+        // vLLM itself writes the placeholder if it has no entry for the token.
+        let shown_bytes = own_bytes(tokens, index, tokenizer)
+            .map(|(shown_bytes, _)| shown_bytes)
+            .filter(|shown_bytes| !shown_bytes.starts_with(PLACEHOLDER));
+        shown |= shown_bytes.is_some();
+        if let Some(shown_bytes) = shown_bytes.as_deref().filter(|shown_bytes| !after_hidden && *shown_bytes != bytes) {
+            return Some(format!("id {id} spells {} where the record shows {}", excerpt(bytes), excerpt(shown_bytes)));
         }
-        after_silence = own.is_none();
+        after_hidden = shown_bytes.is_none();
     }
     let content = content.filter(|_| !shown)?;
     let plain = ids.iter().filter(|&&id| !is_special(id, tokenizer));
     if begin_with(plain, content.as_bytes(), tokenizer).is_some() {
         return None;
     }
-    unsaid(ids, content, tokenizer)
+    describe_missing(ids, content, tokenizer)
 }
 
-/// How many of the first ids have the bytes that are listed for them, and have some.
-fn alike(ids: &[u32], pieces: &Pieces, tokenizer: &Tokenizer) -> usize {
+/// Counts the leading ids whose bytes equal the listed ones and are not empty.
+fn count_matching(ids: &[u32], pieces: &Pieces, tokenizer: &Tokenizer) -> usize {
     let (mut start, mut count) = (0, 0);
-    for ((&id, &end), &known) in ids.iter().zip(&pieces.ends).zip(&pieces.known) {
-        let piece = pieces.data.get(start..end as usize).filter(|piece| known && !piece.is_empty());
+    for ((&id, &end), &is_known) in ids.iter().zip(&pieces.ends).zip(&pieces.known) {
+        let piece = pieces.data.get(start..end as usize).filter(|piece| is_known && !piece.is_empty());
         if piece.is_none() || tokenizer.token_bytes(id) != piece {
             break;
         }
@@ -119,38 +121,39 @@ fn alike(ids: &[u32], pieces: &Pieces, tokenizer: &Tokenizer) -> usize {
     count
 }
 
-/// Whether every piece of these bytes is what it seems: no placeholder of an id, nothing that stands for broken text.
+/// Returns true if every piece of these bytes is literal: it contains no placeholder of an id and no replacement
+/// character.
 fn is_plain(data: &[u8]) -> bool {
-    let has = |what: &[u8]| memchr::memmem::find(data, what).is_some();
-    !has(REPLACEMENT) && !has(PLACEHOLDER)
+    let contains_pattern = |pattern: &[u8]| memchr::memmem::find(data, pattern).is_some();
+    !contains_pattern(REPLACEMENT) && !contains_pattern(PLACEHOLDER)
 }
 
-/// What the content says, where the ids spell it neither with nor without their special tokens.
-fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
+/// Describes the content if the ids do not decode to it, with or without their special tokens.
+fn describe_missing(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
     let content = Some(content.trim()).filter(|text| !text.is_empty() && !text.contains('\u{FFFD}'))?;
-    let (plain, whole) = (spell(ids, tokenizer), spell_all(ids, tokenizer));
-    // A server may have written the reasoning into the content, between tags of its own.
+    let (plain, with_specials) = (spell(ids, tokenizer), spell_all(ids, tokenizer));
+    // A server may have written the reasoning into the content, between its own tags.
     let mut parts = content.split("<reasoning>").flat_map(|part| part.split("</reasoning>")).map(str::trim);
-    if contains(&plain, content.as_bytes()) || parts.all(|part| contains(&whole, part.as_bytes())) {
+    if contains(&plain, content.as_bytes()) || parts.all(|part| contains(&with_specials, part.as_bytes())) {
         return None;
     }
     Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
 }
 
-/// How many of `ids` spell `text` where they begin with it, with those behind it that have no bytes, and whether it ends
-/// where the last of these does; `None` where they do not begin with it.
+/// Counts the leading `ids` that decode to `text`, including ids without bytes after it. Also returns whether the text
+/// ends at the end of a token. Returns `None` if the ids do not begin with the text.
 fn begin_with<'i>(ids: impl Iterator<Item = &'i u32>, text: &[u8], tokenizer: &Tokenizer) -> Option<(usize, bool)> {
-    let (mut rest, mut count) = (text, 0);
+    let (mut remaining, mut count) = (text, 0);
     for &id in ids {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
-        match rest.strip_prefix(bytes) {
-            Some(behind) => rest = behind,
-            None if rest.is_empty() => break,
-            None => return bytes.starts_with(rest).then_some((count + 1, false)),
+        match remaining.strip_prefix(bytes) {
+            Some(suffix) => remaining = suffix,
+            None if remaining.is_empty() => break,
+            None => return bytes.starts_with(remaining).then_some((count + 1, false)),
         }
         count += 1;
     }
-    rest.is_empty().then_some((count, true))
+    remaining.is_empty().then_some((count, true))
 }
 
 fn contains(text: &[u8], part: &[u8]) -> bool {
@@ -167,12 +170,12 @@ fn attach_logprobs<'a>(generation: &'a Generation, resolved: &mut Resolved<'a>) 
         return;
     };
     if resolved.foreign || count == 0 {
-        return; // logprobs alone wait for a text
+        return; // logprobs without tokens are used later, with a text
     }
     if logprobs.len() > count && count > 0 && matches!(generation.stop, Stop::Text(_)) {
-        // TensorRT-LLM takes the stop string's tokens out of the ids and leaves their logprobs.
-        let more = logprobs.len() - count;
-        resolved.find(Reason::StopStringTruncated, count, more, format!("{more} logprobs belong to the stop string"));
+        // TensorRT-LLM removes the stop string's tokens from the ids but keeps their logprobs.
+        let extra = logprobs.len() - count;
+        resolved.find(Reason::StopStringTruncated, count, extra, format!("{extra} logprobs belong to the stop string"));
     } else if logprobs.len() != count {
         let detail = format!("{count} tokens but {} logprobs", logprobs.len());
         resolved.find(Reason::CountMismatch, 0, count, detail);
@@ -189,55 +192,55 @@ fn attach_logprobs<'a>(generation: &'a Generation, resolved: &mut Resolved<'a>) 
     }
 }
 
-/// The sampled tokens of one generation, as far as they can be known.
+/// The sampled tokens of one generation, as far as they are known.
 #[derive(Debug, Default)]
 pub struct Resolved<'a> {
-    /// Ids; 0 where one is not known.
+    /// Ids; 0 if unknown.
     pub ids: Cow<'a, [u32]>,
-    /// Whether each id is known; empty where all are.
+    /// Whether each id is known; empty if all are.
     known: Vec<bool>,
-    /// Tier of each token; empty where all have `level`.
+    /// Tier of each token; empty if all tokens have `level`.
     tiers: Vec<u8>,
     level: u8,
-    /// Logprobs, NaN where not known; `None` where none is.
+    /// Logprobs, NaN if unknown; `None` if no logprob is known.
     pub logprobs: Option<&'a [f32]>,
-    /// What was found on the way.
+    /// Findings of the resolution.
     pub findings: Vec<Finding>,
-    /// How many of the ids spell the text, where they begin and end with it, and that was looked at.
+    /// Number of ids that decode to the text, if they match it from start to end and this was checked.
     pub said: Option<usize>,
-    /// The record is of another vocabulary: nothing of it can be used.
+    /// True if the record is of another vocabulary. Nothing of it can be used.
     pub foreign: bool,
-    /// Runs of unknown ids whose text is known, in order.
+    /// Runs of unknown ids with known text, in order.
     pub runs: Vec<Run>,
-    /// Why ids are unknown: first token of each run of them, and the reason; in order.
+    /// First token of each run of unknown ids, and the reason; in order.
     pub unknown: Vec<(usize, Reason)>,
 }
 
-/// Tokens `first..end`, whose ids are not known and whose bytes are.
+/// Tokens `first..end` with unknown ids and known bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
     pub first: usize,
     pub end: usize,
-    /// What they spell together.
+    /// The bytes to which they decode together.
     pub bytes: Vec<u8>,
-    /// The ordinary one of the entries that have these bytes, for a single token.
+    /// For a single token: the ordinary entry among those with these bytes.
     pub entry: Option<u32>,
 }
 
 impl<'a> Resolved<'a> {
-    /// Takes ids that are all known, all of one tier.
+    /// Sets ids that are all known and all of one tier.
     pub(super) fn take(&mut self, ids: Cow<'a, [u32]>, level: u8) {
         (self.ids, self.level) = (ids, level);
     }
 
-    /// Takes one id of its own tier; not to be mixed with [`Resolved::take`].
+    /// Appends one id with its own tier. Do not mix with [`Resolved::take`].
     pub(super) fn push(&mut self, id: Option<u32>, tier: u8) {
         self.ids.to_mut().push(id.unwrap_or(0));
         self.known.push(id.is_some());
         self.tiers.push(tier);
     }
 
-    /// Takes back that the ids of these tokens are known: other entries may have been shown so too.
+    /// Marks the ids of these tokens as unknown, because other entries may show the same text.
     pub(super) fn doubt(&mut self, tokens: &[usize], reason: Reason, tokenizer: &Tokenizer) {
         self.known.resize(self.ids.len(), true);
         for &first in tokens {
@@ -252,7 +255,7 @@ impl<'a> Resolved<'a> {
         self.runs.sort_by_key(|run| run.first);
     }
 
-    /// The run that begins at token `first`.
+    /// Returns the run that begins at token `first`.
     pub fn run_at(&self, first: usize) -> Option<&Run> {
         self.runs.binary_search_by_key(&first, |run| run.first).ok().map(|at| &self.runs[at])
     }
@@ -265,7 +268,7 @@ impl<'a> Resolved<'a> {
         !self.known.contains(&false)
     }
 
-    /// How many tokens stand before the first whose id is not known.
+    /// Counts the tokens before the first one with an unknown id.
     pub fn known_first(&self) -> usize {
         self.known.iter().position(|known| !known).unwrap_or(self.ids.len())
     }
@@ -274,24 +277,28 @@ impl<'a> Resolved<'a> {
         self.tiers.get(index).copied().unwrap_or(self.level)
     }
 
-    /// Logprob of token `index`, NaN where it is not known.
+    /// Returns the logprob of token `index`, or NaN if it is unknown.
     pub fn logprob(&self, index: usize) -> f32 {
         self.logprobs.map_or(f32::NAN, |logprobs| logprobs[index])
     }
 
-    /// One past the last of the known tokens from `start` on, before `end`, that have the tier of the first.
+    /// Returns the end of the run of known tokens from `start` (at most `end`) that have the tier of the first.
     pub fn alike(&self, start: usize, end: usize) -> usize {
         let level = self.tier(start);
-        let known = self.known.get(start..end).map_or(end - start, |known| known.iter().take_while(|k| **k).count());
+        let known_count = self
+            .known
+            .get(start..end)
+            .map_or(end - start, |flags| flags.iter().take_while(|is_known| **is_known).count());
         let tiers = self.tiers.get(start..end);
-        let same = tiers.map_or(end - start, |tiers| tiers.iter().take_while(|tier| **tier == level).count());
-        start + known.min(same)
+        let same_tier_count =
+            tiers.map_or(end - start, |tiers| tiers.iter().take_while(|tier| **tier == level).count());
+        start + known_count.min(same_tier_count)
     }
 
-    /// Why the id of token `index` is not known.
+    /// Returns the reason why the id of token `index` is unknown.
     pub fn why_unknown(&self, index: usize) -> Reason {
-        let behind = self.unknown.partition_point(|(first, _)| *first <= index);
-        self.unknown[..behind].last().map_or(Reason::PartialUtf8, |(_, reason)| *reason)
+        let count = self.unknown.partition_point(|(first, _)| *first <= index);
+        self.unknown[..count].last().map_or(Reason::PartialUtf8, |(_, reason)| *reason)
     }
 
     pub(super) fn find(&mut self, reason: Reason, token: usize, count: usize, detail: String) {
@@ -300,17 +307,17 @@ impl<'a> Resolved<'a> {
     }
 }
 
-/// What a byte begins with where it is written in hexadecimal.
+/// Prefix of a byte written in hexadecimal.
 const ESCAPE: &[u8] = br"\x";
 
-/// A generation whose tokens are listed, and what tells which they are.
+/// A generation with listed tokens, and the context needed to identify them.
 #[derive(Clone, Copy)]
 pub struct Listing<'a, 'r> {
     pub generation: &'a Generation,
-    /// What they spell, where the record says that.
+    /// The text to which the tokens decode, if the record has it.
     pub content: Option<&'r str>,
     pub tokenizer: &'r Tokenizer,
-    /// Is asked what the trace shows of how tokens are written.
+    /// Facts about how the trace's recorder writes tokens.
     pub recorder: &'r Recorder<'r>,
 }
 
@@ -330,47 +337,48 @@ pub fn from_pieces(listing: Listing<'_, '_>, lookup: &mut Lookup, resolved: &mut
     }
 }
 
-/// A token is not known where the recorder may have taken its space: `Hello` is spelled with one and without.
+/// Marks tokens as unknown if the recorder may have removed their leading space: `Hello` may then be either of two
+/// entries, with and without the space.
 ///
-/// Servers that decode tokens one by one take the space of each, others that of the first alone.
+/// Servers that decode tokens one by one remove the space of each token; others remove only that of the first.
 fn doubt_spaces(listing: Listing<'_, '_>, listed: usize, resolved: &mut Resolved<'_>) {
     let Listing { generation, content, tokenizer, recorder } = listing;
     if !tokenizer.drops_first_space() {
         return;
     }
-    let said =
+    let spells_content =
         || resolved.all_known() && content.is_some_and(|text| spell(&resolved.ids, tokenizer) == text.as_bytes());
-    let keeps = recorder.keeps_spaces() || (listed > 1 && said());
+    let keeps = recorder.keeps_spaces() || (listed > 1 && spells_content());
     let has_spaced = |bytes: &[u8]| tokenizer.id_of_bytes(&[b" ", bytes].concat()).is_some();
     let doubtful = |index: &usize| {
         let (index, id) = (*index, resolved.ids[*index]);
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         match resolved.is_known(index) {
             true if keeps => index == 0 && !tokenizer.is_special(id) && !bytes.starts_with(b" ") && has_spaced(bytes),
-            // A token that shows nothing may be a space alone.
+            // A token that shows nothing may be a single space.
             true if tokenizer.is_special(id) => shows_nothing(&generation.tokens, index) && has_spaced(b""),
-            known => known && has_spaced(bytes),
+            is_known => is_known && has_spaced(bytes),
         }
     };
-    let found: Vec<usize> = (0..if keeps { listed.min(1) } else { listed }).filter(doubtful).collect();
-    if let Some(&first) = found.first() {
+    let tokens: Vec<usize> = (0..if keeps { listed.min(1) } else { listed }).filter(doubtful).collect();
+    if let Some(&first) = tokens.first() {
         let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
         let detail =
-            format!("{bytes} is two tokens, with a space before it and without; so are {} in all", found.len());
-        resolved.find(Reason::NormalizerChanged, first, found.len(), detail);
-        resolved.doubt(&found, Reason::NormalizerChanged, tokenizer);
+            format!("{bytes} is two tokens, with a space before it and without; so are {} in all", tokens.len());
+        resolved.find(Reason::NormalizerChanged, first, tokens.len(), detail);
+        resolved.doubt(&tokens, Reason::NormalizerChanged, tokenizer);
     }
 }
 
-/// A token is not known where another entry shows the same: `<0x20>` and `▁` are both a space.
+/// Marks tokens as unknown if another entry shows the same text: `<0x20>` and `▁` are both a space.
 fn doubt_shared(tokenizer: &Tokenizer, listed: usize, resolved: &mut Resolved<'_>) {
-    let shared = |index: &usize| resolved.is_known(*index) && tokenizer.is_shared(resolved.ids[*index]);
-    let found: Vec<usize> = (0..listed).filter(shared).collect();
-    if let Some(&first) = found.first() {
+    let is_ambiguous = |index: &usize| resolved.is_known(*index) && tokenizer.is_shared(resolved.ids[*index]);
+    let tokens: Vec<usize> = (0..listed).filter(is_ambiguous).collect();
+    if let Some(&first) = tokens.first() {
         let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
-        let detail = format!("two entries of the vocabulary are {bytes}; so it is with {} tokens in all", found.len());
-        resolved.find(Reason::SharedBytes, first, found.len(), detail);
-        resolved.doubt(&found, Reason::SharedBytes, tokenizer);
+        let detail = format!("two entries of the vocabulary are {bytes}; so it is with {} tokens in all", tokens.len());
+        resolved.find(Reason::SharedBytes, first, tokens.len(), detail);
+        resolved.doubt(&tokens, Reason::SharedBytes, tokenizer);
     }
 }
 
@@ -420,13 +428,17 @@ fn by_pieces(listing: Listing<'_, '_>, stop: Option<u32>, lookup: &mut Lookup, r
     }
 }
 
-/// The ids of the first `listed` tokens, where each shows bytes of its own that an entry has; as [`see`] sees them.
+/// Returns the ids of the first `listed` tokens if each shows its own bytes and an entry has them. The result agrees
+/// with [`see`].
 fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Option<Vec<u32>> {
     let pieces = tokens.bytes.as_ref().or(tokens.texts.as_ref())?;
     let data = pieces.data.as_slice();
-    let has = |what: &[u8]| memchr::memmem::find(data, what).is_some();
+    let contains_pattern = |pattern: &[u8]| memchr::memmem::find(data, pattern).is_some();
     let is_text = tokens.bytes.is_none();
-    if has(REPLACEMENT) || (is_text && has(ESCAPE)) || pieces.known.get(..listed)?.contains(&false) {
+    if contains_pattern(REPLACEMENT)
+        || (is_text && contains_pattern(ESCAPE))
+        || pieces.known.get(..listed)?.contains(&false)
+    {
         return None;
     }
     let mut ids = Vec::with_capacity(listed + 1);
@@ -446,7 +458,7 @@ fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer, looku
     Some(ids)
 }
 
-/// What the record shows of token `index`; its bytes where the vocabulary does not have them.
+/// Returns what the record shows of token `index`. Returns its bytes as the error if the vocabulary lacks them.
 fn see<'a>(
     tokens: &'a Tokens,
     index: usize,
@@ -454,7 +466,7 @@ fn see<'a>(
     tokenizer: &Tokenizer,
     glyphs: &mut usize,
 ) -> Result<Seen<'a>, Vec<u8>> {
-    // A recorder that writes glyphs hides nothing: behind a hidden token a text is what it says.
+    // A recorder that writes glyphs hides nothing. After a hidden token, a text is therefore literal.
     let own = own_bytes(tokens, index, tokenizer).filter(|(_, written)| !after_hidden || *written != Written::Glyphs);
     let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
     let Some((bytes, written)) = own else {
@@ -465,7 +477,7 @@ fn see<'a>(
     *glyphs += usize::from(written == Written::Glyphs);
     let text = || std::str::from_utf8(&bytes).ok();
     let id = tokenizer.id_of_bytes(&bytes).or_else(|| tokenizer.id_of_added(text()?));
-    // Behind hidden tokens a text may be theirs too, if its last character is one that can be cut.
+    // After hidden tokens, a text may belong to them too if its last character is not ASCII and can be split.
     let may_be_joint = after_hidden && text().is_some_and(|text| !text.ends_with(|last: char| last.is_ascii()));
     match id {
         Some(id) if !may_be_joint || tokenizer.is_special(id) => Ok(Seen::Id(id)),
@@ -478,7 +490,7 @@ fn see<'a>(
     }
 }
 
-/// The ids by the whole text of the generation. False where it is not that of these tokens.
+/// Determines the ids by the complete text of the generation. Returns false if that is not the text of these tokens.
 fn by_whole(
     Listing { generation, content, .. }: Listing<'_, '_>,
     seen: &[Seen<'_>],
@@ -494,20 +506,22 @@ fn by_whole(
     };
     let texts = with_stop.iter().map(String::as_str).chain([text]);
     let wholes = texts.flat_map(|text| [false, true].map(|with_specials| Whole { text, may_go_on, with_specials }));
-    for whole in wholes {
-        let Some(found) = hidden_tokens::whole(seen, whole, setting) else { continue };
+    for text_option in wholes {
+        let Some(solution) = hidden_tokens::whole(seen, text_option, setting) else { continue };
         let broken = |index: usize| {
-            let start = found.starts[..=index].iter().rev().find_map(|start| *start).unwrap_or(0) as usize;
-            let end =
-                found.starts[index + 1..].iter().find_map(|start| *start).map_or(whole.text.len(), |end| end as usize);
-            whole.text.get(start..end).is_some_and(|text| text.contains('\u{FFFD}'))
+            let start = solution.starts[..=index].iter().rev().find_map(|start| *start).unwrap_or(0) as usize;
+            let end = solution.starts[index + 1..]
+                .iter()
+                .find_map(|start| *start)
+                .map_or(text_option.text.len(), |end| end as usize);
+            text_option.text.get(start..end).is_some_and(|text| text.contains('\u{FFFD}'))
         };
-        push(seen, &found.choices, level, &broken, resolved);
+        push(seen, &solution.choices, level, &broken, resolved);
         let mut at = 0;
         while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
             let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
-            if let (Some(start), Some(end_byte)) = (found.starts[first], found.starts[end]) {
-                let text = whole.text.as_bytes()[start as usize..end_byte as usize].to_vec();
+            if let (Some(start), Some(end_byte)) = (solution.starts[first], solution.starts[end]) {
+                let text = text_option.text.as_bytes()[start as usize..end_byte as usize].to_vec();
                 resolved.runs.push(Run { first, end, bytes: text, entry: None });
             }
             at = end;
@@ -517,7 +531,7 @@ fn by_whole(
     false
 }
 
-/// The ids run by run, where the whole text is not known: by what the token behind hidden ones shows.
+/// Determines the ids run by run, from what the token after hidden ones shows. Used if the complete text is not known.
 fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved<'_>) {
     let mut choices = Vec::with_capacity(seen.len());
     let mut runs = Vec::new();
@@ -542,7 +556,7 @@ fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, res
     resolved.runs.extend(runs);
 }
 
-/// Takes over what was found; a finding for each run of ids that are not known.
+/// Stores the resolved ids and adds a finding for each run of unknown ids.
 fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved<'_>) {
     for (piece, choice) in seen.iter().zip(choices) {
         resolved.push(choice.id(), if matches!(piece, Seen::Id(_)) { level } else { types::TEXT });
@@ -564,10 +578,10 @@ fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize)
     }
 }
 
-/// How the bytes of a token were written.
+/// The notation in which the bytes of a token were written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Written {
-    /// As themselves.
+    /// Literally.
     Plainly,
     /// As `\x` escapes.
     Escaped,
@@ -575,7 +589,7 @@ pub enum Written {
     Glyphs,
 }
 
-/// The bytes of token `index` alone, or `None` where the record does not give them.
+/// Returns the bytes of token `index`, or `None` if the record does not contain them.
 pub fn own_bytes<'a>(tokens: &'a Tokens, index: usize, tokenizer: &Tokenizer) -> Option<(Cow<'a, [u8]>, Written)> {
     let has = |bytes: &&[u8]| !bytes.is_empty() && memchr::memmem::find(bytes, REPLACEMENT).is_none();
     if let Some(bytes) = tokens.bytes.as_ref().and_then(|pieces| pieces.get(index)) {
@@ -588,7 +602,8 @@ pub fn own_bytes<'a>(tokens: &'a Tokens, index: usize, tokenizer: &Tokenizer) ->
     Some(escaped.or_else(glyphs).unwrap_or((Cow::Borrowed(shown), Written::Plainly)))
 }
 
-/// `bytes:\xe2\x80` and a token that is nothing but `\x` escapes are bytes, not text.
+/// Decodes a token that consists of `\x` escapes, optionally after `bytes:` (`bytes:\xe2\x80`). Such a token is bytes,
+/// not text.
 fn escaped_bytes(text: &str) -> Option<Vec<u8>> {
     let escapes = text.strip_prefix("bytes:").unwrap_or(text);
     if escapes.is_empty() || !escapes.len().is_multiple_of(4) || !escapes.is_ascii() {
@@ -601,7 +616,7 @@ fn escaped_bytes(text: &str) -> Option<Vec<u8>> {
     escapes.as_bytes().chunks(4).map(byte).collect()
 }
 
-/// The byte-level alphabet (`Ġthat`), where the text as it stands is no vocabulary entry.
+/// Decodes the byte-level alphabet (`Ġthat`) if the text itself is not a vocabulary entry.
 fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
     let spells = tokenizer.spelling() == Spelling::ByteLevel;
     if !spells || text.is_ascii() || tokenizer.id_of_bytes(text.as_bytes()).is_some() {
@@ -610,7 +625,7 @@ fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
     tokenizer.glyphs_to_bytes(text).filter(|bytes| tokenizer.id_of_bytes(bytes).is_some())
 }
 
-/// The stop token, where the last listed piece is empty and the record says what stopped it.
+/// Returns the stop token if the last listed piece is empty and the record says what stopped the generation.
 fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> Option<u32> {
     let last = count.checked_sub(1)?;
     let tokens = &generation.tokens;
@@ -639,7 +654,7 @@ impl<'a> Recorder<'a> {
         Self { trace, tokenizer, hides_specials: OnceCell::new(), keeps_spaces: OnceCell::new() }
     }
 
-    /// Whether a special token may show nothing: no token list of the trace shows one by its text.
+    /// Returns true if a special token may show nothing: no token list of the trace shows one by its text.
     pub fn hides_specials(&self) -> bool {
         let special = |piece: &[u8]| {
             let id = std::str::from_utf8(piece).ok().and_then(|text| self.tokenizer.id_of_added(text));
@@ -648,8 +663,8 @@ impl<'a> Recorder<'a> {
         *self.hides_specials.get_or_init(|| !self.lists().any(|pieces| listed(pieces, 0).any(special)))
     }
 
-    /// Whether tokens behind the first keep the space that they begin with: one shows a space that no other space can
-    /// have stood before.
+    /// Returns true if tokens after the first keep their leading space: one shows a space before which no further
+    /// space can have been removed.
     pub fn keeps_spaces(&self) -> bool {
         let id = |bytes: &[u8]| self.tokenizer.id_of_bytes(bytes);
         let shows = |piece: &[u8]| {
@@ -659,7 +674,8 @@ impl<'a> Recorder<'a> {
     }
 
     fn lists(&self) -> impl Iterator<Item = &'a Pieces> {
-        let lists = self.trace.generations.iter().flat_map(|one| [&one.tokens.bytes, &one.tokens.texts]);
+        let lists =
+            self.trace.generations.iter().flat_map(|generation| [&generation.tokens.bytes, &generation.tokens.texts]);
         lists.flatten()
     }
 }
@@ -668,26 +684,26 @@ fn listed(pieces: &Pieces, first: usize) -> impl Iterator<Item = &[u8]> {
     (first..pieces.len()).filter_map(|index| pieces.get(index))
 }
 
-/// Whether `text` is the bytes of `ids`, special tokens included.
+/// Returns true if `text` equals the bytes of `ids`, including special tokens.
 pub fn spells(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
-    let mut rest = text;
-    let mut goes_on = |bytes: &[u8]| rest.strip_prefix(bytes).map(|behind| rest = behind).is_some();
-    ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).all(&mut goes_on) && rest.is_empty()
+    let mut remaining = text;
+    let mut consume = |bytes: &[u8]| remaining.strip_prefix(bytes).map(|suffix| remaining = suffix).is_some();
+    ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).all(&mut consume) && remaining.is_empty()
 }
 
-/// Whether `id` is a special token; two comparisons decide for most ids.
+/// Returns true if `id` is a special token. Two comparisons decide for most ids.
 pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
     let special = tokenizer.special_ids();
-    let within = special.first().is_some_and(|first| *first <= id) && special.last().is_some_and(|last| id <= *last);
-    within && special.binary_search(&id).is_ok()
+    let in_range = special.first().is_some_and(|first| *first <= id) && special.last().is_some_and(|last| id <= *last);
+    in_range && special.binary_search(&id).is_ok()
 }
 
-/// Bytes of the ids without special tokens, as a server's text has them.
+/// Returns the bytes of the ids without special tokens, as in a server's text.
 pub fn spell(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
     spelled(ids.iter().filter(|&&id| !is_special(id, tokenizer)), tokenizer)
 }
 
-/// Bytes of the ids, special tokens included.
+/// Returns the bytes of the ids, including special tokens.
 pub fn spell_all(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
     spelled(ids.iter(), tokenizer)
 }
@@ -698,7 +714,7 @@ fn spelled<'i>(ids: impl Iterator<Item = &'i u32>, tokenizer: &Tokenizer) -> Vec
     bytes
 }
 
-/// At most 40 characters of possibly broken text, quoted.
+/// Returns at most 40 characters of possibly invalid text, quoted.
 pub fn excerpt(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]).into_owned();
     let mut short: String = text.chars().take(40).collect();
@@ -708,9 +724,9 @@ pub fn excerpt(bytes: &[u8]) -> String {
     format!("{short:?}")
 }
 
-/// Slots, a power of two.
+/// Number of slots, a power of two.
 const PLACES: usize = 1 << 13;
-/// Bytes of the longest string that is cached.
+/// Length in bytes of the longest string that is cached.
 const LONGEST: usize = 16;
 
 #[derive(Debug, Default)]
@@ -729,7 +745,7 @@ struct Place {
 }
 
 impl Lookup {
-    /// As [`Tokenizer::id_of_bytes`], for bytes that stand at `start..end` of `data`.
+    /// Returns the same as [`Tokenizer::id_of_bytes`] for bytes `start..end` of `data`.
     #[inline]
     pub fn id(&mut self, data: &[u8], (start, end): (usize, usize), tokenizer: &Tokenizer) -> Option<u32> {
         let length = end - start;
@@ -750,7 +766,7 @@ impl Lookup {
     }
 }
 
-/// The bytes as two little-endian words, padded with zeros.
+/// Returns the bytes as two little-endian words, padded with zeros.
 #[inline]
 fn words(data: &[u8], start: usize, length: usize) -> (u64, u64) {
     let bytes = if let Some(bytes) = data[start..].first_chunk::<LONGEST>() {
@@ -760,17 +776,17 @@ fn words(data: &[u8], start: usize, length: usize) -> (u64, u64) {
         bytes[..length].copy_from_slice(&data[start..start + length]);
         bytes
     };
-    let all = u128::from_le_bytes(bytes) & (u128::MAX >> (8 * (LONGEST - length)));
-    (all as u64, (all >> 64) as u64)
+    let word = u128::from_le_bytes(bytes) & (u128::MAX >> (8 * (LONGEST - length)));
+    (word as u64, (word >> 64) as u64)
 }
 
 #[inline]
 fn place_of(low: u64, high: u64, length: usize) -> usize {
-    let mixed = (low ^ high.rotate_left(23) ^ length as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    (mixed >> (64 - PLACES.trailing_zeros())) as usize
+    let hash = (low ^ high.rotate_left(23) ^ length as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (hash >> (64 - PLACES.trailing_zeros())) as usize
 }
 
-/// The sampled tokens of G generations, end to end; shapes as in Python's `Recovered`.
+/// The sampled tokens of G generations, concatenated. The shapes are those of Python's `Recovered`.
 #[derive(Debug, Default)]
 #[allow(missing_docs, reason = "documented once, at Recovered in Python")]
 pub struct Recovered {
@@ -783,44 +799,44 @@ pub struct Recovered {
     pub reason: Vec<u8>,
 }
 
-/// The ids that each generation's record determines; -1 for every other.
+/// Returns the ids that each generation's record determines, and -1 for every other token.
 pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
     let parts = pool::map(traces, Lookup::default, |lookup, trace| recover_one(trace, tokenizer, lookup));
-    let mut all = Recovered { cu_tokens: vec![0], ..Recovered::default() };
+    let mut recovered = Recovered { cu_tokens: vec![0], ..Recovered::default() };
     for (row, part) in parts.into_iter().enumerate() {
-        let base = all.ids.len() as i64;
-        all.cu_tokens.extend(part.cu_tokens.iter().map(|end| base + end));
-        all.trace.extend(std::iter::repeat_n(row as i32, part.turn.len()));
-        all.ids.extend(part.ids);
-        all.tier.extend(part.tier);
-        all.logprobs.extend(part.logprobs);
-        all.turn.extend(part.turn);
-        all.reason.extend(part.reason);
+        let base = recovered.ids.len() as i64;
+        recovered.cu_tokens.extend(part.cu_tokens.iter().map(|end| base + end));
+        recovered.trace.extend(std::iter::repeat_n(row as i32, part.turn.len()));
+        recovered.ids.extend(part.ids);
+        recovered.tier.extend(part.tier);
+        recovered.logprobs.extend(part.logprobs);
+        recovered.turn.extend(part.turn);
+        recovered.reason.extend(part.reason);
     }
-    all
+    recovered
 }
 
 fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Recovered {
-    let mut found = Recovered::default();
+    let mut recovered = Recovered::default();
     let recorder = Recorder::new(trace, tokenizer);
     for (turn, generation) in trace.generations.iter().enumerate() {
         let message = trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
         let resolved = resolve(generation, content, &recorder, lookup);
         if !resolved.foreign {
-            let known = |index: usize| resolved.is_known(index);
+            let is_known = |index: usize| resolved.is_known(index);
             let ids = resolved.ids.iter().enumerate();
-            found.ids.extend(ids.map(|(index, &id)| if known(index) { id as i32 } else { -1 }));
+            recovered.ids.extend(ids.map(|(index, &id)| if is_known(index) { id as i32 } else { -1 }));
             let count = resolved.ids.len();
-            let reason = |index: usize| if known(index) { 0 } else { resolved.why_unknown(index) as u8 };
-            found.reason.extend((0..count).map(reason));
-            found.tier.extend((0..count).map(|index| resolved.tier(index)));
-            found.logprobs.extend((0..count).map(|index| resolved.logprob(index)));
+            let reason = |index: usize| if is_known(index) { 0 } else { resolved.why_unknown(index) as u8 };
+            recovered.reason.extend((0..count).map(reason));
+            recovered.tier.extend((0..count).map(|index| resolved.tier(index)));
+            recovered.logprobs.extend((0..count).map(|index| resolved.logprob(index)));
         }
-        found.cu_tokens.push(found.ids.len() as i64);
-        found.turn.push(turn as i32);
+        recovered.cu_tokens.push(recovered.ids.len() as i64);
+        recovered.turn.push(turn as i32);
     }
-    found
+    recovered
 }
 
 #[cfg(test)]
@@ -829,31 +845,31 @@ mod resolve_tests {
     use crate::tokenizer::example;
 
     #[test]
-    fn ids_are_counted_as_far_as_they_spell_a_text_or_what_is_listed() {
+    fn leading_ids_that_match_a_text_or_listed_bytes_are_counted() {
         let tokenizer = example();
         let stop = tokenizer.special_ids()[0];
         let ids = [tokenizer.encode("the price is 42").unwrap(), vec![stop]].concat();
         let spelled = |count: usize| spell_all(&ids[..count], &tokenizer);
-        let whole = ids.len() - 1;
-        let begun = |text: &[u8]| begin_with(ids.iter(), text, &tokenizer);
-        assert_eq!(begun(&spelled(whole)), Some((whole, true)));
-        assert_eq!(begun(&spelled(2)), Some((2, true)));
-        assert_eq!(begun(b""), Some((0, true)));
-        let inside = ids[..whole].iter().position(|&id| spell_all(&[id], &tokenizer).len() > 1).unwrap();
-        assert_eq!(begun(&spelled(whole)[..=spelled(inside).len()]), Some((inside + 1, false)));
-        assert_eq!(begun(b"another text"), None);
-        assert_eq!(begun(&[&spelled(whole + 1)[..], b"!"].concat()), None);
+        let text_count = ids.len() - 1;
+        let match_start = |text: &[u8]| begin_with(ids.iter(), text, &tokenizer);
+        assert_eq!(match_start(&spelled(text_count)), Some((text_count, true)));
+        assert_eq!(match_start(&spelled(2)), Some((2, true)));
+        assert_eq!(match_start(b""), Some((0, true)));
+        let inside = ids[..text_count].iter().position(|&id| spell_all(&[id], &tokenizer).len() > 1).unwrap();
+        assert_eq!(match_start(&spelled(text_count)[..=spelled(inside).len()]), Some((inside + 1, false)));
+        assert_eq!(match_start(b"another text"), None);
+        assert_eq!(match_start(&[&spelled(text_count + 1)[..], b"!"].concat()), None);
 
         let listed = |shown: &dyn Fn(usize) -> Option<Vec<u8>>| {
             let mut pieces = Pieces::default();
             (0..ids.len()).for_each(|at| pieces.push(shown(at).as_deref()));
-            alike(&ids, &pieces, &tokenizer)
+            count_matching(&ids, &pieces, &tokenizer)
         };
-        let own = |at: usize| Some(spell_all(&ids[at..=at], &tokenizer));
-        assert_eq!(listed(&own), ids.len());
-        assert_eq!(listed(&|at| own(at).filter(|_| at != 1)), 1);
-        assert_eq!(listed(&|at| if at == whole { Some(Vec::new()) } else { own(at) }), whole);
-        assert_eq!(listed(&|at| if at == 2 { Some(b"?".to_vec()) } else { own(at) }), 2);
+        let bytes_at = |at: usize| Some(spell_all(&ids[at..=at], &tokenizer));
+        assert_eq!(listed(&bytes_at), ids.len());
+        assert_eq!(listed(&|at| bytes_at(at).filter(|_| at != 1)), 1);
+        assert_eq!(listed(&|at| if at == text_count { Some(Vec::new()) } else { bytes_at(at) }), text_count);
+        assert_eq!(listed(&|at| if at == 2 { Some(b"?".to_vec()) } else { bytes_at(at) }), 2);
         assert_eq!(listed(&|_| None), 0);
     }
 }
@@ -868,7 +884,8 @@ mod lookup_tests {
         let (tokenizer, mut lookup) = (example(), Lookup::default());
         for _ in 0..2 {
             for bytes in (0..tokenizer.vocab_size()).filter_map(|id| tokenizer.token_bytes(id)) {
-                // Alone, before others, and the beginning of it: zeros may stand in the bytes and behind them.
+                // Each string completely, with text after it, and its beginning. Zeros may occur in the bytes and
+                // after them.
                 let data = [bytes, b"\0and what stands behind"].concat();
                 for end in [bytes.len(), bytes.len() + 1, bytes.len() / 2] {
                     let expected = tokenizer.id_of_bytes(&data[..end]);

@@ -1,7 +1,8 @@
-//! Whether a rendered prompt goes on where a branch ends: the sampled ids stay where the template shows the body.
+//! Decides whether a rendered prompt continues a branch. The sampled ids stay in place of the body that the template
+//! shows.
 //!
-//! The body may be shown in another form (spacing, tool-call JSON), which is a finding; a body from which something was
-//! dropped is another history.
+//! The template may show the body in another form (spacing, tool-call JSON), which is reported as a finding. If the
+//! template drops part of the body, the prompt starts another history.
 
 use super::branch::{Branch, common_prefix};
 use super::prompt::{JOINED, Scaffold};
@@ -15,43 +16,43 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::Generation;
 use serde_json::Value;
 
-/// What a branch ends with: one generation.
+/// The last generation of a branch.
 #[derive(Debug)]
 #[allow(clippy::struct_excessive_bools, reason = "independent facts about its end")]
 pub struct Ending<'b> {
-    /// Its rendered prompt; empty where it was not rendered.
+    /// Its rendered prompt; empty if it was not rendered.
     pub prompt: &'b str,
-    /// What was sampled, with its stop token.
+    /// The sampled ids, including the stop token.
     pub sampled: &'b [u32],
-    /// The last of these is a special token.
+    /// True if the last sampled id is a special token.
     pub stopped: bool,
-    /// It was cut: by length, a filter, an abort.
+    /// True if the generation was cut off by a length limit, a filter or an abort.
     pub cut: bool,
-    /// It is text whose stop token may be the marker of the next role.
+    /// True if it is text whose stop token may be the marker of the next role.
     pub unmarked: bool,
-    /// Its tokens go past a stop string that the message does not hold.
+    /// True if its tokens continue past a stop string that the message does not contain.
     pub overrun: bool,
-    /// Index of its message among those that are rendered.
+    /// Index of its message among the rendered ones.
     pub message: u32,
     /// Its message.
     pub produced: &'b Value,
 }
 
-/// Where in `rendered` the text behind the ending begins, if the template keeps what was sampled; and what was found.
-/// The findings name no turn.
+/// Returns the byte of `rendered` after the ending, if the template keeps the sampled text, and the findings. The
+/// findings do not name a turn.
 pub fn splice(ending: &Ending<'_>, rendered: &Rendered, scaffold: &Scaffold<'_>) -> Result<(Spliced, Vec<Finding>)> {
     let start = ending.prompt.len();
     let closer = &scaffold.closer;
     let after_body = rendered.spans.iter().filter(|span| span.message == ending.message && span.start >= start);
     let body_end = after_body.map(|span| span.end).max().unwrap_or(start);
-    let behind = rendered.text.get(body_end..).unwrap_or_default();
+    let after_spans = rendered.text.get(body_end..).unwrap_or_default();
     let (closing, marker) = if closer.is_empty() {
-        next_marker(behind, scaffold.tokenizer).map_or((None, None), |(at, id)| (Some(at), Some(id)))
+        next_marker(after_spans, scaffold.tokenizer).map_or((None, None), |(at, id)| (Some(at), Some(id)))
     } else {
-        (behind.find(closer.as_str()), None)
+        (after_spans.find(closer.as_str()), None)
     };
-    let fits = !ending.prompt.is_empty() && rendered.text.starts_with(ending.prompt);
-    let Some(closing) = closing.filter(|_| fits).map(|offset| body_end + offset) else {
+    let extends_prompt = !ending.prompt.is_empty() && rendered.text.starts_with(ending.prompt);
+    let Some(closing) = closing.filter(|_| extends_prompt).map(|offset| body_end + offset) else {
         return Ok((Spliced::default(), Vec::new()));
     };
     let stop = ending.sampled.last().copied().filter(|_| ending.stopped);
@@ -69,17 +70,17 @@ pub fn splice(ending: &Ending<'_>, rendered: &Rendered, scaffold: &Scaffold<'_>)
     Ok((Spliced { from: Some(from), stop: None }, findings))
 }
 
-/// Where a rendered prompt goes on behind an ending.
+/// The position after an ending from which a rendered prompt continues.
 #[derive(Debug, Default)]
 pub struct Spliced {
-    /// The byte; `None` if the template does not keep what was sampled.
+    /// The byte offset; `None` if the template does not keep the sampled text.
     pub from: Option<usize>,
-    /// The marker of the next role, where it is the stop token of text that has none.
+    /// The marker of the next role, if it acts as the stop token of text without one.
     pub stop: Option<u32>,
 }
 
-/// The first stop token of the model that a text holds, and where: the marker of the next role, for a template that writes
-/// nothing behind a turn.
+/// Returns the first stop token of the model in a text, and its position. It is the marker of the next role if a
+/// template writes nothing after a turn.
 fn next_marker(text: &str, tokenizer: &Tokenizer) -> Option<(usize, u32)> {
     let place = |&id: &u32| {
         let marker = tokenizer.token_bytes(id).filter(|bytes| tokenizer.is_special(id) && !bytes.is_empty())?;
@@ -88,7 +89,8 @@ fn next_marker(text: &str, tokenizer: &Tokenizer) -> Option<(usize, u32)> {
     tokenizer.eos_ids().iter().filter_map(place).min()
 }
 
-/// Whether the template shows the sampled body again; a changed form is a finding, a dropped part a fork.
+/// Returns true if the template shows the sampled body again. A changed form is a finding; a dropped part makes a
+/// fork.
 fn survives(
     ending: &Ending<'_>,
     sampled: &[u32],
@@ -103,7 +105,7 @@ fn survives(
         let first = common_prefix(&canonical, sampled);
         if first < count.max(canonical.len()) {
             let detail = format!("the same text tokenizes differently from token {first} on");
-            findings.push(found(Reason::NoncanonicalBpe, first as i32, count - first.min(count), detail));
+            findings.push(finding(Reason::NoncanonicalBpe, first as i32, count - first.min(count), detail));
         }
         return Ok(true);
     }
@@ -113,11 +115,12 @@ fn survives(
     }
     let detail = format!("sampled {}, rendered {}", excerpt(&spelled), excerpt(body.as_bytes()));
     let difference = difference(&spelled, &spell(sampled, tokenizer), body, ending.produced);
-    findings.extend(difference.reasons.iter().map(|&reason| found(reason, -1, count, detail.clone())));
+    findings.extend(difference.reasons.iter().map(|&reason| finding(reason, -1, count, detail.clone())));
     Ok(difference.same_history)
 }
 
-/// Where the template goes on after the stop token that was sampled, or after none.
+/// Returns the byte from which the template continues after the sampled stop token, or after the body if none was
+/// sampled.
 fn after_stop(
     stop: Option<u32>,
     cut: bool,
@@ -128,24 +131,25 @@ fn after_stop(
     let Some(stop) = stop else {
         if cut {
             let detail = "the turn was cut; the template's closer was added".to_owned();
-            findings.push(found(Reason::LengthTruncated, -1, 1, detail));
+            findings.push(finding(Reason::LengthTruncated, -1, 1, detail));
         }
         return closing;
     };
     let Some(closing_id) = scaffold.closing.token else { return closing };
     if closing_id != stop {
         let detail = format!("sampled stop token {stop}, the template closes with {closing_id}");
-        findings.push(found(Reason::StopTokenDiffers, -1, 1, detail));
+        findings.push(finding(Reason::StopTokenDiffers, -1, 1, detail));
     }
     closing + scaffold.closing_bytes
 }
 
-fn found(reason: Reason, token: i32, count: usize, detail: String) -> Finding {
+fn finding(reason: Reason, token: i32, count: usize, detail: String) -> Finding {
     Finding { reason, turn: -1, token, count: count as i32, detail }
 }
 
 impl Loom<'_, '_> {
-    /// No prompt ids: the branch whose messages the context continues, spliced; or a fork over the rendered text.
+    /// Places a prompt without ids: splices it onto the branch that its context continues, or forks over the rendered
+    /// text.
     pub fn place_text(&mut self, turn: usize, generation: &Generation, rendered: &Rendered) -> Result<Place> {
         let longest = self.continued(generation);
         if let Some(at) = longest
@@ -153,23 +157,23 @@ impl Loom<'_, '_> {
         {
             let text = self.scaffold.encode(rendered, from)?;
             if text.joined {
-                let behind = self.woven.branches[at].last_turn().unwrap_or(turn as i32).max(0) as usize;
-                self.find(Reason::NormalizerChanged, behind, -1, 1, JOINED.to_owned());
+                let previous_turn = self.woven.branches[at].last_turn().unwrap_or(turn as i32).max(0) as usize;
+                self.find(Reason::NormalizerChanged, previous_turn, -1, 1, JOINED.to_owned());
             }
             return Ok(Place::Extend(at, text));
         }
-        let known = self.woven.branches.iter().any(|branch| generation.context.starts_with(&branch.path));
-        // An earlier call on the same messages was a parallel sample, no rewritten history.
-        let starts_alike = |earlier: &Generation| earlier.context == generation.context;
-        let alone = !known && !self.trace.generations[..turn].iter().any(starts_alike);
-        if longest.is_none() && !self.woven.branches.is_empty() && alone {
+        let is_continued = self.woven.branches.iter().any(|branch| generation.context.starts_with(&branch.path));
+        // An earlier call on the same messages was a parallel sample, not a rewritten history.
+        let same_context = |earlier: &Generation| earlier.context == generation.context;
+        let is_new = !is_continued && !self.trace.generations[..turn].iter().any(same_context);
+        if longest.is_none() && !self.woven.branches.is_empty() && is_new {
             let detail = "the messages before this turn are not those of any earlier turn".to_owned();
             self.find(Reason::HistoryRewritten, turn, -1, 0, detail);
         }
         Ok(Place::Fork(self.encode(rendered)?))
     }
 
-    /// The branch whose messages the context of a generation continues.
+    /// Returns the longest branch whose messages the context of a generation continues.
     pub fn continued(&self, generation: &Generation) -> Option<usize> {
         let continues =
             |branch: &Branch<'_>| !branch.ended && !branch.headless && generation.context.starts_with(&branch.path);
@@ -178,7 +182,7 @@ impl Loom<'_, '_> {
             .max_by_key(|&at| self.woven.branches[at].path.len())
     }
 
-    /// Where in `rendered` the text after branch `at` begins, if the template keeps what was sampled.
+    /// Returns the byte of `rendered` after branch `at`, if the template keeps the sampled text.
     pub fn splice(&mut self, at: usize, rendered: &Rendered) -> Result<Option<usize>> {
         let branch = &self.woven.branches[at];
         let turn = branch.len().checked_sub(1).and_then(|last| branch.turn_at(last)).unwrap_or(0);

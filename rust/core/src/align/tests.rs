@@ -1,4 +1,5 @@
-//! Whole traces through `align`, built by hand: what no reader of this crate's own formats can say yet.
+//! Complete traces through `align`, built by hand. They cover cases that no reader of this crate's own formats can
+//! express yet.
 
 use super::{Aligned, NO_VALUE, Options, Reason, align};
 use crate::tokenizer::{Tokenizer, TokenizerConfig, example as tokenizer};
@@ -12,7 +13,7 @@ fn sampled(ids: &[u32], prompt: Prompt) -> Generation {
     Generation { tokens, prompt, finish_reason: Some("length".into()), ..Generation::default() }
 }
 
-/// A trace of these generations over one assistant message.
+/// Returns a trace of these generations over one assistant message.
 fn trace(generations: Vec<Generation>) -> Vec<Arc<Trace>> {
     let messages = vec![Message::new(json!({"role": "assistant"}), None)];
     vec![Arc::new(Trace { messages, generations, conversation: vec![0], ..Trace::default() })]
@@ -27,7 +28,7 @@ fn reasons(aligned: &Aligned) -> Vec<Reason> {
 }
 
 #[test]
-fn case_61_a_policy_that_changed_inside_a_turn_is_told_token_by_token() {
+fn case_61_a_policy_change_inside_a_turn_is_recorded_per_token() {
     let mut generation = sampled(&[10, 11, 12, 13], Prompt::Ids(vec![5]));
     generation.policy_version = 3;
     generation.versions =
@@ -36,44 +37,44 @@ fn case_61_a_policy_that_changed_inside_a_turn_is_told_token_by_token() {
 }
 
 #[test]
-fn text_sent_without_a_template_is_given_and_a_turn_behind_it_goes_on() {
+fn text_without_a_template_is_prompt_and_the_next_turn_continues_it() {
     let tokenizer = tokenizer();
     let words = tokenizer.encode("price of two").unwrap();
     let first = sampled(&[10, 11], Prompt::Text("price of two".into()));
     let second = sampled(&[12], Prompt::Follows { turn: 0, ids: vec![20, 21] });
-    let found = aligned(vec![first, second]);
-    assert_eq!(found.cu_seqlens.len(), 2);
+    let result = aligned(vec![first, second]);
+    assert_eq!(result.cu_seqlens.len(), 2);
     let expected: Vec<i32> = words.iter().map(|&id| id as i32).chain([10, 11, 20, 21, 12]).collect();
-    assert_eq!(found.ids, expected);
-    assert_eq!(found.trainable.iter().filter(|&&term| term).count(), 3);
-    assert!(found.drift.is_empty());
+    assert_eq!(result.ids, expected);
+    assert_eq!(result.trainable.iter().filter(|&&trained| trained).count(), 3);
+    assert!(result.drift.is_empty());
 }
 
 #[test]
-fn two_turns_behind_the_same_one_are_two_branches_and_the_shared_event_is_one_term() {
+fn two_turns_after_the_same_one_are_two_branches_and_shared_tokens_train_once() {
     let first = sampled(&[10, 11], Prompt::Ids(vec![5]));
     let follow = |id: u32| sampled(&[id], Prompt::Follows { turn: 0, ids: vec![20] });
-    let found = aligned(vec![first, follow(12), follow(13)]);
-    assert_eq!(found.ids, [5, 10, 11, 20, 12, 5, 10, 11, 20, 13]);
-    assert_eq!(found.cu_seqlens, [0, 5, 10]);
-    let terms: Vec<usize> = (0..10).filter(|&at| found.trainable[at]).collect();
+    let result = aligned(vec![first, follow(12), follow(13)]);
+    assert_eq!(result.ids, [5, 10, 11, 20, 12, 5, 10, 11, 20, 13]);
+    assert_eq!(result.cu_seqlens, [0, 5, 10]);
+    let terms: Vec<usize> = (0..10).filter(|&at| result.trainable[at]).collect();
     assert_eq!(terms, [1, 2, 4, 9]);
-    assert_eq!(found.source[6..8], [2, 2]);
-    assert_eq!(reasons(&found), [Reason::PrefixNotExtended]);
+    assert_eq!(result.source[6..8], [2, 2]);
+    assert_eq!(reasons(&result), [Reason::PrefixNotExtended]);
 }
 
 #[test]
-fn a_turn_whose_prompt_is_not_recorded_is_held_and_not_trained() {
-    let found =
+fn a_turn_without_a_recorded_prompt_is_kept_but_not_trained() {
+    let result =
         aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Follows { turn: 0, ids: vec![9] })]);
-    assert_eq!(found.ids, [10, 11, 9, 12]);
-    assert_eq!(found.trainable, [false; 4]);
-    assert_eq!(found.source, [2, 2, 0, 2]);
-    assert_eq!(reasons(&found), [Reason::PromptMismatch; 2]);
-    assert_eq!(found.drift.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
-    assert_eq!((found.recorded, found.exact), (3, 0));
+    assert_eq!(result.ids, [10, 11, 9, 12]);
+    assert_eq!(result.trainable, [false; 4]);
+    assert_eq!(result.source, [2, 2, 0, 2]);
+    assert_eq!(reasons(&result), [Reason::PromptMismatch; 2]);
+    assert_eq!(result.drift.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
+    assert_eq!((result.recorded, result.exact), (3, 0));
     let again = aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Ids(vec![10, 11, 9]))]);
-    assert_eq!((again.ids, again.cu_seqlens), (vec![10, 11, 10, 11, 9, 12], vec![0, 2, 6])); // none of it is its prompt
+    assert_eq!((again.ids, again.cu_seqlens), (vec![10, 11, 10, 11, 9, 12], vec![0, 2, 6])); // none of it is a prompt
     let ahead = aligned(vec![sampled(&[12], Prompt::Follows { turn: 4, ids: vec![9] })]);
     assert_eq!((ahead.trainable.as_slice(), reasons(&ahead).as_slice()), (&[false][..], &[Reason::PromptMismatch][..]));
 }
@@ -85,31 +86,33 @@ fn a_text_of_ids_that_the_model_lacks_is_left_out_as_a_whole() {
     config.model.vocab_size = Some(6);
     let json = std::fs::read(format!("{folder}/tokenizer.json")).unwrap();
     let tokenizer = Tokenizer::from_json(&json, &config).unwrap();
-    let said = Generation { text: Some("price".into()), prompt: Prompt::Ids(vec![5]), ..Generation::default() };
-    let found = align(&trace(vec![said]), &tokenizer, None, Options { text_only: true, ..Options::default() }).unwrap();
-    assert_eq!(reasons(&found), [Reason::VocabOutOfRange]);
-    assert_eq!(found.drift[0].token, -1);
+    let generation = Generation { text: Some("price".into()), prompt: Prompt::Ids(vec![5]), ..Generation::default() };
+    let result =
+        align(&trace(vec![generation]), &tokenizer, None, Options { text_only: true, ..Options::default() }).unwrap();
+    assert_eq!(reasons(&result), [Reason::VocabOutOfRange]);
+    assert_eq!(result.drift[0].token, -1);
 }
 
 #[test]
 fn a_trace_of_which_nothing_is_left_keeps_its_place() {
     let traces = [9, 99_999, 9].map(|id| trace(vec![sampled(&[10], Prompt::Ids(vec![id]))])).concat();
-    let found = align(&traces, &tokenizer(), None, Options::default()).unwrap();
-    assert_eq!((found.trace, found.cu_seqlens), (vec![0, 1, 2], vec![0, 2, 2, 4]));
+    let result = align(&traces, &tokenizer(), None, Options::default()).unwrap();
+    assert_eq!((result.trace, result.cu_seqlens), (vec![0, 1, 2], vec![0, 2, 2, 4]));
 }
 
 #[test]
-fn what_the_reader_noticed_is_passed_on() {
+fn notes_of_the_reader_become_findings() {
     let mut generation = sampled(&[10], Prompt::Ids(vec![5]));
     generation.notes = vec![Note { reason: Reason::StreamIncomplete, count: 3, detail: "3 chunks are missing".into() }];
-    let found = aligned(vec![generation]);
-    assert_eq!(reasons(&found), [Reason::StreamIncomplete]);
-    assert_eq!(found.drift[0].count, 3);
+    let result = aligned(vec![generation]);
+    assert_eq!(reasons(&result), [Reason::StreamIncomplete]);
+    assert_eq!(result.drift[0].count, 3);
 }
 
 #[test]
-fn extras_stand_beside_their_tokens_and_those_without_have_none() {
-    // Two experts for each of prompt and sampled tokens but the last; masks of unlike length for the sampled ones.
+fn extras_belong_to_their_tokens_and_other_tokens_have_none() {
+    // Two experts for every prompt and sampled token except the last; masks of different lengths for the sampled
+    // tokens.
     let experts = |rows: u32, base: i32| Extra {
         name: "routed_experts",
         first: ExtraStart::Prompt,
@@ -128,25 +131,25 @@ fn extras_stand_beside_their_tokens_and_those_without_have_none() {
     first.extras = vec![experts(3, 0), mask];
     let mut second = sampled(&[12], Prompt::Ids(vec![5, 6, 10, 11, 20]));
     second.extras = vec![experts(5, 100)];
-    let found = aligned(vec![first, second]);
-    let [routed, masks] = found.extras.as_slice() else { panic!("two columns") };
+    let result = aligned(vec![first, second]);
+    let [routed, masks] = result.extras.as_slice() else { panic!("two columns") };
     assert_eq!((routed.name, masks.name), ("routed_experts", "sampling_mask"));
-    // Tokens 0 to 2 keep the rows of the first call, 3 and 4 get those of the second, 5 has none.
+    // Tokens 0 to 2 keep the rows of the first call, 3 and 4 get those of the second, and 5 has none.
     assert_eq!(routed.values, [0, 1, 2, 3, 4, 5, 106, 107, 108, 109, NO_VALUE, NO_VALUE]);
     assert_eq!(masks.offsets, [0, 0, 0, 2, 3, 3, 3]);
     assert_eq!(masks.values, [5, 9, 6]);
 }
 
 #[test]
-fn what_is_aligned_does_not_depend_on_the_number_of_threads() {
+fn alignment_does_not_depend_on_the_number_of_threads() {
     let first = || sampled(&[10, 11], Prompt::Ids(vec![5]));
     let traces: Vec<_> =
         (0..32).flat_map(|k| trace(vec![first(), sampled(&[k], Prompt::Follows { turn: 0, ids: vec![k] })])).collect();
     let tokenizer = tokenizer();
-    let on = |threads: usize| {
+    let align_with = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let found = pool.install(|| align(&traces, &tokenizer, None, Options::default()).unwrap());
-        (found.ids, found.trainable, found.cu_seqlens, found.trace)
+        let result = pool.install(|| align(&traces, &tokenizer, None, Options::default()).unwrap());
+        (result.ids, result.trainable, result.cu_seqlens, result.trace)
     };
-    assert_eq!(on(1), on(2));
+    assert_eq!(align_with(1), align_with(2));
 }

@@ -1,8 +1,8 @@
-//! Whether sampled ids hold the tool calls that the record shows: a stream that lost chunks of a call, or ids of another
-//! turn, do not.
+//! Checks whether sampled ids contain the tool calls that the record shows. Ids of a stream that lost chunks, or of
+//! another turn, do not.
 //!
-//! Parsers of servers write a call anew, in another order, spacing or notation. What every notation has in common are the
-//! names and the words within the values, so these are looked for, behind the reasoning.
+//! Parsers of servers write a call again in another order, spacing or notation. All notations share the names and the
+//! words in the values. The check searches for these after the reasoning.
 
 use super::resolve::{excerpt, spell, spell_all};
 use crate::tokenizer::Tokenizer;
@@ -12,15 +12,15 @@ use serde_json::Value;
 
 const THOUGHT_END: &[u8] = b"</think>";
 
-/// What of the tool calls of a message its ids do not spell.
+/// Describes the part of a message's tool calls that its ids lack, or returns `None` if they contain all of it.
 pub fn unsaid(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<String> {
     let calls = value_in(message, "tool_calls").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
     let calls = calls.iter().map(|call| call.get("function").unwrap_or(call)).chain(value_in(message, "function_call"));
     let mut calls = calls.filter(|call| call.is_object()).peekable();
     calls.peek()?;
     let spelled = spell_all(ids, tokenizer);
-    let behind = memmem::find(&spelled, THOUGHT_END).map_or(0, |at| at + THOUGHT_END.len());
-    let text = &spelled[behind..];
+    let start = memmem::find(&spelled, THOUGHT_END).map_or(0, |at| at + THOUGHT_END.len());
+    let text = &spelled[start..];
     for call in calls {
         let name = call.get("name").and_then(Value::as_str).unwrap_or_default();
         let arguments = match call.get("arguments") {
@@ -28,33 +28,34 @@ pub fn unsaid(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<Str
             Some(value @ (Value::Object(_) | Value::Array(_))) => value.to_string().into(),
             _ => std::borrow::Cow::Borrowed(""),
         };
-        if memmem::find(text, name.as_bytes()).is_none() && !is_whole(&arguments, ids, tokenizer) {
+        if memmem::find(text, name.as_bytes()).is_none() && !is_all_arguments(&arguments, ids, tokenizer) {
             return Some(format!("no name {} of a tool call", excerpt(name.as_bytes())));
         }
         if memmem::find(text, arguments.as_bytes()).is_some() {
             continue;
         }
-        if let Some(word) = words(&arguments).find(|word| !holds(text, word)) {
+        if let Some(word) = words(&arguments).find(|word| !contains_word(text, word)) {
             return Some(format!("no {} of the call of {}", excerpt(word.bytes), excerpt(name.as_bytes())));
         }
     }
     None
 }
 
-/// Whether the ids are the arguments and nothing else: the name was asked for (`tool_choice`), so it was not sampled.
-fn is_whole(arguments: &str, ids: &[u32], tokenizer: &Tokenizer) -> bool {
-    let said = serde_json::from_slice::<Value>(&spell(ids, tokenizer)).ok();
-    said.is_some_and(|said| serde_json::from_str(arguments).ok() == Some(said))
+/// Returns true if the ids are exactly the arguments. The name was then specified by the request (`tool_choice`) and
+/// not sampled.
+fn is_all_arguments(arguments: &str, ids: &[u32], tokenizer: &Tokenizer) -> bool {
+    let sampled = serde_json::from_slice::<Value>(&spell(ids, tokenizer)).ok();
+    sampled.is_some_and(|sampled| serde_json::from_str(arguments).ok() == Some(sampled))
 }
 
-/// A part of a JSON text that every notation of it spells alike.
+/// A part of a JSON text that every notation writes in the same way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Word<'t> {
     bytes: &'t [u8],
 }
 
-/// The words of a JSON text: letters and digits side by side, within its strings and of its whole numbers. What is escaped
-/// is left out, as are numbers with a fraction and the names of true, false and null, which notations write otherwise.
+/// Returns the words of a JSON text: runs of letters and digits in its strings, and its integers. Escaped characters,
+/// numbers with a fraction, true, false and null are skipped, because notations write them differently.
 fn words(json: &str) -> impl Iterator<Item = Word<'_>> {
     let bytes = json.as_bytes();
     let (mut at, mut quoted) = (0, false);
@@ -85,16 +86,16 @@ fn words(json: &str) -> impl Iterator<Item = Word<'_>> {
     })
 }
 
-fn end_of(bytes: &[u8], start: usize, goes_on: impl Fn(u8) -> bool) -> usize {
-    bytes[start..].iter().position(|&byte| !goes_on(byte)).map_or(bytes.len(), |length| start + length)
+fn end_of(bytes: &[u8], start: usize, belongs: impl Fn(u8) -> bool) -> usize {
+    bytes[start..].iter().position(|&byte| !belongs(byte)).map_or(bytes.len(), |length| start + length)
 }
 
 fn is_word(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || !byte.is_ascii()
 }
 
-/// Whether a text holds a word, as it stands or with `\u` in place of what is not ASCII.
-fn holds(text: &[u8], word: &Word<'_>) -> bool {
+/// Returns true if a text contains a word, either directly or with `\u` escapes for characters outside ASCII.
+fn contains_word(text: &[u8], word: &Word<'_>) -> bool {
     if memmem::find(text, word.bytes).is_some() {
         return true;
     }
@@ -126,7 +127,11 @@ mod tests {
     #[test]
     fn a_word_is_held_raw_or_escaped() {
         let word = Word { bytes: "é".as_bytes() };
-        assert!(holds("café".as_bytes(), &word) && holds(br#""caf\u00E9""#, &word) && !holds(b"cafe", &word));
-        assert!(!holds(b"Paris", &Word { bytes: b"Rome" }));
+        assert!(
+            contains_word("café".as_bytes(), &word)
+                && contains_word(br#""caf\u00E9""#, &word)
+                && !contains_word(b"cafe", &word)
+        );
+        assert!(!contains_word(b"Paris", &Word { bytes: b"Rome" }));
     }
 }

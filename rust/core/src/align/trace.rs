@@ -1,8 +1,8 @@
-//! Aligns one trace: each generation extends a branch or starts a new one, and calls that were made again are left out.
+//! Aligns one trace: each generation extends a branch or starts a new one. Calls that were repeated are left out.
 //!
-//! Sampled ids are the data; the template only supplies what was not sampled. Recorded prompt ids win over rendering. The
-//! work is pure but for the tokenizer's caches. Parallel samples (n > 1) that nobody continues are no duplicates, and all
-//! of them stay.
+//! Sampled ids are the data; the template only supplies the text that was not sampled. Recorded prompt ids take
+//! precedence over rendering. Only the tokenizer's caches are shared state. Parallel samples (n > 1) that no call
+//! continues are not duplicates, and all of them are kept.
 
 use super::branch::{Branch, Sampling, common_prefix};
 use super::extras;
@@ -26,27 +26,27 @@ use std::collections::{HashMap, HashSet};
 pub struct Woven<'a> {
     /// Branches in the order in which they were opened.
     pub branches: Vec<Branch<'a>>,
-    /// What did not fit.
+    /// Mismatches between the record, the template and the tokenizer.
     pub findings: Vec<Finding>,
-    /// Tokens that the record says were sampled.
+    /// Number of tokens that were sampled according to the record.
     pub recorded: u64,
-    /// Of those: tokens of tier T0 to T3 that stand in a branch with a logprob.
+    /// Number of these tokens that have tier T0 to T3 and are in a branch with a logprob.
     pub exact: u64,
 }
 
-/// Where unsampled text goes.
+/// The place for text that was not sampled.
 pub(super) enum Place {
     /// Extends branch `.0`.
     Extend(usize, Text),
-    /// Opens a branch.
+    /// Starts a new branch.
     Fork(Text),
-    /// Opens a branch over the first `.1` tokens of branch `.0`.
+    /// Starts a branch over the first `.1` tokens of branch `.0`.
     Stem(usize, usize, Text),
-    /// Opens a branch whose beginning is not known.
+    /// Starts a branch whose beginning is unknown.
     Headless,
 }
 
-/// What a worker keeps from one trace to the next.
+/// State that a worker keeps between traces.
 #[derive(Debug, Default)]
 pub struct Memory<'a> {
     /// The last conversation, as prompts and as finished text.
@@ -55,7 +55,7 @@ pub struct Memory<'a> {
     pub lookup: Lookup,
 }
 
-/// Aligns one trace; `pictures` is what its prompts have keys for.
+/// Aligns one trace. `pictures` has the keys of the images in its prompts.
 pub fn weave<'a>(
     trace: &'a Trace,
     pictures: Option<&'a Keyed<'a>>,
@@ -96,7 +96,7 @@ pub fn weave<'a>(
     Ok(loom.woven)
 }
 
-/// A part of a message that is no text: index of the message, and what the part calls itself.
+/// A part of a message that is not text: index of the message and kind of the part.
 pub type Part<'a> = (u32, &'a str);
 
 pub(super) struct Loom<'a, 'm> {
@@ -105,36 +105,37 @@ pub(super) struct Loom<'a, 'm> {
     pub tokenizer: &'a Tokenizer,
     pub scaffold: &'a Scaffold<'a>,
     pub options: Options,
-    /// For each generation the branch and the length at which its sampled tokens end, once they are all held.
+    /// For each generation, its branch and the length at which its sampled tokens end; `None` unless all of them are
+    /// in the branch.
     pub ends: Vec<Option<(usize, usize)>>,
-    /// Whether it was said that the template prints a date.
+    /// True after a finding reported that the template prints a date.
     pub dated: bool,
-    /// Of each message whether it was looked for in a prompt, and how many were not found.
+    /// For each message, whether it was searched for in a prompt; then the number of messages that were missing.
     pub shown: Vec<bool>,
     pub unshown: usize,
     pub recorder: Recorder<'a>,
-    /// The messages that hold more than text.
+    /// The messages that contain more than text.
     pub media: OnceCell<Vec<Part<'a>>>,
     pub memory: &'m mut Memory<'a>,
     pub woven: Woven<'a>,
 }
 
 impl<'a> Loom<'a, '_> {
-    /// Findings of the reader.
+    /// Adds the findings of the reader.
     fn note(&mut self, turn: usize, generation: &Generation) {
         for note in &generation.notes {
             self.find(note.reason, turn, -1, note.count as usize, note.detail.clone());
         }
     }
 
-    /// A call of which nothing is held.
+    /// Counts and reports a call that is left out completely.
     pub fn leave_out(&mut self, turn: usize, generation: &Generation, reason: Reason, detail: String) {
         let count = generation.tokens.len();
         self.woven.recorded += count as u64;
         self.find(reason, turn, -1, count, detail);
     }
 
-    /// What of a call is no id that the model has, apart from what was sampled: its prompt, its sampling masks.
+    /// Describes an id outside the model's vocabulary in the prompt or the sampling masks of a call.
     fn outside(&self, turn: usize, generation: &Generation) -> Option<String> {
         let keyed = self.pictures.filter(|keyed| keyed.has_keys(turn));
         let prompt = match &generation.prompt {
@@ -148,10 +149,10 @@ impl<'a> Loom<'a, '_> {
             let ids: Vec<u32> = extra.values.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX)).collect();
             self.tokenizer.first_outside(&ids).map(|at| ("a sampling mask", extra.values[at]))
         };
-        let found = self.tokenizer.first_outside(&prompt).map(|at| ("the prompt", prompt[at] as i32));
-        let (what, id) = found.or_else(|| masks.find_map(mask))?;
+        let in_prompt = self.tokenizer.first_outside(&prompt).map(|at| ("the prompt", prompt[at] as i32));
+        let (place, id) = in_prompt.or_else(|| masks.find_map(mask))?;
         let size = self.tokenizer.model_vocab_size();
-        Some(format!("id {} of {what} is not in the model's vocabulary of {size}; the turn is left out", id as u32))
+        Some(format!("id {} of {place} is not in the model's vocabulary of {size}; the turn is left out", id as u32))
     }
 
     fn add(&mut self, turn: usize, generation: &'a Generation) -> Result<()> {
@@ -160,7 +161,7 @@ impl<'a> Loom<'a, '_> {
             return Ok(());
         }
         let (place, rendered) = self.place(turn, generation)?;
-        // Recorded ids were looked through above.
+        // Recorded ids were checked above.
         if !matches!(generation.prompt, Prompt::Ids(_) | Prompt::Follows { .. })
             && let Place::Extend(_, text) | Place::Fork(text) | Place::Stem(_, _, text) = &place
             && let Some(at) = self.tokenizer.first_outside(&text.ids)
@@ -202,8 +203,8 @@ impl<'a> Loom<'a, '_> {
         self.woven.branches[at].behind_media |= media.is_some();
         self.add_sampled(turn, generation, at)?;
         if let Some(media) = media {
-            let held = self.woven.branches[at].len() - self.woven.branches[at].body;
-            self.hold(turn, held, media);
+            let count = self.woven.branches[at].len() - self.woven.branches[at].body;
+            self.hold(turn, count, media);
         }
         let branch = &mut self.woven.branches[at];
         extras::note(branch, turn, generation);
@@ -213,18 +214,18 @@ impl<'a> Loom<'a, '_> {
         Ok(())
     }
 
-    /// The messages `context` (indices) as the prompt of generation `turn`, or as finished text.
+    /// Renders the messages `context` (indices) as the prompt of generation `turn`, or as a finished conversation.
     pub fn render(&mut self, turn: usize, context: &[u32], is_prompt: bool) -> Result<Rendered> {
         let session = &mut self.memory.sessions[usize::from(!is_prompt)];
         self.scaffold.render(session, self.trace, (turn, context), is_prompt, None)
     }
 
-    /// Ids and sources of a whole prompt.
+    /// Returns ids and sources of a complete prompt.
     pub fn encode(&mut self, rendered: &Rendered) -> Result<Text> {
         Ok(self.memory.prompts.encode(self.scaffold, rendered)?.tail(0))
     }
 
-    /// Opens a branch over `text`, sharing what an earlier branch sampled on the same ids.
+    /// Starts a branch over `text`. It shares the tokens that an earlier branch sampled on the same ids.
     fn fork(&mut self, turn: usize, text: Text) -> usize {
         let shared = |branch: &&Branch<'a>| common_prefix(&branch.ids, &text.ids);
         let nearest = self.woven.branches.iter().filter(|branch| !branch.headless).max_by_key(shared);
@@ -241,7 +242,7 @@ impl<'a> Loom<'a, '_> {
         self.woven.branches.len() - 1
     }
 
-    /// The sampled tokens of a generation.
+    /// Resolves the sampled tokens of a generation.
     pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
         resolve::resolve(generation, content, &self.recorder, &mut self.memory.lookup)
     }
@@ -261,45 +262,48 @@ impl<'a> Loom<'a, '_> {
     }
 }
 
-/// For each generation whether it was made again and left: another with the same prompt was continued, and it not.
+/// Returns, for each generation, whether it was repeated and abandoned: another one with the same prompt was
+/// continued, but this one was not.
 pub fn abandoned(trace: &Trace) -> Vec<bool> {
     let generations = &trace.generations;
-    let mut left = vec![false; generations.len()];
+    let mut is_abandoned = vec![false; generations.len()];
     if generations.len() < 2 {
-        return left;
+        return is_abandoned;
     }
-    // Room for all: a table that grows hashes whole prompts again.
-    let room = generations.len();
-    let mut alike: HashMap<(&[u32], &Prompt), Vec<usize>, RandomState> =
-        HashMap::with_capacity_and_hasher(room, RandomState::default());
+    // Reserve space for all entries: a growing table would hash complete prompts again.
+    let count = generations.len();
+    let mut same_prompt: HashMap<(&[u32], &Prompt), Vec<usize>, RandomState> =
+        HashMap::with_capacity_and_hasher(count, RandomState::default());
     for (turn, generation) in generations.iter().enumerate() {
         if !matches!(generation.prompt, Prompt::Unknown) {
-            alike.entry((generation.context.as_slice(), &generation.prompt)).or_default().push(turn);
+            same_prompt.entry((generation.context.as_slice(), &generation.prompt)).or_default().push(turn);
         }
     }
-    let seen: HashSet<u32> = generations.iter().flat_map(|later| &later.context).copied().collect();
-    for turns in alike.into_values().filter(|turns| turns.len() > 1) {
-        let continued: Vec<bool> = turns.iter().map(|&turn| is_continued(generations, turn, &seen)).collect();
+    let context_messages: HashSet<u32> = generations.iter().flat_map(|later| &later.context).copied().collect();
+    for turns in same_prompt.into_values().filter(|turns| turns.len() > 1) {
+        let continued: Vec<bool> =
+            turns.iter().map(|&turn| is_continued(generations, turn, &context_messages)).collect();
         if continued.contains(&true) {
             for (&turn, &continued) in turns.iter().zip(&continued) {
-                left[turn] = !continued;
+                is_abandoned[turn] = !continued;
             }
         }
     }
-    left
+    is_abandoned
 }
 
-/// Whether another call was made after what `turn` produced; `seen` are the messages of all contexts.
-fn is_continued(generations: &[Generation], turn: usize, seen: &HashSet<u32>) -> bool {
+/// Returns true if another call followed the output of `turn`. `context_messages` are the messages of all contexts.
+fn is_continued(generations: &[Generation], turn: usize, context_messages: &HashSet<u32>) -> bool {
     let generation = &generations[turn];
-    if seen.contains(&generation.message) {
+    if context_messages.contains(&generation.message) {
         return true;
     }
     let with_ids = generation.prompt.ids().zip(generation.tokens.ids.as_deref());
     generations[turn + 1..].iter().any(|later| match &later.prompt {
         Prompt::Follows { turn: earlier, .. } => *earlier as usize == turn,
         Prompt::Ids(ids) if later.context.is_empty() => with_ids.is_some_and(|(prompt, sampled)| {
-            ids.strip_prefix(prompt).is_some_and(|rest| !sampled.is_empty() && rest.starts_with(sampled))
+            ids.strip_prefix(prompt)
+                .is_some_and(|continuation| !sampled.is_empty() && continuation.starts_with(sampled))
         }),
         _ => false,
     })

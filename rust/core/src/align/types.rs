@@ -1,94 +1,96 @@
-//! Options of `align`, and what it says of a token: where it comes from and how exact it is.
+//! Options of `align`, and the codes that describe a token: its source and its alignment level.
 
 use crate::sampling::{Defaults, TOP_P, left_out};
 use crate::server::Server;
 use crate::trace::{Generation, LogprobKind};
 
-/// Which ids the sequences have.
+/// The ids that the sequences consist of.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Those that were sampled, between what the template supplies.
+    /// The sampled ids, and the template's ids between them.
     #[default]
     Splice,
-    /// Those of the rendered conversation, with the logprobs of the sampled tokens they are.
+    /// The ids of the rendered conversation, with the logprobs of the matching sampled tokens.
     Align,
 }
 
-/// What a rendered token gets that is several sampled ones.
+/// The logprob of a rendered token that covers several sampled ones.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Merge {
-    /// Nothing: its own probability is not known.
+    /// None: the token is masked, because its own probability is unknown.
     #[default]
     Mask,
-    /// The sum of their logprobs: the probability of one way to write it.
+    /// The sum of their logprobs, which is the probability of one way to write it.
     Sum,
 }
 
-/// What the caller decides.
+/// Options set by the caller.
 #[derive(Debug, Clone, Copy, Default)]
 #[allow(clippy::struct_excessive_bools, reason = "independent choices of the caller")]
 pub struct Options {
-    /// Go on after an id that cannot be known, with the canonical tokens of its text, untrained.
+    /// Continue after an unknown id with the canonical tokens of its text, untrained.
     pub lenient: bool,
-    /// Train on text without logprobs (T6): weighted fine-tuning.
+    /// Train on text without logprobs (T6), as in weighted fine-tuning.
     pub text_only: bool,
-    /// Which ids the sequences have.
+    /// The ids that the sequences consist of.
     pub mode: Mode,
-    /// In align mode: what a rendered token gets that is several sampled ones.
+    /// In align mode: the logprob of a rendered token that covers several sampled ones.
     pub merge: Merge,
-    /// In align mode: mask what follows the first token of a turn that is not the sampled one.
+    /// In align mode: mask all tokens of a turn after the first one that differs from the sampled one.
     pub strict: bool,
-    /// Train on canonical tokens where only their number is recorded, with their text or without, and it fits (T4, T5).
+    /// Train on canonical tokens if only the number of tokens is recorded, with or without their text, and it matches
+    /// (T4, T5).
     pub assume_canonical: bool,
-    /// What the logprobs are of, where the record does not say or says it wrongly.
+    /// The kind of the logprobs, if the record does not specify it or specifies it wrongly.
     pub logprob_kind: Option<LogprobKind>,
-    /// Who rendered the prompts, over what the records say; `None` for what they say, and vLLM where they say nothing.
+    /// The server that rendered the prompts; overrides the records. With `None` the records decide, and vLLM is
+    /// assumed if they do not specify it.
     pub server: Option<Server>,
-    /// A trace that cannot be aligned: leave it out, counted, instead of raising.
+    /// Leave out and count a trace that cannot be aligned, instead of returning an error.
     pub skip_errors: bool,
-    /// What a server took where a request leaves something out; `None` takes what does nothing.
+    /// The server's defaults for options that a request leaves out. `None` assumes neutral defaults.
     pub sampling_defaults: Option<Defaults>,
 }
 
 impl Options {
-    /// The temperature that a generation was sampled at, as far as it is known.
+    /// Returns the temperature at which a generation was sampled, if it is known.
     pub fn temperature(&self, generation: &Generation) -> Option<f32> {
         let left_out = generation.left_out & left_out::TEMPERATURE != 0;
         let default = self.sampling_defaults.and_then(|defaults| defaults.temperature).filter(|_| left_out);
         default.or(generation.temperature)
     }
 
-    /// Bits of the sampling options, in `sampling::OPTIONS`, under which it followed another distribution than that of its
+    /// Returns the bits (of `sampling::OPTIONS`) of the sampling options that changed the distribution beyond the
     /// temperature.
     pub fn reshaped(&self, generation: &Generation) -> u32 {
-        let says_top_p = generation.top_p.is_some() && generation.left_out & left_out::TOP_P == 0;
-        let cut = generation.top_p.is_some_and(|top_p| top_p < 1.0);
-        let own = generation.options.reshaped() | if cut { TOP_P } else { 0 };
-        let named = generation.options.named() | if says_top_p { TOP_P } else { 0 };
-        let asked = generation.left_out & left_out::REQUEST != 0;
-        let defaults = self.sampling_defaults.filter(|_| asked).map_or(0, |defaults| defaults.reshaped);
-        own | defaults & !named
+        let sets_top_p = generation.top_p.is_some() && generation.left_out & left_out::TOP_P == 0;
+        let truncates = generation.top_p.is_some_and(|top_p| top_p < 1.0);
+        let recorded = generation.options.reshaped() | if truncates { TOP_P } else { 0 };
+        let set_in_request = generation.options.named() | if sets_top_p { TOP_P } else { 0 };
+        let request_recorded = generation.left_out & left_out::REQUEST != 0;
+        let defaults = self.sampling_defaults.filter(|_| request_recorded).map_or(0, |defaults| defaults.reshaped);
+        recorded | defaults & !set_in_request
     }
 }
 
-/// User, tool, system text; text copied from elsewhere.
+/// User, tool and system text, and text copied from other sources.
 pub const GIVEN: u8 = 0;
-/// Role headers, separators, closers.
+/// Role headers, separators and closers.
 pub const TEMPLATE: u8 = 1;
-/// Drawn from the policy.
+/// Sampled from the policy.
 pub const SAMPLED: u8 = 2;
 
-/// Prompt ids and completion ids recorded.
+/// Prompt ids and completion ids are recorded.
 pub const IDS_AND_PROMPT: u8 = 0;
-/// Completion ids recorded.
+/// Completion ids are recorded.
 pub const IDS: u8 = 1;
-/// The token's own bytes recorded, one vocabulary entry has them.
+/// The token's own bytes are recorded, and one vocabulary entry has them.
 pub const BYTES: u8 = 2;
 /// Text, or bytes shared by a run of tokens, that only one segmentation fits.
 pub const TEXT: u8 = 3;
-/// Text without tokens, canonical ids because the count fits: assumed, not known.
+/// Text without tokens. The canonical ids are assumed because their count matches.
 pub const ASSUMED: u8 = 4;
-/// Logprobs without text: the count equals that of the canonical tokenization.
+/// Logprobs without text. Their count matches that of the canonical tokenization.
 pub const COUNT: u8 = 5;
 /// Text only.
 pub const TEXT_ONLY: u8 = 6;

@@ -1,7 +1,7 @@
-//! The file of a picture, found again in the bytes of the record that held it.
+//! Finds the file of an image again in the bytes of the record that contained it.
 //!
-//! Records are read by more than one parser, and some are not JSON to any but theirs; so what is looked through here are
-//! the strings of the bytes, whatever stands between them.
+//! Several parsers read records, and some records are JSON to their own parser only. Therefore this module scans the
+//! string literals in the bytes, regardless of what is between them.
 
 use super::parts::{Picture, data_url, decoded, digest};
 use crate::cancel;
@@ -13,20 +13,20 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Where in its record the string of a picture stands, by digest: the first byte and the length.
+/// Position of the string of an image in its record, by digest: the first byte and the length.
 type Places = HashMap<[u8; 32], (usize, usize)>;
 
-/// Places of pictures that were looked for lately, of any record: a place is a hint, and the digest tells whether it is
-/// right. So a record of many pictures is looked through once, not once for each.
+/// Positions of recently searched images, of any record. A position is only a hint, which the digest confirms. A
+/// record with many images is therefore scanned once, not once per image.
 static PLACES: Mutex<Option<Places>> = Mutex::new(None);
 
-/// Places that are kept, of 64 bytes each or a little more.
+/// Maximum number of cached positions, at slightly more than 64 bytes each.
 const MOST_PLACES: usize = 1 << 16;
 
-/// The file of a picture, wherever in a record its base64 stands; `None` where it is not there.
+/// Returns the file of an image whose base64 is in a record, or `None` if it is not there.
 ///
 /// # Errors
-/// `Kind::Io` where the record cannot be read again.
+/// `Kind::Io` if the record cannot be read again.
 pub fn find(record: &Raw, wanted: &Picture) -> Result<Option<Vec<u8>>> {
     let hint = {
         let places = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -37,66 +37,66 @@ pub fn find(record: &Raw, wanted: &Picture) -> Result<Option<Vec<u8>>> {
         return Ok(Some(file));
     }
     let bytes = record.bytes()?;
-    let (mut found, mut places) = (None, Places::new());
+    let (mut result, mut places) = (None, Places::new());
     for text in strings(&bytes) {
         cancel::check();
         let Some(file) = file_of(text) else { continue };
         let name = digest(&file);
         places.insert(name, (text.as_ptr().addr() - bytes.as_ptr().addr(), text.len()));
         if name == wanted.digest {
-            found = Some(file);
+            result = Some(file);
         }
     }
-    let mut kept = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
-    let kept = kept.get_or_insert_default();
-    if kept.len() + places.len() > MOST_PLACES {
-        kept.clear();
+    let mut cache = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cache = cache.get_or_insert_default();
+    if cache.len() + places.len() > MOST_PLACES {
+        cache.clear();
     }
-    kept.extend(places.into_iter().take(MOST_PLACES));
-    Ok(found)
+    cache.extend(places.into_iter().take(MOST_PLACES));
+    Ok(result)
 }
 
-/// The file that a string of a record holds in base64.
+/// Decodes the file that a string of a record contains in base64.
 fn file_of(text: &[u8]) -> Option<Vec<u8>> {
     decoded(data_of(&unescaped(text)?)?)
 }
 
-/// The digests of all files of pictures below a value.
+/// Returns the digests of all image files inside a value.
 pub fn digests(value: &Value) -> Vec<[u8; 32]> {
-    let mut found = Vec::new();
-    each(value, &mut |file| found.push(digest(&file)));
-    found
+    let mut digests = Vec::new();
+    each_file(value, &mut |file| digests.push(digest(&file)));
+    digests
 }
 
-/// Calls `found` with each file whose base64 stands below a value.
-fn each(value: &Value, found: &mut impl FnMut(Vec<u8>)) {
+/// Calls `visit` with each file whose base64 is inside a value.
+fn each_file(value: &Value, visit: &mut impl FnMut(Vec<u8>)) {
     match value {
-        Value::Array(items) => items.iter().for_each(|item| each(item, found)),
-        Value::Object(fields) => fields.values().for_each(|field| each(field, found)),
+        Value::Array(items) => items.iter().for_each(|item| each_file(item, visit)),
+        Value::Object(fields) => fields.values().for_each(|field| each_file(field, visit)),
         Value::String(text) => {
             if let Some(file) = data_of(text).and_then(decoded) {
-                found(file);
+                visit(file);
             }
         }
         _ => {}
     }
 }
 
-/// What stands between the quotes of each string.
+/// Returns the text between the quotes of each string.
 fn strings(record: &[u8]) -> impl Iterator<Item = &[u8]> {
-    let mut rest = record;
+    let mut remaining = record;
     std::iter::from_fn(move || {
-        let start = memchr(b'"', rest)? + 1;
+        let start = memchr(b'"', remaining)? + 1;
         let mut end = start;
         loop {
-            end += memchr2(b'"', b'\\', rest.get(end..)?)?;
-            if rest[end] == b'"' {
+            end += memchr2(b'"', b'\\', remaining.get(end..)?)?;
+            if remaining[end] == b'"' {
                 break;
             }
             end += 2;
         }
-        let text = &rest[start..end];
-        rest = &rest[end + 1..];
+        let text = &remaining[start..end];
+        remaining = &remaining[end + 1..];
         Some(text)
     })
 }
@@ -109,7 +109,7 @@ fn unescaped(text: &[u8]) -> Option<Cow<'_, str>> {
     serde_json::from_slice::<String>(&quoted).ok().map(Cow::Owned)
 }
 
-/// The base64 of a string that is a data URL, or begins as the base64 of a PNG, JPEG, WebP or GIF does.
+/// Returns the base64 of a string that is a data URL, or that begins like the base64 of a PNG, JPEG, WebP or GIF.
 fn data_of(text: &str) -> Option<&str> {
     const STARTS: [&str; 5] = ["iVBOR", "/9j/", "_9j_", "UklGR", "R0lGOD"];
     if text.get(..5).is_some_and(|scheme| scheme.eq_ignore_ascii_case("data:")) {
@@ -131,19 +131,20 @@ mod tests {
 
     #[test]
     fn a_file_is_found_by_its_digest_alone_whatever_the_record_is() {
-        let (one, two) = (b"GIF89a\x05\0\x07\0\xff\xfe\xfb", b"GIF89a\x06\0\x07\0\xff\xfe\xfb");
+        let (first, second) = (b"GIF89a\x05\0\x07\0\xff\xfe\xfb", b"GIF89a\x06\0\x07\0\xff\xfe\xfb");
         let data = |file: &[u8]| STANDARD.encode(file);
-        let record = json!({"q\"": [{"url": format!("data:image/gif;base64,{}", data(one))}, {"data": data(two)}]});
+        let record =
+            json!({"q\"": [{"url": format!("data:image/gif;base64,{}", data(first))}, {"data": data(second)}]});
         let text = serde_json::to_string(&record).unwrap();
         // Numbers that JSON does not have, and strings with escapes.
         let loose = format!("{{\"reward\": NaN, \"x\": \"\\\\\", \"rest\": {text}}}");
         for text in [text.clone(), loose, text.replace('/', "\\/")] {
-            for file in [&one[..], two] {
+            for file in [&first[..], second] {
                 let wanted = Picture { digest: digest(file), length: file.len(), ..Picture::default() };
                 assert_eq!(find_in(text.as_bytes(), &wanted).as_deref(), Some(file), "{text}");
             }
         }
-        let other = Picture { digest: digest(b"three"), length: one.len(), ..Picture::default() };
+        let other = Picture { digest: digest(b"three"), length: first.len(), ..Picture::default() };
         assert_eq!(find_in(text.as_bytes(), &other), None);
         for broken in [&b"\""[..], b"\"\\", b"no JSON"] {
             assert_eq!(find_in(broken, &other), None);

@@ -1,32 +1,31 @@
-//! What the first bytes of a picture's file say: its kind and its size. Nothing is decoded.
+//! Reads kind and size of an image from the first bytes of its file. Nothing is decoded.
 //!
-//! Files come from strangers: every byte is asked for, none is assumed, and a size that no decoder should be given is an
-//! error.
+//! Files are untrusted. Every byte is bounds-checked, and a size that no decoder should receive is an error.
 
-/// Kinds of files that are read, by their media types.
+/// The supported kinds of files, by media type.
 pub const MEDIA_TYPES: [&str; 4] = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
-/// Pixels of the largest picture: what Pillow refuses to decode.
+/// Maximum number of pixels. Pillow refuses to decode more.
 const MOST_PIXELS: u64 = 178_956_970;
 
-/// Pixels of the longest side: what JPEG, GIF and WebP can say.
+/// Maximum pixels of a side: the limit of JPEG and GIF.
 const LONGEST: u32 = 65_535;
 
-/// What a header says.
+/// The contents of a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// Index into [`MEDIA_TYPES`].
     pub kind: u8,
-    /// Pixels from left to right.
+    /// Width in pixels.
     pub width: u32,
-    /// Pixels from top to bottom.
+    /// Height in pixels.
     pub height: u32,
 }
 
 /// Reads the header of a file.
 ///
 /// # Errors
-/// Why it is not a picture that can be used, in words that go on after "a picture".
+/// Returns the reason why the file is not a usable image, worded to follow "a picture".
 pub fn read(file: &[u8]) -> Result<Header, String> {
     let (kind, size) = match file {
         [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n', ..] => (0, png(file)),
@@ -35,27 +34,28 @@ pub fn read(file: &[u8]) -> Result<Header, String> {
         [b'G', b'I', b'F', b'8', b'7' | b'9', b'a', ..] => (3, gif(file)),
         _ => return Err(format!("whose file is {}, and PNG, JPEG, WebP and GIF are read", other(file))),
     };
-    let cut = || format!("whose file is cut before its size is said ({} bytes)", file.len());
-    let (width, height) = size.ok_or_else(cut)?;
+    let truncated = || format!("whose file is cut before its size is said ({} bytes)", file.len());
+    let (width, height) = size.ok_or_else(truncated)?;
     if width == 0 || height == 0 {
         return Err(format!("of {width} x {height} pixels"));
     }
     if width > LONGEST || height > LONGEST || u64::from(width) * u64::from(height) > MOST_PIXELS {
         return Err(format!("of {width} x {height} pixels, which is more than any decoder takes"));
     }
-    let (width, height) = if lies_down(file) { (height, width) } else { (width, height) };
+    let (width, height) = if is_rotated(file) { (height, width) } else { (width, height) };
     Ok(Header { kind, width, height })
 }
 
-/// Whether EXIF says that the picture is turned by a quarter: whoever decodes it turns it before it is shown.
-fn lies_down(file: &[u8]) -> bool {
+/// Returns true if EXIF says that the image is rotated by a quarter turn. Decoders rotate such an image before showing
+/// it.
+fn is_rotated(file: &[u8]) -> bool {
     exif(file).and_then(orientation).is_some_and(|turn| (5..=8).contains(&turn))
 }
 
-/// The EXIF data of a file: a segment of JPEG, a chunk of PNG or WebP.
+/// Returns the EXIF data of a file: a segment of JPEG, or a chunk of PNG or WebP.
 fn exif(file: &[u8]) -> Option<&[u8]> {
     let strip = |data: &'_ [u8]| data.strip_prefix(b"Exif\0\0").unwrap_or(data).len();
-    let found = match file {
+    let data = match file {
         [0xff, ..] => {
             segments(file).find_map(|(marker, data)| (marker == 0xe1).then_some(data)?.strip_prefix(b"Exif\0\0"))?
         }
@@ -63,42 +63,43 @@ fn exif(file: &[u8]) -> Option<&[u8]> {
         [b'R', ..] => chunks(file, 12, 0, |at| Some((little(file, at + 4)? as usize, at, at + 8)), *b"EXIF")?,
         _ => return None,
     };
-    Some(&found[found.len() - strip(found)..])
+    Some(&data[data.len() - strip(data)..])
 }
 
-/// The data of the first chunk with a name; `read` gives length, place of the name and place of the data, and each chunk
-/// has `behind` bytes behind its data, or one to make its length even where there are none.
+/// Returns the data of the first chunk with a given name. `read` returns the length of a chunk and the offsets of its
+/// name and data. Each chunk has `trailer` bytes after its data; if `trailer` is 0, chunks are padded to an even
+/// length.
 fn chunks(
     file: &[u8],
     first: usize,
-    behind: usize,
+    trailer: usize,
     read: impl Fn(usize) -> Option<(usize, usize, usize)>,
     name: [u8; 4],
 ) -> Option<&[u8]> {
     let mut at = first;
     loop {
-        let (length, named, data) = read(at)?;
+        let (length, name_at, data) = read(at)?;
         let end = data.checked_add(length)?;
-        if file.get(named..named + 4)? == name {
+        if file.get(name_at..name_at + 4)? == name {
             return file.get(data..end);
         }
-        at = end.checked_add(if behind == 0 { length % 2 } else { behind })?;
+        at = end.checked_add(if trailer == 0 { length % 2 } else { trailer })?;
     }
 }
 
-/// The tag of orientation in the first directory of EXIF data.
+/// Returns the orientation tag in the first directory of EXIF data.
 fn orientation(data: &[u8]) -> Option<u32> {
-    let large = match data.get(..4)? {
+    let big_endian = match data.get(..4)? {
         [b'M', b'M', 0, 42] => true,
         [b'I', b'I', 42, 0] => false,
         _ => return None,
     };
-    let short = |at: usize| if large { big16(data, at) } else { little16(data, at) };
-    let directory = (if large { big(data, 4) } else { little(data, 4) })? as usize;
+    let short = |at: usize| if big_endian { big16(data, at) } else { little16(data, at) };
+    let directory = (if big_endian { big(data, 4) } else { little(data, 4) })? as usize;
     let entries = short(directory)? as usize;
     let at = (0..entries).map(|entry| directory + 2 + 12 * entry).find(|&at| short(at) == Some(0x0112))?;
-    // A short number, or a long one of which its low half counts.
-    if large && short(at + 2) == Some(4) { short(at + 10) } else { short(at + 8) }
+    // The value is a short, or a long whose lower half counts.
+    if big_endian && short(at + 2) == Some(4) { short(at + 10) } else { short(at + 8) }
 }
 
 fn png(file: &[u8]) -> Option<(u32, u32)> {
@@ -110,14 +111,14 @@ fn gif(file: &[u8]) -> Option<(u32, u32)> {
     Some((little16(file, 6)?, little16(file, 8)?))
 }
 
-/// The size in the frame header.
+/// Returns the size in the frame header.
 fn jpeg(file: &[u8]) -> Option<(u32, u32)> {
-    let frame = |marker: u8| matches!(marker, 0xc0..=0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf);
-    let (_, data) = segments(file).find(|(marker, _)| frame(*marker))?;
+    let is_frame = |marker: u8| matches!(marker, 0xc0..=0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf);
+    let (_, data) = segments(file).find(|(marker, _)| is_frame(*marker))?;
     Some((big16(data, 3)?, big16(data, 1)?))
 }
 
-/// The segments of a JPEG before its data begins: their markers, and what is in them as far as the file goes.
+/// Returns the segments of a JPEG before its image data: their markers and their contents, as far as the file goes.
 fn segments(file: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
     let mut at = 2;
     std::iter::from_fn(move || {
@@ -127,7 +128,7 @@ fn segments(file: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
                 // Fill bytes before a marker, and markers without a length.
                 0xff => at += 1,
                 0x01 | 0xd0..=0xd7 => at += 2,
-                // The data begins, or the file ends.
+                // The image data begins, or the file ends.
                 0xd8..=0xda => return None,
                 marker => {
                     let length = big16(file, at + 2).filter(|&length| length >= 2)? as usize;
@@ -156,7 +157,7 @@ fn webp(file: &[u8]) -> Option<(u32, u32)> {
     }
 }
 
-/// What another file seems to be.
+/// Guesses the kind of an unsupported file.
 fn other(file: &[u8]) -> &'static str {
     let text = String::from_utf8_lossy(&file[..file.len().min(512)]).to_ascii_lowercase();
     match file {
@@ -205,7 +206,7 @@ mod tests {
     const EXTENDED: &[u8] = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\x04\0\0\x06\0\0";
 
     #[test]
-    fn each_kind_says_its_size() {
+    fn the_size_of_each_kind_is_read() {
         let files = [(0, PNG), (1, JPEG), (2, LOSSY), (2, LOSSLESS), (2, EXTENDED), (3, GIF)];
         for (kind, file) in files {
             assert_eq!(read(file), Ok(Header { kind, width: 5, height: 7 }), "{file:?}");
@@ -215,14 +216,14 @@ mod tests {
         }
     }
 
-    /// Data that says that a picture is turned by a quarter, in either order of bytes.
+    /// EXIF data of an image rotated by a quarter turn, in both byte orders.
     const TURNED: [&[u8]; 2] = [
         b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0",
         b"II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0",
     ];
 
     #[test]
-    fn a_picture_that_lies_on_its_side_is_as_wide_as_it_is_shown() {
+    fn a_rotated_image_has_its_displayed_size() {
         for data in TURNED {
             let length = |extra: usize| (data.len() + extra) as u16;
             let jpeg = [&JPEG[..2], b"\xff\xe1", &length(8).to_be_bytes(), b"Exif\0\0", data, &JPEG[2..]].concat();
@@ -230,8 +231,8 @@ mod tests {
             let png = [PNG, b"\x08\x02\0\0\0crc.", &size, b"eXIf", data, b"crc."].concat();
             let webp = [EXTENDED, b"EXIF", &(length(0) as u32).to_le_bytes(), data].concat();
             for file in [&jpeg, &png, &webp] {
-                let found = read(file).unwrap();
-                assert_eq!((found.width, found.height), (7, 5), "{file:?}");
+                let header = read(file).unwrap();
+                assert_eq!((header.width, header.height), (7, 5), "{file:?}");
             }
             for end in 0..data.len() {
                 assert!(orientation(&data[..end]).is_none_or(|turn| turn == 6), "cut at {end}");
@@ -240,13 +241,13 @@ mod tests {
     }
 
     #[test]
-    fn what_no_decoder_takes_is_refused_by_its_header() {
+    fn sizes_and_kinds_that_no_decoder_supports_are_rejected() {
         let sized = |width: u32, height: u32| [&PNG[..16], &width.to_be_bytes(), &height.to_be_bytes()].concat();
         assert!(read(&sized(13_377, 13_377)).is_ok());
         for (width, height) in [(0, 5), (5, 0), (20_000, 20_000), (65_536, 1), (u32::MAX, u32::MAX)] {
             assert!(read(&sized(width, height)).unwrap_err().contains("pixels"), "{width} x {height}");
         }
-        let named = [
+        let cases = [
             (&b"%PDF-1.7"[..], "PDF"),
             (b"<?xml version='1.0'?><SVG xmlns=", "SVG"),
             (b"\0\0\0\x18ftypheic", "HEIC"),
@@ -255,7 +256,7 @@ mod tests {
             (b"", "empty"),
             (b"hello", "no kind"),
         ];
-        for (file, name) in named {
+        for (file, name) in cases {
             assert!(read(file).unwrap_err().contains(name), "{name}");
         }
     }

@@ -1,7 +1,8 @@
-//! Images in messages: the bytes of each become its digest, and are found again in the bytes of the record.
+//! Images in messages: the bytes of an image are replaced by its digest, and are found again in the bytes of the
+//! record.
 //!
-//! A part of a message with an image's bytes in it, in whichever API's words, becomes `{"type": "image", "image":
-//! "blake3:<digest>"}`: what compares messages or renders them sees the image and carries none of its bytes.
+//! A part of a message that contains an image's bytes, in the format of any API, becomes `{"type": "image", "image":
+//! "blake3:<digest>"}`. Code that compares or renders messages then identifies the image without carrying its bytes.
 
 mod bytes;
 mod header;

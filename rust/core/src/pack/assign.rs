@@ -1,4 +1,4 @@
-//! Assigns branches to ranks, balanced by cost, and to rows, and decides whether the rows share prefixes.
+//! Assigns branches to ranks, balanced by cost, and to rows. Decides whether the rows share prefixes.
 
 #[cfg(test)]
 mod tests;
@@ -12,74 +12,74 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-/// Branches to place, and into what.
+/// The branches to place, and the limits of ranks and rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Demand<'a> {
     /// [T] token ids.
     pub ids: &'a [i32],
     /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
     pub cu_seqlens: &'a [i64],
-    /// [N] tokens laid out, 0 where nothing is.
+    /// [N] tokens to lay out; 0 for a branch that is not laid out.
     pub length: &'a [i32],
-    /// [N] terms among them.
+    /// [N] trained tokens (terms) among them.
     pub terms: &'a [i32],
-    /// [N] the trace of each branch, from 0 without gaps.
+    /// [N] the trace of each branch, numbered from 0 without gaps.
     pub trace: &'a [i32],
-    /// [R] the optimizer step of each trace, -1 for traces of none.
+    /// [R] the optimizer step of each trace; -1 for traces without a step.
     pub step: &'a [i32],
-    /// Processes that train.
+    /// Number of training processes.
     pub ranks: usize,
-    /// The most tokens a row holds.
+    /// Maximum number of tokens in a row.
     pub token_budget: usize,
-    /// Whether all branches of a trace must lie in one row.
+    /// True if all branches of a trace must be in one row.
     pub whole_traces: bool,
-    /// What a rank's work is measured in.
+    /// The cost model for a rank's work.
     pub cost: Cost,
-    /// Share prefixes in a step where that divides its cost by more than this; None never does.
+    /// Share prefixes in a step if that divides its cost by more than this. `None` never shares.
     pub least_gain: Option<f64>,
 }
 
-/// What sharing prefixes does to a step, over all ranks.
+/// The effect of sharing prefixes on a step, over all ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Gain {
-    /// Whether the step's rows share prefixes.
+    /// True if the step's rows share prefixes.
     pub shared: bool,
-    /// Whether a trace fits a row only so.
+    /// True if some trace fits a row only with shared prefixes.
     pub needed: bool,
-    /// Tokens of all its branches.
+    /// Number of tokens of all its branches.
     pub tokens: u64,
-    /// Tokens of its rows if prefixes are shared.
+    /// Number of tokens of its rows if prefixes are shared.
     pub tree_tokens: u64,
-    /// Cost without over cost with shared prefixes.
+    /// Cost without shared prefixes divided by the cost with them.
     pub ratio: f64,
 }
 
-/// Where each branch lies.
+/// The placement of each branch.
 #[derive(Debug, Default)]
 pub struct Placed {
-    /// [N] rank, -1 where the branch is not laid out.
+    /// [N] rank; -1 if the branch is not laid out.
     pub rank: Vec<i32>,
-    /// [N] row among those of its step and rank, -1 where the branch is not laid out.
+    /// [N] row among those of its step and rank; -1 if the branch is not laid out.
     pub row: Vec<i32>,
-    /// [N] place of the branch in the order of its row: rows list their branches by it.
+    /// [N] position of the branch in the order of its row. Rows list their branches in this order.
     pub order: Vec<i32>,
-    /// [steps, ranks] rows of each rank, step by step.
+    /// [steps, ranks] number of rows of each rank, step by step.
     pub rows: Vec<i32>,
-    /// [steps, ranks] what each rank has to do.
+    /// [steps, ranks] total cost of each rank.
     pub load: Vec<f64>,
-    /// [steps] what sharing does.
+    /// [steps] effect of sharing.
     pub gain: Vec<Gain>,
 }
 
 /// Places every branch that has a length and whose trace has a step.
 ///
-/// Traces go to ranks by [`Cost`], all branches of a trace to one rank. Within a rank, branches (with `whole_traces`:
-/// traces) go to rows by best fit, longest first; where prefixes are shared, those with the longest common prefix are
-/// put together first and a row's budget counts a shared token once. Ties go to the lower rank and the earlier branch,
-/// so the result depends on nothing but the arguments. O(tokens + n log n).
+/// Traces are assigned to ranks by [`Cost`], with all branches of a trace on one rank. Within a rank, branches (with
+/// `whole_traces`: traces) are assigned to rows by best fit, longest first. If prefixes are shared, branches with the
+/// longest common prefix are combined first, and a row's budget counts a shared token once. Ties go to the lower rank
+/// and the earlier branch, so the result depends on the arguments only. Takes O(tokens + n log n) time.
 ///
 /// # Errors
-/// A length above the budget, or slices that contradict one another.
+/// Fails if a length exceeds the budget, or if slices are inconsistent.
 pub fn place(demand: Demand<'_>) -> Result<Placed> {
     check(demand)?;
     let (count, steps) = (demand.length.len(), demand.step.iter().copied().max().map_or(0, |last| (last + 1).max(0)));
@@ -124,7 +124,7 @@ fn check(demand: Demand<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Per step, its traces with something to lay out, as ranges of branches, in order.
+/// Returns, for each step, its traces with something to lay out, as ranges of branches, in order.
 fn traces_by_step(demand: Demand<'_>, steps: usize) -> Vec<Vec<Range<usize>>> {
     let mut by_step = vec![Vec::new(); steps];
     let mut first = 0;
@@ -140,17 +140,17 @@ fn traces_by_step(demand: Demand<'_>, steps: usize) -> Vec<Vec<Range<usize>>> {
     by_step
 }
 
-/// Where one branch lies.
+/// The placement of one branch.
 #[derive(Debug, Clone, Copy)]
 struct Spot {
-    /// In the step's order.
+    /// Position in the step's order.
     place: u32,
     branch: u32,
     rank: u32,
     row: u32,
 }
 
-/// One step: its branches in order, and what is known of it.
+/// The plan of one step: its branches in order, rows, loads and gain.
 #[derive(Debug, Default)]
 struct Plan {
     spots: Vec<Spot>,
@@ -159,7 +159,8 @@ struct Plan {
     gain: Gain,
 }
 
-/// Branches that are moved as one, by their places in the step's order, ascending, and what they take together.
+/// Branches that are moved together, with their positions in the step's order (ascending), and their total tokens and
+/// cost.
 #[derive(Debug, Clone)]
 struct Together {
     places: Vec<u32>,
@@ -168,23 +169,23 @@ struct Together {
 }
 
 fn plan(demand: Demand<'_>, traces: &[Range<usize>]) -> Result<Plan> {
-    let laid = |branch: &u32| demand.length[*branch as usize] > 0;
-    let branches: Vec<u32> = traces.iter().cloned().flatten().map(|branch| branch as u32).filter(laid).collect();
-    let alone: Vec<Entry> = branches.iter().map(|&branch| Entry { branch, shared: 0 }).collect();
-    let Some(least) = demand.least_gain else { return place_step(Order { demand, entries: &alone, shares: false }) };
+    let has_tokens = |branch: &u32| demand.length[*branch as usize] > 0;
+    let branches: Vec<u32> = traces.iter().cloned().flatten().map(|branch| branch as u32).filter(has_tokens).collect();
+    let plain: Vec<Entry> = branches.iter().map(|&branch| Entry { branch, shared: 0 }).collect();
+    let Some(floor) = demand.least_gain else { return place_step(Order { demand, entries: &plain, shares: false }) };
     let entries = sorted(&branches, |branch| demand.text(branch));
     let mut shared = place_step(Order { demand, entries: &entries, shares: true })?;
-    let fits = |trace: &Range<usize>| {
+    let fits_row = |trace: &Range<usize>| {
         let tokens: usize = demand.length[trace.clone()].iter().map(|&tokens| tokens.max(0) as usize).sum();
         tokens <= demand.token_budget
     };
-    let needed = demand.whole_traces && !traces.iter().all(fits);
-    let found = gain(demand, &shared.spots);
-    shared.gain = Gain { needed, shared: needed || found.ratio > least, ..found };
+    let needed = demand.whole_traces && !traces.iter().all(fits_row);
+    let gain_of_sharing = gain(demand, &shared.spots);
+    shared.gain = Gain { needed, shared: needed || gain_of_sharing.ratio > floor, ..gain_of_sharing };
     if shared.gain.shared {
         return Ok(shared);
     }
-    Ok(Plan { gain: shared.gain, ..place_step(Order { demand, entries: &alone, shares: false })? })
+    Ok(Plan { gain: shared.gain, ..place_step(Order { demand, entries: &plain, shares: false })? })
 }
 
 /// Places the branches of a step.
@@ -194,8 +195,8 @@ fn place_step(order: Order<'_>) -> Result<Plan> {
     let shared = order.shared(traces.iter().map(|trace| trace.places[0]));
     let works: Vec<Work> = traces.iter().zip(shared).map(|(trace, shared)| order.work(trace, shared)).collect();
     let (rank_of, load) = balance(&works, demand.ranks, demand.cost);
-    let laid: usize = order.entries.iter().map(|entry| demand.text(entry.branch).len()).sum();
-    let mut fit = BestFit::new(demand.token_budget.min(laid.max(1)));
+    let total_tokens: usize = order.entries.iter().map(|entry| demand.text(entry.branch).len()).sum();
+    let mut fit = BestFit::new(demand.token_budget.min(total_tokens.max(1)));
     let mut shares: Vec<Vec<Together>> = vec![Vec::new(); demand.ranks];
     for (trace, rank) in traces.into_iter().zip(rank_of) {
         shares[rank as usize].push(trace);
@@ -213,7 +214,7 @@ fn place_step(order: Order<'_>) -> Result<Plan> {
     Ok(out)
 }
 
-/// Gives the units of a rank their rows; returns how many.
+/// Assigns the units of a rank to rows. Returns the number of rows.
 fn place_rank(
     order: Order<'_>,
     units: &[Together],
@@ -222,11 +223,11 @@ fn place_rank(
     spots: &mut Vec<Spot>,
 ) -> Result<usize> {
     let budget = order.demand.token_budget;
-    if let Some(long) = units.iter().find(|unit| unit.tokens > budget) {
-        let branch = order.entries[long.places[0] as usize].branch;
+    if let Some(too_long) = units.iter().find(|unit| unit.tokens > budget) {
+        let branch = order.entries[too_long.places[0] as usize].branch;
         return Err(Error::new(
             Kind::Argument,
-            format!("branch {branch} has {} tokens to lay out, but token_budget is {budget}", long.tokens),
+            format!("branch {branch} has {} tokens to lay out, but token_budget is {budget}", too_long.tokens),
         ));
     }
     let shared = order.shared(units.iter().map(|unit| unit.places[0]));
@@ -240,36 +241,36 @@ fn place_rank(
     Ok(count)
 }
 
-/// Cost and tokens of the rows as they are, if each lays out a common prefix once.
+/// Computes cost and tokens of the existing rows if each lays out a common prefix once.
 fn gain(demand: Demand<'_>, spots: &[Spot]) -> Gain {
     let mut by_row: Vec<&Spot> = spots.iter().collect();
     sort_by_key(&mut by_row, |spot| (spot.rank, spot.row, spot.place));
     let (mut out, mut plain, mut tree) = (Gain::default(), 0.0, 0.0);
-    let mut before: Option<&Spot> = None;
+    let mut previous: Option<&Spot> = None;
     for (round, spot) in by_row.into_iter().enumerate() {
         now_and_then(round);
         let text = demand.text(spot.branch);
-        let above = before.filter(|before| (before.rank, before.row) == (spot.rank, spot.row));
+        let above = previous.filter(|previous| (previous.rank, previous.row) == (spot.rank, spot.row));
         let shared = above.map_or(0, |above| common(demand.text(above.branch), text));
         let head = demand.cost.term * f64::from(demand.terms[spot.branch as usize]);
         out.tokens += text.len() as u64;
         out.tree_tokens += (text.len() - shared) as u64;
         plain += demand.cost.of(text.len()) + head;
         tree += demand.cost.of(text.len()) - demand.cost.of(shared) + head;
-        before = Some(spot);
+        previous = Some(spot);
     }
     Gain { ratio: if tree > 0.0 { plain / tree } else { 1.0 }, ..out }
 }
 
 impl<'a> Demand<'a> {
-    /// What is laid out of a branch.
+    /// Returns the tokens of a branch that are laid out.
     fn text(&self, branch: u32) -> &'a [i32] {
         let start = self.cu_seqlens[branch as usize] as usize;
         &self.ids[start..start + self.length[branch as usize].max(0) as usize]
     }
 }
 
-/// The branches of a step in an order, which is lexicographic where prefixes are shared.
+/// The branches of a step in an order, which is lexicographic if prefixes are shared.
 #[derive(Debug, Clone, Copy)]
 struct Order<'a> {
     demand: Demand<'a>,
@@ -282,7 +283,7 @@ impl Order<'_> {
         self.demand.text(self.entries[place as usize].branch)
     }
 
-    /// The traces, ordered by their first places.
+    /// Returns the traces, ordered by their first positions.
     fn traces(&self) -> Vec<Together> {
         let trace = |place: u32| self.demand.trace[self.entries[place as usize].branch as usize];
         let mut places: Vec<u32> = (0..self.entries.len() as u32).collect();
@@ -293,7 +294,7 @@ impl Order<'_> {
         out
     }
 
-    /// Branches as one, with what they take: common prefixes once where they are shared.
+    /// Combines branches and computes their total tokens and cost. Common prefixes count once if they are shared.
     fn together(&self, places: Vec<u32>) -> Together {
         let (cost, mut tokens, mut total) = (self.demand.cost, 0, 0.0);
         for (n, &place) in places.iter().enumerate() {
@@ -311,10 +312,10 @@ impl Order<'_> {
         Work { cost: trace.cost, prefix: self.demand.cost.of(shared as usize), shared }
     }
 
-    /// What each of ascending places begins with like the one before it.
+    /// For each of the ascending positions, returns the length of its common prefix with the previous one.
     fn shared(&self, places: impl Iterator<Item = u32>) -> Vec<u32> {
         let mut running = RunningMin::default();
-        let (mut before, mut pushed) = (None, 0);
+        let (mut previous, mut pushed) = (None, 0);
         let mut out = Vec::new();
         for place in places.map(|place| place as usize) {
             now_and_then(out.len());
@@ -322,84 +323,85 @@ impl Order<'_> {
                 running.push(at, entry.shared);
             }
             pushed = place + 1;
-            out.push(before.map_or(0, |before| running.after(before)));
-            before = Some(place);
+            out.push(previous.map_or(0, |previous| running.after(previous)));
+            previous = Some(place);
         }
         out
     }
 }
 
-/// What a pass forward and backward costs, in any unit.
+/// The cost model of a forward and a backward pass, in any unit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cost {
-    /// Of one token in the linear layers.
+    /// Cost of one token in the linear layers.
     pub token: f64,
-    /// Of one key that one query sees. A branch of n tokens has n (n + 1) / 2 of them.
+    /// Cost of one (query, key) pair. A branch of n tokens has n (n + 1) / 2 of them.
     pub pair: f64,
-    /// Of one term in the head.
+    /// Cost of one trained token (term) in the head.
     pub term: f64,
 }
 
 impl Cost {
-    /// Of a branch's first `tokens` tokens, without the head.
+    /// Returns the cost of a branch's first `tokens` tokens, without the head.
     pub fn of(&self, tokens: usize) -> f64 {
         let tokens = tokens as f64;
         self.token * tokens + self.pair * tokens * (tokens + 1.0) / 2.0
     }
 }
 
-/// One trace as ranks see it.
+/// One trace as a unit of work for a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
-    /// What it costs alone.
+    /// Its cost by itself.
     pub cost: f64,
-    /// What of that the trace before it has paid already where both lie in one row: their common prefix.
+    /// The part of the cost that the previous trace has already paid if both are in one row: their common prefix.
     pub prefix: f64,
     /// Tokens of that prefix.
     pub shared: u32,
 }
 
-/// How often parts are cut finer than a rank's fair share: into halves, quarters and so on.
+/// Number of times that parts are split finer than a rank's fair share: into halves, quarters and so on.
 const ROUNDS: i32 = 5;
 
-/// A prefix worth less than this share of a trace does not hold it to the one before.
+/// A prefix worth less than this share of a trace's cost does not tie it to the previous trace.
 const LOOSE: f64 = 0.05;
 
-/// The rank of each trace, and what each rank has to do.
+/// Returns the rank of each trace, and the total cost of each rank.
 ///
-/// Traces come in lexicographic order where prefixes are shared, and neighbours that share much are moved as one: first
-/// uncut, then cut ever finer, and the cut whose busiest rank has least to do is taken. Parts go to ranks by their cost,
-/// largest first, each to the rank with least so far (LPT: at most 4/3 of the optimum). Ties go to the part and the
-/// rank that come first, so that every rank finds the same.
+/// Traces come in lexicographic order if prefixes are shared, and neighbors with a long common prefix are moved
+/// together. First the parts are not split, then they are split ever finer. The split with the lowest load of the
+/// busiest rank is used. Parts go to ranks by cost, largest first, each to the rank with the lowest load so far (LPT:
+/// at most 4/3 of the optimum). Ties go to the first part and the first rank, so that every rank computes the same
+/// result.
 pub fn balance(works: &[Work], ranks: usize, cost: Cost) -> (Vec<u32>, Vec<f64>) {
     let total: f64 = works.iter().map(|work| work.cost - work.prefix).sum();
     if ranks == 1 {
         return (vec![0; works.len()], vec![total]);
     }
     let fair = total / ranks as f64;
-    let tied = works.iter().any(|work| work.prefix > 0.0);
+    let shares_prefixes = works.iter().any(|work| work.prefix > 0.0);
     let limits = (0..=ROUNDS).map(|round| if round == 0 { f64::INFINITY } else { fair / 2f64.powi(round - 1) });
     let mut best: Option<(f64, Vec<u32>, Vec<f64>)> = None;
-    for limit in limits.take(if tied { usize::MAX } else { 1 }) {
+    for limit in limits.take(if shares_prefixes { usize::MAX } else { 1 }) {
         let rank = longest_first(&parts(works, limit), works.len(), ranks);
         let load = loads(works, &rank, ranks, cost);
-        let most = load.iter().copied().fold(0.0, f64::max);
-        if best.as_ref().is_none_or(|(least, ..)| most < 0.999 * least) {
-            best = Some((most, rank, load));
+        let max_load = load.iter().copied().fold(0.0, f64::max);
+        if best.as_ref().is_none_or(|(best_load, ..)| max_load < 0.999 * best_load) {
+            best = Some((max_load, rank, load));
         }
     }
     best.map_or_else(Default::default, |(_, rank, load)| (rank, load))
 }
 
-/// Runs of traces with their cost: cut where the prefix is loose, and where a run would pass `limit`.
+/// Returns runs of traces with their cost. Runs are split if the prefix is loose, and if a run would exceed `limit`.
 fn parts(works: &[Work], limit: f64) -> Vec<(f64, Range<usize>)> {
     let mut out: Vec<(f64, Range<usize>)> = Vec::new();
     for (place, work) in works.iter().enumerate() {
         now_and_then(place);
-        let more = work.cost - work.prefix;
+        let added_cost = work.cost - work.prefix;
         match out.last_mut() {
-            Some((cost, run)) if work.prefix > LOOSE * work.cost && *cost + more <= limit => {
-                *cost += more;
+            Some((cost, run)) if work.prefix > LOOSE * work.cost && *cost + added_cost <= limit => {
+                *cost += added_cost;
                 run.end = place + 1;
             }
             _ => out.push((work.cost, place..place + 1)),
@@ -410,21 +412,21 @@ fn parts(works: &[Work], limit: f64) -> Vec<(f64, Range<usize>)> {
 
 fn longest_first(parts: &[(f64, Range<usize>)], works: usize, ranks: usize) -> Vec<u32> {
     let mut order: Vec<usize> = (0..parts.len()).collect();
-    // The bits of floats that are not negative are in the order of the floats.
+    // The bits of non-negative floats are in the order of the floats.
     sort_by_key(&mut order, |&part| (Reverse(parts[part].0.to_bits()), part));
     let mut load: BinaryHeap<Reverse<(u64, usize)>> = (0..ranks).map(|rank| Reverse((0, rank))).collect();
     let mut out = vec![0; works];
     for (round, part) in order.into_iter().enumerate() {
         now_and_then(round);
         let (cost, run) = &parts[part];
-        let Some(Reverse((before, rank))) = load.pop() else { continue };
-        load.push(Reverse(((f64::from_bits(before) + cost).to_bits(), rank)));
+        let Some(Reverse((load_before, rank))) = load.pop() else { continue };
+        load.push(Reverse(((f64::from_bits(load_before) + cost).to_bits(), rank)));
         out[run.clone()].fill(rank as u32);
     }
     out
 }
 
-/// What each rank has to do, common prefixes of its traces counted once.
+/// Returns the total cost of each rank. Common prefixes of its traces count once.
 fn loads(works: &[Work], rank: &[u32], ranks: usize, cost: Cost) -> Vec<f64> {
     let mut load = vec![0.0; ranks];
     let mut last: Vec<Option<usize>> = vec![None; ranks];
@@ -458,17 +460,18 @@ mod ranks_tests {
         };
         // 9 to rank 0, 8 to rank 1, 3 to rank 1 (8 < 9), 2 to rank 0: 11 each.
         check(&works(&[(9, 0), (2, 0), (8, 0), (3, 0)]), TOKENS, &[0, 0, 1, 1], [11.0; 2]);
-        // pair = 1 alone: 10 tokens are 55 pairs, 4 are 10. The long one stands alone.
+        // Only pairs, each of cost 1: 10 tokens are 55 pairs, 4 are 10. The long trace gets a rank for itself.
         let pairs = Cost { token: 0.0, pair: 1.0, term: 0.0 };
         let long = [10, 4, 4, 4].map(|tokens| Work { cost: pairs.of(tokens), prefix: 0.0, shared: 0 });
         check(&long, pairs, &[0, 1, 1, 1], [55.0, 30.0]);
-        // Two groups of three, 10 tokens of which 8 are shared: 10 + 2 + 2 = 14 each.
+        // Two groups of three traces of 10 tokens, 8 of them shared: 10 + 2 + 2 = 14 each.
         check(&works(&[(10, 0), (10, 8), (10, 8)].repeat(2)), TOKENS, &[0, 0, 0, 1, 1, 1], [14.0; 2]);
     }
 
     #[test]
     fn one_group_is_cut_over_ranks_and_its_prefix_paid_on_each() {
-        // 8 + 4 * 6 = 32 uncut: one rank would do all. Cut at 16: 8 + 6 = 14 and 3 more parts of 14 or one more.
+        // 8 + 4 * 6 = 32 unsplit: one rank would do everything. Split at 16: 8 + 6 = 14 and 3 more parts of at most
+        // 14.
         let (rank, load) = balance(&works(&[(14, 0), (14, 8), (14, 8), (14, 8)]), 2, TOKENS);
         assert_eq!(load, [20.0, 20.0]); // two branches each: 8 + 6 + 6
         assert_eq!(rank.iter().sum::<u32>(), 2);

@@ -3,16 +3,16 @@
 use crate::cancel::{now_and_then, sort_by_key};
 use std::cmp::Reverse;
 
-/// What must lie in one row: a branch, or all branches of a trace.
+/// A unit that must be in one row: a branch, or all branches of a trace.
 #[derive(Debug, Clone, Copy)]
 pub struct Unit {
-    /// Tokens it takes alone; each prefix of its branches once if prefixes are shared.
+    /// Number of its tokens by itself. Each prefix of its branches counts once if prefixes are shared.
     pub tokens: usize,
-    /// Tokens it begins with like the unit before it; 0 if prefixes are not shared.
+    /// Length of its common prefix with the previous unit; 0 if prefixes are not shared.
     pub shared: usize,
 }
 
-/// Units that will lie in one row: a list through `next`.
+/// Units that will be in one row: a list linked through `next`.
 #[derive(Debug, Clone, Copy)]
 struct Bundle {
     tokens: usize,
@@ -20,19 +20,19 @@ struct Bundle {
     last: u32,
 }
 
-/// A node of the prefix tree: what lies below the tokens that all of it begins with.
+/// A node of the prefix tree: the units below the tokens with which all of them begin.
 #[derive(Debug)]
 struct Node {
     depth: usize,
     bundles: Vec<Bundle>,
 }
 
-/// The row of each unit, and how many rows there are.
+/// Returns the row of each unit, and the number of rows.
 ///
-/// Units come in lexicographic order (without shared prefixes: in any). What has the longest common prefix is
-/// put together first: a node of the prefix tree joins the bundles of its children by best fit, longest first, into
-/// as few as the budget allows, and its own prefix counts once in each. The root's bundles are the rows, so units that
-/// share nothing are placed by best fit decreasing. Every unit's tokens must be at most `budget`.
+/// Units come in lexicographic order (in any order if prefixes are not shared). Units with the longest common prefix
+/// are combined first. A node of the prefix tree joins the bundles of its children by best fit, longest first, into as
+/// few as the budget allows. Its own prefix counts once in each bundle. The root's bundles are the rows, so units that
+/// share nothing are placed by best fit decreasing. The tokens of every unit must be at most `budget`.
 pub fn rows_of(units: &[Unit], budget: usize, fit: &mut BestFit) -> (Vec<u32>, usize) {
     let mut next: Vec<Option<u32>> = vec![None; units.len()];
     let mut open = vec![Node { depth: 0, bundles: Vec::new() }];
@@ -56,7 +56,7 @@ pub fn rows_of(units: &[Unit], budget: usize, fit: &mut BestFit) -> (Vec<u32>, u
     (row_of, rows.len())
 }
 
-/// Closes the nodes deeper than `depth` and leaves one of that depth open, which holds the unit before.
+/// Closes the nodes deeper than `depth` and leaves one of that depth open. It contains the previous unit.
 fn close(open: &mut Vec<Node>, depth: usize, budget: usize, fit: &mut BestFit, next: &mut [Option<u32>]) {
     while let Some(node) = open.pop_if(|node| node.depth > depth) {
         let bundles = join(node, budget, fit, next);
@@ -71,12 +71,12 @@ fn close(open: &mut Vec<Node>, depth: usize, budget: usize, fit: &mut BestFit, n
     }
 }
 
-/// The bundles of a node, as few as best fit makes of them.
+/// Joins the bundles of a node to as few as best fit allows.
 fn join(mut node: Node, budget: usize, fit: &mut BestFit, next: &mut [Option<u32>]) -> Vec<Bundle> {
     let depth = node.depth;
-    let beyond: usize = node.bundles.iter().map(|bundle| bundle.tokens - depth).sum();
+    let suffix_tokens: usize = node.bundles.iter().map(|bundle| bundle.tokens - depth).sum();
     let mut joined: Vec<Option<Bundle>> = Vec::new();
-    if depth + beyond <= budget {
+    if depth + suffix_tokens <= budget {
         for bundle in node.bundles {
             joined.resize(1, None);
             append(&mut joined[0], bundle, depth, next);
@@ -107,10 +107,11 @@ fn append(to: &mut Option<Bundle>, bundle: Bundle, depth: usize, next: &mut [Opt
 
 const NONE: u32 = u32::MAX;
 
-/// Best fit: each length goes to the row with the least sufficient room, a new row where none has enough.
+/// Best fit: each length goes to the row with the least sufficient free space, or to a new row if no row has enough.
 ///
-/// Rooms are kept in a bitset of 64-ary levels, so a placement costs a few words whatever the number of rows. Among
-/// rows of equal room the one changed last is taken, which makes the result a function of the order of calls alone.
+/// The free spaces are stored in a bitset of 64-ary levels. A placement therefore touches a few words, regardless of
+/// the number of rows. Among rows of equal free space the most recently changed one is used, so the result depends
+/// only on the order of calls.
 ///
 /// ```
 /// use tracegrad_core::pack::BestFit;
@@ -120,16 +121,16 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug)]
 pub struct BestFit {
     capacity: usize,
-    /// `levels[0]` has a bit per room; a bit of `levels[i + 1]` says that a word of `levels[i]` is not zero.
+    /// `levels[0]` has a bit per free space. A bit of `levels[i + 1]` is set if the word of `levels[i]` is not zero.
     levels: Vec<Vec<u64>>,
-    /// Per room, the row changed last among those that have it.
+    /// For each free space, the row changed last among those that have it.
     newest: Vec<u32>,
-    /// Per row, the next older row of equal room.
+    /// For each row, the next older row of equal free space.
     older: Vec<u32>,
 }
 
 impl BestFit {
-    /// No rows yet; each will hold `capacity`.
+    /// Creates a placement without rows. Each row has room for `capacity`.
     pub fn new(capacity: usize) -> Self {
         let mut levels = vec![vec![0; capacity / 64 + 1]];
         while let Some(words) = levels.last().map(Vec::len).filter(|&words| words > 1) {
@@ -138,17 +139,17 @@ impl BestFit {
         Self { capacity, levels, newest: vec![NONE; capacity + 1], older: Vec::new() }
     }
 
-    /// The row for `length`, which must be at most the capacity.
+    /// Returns the row for `length`, which must be at most the capacity.
     pub fn place(&mut self, length: usize) -> u32 {
         debug_assert!(length <= self.capacity);
-        if let Some(room) = self.least_room(length) {
-            let row = self.newest[room];
+        if let Some(free) = self.least_room(length) {
+            let row = self.newest[free];
             let older = self.older[row as usize];
-            self.newest[room] = older;
+            self.newest[free] = older;
             if older == NONE {
-                self.clear(room);
+                self.clear(free);
             }
-            self.push(row, room - length);
+            self.push(row, free - length);
             return row;
         }
         let row = self.older.len() as u32;
@@ -157,40 +158,40 @@ impl BestFit {
         row
     }
 
-    /// How many rows were opened.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.older.len()
     }
 
-    /// Forgets the rows and keeps the memory.
+    /// Removes all rows and keeps the memory.
     pub fn reset(&mut self) {
-        while let Some(room) = self.least_room(0) {
-            self.clear(room);
-            self.newest[room] = NONE;
+        while let Some(free) = self.least_room(0) {
+            self.clear(free);
+            self.newest[free] = NONE;
         }
         self.older.clear();
     }
 
-    /// Forgets the rows; those to come hold `capacity`, at most that of `new`.
+    /// Removes all rows. New rows have the capacity `capacity`, which is limited to that of `new`.
     pub fn reset_to(&mut self, capacity: usize) {
         self.reset();
         self.capacity = capacity.min(self.newest.len() - 1);
     }
 
-    fn push(&mut self, row: u32, room: usize) {
-        if self.newest[room] == NONE {
-            let mut index = room;
+    fn push(&mut self, row: u32, free: usize) {
+        if self.newest[free] == NONE {
+            let mut index = free;
             for level in &mut self.levels {
                 level[index / 64] |= 1 << (index % 64);
                 index /= 64;
             }
         }
-        self.older[row as usize] = self.newest[room];
-        self.newest[room] = row;
+        self.older[row as usize] = self.newest[free];
+        self.newest[free] = row;
     }
 
-    fn clear(&mut self, room: usize) {
-        let mut index = room;
+    fn clear(&mut self, free: usize) {
+        let mut index = free;
         for level in &mut self.levels {
             level[index / 64] &= !(1 << (index % 64));
             if level[index / 64] != 0 {
@@ -200,14 +201,14 @@ impl BestFit {
         }
     }
 
-    /// The least room of at least `length` that some row has.
+    /// Returns the least free space of at least `length` that some row has.
     fn least_room(&self, length: usize) -> Option<usize> {
         let mut index = length;
         for height in 0..self.levels.len() {
             let word = index / 64;
-            let here = self.levels[height].get(word)? & (u64::MAX << (index % 64));
-            if here != 0 {
-                return Some(self.descend(height, word * 64 + here.trailing_zeros() as usize));
+            let candidates = self.levels[height].get(word)? & (u64::MAX << (index % 64));
+            if candidates != 0 {
+                return Some(self.descend(height, word * 64 + candidates.trailing_zeros() as usize));
             }
             index = word + 1;
         }
@@ -227,27 +228,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_shares_most_is_put_together_first_and_closed_from_the_deepest() {
+    fn units_with_the_longest_shared_prefix_are_joined_first() {
         let check = |units: &[(usize, usize)], budget: usize, expected: &[u32]| {
-            let all: Vec<Unit> = units.iter().map(|&(tokens, shared)| Unit { tokens, shared }).collect();
-            assert_eq!(rows_of(&all, budget, &mut BestFit::new(budget)).0, expected, "{units:?} in {budget}");
+            let inputs: Vec<Unit> = units.iter().map(|&(tokens, shared)| Unit { tokens, shared }).collect();
+            assert_eq!(rows_of(&inputs, budget, &mut BestFit::new(budget)).0, expected, "{units:?} in {budget}");
         };
-        // Without shared tokens: 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
+        // Without shared tokens: 6 opens row 0, 5 row 1, 4 fits row 0 exactly (free space 4 < 5), 3 then 2 fill row 1.
         check(&[(3, 0), (6, 0), (4, 0), (5, 0), (2, 0)], 10, &[1, 0, 0, 1, 1]);
-        // Two groups of two: 8 tokens each, 6 of them shared. A group takes 6 + 2 + 2 = 10, a row alone.
+        // Two groups of two: 8 tokens each, 6 of them shared. A group needs 6 + 2 + 2 = 10, a row by itself.
         let groups = [(8, 0), (8, 6), (8, 1), (8, 6)];
         check(&groups, 10, &[0, 0, 1, 1]);
-        // With room for 19 both groups take 1 + 9 + 9 = 19, as one token is theirs together.
+        // With rows of 19 both groups need 1 + 9 + 9 = 19, because they share one token.
         check(&groups, 19, &[0; 4]);
         check(&groups, 18, &[0, 0, 1, 1]);
-        // A group beyond the budget is split: 4 + 4 * 3 = 16 tokens in rows of 11: 4 + 3 + 3 = 10 fit, a third 13.
+        // A group beyond the budget is split: 4 + 4 * 3 = 16 tokens in rows of 11: 4 + 3 + 3 = 10 fit, a third makes
+        // 13.
         check(&[(7, 0), (7, 4), (7, 4), (7, 4)], 11, &[0, 0, 1, 1]);
-        // Equal units take no room.
+        // Equal units need no additional space.
         check(&[(5, 0), (5, 5), (5, 5)], 5, &[0, 0, 0]);
         // a: 4; b: 6 sharing 2 with a; c: 9 sharing 5 with b; d: 3 sharing 1. Tree: 4 + 4 + 4 + 2 = 14.
         let nested = [(4, 0), (6, 2), (9, 5), (3, 1)];
         check(&nested, 14, &[0; 4]);
-        // In rows of 10: b and c take 10; a and d 4 + 2.
+        // In rows of 10: b and c need 10; a and d 4 + 2.
         check(&nested, 10, &[1, 0, 0, 1]);
     }
 }
@@ -257,7 +259,7 @@ mod fit_tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The same rule in the plainest way: look at every row, latest change wins among equals.
+    /// The same rule without a bitset: scan every row; among equals the latest change wins.
     fn plain(capacity: usize, lengths: &[usize]) -> Vec<u32> {
         let (mut rows, mut clock): (Vec<(usize, usize)>, usize) = (Vec::new(), 0);
         let mut out = Vec::new();

@@ -11,21 +11,21 @@ use std::ops::Range;
 
 /// Writes the rows of one rank.
 ///
-/// Each row is padded with tokens that see only themselves to a multiple of `multiple`, and an empty one has one such
-/// bucket. What two neighbours of a shared row begin with alike is compared here again, id by id.
+/// Each row is padded to a multiple of `multiple` with tokens that attend only to themselves. An empty row consists of
+/// `multiple` such tokens. The common prefix of two neighbors in a shared row is computed here again, id by id.
 ///
 /// # Errors
-/// Slices that contradict one another.
+/// Fails if slices are inconsistent.
 pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout> {
     let mut out = Layout::default();
     lay_into(tokens, plan, multiple, &mut out)?;
     Ok(out)
 }
 
-/// [`lay`] into a layout whose memory is used again.
+/// Runs [`lay`] into an existing layout and reuses its memory.
 ///
 /// # Errors
-/// As [`lay`]; then the layout is empty or has a part of the rows.
+/// Same as [`lay`]. The layout is then empty or contains some of the rows.
 pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut Layout) -> Result<()> {
     out.clear();
     check(tokens, plan, multiple)?;
@@ -41,13 +41,13 @@ pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut L
         cancel::check();
         let shares = branches.first().is_some_and(|&branch| plan.shared[plan.step[branch as usize] as usize]);
         let mut row = Row::begin(out, shares);
-        let mut before: &[i32] = &[];
+        let mut previous: &[i32] = &[];
         for &branch in branches {
             let branch = branch as usize;
             let piece = tokens.piece(branch, plan.length[branch] as usize);
-            let shared = if shares { common(before, piece.ids) } else { 0 };
+            let shared = if shares { common(previous, piece.ids) } else { 0 };
             row.write(piece, shared, first_term[branch]);
-            before = piece.ids;
+            previous = piece.ids;
         }
         row.end(multiple);
     }
@@ -67,8 +67,8 @@ fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
     if plan.step.iter().any(|&step| step >= plan.rows.len() as i32) {
         return Err(Error::new(Kind::Argument, format!("a branch lies in a step beyond the {}", plan.rows.len())));
     }
-    let starts = |n: usize| tokens.trainable.get(tokens.cu_seqlens[n] as usize) == Some(&true);
-    if let Some(n) = (0..count).find(|&n| plan.step[n] >= 0 && plan.length[n] > 0 && starts(n)) {
+    let starts_with_term = |n: usize| tokens.trainable.get(tokens.cu_seqlens[n] as usize) == Some(&true);
+    if let Some(n) = (0..count).find(|&n| plan.step[n] >= 0 && plan.length[n] > 0 && starts_with_term(n)) {
         return Err(Error::new(Kind::Argument, format!("the first token of branch {n} is trainable"))
             .why("Nothing stands before it, so no hidden state predicts it"));
     }
@@ -88,7 +88,7 @@ fn offsets(counts: impl Iterator<Item = i64>) -> Vec<i64> {
     out
 }
 
-/// Terms of each branch that is laid out.
+/// Returns the number of trained tokens (terms) of each branch that is laid out.
 fn terms_of(tokens: Tokens<'_>, plan: Plan<'_>) -> Vec<i64> {
     let count = |n: usize| {
         let start = tokens.cu_seqlens[n] as usize;
@@ -97,18 +97,18 @@ fn terms_of(tokens: Tokens<'_>, plan: Plan<'_>) -> Vec<i64> {
     (0..plan.length.len()).map(|n| if plan.step[n] < 0 { 0 } else { count(n) }).collect()
 }
 
-/// Fills `origin`, `branch` and `cu_terms`; returns where in its step each branch's terms begin.
+/// Fills `origin`, `branch` and `cu_terms`. Returns the index, within its step, of each branch's first term.
 fn number_terms(out: &mut Layout, tokens: Tokens<'_>, plan: Plan<'_>, terms: &[i64]) -> Vec<i32> {
     let mut per_step = vec![0; plan.rows.len()];
     let mut first = vec![0; plan.length.len()];
-    let mine = |&n: &usize| plan.step[n] >= 0;
-    for n in (0..plan.length.len()).filter(mine) {
+    let is_local = |&n: &usize| plan.step[n] >= 0;
+    for n in (0..plan.length.len()).filter(is_local) {
         first[n] = per_step[plan.step[n] as usize] as i32;
         per_step[plan.step[n] as usize] += terms[n];
     }
     out.cu_terms = offsets(per_step.into_iter());
     let total = *out.cu_terms.last().unwrap_or(&0) as usize;
-    let mut by_step: Vec<usize> = (0..plan.length.len()).filter(mine).collect();
+    let mut by_step: Vec<usize> = (0..plan.length.len()).filter(is_local).collect();
     by_step.sort_by_key(|&n| plan.step[n]);
     out.origin.reserve(total);
     out.branch.reserve(total);
@@ -123,7 +123,7 @@ fn number_terms(out: &mut Layout, tokens: Tokens<'_>, plan: Plan<'_>, terms: &[i
     first
 }
 
-/// Branches of each row, in order.
+/// Returns the branches of each row, in order.
 fn branches_by_row(cu_rows: &[i64], plan: Plan<'_>) -> Result<Vec<Vec<u32>>> {
     let mut by_row = vec![Vec::new(); cu_rows.last().map_or(0, |&rows| rows as usize)];
     for n in (0..plan.step.len()).filter(|&n| plan.step[n] >= 0) {
@@ -144,7 +144,8 @@ fn branches_by_row(cu_rows: &[i64], plan: Plan<'_>) -> Result<Vec<Vec<u32>>> {
     Ok(by_row)
 }
 
-/// A stretch of the path from the root to the token written last: depths from `depth` on lie from `place` on.
+/// A stretch of the path from the root to the last written token: depths from `depth` on are at positions from `place`
+/// on.
 #[derive(Debug, Clone, Copy)]
 struct Stretch {
     depth: usize,
@@ -155,15 +156,15 @@ struct Stretch {
 #[derive(Debug)]
 struct Row<'a> {
     out: &'a mut Layout,
-    /// Where the row begins in the tokens, and in the head rows.
+    /// Start of the row in the tokens, and in the logit rows (head rows).
     start: usize,
     head: usize,
-    /// The path, and how deep it is.
+    /// The path, and its depth.
     path: Vec<Stretch>,
     depth: usize,
-    /// Whether branches may begin alike.
+    /// True if branches may share prefixes.
     shares: bool,
-    /// Per token of the row the head row that predicts it, -1 where none does yet; empty if nothing is shared.
+    /// For each token of the row, the head row that predicts it; -1 if there is none yet. Empty if nothing is shared.
     heads: Vec<i32>,
     /// Further head rows of a token, by the bits of their inverse temperature.
     others: HashMap<(usize, u32), i32>,
@@ -184,7 +185,7 @@ impl<'a> Row<'a> {
         self.climb(shared);
         let (mut term, mut stretch) = (first_term, 0);
         for depth in runs(&piece.trainable[..shared]).flatten() {
-            // Terms come by depth, so the stretch of a term's predecessor is that of the last one or a later one.
+            // Terms come by depth, so the stretch of a term's predecessor is never before that of the previous term.
             let read = self.place(depth - 1, &mut stretch);
             let token = self.place(depth, &mut stretch.clone());
             let head = self.head_row(token, read, piece.ids[depth], piece.inv_temperature[depth]);
@@ -200,13 +201,13 @@ impl<'a> Row<'a> {
             self.depth = length;
             self.out.ids.extend_from_slice(&piece.ids[shared..]);
             self.out.positions.extend(shared as i32..length as i32);
-            // Right as it stands where nothing follows below; `climb` says it again where something does.
+            // Correct if nothing follows in the subtree; otherwise `climb` overwrites it.
             self.out.tree_end.resize(self.out.ids.len(), self.filled() as i32);
             self.write_terms(piece, shared, here, above, term);
         }
     }
 
-    /// Appends the terms of tokens that no branch before had, from depth `shared` on: each has a head row of its own.
+    /// Appends the terms of tokens that no earlier branch had, from depth `shared` on. Each gets its own head row.
     fn write_terms(&mut self, piece: Piece<'_>, shared: usize, here: usize, above: Option<usize>, first_term: i32) {
         if self.shares {
             self.heads.resize(self.filled(), -1);
@@ -220,7 +221,7 @@ impl<'a> Row<'a> {
             }
             let mut first = (here + run.start) as i32 - 1;
             if run.start == 0 {
-                // No first token of a branch is a term, so what stands above is there; the next is read where this lies.
+                // The first token of a branch is never a term, so `above` exists. The next term is read at this token.
                 self.out.read.push(above.unwrap_or(here) as i32);
                 first += 1;
             }
@@ -234,23 +235,23 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// Leaves what is deeper than `depth`: its subtree ends here.
+    /// Leaves all nodes deeper than `depth`: their subtrees end here.
     fn climb(&mut self, depth: usize) {
         let end = self.filled();
         while let Some(last) = self.path.last().copied().filter(|_| self.depth > depth) {
-            let left = last.depth.max(depth);
-            let from = self.start + last.place + (left - last.depth);
+            let remaining = last.depth.max(depth);
+            let from = self.start + last.place + (remaining - last.depth);
             if self.shares {
-                self.out.tree_end[from..from + (self.depth - left)].fill(end as i32);
+                self.out.tree_end[from..from + (self.depth - remaining)].fill(end as i32);
             }
-            self.depth = left;
-            if left == last.depth {
+            self.depth = remaining;
+            if remaining == last.depth {
                 self.path.pop();
             }
         }
     }
 
-    /// Where the token of the path at `depth` lies; `stretch` is where the search begins and ends.
+    /// Returns the position of the path's token at `depth`. The search starts at `stretch` and updates it.
     fn place(&self, depth: usize, stretch: &mut usize) -> usize {
         while self.path.get(*stretch + 1).is_some_and(|next| next.depth <= depth) {
             *stretch += 1;
@@ -258,11 +259,11 @@ impl<'a> Row<'a> {
         self.path[*stretch].place + (depth - self.path[*stretch].depth)
     }
 
-    /// The head row that predicts a token at a temperature: the one there is, or a new one.
+    /// Returns the head row that predicts a token at a temperature: the existing one, or a new one.
     fn head_row(&mut self, token: usize, read: usize, target: i32, inv_temperature: f32) -> i32 {
         let new = (self.out.read.len() - self.head) as i32;
         let first = self.heads[token];
-        let found = if first < 0 {
+        let head = if first < 0 {
             self.heads[token] = new;
             new
         } else if self.out.inv_temperature[self.head + first as usize].to_bits() == inv_temperature.to_bits() {
@@ -270,22 +271,22 @@ impl<'a> Row<'a> {
         } else {
             *self.others.entry((token, inv_temperature.to_bits())).or_insert(new)
         };
-        if found == new {
+        if head == new {
             self.out.read.push(read as i32);
             self.out.target.push(target);
             self.out.inv_temperature.push(inv_temperature);
         }
-        found
+        head
     }
 
-    /// Ends every subtree, and pads with tokens that see only themselves.
+    /// Ends every subtree, and pads with tokens that attend only to themselves.
     fn end(mut self, multiple: usize) {
         self.climb(0);
-        let (filled, to) = (self.filled(), self.filled().max(1).next_multiple_of(multiple));
+        let (filled, padded) = (self.filled(), self.filled().max(1).next_multiple_of(multiple));
         let out = self.out;
-        out.ids.resize(self.start + to, 0);
-        out.positions.resize(self.start + to, 0);
-        out.tree_end.extend((filled as i32..to as i32).map(|k| k + 1));
+        out.ids.resize(self.start + padded, 0);
+        out.positions.resize(self.start + padded, 0);
+        out.tree_end.extend((filled as i32..padded as i32).map(|k| k + 1));
         out.cu_tokens.push(out.ids.len() as i64);
         out.cu_heads.push(out.read.len() as i64);
         out.cu_row_terms.push(out.row.len() as i64);
@@ -297,68 +298,68 @@ impl<'a> Row<'a> {
 pub struct Tokens<'a> {
     /// [T] token ids.
     pub ids: &'a [i32],
-    /// [T] whether a token is a term.
+    /// [T] true if the token is trained (a term).
     pub trainable: &'a [bool],
-    /// [T] 1/temperature of sampling where the logprobs are of that distribution, else 1.
+    /// [T] 1/temperature of sampling if the logprobs are of that distribution, else 1.
     pub inv_temperature: &'a [f32],
     /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
     pub cu_seqlens: &'a [i64],
 }
 
-/// Where the branches of one rank lie.
+/// The placement of the branches of one rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Plan<'a> {
-    /// [N] tokens laid out of each branch.
+    /// [N] number of tokens laid out of each branch.
     pub length: &'a [i32],
-    /// [N] its step, -1 for branches of other ranks.
+    /// [N] its step; -1 for branches of other ranks.
     pub step: &'a [i32],
     /// [N] its row in the step.
     pub row: &'a [i32],
-    /// [N] rows list their branches by this; in a step that shares prefixes, lexicographically.
+    /// [N] sort key of the branches in a row; in a step that shares prefixes, their lexicographic order.
     pub order: &'a [i32],
-    /// [steps] rows of each (more than the rank fills where another rank fills more: those rows are empty).
+    /// [steps] number of rows of each step. If another rank fills more rows, the additional rows are empty.
     pub rows: &'a [i32],
-    /// [steps] whether branches of a row that begin alike are laid out as a tree.
+    /// [steps] true if branches of a row with common prefixes are laid out as a tree.
     pub shared: &'a [bool],
 }
 
-/// All rows of one rank, step after step, row after row; indices within a row or a step begin at 0 there.
+/// All rows of one rank, step after step and row after row. Indices within a row or a step begin at 0.
 #[derive(Debug, Default)]
 pub struct Layout {
-    /// [T] token ids; 0 where a row is padded.
+    /// [T] token ids; 0 for padding.
     pub ids: Vec<i32>,
-    /// [T] depth in the tree, which in a plain pack is the position in the branch.
+    /// [T] depth in the tree; without sharing, this is the position in the branch.
     pub positions: Vec<i32>,
-    /// [T] a query q of the row sees key k iff `k <= q < tree_end[k]`.
+    /// [T] a query q of the row attends to key k iff `k <= q < tree_end[k]`.
     pub tree_end: Vec<i32>,
-    /// [rows + 1] where each row's tokens begin.
+    /// [rows + 1] start of each row's tokens.
     pub cu_tokens: Vec<i64>,
-    /// [U] the position in the row whose hidden state predicts the token. Rows of the head differ in this, `target` or
+    /// [U] the position in the row whose hidden state predicts the token. Head rows differ in this, `target` or
     /// `inv_temperature`.
     pub read: Vec<i32>,
-    /// [U] the token predicted.
+    /// [U] the predicted token.
     pub target: Vec<i32>,
-    /// [U] as given, at the predicted token.
+    /// [U] the input's value at the predicted token.
     pub inv_temperature: Vec<f32>,
     /// [m] head row of each term.
     pub row: Vec<i32>,
-    /// [m] place of each term in its step.
+    /// [m] index of each term in its step.
     pub term: Vec<i32>,
-    /// [rows + 1] where each row's head rows begin.
+    /// [rows + 1] start of each row's head rows.
     pub cu_heads: Vec<i64>,
-    /// [rows + 1] where each row's terms begin.
+    /// [rows + 1] start of each row's terms.
     pub cu_row_terms: Vec<i64>,
-    /// [steps + 1] where each step's rows begin.
+    /// [steps + 1] start of each step's rows.
     pub cu_rows: Vec<i64>,
-    /// [M] of each step's terms, ordered by branch and position: the token of the input it is.
+    /// [M] for each step's terms, ordered by branch and position: the index of the term's token in the input.
     pub origin: Vec<i64>,
     /// [M] its branch.
     pub branch: Vec<i32>,
-    /// [steps + 1] where each step's terms begin.
+    /// [steps + 1] start of each step's terms.
     pub cu_terms: Vec<i64>,
 }
 
-/// What is laid out of one branch.
+/// The part of one branch that is laid out.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Piece<'a> {
     pub ids: &'a [i32],
@@ -369,11 +370,11 @@ pub(super) struct Piece<'a> {
 impl<'a> Tokens<'a> {
     pub(super) fn piece(&self, branch: usize, length: usize) -> Piece<'a> {
         let start = self.cu_seqlens[branch] as usize;
-        let here = start..start + length;
+        let range = start..start + length;
         Piece {
-            ids: &self.ids[here.clone()],
-            trainable: &self.trainable[here.clone()],
-            inv_temperature: &self.inv_temperature[here],
+            ids: &self.ids[range.clone()],
+            trainable: &self.trainable[range.clone()],
+            inv_temperature: &self.inv_temperature[range],
         }
     }
 }
@@ -391,8 +392,8 @@ impl Layout {
     }
 
     pub(super) fn reserve(&mut self, plan: Plan<'_>, terms: &[i64]) {
-        let mine = plan.length.iter().zip(plan.step).filter(|&(_, &step)| step >= 0);
-        let tokens = mine.map(|(&length, _)| length.max(0) as usize).sum();
+        let local = plan.length.iter().zip(plan.step).filter(|&(_, &step)| step >= 0);
+        let tokens = local.map(|(&length, _)| length.max(0) as usize).sum();
         let heads = terms.iter().sum::<i64>() as usize;
         for column in [&mut self.ids, &mut self.positions, &mut self.tree_end] {
             column.reserve(tokens);
@@ -404,22 +405,22 @@ impl Layout {
     }
 }
 
-/// The terms of a layout as runs of neighbours, which columns are copied by.
+/// The terms of a layout as runs of neighbors, used to copy columns.
 #[derive(Debug)]
 pub struct Gather {
-    /// Runs of terms whose tokens stand together, each with its first token.
+    /// Runs of terms with consecutive tokens, each with its first token.
     tokens: Vec<(Range<usize>, usize)>,
     /// Runs of terms of one branch, each with the branch.
     branches: Vec<(Range<usize>, usize)>,
 }
 
 impl Gather {
-    /// Of terms with these tokens and branches (`origin` and `branch` of a [`super::Layout`]).
+    /// Builds the runs for terms with these tokens and branches (`origin` and `branch` of a [`super::Layout`]).
     pub fn of(origin: &[i64], branch: &[i32]) -> Self {
         Self { tokens: entry_runs(origin, 1), branches: entry_runs(branch, 0) }
     }
 
-    /// The values of the terms' tokens.
+    /// Copies the values of the terms' tokens.
     pub fn of_tokens<T: Copy>(&self, values: &[T], out: &mut [T]) {
         for (round, (terms, first)) in self.tokens.iter().enumerate() {
             cancel::now_and_then(round);
@@ -427,7 +428,7 @@ impl Gather {
         }
     }
 
-    /// The values of the terms' branches.
+    /// Copies the values of the terms' branches.
     pub fn of_branches<T: Copy>(&self, values: &[T], out: &mut [T]) {
         for (round, (terms, branch)) in self.branches.iter().enumerate() {
             cancel::now_and_then(round);
@@ -436,37 +437,38 @@ impl Gather {
     }
 }
 
-/// The longest runs in which each index is `step` above the one before.
+/// Returns the longest runs in which each index is `step` above the previous one.
 fn entry_runs<T: Copy + Into<i64>>(indices: &[T], step: i64) -> Vec<(Range<usize>, usize)> {
     const CHUNK: usize = 32;
-    let (mut start, mut found) = (0, Vec::new());
+    let (mut start, mut runs) = (0, Vec::new());
     while let Some(&first) = indices.get(start) {
-        let rest = &indices[start..];
-        let goes_on = |(&index, place): (&T, usize)| index.into() == first.into() + step * place as i64;
-        let whole = rest.as_chunks::<CHUNK>().0.iter().zip((0..).step_by(CHUNK));
-        let whole = CHUNK
-            * whole
-                .take_while(|(chunk, from)| chunk.iter().zip(*from..).fold(true, |all, next| all & goes_on(next)))
+        let tail = &indices[start..];
+        let continues = |(&index, place): (&T, usize)| index.into() == first.into() + step * place as i64;
+        let full_chunks = tail.as_chunks::<CHUNK>().0.iter().zip((0..).step_by(CHUNK));
+        let full_chunks = CHUNK
+            * full_chunks
+                .take_while(|(chunk, from)| chunk.iter().zip(*from..).fold(true, |all, next| all & continues(next)))
                 .count();
-        let run = whole + rest[whole..].iter().zip(whole..).take_while(|&next| goes_on(next)).count();
-        found.push((start..start + run, first.into() as usize));
+        let run =
+            full_chunks + tail[full_chunks..].iter().zip(full_chunks..).take_while(|&next| continues(next)).count();
+        runs.push((start..start + run, first.into() as usize));
         start += run;
     }
-    found
+    runs
 }
 
-/// Where flags are set, as the longest runs of them, ascending.
+/// Returns the ranges in which flags are set, as maximal runs, ascending.
 pub fn runs(flags: &[bool]) -> impl Iterator<Item = Range<usize>> {
     let mut at = 0;
     std::iter::from_fn(move || {
-        let start = at + alike(&flags[at..], false);
-        at = start + alike(&flags[start..], true);
+        let start = at + count_leading(&flags[at..], false);
+        at = start + count_leading(&flags[start..], true);
         (start < at).then_some(start..at)
     })
 }
 
-/// How many flags at the beginning are `which`.
-fn alike(flags: &[bool], which: bool) -> usize {
+/// Counts the leading flags that are equal to `which`.
+fn count_leading(flags: &[bool], which: bool) -> usize {
     const CHUNK: usize = 64;
     let differs = |chunk: &[bool]| chunk.iter().map(|&flag| flag ^ which).fold(false, |any, other| any | other);
     let same = CHUNK * flags.chunks_exact(CHUNK).take_while(|chunk| !differs(chunk)).count();
@@ -498,7 +500,7 @@ mod runs_tests {
 
     proptest! {
         #[test]
-        fn they_cover_what_is_set_and_nothing_else(lengths in prop::collection::vec(0usize..200, 0..8), first in any::<bool>()) {
+        fn runs_cover_exactly_the_set_flags(lengths in prop::collection::vec(0usize..200, 0..8), first in any::<bool>()) {
             let flags: Vec<bool> = lengths.iter().enumerate().flat_map(|(n, &length)| vec![first ^ (n % 2 == 1); length]).collect();
             let set: Vec<usize> = (0..flags.len()).filter(|&at| flags[at]).collect();
             prop_assert_eq!(runs(&flags).flatten().collect::<Vec<_>>(), set);

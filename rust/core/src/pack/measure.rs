@@ -1,4 +1,4 @@
-//! How much of each branch is laid out, and what is longer than a row.
+//! Measures how much of each branch is laid out, and finds traces that are longer than a row.
 
 use super::check::{check_budget, check_length};
 use super::prefix::sorted;
@@ -9,42 +9,43 @@ use crate::{Error, Kind, Location, Result, cancel};
 pub struct Branches<'a> {
     /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
     pub cu_seqlens: &'a [i64],
-    /// [N] the trace of each branch: from 0 without gaps, branches of a trace side by side.
+    /// [N] the trace of each branch, numbered from 0 without gaps. Branches of a trace are adjacent.
     pub trace: &'a [i32],
     /// [T] token ids.
     pub ids: &'a [i32],
-    /// [T] whether a token is a term.
+    /// [T] true if the token is trained (a term).
     pub trainable: &'a [bool],
     /// [R] names of the traces for errors; may be empty.
     pub names: &'a [String],
 }
 
-/// What must fit one row.
+/// The unit that must fit in one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Whole {
     /// Each branch.
     Branch,
-    /// All branches of a trace, side by side.
+    /// All branches of a trace, one after the other.
     Trace,
-    /// All branches of a trace, prefixes that they share laid out once.
+    /// All branches of a trace, with shared prefixes laid out once.
     Tree,
 }
 
-/// What is done with a trace that does not fit a row.
+/// The handling of a trace that does not fit in a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TooLong {
-    /// An error that names the first and counts the others.
+    /// Return an error that names the longest trace and counts all such traces.
     Refuse,
-    /// The whole trace is left out and counted.
+    /// Leave out the complete trace and count it.
     Drop,
-    /// The branch is cut at the budget; the terms beyond are counted.
+    /// Truncate the branch at the budget and count the terms beyond it.
     Truncate,
 }
 
-/// What of each branch is laid out.
+/// The measured part of each branch.
 #[derive(Debug, Default)]
 pub struct Measured {
-    /// [N] tokens laid out: up to the last term, as what follows cannot matter; 0 where nothing is.
+    /// [N] number of tokens laid out, up to the last term, because later tokens have no effect; 0 if nothing is laid
+    /// out.
     pub length: Vec<i32>,
     /// [N] terms among them.
     pub terms: Vec<i32>,
@@ -56,11 +57,11 @@ pub struct Measured {
 
 /// Measures branches against rows of `token_budget` tokens.
 ///
-/// A trace that must fit one row with all its branches cannot be cut.
+/// A trace that must fit in one row with all its branches cannot be truncated.
 ///
 /// # Errors
-/// A first token that is a term (nothing predicts it), a trace too long under [`TooLong::Refuse`], and slices that
-/// contradict one another.
+/// Fails if a first token is a term (nothing predicts it), if a trace is too long under [`TooLong::Refuse`], or if
+/// slices are inconsistent.
 pub fn measure(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: TooLong) -> Result<Measured> {
     check(branches, token_budget, whole, too_long)?;
     let mut out = Measured::default();
@@ -128,7 +129,7 @@ fn check(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: To
     Ok(())
 }
 
-/// Tokens up to the last term among the first `limit`, and the terms there.
+/// Returns the number of tokens up to the last term among the first `limit` tokens, and the number of terms in them.
 fn extent(branches: Branches<'_>, branch: usize, limit: usize) -> Result<(usize, usize)> {
     let (start, end) = (branches.cu_seqlens[branch] as usize, branches.cu_seqlens[branch + 1] as usize);
     let tokens = &branches.trainable[start..end.min(start.saturating_add(limit))];
@@ -143,7 +144,7 @@ fn extent(branches: Branches<'_>, branch: usize, limit: usize) -> Result<(usize,
     Ok((length, tokens[..length].iter().filter(|&&term| term).count()))
 }
 
-/// Tokens of the prefix tree of branches `first..first + length.len()`.
+/// Returns the number of tokens of the prefix tree of branches `first..first + length.len()`.
 fn tree_size(branches: Branches<'_>, first: usize, length: &[i32]) -> usize {
     let text = |branch: u32| {
         let start = branches.cu_seqlens[first + branch as usize] as usize;
@@ -153,18 +154,18 @@ fn tree_size(branches: Branches<'_>, first: usize, length: &[i32]) -> usize {
     order.iter().map(|entry| text(entry.branch).len() - entry.shared as usize).sum()
 }
 
-/// Leaves a trace out, or cuts its branches at the budget; returns the terms lost.
+/// Leaves a trace out, or truncates its branches at the budget. Returns the number of lost terms.
 fn cut(branches: Branches<'_>, out: &mut Measured, first: usize, budget: usize, too_long: TooLong) -> Result<i64> {
     let mut lost = 0;
     for branch in first..out.length.len() {
-        let before = out.terms[branch];
+        let previous_terms = out.terms[branch];
         let (length, terms) = match too_long {
             TooLong::Truncate => extent(branches, branch, budget)?,
             TooLong::Drop | TooLong::Refuse => (0, 0),
         };
         out.length[branch] = length as i32;
         out.terms[branch] = terms as i32;
-        lost += i64::from(before - out.terms[branch]);
+        lost += i64::from(previous_terms - out.terms[branch]);
     }
     Ok(lost)
 }
@@ -177,7 +178,7 @@ fn named(branches: Branches<'_>, trace: i32) -> Location {
 fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budget: usize, whole: Whole) -> Error {
     let (tokens, trace, branch) = worst;
     let ratio = "The objective takes a ratio of the whole trace, so it must lie in one row";
-    let (what, why, cut) = match whole {
+    let (what, why, alternative) = match whole {
         Whole::Branch => {
             (format!("branch {branch} has"), "Attention does not reach from one row into another", " or 'truncate'")
         }
@@ -190,7 +191,7 @@ fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budge
     )
     .at(&named(branches, trace))
     .why(why)
-    .cure(format!("Raise token_budget to {tokens}, or pass too_long='drop'{cut}"))
+    .cure(format!("Raise token_budget to {tokens}, or pass too_long='drop'{alternative}"))
 }
 
 #[cfg(test)]
@@ -204,14 +205,14 @@ mod tests {
     }
 
     // trace 0: a branch of 4 tokens, terms at 1 and 2; trace 1: branches of 3 (term at 2) and 6 (terms at 1, 4, 5).
-    // The branches of trace 1 begin alike with two tokens.
+    // The branches of trace 1 have their first two tokens in common.
     const IDS: [i32; 13] = [1, 2, 3, 4, 5, 6, 7, 5, 6, 8, 9, 10, 11];
     const CU: [i64; 4] = [0, 4, 7, 13];
     const TRACE: [i32; 3] = [0, 1, 1];
     const TRAINABLE: [bool; 13] = [false, true, true, false, false, false, true, false, true, false, false, true, true];
 
     #[test]
-    fn what_is_laid_out_lost_and_too_long_is_that_of_the_budget_and_of_what_must_fit() {
+    fn lengths_and_losses_follow_the_budget_and_the_row_unit() {
         let (fits, second): (&[i32], &[i32]) = (&[], &[1]);
         let cases = [
             ("up to its last term", 6, Whole::Branch, TooLong::Refuse, [3, 3, 6], [2, 1, 3], 0, fits),
@@ -230,13 +231,13 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_trace_is_never_cut_and_is_refused_by_what_it_has_together() {
-        let refused = |budget, whole, too_long| {
+    fn a_complete_trace_is_never_truncated_and_counts_as_a_unit() {
+        let error_of = |budget, whole, too_long| {
             measure(branches(&CU, &TRACE, &TRAINABLE), budget, whole, too_long).unwrap_err().to_string()
         };
-        let text = refused(9, Whole::Trace, TooLong::Truncate);
+        let text = error_of(9, Whole::Trace, TooLong::Truncate);
         assert!(text.contains("whole traces"), "{text}");
-        let text = refused(6, Whole::Tree, TooLong::Refuse);
+        let text = error_of(6, Whole::Tree, TooLong::Refuse);
         assert!(text.contains("shared prefixes counted once, have 7 tokens"), "{text}");
     }
 

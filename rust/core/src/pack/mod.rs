@@ -1,9 +1,10 @@
-//! Packing: branches of traces are measured, given to ranks and rows of at most a token budget, and written as flat arrays.
+//! Packing: branches of traces are measured, assigned to ranks and to rows of at most a token budget, and written as
+//! flat arrays.
 //!
-//! Three steps, each a pure function of flat slices: [`measure`] says how much of each branch is laid out and what is
-//! too long, [`place`] gives each branch a rank and a row (best fit decreasing, over the prefix tree where prefixes are
-//! shared), [`lay`] writes the rows of one rank ([`lay_into`] in memory used before). [`Gather`] copies columns to its
-//! terms. Which trace belongs to which optimizer step is the caller's business; no advantages, no logprobs here.
+//! Each step is a pure function of flat slices. [`measure`] determines how much of each branch is laid out, and what
+//! is too long. [`place`] assigns a rank and a row to each branch (best fit decreasing, over the prefix tree if
+//! prefixes are shared). [`lay`] writes the rows of one rank ([`lay_into`] reuses memory). [`Gather`] copies columns
+//! to the terms. The caller assigns traces to optimizer steps. Advantages and logprobs are not used here.
 
 mod assign;
 mod bins;

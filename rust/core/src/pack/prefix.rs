@@ -1,29 +1,31 @@
-//! Sorts branches by their ids and measures the prefixes that neighbours share.
+//! Sorts branches by their ids and measures the common prefixes of neighbors.
 
 use crate::cancel;
 
-/// Chunk in which two branches are compared: a memory comparison each.
+/// Chunk in which two branches are compared, each with one memory comparison.
 const CHUNK: usize = 64;
 
-/// How many tokens two branches begin with alike.
+/// Returns the length of the common prefix of two branches.
 pub fn common(a: &[i32], b: &[i32]) -> usize {
     let chunks = a.chunks_exact(CHUNK).zip(b.chunks_exact(CHUNK));
-    let alike = CHUNK * chunks.take_while(|(a, b)| a == b).count();
-    alike + a[alike..].iter().zip(&b[alike..]).take_while(|(a, b)| a == b).count()
+    let equal = CHUNK * chunks.take_while(|(a, b)| a == b).count();
+    equal + a[equal..].iter().zip(&b[equal..]).take_while(|(a, b)| a == b).count()
 }
 
-/// One place of the order.
+/// One entry of the sorted order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// Which branch stands here.
+    /// The branch at this position.
     pub branch: u32,
-    /// Tokens it begins with like the branch before it; 0 at the first.
+    /// Length of its common prefix with the previous branch; 0 for the first.
     pub shared: u32,
 }
 
-/// Sorts branches lexicographically by `text`, a prefix before what it begins, equal ones as they came.
+/// Sorts branches lexicographically by `text`. A prefix comes before its extensions, and equal branches keep their
+/// order.
 ///
-/// A merge sort that carries common prefixes along, so that no token is compared twice: O(tokens + n log n).
+/// This is a merge sort that carries common prefixes along, so that no token is compared twice. It takes O(tokens + n
+/// log n) time.
 ///
 /// Source: Ng and Kakehi 2008, "Merging string sequences by longest common prefixes", IPSJ Digital Courier 4.
 pub fn sorted<'a>(branches: &[u32], text: impl Fn(u32) -> &'a [i32]) -> Vec<Entry> {
@@ -42,7 +44,7 @@ pub fn sorted<'a>(branches: &[u32], text: impl Fn(u32) -> &'a [i32]) -> Vec<Entr
     from
 }
 
-/// Appends two runs as one. `shared` of a head is what it has in common with the entry written last.
+/// Merges two runs. `shared` of a run's head is the length of its common prefix with the last written entry.
 fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut Vec<Entry>, text: &impl Fn(u32) -> &'a [i32]) {
     let (mut shared_a, mut shared_b) = (0, 0);
     while let (Some(x), Some(y)) = (a.first(), b.first()) {
@@ -52,10 +54,10 @@ fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut Vec<Entry>, text: &impl
         if shared_a == shared_b {
             let (x, y) = (text(x.branch), text(y.branch));
             let start = shared_a as usize;
-            let alike = start + common(&x[start..], &y[start..]);
-            first_is_a = alike == x.len() || (alike < y.len() && x[alike] < y[alike]);
+            let common_length = start + common(&x[start..], &y[start..]);
+            first_is_a = common_length == x.len() || (common_length < y.len() && x[common_length] < y[common_length]);
             let loser = if first_is_a { &mut shared_b } else { &mut shared_a };
-            *loser = alike as u32;
+            *loser = common_length as u32;
         }
         if first_is_a {
             out.push(Entry { branch: x.branch, shared: written_a });
@@ -67,23 +69,23 @@ fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut Vec<Entry>, text: &impl
             shared_b = b.first().map_or(0, |next| next.shared);
         }
     }
-    for (rest, shared) in [(a, shared_a), (b, shared_b)] {
-        if let Some((first, others)) = rest.split_first() {
+    for (remaining, shared) in [(a, shared_a), (b, shared_b)] {
+        if let Some((first, others)) = remaining.split_first() {
             out.push(Entry { branch: first.branch, shared });
             out.extend_from_slice(others);
         }
     }
 }
 
-/// The least of a growing list from any place on: what two entries far apart have in common.
+/// The minimum of a growing list from any position on: the common prefix of two entries that are not adjacent.
 #[derive(Debug, Default)]
 pub struct RunningMin {
-    /// Places and values, both rising: a value that a later one undercuts can never be the least again.
+    /// Positions and values, both ascending. A value with a smaller later one can never be the minimum again.
     lows: Vec<(usize, u32)>,
 }
 
 impl RunningMin {
-    /// Adds the value at the next place.
+    /// Adds the value at the next position.
     pub fn push(&mut self, place: usize, value: u32) {
         while self.lows.last().is_some_and(|&(_, low)| low >= value) {
             self.lows.pop();
@@ -91,7 +93,7 @@ impl RunningMin {
         self.lows.push((place, value));
     }
 
-    /// The least value at places after `place`.
+    /// Returns the minimum of the values after `place`.
     pub fn after(&self, place: usize) -> u32 {
         let first = self.lows.partition_point(|&(at, _)| at <= place);
         self.lows.get(first).map_or(0, |&(_, low)| low)
@@ -121,12 +123,12 @@ mod tests {
         #[test]
         fn the_order_is_that_of_a_stable_sort_and_neighbours_share_what_they_share(texts in texts()) {
             let branches: Vec<u32> = (0..texts.len() as u32).collect();
-            let found = sorted(&branches, |branch| &texts[branch as usize]);
+            let order = sorted(&branches, |branch| &texts[branch as usize]);
             let mut plain = branches;
             plain.sort_by(|&a, &b| texts[a as usize].cmp(&texts[b as usize]));
-            prop_assert_eq!(found.iter().map(|entry| entry.branch).collect::<Vec<_>>(), plain);
-            prop_assert!(found.first().is_none_or(|first| first.shared == 0));
-            for pair in found.windows(2) {
+            prop_assert_eq!(order.iter().map(|entry| entry.branch).collect::<Vec<_>>(), plain);
+            prop_assert!(order.first().is_none_or(|first| first.shared == 0));
+            for pair in order.windows(2) {
                 let (a, b) = (&texts[pair[0].branch as usize], &texts[pair[1].branch as usize]);
                 prop_assert_eq!(pair[1].shared as usize, plain_common(a, b));
                 prop_assert_eq!(common(a, b), plain_common(a, b));

@@ -1,31 +1,32 @@
-//! Sums over ranks: what ranks exchange, and the statistics of a step, as sums that blocks and ranks merge exactly.
+//! Sums over ranks: the exchange between ranks, and the statistics of a step as sums that blocks and ranks merge
+//! exactly.
 
 use crate::error::Result;
 
-/// How the ranks' numbers become one.
+/// The operation that combines the values of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
-    /// Added.
+    /// Their sum.
     Sum,
-    /// The largest.
+    /// Their maximum.
     Max,
 }
 
-/// Where ranks meet. Each rank makes the same calls in the same order, which the plan alone decides.
+/// Communication between ranks. Each rank makes the same calls in the same order, which depends on the plan only.
 pub trait Exchange {
     /// Replaces each value by its sum or maximum over all ranks.
     ///
     /// # Errors
-    /// Whatever keeps the ranks from meeting.
+    /// Fails if the ranks cannot communicate.
     fn all_reduce(&self, values: &mut [f64], op: Op) -> Result<()>;
 
-    /// Whether there is one rank only.
+    /// Returns true if there is only one rank.
     fn is_alone(&self) -> bool {
         false
     }
 }
 
-/// One rank.
+/// An exchange for a single rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Alone;
 
@@ -41,14 +42,14 @@ impl Exchange for Alone {
 
 macro_rules! stats {
     ($($(#[$doc:meta])* $sum:ident,)*) => {
-        /// Counts of terms. What the ratios themselves are like is not told here.
+        /// Counts of trained tokens (terms). Statistics of the ratios themselves are computed elsewhere.
         #[derive(Debug, Clone, Copy, Default, PartialEq)]
         pub struct Stats {
             $($(#[$doc])* pub $sum: f64,)*
         }
 
         impl Stats {
-            /// Names and values.
+            /// Returns names and values.
             pub fn named(&self) -> Vec<(&'static str, f64)> {
                 vec![$((stringify!($sum), self.$sum),)*]
             }
@@ -58,7 +59,7 @@ macro_rules! stats {
                 $(self.$sum += other.$sum;)*
             }
 
-            /// The same over all ranks.
+            /// Sums the statistics over all ranks.
             pub(super) fn exchange(&mut self, exchange: &dyn Exchange) -> Result<()> {
                 let mut sums = [$(self.$sum,)*];
                 exchange.all_reduce(&mut sums, Op::Sum)?;
@@ -70,18 +71,18 @@ macro_rules! stats {
 }
 
 stats! {
-    /// Terms.
+    /// Number of terms.
     terms,
-    /// Terms whose rollout logprob is known.
+    /// Terms with a known rollout logprob.
     known,
     /// Terms with keep 1.
     kept,
-    /// Terms that a gate dropped.
+    /// Terms that a gate rejected.
     gated,
     /// Terms whose log-ratio old/rollout was clamped at [`super::plan::LOG_RATIO_LIMIT`].
     clamped,
     /// Aggregated log-ratios that were clamped, over all gates and weights.
     clamped_levels,
-    /// Known terms where a bound changed a ratio on its way to a weight.
+    /// Known terms for which a bound changed the ratio that a weight uses.
     truncated,
 }

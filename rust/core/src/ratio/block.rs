@@ -1,6 +1,6 @@
-//! One block of terms: what is known of it, its log-ratios, and what it adds to the statistics.
+//! One block of terms: which terms are known, their log-ratios, and their contribution to the statistics.
 //!
-//! Plain loops without calls or branches on data; gates and weights stand in their own files.
+//! The loops have no calls and no branches on data. `gate` and `weight` implement the gates and weights.
 
 use super::all_reduce::{Exchange, Stats};
 use super::float::{Real, Vector};
@@ -23,7 +23,7 @@ pub(super) struct Levels<'a> {
     pub batch: Option<&'a Segments>,
 }
 
-/// What the plan and the ranks are, the same for all blocks.
+/// The plan, levels and ranks, which are the same for all blocks.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
     pub plan: &'a Plan,
@@ -31,11 +31,11 @@ pub(super) struct Context<'a> {
     pub exchange: &'a dyn Exchange,
 }
 
-/// What blocks add up.
+/// The sums over blocks.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Sums {
     pub stats: Stats,
-    /// For each weight the sum of its values and their number, each token, turn, trace or group once.
+    /// For each weight, the sum and the number of its values. Each token, turn, trace or group counts once.
     pub units: Vec<(f64, f64)>,
 }
 
@@ -46,13 +46,13 @@ impl Sums {
 
     pub fn merge(&mut self, other: &Self) {
         self.stats.merge(&other.stats);
-        for (mine, other) in self.units.iter_mut().zip(&other.units) {
-            *mine = (mine.0 + other.0, mine.1 + other.1);
+        for (own, other) in self.units.iter_mut().zip(&other.units) {
+            *own = (own.0 + other.0, own.1 + other.1);
         }
     }
 }
 
-/// The columns of one block. Off the mask rollout is NaN and the others are 0.
+/// The columns of one block. At positions outside the mask, rollout is NaN and the others are 0.
 #[derive(Clone, Copy)]
 struct Columns<'a, F> {
     old: Option<&'a [F]>,
@@ -68,26 +68,26 @@ impl<'a, F: Real> Columns<'a, F> {
         let advantages = terms.advantages.map(|advantages| &advantages[range.clone()]);
         let [old, rollout, reference] = visible;
         Self {
-            old: seen(terms.old, &range, mask, old, F::ZERO),
-            rollout: seen(terms.rollout, &range, mask, rollout, F::NAN),
-            reference: seen(terms.reference, &range, mask, reference, F::ZERO),
+            old: visible_block(terms.old, &range, mask, old, F::ZERO),
+            rollout: visible_block(terms.rollout, &range, mask, rollout, F::NAN),
+            reference: visible_block(terms.reference, &range, mask, reference, F::ZERO),
             mask,
             advantages,
         }
     }
 
     fn logprobs(&self, policy: Policy) -> &'a [F] {
-        let found = match policy {
+        let logprobs = match policy {
             Policy::Old => self.old,
             Policy::Rollout => self.rollout,
             Policy::Reference => self.reference,
         };
-        found.unwrap_or(&[])
+        logprobs.unwrap_or(&[])
     }
 }
 
-/// A block of a column, through a copy where a mask hides some of it.
-fn seen<'a, F: Real>(
+/// Returns a block of a column. If there is a mask, hidden values are replaced in a copy.
+fn visible_block<'a, F: Real>(
     column: Option<&'a [F]>,
     range: &Range<usize>,
     mask: Option<&[bool]>,
@@ -97,11 +97,11 @@ fn seen<'a, F: Real>(
     let column = &column?[range.clone()];
     let Some(mask) = mask else { return Some(column) };
     copy.clear();
-    copy.extend(column.iter().zip(mask).map(|(&value, &here)| if here { value } else { hidden }));
+    copy.extend(column.iter().zip(mask).map(|(&value, &is_term)| if is_term { value } else { hidden }));
     Some(copy)
 }
 
-/// Buffers, kept from block to block.
+/// Buffers that blocks reuse.
 #[derive(Debug, Default)]
 pub(super) struct Scratch<F> {
     visible: [Vec<F>; 3],
@@ -111,9 +111,9 @@ pub(super) struct Scratch<F> {
 /// Arrays of the size of the block.
 #[derive(Debug, Default)]
 pub(super) struct Work<F> {
-    /// Of the ratio at hand; NaN where not known.
+    /// Log-ratio of the current ratio; NaN if unknown.
     pub log_ratio: Aligned<F>,
-    /// exp of it, clamped; 1 where not known.
+    /// Its exponential, clamped; 1 if unknown.
     pub ratio: Aligned<F>,
     pub values: Aligned<F>,
     pub factor: Aligned<F>,
@@ -121,7 +121,7 @@ pub(super) struct Work<F> {
     pub weight: Aligned<F>,
     pub known: Vec<bool>,
     pub flags: Vec<bool>,
-    /// A bound has changed the ratio on its way to the weight.
+    /// True if a bound changed the ratio that the weight uses.
     pub bounded: Vec<bool>,
 }
 
@@ -136,24 +136,24 @@ impl<F: Real> Work<F> {
     }
 }
 
-/// One block on its way through the plan.
+/// One block during the execution of the plan.
 pub(super) struct Block<'a, F> {
     columns: Columns<'a, F>,
     pub context: Context<'a>,
     range: Range<usize>,
-    /// The columns of the next block, as many terms as this one has.
+    /// The columns of the next block, with as many terms as this one.
     ahead: [&'a [F]; 2],
     pub work: &'a mut Work<F>,
     pub weight: &'a mut [F],
     pub keep: &'a mut [bool],
     pub sums: &'a mut Sums,
-    /// The ratio whose logarithm stands in `work`.
+    /// The ratio whose logarithm is in `work`.
     at_hand: Option<Ratio>,
-    /// Terms with keep 1 before any gate.
+    /// Number of terms with keep 1 before any gate.
     open: f64,
 }
 
-/// Runs the plan on the terms of `range`, which cuts no segment of its levels.
+/// Runs the plan on the terms of `range`, which does not split a segment of its levels.
 #[inline(always)]
 pub(super) fn run<F: Real, V: Vector<Element = F>>(
     terms: &Terms<'_, F>,
@@ -199,7 +199,8 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
     Ok(())
 }
 
-/// A block is long where segments are scattered, and then every part of the plan takes a while.
+/// Checks for cancellation in long blocks. A block is long if segments are scattered, and then every part of the plan
+/// takes a while.
 fn check_if(is_long: bool) {
     if is_long {
         cancel::check();
@@ -207,12 +208,12 @@ fn check_if(is_long: bool) {
 }
 
 impl<'a, F: Real> Block<'a, F> {
-    /// Finds what is known and starts `keep`; false where a value is no logprob.
+    /// Determines which terms are known and initializes `keep`. Returns false if a value is not a logprob.
     #[inline(always)]
     fn open<V: Vector<Element = F>>(&mut self) -> bool {
         let Columns { old, rollout, reference, mask, .. } = self.columns;
         let (missing, size) = (self.context.plan.missing, self.keep.len());
-        // The longest loop reads the columns first, so that it need not wait for them.
+        // The longest loop reads the columns first, so that it does not have to wait for them.
         let mut sound = match (old, rollout) {
             (Some(old), Some(rollout)) => self.open_mismatch::<V>(old, rollout),
             _ => rollout.is_none_or(is_possible) & old.is_none_or(is_finite),
@@ -242,24 +243,24 @@ impl<'a, F: Real> Block<'a, F> {
         sound & (missing != Missing::Refuse || terms == known)
     }
 
-    /// Brings old/rollout to hand and counts what is clamped; false where a value is no logprob.
+    /// Computes the ratio old/rollout and counts clamped values. Returns false if a value is not a logprob.
     #[inline(always)]
     fn open_mismatch<V: Vector<Element = F>>(&mut self, old: &[F], rollout: &[F]) -> bool {
         self.at_hand = Some(Ratio::MISMATCH);
         let (work, stats) = (&mut *self.work, &mut self.sums.stats);
-        let found = mismatch::<V>(
+        let summary = mismatch::<V>(
             (old, rollout),
             (&mut work.log_ratio, &mut work.ratio),
             [self.ahead[0], self.ahead[1], &*self.weight],
         );
-        if found.farthest > LOG_RATIO_LIMIT {
+        if summary.farthest > LOG_RATIO_LIMIT {
             let limit = F::of(LOG_RATIO_LIMIT);
             stats.clamped += count(&work.log_ratio, |l| l.abs() > limit) as f64;
         }
-        found.is_sound
+        summary.is_sound
     }
 
-    /// Brings the log-ratio of two policies to hand, and its exponential.
+    /// Computes the log-ratio of two policies and its exponential, unless they are current.
     #[inline(always)]
     pub fn take<V: Vector<Element = F>>(&mut self, ratio: Ratio) {
         if self.at_hand == Some(ratio) {
@@ -277,17 +278,17 @@ impl<'a, F: Real> Block<'a, F> {
         exponentiate::<V>(&work.log_ratio, &mut work.ratio);
     }
 
-    /// The logprobs of the ratio at hand, above and below.
+    /// Returns the logprobs of numerator and denominator of a ratio.
     pub fn logprobs(&self, ratio: Ratio) -> [&'a [F]; 2] {
         [self.columns.logprobs(ratio.num), self.columns.logprobs(ratio.den)]
     }
 
-    /// The advantages of the block; none where the plan does not look at them.
+    /// Returns the advantages of the block, or an empty slice if the plan does not use them.
     pub fn advantages(&self) -> &'a [F] {
         self.columns.advantages.unwrap_or(&[])
     }
 
-    /// The segments of a level in this block; none for the token.
+    /// Returns the segments of a level in this block, or `None` for the token level.
     pub fn local(&self, over: Over) -> Option<Local<'a>> {
         let levels = self.context.levels;
         let segments = match over {
@@ -300,12 +301,12 @@ impl<'a, F: Real> Block<'a, F> {
         segments.map(|segments| segments.within(&self.range))
     }
 
-    /// Where a condition on the advantage holds.
+    /// Returns, for each term, whether a condition on the advantage holds.
     pub fn holds(&self, when: When) -> impl Iterator<Item = bool> + use<'a, F> {
         self.advantages().iter().map(move |advantage| when.holds(advantage.wide()))
     }
 
-    /// Gives out the product of the weights, `unknown` where a term is not known.
+    /// Writes the product of the weights, and `unknown` for unknown terms.
     #[inline(always)]
     fn give(&mut self, unknown: F) {
         for ((out, &weight), &known) in self.weight.iter_mut().zip(&self.work.weight).zip(&self.work.known) {
@@ -313,7 +314,7 @@ impl<'a, F: Real> Block<'a, F> {
         }
     }
 
-    /// Sets the weights off the mask, and adds the block to the statistics.
+    /// Sets the weights outside the mask, and adds the block to the statistics.
     #[inline(always)]
     fn close(&mut self, unknown: F) {
         let (plan, work, stats) = (self.context.plan, &mut *self.work, &mut self.sums.stats);
@@ -321,8 +322,8 @@ impl<'a, F: Real> Block<'a, F> {
         stats.kept += kept;
         stats.gated += self.open - kept;
         if let Some(mask) = self.columns.mask.filter(|_| unknown != F::ZERO) {
-            for (weight, &here) in self.weight.iter_mut().zip(mask) {
-                *weight = if here { *weight } else { F::ZERO };
+            for (weight, &is_term) in self.weight.iter_mut().zip(mask) {
+                *weight = if is_term { *weight } else { F::ZERO };
             }
         }
         if plan.weights.iter().any(|weight| weight.shape.is_bounded()) {
@@ -334,14 +335,14 @@ impl<'a, F: Real> Block<'a, F> {
     }
 }
 
-/// Whether no rollout logprob is impossible.
+/// Returns true if every rollout logprob is possible.
 #[inline(always)]
 fn is_possible<F: Real>(rollout: &[F]) -> bool {
     let (top, sentinel) = (F::of(POSITIVE_TOLERANCE), F::of(SENTINEL));
     count(rollout, |logprob| (logprob > top) | (logprob <= sentinel)) == 0
 }
 
-/// Whether all are finite: 0 times any other is NaN.
+/// Returns true if all logprobs are finite: 0 times any other value is NaN.
 #[inline(always)]
 fn is_finite<F: Real>(logprobs: &[F]) -> bool {
     count(logprobs, |logprob| !(logprob * F::ZERO).is_known()) == 0

@@ -1,35 +1,36 @@
-//! Statistics of single terms (ratio, k1, k2, k3, ...) and the shapes of a ratio. NaN is a term whose logprob is missing.
+//! Statistics of single terms (ratio, k1, k2, k3, ...) and the shapes of a ratio. NaN marks a term with a missing
+//! logprob.
 
 use super::float::Real;
 use super::loops::{map, map2};
 use super::plan::{LOG_RATIO_LIMIT, Shape, Stat};
 
-/// Where binary KL keeps its logarithm finite: verl's.
+/// Keeps the logarithm in binary KL finite; verl's value.
 const BINARY_EPSILON: f64 = 1e-8;
 
-/// A log-ratio held within [`LOG_RATIO_LIMIT`].
+/// Clamps a log-ratio to [`LOG_RATIO_LIMIT`].
 #[inline(always)]
 pub(super) fn clamped<F: Real>(log_ratio: F) -> F {
     log_ratio.at_least(F::of(-LOG_RATIO_LIMIT)).at_most(F::of(LOG_RATIO_LIMIT))
 }
 
-/// The probability of a logprob; a little above 0 counts as 0.
+/// Returns the probability of a logprob. A value slightly above 0 counts as 0.
 #[inline(always)]
 fn probability<F: Real>(logprob: F) -> F {
     logprob.at_least(F::EXPONENTS.0).at_most(F::ZERO).exp()
 }
 
-/// The KL of (q, 1 - q) from (p, 1 - p), with the sign of p - q, from log p and log q.
+/// Returns the KL of (q, 1 - q) from (p, 1 - p), with the sign of p - q, from log p and log q.
 #[inline(always)]
 fn binary_kl<F: Real>(num: F, den: F) -> F {
     let (p, q) = (probability(num), probability(den));
-    let rest = |p: F| F::ONE - p + F::of(BINARY_EPSILON);
-    let kl = q * (den - num) + (F::ONE - q) * (rest(q) / rest(p)).ln();
+    let complement = |p: F| F::ONE - p + F::of(BINARY_EPSILON);
+    let kl = q * (den - num) + (F::ONE - q) * (complement(q) / complement(p)).ln();
     if p < q { F::ZERO - kl } else { kl }
 }
 
 impl Stat {
-    /// The statistic of each term, `Ratio` as the log-ratio itself.
+    /// Computes the statistic of each term. `Ratio` gives the log-ratio itself.
     #[inline(always)]
     pub(super) fn of<F: Real>(self, log_ratio: &[F], num: &[F], den: &[F], out: &mut [F]) {
         let half = F::of(0.5);
@@ -51,8 +52,8 @@ impl Stat {
 }
 
 impl Shape {
-    /// The weight of each ratio, 1 where its logarithm is NaN, and what `last` makes of log-ratio and weight; flags
-    /// where that is not the ratio, if a bound can do it.
+    /// Computes the weight of each ratio, with 1 if its logarithm is NaN, and applies `last` to log-ratio and weight.
+    /// If the shape has bounds, flags the terms whose result is not the ratio.
     #[inline(always)]
     pub(super) fn apply<F: Real>(
         self,
@@ -61,7 +62,7 @@ impl Shape {
         out: &mut [F],
         bounded: &mut [bool],
     ) {
-        let known = |l: F, weight: F| last(l, if l.is_known() { weight } else { F::ONE });
+        let or_one = |l: F, weight: F| last(l, if l.is_known() { weight } else { F::ONE });
         match self {
             Self::Identity => map2(out, log_ratio, ratio, last),
             Self::Clamp(low, high) => {
@@ -74,15 +75,15 @@ impl Shape {
             }
             Self::StrictWindow(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
-                map2(out, log_ratio, ratio, |l, w| known(l, if w > low && w < high { w } else { F::ZERO }));
+                map2(out, log_ratio, ratio, |l, w| or_one(l, if w > low && w < high { w } else { F::ZERO }));
             }
             Self::Gamma { power, rate } => {
                 let (power, rate) = (F::of(power), F::of(rate));
-                map2(out, log_ratio, ratio, |l, w| known(l, exp_or_zero(rate + power * clamped(l) - rate * w)));
+                map2(out, log_ratio, ratio, |l, w| or_one(l, exp_or_zero(rate + power * clamped(l) - rate * w)));
             }
             Self::Gaussian(sigma) => {
                 let narrow = F::of(-0.5 / (sigma * sigma));
-                map(out, log_ratio, |l| known(l, exp_or_zero(clamped(l) * clamped(l) * narrow)));
+                map(out, log_ratio, |l| or_one(l, exp_or_zero(clamped(l) * clamped(l) * narrow)));
             }
         }
         if self.is_bounded() {
@@ -92,13 +93,13 @@ impl Shape {
         }
     }
 
-    /// Whether it can take a ratio's value away.
+    /// Returns true if the shape can change a ratio by a bound.
     pub(super) fn is_bounded(self) -> bool {
         matches!(self, Self::Clamp(..) | Self::Window(..) | Self::StrictWindow(..))
     }
 }
 
-/// e^x, 0 far below.
+/// Returns e^x, or 0 far below the range.
 #[inline(always)]
 fn exp_or_zero<F: Real>(x: F) -> F {
     let (low, high) = F::EXPONENTS;

@@ -1,9 +1,9 @@
-//! What is asked of a float and of a vector of floats, with an exponential that a compiler can vectorise.
+//! Traits of a float and of a vector of floats, with an exponential that a compiler can vectorize.
 
 use std::fmt::Debug;
 use std::ops::{Add, Div, Mul, Sub};
 
-/// f32, computed in f32 with sums in f64, and f64, computed as given.
+/// f32, computed in f32 with sums in f64, and f64, computed in f64.
 pub trait Real:
     Copy
     + Debug
@@ -22,64 +22,64 @@ pub trait Real:
     const ONE: Self;
     /// Not a number.
     const NAN: Self;
-    /// Bits of an absolute value.
+    /// Number of bits of an absolute value.
     const BITS: u32;
-    /// The smallest and the largest argument that [`Real::exp`] takes; below it e^x counts as 0.
+    /// The smallest and the largest argument of [`Real::exp`]. Below the smallest, e^x counts as 0.
     const EXPONENTS: (Self, Self);
-    /// The nearest value.
+    /// Returns the nearest value.
     fn of(value: f64) -> Self;
-    /// The same value, wider.
+    /// Returns the same value as f64.
     fn wide(self) -> f64;
-    /// The value with these bits.
+    /// Returns the value with these bits.
     fn from_order(bits: u64) -> Self;
-    /// The bits of a value that is not negative, which rise with it.
+    /// Returns the bits of a non-negative value. They are in the order of the values.
     fn order(self) -> u64;
-    /// Without its sign.
+    /// Returns the absolute value.
     #[must_use]
     fn abs(self) -> Self;
-    /// e^x and e^x - 1 - x, the latter without cancellation around 0, of a value within [`Real::EXPONENTS`].
+    /// Returns e^x and e^x - 1 - x, the latter without cancellation around 0, for a value within [`Real::EXPONENTS`].
     #[must_use]
     fn exp_k3(self) -> (Self, Self);
-    /// self * by + plus, rounded once.
+    /// Returns self * by + plus, rounded once.
     #[must_use]
     fn times_plus(self, by: Self, plus: Self) -> Self;
-    /// The natural logarithm.
+    /// Returns the natural logarithm.
     #[must_use]
     fn ln(self) -> Self;
-    /// Runs a kernel in the widest vectors of this type.
+    /// Runs a kernel with the widest vectors of this type.
     #[doc(hidden)]
     #[allow(private_bounds, reason = "the type is sealed by it")]
     fn dispatch<K: Kernel<Self>>(kernel: K) -> K::Output;
 
-    /// e^x of a value within [`Real::EXPONENTS`].
+    /// Returns e^x for a value within [`Real::EXPONENTS`].
     #[must_use]
     #[inline(always)]
     fn exp(self) -> Self {
         self.exp_k3().0
     }
 
-    /// The larger; the other one where this is NaN.
+    /// Returns the larger value, or `low` if this is NaN.
     #[must_use]
     #[inline(always)]
     fn at_least(self, low: Self) -> Self {
         if self > low { self } else { low }
     }
 
-    /// The smaller; the other one where this is NaN.
+    /// Returns the smaller value, or `high` if this is NaN.
     #[must_use]
     #[inline(always)]
     fn at_most(self, high: Self) -> Self {
         if self < high { self } else { high }
     }
 
-    /// Whether this is a number.
+    /// Returns true if this is a number.
     #[inline(always)]
     #[allow(clippy::eq_op)]
     fn is_known(self) -> bool {
         self == self
     }
 
-    /// This where it is a number, else the other.
+    /// Returns this value if it is a number, else `other`.
     #[must_use]
     #[inline(always)]
     fn or(self, other: Self) -> Self {
@@ -90,7 +90,7 @@ pub trait Real:
 /// Numbers in a vector.
 pub(super) const LANES: usize = 8;
 
-/// Eight numbers at a time.
+/// A vector of eight numbers.
 pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> {
     type Element: Real;
     /// A flag for each number.
@@ -98,42 +98,42 @@ pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = 
     fn splat(value: Self::Element) -> Self;
     fn load(values: &[Self::Element; LANES]) -> Self;
     fn store(self, out: &mut [Self::Element; LANES]);
-    /// self * by + plus, rounded once.
+    /// Returns self * by + plus, rounded once.
     fn times_plus(self, by: Self, plus: Self) -> Self;
-    /// The larger; the other one where this is NaN.
+    /// Returns the larger value, or `low` if this is NaN.
     fn at_least(self, low: Self) -> Self;
-    /// The smaller; the other one where this is NaN.
+    /// Returns the smaller value, or `high` if this is NaN.
     fn at_most(self, high: Self) -> Self;
     fn abs(self) -> Self;
-    /// e^x, see [`Real::exp`].
+    /// Returns e^x, see [`Real::exp`].
     fn exp(self) -> Self;
-    /// Where this is a number.
+    /// Returns a mask of the lanes that are numbers.
     fn is_known(self) -> Self::Mask;
     fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
 }
 
-/// A computation over vectors of some kind. `run` must be `#[inline(always)]`, as all that it calls.
+/// A computation over any kind of vector. `run` and everything it calls must be `#[inline(always)]`.
 pub trait Kernel<F> {
     type Output;
     fn run<V: Vector<Element = F>>(self) -> Self::Output;
 }
 
-/// What the exponential needs of one f32, or of a vector of them.
+/// Operations on one f32, or on a vector of them, that the exponential needs.
 pub(super) trait Single: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> {
     fn constant(value: f32) -> Self;
-    /// self * by + plus, rounded once.
+    /// Returns self * by + plus, rounded once.
     fn times_plus(self, by: Self, plus: Self) -> Self;
-    /// 2 to the power of the integer in the low bits.
+    /// Returns 2 to the power of the integer in the low bits.
     fn two_to_low_bits(self) -> Self;
-    /// One of two values, by whether this is 0.
+    /// Returns `yes` if this is 0, else `no`.
     fn if_zero(self, yes: Self, no: Self) -> Self;
 }
 
-/// e^x = 2^n (1 + r + q) with x = n ln 2 + r and |r| <= ln 2 / 2: within 1e-7 of the true value, relatively.
+/// Computes e^x = 2^n (1 + r + q) with x = n ln 2 + r and |r| <= ln 2 / 2, within a relative error of 1e-7.
 ///
-/// No call and no branch. Fused multiplications are written out, and nothing else is fused, so that every machine gives the
-/// same bits. Where n is 0, q is e^x - 1 - x. The polynomial has the smallest largest relative error of its degree (by
-/// Lawson's iteration).
+/// There are no calls and no branches. Fused multiplications are explicit, and nothing else is fused, so every machine
+/// gives the same bits. If n is 0, q is e^x - 1 - x. The polynomial minimizes the maximum relative error for its
+/// degree (by Lawson's iteration).
 #[allow(clippy::excessive_precision)]
 #[inline(always)]
 pub(super) fn exp_k3<V: Single>(x: V) -> (V, V) {

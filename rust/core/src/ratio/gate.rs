@@ -1,7 +1,7 @@
-//! Gates, which drop terms by bounds on a statistic or by a budget, and the levels that gates and weights share.
+//! Gates, which reject terms by bounds on a statistic or by a budget, and the levels that gates and weights share.
 //!
-//! The budget (M2PO, arXiv 2510.01161) keeps terms up to the largest value that it allows, found by a radix descent over
-//! the bits of the values; AReaL sorts instead, and looks at all terms.
+//! The budget (M2PO, arXiv 2510.01161) keeps terms up to the largest allowed value, which a radix descent over the
+//! bits of the values finds. AReaL sorts instead, and considers all terms.
 
 use super::all_reduce::{Exchange, Op};
 use super::block::{Block, Work};
@@ -11,20 +11,20 @@ use super::plan::{Agg, Budget, Gate, LOG_RATIO_LIMIT, Level, Over, Stat, When};
 use super::segments::{Local, Totals, prefix};
 use crate::error::Result;
 
-/// What a level is of each segment, or of each term; NaN where nothing is counted.
+/// The level of each segment, or of each term; NaN if nothing is counted.
 pub(super) enum Found {
     Segments(Vec<f64>),
     Terms(Vec<f64>),
 }
 
-/// How many log-ratios are clamped before they are exponentiated.
+/// Counts the log-ratios that are clamped before they are exponentiated.
 pub(super) fn beyond(found: &Found) -> f64 {
     let (Found::Segments(levels) | Found::Terms(levels)) = found;
     levels.iter().filter(|level| level.abs() > LOG_RATIO_LIMIT).count() as f64
 }
 
 impl<F: Real> Block<'_, F> {
-    /// Aggregates `work.values`, or the log-ratio where they are it; `work.factor` and the flags are overwritten.
+    /// Aggregates `work.values`, or the log-ratio if `of_log_ratio`. Overwrites `work.factor` and the flags.
     #[inline(always)]
     pub fn aggregate(&mut self, local: Local<'_>, level: Level, of_log_ratio: bool) -> Result<Found> {
         let Work { log_ratio, values, factor, known, flags, .. } = &mut *self.work;
@@ -50,7 +50,7 @@ impl<F: Real> Block<'_, F> {
         Ok(Found::Segments(totals.finish(level.agg)))
     }
 
-    /// Drops the terms that the gate fails.
+    /// Rejects the terms that fail the gate.
     #[inline(always)]
     pub fn gate<V: Vector<Element = F>>(&mut self, gate: &Gate) -> Result<()> {
         self.take::<V>(gate.ratio);
@@ -63,8 +63,8 @@ impl<F: Real> Block<'_, F> {
         match self.local(gate.level.over) {
             None => self.fail_tokens(gate),
             Some(local) => {
-                let found = self.aggregate(local, gate.level, of_log_ratio)?;
-                self.fail_levels(gate, local, found);
+                let levels = self.aggregate(local, gate.level, of_log_ratio)?;
+                self.fail_levels(gate, local, levels);
             }
         }
         if gate.when != When::Always {
@@ -82,7 +82,7 @@ impl<F: Real> Block<'_, F> {
         Ok(())
     }
 
-    /// Flags the terms outside the bounds; NaN, which is not known, never is.
+    /// Flags the terms outside the bounds. NaN (unknown) is never flagged.
     #[inline(always)]
     fn fail_tokens(&mut self, gate: &Gate) {
         let (low, high) = (F::of(gate.low), F::of(gate.high));
@@ -97,7 +97,8 @@ impl<F: Real> Block<'_, F> {
         }
     }
 
-    /// Flags the terms whose turn, trace, group, batch or past lies outside; an unknown one falls with it.
+    /// Flags the terms whose turn, trace, group, batch or prefix is outside the bounds. Unknown terms are flagged with
+    /// it.
     fn fail_levels(&mut self, gate: &Gate, local: Local<'_>, found: Found) {
         let is_log = gate.stat == Stat::Ratio;
         if is_log && gate.level.over != Over::Batch {
@@ -122,24 +123,24 @@ impl<F: Real> Block<'_, F> {
         }
     }
 
-    /// A flag on one term becomes a flag on all of its segment.
+    /// Extends a flag on one term to all terms of its segment.
     fn widen(&mut self, local: Local<'_>) {
         let flags = &mut self.work.flags;
-        let mut fallen = vec![false; local.len];
+        let mut segment_failed = vec![false; local.len];
         for (run, segment) in local.runs() {
-            fallen[segment] |= flags[run].contains(&true);
+            segment_failed[segment] |= flags[run].contains(&true);
         }
         for (run, segment) in local.runs() {
-            flags[run].fill(fallen[segment]);
+            flags[run].fill(segment_failed[segment]);
         }
     }
 }
 
-/// Bits decided in one round.
+/// Number of bits decided in one round.
 const DIGIT: u32 = 11;
 
 impl<F: Real> Block<'_, F> {
-    /// Drops the terms with the largest statistic, so many that the mean of the others is within the budget.
+    /// Rejects the terms with the largest statistic until the mean of the remaining ones is within the budget.
     pub fn budget<V: Vector<Element = F>>(&mut self, plan: &Budget) -> Result<()> {
         self.take::<V>(plan.ratio);
         let [num, den] = self.logprobs(plan.ratio);
@@ -157,18 +158,19 @@ impl<F: Real> Block<'_, F> {
                 *value = if is_active { *value } else { F::NAN };
             }
         }
-        let most = threshold(&work.values, plan.mean, self.context.exchange)?;
+        let limit = threshold(&work.values, plan.mean, self.context.exchange)?;
         for (keep, &value) in self.keep.iter_mut().zip(&work.values) {
-            *keep &= !value.is_known() || value <= most;
+            *keep &= !value.is_known() || value <= limit;
         }
         Ok(())
     }
 }
 
-/// The largest value such that the mean of those up to it is at most `mean`; the smallest of all where there is none.
+/// Returns the largest threshold such that the mean of the values up to it is at most `mean`, or the smallest value if
+/// there is none.
 ///
-/// Values are not negative; NaN is passed over. The mean rises with the threshold, so each round finds the digit of the
-/// threshold from the counts and sums of the values that agree with the digits before.
+/// Values are not negative; NaN is skipped. The mean rises with the threshold. Each round therefore finds one digit of
+/// the threshold from the counts and sums of the values that agree with the previous digits.
 fn threshold<F: Real>(values: &[F], mean: f64, exchange: &dyn Exchange) -> Result<F> {
     let (mut path, mut left) = (0, F::BITS);
     let (mut sum, mut count) = (0.0, 0.0);
@@ -177,12 +179,13 @@ fn threshold<F: Real>(values: &[F], mean: f64, exchange: &dyn Exchange) -> Resul
         let shift = left - digit;
         let mut buckets = histogram(values, path, left, shift);
         exchange.all_reduce(&mut buckets, Op::Sum)?;
-        let mut filled = buckets.as_chunks::<2>().0.iter().enumerate().filter(|(_, [_, here])| *here > 0.0);
-        let over = filled.find(|(_, [more, here])| {
-            let fits = sum + more <= mean * (count + here);
+        let mut filled =
+            buckets.as_chunks::<2>().0.iter().enumerate().filter(|(_, [_, bucket_count])| *bucket_count > 0.0);
+        let over = filled.find(|(_, [bucket_sum, bucket_count])| {
+            let fits = sum + bucket_sum <= mean * (count + bucket_count);
             if fits {
-                sum += more;
-                count += here;
+                sum += bucket_sum;
+                count += bucket_count;
             }
             !fits
         });
@@ -191,15 +194,15 @@ fn threshold<F: Real>(values: &[F], mean: f64, exchange: &dyn Exchange) -> Resul
         };
         let bucket = path | ((bucket as u64) << shift);
         if shift == 0 {
-            // The bucket is one value, the first that does not fit.
-            let none = count == 0.0;
-            return Ok(if none { F::from_order(bucket) } else { F::from_order(bucket - 1) });
+            // The bucket is a single value, the first that does not fit.
+            let is_first = count == 0.0;
+            return Ok(if is_first { F::from_order(bucket) } else { F::from_order(bucket - 1) });
         }
         (path, left) = (bucket, shift);
     }
 }
 
-/// Sum and count of the values whose bits above `left` are those of `path`, by their bits from `shift` on.
+/// Returns sum and count of the values whose bits above `left` equal those of `path`, by their bits from `shift` on.
 fn histogram<F: Real>(values: &[F], path: u64, left: u32, shift: u32) -> Vec<f64> {
     let mut buckets = vec![0.0; 2 << (left - shift)];
     for value in values.iter().filter(|value| value.is_known()) {
@@ -220,17 +223,17 @@ mod tests {
     use super::*;
 
     fn kept(values: &[f64], mean: f64) -> Vec<f64> {
-        let most = threshold(values, mean, &Alone).unwrap();
-        values.iter().copied().filter(|&value| value <= most).collect()
+        let limit = threshold(values, mean, &Alone).unwrap();
+        values.iter().copied().filter(|&value| value <= limit).collect()
     }
 
     #[test]
-    fn the_largest_fall_until_the_mean_fits_but_one() {
-        // means of the smallest one, two, three, four: 0.1, 0.15, 0.2, 0.65
+    fn the_largest_are_rejected_until_the_mean_fits_but_one_stays() {
+        // means of the smallest one, two, three and four values: 0.1, 0.15, 0.2, 0.65
         assert_eq!(kept(&[2.0, 0.1, 0.3, 0.2], 0.2), [0.1, 0.3, 0.2]);
         assert_eq!(kept(&[2.0, 0.1, 0.3, 0.2], 0.17), [0.1, 0.2]);
         assert_eq!(kept(&[2.0, 0.1, 0.3, 0.2], 5.0), [2.0, 0.1, 0.3, 0.2]);
-        // One stays, and ties stay or fall together.
+        // One stays, and equal values stay or are rejected together.
         assert_eq!(kept(&[2.0, 1.0], 0.1), [1.0]);
         assert_eq!(kept(&[0.0, 1.0, 1.0], 0.5), [0.0]);
         assert_eq!(kept(&[1.0, 1.0, 3.0], 0.1), [1.0, 1.0]);

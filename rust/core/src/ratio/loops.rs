@@ -1,19 +1,20 @@
-//! Vectorised loops over slices: log-ratios and their exponentials, maps and sums, and the aligned buffers they run over.
+//! Vectorized loops over slices: log-ratios and their exponentials, maps and sums, and the aligned buffers they run
+//! over.
 //!
-//! Loops become vector code by compilers where they are simple, by [`Vector`] where sums run along. Sums run in fixed
-//! lanes, in one order on every machine.
+//! The compiler vectorizes simple loops; loops with running sums use [`Vector`]. Sums use a fixed number of lanes and
+//! are added in the same order on every machine.
 
 use super::float::{LANES, Real, Vector};
 use super::plan::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL};
 use super::simd::prefetch;
 use std::ops::{Deref, DerefMut};
 
-/// What is done with a vector of each input. `step` must be `#[inline(always)]`.
+/// A computation on one vector of each input. `step` must be `#[inline(always)]`.
 trait Pass<V, const I: usize, const O: usize> {
     fn step(&mut self, inputs: [V; I]) -> [V; O];
 }
 
-/// Runs a pass over slices of one length; the vector behind the last whole one is filled up with `padding`.
+/// Runs a pass over slices of equal length. The last, incomplete vector is filled with `padding`.
 #[inline(always)]
 fn each<V: Vector, P: Pass<V, I, O>, const I: usize, const O: usize>(
     pass: &mut P,
@@ -25,41 +26,41 @@ fn each<V: Vector, P: Pass<V, I, O>, const I: usize, const O: usize>(
     let inputs = inputs.map(|input| input[..size].as_chunks::<LANES>());
     let mut outputs = outputs.map(|output| output[..size].as_chunks_mut::<LANES>());
     for chunk in 0..size / LANES {
-        let found = pass.step(std::array::from_fn(|n| V::load(&inputs[n].0[chunk])));
-        for (output, found) in outputs.iter_mut().zip(found) {
-            found.store(&mut output.0[chunk]);
+        let results = pass.step(std::array::from_fn(|n| V::load(&inputs[n].0[chunk])));
+        for (output, result) in outputs.iter_mut().zip(result) {
+            result.store(&mut output.0[chunk]);
         }
     }
     if !size.is_multiple_of(LANES) {
-        let found = pass.step(std::array::from_fn(|n| V::load(&padded(inputs[n].1, padding[n]))));
-        for ((_, tail), found) in outputs.iter_mut().zip(found) {
-            tail.copy_from_slice(&to_array(found)[..tail.len()]);
+        let results = pass.step(std::array::from_fn(|n| V::load(&padded(inputs[n].1, padding[n]))));
+        for ((_, tail), result) in outputs.iter_mut().zip(result) {
+            tail.copy_from_slice(&to_array(result)[..tail.len()]);
         }
     }
 }
 
-/// The last few values, and something that counts for nothing.
+/// Returns the last few values, filled up with a neutral value.
 #[inline(always)]
-fn padded<T: Copy>(tail: &[T], nothing: T) -> [T; LANES] {
-    let mut array = [nothing; LANES];
+fn padded<T: Copy>(tail: &[T], neutral: T) -> [T; LANES] {
+    let mut array = [neutral; LANES];
     array[..tail.len()].copy_from_slice(tail);
     array
 }
 
-/// e^x of a log-ratio held within the limit; 1 where it is NaN.
+/// Returns e^x of a log-ratio clamped to the limit. `counted` must not be NaN.
 #[inline(always)]
 fn exponential<V: Vector>(counted: V) -> V {
     let limit = |sign: f64| V::splat(V::Element::of(sign * LOG_RATIO_LIMIT));
     counted.at_least(limit(-1.0)).at_most(limit(1.0)).exp()
 }
 
-/// A log-ratio, 0 where it is NaN.
+/// Returns a log-ratio, with 0 for NaN.
 #[inline(always)]
 fn counted<V: Vector>(log_ratio: V) -> V {
     V::select(log_ratio.is_known(), log_ratio, V::splat(V::Element::ZERO))
 }
 
-/// A log-ratio to the ratio.
+/// Computes the ratio from a log-ratio.
 struct Exponential;
 
 impl<V: Vector> Pass<V, 1, 1> for Exponential {
@@ -69,13 +70,13 @@ impl<V: Vector> Pass<V, 1, 1> for Exponential {
     }
 }
 
-/// exp of clamped log-ratios, 1 where they are NaN.
+/// Writes exp of the clamped log-ratios, with 1 for NaN.
 #[inline(always)]
 pub(super) fn exponentiate<V: Vector>(log_ratio: &[V::Element], ratio: &mut [V::Element]) {
     each::<V, _, 1, 1>(&mut Exponential, [log_ratio], [V::Element::ZERO], [ratio]);
 }
 
-/// old, rollout to their log-ratio and their ratio; extremes pass over NaN.
+/// Computes log-ratio and ratio from old and rollout logprobs. The extremes ignore NaN.
 struct Difference<V, A> {
     /// NaN as soon as an old logprob is not finite.
     zeros: V,
@@ -84,7 +85,7 @@ struct Difference<V, A> {
     most: V,
     /// The largest absolute log-ratio.
     farthest: V,
-    /// Lines that are needed next, of three columns.
+    /// Cache lines of three columns that are needed next.
     ahead: A,
 }
 
@@ -106,16 +107,17 @@ impl<'a, V: Vector, L: 'a, A: Iterator<Item = ((&'a L, &'a L), &'a L)>> Pass<V, 
     }
 }
 
-/// What old/rollout of a block is like.
+/// Summary of the log-ratios old/rollout of a block.
 pub(super) struct Mismatch {
-    /// No value that cannot be a logprob.
+    /// True if every value is a possible logprob.
     pub is_sound: bool,
     /// The largest absolute log-ratio.
     pub farthest: f64,
 }
 
-/// log_ratio = old - rollout, NaN where rollout is; ratio = exp of it, clamped, and 1 there. `ahead` is what is needed
-/// next: the columns of the next block, and where the weights of this one go.
+/// Computes log_ratio = old - rollout (NaN if rollout is), and ratio = exp of the clamped log-ratio (1 for NaN).
+/// `ahead` are the slices that are needed next: the columns of the next block, and the destination of this block's
+/// weights.
 #[inline(always)]
 pub(super) fn mismatch<V: Vector>(
     (old, rollout): (&[V::Element], &[V::Element]),
@@ -150,7 +152,7 @@ pub(super) fn map2<F: Real>(out: &mut [F], a: &[F], b: &[F], f: impl Fn(F, F) ->
     }
 }
 
-/// The numbers of a vector.
+/// Returns the numbers of a vector.
 #[inline(always)]
 pub(super) fn to_array<V: Vector>(vector: V) -> [V::Element; LANES] {
     let mut array = [V::Element::ZERO; LANES];
@@ -158,14 +160,14 @@ pub(super) fn to_array<V: Vector>(vector: V) -> [V::Element; LANES] {
     array
 }
 
-/// The largest number of a vector.
+/// Returns the largest number of a vector.
 #[inline(always)]
 pub(super) fn largest<V: Vector>(vector: V) -> f64 {
     let array = to_array(vector);
-    array.iter().fold(array[0], |most, lane| lane.at_least(most)).wide()
+    array.iter().fold(array[0], |maximum, lane| lane.at_least(maximum)).wide()
 }
 
-/// The largest; NaN is passed over, and without any it is minus infinity.
+/// Returns the largest value, ignoring NaN; minus infinity if there is none.
 #[inline(always)]
 pub(super) fn maximum<F: Real>(values: &[F]) -> f64 {
     let mut lanes = [F::of(f64::NEG_INFINITY); 2 * LANES];
@@ -175,10 +177,10 @@ pub(super) fn maximum<F: Real>(values: &[F]) -> f64 {
             *lane = value.at_least(*lane);
         }
     }
-    lanes.iter().chain(tail).fold(f64::NEG_INFINITY, |most, value| most.max(value.wide()))
+    lanes.iter().chain(tail).fold(f64::NEG_INFINITY, |maximum, value| maximum.max(value.wide()))
 }
 
-/// The sum in f64, whatever the type of the values; NaN is passed over.
+/// Returns the sum in f64 for any type of values, ignoring NaN.
 #[inline(always)]
 pub(super) fn wide_sum<F: Real>(values: &[F]) -> f64 {
     let mut lanes = [0.0; 2 * LANES];
@@ -194,13 +196,13 @@ pub(super) fn wide_sum<F: Real>(values: &[F]) -> f64 {
     lanes.iter().sum()
 }
 
-/// How many values f holds for.
+/// Counts the values for which f is true.
 #[inline(always)]
 pub(super) fn count<F: Real>(values: &[F], f: impl Fn(F) -> bool) -> usize {
     values.iter().map(|&value| u32::from(f(value))).sum::<u32>() as usize
 }
 
-/// How many are true; counted in bytes, which a vector holds most of.
+/// Counts the true flags. Uses byte counters, of which a vector has the most.
 #[inline(always)]
 pub(super) fn ones(flags: &[bool]) -> f64 {
     let count = |flags: &[bool]| usize::from(flags.iter().map(|&flag| u8::from(flag)).sum::<u8>());
@@ -210,7 +212,7 @@ pub(super) fn ones(flags: &[bool]) -> f64 {
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Numbers, the first of them at the start of a cache line.
+/// Numbers whose first one is at the start of a cache line.
 #[derive(Debug, Default)]
 pub(super) struct Aligned<F> {
     space: Vec<F>,

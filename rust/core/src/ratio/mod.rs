@@ -1,7 +1,9 @@
-//! Importance ratios of recorded terms: levels, gates, weights and denominators, everything that carries no gradient.
+//! Importance ratios of recorded trained tokens (terms): levels, gates, weights and denominators, all without
+//! gradients.
 //!
-//! Flat slices in, vectors out. Blocks of terms that cut no segment run through the whole plan while they are in cache,
-//! several threads at a time; what the plan says of the batch needs one block, and what it says of ranks an [`Exchange`].
+//! Takes flat slices and returns vectors. Blocks of terms that split no segment run through the whole plan while they
+//! are in cache, on several threads. A plan with parts over the batch needs one block; parts over ranks use an
+//! [`Exchange`].
 #![allow(clippy::inline_always, reason = "a kernel is compiled for the vectors of the function it is inlined into")]
 #![allow(clippy::needless_bitwise_bool, reason = "a branch on data is no vector code")]
 
@@ -38,37 +40,38 @@ use segments::{Index, Segments};
 use std::ops::Range;
 use terms::argument;
 
-/// Fewest terms of a block: its arrays stay in the first caches.
+/// Minimum number of terms of a block. Its arrays stay in the first-level caches.
 const BLOCK: usize = 1024;
 
-/// A mean weight up to this is not divided by (verl's bound).
+/// Weights are not divided by a mean up to this value (verl's bound).
 const SMALLEST_MEAN: f64 = 1e-8;
 
-/// What the loss takes of each term, and what the run reports.
+/// The inputs of the loss for each term, and the statistics that a run reports.
 #[derive(Debug, Clone)]
 pub struct Corrected<F> {
-    /// Product of the weights; 0 where masked as missing, 1 where neutral.
+    /// Product of the weights; 0 if masked as missing, 1 if neutral.
     pub weight: Vec<F>,
-    /// Whether the term trains.
+    /// True if the term is trained.
     pub keep: Vec<bool>,
-    /// One for each reduction of the plan.
+    /// One scale for each reduction of the plan.
     pub scales: Vec<Scale<F>>,
-    /// What was done, over all ranks.
+    /// Statistics over all ranks.
     pub stats: Stats,
 }
 
-/// Weights, gates and scales of the terms, in new vectors; see [`correct_into`].
+/// Computes weights, gates and scales of the terms in new vectors; see [`correct_into`].
 pub fn correct<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) -> Result<Corrected<F>> {
     let (mut weight, mut keep) = (vec![F::ZERO; terms.len()], vec![false; terms.len()]);
     let (scales, stats) = correct_into(terms, plan, exchange, &mut weight, &mut keep)?;
     Ok(Corrected { weight, keep, scales, stats })
 }
 
-/// Writes the weight and the keep of each position; gives the scales and the statistics.
+/// Writes the weight and the keep flag of each position. Returns the scales and the statistics.
 ///
 /// # Errors
-/// [`crate::Kind::Argument`] for slices of unequal length, a plan that names what was not given, `old` or `reference`
-/// that is not finite, `rollout` that is positive or infinite, NaN under [`Missing::Refuse`], and groups over ranks.
+/// [`crate::Kind::Argument`] if slices differ in length, or if the plan needs a missing input. Also if `old` or
+/// `reference` is not finite, or if `rollout` is positive or infinite. Also for NaN under [`Missing::Refuse`], and for
+/// groups over ranks.
 pub fn correct_into<F: Real>(
     terms: &Terms<'_, F>,
     plan: &Plan,
@@ -78,8 +81,8 @@ pub fn correct_into<F: Real>(
 ) -> Result<(Vec<Scale<F>>, Stats)> {
     check(terms, plan, exchange)?;
     let index = Index::new(terms);
-    let used = |over: Over| if plan.spans(over) { index.of(over) } else { None };
-    let [turn, trace, group, batch] = [Over::Turn, Over::Trace, Over::Group, Over::Batch].map(used);
+    let segments_of = |over: Over| if plan.spans(over) { index.of(over) } else { None };
+    let [turn, trace, group, batch] = [Over::Turn, Over::Trace, Over::Group, Over::Batch].map(segments_of);
     let levels = Levels { turn, trace, group, batch };
     let uncut: Vec<&Segments> = [batch, group, trace, turn].into_iter().flatten().collect();
     let ends = segments::blocks(terms.len(), &uncut, BLOCK);
@@ -97,7 +100,7 @@ pub fn correct_into<F: Real>(
     Ok((scales, sums.stats))
 }
 
-/// Neighbouring blocks, and where their weights and keeps go.
+/// Neighboring blocks, and the slices for their weights and keep flags.
 struct Share<'a, F> {
     terms: &'a Terms<'a, F>,
     context: Context<'a>,
@@ -114,14 +117,14 @@ impl<F: Real> Kernel<F> for Share<'_, F> {
         let Self { terms, context, blocks, mut weight, mut keep } = self;
         let (mut sums, mut scratch) = (Sums::new(context.plan), Scratch::default());
         for range in blocks {
-            let here = weight.split_off_mut(..range.len()).zip(keep.split_off_mut(..range.len()));
-            block::run::<F, V>(terms, range, context, &mut scratch, here.unwrap_or_default(), &mut sums)?;
+            let outputs = weight.split_off_mut(..range.len()).zip(keep.split_off_mut(..range.len()));
+            block::run::<F, V>(terms, range, context, &mut scratch, outputs.unwrap_or_default(), &mut sums)?;
         }
         Ok(sums)
     }
 }
 
-/// Runs the blocks, several threads at a time; sums are added in the order of the blocks.
+/// Runs the blocks on several threads. Sums are added in the order of the blocks.
 fn in_shares<F: Real>(
     terms: &Terms<'_, F>,
     plan: &Plan,
@@ -134,8 +137,8 @@ fn in_shares<F: Real>(
     for &end in ends {
         blocks.push(blocks.last().map_or(start, |last: &Range<usize>| last.end)..end);
         if end - start >= SHARE || end == terms.len() {
-            let here = weight.split_off_mut(..end - start).zip(keep.split_off_mut(..end - start));
-            shares.push((std::mem::take(&mut blocks), here.unwrap_or_default()));
+            let outputs = weight.split_off_mut(..end - start).zip(keep.split_off_mut(..end - start));
+            shares.push((std::mem::take(&mut blocks), outputs.unwrap_or_default()));
             start = end;
         }
     }
@@ -143,15 +146,15 @@ fn in_shares<F: Real>(
         let context = Context { plan, levels, exchange: &Alone };
         F::dispatch(Share { terms, context, blocks, weight, keep })
     };
-    let found: Vec<Result<Sums>> = pool::map(shares, || (), run);
+    let results: Vec<Result<Sums>> = pool::map(shares, || (), run);
     let mut total = Sums::new(plan);
-    for sums in found {
+    for sums in results {
         total.merge(&sums?);
     }
     Ok(total)
 }
 
-/// Divides by the mean of each weight that asks for it.
+/// Divides by the mean of each weight with `normalize`.
 fn normalize<F: Real>(
     terms: &Terms<'_, F>,
     plan: &Plan,
@@ -159,18 +162,18 @@ fn normalize<F: Real>(
     weight: &mut [F],
     sums: &Sums,
 ) -> Result<()> {
-    let asking = plan.weights.iter().zip(&sums.units).filter(|(weight, _)| weight.normalize);
-    let mut units: Vec<f64> = asking.flat_map(|(_, &(sum, count))| [sum, count]).collect();
+    let normalized = plan.weights.iter().zip(&sums.units).filter(|(weight, _)| weight.normalize);
+    let mut units: Vec<f64> = normalized.flat_map(|(_, &(sum, count))| [sum, count]).collect();
     if units.is_empty() {
         return Ok(());
     }
     exchange.all_reduce(&mut units, Op::Sum)?;
     let means = units.as_chunks::<2>().0.iter().map(|[sum, count]| sum / count.max(1.0));
     let mean: f64 = means.filter(|&mean| mean > SMALLEST_MEAN).product();
-    let by = F::of(mean);
+    let divisor = F::of(mean);
     for (position, weight) in weight.iter_mut().enumerate() {
-        let known = terms.rollout.is_none_or(|rollout| rollout[position].is_known());
-        *weight = if known { *weight / by } else { *weight };
+        let is_known = terms.rollout.is_none_or(|rollout| rollout[position].is_known());
+        *weight = if is_known { *weight / divisor } else { *weight };
     }
     Ok(())
 }
@@ -192,8 +195,8 @@ fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) ->
                 .cure("Pass one entry per term in every array"));
         }
     }
-    let absent = |what: &str, given: &str| {
-        argument(format!("{what} without {given}")).cure(format!("Pass {given}, one entry per term"))
+    let missing_input = |what: &str, input: &str| {
+        argument(format!("{what} without {input}")).cure(format!("Pass {input}, one entry per term"))
     };
     for ratio in plan.ratios() {
         if let Some(policy) = [ratio.num, ratio.den].into_iter().find(|&policy| terms.logprobs(policy).is_none()) {
@@ -203,9 +206,9 @@ fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) ->
                 .cure(format!("Pass the logprobs of {name}, one entry per term")));
         }
     }
-    for (over, given, name) in [(Over::Turn, terms.turn, "turn"), (Over::Group, terms.group, "group")] {
-        if given.is_none() && plan.spans(over) {
-            return Err(absent(&format!("a {name} level"), name));
+    for (over, ids, name) in [(Over::Turn, terms.turn, "turn"), (Over::Group, terms.group, "group")] {
+        if ids.is_none() && plan.spans(over) {
+            return Err(missing_input(&format!("a {name} level"), name));
         }
     }
     if plan.spans(Over::Group) && !exchange.is_alone() {
@@ -214,7 +217,7 @@ fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) ->
             .cure("Take the trace, or the batch"));
     }
     if terms.advantages.is_none() && plan.is_conditional() {
-        return Err(absent("a weight or gate that depends on the sign of A", "advantages"));
+        return Err(missing_input("a weight or gate that depends on the sign of A", "advantages"));
     }
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! What to compute: ratios, levels, gates, weights and reductions, as plain values, and the constants that the steps share.
+//! The computation as plain values: ratios, levels, gates, weights and reductions, and the constants that the steps
+//! share.
 
 /// A policy whose logprobs are known before the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,25 +25,25 @@ impl Policy {
 /// The probability ratio of two policies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ratio {
-    /// Above.
+    /// Numerator.
     pub num: Policy,
-    /// Below.
+    /// Denominator.
     pub den: Policy,
 }
 
 impl Ratio {
-    /// old/rollout, which the statistics are of.
+    /// old/rollout, the ratio of the statistics.
     pub const MISMATCH: Self = Self { num: Policy::Old, den: Policy::Rollout };
 }
 
-/// What a log-ratio is aggregated over; each is wider than the one before.
+/// The terms over which a log-ratio is aggregated. Each level is wider than the previous one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Over {
-    /// Each term alone.
+    /// Each term separately.
     Token,
     /// The terms of one generation of a trace.
     Turn,
-    /// The terms of a trace, all its branches together.
+    /// The terms of a trace, of all its branches together.
     Trace,
     /// The terms of a group of traces.
     Group,
@@ -50,29 +51,29 @@ pub enum Over {
     Batch,
 }
 
-/// How terms become one number.
+/// The function that aggregates terms to one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Agg {
     /// The sum.
     Sum,
-    /// The sum over the number of terms counted.
+    /// The sum divided by the number of counted terms.
     Mean,
-    /// The largest.
+    /// The maximum.
     Max,
-    /// For each term the sum up to it, itself included, in the order of the arrays.
+    /// For each term, the sum up to and including it, in the order of the arrays.
     PrefixSum,
-    /// For each term the smallest up to it, itself included.
+    /// For each term, the minimum up to and including it.
     PrefixMin,
 }
 
 impl Agg {
-    /// Whether terms of one segment get different numbers.
+    /// Returns true if terms of one segment get different numbers.
     pub fn is_prefix(self) -> bool {
         matches!(self, Self::PrefixSum | Self::PrefixMin)
     }
 }
 
-/// The mean of a level's ratio and the token's own.
+/// The mean of a level's ratio and the token's own ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blend {
     /// (e^l + e^L) / 2.
@@ -81,28 +82,28 @@ pub enum Blend {
     Geometric,
 }
 
-/// Over which terms, how, and whether only those still kept are counted.
+/// The terms to aggregate, the aggregation, and whether only kept terms count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Level {
     /// Token to batch.
     pub over: Over,
-    /// Read where `over` is not a token.
+    /// Used if `over` is not a token.
     pub agg: Agg,
-    /// Count only the terms that the gates before have kept.
+    /// Count only the terms that the previous gates have kept.
     pub kept: bool,
-    /// Read by weights.
+    /// Used by weights only.
     pub blend: Option<Blend>,
 }
 
 impl Level {
-    /// Each term alone.
+    /// Each term separately.
     pub const TOKEN: Self = Self { over: Over::Token, agg: Agg::Sum, kept: false, blend: None };
 }
 
-/// On which sign of the advantage a gate or weight applies.
+/// The sign of the advantage for which a gate or weight applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When {
-    /// On every term.
+    /// Every term.
     Always,
     /// A > 0.
     Positive,
@@ -115,7 +116,7 @@ pub enum When {
 }
 
 impl When {
-    /// Whether it applies to a term with this advantage.
+    /// Returns true if it applies to a term with this advantage.
     pub(super) fn holds(self, advantage: f64) -> bool {
         match self {
             Self::Always => true,
@@ -127,7 +128,7 @@ impl When {
     }
 }
 
-/// A function of the log-ratio l of two probabilities p (above) and q (below).
+/// A function of the log-ratio l of two probabilities p (numerator) and q (denominator).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stat {
     /// exp of the aggregated l.
@@ -151,56 +152,56 @@ pub enum Stat {
 /// Keeps a term iff low <= stat <= high.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Gate {
-    /// Of which policies.
+    /// The policies of the ratio.
     pub ratio: Ratio,
-    /// Which function of the log-ratio.
+    /// The function of the log-ratio.
     pub stat: Stat,
-    /// Over which terms.
+    /// The terms to aggregate over.
     pub level: Level,
     /// Lower bound, included.
     pub low: f64,
     /// Upper bound, included.
     pub high: f64,
-    /// Terms that it can drop.
+    /// The terms that it can reject.
     pub when: When,
-    /// What falls with a term that fails; at least as wide as the level.
+    /// The terms that are rejected together with a failing term; at least as wide as the level.
     pub scope: Over,
 }
 
-/// Keeps the terms with the smallest stat, as many as leave its mean over the step at most `mean`; at least one.
+/// Keeps the terms with the smallest stat, as many as keep its mean over the step at most `mean`, but at least one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Budget {
-    /// Of which policies.
+    /// The policies of the ratio.
     pub ratio: Ratio,
     /// A function that is never negative: K2, K3, Abs or Square.
     pub stat: Stat,
-    /// What the mean over the kept terms may be.
+    /// Maximum of the mean over the kept terms.
     pub mean: f64,
-    /// Choose among the terms that the gates before have kept.
+    /// Choose among the terms that the previous gates have kept.
     pub kept: bool,
     /// Choose among the terms with A > 0 and a ratio above 1, or A < 0 and a ratio below 1.
     pub active: bool,
 }
 
-/// What drops terms.
+/// A gate of either kind.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum AnyGate {
     /// Bounds on a statistic.
     Gate(Gate),
-    /// A mean that the rest may have.
+    /// A bound on the mean of the kept terms.
     Budget(Budget),
 }
 
-/// What becomes of a ratio w on its way to a weight.
+/// The function from a ratio w to a weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Shape {
-    /// Itself.
+    /// w itself.
     Identity,
-    /// Held between two bounds.
+    /// w clamped to two bounds (TIS truncates this way).
     Clamp(f64, f64),
-    /// Itself between two bounds that are inside, 0 elsewhere.
+    /// w between two bounds (included), 0 elsewhere.
     Window(f64, f64),
-    /// Itself between two bounds that are outside, 0 elsewhere.
+    /// w between two bounds (excluded), 0 elsewhere.
     StrictWindow(f64, f64),
     /// exp(rate) w^power exp(-rate w).
     Gamma {
@@ -216,37 +217,37 @@ pub enum Shape {
 /// A factor of the loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Weight {
-    /// Of which policies.
+    /// The policies of the ratio.
     pub ratio: Ratio,
-    /// Over which terms the log-ratio is aggregated.
+    /// The terms over which the log-ratio is aggregated.
     pub level: Level,
-    /// What becomes of the ratio.
+    /// The function from the ratio to the weight.
     pub shape: Shape,
-    /// Terms that it applies to; 1 elsewhere.
+    /// Terms that it applies to; the factor is 1 elsewhere.
     pub when: When,
-    /// Divide by the mean over the step, each token, turn, trace or group once.
+    /// Divide by the mean over the step. Each token, turn, trace or group counts once.
     pub normalize: bool,
 }
 
 impl Weight {
-    /// Whether it is of each term alone, and nothing but it decides.
+    /// Returns true if the weight of each term depends on that term only.
     pub(super) fn is_of_tokens(&self) -> bool {
         self.level.over == Over::Token && self.when == When::Always && !self.normalize
     }
 }
 
-/// What a missing (NaN) rollout logprob means.
+/// The handling of a missing (NaN) rollout logprob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {
     /// keep 0.
     Mask,
-    /// Weight 1, no part in sums and means.
+    /// Weight 1, not counted in sums and means.
     Neutral,
     /// An error.
     Refuse,
 }
 
-/// What the scale of a term is 1 over; see `tracegrad.objective.Reduce`.
+/// The denominator of a term's scale; see `tracegrad.objective.Reduce`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Per {
     /// The terms of the step.
@@ -257,20 +258,20 @@ pub enum Per {
     Group,
     /// Groups, then the terms of the group.
     Prompt,
-    /// A number.
+    /// A constant.
     Constant,
 }
 
 /// A reduction of terms to one number.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reduction {
-    /// What counts alike.
+    /// The denominator.
     pub per: Per,
-    /// Divide by the terms of the trace or prompt instead of by `norm`; read by Trace, Group and Prompt.
+    /// Divide by the terms of the trace or prompt instead of by `norm`. Used by Trace, Group and Prompt.
     pub mean: bool,
-    /// What an inner sum is divided by.
+    /// Divisor of an inner sum.
     pub norm: f64,
-    /// Count what the gates have kept instead of all terms.
+    /// Count only the terms that the gates have kept.
     pub kept: bool,
 }
 
@@ -281,14 +282,14 @@ pub struct Plan {
     pub gates: Vec<AnyGate>,
     /// Multiplied.
     pub weights: Vec<Weight>,
-    /// The policy for NaN.
+    /// The handling of NaN.
     pub missing: Missing,
-    /// One scale for each.
+    /// One scale for each reduction.
     pub reductions: Vec<Reduction>,
 }
 
 impl Plan {
-    /// The ratios of gates and weights.
+    /// Returns the ratios of gates and weights.
     pub(super) fn ratios(&self) -> impl Iterator<Item = Ratio> {
         let gates = self.gates.iter().map(|gate| match gate {
             AnyGate::Gate(gate) => gate.ratio,
@@ -297,7 +298,7 @@ impl Plan {
         gates.chain(self.weights.iter().map(|weight| weight.ratio))
     }
 
-    /// Whether a gate or weight aggregates over it, or drops it whole.
+    /// Returns true if a gate or weight aggregates over this level, or rejects its terms together.
     pub(super) fn spans(&self, over: Over) -> bool {
         let gates = self.gates.iter().any(|gate| match gate {
             AnyGate::Gate(gate) => gate.level.over == over || gate.scope == over,
@@ -306,7 +307,7 @@ impl Plan {
         gates || self.weights.iter().any(|weight| weight.level.over == over)
     }
 
-    /// Whether the sign of the advantage matters.
+    /// Returns true if the sign of the advantage matters.
     pub(super) fn is_conditional(&self) -> bool {
         let gates = self.gates.iter().any(|gate| match gate {
             AnyGate::Gate(gate) => gate.when != When::Always,
@@ -319,11 +320,11 @@ impl Plan {
 /// Log-ratios are clamped to plus or minus this many nats before they are exponentiated.
 pub const LOG_RATIO_LIMIT: f64 = 20.0;
 
-/// Fewest terms that a thread takes at a time. It does not depend on the number of threads, nor does any result.
+/// Minimum number of terms per task of a thread. Neither it nor any result depends on the number of threads.
 pub(super) const SHARE: usize = 1 << 16;
 
 /// A rollout logprob above this is not a logprob.
 pub(super) const POSITIVE_TOLERANCE: f64 = 1e-3;
 
-/// How some servers write a logprob that they do not have, or minus infinity.
+/// Value that some servers write for a missing logprob, or for minus infinity.
 pub(super) const SENTINEL: f64 = -9999.0;

@@ -1,4 +1,4 @@
-//! Integer denominators: 1 over how many terms, traces or groups there are.
+//! Integer denominators: 1 divided by the number of terms, traces or groups.
 
 use super::all_reduce::{Exchange, Op, Stats};
 use super::float::Real;
@@ -9,21 +9,21 @@ use super::terms::{Ids, Terms, argument};
 use crate::cancel;
 use crate::error::Result;
 
-/// The scale of every term, in one number where it is the same for all positions.
+/// The scale of every term, as one number if it is the same for all positions.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Scale<F> {
-    /// Of each position.
+    /// The same for all positions.
     All(F),
-    /// By position; 0 off the mask and where a denominator counts nothing.
+    /// By position; 0 outside the mask and if a denominator counts nothing.
     Each(Vec<F>),
 }
 
-/// What a scale is counted from.
+/// The inputs for counting a scale.
 pub(super) struct Counting<'a, F> {
     pub terms: &'a Terms<'a, F>,
     pub index: &'a Index<'a, F>,
     pub keep: &'a [bool],
-    /// Over all ranks.
+    /// Statistics over all ranks.
     pub stats: Stats,
     pub exchange: &'a dyn Exchange,
 }
@@ -35,8 +35,8 @@ impl<F: Real> Counting<'_, F> {
         match reduction.per {
             Per::Constant => Ok(self.constant(reduction.norm)),
             Per::Token => {
-                let here = if reduction.kept { self.stats.kept } else { self.stats.terms };
-                Ok(self.constant(totals.map_or(here, |totals| totals.terms as f64)))
+                let local = if reduction.kept { self.stats.kept } else { self.stats.terms };
+                Ok(self.constant(totals.map_or(local, |totals| totals.terms as f64)))
             }
             Per::Trace => {
                 let traces = self.segments(Over::Trace)?;
@@ -48,19 +48,19 @@ impl<F: Real> Counting<'_, F> {
                 let groups = self.segments(Over::Group)?;
                 let terms = counts(groups, counted);
                 let units = self.units(totals.map(|totals| totals.groups), &terms)?;
-                let given = self.terms.group_terms.filter(|_| !reduction.kept);
-                self.check_ranks(!reduction.mean || given.is_some(), reduction, "group_terms")?;
-                Ok(self.spread(groups, |segment, start| units * inner(reduction, stated(given, start, terms[segment]))))
+                let global = self.terms.group_terms.filter(|_| !reduction.kept);
+                self.check_ranks(!reduction.mean || global.is_some(), reduction, "group_terms")?;
+                Ok(self.spread(groups, |segment, start| units * inner(reduction, count(global, start, terms[segment]))))
             }
             Per::Group => {
                 let (groups, traces) = (self.segments(Over::Group)?, self.segments(Over::Trace)?);
                 let terms = counts(traces, counted);
                 let units = self.units(totals.map(|totals| totals.groups), &counts(groups, counted))?;
-                let given = self.terms.group_traces.filter(|_| !reduction.kept);
-                self.check_ranks(given.is_some(), reduction, "group_traces")?;
+                let global = self.terms.group_traces.filter(|_| !reduction.kept);
+                self.check_ranks(global.is_some(), reduction, "group_traces")?;
                 let members = members(groups, traces, counted);
                 Ok(self.spread(traces, |segment, start| {
-                    units * stated(given, start, members[groups.at(start)]) * inner(reduction, terms[segment])
+                    units * count(global, start, members[groups.at(start)]) * inner(reduction, terms[segment])
                 }))
             }
         }
@@ -72,9 +72,9 @@ impl<F: Real> Counting<'_, F> {
         })
     }
 
-    /// Groups may stand on several ranks, which then cannot count for themselves.
-    fn check_ranks(&self, given: bool, reduction: &Reduction, what: &str) -> Result<()> {
-        if self.exchange.is_alone() || (given && self.terms.totals.is_some() && !reduction.kept) {
+    /// Returns an error if groups may span several ranks, because a rank cannot count such groups.
+    fn check_ranks(&self, has_counts: bool, reduction: &Reduction, what: &str) -> Result<()> {
+        if self.exchange.is_alone() || (has_counts && self.terms.totals.is_some() && !reduction.kept) {
             return Ok(());
         }
         Err(argument("a reduction over ranks counts groups".into())
@@ -82,9 +82,9 @@ impl<F: Real> Counting<'_, F> {
             .cure(format!("Pass totals= and {what}= of the step, with denominator='all'")))
     }
 
-    /// Units with a counted term, over all ranks.
-    fn units(&self, stated: Option<i64>, terms: &[f64]) -> Result<f64> {
-        if let Some(units) = stated {
+    /// Returns the number of units with a counted term, over all ranks.
+    fn units(&self, total: Option<i64>, terms: &[f64]) -> Result<f64> {
+        if let Some(units) = total {
             return Ok(units as f64);
         }
         let mut units = [terms.iter().filter(|&&terms| terms > 0.0).count() as f64];
@@ -96,40 +96,40 @@ impl<F: Real> Counting<'_, F> {
         let value = reciprocal(bottom);
         match self.terms.mask {
             None => Scale::All(value),
-            Some(mask) => Scale::Each(mask.iter().map(|&here| if here { value } else { F::ZERO }).collect()),
+            Some(mask) => Scale::Each(mask.iter().map(|&is_term| if is_term { value } else { F::ZERO }).collect()),
         }
     }
 
-    /// 1 over a number of each run, told by its segment and its first position.
+    /// Sets the scale of each run to 1 / `bottom`, a function of its segment and its first position.
     fn spread(&self, segments: &Segments, bottom: impl Fn(usize, usize) -> f64) -> Scale<F> {
         let mut scale = vec![F::ZERO; self.terms.len()];
         for (round, run) in segments.runs.iter().enumerate() {
             cancel::now_and_then(round);
             scale[run.start..run.end].fill(reciprocal(bottom(run.segment, run.start)));
         }
-        for (scale, &here) in scale.iter_mut().zip(self.terms.mask.unwrap_or(&[])) {
-            *scale = if here { *scale } else { F::ZERO };
+        for (scale, &is_term) in scale.iter_mut().zip(self.terms.mask.unwrap_or(&[])) {
+            *scale = if is_term { *scale } else { F::ZERO };
         }
         Scale::Each(scale)
     }
 }
 
-/// 1 / bottom, 0 where nothing is counted.
+/// Returns 1 / bottom, or 0 if nothing is counted.
 fn reciprocal<F: Real>(bottom: f64) -> F {
     F::of(if bottom > 0.0 { 1.0 / bottom } else { 0.0 })
 }
 
-/// What an inner sum is divided by; 0 where it is empty.
+/// Returns the divisor of an inner sum, or 0 if the sum is empty.
 fn inner(reduction: &Reduction, terms: f64) -> f64 {
     if reduction.mean || terms == 0.0 { terms } else { reduction.norm }
 }
 
-/// A count over all ranks where it is given, else the one of this rank.
-fn stated(given: Option<Ids<'_>>, position: usize, here: f64) -> f64 {
-    given.map_or(here, |given| given.at(position) as f64)
+/// Returns the count over all ranks if available, else the count of this rank.
+fn count(global: Option<Ids<'_>>, position: usize, local: f64) -> f64 {
+    global.map_or(local, |global| global.at(position) as f64)
 }
 
-/// Counted terms of each segment.
+/// Returns the number of counted terms of each segment.
 fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let mut counts = vec![0.0; segments.len];
     for (round, run) in segments.runs.iter().enumerate() {
@@ -139,13 +139,13 @@ fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     counts
 }
 
-/// Traces with a counted term of each group.
+/// Returns, for each group, the number of traces with a counted term.
 fn members(groups: &Segments, traces: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let (mut members, mut seen) = (vec![0.0; groups.len], vec![false; traces.len]);
     for (round, run) in traces.runs.iter().enumerate() {
         cancel::now_and_then(round);
-        let any = counted.is_none_or(|flags| flags[run.start..run.end].contains(&true));
-        if any && !seen[run.segment] {
+        let has_counted = counted.is_none_or(|flags| flags[run.start..run.end].contains(&true));
+        if has_counted && !seen[run.segment] {
             seen[run.segment] = true;
             members[groups.at(run.start)] += 1.0;
         }

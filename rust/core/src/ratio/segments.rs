@@ -1,4 +1,4 @@
-//! Terms that belong together by id, as runs of neighbours, and aggregates over them or over the terms before each, in float64.
+//! Terms with the same id as runs of neighbors, and aggregates over them or over the terms before each, in float64.
 
 use super::float::Real;
 use super::loops::{maximum, ones, wide_sum};
@@ -9,7 +9,7 @@ use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Neighbours with one id.
+/// Neighboring terms with the same id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Run {
     pub start: usize,
@@ -17,7 +17,7 @@ pub(super) struct Run {
     pub segment: usize,
 }
 
-/// Which terms share an id. Segments are numbered by first appearance; their terms need not stand together.
+/// Groups of terms that share an id. Segments are numbered by first appearance. Their terms need not be contiguous.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Segments {
     pub runs: Vec<Run>,
@@ -25,12 +25,12 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    /// One segment for each id.
+    /// Creates one segment for each id.
     pub fn of(ids: Ids<'_>) -> Self {
         Self::build(&ends(ids), |term| (ids.at(term), 0))
     }
 
-    /// One segment for each pair of ids.
+    /// Creates one segment for each pair of ids.
     pub fn of_pairs(first: Ids<'_>, second: Ids<'_>) -> Self {
         let (mut both, other) = (ends(first), ends(second));
         both.extend(other);
@@ -39,7 +39,7 @@ impl Segments {
         Self::build(&both, |term| (first.at(term), second.at(term)))
     }
 
-    /// One segment of everything.
+    /// Creates one segment of all terms.
     pub fn whole(terms: usize) -> Self {
         Self { runs: vec![Run { start: 0, end: terms, segment: 0 }], len: 1 }
     }
@@ -56,17 +56,17 @@ impl Segments {
         Self { runs, len: numbers.keys.len() }
     }
 
-    /// The segment of a position.
+    /// Returns the segment of a position.
     pub fn at(&self, position: usize) -> usize {
         self.runs[self.runs.partition_point(|run| run.end <= position)].segment
     }
 
-    /// Whether the terms of each segment stand together.
+    /// Returns true if the terms of each segment are contiguous.
     pub fn is_contiguous(&self) -> bool {
         self.runs.len() <= self.len
     }
 
-    /// The runs of a range that cuts no segment; of everything where segments are scattered.
+    /// Returns the runs of a range that splits no segment, or all runs if segments are scattered.
     pub fn within(&self, range: &Range<usize>) -> Local<'_> {
         if self.len == 1 || !self.is_contiguous() {
             return Local { runs: &self.runs, start: 0, base: 0, len: self.len };
@@ -78,7 +78,7 @@ impl Segments {
     }
 }
 
-/// The segments of one block: positions and numbers count from its own first.
+/// The segments of one block. Positions and numbers are relative to the block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Local<'a> {
     runs: &'a [Run],
@@ -88,13 +88,13 @@ pub(super) struct Local<'a> {
 }
 
 impl Local<'_> {
-    /// Each run with its segment, in order.
+    /// Returns each run with its segment, in order.
     pub fn runs(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         self.runs.iter().map(|run| (run.start - self.start..run.end - self.start, run.segment - self.base))
     }
 }
 
-/// Numbers keys by first appearance; rising keys, as in most arrays, need no table.
+/// Numbers keys by first appearance. Ascending keys, which most arrays have, need no table.
 #[derive(Default)]
 struct Numbers {
     keys: Vec<(i64, i64)>,
@@ -118,17 +118,17 @@ impl Numbers {
     }
 }
 
-/// Where runs of equal ids end.
+/// Returns the ends of runs of equal ids.
 fn ends(ids: Ids<'_>) -> Vec<usize> {
     fn scan<T: Copy + PartialEq>(ids: &[T], each: usize) -> Vec<usize> {
-        let (mut rest, mut done, mut found) = (ids, 0, Vec::new());
-        while !rest.is_empty() {
-            let run = run_length(rest);
-            rest = &rest[run..];
-            done += run;
-            found.push(done * each);
+        let (mut remaining, mut position, mut ends) = (ids, 0, Vec::new());
+        while !remaining.is_empty() {
+            let run = run_length(remaining);
+            remaining = &remaining[run..];
+            position += run;
+            ends.push(position * each);
         }
-        found
+        ends
     }
     if ids.each == 0 {
         return Vec::new();
@@ -139,15 +139,15 @@ fn ends(ids: Ids<'_>) -> Vec<usize> {
     }
 }
 
-/// How many of the first ids are equal.
+/// Counts how many of the first ids are equal.
 fn run_length<T: Copy + PartialEq>(ids: &[T]) -> usize {
     let first = ids[0];
     let alike = |chunk: &&[T; 32]| chunk.iter().fold(true, |alike, &id| alike & (id == first));
-    let whole = ids.as_chunks::<32>().0.iter().take_while(alike).count() * 32;
-    whole + ids[whole..].iter().take_while(|&&id| id == first).count()
+    let full_chunks = ids.as_chunks::<32>().0.iter().take_while(alike).count() * 32;
+    full_chunks + ids[full_chunks..].iter().take_while(|&&id| id == first).count()
 }
 
-/// The segments of each level, found when first asked for.
+/// The segments of each level, computed on first use.
 pub(super) struct Index<'a, F> {
     terms: &'a Terms<'a, F>,
     found: [OnceCell<Segments>; 5],
@@ -158,20 +158,21 @@ impl<'a, F: Real> Index<'a, F> {
         Self { terms, found: Default::default() }
     }
 
-    /// The segments of a level; none for the token, and where the ids were not given.
+    /// Returns the segments of a level, or `None` for the token level or if the ids are missing.
     pub fn of(&self, over: Over) -> Option<&Segments> {
-        let (terms, found) = (self.terms, &self.found[over as usize]);
+        let (terms, segments) = (self.terms, &self.found[over as usize]);
         match over {
             Over::Token => None,
-            Over::Turn => terms.turn.map(|turn| found.get_or_init(|| Segments::of_pairs(terms.trace, turn))),
-            Over::Trace => Some(found.get_or_init(|| Segments::of(terms.trace))),
-            Over::Group => terms.group.map(|group| found.get_or_init(|| Segments::of(group))),
-            Over::Batch => Some(found.get_or_init(|| Segments::whole(terms.len()))),
+            Over::Turn => terms.turn.map(|turn| segments.get_or_init(|| Segments::of_pairs(terms.trace, turn))),
+            Over::Trace => Some(segments.get_or_init(|| Segments::of(terms.trace))),
+            Over::Group => terms.group.map(|group| segments.get_or_init(|| Segments::of(group))),
+            Over::Batch => Some(segments.get_or_init(|| Segments::whole(terms.len()))),
         }
     }
 }
 
-/// Ends of the smallest blocks of at least `least` terms that cut no segment; one block where segments are scattered.
+/// Returns the ends of the smallest blocks of at least `least` terms that split no segment. Returns one block if
+/// segments are scattered.
 pub(super) fn blocks(terms: usize, uncut: &[&Segments], least: usize) -> Vec<usize> {
     if uncut.iter().any(|segments| !segments.is_contiguous()) {
         return vec![terms];
@@ -180,23 +181,23 @@ pub(super) fn blocks(terms: usize, uncut: &[&Segments], least: usize) -> Vec<usi
         return (least..terms).step_by(least).chain([terms]).collect();
     };
     let ends_here = |segments: &&Segments, end: usize| segments.runs.binary_search_by_key(&end, |run| run.end).is_ok();
-    let (mut start, mut found) = (0, Vec::new());
+    let (mut start, mut block_ends) = (0, Vec::new());
     for run in &first.runs {
-        let large = run.end - start >= least || run.end == terms;
-        if large && others.iter().all(|other| ends_here(other, run.end)) {
-            found.push(run.end);
+        let is_large_enough = run.end - start >= least || run.end == terms;
+        if is_large_enough && others.iter().all(|other| ends_here(other, run.end)) {
+            block_ends.push(run.end);
             start = run.end;
         }
     }
-    if found.is_empty() { vec![terms] } else { found }
+    if block_ends.is_empty() { vec![terms] } else { block_ends }
 }
 
-/// What the segments of a block add up to.
+/// The sums over the segments of a block.
 #[derive(Debug, Clone)]
 pub(super) struct Totals {
     /// Sums or maxima, by segment.
     pub value: Vec<f64>,
-    /// Terms counted, by segment.
+    /// Number of counted terms, by segment.
     pub count: Vec<f64>,
 }
 
@@ -208,14 +209,14 @@ impl Totals {
         let mut totals =
             Self { value: vec![if max { f64::NEG_INFINITY } else { 0.0 }; local.len], count: vec![0.0; local.len] };
         for (run, segment) in local.runs() {
-            let (value, here) = (&mut totals.value[segment], &values[run.clone()]);
-            *value = if max { value.max(maximum(here)) } else { *value + wide_sum(here) };
+            let (value, run_values) = (&mut totals.value[segment], &values[run.clone()]);
+            *value = if max { value.max(maximum(run_values)) } else { *value + wide_sum(run_values) };
             totals.count[segment] += ones(&counted[run]);
         }
         totals
     }
 
-    /// The level of each segment, NaN where nothing is counted.
+    /// Returns the level of each segment; NaN if nothing is counted.
     pub fn finish(mut self, agg: Agg) -> Vec<f64> {
         for (value, &count) in self.value.iter_mut().zip(&self.count) {
             if count == 0.0 {
@@ -228,13 +229,13 @@ impl Totals {
     }
 }
 
-/// For each term the running sum or minimum of its segment, NaN before the first counted one.
+/// Returns for each term the running sum or minimum of its segment; NaN before the first counted term.
 pub(super) fn prefix<F: Real>(local: Local<'_>, values: &[F], agg: Agg) -> Vec<f64> {
     let mut state = vec![f64::NAN; local.len];
-    let mut found = vec![f64::NAN; values.len()];
+    let mut running = vec![f64::NAN; values.len()];
     for (run, segment) in local.runs() {
         let state = &mut state[segment];
-        for (out, value) in found[run.clone()].iter_mut().zip(&values[run]) {
+        for (out, value) in running[run.clone()].iter_mut().zip(&values[run]) {
             if value.is_known() {
                 *state = match (state.is_nan(), agg) {
                     (true, _) => value.wide(),
@@ -245,5 +246,5 @@ pub(super) fn prefix<F: Real>(local: Local<'_>, values: &[F], agg: Agg) -> Vec<f
             *out = *state;
         }
     }
-    found
+    running
 }

@@ -1,15 +1,16 @@
-//! Vectors of eight numbers: portable, and in AVX2 where the processor has it; the one file with unsafe code.
+//! Vectors of eight numbers: portable, and in AVX2 if the processor has it. This is the only file with unsafe code.
 //!
-//! A kernel is written once over [`Vector`] and compiled for each. Multiplications and additions are fused where the code
-//! says so and nowhere else, so all give the same bits. (A fused operation that the processor lacks is a slow call: that
-//! is an x86-64 from before 2013.) f32 and f64 are [`Real`], each with the widest vectors it has.
+//! A kernel is written once over [`Vector`] and compiled for each. Multiplications and additions are fused only if the
+//! code does so explicitly, so all variants give the same bits. (On a processor without fused operations, that is
+//! x86-64 from before 2013, each is a slow call.) f32 and f64 implement [`Real`], each with its widest vectors.
 #![allow(unsafe_code, reason = "instructions that not every processor has")]
 
 use super::float::{Kernel, LANES, Real, Single, Vector, exp_k3};
 use std::array::from_fn;
 use std::ops::{Add, Mul, Sub};
 
-/// Asks for a cache line that will soon be needed, where the processor can be asked: its own foresight ends with a page.
+/// Prefetches a cache line that will soon be needed, if the processor supports it. The hardware prefetcher stops at
+/// page boundaries.
 #[inline(always)]
 pub(super) fn prefetch<T>(line: &T) {
     #[cfg(target_arch = "x86_64")]
@@ -21,7 +22,7 @@ pub(super) fn prefetch<T>(line: &T) {
     let _ = line;
 }
 
-/// Runs a kernel of f32 in the widest vectors that the processor has.
+/// Runs an f32 kernel with the widest vectors of the processor.
 pub(super) fn run_single<K: Kernel<f32>>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
@@ -31,12 +32,12 @@ pub(super) fn run_single<K: Kernel<f32>>(kernel: K) -> K::Output {
     run_portable(kernel)
 }
 
-/// Runs a kernel in what every processor has.
+/// Runs a kernel without special instructions.
 pub(super) fn run_portable<F: Real, K: Kernel<F>>(kernel: K) -> K::Output {
     kernel.run::<Portable<F>>()
 }
 
-/// An array, whose loops a compiler may turn into vectors.
+/// An array whose loops a compiler may vectorize.
 #[derive(Clone, Copy)]
 struct Portable<F>([F; LANES]);
 
@@ -110,7 +111,7 @@ mod avx2 {
 
     use super::super::float::{Kernel, LANES, Single, Vector, exp_k3};
 
-    /// Eight f32. Private, so that none is made but by a kernel that [`run`] runs.
+    /// Eight f32. Private, so that only a kernel that [`run`] runs can create one.
     #[derive(Clone, Copy)]
     struct F32x8(__m256);
 
@@ -310,7 +311,7 @@ impl Single for f32 {
 mod tests {
     use super::*;
 
-    /// Bits of everything that a vector can do with each eight of the values.
+    /// Returns the bits of every vector operation for each eight of the values.
     struct Everything<'a>(&'a [f32]);
 
     impl Kernel<f32> for Everything<'_> {
@@ -323,9 +324,9 @@ mod tests {
                 let bounded = x.at_least(V::splat(-20.0)).at_most(V::splat(20.0));
                 let exp = bounded.exp();
                 let chosen = V::select(x.is_known(), exp + x, exp - exp * x.abs());
-                for found in [exp, chosen, V::select(x.is_known(), x, V::splat(0.0))] {
+                for vector in [exp, chosen, V::select(x.is_known(), x, V::splat(0.0))] {
                     let mut out = [0.0; LANES];
-                    found.store(&mut out);
+                    vector.store(&mut out);
                     bits.extend(out.map(f32::to_bits));
                 }
             }

@@ -1,11 +1,11 @@
-//! What is known of the terms of a step: flat slices, borrowed.
+//! The inputs for the trained tokens (terms) of a step: flat, borrowed slices.
 
 use super::float::Real;
 use super::plan::Policy;
 use crate::error::{Error, Result};
 use std::ops::Range;
 
-/// Any integers, narrow or wide.
+/// Integers of 32 or 64 bits.
 #[derive(Debug, Clone, Copy)]
 pub enum Integers<'a> {
     /// int32.
@@ -15,7 +15,7 @@ pub enum Integers<'a> {
 }
 
 impl Integers<'_> {
-    /// Number of entries.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         match self {
             Self::Narrow(values) => values.len(),
@@ -23,12 +23,12 @@ impl Integers<'_> {
         }
     }
 
-    /// Whether there is none.
+    /// Returns true if there are no entries.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// One of them.
+    /// Returns one entry.
     pub fn at(&self, index: usize) -> i64 {
         match self {
             Self::Narrow(values) => i64::from(values[index]),
@@ -37,27 +37,27 @@ impl Integers<'_> {
     }
 }
 
-/// Ids of terms, each of which may stand for several neighbours (a row of a padded array).
+/// Ids of terms. One id may apply to several neighboring terms (a row of a padded array).
 #[derive(Debug, Clone, Copy)]
 pub struct Ids<'a> {
     /// The ids.
     pub values: Integers<'a>,
-    /// Terms to an id.
+    /// Number of terms per id.
     pub each: usize,
 }
 
 impl<'a> Ids<'a> {
-    /// One id for each term.
+    /// Creates ids with one id for each term.
     pub fn of(values: &'a [i64]) -> Self {
         Self { values: Integers::Wide(values), each: 1 }
     }
 
-    /// Number of terms.
+    /// Returns the number of terms.
     pub fn terms(&self) -> usize {
         self.values.len() * self.each
     }
 
-    /// The id of a term.
+    /// Returns the id of a term.
     pub fn at(&self, term: usize) -> i64 {
         self.values.at(term / self.each)
     }
@@ -66,43 +66,43 @@ impl<'a> Ids<'a> {
 /// Counts over all ranks before any gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Totals {
-    /// Terms.
+    /// Number of terms.
     pub terms: i64,
-    /// Traces with one.
+    /// Number of traces with a term.
     pub traces: i64,
-    /// Groups with one.
+    /// Number of groups with a term.
     pub groups: i64,
 }
 
-/// The terms of a step, flat; positions off the mask are none and are never read.
+/// The terms of a step as flat slices. Positions outside the mask are not terms and are never read.
 #[derive(Debug, Clone, Copy)]
 pub struct Terms<'a, F> {
-    /// Logprobs of the proximal policy, nats.
+    /// Logprobs of the proximal policy, in nats.
     pub old: Option<&'a [F]>,
-    /// Recorded logprobs, nats, NaN where not known.
+    /// Recorded logprobs, in nats; NaN if unknown.
     pub rollout: Option<&'a [F]>,
-    /// Logprobs of the reference model, nats.
+    /// Logprobs of the reference model, in nats.
     pub reference: Option<&'a [F]>,
-    /// True at the terms; all positions are terms without it.
+    /// True at the terms. Without a mask all positions are terms.
     pub mask: Option<&'a [bool]>,
     /// Trace of each term.
     pub trace: Ids<'a>,
-    /// Generation of its trace, read where a turn is named.
+    /// Generation (turn) of each term; used if the plan has a turn level.
     pub turn: Option<Ids<'a>>,
-    /// Group of its trace, read where a group is named.
+    /// Group of each term; used if the plan has a group level.
     pub group: Option<Ids<'a>>,
-    /// Advantages, read where `when` is not always.
+    /// Advantages; used if some `when` is not `Always`.
     pub advantages: Option<&'a [F]>,
-    /// Counts of the step, where it is more than these terms.
+    /// Counts of the step, if it has more terms than these.
     pub totals: Option<Totals>,
-    /// Terms of each term's group over all ranks.
+    /// For each term, the number of terms of its group over all ranks.
     pub group_terms: Option<Ids<'a>>,
-    /// Traces with a term of each term's group over all ranks.
+    /// For each term, the number of traces with a term in its group, over all ranks.
     pub group_traces: Option<Ids<'a>>,
 }
 
 impl<'a, F: Real> Terms<'a, F> {
-    /// Terms of one rank that are all there is, without optional parts.
+    /// Creates the terms of a single rank, without optional inputs.
     pub fn of(old: Option<&'a [F]>, rollout: Option<&'a [F]>, trace: &'a [i64]) -> Self {
         let (reference, mask, turn, group, advantages) = (None, None, None, None, None);
         let (totals, group_terms, group_traces) = (None, None, None);
@@ -110,17 +110,17 @@ impl<'a, F: Real> Terms<'a, F> {
         Self { old, rollout, reference, mask, trace, turn, group, advantages, totals, group_terms, group_traces }
     }
 
-    /// Number of positions.
+    /// Returns the number of positions.
     pub fn len(&self) -> usize {
         self.trace.terms()
     }
 
-    /// Whether there is none.
+    /// Returns true if there are no positions.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Logprobs of a policy.
+    /// Returns the logprobs of a policy.
     pub(super) fn logprobs(&self, policy: Policy) -> Option<&'a [F]> {
         match policy {
             Policy::Old => self.old,
@@ -129,11 +129,12 @@ impl<'a, F: Real> Terms<'a, F> {
         }
     }
 
-    /// The first value in `range` that is no logprob.
+    /// Returns an error for the first value in `range` that is not a logprob.
     pub(super) fn check(&self, range: Range<usize>, refuse_missing: bool) -> Result<()> {
         for position in range.filter(|&position| self.mask.is_none_or(|mask| mask[position])) {
             let place = || {
-                let term = self.mask.map_or(position, |mask| mask[..position].iter().filter(|&&here| here).count());
+                let term =
+                    self.mask.map_or(position, |mask| mask[..position].iter().filter(|&&is_term| is_term).count());
                 format!("term {term} (trace {})", self.trace.at(position))
             };
             if let Some(logprob) = self.rollout.map(|rollout| rollout[position].wide()) {

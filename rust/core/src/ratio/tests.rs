@@ -20,13 +20,13 @@ fn level(over: Over, agg: Agg) -> Level {
     Level { over, agg, kept: false, blend: None }
 }
 
-fn found(old: &[f64], rollout: &[f64], trace: &[i64], plan: &Plan) -> Result<Corrected<f64>> {
+fn corrected(old: &[f64], rollout: &[f64], trace: &[i64], plan: &Plan) -> Result<Corrected<f64>> {
     correct(&Terms::of(Some(old), Some(rollout), trace), plan, &Alone)
 }
 
-fn near(found: &[f64], expected: &[f64]) {
-    for (found, expected) in found.iter().zip(expected) {
-        assert!((found - expected).abs() < 1e-12, "{found} is not {expected}");
+fn near(actual: &[f64], expected: &[f64]) {
+    for (actual, expected) in actual.iter().zip(expected) {
+        assert!((actual - expected).abs() < 1e-12, "{actual} is not {expected}");
     }
 }
 
@@ -34,34 +34,34 @@ fn near(found: &[f64], expected: &[f64]) {
 fn traces_are_grouped_by_id_and_not_by_runs() {
     let product = plan(vec![], vec![weight(level(Over::Trace, Agg::Sum), Shape::Identity)], Missing::Mask);
     // Trace 4: log-ratios 0.1 and 0.3, trace 2: -0.2.
-    let found = found(&[-1.0, -1.0, -1.0], &[-1.1, -0.8, -1.3], &[4, 2, 4], &product).unwrap();
-    near(&found.weight, &[0.4_f64.exp(), (-0.2_f64).exp(), 0.4_f64.exp()]);
+    let corrected = corrected(&[-1.0, -1.0, -1.0], &[-1.1, -0.8, -1.3], &[4, 2, 4], &product).unwrap();
+    near(&corrected.weight, &[0.4_f64.exp(), (-0.2_f64).exp(), 0.4_f64.exp()]);
 }
 
 #[test]
-fn a_missing_logprob_is_masked_and_stands_outside_the_mean() {
+fn a_missing_logprob_is_masked_and_not_in_the_mean() {
     let mean = plan(vec![], vec![weight(level(Over::Trace, Agg::Mean), Shape::Identity)], Missing::Mask);
-    let found = found(&[-1.0, -1.0, -1.0], &[-1.2, NAN, -1.4], &[0, 0, 0], &mean).unwrap();
+    let corrected = corrected(&[-1.0, -1.0, -1.0], &[-1.2, NAN, -1.4], &[0, 0, 0], &mean).unwrap();
     // mean of 0.2 and 0.4
-    near(&found.weight, &[0.3_f64.exp(), 0.0, 0.3_f64.exp()]);
-    assert_eq!(found.keep, [true, false, true]);
-    assert_eq!((found.stats.known, found.stats.kept, found.stats.gated), (2.0, 2.0, 0.0));
+    near(&corrected.weight, &[0.3_f64.exp(), 0.0, 0.3_f64.exp()]);
+    assert_eq!(corrected.keep, [true, false, true]);
+    assert_eq!((corrected.stats.known, corrected.stats.kept, corrected.stats.gated), (2.0, 2.0, 0.0));
 }
 
 #[test]
-fn what_is_no_logprob_is_refused_by_term() {
+fn invalid_logprobs_are_rejected_with_their_term() {
     for (bad, missing) in [(0.3, Missing::Mask), (f64::INFINITY, Missing::Mask), (-9999.0, Missing::Neutral)] {
-        let error = found(&[-1.0, -1.0], &[-1.0, bad], &[0, 0], &plan(vec![], vec![], missing)).unwrap_err();
+        let error = corrected(&[-1.0, -1.0], &[-1.0, bad], &[0, 0], &plan(vec![], vec![], missing)).unwrap_err();
         assert!(error.what.starts_with("term 1 (trace 0): the rollout logprob is"), "{error}");
     }
-    let error = found(&[-1.0, NAN], &[-1.0, -1.0], &[0, 3], &plan(vec![], vec![], Missing::Mask)).unwrap_err();
+    let error = corrected(&[-1.0, NAN], &[-1.0, -1.0], &[0, 3], &plan(vec![], vec![], Missing::Mask)).unwrap_err();
     assert!(error.what.contains("term 1 (trace 3): the old logprob is NaN"), "{error}");
-    let error = found(&[-1.0, -1.0], &[-1.0, NAN], &[3, 3], &plan(vec![], vec![], Missing::Refuse)).unwrap_err();
+    let error = corrected(&[-1.0, -1.0], &[-1.0, NAN], &[3, 3], &plan(vec![], vec![], Missing::Refuse)).unwrap_err();
     assert!(error.to_string().starts_with("term 1 (trace 3): the rollout logprob is missing"), "{error}");
 }
 
 #[test]
-fn a_term_is_told_by_its_index_among_the_terms() {
+fn an_error_names_a_term_by_its_index_among_the_terms() {
     let mask = [false, true, false, true];
     let (old, rollout) = ([NAN, -1.0, NAN, -1.0], [9.0, -1.0, 9.0, 1.0]);
     let terms = Terms { mask: Some(&mask), ..Terms::of(Some(&old), Some(&rollout), &[0, 0, 5, 5]) };
@@ -71,11 +71,11 @@ fn a_term_is_told_by_its_index_among_the_terms() {
 
 #[test]
 fn trace_sums_do_not_drift_in_f32() {
-    // 0.1 a hundred thousand times in f32 would be off by 1.4; the mean is exact to f32.
+    // 0.1 added a hundred thousand times in f32 would be off by 1.4; the mean is exact to f32.
     let (old, rollout, trace) = (vec![-1.0_f32; 100_000], vec![-1.1_f32; 100_000], vec![0; 100_000]);
     let mean = plan(vec![], vec![weight(level(Over::Trace, Agg::Mean), Shape::Identity)], Missing::Mask);
-    let found = correct(&Terms::of(Some(&old), Some(&rollout), &trace), &mean, &Alone).unwrap();
-    assert!((found.weight[0].wide() - f64::from(-1.0_f32 + 1.1_f32).exp()).abs() < 1e-7);
+    let result = correct(&Terms::of(Some(&old), Some(&rollout), &trace), &mean, &Alone).unwrap();
+    assert!((result.weight[0].wide() - f64::from(-1.0_f32 + 1.1_f32).exp()).abs() < 1e-7);
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn blocks_end_where_no_segment_is_cut() {
 }
 
 #[test]
-fn terms_of_groups_on_other_ranks_are_told_and_not_counted_here() {
+fn counts_of_groups_on_other_ranks_come_from_the_caller() {
     struct Rank;
     impl Exchange for Rank {
         fn all_reduce(&self, _: &mut [f64], _: Op) -> Result<()> {
@@ -124,17 +124,17 @@ fn terms_of_groups_on_other_ranks_are_told_and_not_counted_here() {
         let (group, group_terms) = (Some(Ids::of(&ids)), group_terms.map(|terms| Ids::of(terms)));
         let terms = Terms { group, totals, group_terms, ..Terms::of(Some(&[-1.0, -1.0]), None, &[0, 1]) };
         let reductions = vec![Reduction { per: Per::Prompt, mean, norm: 5.0, kept: false }];
-        let found = correct(&terms, &Plan { reductions, ..plan(vec![], vec![], Missing::Mask) }, &Rank);
+        let result = correct(&terms, &Plan { reductions, ..plan(vec![], vec![], Missing::Mask) }, &Rank);
         assert_eq!(
-            found.ok().map(|found| found.scales),
+            result.ok().map(|result| result.scales),
             expected.map(|each| vec![Scale::Each(vec![each; 2])]),
             "{mean}"
         );
     }
 }
 
-/// Columns of a random step, some recorded logprobs missing.
-fn steps(most: usize) -> impl Strategy<Value = (Vec<f32>, Vec<f32>, Vec<i64>)> {
+/// Columns of a random step, with some recorded logprobs missing.
+fn steps(max_terms: usize) -> impl Strategy<Value = (Vec<f32>, Vec<f32>, Vec<i64>)> {
     prop::collection::vec((-8.0_f32..0.0, prop::option::weighted(0.9, -8.0_f32..0.0), 0_i64..9), 0..most).prop_map(
         |rows| {
             let mut traces: Vec<i64> = rows.iter().map(|row| row.2).collect();
@@ -171,9 +171,9 @@ proptest! {
             Missing::Mask,
         );
         // A gate on the batch that keeps everything forces one block.
-        let mut whole = tokens.clone();
-        whole.gates.push(AnyGate::Gate(gate(Stat::K1, level(Over::Batch, Agg::Max), -1e9, 1e9, Over::Batch)));
-        let (a, b) = (correct(&terms, &tokens, &Alone).unwrap(), correct(&terms, &whole, &Alone).unwrap());
+        let mut single_block = tokens.clone();
+        single_block.gates.push(AnyGate::Gate(gate(Stat::K1, level(Over::Batch, Agg::Max), -1e9, 1e9, Over::Batch)));
+        let (a, b) = (correct(&terms, &tokens, &Alone).unwrap(), correct(&terms, &single_block, &Alone).unwrap());
         prop_assert_eq!(&a.weight, &b.weight);
         prop_assert_eq!(&a.keep, &b.keep);
         prop_assert_eq!(a.stats, b.stats);

@@ -1,4 +1,4 @@
-//! Importance weights: log-ratios aggregated at a level, then shaped (clamped, windowed, ...).
+//! Importance weights: log-ratios aggregated at a level, then shaped (truncated, masked outside a window, ...).
 
 use super::block::Block;
 use super::estimators::clamped;
@@ -10,7 +10,7 @@ use super::segments::Local;
 use crate::error::Result;
 
 impl<F: Real> Block<'_, F> {
-    /// Writes the weights of a plan whose one weight is of tokens, with `unknown` where a term is not known.
+    /// Writes the weights of a plan with a single token-level weight, and `unknown` for unknown terms.
     #[inline(always)]
     pub fn weigh_tokens<V: Vector<Element = F>>(&mut self, weight: &Weight, unknown: F) {
         self.take::<V>(weight.ratio);
@@ -19,7 +19,7 @@ impl<F: Real> Block<'_, F> {
         weight.shape.apply([&work.log_ratio, &work.ratio], last, self.weight, &mut work.bounded);
     }
 
-    /// Multiplies the weights by the factor of `weight`, the plan's one of this index.
+    /// Multiplies the weights by the factor of `weight`, which has this index in the plan.
     #[inline(always)]
     pub fn weigh<V: Vector<Element = F>>(&mut self, weight: &Weight, index: usize) -> Result<()> {
         self.take::<V>(weight.ratio);
@@ -39,12 +39,12 @@ impl<F: Real> Block<'_, F> {
     }
 
     fn weigh_level<V: Vector<Element = F>>(&mut self, weight: &Weight, local: Local<'_>) -> Result<(f64, f64)> {
-        let found = self.aggregate(local, weight.level, true)?;
+        let levels = self.aggregate(local, weight.level, true)?;
         if weight.level.over != Over::Batch {
-            self.sums.stats.clamped_levels += beyond(&found);
+            self.sums.stats.clamped_levels += beyond(&levels);
         }
         self.work.flags.fill(false);
-        match found {
+        match levels {
             Found::Segments(levels) if weight.level.blend.is_none() => {
                 Ok(self.weigh_segments(weight.shape, local, &levels))
             }
@@ -63,7 +63,7 @@ impl<F: Real> Block<'_, F> {
         }
     }
 
-    /// One factor for each segment, 1 where nothing of it is counted.
+    /// Computes one factor for each segment; 1 if nothing in it is counted.
     fn weigh_segments(&mut self, shape: Shape, local: Local<'_>, levels: &[f64]) -> (f64, f64) {
         let ratio: Vec<f64> = levels.iter().map(|&level| clamped(level.or(0.0)).exp()).collect();
         let (mut factor, mut bounded) = (ratio.clone(), vec![false; levels.len()]);
@@ -76,7 +76,7 @@ impl<F: Real> Block<'_, F> {
         counted.fold((0.0, 0.0), |(sum, count), (_, factor)| (sum + factor, count + 1.0))
     }
 
-    /// A factor for each term from a level of its own, which stands in `work.values`.
+    /// Computes a factor for each term from its own level in `work.values`.
     fn weigh_terms<V: Vector<Element = F>>(&mut self, weight: &Weight) -> (f64, f64) {
         let (work, blend) = (&mut *self.work, weight.level.blend);
         for (level, &l) in work.values.iter_mut().zip(&work.log_ratio) {
@@ -96,7 +96,7 @@ impl<F: Real> Block<'_, F> {
         counted.fold((0.0, 0.0), |(sum, count), (_, factor)| (sum + factor.wide(), count + 1.0))
     }
 
-    /// The sum and the number of token factors; only what normalises needs them.
+    /// Returns the sum and the number of token factors, which only normalization needs.
     #[inline(always)]
     fn unit_of_tokens(&mut self, weight: &Weight) -> (f64, f64) {
         if !weight.normalize {
@@ -107,7 +107,7 @@ impl<F: Real> Block<'_, F> {
         (wide_sum(&work.values), ones(&work.known))
     }
 
-    /// Multiplies by `work.factor` where the condition on the advantage holds; the first factor is the product.
+    /// Multiplies by `work.factor` if the condition on the advantage holds. The first factor becomes the product.
     #[inline(always)]
     fn multiply(&mut self, when: When, first: bool) {
         if when != When::Always {

@@ -1,7 +1,7 @@
 //! Caches of rendered prompts and of tool schemas as template values, which the traces of a group share.
 //!
-//! The key of a render is the bytes of everything that it depends on; the size is bounded in bytes. Schemas are looked up
-//! by the `Arc` that holds them, else by comparing the values; bounded.
+//! The key of a render consists of the bytes of everything it depends on. The cache size is bounded in bytes. Schemas
+//! are looked up by their `Arc`, else by comparing values; their number and size are bounded too.
 
 use super::marks::{Alphabet, Marker, Tag, Used};
 use super::rendered::Rendered;
@@ -19,16 +19,16 @@ use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Shards of the cache, each with a lock of its own.
+/// Number of shards of the cache, each with its own lock.
 const SHARDS: usize = 8;
-/// Bytes of one generation of one shard; two generations are kept, 32 MiB in all.
+/// Bytes of one generation of one shard. Each shard has two generations, 32 MiB in total.
 const GENERATION_BYTES: usize = 2 << 20;
 
-/// What a render depends on, beside its template.
+/// Everything that a render depends on, except its template.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asked<'a> {
     pub messages: &'a [&'a Json],
-    /// Number of the remembered tool schemas.
+    /// Number of the cached tool schemas.
     pub tools: Option<u64>,
     pub add_generation_prompt: bool,
     pub rules: Rules,
@@ -55,14 +55,14 @@ struct Entry {
 }
 
 impl Renders {
-    /// The cached render of `asked`, or that of `make`, which is then cached.
+    /// Returns the cached render of `asked`, or calls `make` and caches its result.
     pub fn get<E>(&self, asked: Asked<'_>, make: impl FnOnce() -> Result<Rendered, E>) -> Result<Rendered, E> {
         let key = asked.key();
         let hash = self.state.hash_one(&*key);
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
-        let fits = |entry: &Entry| *entry.key == *key;
-        let known = soon(shard).and_then(|mut shard| shard.read(hash, fits, |e| Arc::clone(&e.rendered)));
-        if let Some(rendered) = known {
+        let has_key = |entry: &Entry| *entry.key == *key;
+        let cached = soon(shard).and_then(|mut shard| shard.read(hash, has_key, |e| Arc::clone(&e.rendered)));
+        if let Some(rendered) = cached {
             return Ok((*rendered).clone());
         }
         let rendered = make()?;
@@ -78,7 +78,7 @@ impl Renders {
 }
 
 impl Asked<'_> {
-    /// The cache key: two requests whose renders could differ have different keys.
+    /// Returns the cache key. Two requests whose renders could differ have different keys.
     pub fn key(&self) -> Vec<u8> {
         let mut key = Vec::with_capacity(1 << 14);
         key.push(u8::from(self.add_generation_prompt));
@@ -92,7 +92,7 @@ impl Asked<'_> {
     }
 }
 
-/// Whether two JSON values are written alike: keys in the same order, and 0.0 is not -0.0.
+/// Returns true if two JSON values are written identically: keys in the same order, and 0.0 differs from -0.0.
 pub(super) fn same(a: &Json, b: &Json) -> bool {
     match (a, b) {
         (Json::String(a), Json::String(b)) => a == b,
@@ -105,17 +105,17 @@ pub(super) fn same(a: &Json, b: &Json) -> bool {
     }
 }
 
-/// Sets that are remembered, and bytes of their JSON together.
+/// Maximum number of cached sets, and maximum bytes of their JSON in total.
 const SETS: usize = 64;
 const BYTES: usize = 4 << 20;
 
 #[derive(Debug)]
 pub(super) struct Tools {
-    /// No other set of this template ever has it.
+    /// Unique among the sets of this template.
     pub number: u64,
-    /// As they are given.
+    /// The schemas as passed by the caller.
     pub json: Arc<Json>,
-    /// Whose form they have, and in that form, where it is another one.
+    /// The server whose form the schemas have, and the schemas in that form if it differs.
     server: Option<Server>,
     own: Option<Json>,
     pub bytes: usize,
@@ -125,12 +125,12 @@ pub(super) struct Tools {
     pub marked: Marked,
 }
 
-/// Schemas with marks, and the tags of these.
+/// Schemas with marks, and the tags of these marks.
 #[derive(Debug, Clone)]
 pub(super) struct Marked {
     pub value: Value,
     pub tags: Vec<Tag>,
-    /// As that of [`Noted`](super::marks::Noted).
+    /// Same meaning as in [`Noted`](super::marks::Noted).
     pub doubt: bool,
 }
 
@@ -143,7 +143,7 @@ pub(super) struct ToolSets {
 }
 
 impl ToolSets {
-    /// The values of `json` in the form that a server gives them; strings among `literals` are never marked.
+    /// Returns the values of `json` in the form that a server uses. Strings among `literals` are never marked.
     pub fn get(&self, json: &Arc<Json>, server: Option<Server>, literals: &[String]) -> Result<Arc<Tools>> {
         if !json.is_array() {
             return Err(Error::new(Kind::Argument, "tools is not a list of JSON schemas")
@@ -152,9 +152,9 @@ impl ToolSets {
         }
         let make = || Arc::new(Tools::new(self.made.fetch_add(1, Ordering::Relaxed), json, server, literals));
         let Some(mut sets) = soon(&self.sets) else { return Ok(make()) };
-        let known = sets.iter().find(|tools| tools.server == server && Arc::ptr_eq(&tools.json, json));
-        let known = known.or_else(|| sets.iter().find(|tools| tools.server == server && same(&tools.json, json)));
-        if let Some(tools) = known {
+        let cached = sets.iter().find(|tools| tools.server == server && Arc::ptr_eq(&tools.json, json));
+        let cached = cached.or_else(|| sets.iter().find(|tools| tools.server == server && same(&tools.json, json)));
+        if let Some(tools) = cached {
             return Ok(Arc::clone(tools));
         }
         let tools = make();
@@ -182,14 +182,14 @@ impl Tools {
         Self { number, json: Arc::clone(json), bytes: json.to_string().len(), server, own, used, plain, marked }
     }
 
-    /// The schemas as templates get them.
+    /// Returns the schemas as templates receive them.
     pub fn shown(&self) -> &Json {
         self.own.as_ref().unwrap_or(&self.json)
     }
 }
 
-/// Schemas as the types of a server's request write them: its keys in its order, with its nulls; `None` where they are
-/// handed on as they are given.
+/// Returns schemas as the types of a server's request write them: with its keys in its order, including its nulls.
+/// Returns `None` if the server passes them on unchanged.
 fn in_form(json: &Json, server: Server) -> Option<Json> {
     let none = Json::Null;
     let order: Vec<(&str, Json)> = match server {
@@ -200,38 +200,38 @@ fn in_form(json: &Json, server: Server) -> Option<Json> {
         Server::LlamaCpp => vec![("name", none), ("description", "".into()), ("parameters", json!({}))],
         Server::Tgi | Server::OpenAi => return None,
     };
-    let is_alike = |tool: &Json| {
+    let has_form = |tool: &Json| {
         let Some(outer) = tool.as_object() else { return false };
         let function = value_of(outer, "function").and_then(Json::as_object);
         outer.keys().eq(["type", "function"])
-            && function.is_some_and(|own| own.keys().eq(order.iter().map(|own| own.0)))
+            && function.is_some_and(|fields| fields.keys().eq(order.iter().map(|field| field.0)))
     };
-    if json.as_array()?.iter().all(is_alike) {
+    if json.as_array()?.iter().all(has_form) {
         return None;
     }
     let tool = |tool: &Json| {
-        let Some(Json::Object(given)) = tool.get("function") else { return tool.clone() };
+        let Some(Json::Object(original)) = tool.get("function") else { return tool.clone() };
         let mut function: Map<String, Json> = order
             .iter()
-            .map(|(key, default)| ((*key).to_owned(), given.get(*key).unwrap_or(default).clone()))
+            .map(|(key, default)| ((*key).to_owned(), original.get(*key).unwrap_or(default).clone()))
             .collect();
-        let set = |key: &str| given.get(key).filter(|value| !value.is_null());
+        let set = |key: &str| original.get(key).filter(|value| !value.is_null());
         let deferred = tool.get("defer_loading").filter(|value| !value.is_null());
-        let mut shown = Map::new();
-        shown.insert("type".to_owned(), tool.get("type").cloned().unwrap_or_else(|| "function".into()));
+        let mut result = Map::new();
+        result.insert("type".to_owned(), tool.get("type").cloned().unwrap_or_else(|| "function".into()));
         if server == Server::Vllm {
             function.extend(set("strict").map(|strict| ("strict".to_owned(), strict.clone())));
             let loading = set("defer_loading").or(deferred);
             function.extend(loading.map(|value| ("defer_loading".to_owned(), value.clone())));
         }
-        shown.insert("function".to_owned(), Json::Object(function));
+        result.insert("function".to_owned(), Json::Object(function));
         if server == Server::Vllm {
-            shown.extend(deferred.map(|value| ("defer_loading".to_owned(), value.clone())));
+            result.extend(deferred.map(|value| ("defer_loading".to_owned(), value.clone())));
         }
-        Json::Object(shown)
+        Json::Object(result)
     };
-    let own: Json = json.as_array()?.iter().map(tool).collect();
-    (!same(&own, json)).then_some(own)
+    let converted: Json = json.as_array()?.iter().map(tool).collect();
+    (!same(&converted, json)).then_some(converted)
 }
 
 impl Marked {
@@ -260,9 +260,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_differently_is_rendered_apart() {
+    fn different_json_is_cached_separately() {
         let (renders, mut made) = (Renders::default(), 0);
-        let all = [
+        let variants = [
             json!({"a": 1, "b": 2}),
             json!({"b": 2, "a": 1}),
             json!({"a": 1.0, "b": 2}),
@@ -273,12 +273,12 @@ mod tests {
             json!({"a": "b", "c": 1}),
         ];
         for _ in 0..3 {
-            for message in &all {
+            for message in &variants {
                 let messages = [message];
                 assert_eq!(&*ask(&renders, &messages, &mut made), format!("{messages:?}"));
             }
         }
-        assert_eq!(made, all.len());
+        assert_eq!(made, variants.len());
     }
 
     #[test]
@@ -287,9 +287,9 @@ mod tests {
         for n in 0..400 {
             ask(&renders, &[&json!({"content": format!("{n}{}", "0".repeat(100_000))})], &mut made);
         }
-        let held: usize = renders.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
+        let entries: usize = renders.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
         assert_eq!(made, 400);
-        assert!(held > 40 && held * 200_000 <= 2 * SHARDS * GENERATION_BYTES);
+        assert!(entries > 40 && entries * 200_000 <= 2 * SHARDS * GENERATION_BYTES);
     }
 }
 

@@ -1,42 +1,43 @@
-//! Whether a template iterates over the parts of a message's content, as vLLM and SGLang find it out from the source.
+//! Detects whether a template iterates over the parts of a message's content, as vLLM and SGLang detect it from the
+//! source.
 //!
-//! vLLM's `_detect_content_format` walks Jinja's syntax tree: it follows assignments of `messages`, finds the loops
-//! over them, and asks whether some loop goes over `content` of such an item, over a macro's parameter that is given
-//! one, or, outside macros, over a variable that is called `content`. Here the same is read from the tokens of the
-//! tags.
+//! vLLM's `_detect_content_format` analyzes Jinja's syntax tree. It follows assignments of `messages`, finds the loops
+//! over them, and checks whether some loop iterates over `content` of such an item. A macro's parameter that receives
+//! such content counts too, as does, outside macros, a variable named `content`. This module reads the same from the
+//! tokens of the tags.
 
 use super::incremental::analyze::Tag;
 use super::lexer::{Token, token_at};
 use std::collections::{HashMap, HashSet};
 
-/// Which servers hand a template the parts of a content, where others join them.
+/// The servers that pass the parts of a content to the template. Other servers join the parts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct WantsParts {
     pub vllm: bool,
     pub sglang: bool,
 }
 
-/// Words that are a sign of a template for media to SGLang.
+/// Words by which SGLang recognizes a template for media.
 const MEDIA: [&str; 4] = ["image", "audio", "video", "vision"];
 
-/// What the servers find in a template.
+/// Returns what the servers detect in a template.
 pub(super) fn wants_parts(source: &str, tags: &[Tag]) -> WantsParts {
     let tags: Vec<(Vec<Token<'_>>, bool)> = tags.iter().map(|tag| (tokens(&tag.inside), tag.is_statement)).collect();
-    let read = Source::read(&tags);
+    let parsed = Source::read(&tags);
     let named = |(name, key): (&str, Option<&str>)| matches!(name, "message" | "msg" | "m") && key == Some("content");
     WantsParts {
-        vllm: read.iterates().unwrap_or(false),
+        vllm: parsed.iterates().unwrap_or(false),
         sglang: MEDIA.iter().any(|word| source.contains(word))
-            || read.loops.iter().any(|each| access(each.items).is_some_and(named)),
+            || parsed.loops.iter().any(|for_loop| access(for_loop.items).is_some_and(named)),
     }
 }
 
 /// A `for` tag.
 struct Loop<'t> {
-    /// The variable; `None` for several.
+    /// The loop variable; `None` if there are several.
     target: Option<&'t str>,
     items: &'t [Token<'t>],
-    /// Which macros it stands in.
+    /// The macros that contain the loop.
     macros: Vec<usize>,
 }
 
@@ -46,26 +47,26 @@ struct Macro<'t> {
     parameters: Vec<&'t str>,
 }
 
-/// What counts of a template.
+/// The tags of a template that the detection needs.
 #[derive(Default)]
 struct Source<'t> {
     loops: Vec<Loop<'t>>,
-    /// Name (`None` for what is no plain name) and value of each assignment.
+    /// Name (`None` if it is not a plain name) and value of each assignment.
     assigned: Vec<(Option<&'t str>, &'t [Token<'t>])>,
     macros: Vec<Macro<'t>>,
-    /// Calls by name: what stands between the brackets.
+    /// Calls by name: the tokens between the parentheses.
     calls: HashMap<&'t str, Vec<&'t [Token<'t>]>>,
 }
 
-/// Pairs of a macro and a call that are looked at: many times what templates have.
+/// Maximum number of (macro, call) pairs that are checked; many times the number in real templates.
 const PAIRS: usize = 1 << 16;
 
-/// The detection ended with an error: such templates are taken to want strings.
+/// The detection failed with an error. Such templates count as accepting strings.
 struct Failed;
 
 impl<'t> Source<'t> {
     fn read(tags: &'t [(Vec<Token<'t>>, bool)]) -> Self {
-        let mut read = Self::default();
+        let mut parsed = Self::default();
         let mut open: Vec<usize> = Vec::new();
         for (tokens, is_statement) in tags {
             let word = match tokens.first() {
@@ -73,11 +74,11 @@ impl<'t> Source<'t> {
                 _ => "",
             };
             match word {
-                "for" => read.loops.extend(loop_of(&tokens[1..], &open)),
-                "set" => read.assigned.extend(assignment(&tokens[1..])),
+                "for" => parsed.loops.extend(loop_of(&tokens[1..], &open)),
+                "set" => parsed.assigned.extend(assignment(&tokens[1..])),
                 "macro" => {
-                    open.push(read.macros.len());
-                    read.macros.push(macro_of(&tokens[1..]));
+                    open.push(parsed.macros.len());
+                    parsed.macros.push(macro_of(&tokens[1..]));
                 }
                 "endmacro" => {
                     open.pop();
@@ -85,92 +86,94 @@ impl<'t> Source<'t> {
                 _ => {}
             }
             if word != "macro" {
-                read.calls_in(tokens);
+                parsed.calls_in(tokens);
             }
         }
-        read
+        parsed
     }
 
     fn calls_in(&mut self, tokens: &'t [Token<'t>]) {
         for (at, pair) in tokens.windows(2).enumerate() {
             let [Token::Name(name), Token::Sign("(")] = pair else { continue };
-            let of_another = at > 0 && matches!(tokens[at - 1], Token::Sign("." | "|"));
-            if let (false, Some(end)) = (of_another, closing(tokens, at + 1)) {
+            let is_method = at > 0 && matches!(tokens[at - 1], Token::Sign("." | "|"));
+            if let (false, Some(end)) = (is_method, closing(tokens, at + 1)) {
                 self.calls.entry(name).or_default().push(&tokens[at + 2..end]);
             }
         }
     }
 
-    /// Whether some loop goes over a message's content.
+    /// Returns true if some loop iterates over a message's content.
     fn iterates(&self) -> Result<bool, Failed> {
         let lists = self.named_after("messages")?;
         let mut messages: HashSet<&str> = HashSet::new();
-        for each in &self.loops {
-            if matches!(access(each.items), Some((name, None)) if lists.contains(name)) {
-                messages.insert(each.target.ok_or(Failed)?);
+        for for_loop in &self.loops {
+            if matches!(access(for_loop.items), Some((name, None)) if lists.contains(name)) {
+                messages.insert(for_loop.target.ok_or(Failed)?);
             }
         }
         let is_content =
             |tokens: &[Token<'_>]| matches!(access(tokens), Some((name, Some("content"))) if messages.contains(name));
         let mut pairs = PAIRS;
-        let given = self.macros.iter().map(|each| self.given_content(each, is_content, &mut pairs));
-        let given: Vec<HashSet<&str>> = given.collect();
-        for each in &self.loops {
-            let plain = if let [Token::Name(name)] = each.items { Some(*name) } else { None };
-            let of_macro = || plain.is_some_and(|name| each.macros.iter().any(|at| given[*at].contains(name)));
-            let of_name = || each.macros.is_empty() && plain == Some("content");
-            if is_content(each.items) || of_macro() || of_name() {
-                return each.target.map(|_| true).ok_or(Failed);
+        let content_parameters =
+            self.macros.iter().map(|definition| self.given_content(definition, is_content, &mut pairs));
+        let content_parameters: Vec<HashSet<&str>> = content_parameters.collect();
+        for for_loop in &self.loops {
+            let plain = if let [Token::Name(name)] = for_loop.items { Some(*name) } else { None };
+            let is_macro_content =
+                || plain.is_some_and(|name| for_loop.macros.iter().any(|at| content_parameters[*at].contains(name)));
+            let is_content_name = || for_loop.macros.is_empty() && plain == Some("content");
+            if is_content(for_loop.items) || is_macro_content() || is_content_name() {
+                return for_loop.target.map(|_| true).ok_or(Failed);
             }
         }
         Ok(false)
     }
 
-    /// The variables that hold `name` or a part of its items.
+    /// Returns the variables that are assigned `name` or a part of its items.
     fn named_after(&self, name: &'t str) -> Result<HashSet<&'t str>, Failed> {
-        let mut found = HashSet::from([name]);
+        let mut variables = HashSet::from([name]);
         let mut by_value: HashMap<&str, Vec<Option<&'t str>>> = HashMap::new();
         for (target, value) in &self.assigned {
-            if let Some((of, None)) = access(value) {
-                by_value.entry(of).or_default().push(*target);
+            if let Some((source, None)) = access(value) {
+                by_value.entry(source).or_default().push(*target);
             }
         }
         let mut next = vec![name];
         while let Some(name) = next.pop() {
             for target in by_value.get(name).into_iter().flatten() {
                 let target = target.ok_or(Failed)?;
-                if found.insert(target) {
+                if variables.insert(target) {
                     next.push(target);
                 }
             }
         }
-        Ok(found)
+        Ok(variables)
     }
 
-    /// The parameters of a macro that some call gives the content of a message.
+    /// Returns the parameters of a macro that receive the content of a message in some call.
     fn given_content(
         &self,
-        each: &Macro<'t>,
+        definition: &Macro<'t>,
         is_content: impl Fn(&[Token<'_>]) -> bool,
         pairs: &mut usize,
     ) -> HashSet<&'t str> {
-        let mut found = HashSet::new();
-        for arguments in self.calls.get(each.name).into_iter().flatten() {
+        let mut parameters = HashSet::new();
+        for arguments in self.calls.get(definition.name).into_iter().flatten() {
             let Some(left) = pairs.checked_sub(1) else { break };
             *pairs = left;
             for (at, argument) in split(arguments).into_iter().enumerate() {
                 let (parameter, value) = match argument {
                     [Token::Name(key), Token::Sign("="), value @ ..] => {
-                        (each.parameters.iter().find(|known| *known == key), value)
+                        (definition.parameters.iter().find(|name| *name == key), value)
                     }
-                    value => (each.parameters.get(at), value),
+                    value => (definition.parameters.get(at), value),
                 };
                 if is_content(value) {
-                    found.extend(parameter);
+                    parameters.extend(parameter);
                 }
             }
         }
-        found
+        parameters
     }
 }
 
@@ -189,18 +192,18 @@ fn assignment<'t>(tokens: &'t [Token<'t>]) -> Option<(Option<&'t str>, &'t [Toke
 }
 
 fn macro_of<'t>(tokens: &'t [Token<'t>]) -> Macro<'t> {
-    let [Token::Name(name), Token::Sign("("), rest @ ..] = tokens else {
+    let [Token::Name(name), Token::Sign("("), inner @ ..] = tokens else {
         return Macro { name: "", parameters: Vec::new() };
     };
-    let end = closing(tokens, 1).map_or(rest.len(), |end| end - 2);
+    let end = closing(tokens, 1).map_or(inner.len(), |end| end - 2);
     let name_of = |part: &[Token<'t>]| if let Some(Token::Name(name)) = part.first() { Some(*name) } else { None };
-    Macro { name, parameters: split(&rest[..end]).into_iter().filter_map(name_of).collect() }
+    Macro { name, parameters: split(&inner[..end]).into_iter().filter_map(name_of).collect() }
 }
 
-/// The variable of an expression and the key that is read of it, where the expression is that, with filters, slices and a
-/// test behind it.
+/// Returns the variable of an expression and the key that is read from it, optionally followed by filters, slices and
+/// a test. Returns `None` for other expressions.
 fn access<'t>(tokens: &[Token<'t>]) -> Option<(&'t str, Option<&'t str>)> {
-    let (mut found, mut at) = match tokens {
+    let (mut result, mut at) = match tokens {
         [Token::Name(name), ..] => ((*name, None), 1),
         [Token::Sign("("), ..] => {
             let end = closing(tokens, 0)?;
@@ -208,18 +211,18 @@ fn access<'t>(tokens: &[Token<'t>]) -> Option<(&'t str, Option<&'t str>)> {
         }
         _ => return None,
     };
-    // What is behind a filter or a slice is no plain variable, and no key is read of it.
-    let mut plain = found.1.is_none() && at == 1;
+    // The result of a filter or a slice is not a plain variable, and no key is read from it.
+    let mut plain = result.1.is_none() && at == 1;
     while at < tokens.len() {
         match &tokens[at..] {
             [Token::Sign("."), Token::Name(key), ..] if plain => {
-                (found.1, plain, at) = (Some(*key), false, at + 2);
+                (result.1, plain, at) = (Some(*key), false, at + 2);
             }
             [Token::Sign("["), ..] => {
                 let end = closing(tokens, at)?;
                 match &tokens[at + 1..end] {
                     [Token::Literal(key)] if plain && key.starts_with(['\'', '"']) => {
-                        found.1 = Some(&key[1..key.len().max(2) - 1]);
+                        result.1 = Some(&key[1..key.len().max(2) - 1]);
                     }
                     inner if outside_brackets(inner, |token| token == Token::Sign(":")).is_some() => {}
                     _ => return None,
@@ -234,22 +237,22 @@ fn access<'t>(tokens: &[Token<'t>]) -> Option<(&'t str, Option<&'t str>)> {
             _ => return None,
         }
     }
-    Some(found)
+    Some(result)
 }
 
 fn tokens(inside: &str) -> Vec<Token<'_>> {
-    let (mut all, mut at) = (Vec::new(), 0);
+    let (mut tokens, mut at) = (Vec::new(), 0);
     loop {
         let (token, end) = token_at(inside, at);
         if token == Token::End {
-            return all;
+            return tokens;
         }
-        all.push(token);
+        tokens.push(token);
         at = end;
     }
 }
 
-/// How a token changes the number of brackets that are open.
+/// Returns the change in the number of open brackets at a token.
 fn depth(token: Token<'_>) -> i32 {
     match token {
         Token::Sign("(" | "[" | "{") => 1,
@@ -258,7 +261,7 @@ fn depth(token: Token<'_>) -> i32 {
     }
 }
 
-/// Where the bracket at `at` is closed.
+/// Returns the position at which the bracket at `at` is closed.
 fn closing(tokens: &[Token<'_>], at: usize) -> Option<usize> {
     let mut open = 0;
     for (index, token) in tokens.iter().enumerate().skip(at) {
@@ -270,25 +273,25 @@ fn closing(tokens: &[Token<'_>], at: usize) -> Option<usize> {
     None
 }
 
-/// The first token outside brackets that is meant.
-fn outside_brackets<'t>(tokens: &[Token<'t>], meant: impl Fn(Token<'t>) -> bool) -> Option<usize> {
+/// Returns the first token outside brackets for which `matches` is true.
+fn outside_brackets<'t>(tokens: &[Token<'t>], is_match: impl Fn(Token<'t>) -> bool) -> Option<usize> {
     let mut open = 0;
     tokens.iter().position(|token| {
-        let found = open == 0 && meant(*token);
+        let matches = open == 0 && is_match(*token);
         open += depth(*token);
-        found
+        matches
     })
 }
 
-/// What stands between the commas outside brackets.
+/// Splits tokens at the commas outside brackets.
 fn split<'s, 't>(tokens: &'s [Token<'t>]) -> Vec<&'s [Token<'t>]> {
-    let (mut parts, mut rest) = (Vec::new(), tokens);
-    while let Some(at) = outside_brackets(rest, |token| token == Token::Sign(",")) {
-        parts.push(&rest[..at]);
-        rest = &rest[at + 1..];
+    let (mut parts, mut remaining) = (Vec::new(), tokens);
+    while let Some(at) = outside_brackets(remaining, |token| token == Token::Sign(",")) {
+        parts.push(&remaining[..at]);
+        remaining = &remaining[at + 1..];
     }
-    if !rest.is_empty() {
-        parts.push(rest);
+    if !remaining.is_empty() {
+        parts.push(remaining);
     }
     parts
 }

@@ -1,6 +1,6 @@
-//! Messages as transformers hands them to a template, with marks around their strings where asked.
+//! Messages as transformers passes them to a template, with marks around their strings if requested.
 //!
-//! Normalisation happens here and nowhere else.
+//! All normalization of messages happens in this module.
 
 use super::cache::same;
 use super::marks::{Marker, Used};
@@ -14,24 +14,24 @@ use crate::trace::value_of;
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
 
-/// Names a message's reasoning is passed under; the first is the one that templates read.
+/// Names under which a message's reasoning is passed. Templates read the first one.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 #[derive(Debug)]
 struct Checked<'a> {
     given: &'a Json,
     map: &'a Map<String, Json>,
-    /// Its content in the server's form, where that is another one.
+    /// Its content in the server's form, if that differs.
     content: Option<Json>,
-    /// For each tool call its arguments, where they are read otherwise than they are written.
+    /// For each tool call, its arguments as parsed, if that differs from how they are written.
     parsed: Vec<Option<Json>>,
     has_null: bool,
     used: Used,
-    /// Bytes of its strings, about.
+    /// Approximate number of bytes of its strings.
     bytes: usize,
 }
 
-/// Messages as a server, or transformers, hands them on: among other things with their JSON-string arguments parsed.
+/// Messages as a server or transformers passes them on, for example with JSON-string arguments parsed.
 #[derive(Debug, Default)]
 pub(super) struct Conversation<'a> {
     rules: Rules,
@@ -39,19 +39,19 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Checks that every message is an object with a role.
+    /// Creates a conversation after checking that every message is an object with a role.
     pub fn new(messages: &[&'a Json], rules: Rules) -> Result<Self> {
         let mut conversation = Self { rules, ..Self::default() };
         conversation.follow(messages)?;
         Ok(conversation)
     }
 
-    /// Becomes the conversation of `messages`, and returns how many of those that it began with stay.
+    /// Replaces the messages with `messages`, and returns how many leading messages stay.
     pub fn follow(&mut self, messages: &[&'a Json]) -> Result<usize> {
-        let alike = |(checked, message): &(&Checked<'a>, &&'a Json)| {
+        let is_same = |(checked, message): &(&Checked<'a>, &&'a Json)| {
             std::ptr::eq(checked.given, **message) || same(checked.given, message)
         };
-        let common = self.messages.iter().zip(messages).take_while(alike).count();
+        let common = self.messages.iter().zip(messages).take_while(is_same).count();
         self.messages.truncate(common);
         for (index, &given) in messages.iter().enumerate().skip(common) {
             let Json::Object(map) = given else {
@@ -70,7 +70,7 @@ impl<'a> Conversation<'a> {
         Ok(common)
     }
 
-    /// Whether a message has a key with value null.
+    /// Returns true if a message has a key with value null.
     pub fn has_null(&self) -> bool {
         self.messages.iter().any(|message| message.has_null)
     }
@@ -79,20 +79,20 @@ impl<'a> Conversation<'a> {
         self.messages.len()
     }
 
-    /// Bytes of the messages' strings, about.
+    /// Returns the approximate number of bytes of the messages' strings.
     pub fn bytes(&self) -> usize {
         self.messages.iter().map(|message| message.bytes).sum()
     }
 
-    /// Strings of content and reasoning, in order.
+    /// Returns the strings of reasoning and content, in order.
     pub fn leaves(&self) -> Vec<(u32, Field, &str)> {
         let mut leaves = Vec::new();
         for (index, Checked { map, content, .. }) in self.messages.iter().enumerate() {
             for (key, field) in
                 REASONING.map(|name| (name, Field::Reasoning)).into_iter().chain([("content", Field::Content)])
             {
-                let own = content.as_ref().filter(|_| key == "content");
-                match own.or_else(|| value_of(map, key)) {
+                let server_form = content.as_ref().filter(|_| key == "content");
+                match server_form.or_else(|| value_of(map, key)) {
                     Some(Json::String(text)) => leaves.push((index as u32, field, text.as_str())),
                     Some(Json::Array(parts)) => {
                         let texts =
@@ -106,12 +106,12 @@ impl<'a> Conversation<'a> {
         leaves
     }
 
-    /// The noncharacters of all strings.
+    /// Returns the noncharacters of all strings.
     pub fn used(&self) -> Used {
         self.messages.iter().fold(Used::default(), |used, message| used.with(message.used))
     }
 
-    /// A message as a template value; `marks` are a marker and what it is for.
+    /// Returns a message as a template value. `marks` are a marker and the selection of messages to mark.
     pub fn value(&self, index: usize, keep_null: bool, marks: Option<(&mut Marker<'_>, &Selection)>) -> Value {
         let checked = &self.messages[index];
         let Checked { map, .. } = checked;
@@ -126,7 +126,7 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// A message of the keys that a server hands on.
+    /// Returns a message with the keys that a server passes on.
     fn served_value(
         &self,
         checked: &Checked<'_>,
@@ -149,7 +149,7 @@ impl<'a> Conversation<'a> {
         record(pairs)
     }
 
-    /// A message with the keys that it has.
+    /// Returns a message with its own keys.
     fn message_value(
         &self,
         checked: &Checked<'_>,
@@ -161,7 +161,7 @@ impl<'a> Conversation<'a> {
         let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 3);
         let reasoning = REASONING.iter().find_map(|name| value_of(map, name).filter(|value| !value.is_null()));
         let reasoning = reasoning.map(|value| text_value(value, index, Field::Reasoning, &mut marker));
-        let added = reasoning.is_some();
+        let has_reasoning = reasoning.is_some();
         if let Some(reasoning) = &reasoning {
             pairs.push(("thinking", reasoning.clone()));
         }
@@ -186,10 +186,10 @@ impl<'a> Conversation<'a> {
         if let Some(reasoning) = reasoning {
             pairs.push(("reasoning_content", reasoning));
         }
-        if added { merged(pairs.into_iter()) } else { record(pairs.into_iter()) }
+        if has_reasoning { merged(pairs.into_iter()) } else { record(pairs.into_iter()) }
     }
 
-    /// Tool calls with arguments as objects; with a marker, names and arguments are enclosed and ids are not.
+    /// Returns tool calls with arguments as objects. With a marker, names and arguments are marked and ids are not.
     fn calls_value(
         &self,
         json: &Json,
@@ -224,25 +224,25 @@ impl<'a> Conversation<'a> {
             };
             pairs.push((key, converted));
         }
-        // What has no arguments is given those that its server reads there.
+        // A call without arguments gets those that its server assumes.
         if let Some(arguments) = arguments.filter(|_| !map.contains_key("arguments") && !map.contains_key("function")) {
             pairs.push(("arguments", argument_value(arguments, message, marker)));
         }
         contained(record(pairs.into_iter()), message, marker)
     }
 }
-/// Which messages are marked, and where.
+/// The messages that are marked, and the position of the marks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Selection {
-    /// All, marks outside whitespace.
+    /// All messages, marks outside whitespace.
     Outside,
-    /// All, marks inside whitespace in assistant messages only.
+    /// All messages, marks inside whitespace in assistant messages only.
     AssistantInside,
-    /// All, marks inside whitespace.
+    /// All messages, marks inside whitespace.
     Inside,
-    /// One, marks inside whitespace.
+    /// One message, marks inside whitespace.
     Only(usize),
-    /// No message, so tool schemas alone.
+    /// No message, only tool schemas.
     Schemas,
 }
 
@@ -268,12 +268,12 @@ fn tool_calls(map: &Map<String, Json>) -> &[Json] {
     value_of(map, "tool_calls").and_then(Json::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// For each tool call its arguments as they are read, where that is not as they are written.
+/// Returns, for each tool call, its arguments as parsed, if that differs from how they are written.
 fn parsed_arguments(map: &Map<String, Json>, rules: Rules) -> Vec<Option<Json>> {
     tool_calls(map).iter().map(|call| rules.arguments(call.get("function").unwrap_or(call).get("arguments"))).collect()
 }
 
-/// A string, or a list of parts whose texts are enclosed.
+/// Returns a string, or a list of parts whose texts are marked.
 fn text_value(json: &Json, message: u32, field: Field, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(marker) = marker else { return plain(json) };
     match json {
@@ -300,16 +300,16 @@ fn part_value(part: &Json, message: u32, field: Field, marker: &mut Marker<'_>) 
 }
 
 fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
-    let Some(present) = marker else { return plain(json) };
+    let Some(active) = marker else { return plain(json) };
     match json {
-        kept if json_number::text(kept).is_some() => plain(kept),
-        Json::String(text) => Value::from(present.leaf(text, message, Field::ToolCall)),
+        number if json_number::text(number).is_some() => plain(number),
+        Json::String(text) => Value::from(active.leaf(text, message, Field::ToolCall)),
         Json::Array(items) => {
             let items: Vec<Value> = items.iter().map(|item| argument_value(item, message, marker)).collect();
             contained(Value::from(items), message, marker)
         }
         Json::Object(map) => {
-            present.noted.doubt |= map.keys().any(|key| UNMARKED.contains(&key.as_str()));
+            active.noted.doubt |= map.keys().any(|key| UNMARKED.contains(&key.as_str()));
             let pairs: Vec<(&str, Value)> =
                 map.iter().map(|(key, value)| (key.as_str(), argument_value(value, message, marker))).collect();
             contained(record(pairs.into_iter()), message, marker)

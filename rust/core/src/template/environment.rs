@@ -1,7 +1,7 @@
 //! The Jinja environment of transformers: its filters, globals, Python methods, `strftime_now` and limits.
 //!
-//! One environment holds one compiled template. Errors of the engine become ours here. A render asks for the time once,
-//! so that its passes agree.
+//! Each environment contains one compiled template. Errors of the engine are converted to this crate's errors here. A
+//! render reads the time once, so that its passes agree.
 
 use super::incremental::messages;
 use super::json::{Style, dumps, python_str};
@@ -20,13 +20,13 @@ use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, Output,
 use std::fmt;
 
 const NAME: &str = "chat_template";
-/// Bytes that a byte of a time's format can become: a field of three bytes may be padded to 255.
+/// Maximum number of output bytes per byte of a time format: a field of three bytes may be padded to 255.
 const STRFTIME_BYTES: usize = 128;
-/// Context variables of our own.
+/// Context variables that this crate adds.
 pub(super) const CLOCK: &str = "__clock";
 pub(super) const GENERATION_MARKS: &str = "__generation_marks";
 
-/// The message a template gave to `raise_exception`.
+/// The message that a template passed to `raise_exception`.
 #[derive(Debug)]
 struct Raised(String);
 
@@ -44,7 +44,7 @@ pub(super) struct ClockValue(pub Clock);
 
 impl Object for ClockValue {}
 
-/// An environment with `source` compiled in it; `longest_text` is its longest stretch of literal text.
+/// Compiles `source` in a new environment. `longest_text` is the length of its longest literal text.
 pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment<'static>> {
     let mut env = Environment::empty();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(|e| failure(&e))?;
@@ -79,7 +79,7 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     Ok(env)
 }
 
-/// The filters that `rewrite` writes; what they make is counted by themselves.
+/// Adds the filters that `rewrite` inserts. They count their own output.
 fn add_operators(paid: &mut Paid<'_>) {
     paid.direct("__add", Reads::Strings, |_, values| python_ops::add(values));
     paid.direct("__concat", Reads::Strings, |_, values| python_ops::concat(values));
@@ -112,7 +112,7 @@ pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> 
     template.render(context).map_err(|error| failure(&error))
 }
 
-/// A text, and what its run had left.
+/// The text of a run, and the fuel and bytes it had left.
 #[derive(Debug)]
 pub(super) struct Written {
     pub text: messages::Text,
@@ -120,7 +120,7 @@ pub(super) struct Written {
     pub bytes_left: usize,
 }
 
-/// As [`render`], for a run that `messages` notes.
+/// Renders like [`render`], for a run that `messages` records.
 pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Size) -> Result<Written> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
@@ -132,7 +132,7 @@ pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Siz
     Ok(Written { text, fuel_left, bytes_left: limits::left_bytes() })
 }
 
-/// Our error of the engine's.
+/// Converts an error of the engine to this crate's error.
 pub(super) fn failure(error: &JinjaError) -> Error {
     let place = error.line().map_or(String::new(), |line| format!(" (line {line})"));
     if let Some(message) = raised(error) {
@@ -229,7 +229,7 @@ fn tojson(values: &[Value]) -> Result<Value, JinjaError> {
     }
 }
 
-/// What `{{ value }}` writes: Python's `str`.
+/// Writes `{{ value }}`, which is Python's `str` of the value.
 fn write_value(out: &mut Output, _: &mut State, value: &Value) -> Result<(), JinjaError> {
     if let Some(text) = value.as_str() {
         return write_limited(out, text);
@@ -246,7 +246,7 @@ fn write_limited(out: &mut Output, text: &str) -> Result<(), JinjaError> {
     out.write_str(text).map_err(JinjaError::from)
 }
 
-/// The moment a render happens at.
+/// The time at which a render happens.
 #[derive(Debug, Clone)]
 pub(super) enum Clock {
     Local(Box<Zoned>),
@@ -254,17 +254,17 @@ pub(super) enum Clock {
 }
 
 impl Clock {
-    /// Local time.
+    /// Returns the local time.
     pub fn now() -> Self {
         Self::Local(Box::new(Zoned::now()))
     }
 
-    /// A date or date and time in ISO form.
+    /// Parses a date, or a date and time, in ISO form.
     pub fn pinned(text: &str) -> Option<Self> {
         text.parse().ok().map(Self::Pinned)
     }
 
-    /// The moment in `format`, as `datetime.strftime` writes it.
+    /// Formats the time as `datetime.strftime` does.
     pub fn format(&self, format: &str) -> Result<String, String> {
         match self {
             Self::Local(zoned) => strtime::format(format, &**zoned),
@@ -279,7 +279,7 @@ mod tests {
     use super::*;
     use limits::paid_by;
 
-    /// Tests that look at what a value is, and at nothing in it.
+    /// Tests that check the kind of a value and read nothing inside it.
     const KINDS: &str =
         "boolean defined escaped false float integer mapping none number sequence string true undefined";
     /// Methods of Python's str, list, dict and tuple.
@@ -290,10 +290,10 @@ mod tests {
         splitlines startswith strip swapcase title translate update upper values zfill";
     const BYTES: usize = 1 << 13;
 
-    /// The names under a heading of what the engine says of an environment.
+    /// Returns the names under a heading of the engine's debug output of an environment.
     fn registered(env: &Environment<'_>, heading: &str) -> Vec<String> {
-        let all = format!("{env:?}");
-        let (_, names) = all.split_once(&format!("{heading}: [")).expect("the engine lists its names");
+        let listing = format!("{env:?}");
+        let (_, names) = listing.split_once(&format!("{heading}: [")).expect("the engine lists its names");
         let names = names.split_once(']').expect("the list ends").0;
         names.split(", ").map(|name| name.trim_matches('"').to_owned()).collect()
     }
@@ -308,12 +308,12 @@ mod tests {
         let mut state = env.empty_state();
         let long = Value::from("9".repeat(BYTES));
         for arguments in [vec![long.clone()], vec![long.clone(), long.clone()], vec![Value::from(1), long.clone()]] {
-            let given = arguments.iter().filter_map(Value::as_str).map(str::len).sum::<usize>() / 64;
+            let expected = arguments.iter().filter_map(Value::as_str).map(str::len).sum::<usize>() / 64;
             let mut pays = |name: &str, call: &mut dyn FnMut(&mut State)| {
                 limits::open();
                 limits::start(Size { messages: 1, bytes: BYTES });
                 let paid = paid_by(|| call(&mut state));
-                assert!(paid >= given, "{name} pays {paid} for {given}");
+                assert!(paid >= expected, "{name} pays {paid} for {expected}");
             };
             for name in &filters {
                 pays(name, &mut |state| drop(state.apply_filter(name, &arguments)));

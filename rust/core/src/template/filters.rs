@@ -1,6 +1,6 @@
-//! Jinja's filters and tests (`is string` and the like) where the engine's differ or have no bounds, and Python's slices.
+//! Jinja's filters and tests (such as `is string`) for which the engine differs or has no bounds, and Python's slices.
 //!
-//! What a filter means is left to the engine wherever both agree.
+//! The engine's implementation is used wherever both agree.
 
 use super::incremental::messages::Messages;
 use super::json::python_str;
@@ -55,7 +55,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
     paid.direct("format", Reads::Texts, move |state, args| format(state, &inner, args));
 }
 
-/// Filters that give a generator in Python.
+/// Adds filters that return a generator in Python.
 fn add_lazy(paid: &mut Paid<'_>) {
     for (name, reads, inner) in [
         ("map", Reads::Items, Value::from_function(filters::map)),
@@ -64,7 +64,7 @@ fn add_lazy(paid: &mut Paid<'_>) {
         ("selectattr", Reads::Items, Value::from_function(filters::selectattr)),
         ("rejectattr", Reads::Items, Value::from_function(filters::rejectattr)),
         ("unique", Reads::Sorted, Value::from_function(filters::unique)),
-        // What lies deeper afterwards is walked, so that nothing comes to lie deeper than can be.
+        // Values that are deeper afterwards are walked, so that nothing becomes deeper than allowed.
         ("batch", Reads::Shape, Value::from_function(filters::batch)),
         ("slice", Reads::Shape, Value::from_function(filters::slice)),
         ("items", Reads::Shape, Value::from_function(filters::items)),
@@ -73,7 +73,7 @@ fn add_lazy(paid: &mut Paid<'_>) {
     }
 }
 
-/// Filters whose result is counted and no more.
+/// Adds filters whose result is counted and otherwise unchanged.
 fn add_counted(paid: &mut Paid<'_>) {
     for (name, reads, inner) in [
         ("upper", Reads::Texts, Value::from_function(filters::upper)),
@@ -93,29 +93,31 @@ fn add_counted(paid: &mut Paid<'_>) {
     }
 }
 
-/// `int` and `float`: what is no number is the default.
+/// Implements `int` and `float`: a value that is not a number becomes the default.
 fn number(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<Value, Error> {
-    let (given, kwargs): (&[Value], Kwargs) = from_args(args)?;
-    if given.first().is_none_or(Value::is_undefined) {
+    let (positional, kwargs): (&[Value], Kwargs) = from_args(args)?;
+    if positional.first().is_none_or(Value::is_undefined) {
         return Err(Error::new(ErrorKind::UndefinedError, format!("{name} of what is undefined")));
     }
     let zero = if name == "int" { Value::from(0) } else { Value::from(0.0) };
-    let default = given.get(1).cloned().or(kwargs.get("default")?).unwrap_or(zero);
-    // Of anything else Python raises and Jinja gives the default; the engine's error would hold the whole value's text.
-    let is_read = matches!(given[0].kind(), ValueKind::Number | ValueKind::Bool | ValueKind::String | ValueKind::Bytes);
+    let default = positional.get(1).cloned().or(kwargs.get("default")?).unwrap_or(zero);
+    // For other kinds Python raises and Jinja returns the default. The engine's error would contain the text of the
+    // whole value.
+    let is_read =
+        matches!(positional[0].kind(), ValueKind::Number | ValueKind::Bool | ValueKind::String | ValueKind::Bytes);
     Ok(if is_read { inner.call(state, args).unwrap_or(default) } else { default })
 }
 
 fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<Value, Error> {
     let Some(value) = args.first() else { return inner.call(state, args) };
     if value.is_none() {
-        // Of nothing Jinja's maps and selections make nothing; the others raise.
+        // For none, Jinja's `map` and selections return nothing; the other filters raise an error.
         return match name {
             "map" | "select" | "reject" | "selectattr" | "rejectattr" => Ok(Generator::value(Vec::new())),
             _ => Err(not_iterable()),
         };
     }
-    // A string is as many items as it has characters; batches are filled up to a number that the template says.
+    // A string has as many items as characters. Batches are filled up to a number that the template specifies.
     let width = args.get(1).filter(|_| matches!(name, "batch" | "slice")).and_then(Value::as_usize);
     let count = value.as_str().map_or_else(|| value.len().unwrap_or(0), |text| text.chars().count());
     make_items(count.saturating_add(width.unwrap_or(0)))?;
@@ -125,31 +127,31 @@ fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<
 
 fn trim((value, chars): (&Value, Option<&str>)) -> Result<Value, Error> {
     let text = python_str(value)?;
-    let cut = |text: &str| Value::from(strip(text, chars, true, true));
-    let result = made(cut(&text))?;
-    watch::repeat(&[value], &result, |plain| Ok(cut(&python_str(&plain[0])?)))?;
+    let strip_text = |text: &str| Value::from(strip(text, chars, true, true));
+    let result = made(strip_text(&text))?;
+    watch::repeat(&[value], &result, |plain| Ok(strip_text(&python_str(&plain[0])?)))?;
     Ok(result)
 }
 
 fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<Value, Error> {
-    let replace = |all: &[&Value]| {
-        let [text, old, new] = [python_str(all[0])?, python_str(all[1])?, python_str(all[2])?];
+    let replace = |operands: &[&Value]| {
+        let [text, old, new] = [python_str(operands[0])?, python_str(operands[1])?, python_str(operands[2])?];
         replaced(&text, &old, &new, count).map(Value::from)
     };
     let (old, new) = (Value::from(old), Value::from(new));
-    let all = [value, &old, &new];
-    let result = replace(&all)?;
-    watch::repeat(&all, &result, |plain| replace(&plain.iter().collect::<Vec<_>>()))?;
+    let operands = [value, &old, &new];
+    let result = replace(&operands)?;
+    watch::repeat(&operands, &result, |plain| replace(&plain.iter().collect::<Vec<_>>()))?;
     Ok(result)
 }
 
-/// `len`, and 0 for what is undefined, as Jinja has it.
+/// Implements `len`. An undefined value has length 0, as in Jinja.
 fn length((value,): (&Value,)) -> Result<usize, Error> {
     if value.is_undefined() {
         return Ok(0);
     }
-    let has = value.downcast_object_ref::<Generator>().is_none();
-    value.len().filter(|_| has).ok_or_else(|| {
+    let has_length = value.downcast_object_ref::<Generator>().is_none();
+    value.len().filter(|_| has_length).ok_or_else(|| {
         Error::new(ErrorKind::InvalidOperation, format!("a value of type {} has no length", value.kind()))
     })
 }
@@ -176,7 +178,7 @@ fn list(value: &Value) -> Result<Value, Error> {
     Ok(Value::from(value.try_iter()?.collect::<Vec<Value>>()))
 }
 
-/// The items of `value`, or an attribute of each.
+/// Returns the items of `value`, or an attribute of each item.
 fn items(state: &mut State, value: &Value, attribute: Option<Value>) -> Result<Vec<Value>, Error> {
     let attribute = attribute.filter(|attribute| !attribute.is_none());
     let items = list(value)?;
@@ -234,10 +236,10 @@ fn string(value: &Value) -> Result<Value, Error> {
 }
 
 fn indent(state: &mut State, inner: &Value, args: &[Value]) -> Result<Value, Error> {
-    let (given, kwargs): (&[Value], Kwargs) = from_args(args)?;
-    let width = given.get(1).cloned().or(kwargs.get("width")?);
+    let (positional, kwargs): (&[Value], Kwargs) = from_args(args)?;
+    let width = positional.get(1).cloned().or(kwargs.get("width")?);
     let width = width.map_or(4, |width| width.as_usize().or(width.as_str().map(str::len)).unwrap_or(0));
-    let text = given.first().and_then(Value::as_str);
+    let text = positional.first().and_then(Value::as_str);
     let text = text.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "indent takes a string"))?;
     let lines = text.matches('\n').count() + 1;
     limits::make(text.len().saturating_add(lines.saturating_mul(width)))?;
@@ -250,7 +252,7 @@ fn format(state: &mut State, inner: &Value, args: &[Value]) -> Result<Value, Err
     inner.call(state, args)
 }
 
-/// As the engine prints it, if there is not too much of it: each value may stand on a line of its own.
+/// Implements `pprint` as the engine does, if the text is not too long. Each value may be on its own line.
 fn pprint(value: &Value) -> Result<String, Error> {
     limits::make(text_bytes(value)?.saturating_mul(8))?;
     Ok(filters::pprint(value))
@@ -282,7 +284,7 @@ fn add_kinds(paid: &mut Paid<'_>) {
     paid.kind("mapping", tests::is_mapping);
     paid.kind("true", tests::is_true);
     paid.kind("false", tests::is_false);
-    // What has a length and items: strings and dicts too.
+    // Values with a length and items, including strings and dicts.
     paid.kind("sequence", |value: &Value| match value.kind() {
         ValueKind::String | ValueKind::Seq | ValueKind::Map => true,
         ValueKind::Iterable => value.downcast_object_ref::<Generator>().is_none() && value.len().is_some(),
@@ -290,7 +292,7 @@ fn add_kinds(paid: &mut Paid<'_>) {
     });
 }
 
-/// Whether a loop may run over it; the engine takes the items out to answer that.
+/// Returns true if a loop can iterate over the value. The engine collects the items to check this.
 fn iterable(value: &Value) -> Result<bool, Error> {
     if value.kind() == ValueKind::String {
         return Ok(true);
@@ -320,7 +322,7 @@ fn add_comparisons(paid: &mut Paid<'_>) {
     }
 }
 
-/// `value[start:stop:step]`.
+/// Implements `value[start:stop:step]`.
 pub(super) fn slice((value, start, stop, step): (&Value, &Value, &Value, &Value)) -> Result<Value, Error> {
     let bound = |value: &Value| -> Result<Option<i128>, Error> {
         if value.is_none() {
@@ -341,8 +343,8 @@ pub(super) fn slice((value, start, stop, step): (&Value, &Value, &Value, &Value)
         ValueKind::String => {
             let text = value.as_str().unwrap_or_default();
             limits::make(text.len())?;
-            let cut = cut_text(text, start, stop, step);
-            Ok(if value.is_safe() { Value::from_safe_string(cut) } else { Value::from(cut) })
+            let part = cut_text(text, start, stop, step);
+            Ok(if value.is_safe() { Value::from_safe_string(part) } else { Value::from(part) })
         }
         ValueKind::Seq => {
             let length = value.len().unwrap_or(0);
@@ -359,7 +361,7 @@ pub(super) fn slice((value, start, stop, step): (&Value, &Value, &Value, &Value)
             ))
         }
         ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "of what is undefined there are no slices")),
-        // Jinja looks for an attribute of that name, and finds none.
+        // Jinja looks for an attribute of that name and finds none.
         _ => Ok(Value::UNDEFINED),
     }
 }
@@ -390,9 +392,9 @@ impl Positions {
     fn new(count: usize, start: Option<i128>, stop: Option<i128>, step: i128) -> Self {
         let count = count as i128;
         let (low, high) = if step > 0 { (0, count) } else { (-1, count - 1) };
-        let place = |bound: i128| (if bound < 0 { bound.saturating_add(count) } else { bound }).clamp(low, high);
+        let clamped = |bound: i128| (if bound < 0 { bound.saturating_add(count) } else { bound }).clamp(low, high);
         let (first, last) = if step > 0 { (low, high) } else { (high, low) };
-        Self { at: start.map_or(first, place), stop: stop.map_or(last, place), step }
+        Self { at: start.map_or(first, clamped), stop: stop.map_or(last, clamped), step }
     }
 }
 

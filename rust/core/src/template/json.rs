@@ -1,6 +1,6 @@
-//! `tojson` as transformers has it: Python's `json.dumps` over template values.
+//! `tojson` as in transformers: Python's `json.dumps` for template values.
 //!
-//! Separators, indentation, escapes and floats as CPython writes them.
+//! Separators, indentation, escapes and floats are written as CPython writes them.
 
 use super::limits::{self, text_bytes};
 use super::value::{Tagged, big, fields};
@@ -65,7 +65,7 @@ impl Style {
     }
 }
 
-/// `json.dumps(value)` in `style`.
+/// Returns `json.dumps(value)` in `style`.
 pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
     let mut out = String::with_capacity(128);
     write_value(&mut out, value, style, 0)?;
@@ -76,7 +76,7 @@ pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
 /// Python's own limit is about a thousand calls.
 const DEPTH: usize = 256;
 
-/// Whether a text may grow further, and a value may lie so deep.
+/// Returns an error if the text is too long or the value is nested too deeply.
 fn allow(out: &str, depth: usize) -> Result<(), Error> {
     if out.len() > limits::largest() || depth > DEPTH { Err(ErrorKind::WriteFailure.into()) } else { Ok(()) }
 }
@@ -109,7 +109,7 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
     Ok(())
 }
 
-/// Keys and values of a map, in its order.
+/// Returns keys and values of a map, in its order.
 fn pairs(map: &Value) -> Cow<'_, [(Value, Value)]> {
     fields(map).map_or_else(
         || Cow::Owned(map.as_object().and_then(DynObject::try_iter_pairs).into_iter().flatten().collect()),
@@ -180,12 +180,12 @@ fn write_number(out: &mut String, value: &Value) {
     }
 }
 
-/// The float a value holds, `None` for integers and everything else.
+/// Returns the float value, or `None` for integers and everything else.
 pub(super) fn float_of(value: &Value) -> Option<f64> {
     (value.kind() == ValueKind::Number && !value.is_integer()).then(|| f64::try_from(value.clone()).ok()).flatten()
 }
 
-/// `float.__repr__`: shortest digits that round-trip, exponents outside 1e-4 to 1e16.
+/// Writes a float like `float.__repr__`: shortest digits that round-trip, exponents outside 1e-4 to 1e16.
 pub(super) fn float_repr(float: f64) -> String {
     if float.is_nan() {
         return "nan".to_owned();
@@ -198,7 +198,7 @@ pub(super) fn float_repr(float: f64) -> String {
     format!("{mantissa}e{sign}{:02}", exponent.abs())
 }
 
-/// What `str` gives.
+/// Returns the result of Python's `str`.
 pub(super) fn python_str(value: &Value) -> Result<Cow<'_, str>, Error> {
     if let Some(text) = value.as_str() {
         return Ok(Cow::Borrowed(text));
@@ -210,7 +210,7 @@ pub(super) fn python_str(value: &Value) -> Result<Cow<'_, str>, Error> {
     Ok(Cow::Owned(out))
 }
 
-/// What `repr` gives.
+/// Returns the result of Python's `repr`.
 pub(super) fn python_repr(value: &Value) -> Result<String, Error> {
     let mut out = String::new();
     write_repr(&mut out, value, 0)?;
@@ -253,7 +253,7 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error
             out.push_str(text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text));
         }
         _ => {
-            // The engine prints what holds others without looking at how much there is.
+            // The engine prints containers without checking their size.
             if text_bytes(value)? > limits::largest() {
                 return Err(ErrorKind::WriteFailure.into());
             }
@@ -301,7 +301,7 @@ fn write_escape(out: &mut String, c: char) {
 }
 
 impl Tagged {
-    /// The default `tojson` of the container, enclosed.
+    /// Returns the default `tojson` of the container, enclosed in marks.
     pub fn json(&self) -> Result<Value, Error> {
         if let Some(json) = self.json.get() {
             return Ok(json.clone());
@@ -327,8 +327,8 @@ mod tests {
             "1.0 1e+16 1000000000000000.0 0.0001 1e-05 1.5e+300 -0.0 0.1 1.2345678901234568e+17 inf -inf nan";
         let floats = [1.0, 1e16, 1e15, 1e-4, 1e-5, 1.5e300, -0.0, 0.1, 123_456_789_012_345_680.0];
         let others = [f64::INFINITY, f64::NEG_INFINITY, f64::NAN];
-        let found: Vec<String> = floats.into_iter().chain(others).map(float_repr).collect();
-        assert_eq!(found.join(" "), expected);
+        let written: Vec<String> = floats.into_iter().chain(others).map(float_repr).collect();
+        assert_eq!(written.join(" "), expected);
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Tokens of Jinja's expressions: names, literals and signs, the parts of a tag, and a reader that takes them one by one.
+//! Tokens of Jinja's expressions: names, literals and signs; the parts of a tag; and a reader that consumes them one
+//! by one.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Token<'a> {
@@ -8,7 +9,7 @@ pub(super) enum Token<'a> {
     End,
 }
 
-/// The token at or behind `at`, and where it ends.
+/// Returns the token at or after `at`, and the position of its end.
 pub(super) fn token_at(source: &str, at: usize) -> (Token<'_>, usize) {
     let rest = source[at..].trim_start();
     let text = &rest[..token_length(rest)];
@@ -21,7 +22,8 @@ pub(super) fn token_at(source: &str, at: usize) -> (Token<'_>, usize) {
     (token, source.len() - rest.len() + text.len())
 }
 
-/// A tag with its whitespace marks apart: what opens it, its inside, what closes it. `None` for what is no closed tag.
+/// Splits a tag into its opening delimiter, its inside and its closing delimiter, with whitespace marks in the
+/// delimiters. Returns `None` if the text is not a closed tag.
 pub(super) fn tag_parts(tag: &str) -> Option<(&str, &str, &str)> {
     let between = |open, close| tag.strip_prefix(open)?.strip_suffix(close);
     let inside: &str = between("{%", "%}").or_else(|| between("{{", "}}"))?;
@@ -31,14 +33,14 @@ pub(super) fn tag_parts(tag: &str) -> Option<(&str, &str, &str)> {
     Some((open, trimmed, &tag[open.len() + trimmed.len()..]))
 }
 
-/// Whether the expression is one literal or constant.
+/// Returns true if the expression is one literal or constant.
 pub(super) fn is_constant(text: &str) -> bool {
-    let whole = token_length(text) == text.len();
-    let word = matches!(text, "true" | "false" | "none" | "True" | "False" | "None");
-    word || whole && text.starts_with(['\'', '"', '0', '1', '2', '3', '4', '5', '6', '7', '8', '9'])
+    let is_single = token_length(text) == text.len();
+    let is_word = matches!(text, "true" | "false" | "none" | "True" | "False" | "None");
+    is_word || is_single && text.starts_with(['\'', '"', '0', '1', '2', '3', '4', '5', '6', '7', '8', '9'])
 }
 
-/// Bytes of the token that `rest` starts with.
+/// Returns the number of bytes of the token that `rest` starts with.
 fn token_length(rest: &str) -> usize {
     let bytes = rest.as_bytes();
     let Some(first) = rest.chars().next() else { return 0 };
@@ -55,7 +57,7 @@ fn token_length(rest: &str) -> usize {
     }
 }
 
-/// Position behind the closing quote of the literal that starts at `start`.
+/// Returns the position after the closing quote of the literal that starts at `start`.
 pub(super) fn literal_end(bytes: &[u8], start: usize, quote: u8) -> usize {
     let mut at = start + 1;
     while at < bytes.len() {
@@ -71,21 +73,21 @@ pub(super) fn literal_end(bytes: &[u8], start: usize, quote: u8) -> usize {
 fn number_length(bytes: &[u8]) -> usize {
     let digits =
         |from: usize| from + bytes[from..].iter().take_while(|b| b.is_ascii_alphanumeric() || **b == b'_').count();
-    let whole = digits(0);
+    let integer_end = digits(0);
     let exponent = |end: usize| {
         let signed = matches!(bytes.get(end - 1), Some(b'e' | b'E')) && matches!(bytes.get(end), Some(b'-' | b'+'));
         if signed && !bytes.starts_with(b"0x") { digits(end + 1) } else { end }
     };
-    match (bytes.get(whole), bytes.get(whole + 1)) {
-        (Some(b'.'), Some(b'0'..=b'9')) => exponent(digits(whole + 1)),
-        _ => exponent(whole),
+    match (bytes.get(integer_end), bytes.get(integer_end + 1)) {
+        (Some(b'.'), Some(b'0'..=b'9')) => exponent(digits(integer_end + 1)),
+        _ => exponent(integer_end),
     }
 }
 
 /// An expression or a statement that is being read.
 pub(super) struct Reader<'a> {
     pub source: &'a str,
-    /// Behind `next`.
+    /// Position after `next`.
     pub at: usize,
     pub next: Token<'a>,
     pub depth: usize,
@@ -102,7 +104,7 @@ impl<'a> Reader<'a> {
         self.next == Token::End && self.at == self.source.len()
     }
 
-    /// The next token, and moves on.
+    /// Returns the next token and advances.
     pub fn take(&mut self) -> Token<'a> {
         let (next, end) = token_at(self.source, self.at);
         self.at = end;
@@ -110,11 +112,11 @@ impl<'a> Reader<'a> {
     }
 
     pub fn eat(&mut self, token: Token<'_>) -> bool {
-        let found = self.next == token;
-        if found {
+        let matches = self.next == token;
+        if matches {
             self.take();
         }
-        found
+        matches
     }
 
     pub fn sign(&mut self, sign: &str) -> bool {
@@ -131,12 +133,12 @@ impl<'a> Reader<'a> {
         Some(name)
     }
 
-    /// Those of `words` that stand here.
+    /// Consumes those of `words` that come next, and returns them.
     pub fn flags(&mut self, words: &[&str]) -> String {
         words.iter().filter(|word| self.word(word)).flat_map(|word| [" ", word]).collect()
     }
 
-    /// Everything as it is written up to one of `ends`, which stays.
+    /// Returns the source of all tokens up to one of `ends`, which is not consumed.
     pub fn until(&mut self, ends: &[Token<'_>]) -> String {
         let mut text = String::new();
         while self.next != Token::End && !ends.contains(&self.next) {

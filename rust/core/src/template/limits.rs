@@ -1,9 +1,9 @@
-//! The budget of a render: steps, bytes and, for what neither bounds, processor time, charged around each operation.
+//! The budget of a render: steps, bytes and processor time, charged for each operation.
 //!
-//! Steps and bytes are counted, so that a template fails on every machine or on none. Time is looked at only by renders
-//! that have done more than any conversation makes them, and is that of the processor: a busy machine takes none of it.
-//! One wrapper around every filter, test and function charges for what it reads before it runs, and has `watch` look at
-//! the arguments.
+//! Steps and bytes are counted, so that a template fails either on every machine or on none. Time bounds what steps
+//! and bytes do not. It is only checked in renders that have done more work than any conversation needs. It is
+//! processor time, so that a busy machine does not shorten it. One wrapper around every filter, test and function
+//! charges for the values it reads before it runs, and passes its arguments to `watch`.
 
 use super::value::{Generator, big};
 use super::watch;
@@ -18,51 +18,52 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Steps a render may take: half a second of looping, and a hundred times what conversations need.
+/// Steps that a render may take: half a second of looping, and a hundred times the need of real conversations.
 const FUEL: u64 = 5_000_000;
-/// Steps a render may take for each message, where these are more.
+/// Steps per message, if this is more in total.
 const FUEL_PER_MESSAGE: u64 = 10_000;
-/// Bytes that all values made and printed may have together, beside sixteen times the input.
+/// Bytes that all created and printed values may have in total, in addition to sixteen times the input.
 const ALL_BYTES: usize = 48 << 20;
-/// More of these for conversations that a template puts together bit by bit: as often as they have messages.
+/// Maximum of the additional bytes for templates that build a conversation piece by piece: input bytes times messages.
 const PIECEMEAL_BYTES: usize = 1 << 30;
-/// Bytes that one value may have beside eight times the input.
+/// Bytes that one value may have, in addition to eight times the input.
 const LARGEST: usize = 4 << 20;
-/// What an item of a list takes.
+/// Bytes that an item of a list is charged.
 pub(super) const ITEM_BYTES: usize = 24;
-/// Values inside a container that is written in a template, and how deep they may lie.
+/// Maximum number of values inside a container that a template writes, and maximum nesting depth.
 pub(super) const NODES: usize = 100_000;
 pub(super) const NESTING: usize = 128;
-/// Depth of nested macro calls times four: far above real templates, far below a small thread's stack.
+/// Depth of nested macro calls times four: far above real templates, far below the stack of a small thread.
 pub(super) const RECURSION: usize = 160;
-/// Text outside tags that is not counted when it is written; what is longer becomes a printed string.
+/// Length of text outside tags that is not counted when written. Longer text becomes a printed string.
 pub(super) const FREE_TEXT: usize = 32;
-/// Work, in units of about ten nanoseconds, before the clock is looked at, and between looks; work that would take longer
-/// than there is time is refused before it is done.
+/// Work, in units of about ten nanoseconds, before the clock is first checked, and between checks. Work that would
+/// exceed the remaining time is rejected before it is done.
 const FREE_WORK: usize = 4_000_000;
 const WORK_BETWEEN_LOOKS: usize = 20_000;
 const UNIT: Duration = Duration::from_nanos(10);
-/// An item of a loop.
+/// Work for an item of a loop.
 const ITEM_WORK: usize = 20;
 const TIME: Duration = Duration::from_millis(600);
 const TIME_PER_MESSAGE: Duration = Duration::from_millis(2);
 const TIME_PER_MEBIBYTE: Duration = Duration::from_millis(40);
-/// Runs of one call that get time for what they render: without marks, and with marks in three ways.
+/// Number of runs per call that get their own time: without marks, and with marks in three ways.
 const RUNS: u8 = 4;
 
-/// What is rendered, for limits that grow with it.
+/// The size of the input, for limits that grow with it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Size {
     pub messages: usize,
     pub bytes: usize,
 }
 
-/// What this thread's render has left: cells beside each other, so that an operation finds all of them at once.
+/// The remaining budget of this thread's render. The cells are adjacent, so that one operation loads all of them at
+/// once.
 struct Budget {
-    /// Work until the clock is looked at.
+    /// Work until the clock is checked.
     work: Cell<usize>,
     bytes: Cell<usize>,
-    /// Bytes that the run began with.
+    /// Bytes at the start of the run.
     all_bytes: Cell<usize>,
     /// Bytes that one value may have.
     largest: Cell<usize>,
@@ -72,9 +73,9 @@ struct Budget {
 /// The time of a call.
 #[derive(Debug, Clone, Copy)]
 struct Time {
-    /// By [`spent`].
+    /// In the time of [`spent`].
     deadline: Duration,
-    /// Runs that still get time of their own.
+    /// Number of further runs that get their own time.
     runs: u8,
 }
 
@@ -90,7 +91,7 @@ thread_local! {
     };
 }
 
-/// How long this thread has worked.
+/// Returns the processor time of this thread.
 #[cfg(unix)]
 fn spent() -> Duration {
     use rustix::time::{ClockId, clock_gettime};
@@ -99,7 +100,7 @@ fn spent() -> Duration {
     Duration::new(u64::try_from(spent.tv_sec).unwrap_or(0), u32::try_from(spent.tv_nsec).unwrap_or(0))
 }
 
-/// How long this process has been there, where nothing says how long it has worked.
+/// Returns the time since the first call, on systems without a thread clock.
 #[cfg(not(unix))]
 fn spent() -> Duration {
     static BEGAN: std::sync::LazyLock<std::time::Instant> = std::sync::LazyLock::new(std::time::Instant::now);
@@ -121,12 +122,12 @@ impl Budget {
     fn look(&self, units: usize) -> Result<(), Error> {
         cancel::check();
         self.work.set(WORK_BETWEEN_LOOKS);
-        let takes = UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX));
+        let cost = UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX));
         let time = self.time.get();
-        if spent().saturating_add(takes) <= time.deadline {
+        if spent().saturating_add(cost) <= time.deadline {
             return Ok(());
         }
-        // What a run had no time for, the call has none for, though some may be left.
+        // If one run exceeds the time, the call has none left, even if some would remain.
         self.time.set(Time { deadline: Duration::ZERO, ..time });
         Err(Error::from(ErrorKind::OutOfFuel))
     }
@@ -140,17 +141,17 @@ impl Budget {
     }
 }
 
-/// Steps for a template whose longest uncounted text has `longest_text` bytes.
+/// Returns the steps for a template whose longest uncounted text has `longest_text` bytes.
 pub(super) fn fuel(longest_text: usize) -> u64 {
     FUEL * FREE_TEXT as u64 / longest_text.max(FREE_TEXT) as u64
 }
 
-/// The environment with more fuel, where a long conversation needs more than it has.
+/// Returns the environment with more fuel if a long conversation needs it.
 pub(super) fn widened(env: &Environment<'static>, size: Size) -> Option<Environment<'static>> {
-    let wanted = size.messages as u64 * FUEL_PER_MESSAGE;
-    env.fuel().is_some_and(|fuel| fuel < wanted).then(|| {
+    let min_fuel = size.messages as u64 * FUEL_PER_MESSAGE;
+    env.fuel().is_some_and(|fuel| fuel < min_fuel).then(|| {
         let mut wider = env.clone();
-        wider.set_fuel(Some(wanted));
+        wider.set_fuel(Some(min_fuel));
         wider
     })
 }
@@ -174,19 +175,19 @@ pub(super) fn start(size: Size) {
         left.largest.set(LARGEST.saturating_add(size.bytes.saturating_mul(8)));
         let Time { deadline, runs } = left.time.get();
         let Some(runs) = runs.checked_sub(1) else { return };
-        let times = |each: Duration, count: usize| each.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
-        let more = times(TIME_PER_MESSAGE, size.messages).saturating_add(times(TIME_PER_MEBIBYTE, size.bytes >> 20));
-        let deadline = deadline.saturating_add(more);
+        let times = |unit: Duration, count: usize| unit.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
+        let extra = times(TIME_PER_MESSAGE, size.messages).saturating_add(times(TIME_PER_MEBIBYTE, size.bytes >> 20));
+        let deadline = deadline.saturating_add(extra);
         left.time.set(Time { deadline, runs });
     });
 }
 
-/// Takes work off the budget, before it is done.
+/// Charges work before it is done.
 pub(super) fn work(units: usize) -> Result<(), Error> {
     BUDGET.with(|left| left.work(units))
 }
 
-/// What `call` takes off the work.
+/// Returns the work that `call` is charged.
 #[cfg(test)]
 pub(super) fn paid_by(call: impl FnOnce()) -> usize {
     BUDGET.with(|left| left.work.set(usize::MAX));
@@ -194,12 +195,12 @@ pub(super) fn paid_by(call: impl FnOnce()) -> usize {
     usize::MAX - BUDGET.with(|left| left.work.get())
 }
 
-/// Whether there is time left, whatever was done.
+/// Returns an error if no time is left.
 pub(super) fn in_time() -> Result<(), Error> {
     BUDGET.with(|left| left.look(0))
 }
 
-/// Takes a printed value of `bytes` off the budget.
+/// Charges a printed value of `bytes`.
 pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     BUDGET.with(|left| left.spend(bytes))
 }
@@ -212,12 +213,12 @@ pub(super) fn left_bytes() -> usize {
     BUDGET.with(|left| left.bytes.get())
 }
 
-/// Bytes that a value may have.
+/// Returns the number of bytes that one value may have.
 pub(super) fn largest() -> usize {
     BUDGET.with(|left| left.largest.get())
 }
 
-/// Takes a value of so many bytes, which is about to be made, off the budget.
+/// Charges a value of this many bytes before it is created.
 pub(super) fn make(bytes: usize) -> Result<(), Error> {
     BUDGET.with(|left| {
         if bytes > left.largest.get() {
@@ -227,12 +228,12 @@ pub(super) fn make(bytes: usize) -> Result<(), Error> {
     })
 }
 
-/// As [`make`], for a list of so many items.
+/// Same as [`make`] for a list of this many items.
 pub(super) fn make_items(count: usize) -> Result<(), Error> {
     make(count.saturating_mul(ITEM_BYTES))
 }
 
-/// The value, taken off the budget.
+/// Charges a value and returns it.
 pub(super) fn made(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => make(value.as_str().map_or(0, str::len))?,
@@ -242,12 +243,12 @@ pub(super) fn made(value: Value) -> Result<Value, Error> {
     Ok(value)
 }
 
-/// `range` whose items are counted as they are taken.
+/// Implements `range`. Its items are charged as they are consumed.
 pub(super) fn range(lower: isize, upper: Option<isize>, step: Option<isize>) -> Result<Value, Error> {
     functions::range(lower, upper, step).map(|numbers| Value::from_object(Range { numbers }))
 }
 
-/// The numbers of a `range`, which hold nothing.
+/// The numbers of a `range`. They contain no other values.
 #[derive(Debug)]
 pub(super) struct Range {
     numbers: Value,
@@ -268,31 +269,31 @@ impl Object for Range {
     }
 }
 
-/// Bytes that an operation reads in the time of one unit of work, at its slowest.
+/// Bytes that an operation reads per unit of work, at its slowest.
 const BYTES_PER_UNIT: usize = 4;
-/// Bytes that are compared in that time.
+/// Bytes that are compared per unit of work.
 const COMPARED_PER_UNIT: usize = 64;
-/// Units that an item of a container costs.
+/// Units of work for an item of a container.
 const UNITS_PER_ITEM: usize = 4;
 
-/// How far an operation looks into its arguments.
+/// How deeply an operation reads its arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reads {
-    /// At the strings among them.
+    /// The strings among the arguments.
     Strings,
-    /// At all of them as texts, which the engine makes of what is none.
+    /// All arguments as texts. The engine converts those that are not strings.
     Texts,
-    /// At the items of the first, with the others for each of them, and at those once as texts.
+    /// The items of the first argument, with the other arguments once for each item and once as texts.
     Items,
-    /// At what lies inside of them, and at no string there.
+    /// Everything inside the arguments, except the contents of strings.
     Shape,
-    /// At all that lies inside of them.
+    /// Everything inside the arguments.
     All,
-    /// At all that lies inside of the first, as often as sorting it does.
+    /// Everything inside the first argument, as often as sorting reads it.
     Sorted,
 }
 
-/// All arguments of a call as the engine has them, keywords too.
+/// All arguments of a call as the engine passes them, including keywords.
 pub(super) struct Arguments<'a>(pub &'a [Value]);
 
 impl<'a> ArgType<'a> for Arguments<'_> {
@@ -320,7 +321,7 @@ impl<'a> ArgType<'a> for Arguments<'_> {
     }
 }
 
-/// What a template can call: every filter, test and function of an environment is added here, and pays.
+/// The callables of a template. Every filter, test and function of an environment is added here and charged.
 pub(super) struct Paid<'a>(pub &'a mut Environment<'static>);
 
 impl Paid<'_> {
@@ -333,7 +334,7 @@ impl Paid<'_> {
         self.0.add_filter(name, paid(name, reads, Value::from_function(filter)));
     }
 
-    /// A filter that takes its arguments as they are.
+    /// Adds a filter that receives its arguments unconverted.
     pub fn direct<F>(&mut self, name: &'static str, reads: Reads, filter: F)
     where
         F: Fn(&mut State, &[Value]) -> Result<Value, Error> + Send + Sync + 'static,
@@ -355,7 +356,7 @@ impl Paid<'_> {
         self.0.add_test(name, paid(name, reads, Value::from_function(test)));
     }
 
-    /// A test that looks at what its value is, and at nothing in it.
+    /// Adds a test that checks the kind of its value and reads nothing inside it.
     pub fn kind<F>(&mut self, name: &'static str, test: F)
     where
         F: Fn(&Value) -> bool + Send + Sync + 'static,
@@ -386,7 +387,7 @@ fn paid(
     }
 }
 
-/// Takes what an operation that `reads` so far reads of its arguments off the budget.
+/// Charges the part of the arguments that an operation reads according to `reads`.
 pub(super) fn charge(arguments: &[Value], reads: Reads) -> Result<(), Error> {
     let Some((first, others)) = arguments.split_first() else { return work(1) };
     let strings: usize = others.iter().map(strings).sum();
@@ -394,41 +395,41 @@ pub(super) fn charge(arguments: &[Value], reads: Reads) -> Result<(), Error> {
         Reads::Strings => 1,
         Reads::Texts => 1 + texts(arguments)? / BYTES_PER_UNIT,
         Reads::Items => {
-            let each = UNITS_PER_ITEM + strings / BYTES_PER_UNIT;
-            items(first).saturating_mul(each).saturating_add(texts(others)? / BYTES_PER_UNIT)
+            let per_item = UNITS_PER_ITEM + strings / BYTES_PER_UNIT;
+            items(first).saturating_mul(per_item).saturating_add(texts(others)? / BYTES_PER_UNIT)
         }
         Reads::Shape => arguments.iter().map(|argument| seen(argument, usize::MAX)).sum::<Result<usize, Error>>()?,
         Reads::All => {
-            let seen = arguments.iter().map(|argument| seen(argument, BYTES_PER_UNIT));
-            return work(seen.sum::<Result<usize, Error>>()?);
+            let units = arguments.iter().map(|argument| seen(argument, BYTES_PER_UNIT));
+            return work(units.sum::<Result<usize, Error>>()?);
         }
         Reads::Sorted => {
             let times = usize::BITS - items(first).leading_zeros();
-            let each = UNITS_PER_ITEM + strings / BYTES_PER_UNIT;
+            let per_item = UNITS_PER_ITEM + strings / BYTES_PER_UNIT;
             seen(first, COMPARED_PER_UNIT)?
                 .saturating_mul(times as usize)
-                .saturating_add(items(first).saturating_mul(each))
+                .saturating_add(items(first).saturating_mul(per_item))
                 .saturating_add(texts(others)? / BYTES_PER_UNIT)
         }
     };
     work(units.saturating_add((first.as_str().map_or(0, str::len) + strings) / BYTES_PER_UNIT))
 }
 
-/// As [`charge`], for the strings of a method's value and arguments.
+/// Charges for the strings of a method's value and arguments.
 pub(super) fn charge_method(value: &Value, arguments: &[Value]) -> Result<(), Error> {
-    let read: usize = strings(value) + arguments.iter().map(strings).sum::<usize>();
-    work(2 + read / BYTES_PER_UNIT)
+    let bytes: usize = strings(value) + arguments.iter().map(strings).sum::<usize>();
+    work(2 + bytes / BYTES_PER_UNIT)
 }
 
-/// Bytes of the texts that the engine may make of what is no string, if they are not too many: a name of an attribute
-/// or a test may be anything.
+/// Returns the bytes of the texts that the engine may make of arguments that are not strings, or an error if there are
+/// too many. A name of an attribute or a test may be any value.
 fn texts(arguments: &[Value]) -> Result<usize, Error> {
     let texts = arguments.iter().filter(|argument| argument.as_object().is_some()).map(text_bytes);
     let bytes = texts.sum::<Result<usize, Error>>()?;
     if bytes > largest() { Err(ErrorKind::WriteFailure.into()) } else { Ok(bytes) }
 }
 
-/// Bytes of a string, or of the strings among keyword arguments.
+/// Returns the bytes of a string, or of the strings among keyword arguments.
 fn strings(value: &Value) -> usize {
     if let Some(text) = value.as_str() {
         return text.len();
@@ -440,7 +441,7 @@ fn strings(value: &Value) -> usize {
     pairs.map(|(key, value)| key.as_str().map_or(0, str::len) + value.as_str().map_or(0, str::len)).sum()
 }
 
-/// Items that an operation may take from `value`.
+/// Returns the number of items that an operation may read from `value`.
 pub(super) fn items(value: &Value) -> usize {
     match value.downcast_object_ref::<Generator>() {
         Some(generator) => generator.items().len(),
@@ -449,22 +450,22 @@ pub(super) fn items(value: &Value) -> usize {
     }
 }
 
-/// Takes a walk over everything below `value` off the budget, and refuses what is too large or too deep for one.
+/// Charges a walk over everything inside `value`. Returns an error if the value is too large or too deep for a walk.
 pub(super) fn walk(value: &Value) -> Result<(), Error> {
     work(seen(value, usize::MAX)?)
 }
 
-/// As [`walk`], for a key, which is hashed with all that lies in it.
+/// Same as [`walk`] for a key, which is hashed with everything inside it.
 pub(super) fn hashed(key: &Value) -> Result<(), Error> {
     work(3 + seen(key, BYTES_PER_UNIT)?)
 }
 
-/// As [`walk`], for what is compared on the way.
+/// Same as [`walk`] for a value that is compared during the walk.
 pub(super) fn compared(value: &Value) -> Result<(), Error> {
     work(seen(value, COMPARED_PER_UNIT)?)
 }
 
-/// Units that a walk over everything below `value` takes, if so many bytes of its strings take one.
+/// Returns the units of a walk over everything inside `value`, with `bytes_per_unit` bytes of its strings per unit.
 fn seen(value: &Value, bytes_per_unit: usize) -> Result<usize, Error> {
     if let Some(text) = value.as_str() {
         return Ok(1 + text.len() / bytes_per_unit);
@@ -473,15 +474,15 @@ fn seen(value: &Value, bytes_per_unit: usize) -> Result<usize, Error> {
     Ok(nodes + bytes / bytes_per_unit)
 }
 
-/// Bytes of the strings below `value`, if a walk over it is allowed.
+/// Returns the bytes of the strings inside `value`, if a walk over it is allowed.
 pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
     let (nodes, bytes) = walked(value, false)?;
     work(nodes)?;
     Ok(bytes.saturating_add(nodes.saturating_mul(8)))
 }
 
-/// Allows a value to be kept in a namespace: one that holds a namespace or a loop could come to hold itself, which is
-/// never given back, or grow deeper without being walked.
+/// Returns an error if a value may not be stored in a namespace. A value that contains a namespace or a loop could
+/// come to contain itself, which leaks memory, or grow deeper without being walked.
 pub(super) fn held(value: &Value) -> Result<(), Error> {
     if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
         return Ok(());
@@ -490,7 +491,8 @@ pub(super) fn held(value: &Value) -> Result<(), Error> {
     work(nodes)
 }
 
-/// Values below `value`, itself among them, and the bytes of their strings, if a walk over it is allowed.
+/// Returns the number of values inside `value` (including itself) and the bytes of their strings, if a walk over it is
+/// allowed.
 fn walked(value: &Value, holds: bool) -> Result<(usize, usize), Error> {
     let mut walk = Walk { left: NODES, bytes: 0, holds };
     walk.visit(value, 0)?;
@@ -498,10 +500,10 @@ fn walked(value: &Value, holds: bool) -> Result<(usize, usize), Error> {
 }
 
 struct Walk {
-    /// Values that may still be seen.
+    /// Number of values that may still be visited.
     left: usize,
     bytes: usize,
-    /// Whether namespaces and loops are refused.
+    /// True if namespaces and loops are rejected.
     holds: bool,
 }
 
@@ -549,18 +551,18 @@ fn deeper(depth: usize) -> Result<usize, Error> {
     if depth == NESTING { Err(ErrorKind::WriteFailure.into()) } else { Ok(depth + 1) }
 }
 
-/// What the engine's namespaces and loops begin with when they are written.
+/// Prefixes of the engine's namespaces and loops when they are printed.
 const ENGINES: [&str; 2] = ["Namespace", "Loop"];
 
-/// Whether an object is a namespace or a loop of the engine, which has no other way to tell.
+/// Returns true if an object is a namespace or a loop of the engine. The engine offers no other way to recognize them.
 fn is_engines(object: &DynObject) -> bool {
     let mut start = Start(String::new());
     let _ = write!(start, "{object:?}");
     ENGINES.iter().any(|name| start.0.starts_with(name))
 }
 
-/// The first bytes of what is written, as long as they may be one of [`ENGINES`]: what is a container of long strings is not
-/// written any further.
+/// Receives the first printed bytes as long as they may be one of [`ENGINES`]. Printing stops early for containers of
+/// long strings.
 struct Start(String);
 
 impl Write for Start {
@@ -578,7 +580,7 @@ mod tests {
 
     #[test]
     #[cfg(unix)]
-    fn time_in_which_others_work_is_not_the_renders() {
+    fn time_of_other_threads_does_not_count() {
         open();
         start(Size { messages: 1, bytes: 1 });
         std::thread::sleep(2 * TIME);
@@ -588,14 +590,14 @@ mod tests {
         assert!(in_time().is_err());
     }
 
-    /// Peak resident memory of this process in KiB, where the system tells it.
+    /// Returns the peak resident memory of this process in KiB, if the system reports it.
     fn peak() -> Option<u64> {
         let status = std::fs::read_to_string("/proc/self/status").ok()?;
         status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().trim_end_matches("kB").trim().parse().ok()
     }
 
     #[test]
-    fn what_grows_without_bounds_is_an_error_before_memory_is_gone() {
+    fn unbounded_growth_is_an_error_before_memory_runs_out() {
         let before = peak();
         for source in [
             "{{ 'a' * 10 ** 9 }}",

@@ -1,7 +1,7 @@
-//! Invisible marks around the strings of a conversation, and what they say after a render.
+//! Invisible marks around the strings of a conversation, and their positions after a render.
 //!
-//! Marks are Unicode noncharacters that occur nowhere in the input; they carry the number of a [`Tag`]. Here they are
-//! put in and read out; `provenance` decides whether a marked render may be believed.
+//! Marks are Unicode noncharacters that do not occur in the input. They encode the number of a [`Tag`]. This module
+//! inserts and reads them; `provenance` decides whether a marked render can be trusted.
 
 use super::rendered::Field;
 use super::watch::{FINDER, THIRD};
@@ -17,7 +17,7 @@ const DIGITS: usize = 8;
 /// Bytes of most marks: an edge and four digits.
 const MARK_BYTES: usize = 15;
 
-/// Twelve noncharacters that the input does not hold.
+/// Twelve noncharacters that do not occur in the input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Alphabet {
     open: char,
@@ -28,7 +28,7 @@ pub(super) struct Alphabet {
 }
 
 impl Alphabet {
-    /// The first twelve that are not `used`, or none where the input has eaten too many.
+    /// Returns the first twelve that are not `used`, or `None` if the input uses too many.
     pub fn avoiding(used: Used) -> Option<Self> {
         let mut free = (0..POOL).filter(|&n| used.0 & (1 << n) == 0).filter_map(|n| char::from_u32(FIRST + n as u32));
         let mut next = || free.next();
@@ -42,18 +42,18 @@ impl Alphabet {
         Some(alphabet)
     }
 
-    /// The two characters around a generation block.
+    /// Returns the two characters around a generation block.
     pub fn generation(&self) -> String {
         [self.generation_open, self.generation_close].iter().collect()
     }
 
-    /// A bit for each of the twelve, as [`watch`](super::watch) has them.
+    /// Returns one bit for each of the twelve characters, as in [`watch`](super::watch).
     pub fn bits(&self) -> u32 {
         let edges = [self.open, self.close, self.generation_open, self.generation_close];
         edges.iter().chain(&self.digits).fold(0, |bits, &c| bits | 1 << (c as u32 - FIRST))
     }
 
-    /// The octal digits of `tag`.
+    /// Writes the octal digits of `tag`.
     fn number(&self, out: &mut String, tag: usize) {
         if tag >= DIGITS {
             self.number(out, tag / DIGITS);
@@ -61,7 +61,7 @@ impl Alphabet {
         out.push(self.digits[tag % DIGITS]);
     }
 
-    /// The opening and the closing mark of `tag`.
+    /// Returns the opening and the closing mark of `tag`.
     pub fn pair(&self, tag: usize) -> (String, String) {
         let mark = |edge: char| {
             let mut mark = String::with_capacity(MARK_BYTES);
@@ -73,12 +73,12 @@ impl Alphabet {
     }
 }
 
-/// Which noncharacters the input holds.
+/// The noncharacters that occur in the input.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Used(u32);
 
 impl Used {
-    /// Adds those of `text`.
+    /// Adds the noncharacters of `text`.
     pub fn note(&mut self, text: &str) {
         cancel::before(text.len());
         for at in FINDER.find_iter(text.as_bytes()) {
@@ -88,7 +88,7 @@ impl Used {
         }
     }
 
-    /// These and those of `text`.
+    /// Returns the union with the noncharacters of `text`.
     #[must_use]
     pub fn and(mut self, text: &str) -> Self {
         self.note(text);
@@ -99,75 +99,75 @@ impl Used {
         self.0 == 0
     }
 
-    /// Those of either.
+    /// Returns the union of both sets.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 }
 
-/// A string of the conversation, or the part of it that one mark encloses.
+/// A string of the conversation, part of which one mark encloses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Leaf {
     /// Number of the string in its conversation.
     pub number: usize,
-    /// The whole string.
+    /// The complete string.
     pub text: Arc<str>,
 }
 
-/// What a mark stands for.
+/// The origin that a mark stands for.
 #[derive(Debug, Clone)]
 pub(super) struct Tag {
     pub message: u32,
     pub field: Field,
-    /// The string and the enclosed range of it; `None` for a container and for what is not followed up.
+    /// The string and the enclosed range of it; `None` for a container and for a string that is not tracked.
     pub leaf: Option<(Leaf, Range<usize>)>,
 }
 
-/// What is known of the strings so far.
+/// Facts about the strings marked so far.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Noted {
-    /// How many there were.
+    /// Number of strings.
     pub leaves: usize,
-    /// Whether any segment begins or ends with whitespace.
+    /// True if any segment begins or ends with whitespace.
     pub edges: bool,
-    /// Whether a marked string stands under a key of [`UNMARKED`](super::rewrite::UNMARKED).
+    /// True if a marked string is the value of a key of [`UNMARKED`](super::rewrite::UNMARKED).
     pub doubt: bool,
 }
 
-/// Puts marks into strings and keeps the table of tags.
+/// Inserts marks into strings and maintains the table of tags.
 #[derive(Debug)]
 pub(super) struct Marker<'t> {
     pub alphabet: Alphabet,
     pub tags: Vec<Tag>,
     pub noted: Noted,
-    /// Strings the template may test for or split at: marks stay out of them.
+    /// Strings that the template may test for or split at. Marks are never inside them.
     seams: Option<&'t Seams>,
-    /// Whether marks of this message stand inside the whitespace at the edges of a string.
+    /// True if marks of this message are inside the whitespace at the edges of a string.
     pub inside: bool,
-    /// Bytes and seams that were gone over.
+    /// Number of bytes and seams that were processed.
     pub passed: usize,
 }
 
 impl<'t> Marker<'t> {
-    /// A marker that continues after `tags`.
+    /// Creates a marker that continues after `tags`.
     pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag>) -> Self {
         Self { alphabet, tags, noted: Noted::default(), seams, inside: true, passed: 0 }
     }
 
-    /// The marks of a container that belongs to `message`.
+    /// Returns the marks of a container that belongs to `message`.
     pub fn container(&mut self, message: u32, field: Field) -> (String, String) {
-        // Those of a message stand together.
-        let own = self.tags.iter().enumerate().rev().take_while(|(_, tag)| tag.message == message);
-        let known = own.filter(|(_, tag)| tag.field == field && tag.leaf.is_none()).map(|(at, _)| at).next();
-        let tag = known.unwrap_or_else(|| {
+        // The tags of a message are contiguous.
+        let of_message = self.tags.iter().enumerate().rev().take_while(|(_, tag)| tag.message == message);
+        let existing = of_message.filter(|(_, tag)| tag.field == field && tag.leaf.is_none()).map(|(at, _)| at).next();
+        let tag = existing.unwrap_or_else(|| {
             self.tags.push(Tag { message, field, leaf: None });
             self.tags.len() - 1
         });
         self.alphabet.pair(tag)
     }
 
-    /// A whole string enclosed once, without following up what the template does with its parts.
+    /// Encloses a complete string once, without tracking how the template uses its parts.
     pub fn whole(&mut self, text: &str, message: u32, field: Field) -> String {
         if text.is_empty() {
             return String::new();
@@ -176,15 +176,15 @@ impl<'t> Marker<'t> {
         format!("{open}{text}{close}")
     }
 
-    /// The string with every segment between seams enclosed.
+    /// Returns the string with every segment between seams enclosed.
     pub fn leaf(&mut self, text: &str, message: u32, field: Field) -> String {
         cancel::before(text.len());
         let leaf = Leaf { number: self.noted.leaves, text: text.into() };
         self.noted.leaves += 1;
         let mut out = String::with_capacity(text.len() + 32);
         let mut from = 0;
-        let (seams, met) = self.seams.map_or_else(Default::default, |seams| seams.united(text));
-        self.passed += text.len() + met;
+        let (seams, seam_count) = self.seams.map_or_else(Default::default, |seams| seams.united(text));
+        self.passed += text.len() + seam_count;
         for seam in seams {
             self.segment(&mut out, &leaf, from..seam.start, message, field);
             out.push_str(&text[seam.clone()]);
@@ -194,11 +194,11 @@ impl<'t> Marker<'t> {
         out
     }
 
-    fn segment(&mut self, out: &mut String, leaf: &Leaf, whole: Range<usize>, message: u32, field: Field) {
-        let core = trimmed(&leaf.text, whole.clone());
-        self.noted.edges |= core != whole;
-        let core = if self.inside { core } else { whole.clone() };
-        out.push_str(&leaf.text[whole.start..core.start]);
+    fn segment(&mut self, out: &mut String, leaf: &Leaf, segment: Range<usize>, message: u32, field: Field) {
+        let core = trimmed(&leaf.text, segment.clone());
+        self.noted.edges |= core != segment;
+        let core = if self.inside { core } else { segment.clone() };
+        out.push_str(&leaf.text[segment.start..core.start]);
         if !core.is_empty() {
             out.push(self.alphabet.open);
             self.alphabet.number(out, self.tags.len());
@@ -207,43 +207,44 @@ impl<'t> Marker<'t> {
             self.alphabet.number(out, self.tags.len());
             self.tags.push(Tag { message, field, leaf: Some((leaf.clone(), core.clone())) });
         }
-        out.push_str(&leaf.text[core.end..whole.end]);
+        out.push_str(&leaf.text[core.end..segment.end]);
     }
 }
 
 /// Finds the strings that a template may test for or split at.
 #[derive(Debug)]
 pub(super) struct Seams {
-    /// Finds the first one, fast: most texts have none. There is no such searcher for very many.
+    /// Finds the first seam fast; most texts have none. This searcher does not exist for very many strings.
     first: Option<Searcher>,
     all: AhoCorasick,
 }
 
 impl Seams {
-    /// `None` where there are none, or too many.
+    /// Returns `None` if there are no words, or too many.
     pub fn new(words: &[&String]) -> Option<Self> {
         (!words.is_empty()).then_some(Self { first: Searcher::new(words), all: AhoCorasick::new(words).ok()? })
     }
 
-    /// Where `text` holds a seam, and how many were met; overlapping ones (`</think>` and `>\n`) are one.
+    /// Returns the ranges of seams in `text`, and the number of seams found. Overlapping ones (`</think>` and `>\n`)
+    /// are merged.
     fn united(&self, text: &str) -> (Vec<Range<usize>>, usize) {
-        let mut found: Vec<Range<usize>> = Vec::new();
-        let mut met = 0;
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        let mut count = 0;
         let first = self.first.as_ref().map_or(Some(0), |first| first.find(text).map(|seam| seam.start()));
-        let Some(first) = first else { return (found, met) };
+        let Some(first) = first else { return (ranges, count) };
         for seam in self.all.find_overlapping_iter(Input::new(text).range(first..)) {
-            met += 1;
+            count += 1;
             let mut range = seam.range();
-            while let Some(last) = found.pop_if(|last| last.end > range.start) {
+            while let Some(last) = ranges.pop_if(|last| last.end > range.start) {
                 range.start = range.start.min(last.start);
             }
-            found.push(range);
+            ranges.push(range);
         }
-        (found, met)
+        (ranges, count)
     }
 }
 
-/// `range` without the whitespace at its edges.
+/// Returns `range` without the whitespace at its edges.
 pub(super) fn trimmed(text: &str, range: Range<usize>) -> Range<usize> {
     let part = &text[range.clone()];
     let start = range.start + (part.len() - part.trim_start_matches(is_space).len());
@@ -251,12 +252,12 @@ pub(super) fn trimmed(text: &str, range: Range<usize>) -> Range<usize> {
     start..start + length
 }
 
-/// Python's `str.isspace`: Unicode white space and the four separators U+001C to U+001F.
+/// Implements Python's `str.isspace`: Unicode white space and the four separators U+001C to U+001F.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-/// A mark met in rendered text, at its byte position in the text without marks.
+/// A mark in rendered text, with the number of its tag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
     Open(usize),
@@ -265,36 +266,36 @@ pub(super) enum Event {
     GenerationClose,
 }
 
-/// A text whose marks were taken out, and these: what is kept from one render to the next.
+/// A text without marks, and its marks. Both are reused for the next render.
 #[derive(Debug, Default)]
 pub(super) struct Stripped {
     pub text: String,
-    /// Each mark, and where it stood in the text without marks.
+    /// Each mark, and its byte position in the text without marks.
     pub events: Vec<(usize, Event)>,
-    /// For each mark where it ends in the text with marks.
+    /// For each mark, its end in the text with marks.
     ends: Vec<usize>,
 }
 
 impl Stripped {
-    /// Becomes `marked` without its marks, of which the first `kept` bytes are those of the text before; false where there
-    /// are more marks than `most`.
-    pub fn go_on(&mut self, marked: &str, kept: usize, alphabet: &Alphabet, most: usize) -> bool {
+    /// Updates this to `marked` without its marks. The first `kept` bytes of `marked` are unchanged from the previous
+    /// text. Returns false if there are more than `max_events` marks.
+    pub fn go_on(&mut self, marked: &str, kept: usize, alphabet: &Alphabet, max_events: usize) -> bool {
         let events = self.ends.partition_point(|&end| end <= kept);
         self.ends.truncate(events);
         self.events.truncate(events);
-        // Behind the last mark both texts are the same.
+        // After the last mark, both texts are equal.
         let last = self.ends.last().zip(self.events.last());
         self.text.truncate(last.map_or(kept, |(end, (at, _))| at + (kept - end)));
-        let behind = &marked[kept..];
-        cancel::before(behind.len());
-        self.text.reserve(behind.len());
+        let tail = &marked[kept..];
+        cancel::before(tail.len());
+        self.text.reserve(tail.len());
         let mut from = 0;
-        while let Some(found) = FINDER.find(&behind.as_bytes()[from..]) {
-            let at = from + found;
-            let Some(c) = behind.get(at..).and_then(|rest| rest.chars().next()) else { break };
+        while let Some(offset) = FINDER.find(&tail.as_bytes()[from..]) {
+            let at = from + offset;
+            let Some(c) = tail.get(at..).and_then(|text| text.chars().next()) else { break };
             let next = at + c.len_utf8();
             let event = if c == alphabet.open || c == alphabet.close {
-                let (tag, length) = read_number(&behind[next..], alphabet);
+                let (tag, length) = read_number(&tail[next..], alphabet);
                 let event = if c == alphabet.open { Event::Open(tag) } else { Event::Close(tag) };
                 Some((event, next + length))
             } else if c == alphabet.generation_open {
@@ -304,9 +305,9 @@ impl Stripped {
             } else {
                 None
             };
-            self.text.push_str(&behind[from..at]);
+            self.text.push_str(&tail[from..at]);
             if let Some((event, end)) = event {
-                if self.events.len() == most {
+                if self.events.len() == max_events {
                     return false;
                 }
                 self.events.push((self.text.len(), event));
@@ -317,12 +318,12 @@ impl Stripped {
                 from = next;
             }
         }
-        self.text.push_str(&behind[from..]);
+        self.text.push_str(&tail[from..]);
         true
     }
 }
 
-/// The number at the start of `text` and its length in bytes.
+/// Returns the number at the start of `text` and its length in bytes.
 fn read_number(text: &str, alphabet: &Alphabet) -> (usize, usize) {
     let mut number = 0_usize;
     let mut length = 0;
@@ -350,11 +351,11 @@ mod tests {
         let expected = [(1, Event::Open(0)), (9, Event::Close(0)), (14, Event::Open(1)), (15, Event::Close(1))];
         for kept in (0..marked.len()).filter(|&at| marked.is_char_boundary(at)) {
             let mut stripped = Stripped::default();
-            let cut = format!("{}<x>", &marked[..kept]);
-            assert!(stripped.go_on(&cut, 0, &alphabet, 9));
-            let whole = stripped.ends.last().is_none_or(|end| kept >= *end)
+            let prefix = format!("{}<x>", &marked[..kept]);
+            assert!(stripped.go_on(&prefix, 0, &alphabet, 9));
+            let at_mark_boundary = stripped.ends.last().is_none_or(|end| kept >= *end)
                 && !marked[kept..].starts_with(&alphabet.digits[..]);
-            assert!(stripped.go_on(&marked, if whole { kept } else { 0 }, &alphabet, 4));
+            assert!(stripped.go_on(&marked, if at_mark_boundary { kept } else { 0 }, &alphabet, 4));
             assert_eq!((&*stripped.text, &*stripped.events), (text, &expected[..]), "{kept}");
             assert!(!Stripped::default().go_on(&marked, 0, &alphabet, 3));
         }
@@ -363,8 +364,8 @@ mod tests {
     #[test]
     fn an_input_with_every_noncharacter_leaves_no_alphabet() {
         let mut used = Used::default();
-        let all: String = (0..32).filter_map(|n| char::from_u32(FIRST + n)).collect();
-        used.note(&all);
+        let text: String = (0..32).filter_map(|n| char::from_u32(FIRST + n)).collect();
+        used.note(&text);
         assert_eq!(Alphabet::avoiding(used), None);
     }
 }

@@ -1,11 +1,11 @@
-//! Chat templates: messages to text, with the provenance of every byte.
+//! Chat templates: convert messages to text, with the provenance of every byte.
 //!
-//! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here.
+//! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing happens elsewhere.
 //!
-//! Before a render messages are normalised: as a server does (`render_served`), else so: keys whose value is null are left
-//! out (and kept for a template that asks for none and fails without them), `tool_calls[].function.arguments` that is a
-//! string holding a JSON object becomes that object, and reasoning under any of `reasoning_content`, `thinking`,
-//! `reasoning` is also given as the first two.
+//! Before a render, messages are normalized as a server does (`render_served`), or as follows:
+//! - Keys whose value is null are dropped. They are kept for a template that tests for none and fails without them.
+//! - `tool_calls[].function.arguments` that is a string containing a JSON object becomes that object.
+//! - Reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also passed as the first two.
 
 mod cache;
 mod content_format;
@@ -49,9 +49,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-/// What errors call a template.
+/// Name of a template in error messages.
 const WHAT: &str = "the chat template";
-/// Stack of the thread that compiles: several times what the deepest template within bounds takes.
+/// Stack of the thread that compiles: several times the need of the deepest template within bounds.
 const STACK_BYTES: usize = 8 << 20;
 /// The number of the next template.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
@@ -75,58 +75,59 @@ pub struct Template {
     env: Environment<'static>,
     special_tokens: Vec<(String, String)>,
     has_generation: bool,
-    /// The template's own strings, sorted: what it may compare with.
+    /// The template's own strings, sorted: it may compare with these.
     literals: Vec<String>,
-    /// Those of them that a string may be split at.
+    /// The literals at which a string may be split.
     seams: Option<Seams>,
     used: Used,
     schemas: ToolSets,
     renders: Renders,
-    /// Whether the template asks for none: written for messages whose null keys are kept.
+    /// True if the template tests for none: it is written for messages whose null keys are kept.
     asks_for_none: bool,
-    /// Where a render may go on from an earlier one.
+    /// Where a render may resume an earlier one.
     resumable: Option<Arc<Resumable>>,
-    /// No other template of this process has it.
+    /// Unique among the templates of this process.
     number: u64,
-    /// Whether the text may depend on when it is rendered.
+    /// True if the text may depend on the time of the render.
     reads_clock: bool,
-    /// Which servers hand it the parts of a content.
+    /// The servers that pass this template the parts of a content.
     wants_parts: WantsParts,
-    /// Whether it knows messages of developers.
+    /// True if it mentions the developer role.
     names_developer: bool,
 }
 
-/// How a request asks for its prompt.
+/// Options with which a request renders its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ask {
-    /// Who renders it.
+    /// The server that renders.
     pub server: Server,
-    /// Whether the answer's head is written behind the messages.
+    /// True if the header of the answer is written after the messages.
     pub prompt: bool,
-    /// Whether the last message is the beginning of the answer.
+    /// True if the last message is the beginning of the answer.
     pub continues: bool,
-    /// Whether reasoning is shown under `thinking` too: for models whose prompts servers write without their template.
+    /// True if reasoning is passed under `thinking` too: for models whose prompts servers write without their
+    /// template.
     pub thinking: bool,
 }
 
-/// What the renders of one call share.
+/// Values that the renders of one call share.
 struct Call<'c, 'a> {
     conversation: &'c Conversation<'a>,
     tools: Option<Arc<Tools>>,
     context: Vec<(String, Value)>,
     keep_null: bool,
     size: Size,
-    /// Whether what a run does is noted, for a later one to go on from.
+    /// True if the run is recorded, so that a later one can resume it.
     noted: bool,
 }
 
 impl Template {
-    /// Compiles `source`; `special_tokens` are its variables `bos_token`, `eos_token`, ...
+    /// Compiles `source`. `special_tokens` are its variables `bos_token`, `eos_token`, ...
     ///
     /// # Errors
-    /// `Kind::Template` where the source is not Jinja, or longer or nested more deeply than any template needs.
+    /// `Kind::Template` if the source is not Jinja, or is longer or more deeply nested than any template needs.
     pub fn compile(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
-        // A parser recurses, and a thread of the caller's may have little stack.
+        // The parser is recursive, and the caller's thread may have a small stack.
         thread::scope(|scope| {
             let compiled = || caught(Kind::Template, WHAT, || Self::compile_here(source, special_tokens));
             let thread = thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compiled);
@@ -163,25 +164,25 @@ impl Template {
         })
     }
 
-    /// Whether the template says with `{% generation %}` what the assistant wrote.
+    /// Returns true if the template marks the assistant's text with `{% generation %}`.
     pub fn has_generation(&self) -> bool {
         self.has_generation
     }
 
-    /// Whether the text may depend on when it is rendered.
+    /// Returns true if the text may depend on the time of the render.
     pub fn reads_clock(&self) -> bool {
         self.reads_clock
     }
 
-    /// Renders `messages` with provenance; what was rendered before is remembered, within bounds.
+    /// Renders `messages` with provenance. Renders are cached, within bounds.
     ///
-    /// `kwargs` are further variables, and win over special tokens; a date in `kwargs["strftime_now"]` (ISO) pins the
-    /// clock that `strftime_now` reads. What `tools` come to is remembered, and found at once where they are the same
-    /// `Arc` again.
+    /// `kwargs` are further variables; they override special tokens. A date in `kwargs["strftime_now"]` (ISO) sets the
+    /// clock that `strftime_now` reads. Converted `tools` are cached, and the lookup is immediate if the same `Arc` is
+    /// passed again.
     ///
     /// # Errors
-    /// `Kind::Template` where the template raises, fails, or does not end; `Kind::Argument` for messages that are no
-    /// objects, tools that are no list, and `kwargs` that name `messages`, `tools` or `add_generation_prompt`.
+    /// `Kind::Template` if the template raises an error, fails, or does not end. `Kind::Argument` if a message is not
+    /// an object, `tools` is not a list, or `kwargs` names `messages`, `tools` or `add_generation_prompt`.
     pub fn render(
         &self,
         messages: &[&Json],
@@ -192,7 +193,7 @@ impl Template {
         self.render_by(messages, tools, (add_generation_prompt, Rules::default()), kwargs)
     }
 
-    /// The same by the rules of a server.
+    /// Renders like [`Template::render`], by the rules of a server.
     fn render_by(
         &self,
         messages: &[&Json],
@@ -215,13 +216,13 @@ impl Template {
         })
     }
 
-    /// Whether the text depends on when it is rendered.
+    /// Returns true if the text depends on the time of the render.
     fn is_dated(&self, kwargs: &Map<String, Json>) -> bool {
         self.reads_clock && !kwargs.contains_key("strftime_now")
     }
 
-    /// As [`Template::render`], for a conversation that is rendered turn by turn: what `session` knows of its messages is
-    /// not rendered again. The result is the same.
+    /// Renders like [`Template::render`], for a conversation that is rendered turn by turn. Messages that `session`
+    /// has cached are not rendered again. The result is the same.
     pub fn render_next<'a>(
         &self,
         session: &mut Session<'a>,
@@ -233,7 +234,7 @@ impl Template {
         self.render_next_by(session, messages, tools, (add_generation_prompt, Rules::default()), kwargs)
     }
 
-    /// The same by the rules of a server.
+    /// Renders like [`Template::render_next`], by the rules of a server.
     fn render_next_by<'a>(
         &self,
         session: &mut Session<'a>,
@@ -249,7 +250,7 @@ impl Template {
             let tools = self.tools(tools, rules.server)?;
             let number = tools.as_ref().map(|tools| tools.number);
             let asked = Asked { messages: &[], tools: number, add_generation_prompt, rules, kwargs };
-            let known = session.follow((self.number, rules), asked.key(), messages)?;
+            let kept_messages = session.follow((self.number, rules), asked.key(), messages)?;
             if let Some(last) = &session.last {
                 return Ok(last.clone());
             }
@@ -258,8 +259,9 @@ impl Template {
                 call.noted = true;
                 self.with_provenance(&mut call, &mut session.slots)
             };
-            // The first prompt of a conversation may be that of others.
-            let rendered = if known > 1 { render()? } else { self.renders.get(Asked { messages, ..asked }, render)? };
+            // Other conversations may have the same first prompt.
+            let rendered =
+                if kept_messages > 1 { render()? } else { self.renders.get(Asked { messages, ..asked }, render)? };
             session.last = Some(rendered.clone());
             Ok(rendered)
         });
@@ -269,7 +271,8 @@ impl Template {
         rendered
     }
 
-    /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
+    /// Renders `messages` to text without provenance, at half the cost. Arguments and errors as for
+    /// [`Template::render`].
     pub fn render_text(
         &self,
         messages: &[&Json],
@@ -284,13 +287,13 @@ impl Template {
         })
     }
 
-    /// Tool schemas as values in the form that a server gives them, where there are some.
+    /// Returns the tool schemas, if there are any, as values in the form that a server uses.
     fn tools(&self, tools: Option<&Arc<Json>>, server: Option<Server>) -> Result<Option<Arc<Tools>>> {
         let tools = tools.filter(|tools| !tools.is_null());
         tools.map(|tools| self.schemas.get(tools, server, &self.literals)).transpose()
     }
 
-    /// A call whose time begins.
+    /// Creates a call and starts its time.
     fn call<'c, 'a>(
         &self,
         conversation: &'c Conversation<'a>,
@@ -305,7 +308,7 @@ impl Template {
         Ok(Call { conversation, tools, context, keep_null: false, size, noted: false })
     }
 
-    /// The render without marks, null keys left out, or kept where only that succeeds.
+    /// Renders without marks. Null keys are dropped, or kept if only that succeeds.
     fn plain(&self, call: &mut Call<'_, '_>, slots: &mut Slots) -> Result<Arc<str>> {
         let run = |call: &Call<'_, '_>, slot: &mut Slot| {
             let values = slot.plain(call.conversation, call.keep_null);
@@ -320,7 +323,7 @@ impl Template {
         }
     }
 
-    /// Variables beside messages and tools.
+    /// Returns the variables other than messages and tools.
     fn context(&self, add_generation_prompt: bool, kwargs: &Map<String, Json>) -> Result<Vec<(String, Value)>> {
         let tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str())));
         let mut context: Vec<(String, Value)> = tokens.collect();
@@ -347,7 +350,7 @@ impl Template {
 }
 
 impl Call<'_, '_> {
-    /// All variables of a run; `tools` stand in for the plain ones.
+    /// Returns all variables of a run. `tools` replace the plain ones.
     fn variables(&self, messages: Value, tools: Option<Value>, alphabet: Option<&Alphabet>) -> Value {
         let mut context = self.context.clone();
         let tools = tools.or_else(|| self.tools.as_ref().map(|tools| tools.plain.clone()));
@@ -358,18 +361,18 @@ impl Call<'_, '_> {
     }
 }
 
-/// Whether the template compares something with none.
+/// Returns true if the template compares a value with none.
 fn asks_for_none(source: &str) -> bool {
     let operators = ["is ", "is not ", "== ", "!= "];
-    operators.iter().any(|operator| ["none", "None"].iter().any(|none| source.contains(&format!("{operator}{none}"))))
+    operators.iter().any(|operator| ["none", "None"].iter().any(|name| source.contains(&format!("{operator}{name}"))))
 }
 
-/// Strings of a template that texts may be split at, and bytes of one: a few times what templates have. Where there are
-/// more, marks are tried as if there were none.
+/// Maximum number of strings at which texts may be split, and maximum bytes of one: a few times the number in real
+/// templates. If there are more, marks are tried as if there were none.
 const SEAMS: usize = 256;
 const SEAM_BYTES: usize = 64;
 
-/// Strings that split a text into parts: longer than one character, and not a plain word.
+/// Returns true for strings that split a text into parts: longer than one character, and not a plain word.
 fn is_seam(literal: &str) -> bool {
     literal.len() <= SEAM_BYTES
         && literal.chars().nth(1).is_some()

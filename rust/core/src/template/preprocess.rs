@@ -1,9 +1,10 @@
-//! Rewrites the source of a template before the engine compiles it: one pass that rewrites tags and collects string literals.
+//! Rewrites the source of a template before the engine compiles it. One pass rewrites tags and collects string
+//! literals.
 //!
-//! Jinja's delimiters, comments, raw blocks, string literals and whitespace marks are known here; what is inside tags is
-//! left to `rewrite`. How long a template may be and how deeply it may nest is looked at token by token, before anything
-//! recurses over it: `rewrite` and the engine both go deeper with every operator of a chain, so everything that can nest
-//! is counted as if it did.
+//! This module handles Jinja's delimiters, comments, raw blocks, string literals and whitespace marks. `rewrite`
+//! handles the inside of tags. Length and nesting of a template are checked token by token before any recursion.
+//! `rewrite` and the engine both recurse once for every operator of a chain, so every token that can nest is counted
+//! as nested.
 
 use super::content_format::{WantsParts, wants_parts};
 use super::incremental::analyze::{Resumable, Tag, resumable};
@@ -14,24 +15,24 @@ use crate::error::{Error, Kind, Result};
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Scanned {
-    /// The source with every generation block turned into a filter block of its own scope, operators into filters, and
-    /// long texts into printed strings, which are counted.
+    /// The source, in which every generation block is a filter block with its own scope, operators are filters, and
+    /// long texts are printed strings, which are counted.
     pub source: String,
     pub has_generation: bool,
-    /// String literals of the template's expressions, unescaped, each once.
+    /// String literals of the template's expressions, unescaped and without duplicates.
     pub literals: Vec<String>,
-    /// Bytes of the longest text that is left outside tags.
+    /// Bytes of the longest text that remains outside tags.
     pub longest_text: usize,
-    /// Which servers hand it the parts of a content.
+    /// The servers that pass this template the parts of a content.
     pub wants_parts: WantsParts,
-    /// Where a render may go on from an earlier one.
+    /// Where a render may resume an earlier one.
     pub resumable: Option<Resumable>,
 }
 
-/// The filter that a generation block becomes.
+/// The filter that replaces a generation block.
 pub(super) const GENERATION_FILTER: &str = "__generation";
-/// Rewrites tags and collects string literals. Text that never closes is passed on for the compiler to report; what is
-/// beyond bounds, or no Jinja, is refused here, so that the engine never sees it.
+/// Rewrites tags and collects string literals. Tags that never close are passed on, so that the compiler reports them.
+/// Source that is beyond the bounds or not Jinja is rejected here, before the engine sees it.
 pub(super) fn scan(source: &str) -> Result<Scanned> {
     if let Some(why) = length(source) {
         return Err(beyond(&why, None));
@@ -39,50 +40,50 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
     let mut out = Scanned { source: String::with_capacity(source.len() + 64), ..Scanned::default() };
     let mut bounds = Bounds::default();
     let mut tags: Vec<Tag> = Vec::new();
-    let mut rest = source;
-    while let Some(start) = rest.find('{') {
-        let (text, tag) = rest.split_at(start);
-        let (kept, after) = tag.split_at(tag_length(tag, &mut out.literals));
+    let mut remaining = source;
+    while let Some(start) = remaining.find('{') {
+        let (text, tag) = remaining.split_at(start);
+        let (tag_text, after) = tag.split_at(tag_length(tag, &mut out.literals));
         let line = || source[..source.len() - tag.len()].matches('\n').count() + 1;
         out.text(text);
-        rest = after;
-        let refused = match kept.get(..2) {
-            Some("{{") => Bounds::expression(inside(kept)),
-            Some("{%") => bounds.statement(inside(kept)),
+        remaining = after;
+        let reason = match tag_text.get(..2) {
+            Some("{{") => Bounds::expression(inside(tag_text)),
+            Some("{%") => bounds.statement(inside(tag_text)),
             _ => None,
         };
-        if let Some(why) = refused {
+        if let Some(why) = reason {
             return Err(beyond(&why, Some(line())));
         }
         let from = out.source.len();
         let mut tag = |source: &str| {
-            let is_statement = kept.starts_with("{%");
-            if is_statement || kept.starts_with("{{") {
-                tags.push(Tag { at: from..source.len(), inside: inside(kept).to_owned(), is_statement });
+            let is_statement = tag_text.starts_with("{%");
+            if is_statement || tag_text.starts_with("{{") {
+                tags.push(Tag { at: from..source.len(), inside: inside(tag_text).to_owned(), is_statement });
             }
         };
-        if let Some(rewritten) = rewrite_generation(kept) {
+        if let Some(rewritten) = rewrite_generation(tag_text) {
             out.source.push_str(&rewritten);
             out.has_generation = true;
             tag(&out.source);
             continue;
         }
-        if let Some(rewritten) = rewrite_tag(kept) {
+        if let Some(rewritten) = rewrite_tag(tag_text) {
             out.source.push_str(&rewritten);
-        } else if kept.starts_with("{%") || kept.starts_with("{{") {
-            return Err(unread(kept, line()));
+        } else if tag_text.starts_with("{%") || tag_text.starts_with("{{") {
+            return Err(unread(tag_text, line()));
         } else {
-            out.source.push_str(kept);
+            out.source.push_str(tag_text);
         }
         tag(&out.source);
-        if kept.starts_with("{%") && block_name(kept) == "raw" {
-            let (raw, behind) = after.split_at(raw_length(after));
+        if tag_text.starts_with("{%") && block_name(tag_text) == "raw" {
+            let (raw, after_raw) = after.split_at(raw_length(after));
             out.longest_text = out.longest_text.max(raw.len());
             out.source.push_str(raw);
-            rest = behind;
+            remaining = after_raw;
         }
     }
-    out.text(rest);
+    out.text(remaining);
     out.literals.sort_unstable();
     out.literals.dedup();
     out.wants_parts = wants_parts(source, &tags);
@@ -90,7 +91,7 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
     Ok(out)
 }
 
-/// The error for what is beyond bounds.
+/// Returns the error for a template beyond the bounds.
 fn beyond(why: &str, line: Option<usize>) -> Error {
     let place = line.map_or(String::new(), |line| format!(" (line {line})"));
     Error::new(Kind::Template, format!("the chat template does not compile: {why}{place}"))
@@ -98,7 +99,7 @@ fn beyond(why: &str, line: Option<usize>) -> Error {
         .cure("Take the chat_template that came with the model, or write it with less nesting")
 }
 
-/// The error for a tag that transformers does not take.
+/// Returns the error for a tag that transformers rejects.
 fn unread(tag: &str, line: usize) -> Error {
     let shown: String = tag.chars().take(80).collect();
     Error::new(Kind::Template, format!("the chat template does not compile: syntax error: '{shown}' (line {line})"))
@@ -107,7 +108,8 @@ fn unread(tag: &str, line: usize) -> Error {
 }
 
 impl Scanned {
-    /// Text outside tags: the inside of a long one as a string, its edges, which tags may trim, as they are.
+    /// Appends text outside tags. The inside of a long text becomes a printed string; its edges, which tags may trim,
+    /// stay text.
     fn text(&mut self, text: &str) {
         let edge = |c: Option<char>| c.map_or(0, char::len_utf8);
         let inner = text.trim();
@@ -125,7 +127,7 @@ impl Scanned {
     }
 }
 
-/// Bytes of the tag that `tag` starts with; 1 for a brace that opens none.
+/// Returns the number of bytes of the tag that `tag` starts with, or 1 for a brace that opens no tag.
 fn tag_length(tag: &str, literals: &mut Vec<String>) -> usize {
     match tag.as_bytes().get(1) {
         Some(b'#') => tag.find("#}").map_or(tag.len(), |end| end + 2),
@@ -135,7 +137,8 @@ fn tag_length(tag: &str, literals: &mut Vec<String>) -> usize {
     }
 }
 
-/// Bytes from the opening delimiter to behind `close`, skipping string literals and balanced brackets.
+/// Returns the number of bytes from the opening delimiter to the end of `close`, skipping string literals and balanced
+/// brackets.
 fn expression_length(tag: &str, close: &str, literals: &mut Vec<String>) -> usize {
     let bytes = tag.as_bytes();
     let mut at = 2;
@@ -163,7 +166,7 @@ fn expression_length(tag: &str, close: &str, literals: &mut Vec<String>) -> usiz
     bytes.len()
 }
 
-/// The usual escapes of a Jinja string literal; an unknown one stays as it is.
+/// Decodes the usual escapes of a Jinja string literal. An unknown escape becomes its second character.
 fn unescape(literal: &str) -> String {
     if !literal.contains('\\') {
         return literal.to_owned();
@@ -190,7 +193,7 @@ fn unescape(literal: &str) -> String {
     out
 }
 
-/// The inside of a tag without its delimiters, which may not be closed, and whitespace marks.
+/// Returns the inside of a tag without its delimiters (the closing one may be missing) and whitespace marks.
 fn inside(tag: &str) -> &str {
     let inside = tag.get(2..).unwrap_or("");
     let inside = inside.strip_suffix("%}").or_else(|| inside.strip_suffix("}}")).unwrap_or(inside);
@@ -198,7 +201,7 @@ fn inside(tag: &str) -> &str {
     inside.strip_suffix(['-', '+']).unwrap_or(inside).trim()
 }
 
-/// The inside of a block tag.
+/// Returns the inside of a block tag, or an empty string for other text.
 fn block_inside(block: &str) -> &str {
     if block.starts_with("{%") && block.ends_with("%}") { inside(block) } else { "" }
 }
@@ -207,7 +210,7 @@ fn block_name(block: &str) -> &str {
     block_inside(block).split(char::is_whitespace).next().unwrap_or("")
 }
 
-/// `{%- generation -%}` and its end as a scope and a filter block, whitespace marks where they were.
+/// Rewrites `{%- generation -%}` and its end tag to a scope and a filter block. Whitespace marks keep their places.
 fn rewrite_generation(block: &str) -> Option<String> {
     let (word, inner) = match block_inside(block) {
         "generation" => ("generation", format!("with %}}{{% filter {GENERATION_FILTER}")),
@@ -217,22 +220,23 @@ fn rewrite_generation(block: &str) -> Option<String> {
     Some(block.replacen(word, &inner, 1))
 }
 
-/// The tag with its inside rewritten, in as many lines; `None` for what is no tag or cannot be read.
+/// Rewrites the inside of a tag, keeping the number of lines. Returns `None` for text that is not a tag or cannot be
+/// parsed.
 fn rewrite_tag(tag: &str) -> Option<String> {
     let (open, inside, close) = tag_parts(tag)?;
-    let written = if open.starts_with("{{") { expression(inside.trim()) } else { statement(inside.trim()) }?;
-    let lines = tag.matches('\n').count().saturating_sub(written.matches('\n').count());
-    Some(format!("{open} {written}{} {close}", "\n".repeat(lines)))
+    let code = if open.starts_with("{{") { expression(inside.trim()) } else { statement(inside.trim()) }?;
+    let lines = tag.matches('\n').count().saturating_sub(code.matches('\n').count());
+    Some(format!("{open} {code}{} {close}", "\n".repeat(lines)))
 }
 
-/// Bytes up to and with the `{% endraw %}` tag.
+/// Returns the number of bytes up to and including the `{% endraw %}` tag.
 fn raw_length(after: &str) -> usize {
     let mut at = 0;
-    while let Some(found) = after[at..].find("{%") {
-        let inside = at + found + 2;
+    while let Some(offset) = after[at..].find("{%") {
+        let inside = at + offset + 2;
         let name = after[inside..].trim_start_matches(['-', '+']).trim_start();
-        if let Some(behind) = name.strip_prefix("endraw") {
-            let close = behind.trim_start().trim_start_matches(['-', '+']);
+        if let Some(tag_end) = name.strip_prefix("endraw") {
+            let close = tag_end.trim_start().trim_start_matches(['-', '+']);
             if let Some(rest) = close.strip_prefix("%}") {
                 return after.len() - rest.len();
             }
@@ -242,38 +246,39 @@ fn raw_length(after: &str) -> usize {
     after.len()
 }
 
-/// Bytes of a template: twenty-five times the longest one that is known.
+/// Maximum bytes of a template: twenty-five times the longest known one.
 const SOURCE_BYTES: usize = 512 << 10;
-/// Tokens between two commas, those around them in open brackets included: nine times what any template has.
+/// Maximum number of tokens between two commas, including those around them in open brackets: nine times the maximum
+/// of known templates.
 const CHAIN: usize = 500;
-/// Blocks inside one another, and their `elif`s: eight times what any template has.
+/// Maximum nesting of blocks, including their `elif`s: eight times the maximum of known templates.
 const BLOCKS: usize = 100;
-/// Macros and calls with a body inside one another: what is inside is looked at once for each of them.
+/// Maximum nesting of macros and calls with a body: their inside is analyzed once for each of them.
 const MACROS: usize = 8;
 const NAME_BYTES: usize = 256;
-/// Blocks that a `break` cannot leave: the engine would take what they opened for the loop's.
+/// Blocks that a `break` may not leave: the engine would treat what they opened as part of the loop.
 const SHUT: [&str; 5] = ["generation", "with", "filter", "set", "autoescape"];
 
-/// The blocks that are open.
+/// The open blocks.
 #[derive(Debug, Default)]
 pub(super) struct Bounds<'a> {
-    /// What a block began with, and how many branches it has.
+    /// The first word of a block, and the number of its branches.
     open: Vec<(&'a str, usize)>,
 }
 
-/// Why a template of this length is refused.
+/// Returns the reason why a template of this length is rejected.
 pub(super) fn length(source: &str) -> Option<String> {
     (source.len() > SOURCE_BYTES)
         .then(|| format!("it has {} bytes, and {SOURCE_BYTES} are the most that are read", source.len()))
 }
 
 impl<'a> Bounds<'a> {
-    /// Why the template is refused at `{{ inside }}`.
+    /// Returns the reason why the template is rejected at `{{ inside }}`.
     pub fn expression(inside: &str) -> Option<String> {
         chain(inside)
     }
 
-    /// Why the template is refused at `{% inside %}`.
+    /// Returns the reason why the template is rejected at `{% inside %}`.
     pub fn statement(&mut self, inside: &'a str) -> Option<String> {
         let (Token::Name(word), _) = token_at(inside, 0) else { return None };
         match word {
@@ -297,15 +302,15 @@ impl<'a> Bounds<'a> {
         chain(inside)
     }
 
-    /// Why a `break` or `continue` is refused here.
+    /// Returns the reason why a `break` or `continue` is rejected here.
     fn leaves(&self, word: &str) -> Option<String> {
-        let left = self.open.iter().rev().take_while(|(block, _)| *block != "for");
-        let block = left.map(|(block, _)| *block).find(|block| SHUT.contains(block))?;
+        let inner = self.open.iter().rev().take_while(|(block, _)| *block != "for");
+        let block = inner.map(|(block, _)| *block).find(|block| SHUT.contains(block))?;
         Some(format!("'{word}' leaves a '{block}' block that is open, and only 'if' may stand between it and its loop"))
     }
 }
 
-/// Whether a `set` has a value, and is no block.
+/// Returns true if a `set` has a value and is not a block.
 fn assigns(inside: &str) -> bool {
     let mut at = 0;
     loop {
@@ -317,9 +322,9 @@ fn assigns(inside: &str) -> bool {
     }
 }
 
-/// Why code with a chain of tokens or a name is refused.
+/// Returns the reason why code with this chain of tokens or a long name is rejected.
 fn chain(inside: &str) -> Option<String> {
-    // Tokens since the last comma, for each bracket that is open.
+    // Tokens since the last comma, for each open bracket.
     let mut open = vec![0_usize];
     let mut depth = 0;
     let mut at = 0;
@@ -359,9 +364,9 @@ mod tests {
 
     #[test]
     fn a_generation_block_keeps_its_whitespace_marks() {
-        let got = scanned("a\n  {%- generation -%}\nb{% endgeneration %}");
-        assert_eq!(got.source, "a\n  {%- with %}{% filter __generation -%}\nb{% endfilter %}{% endwith %}");
-        assert!(got.has_generation);
+        let result = scanned("a\n  {%- generation -%}\nb{% endgeneration %}");
+        assert_eq!(result.source, "a\n  {%- with %}{% filter __generation -%}\nb{% endfilter %}{% endwith %}");
+        assert!(result.has_generation);
     }
 
     #[test]
@@ -369,8 +374,8 @@ mod tests {
         let quoted = ["{{ '{% generation %}' }}", "{# {% generation %} #}", "{% if generation %}"];
         let raw = ["{% raw %}{% generation %}{{ 'x' {% endraw %}", "{% raw %} {%", "{", "{# x"];
         for source in quoted.into_iter().chain(raw) {
-            let got = scanned(source);
-            assert_eq!((got.source.as_str(), got.has_generation), (source, false));
+            let result = scanned(source);
+            assert_eq!((result.source.as_str(), result.has_generation), (source, false));
         }
     }
 
@@ -397,13 +402,13 @@ mod tests {
     fn long_texts_are_printed_so_that_they_are_counted() {
         let text = "\n  A system's prompt\nof more than thirty-two bytes \\ \n";
         let expected = "{% if a %}\n  A{{ ' system\\'s prompt\nof more than thirty-two bytes ' }}\\ \n";
-        let got = scanned(&format!("{{% if a %}}{text}"));
-        assert_eq!(got.source, expected);
-        assert_eq!(got.longest_text, 4);
+        let result = scanned(&format!("{{% if a %}}{text}"));
+        assert_eq!(result.source, expected);
+        assert_eq!(result.longest_text, 4);
     }
 
     #[test]
-    fn what_is_no_expression_is_reported() {
+    fn invalid_expressions_are_reported() {
         for source in ["{{ a b }}", "{% do x %}", "{% for x y %}", "{{ (a }}", "{{ x[1 2] }}", "{{ __begins() }}"] {
             let error = scan(&format!("\n{source}")).unwrap_err().what;
             assert!(error.contains(source) && error.ends_with("(line 2)"), "{error}");
@@ -411,9 +416,9 @@ mod tests {
     }
 
     #[test]
-    fn literals_are_unescaped_and_found_behind_braces() {
-        let got = scanned(r#"{{ {"a": {}}['\n<x>'] }}{% if x.split("it's\t") %}'no'{% endif %}"#);
-        assert_eq!(got.literals, vec!["\n<x>", "a", "it's\t"]);
+    fn literals_are_unescaped_and_found_after_braces() {
+        let result = scanned(r#"{{ {"a": {}}['\n<x>'] }}{% if x.split("it's\t") %}'no'{% endif %}"#);
+        assert_eq!(result.literals, vec!["\n<x>", "a", "it's\t"]);
     }
 
     #[test]
@@ -436,7 +441,7 @@ mod bounds_tests {
     use super::*;
 
     #[test]
-    fn what_nests_is_counted_and_what_stands_side_by_side_is_not() {
+    fn nested_tokens_count_and_separated_ones_do_not() {
         for (before, link, after) in [
             ("", "-", "1"),
             ("", "not ", "1"),
@@ -461,11 +466,11 @@ mod bounds_tests {
 
     #[test]
     fn blocks_are_counted_where_they_are_inside_one_another() {
-        let refused = |tags: &[&str], times: usize| {
+        let is_rejected = |tags: &[&str], times: usize| {
             let mut bounds = Bounds::default();
             (0..times).any(|_| tags.iter().any(|tag| bounds.statement(tag).is_some()))
         };
-        for (tags, most) in [
+        for (tags, limit) in [
             (&["if a"][..], 100),
             (&["for a in b"], 100),
             (&["set a"], 100),
@@ -473,10 +478,10 @@ mod bounds_tests {
             (&["macro a()"], 8),
             (&["call a()"], 8),
         ] {
-            assert!(!refused(tags, most), "{tags:?}");
-            assert!(refused(tags, most + 1), "{tags:?}");
+            assert!(!is_rejected(tags, limit), "{tags:?}");
+            assert!(is_rejected(tags, limit + 1), "{tags:?}");
         }
-        assert!(!refused(&["if a", "else", "endif", "set a = 1", "set a.b = 1"], 9999));
+        assert!(!is_rejected(&["if a", "else", "endif", "set a = 1", "set a.b = 1"], 9999));
         let mut bounds = Bounds::default();
         assert_eq!(bounds.statement("if a"), None);
         assert!((0..101).any(|_| bounds.statement("elif a").is_some()));
@@ -484,14 +489,14 @@ mod bounds_tests {
 
     #[test]
     fn a_break_may_leave_ifs_alone() {
-        let refused = |tags: &[&'static str]| {
+        let rejection = |tags: &[&'static str]| {
             let mut bounds = Bounds::default();
             tags.iter().find_map(|tag| bounds.statement(tag))
         };
-        assert_eq!(refused(&["generation", "for a in b", "if a", "break"]), None);
+        assert_eq!(rejection(&["generation", "for a in b", "if a", "break"]), None);
         for block in ["generation", "with a = 1", "filter f", "set a", "autoescape a"] {
-            assert!(refused(&["for a in b", block, "if a", "break"]).is_some(), "{block}");
-            assert!(refused(&["for a in b", block, "continue"]).is_some(), "{block}");
+            assert!(rejection(&["for a in b", block, "if a", "break"]).is_some(), "{block}");
+            assert!(rejection(&["for a in b", block, "continue"]).is_some(), "{block}");
         }
     }
 }

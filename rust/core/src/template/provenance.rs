@@ -1,7 +1,8 @@
-//! Which bytes of a render are content: renders with marks, when to believe them, and what they say.
+//! Determines which bytes of a render are content: renders with marks, checks whether to trust them, and reads them.
 //!
-//! A marked render counts only if it equals the plain one byte for byte once its marks are out. Balanced marks give spans;
-//! a string the template cut apart, or one that marks would disturb, is searched for in order, and the result says so.
+//! A marked render counts only if it equals the plain render byte for byte after its marks are removed. Balanced marks
+//! give spans. Strings that the template split, or that marks would disturb, are searched for in order, and the result
+//! is flagged.
 
 use super::cache::Marked;
 use super::conversation::Selection;
@@ -18,9 +19,9 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes that are searched or compared in the time of one unit of work.
+/// Bytes that are searched or compared per unit of work.
 const BYTES_PER_UNIT: usize = 16;
-/// Units that an event or a piece takes.
+/// Units of work for an event or a piece.
 const EACH: usize = 4;
 
 /// Spans read from one accepted render.
@@ -28,11 +29,11 @@ const EACH: usize = 4;
 pub(super) struct Found {
     pub spans: Vec<Span>,
     pub generation: Vec<(usize, usize)>,
-    /// Whether every mark that opened also closed.
+    /// True if every opening mark has a closing one.
     pub balanced: bool,
 }
 
-/// A span with the part of the string it covers.
+/// A span with the part of the string that it covers.
 #[derive(Debug, Clone)]
 struct Piece {
     range: Range<usize>,
@@ -41,10 +42,10 @@ struct Piece {
     leaf: Option<(Leaf, Range<usize>)>,
 }
 
-/// Reads the marks of a render whose text, marks taken out, is `text`.
+/// Reads the marks of a render. `text` is its text without marks.
 ///
 /// # Errors
-/// Where there is no time for it.
+/// Fails if the time of the call is over.
 pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag]) -> Result<Found, Error> {
     let mut found = Found { balanced: true, ..Found::default() };
     let mut pieces = Vec::new();
@@ -54,17 +55,17 @@ pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag]) -> Resul
         work(EACH)?;
         match event {
             Event::Open(tag) => {
-                // Strings hold no marks: one that is still open has lost its end.
-                if let Some(cut) = open.pop_if(|(last, _)| tags.get(*last).is_none_or(|t| t.leaf.is_some())) {
+                // Strings contain no marks. A string that is still open has lost its end.
+                if let Some(open_string) = open.pop_if(|(last, _)| tags.get(*last).is_none_or(|t| t.leaf.is_some())) {
                     found.balanced = false;
-                    pieces.extend(cut_at_end(text, cut, tags)?);
+                    pieces.extend(cut_at_end(text, open_string, tags)?);
                 }
                 open.push((tag, at));
             }
             Event::Close(tag) => {
-                let found_at = open.iter().rposition(|(opened, _)| *opened == tag);
-                work((open.len() - found_at.unwrap_or(0)) / BYTES_PER_UNIT)?;
-                let Some(depth) = found_at else {
+                let depth_of_tag = open.iter().rposition(|(open_tag, _)| *open_tag == tag);
+                work((open.len() - depth_of_tag.unwrap_or(0)) / BYTES_PER_UNIT)?;
+                let Some(depth) = depth_of_tag else {
                     found.balanced = false;
                     pieces.extend(cut_at_start(text, at, tag, tags)?);
                     continue;
@@ -79,8 +80,8 @@ pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag]) -> Resul
         }
     }
     found.balanced &= open.is_empty();
-    for cut in open {
-        pieces.extend(cut_at_end(text, cut, tags)?);
+    for open_string in open {
+        pieces.extend(cut_at_end(text, open_string, tags)?);
     }
     found.generation.sort_unstable();
     found.spans = joined(text, pieces)?;
@@ -92,7 +93,7 @@ fn piece(range: Range<usize>, tag: usize, tags: &[Tag]) -> Option<Piece> {
     Some(Piece { range, message: tag.message, field: tag.field, leaf: tag.leaf.clone() })
 }
 
-/// A string whose end the template dropped: it reaches as far as the text equals it.
+/// Returns the piece of a string whose end the template dropped. It extends as far as the text equals the string.
 fn cut_at_end(text: &str, (tag, start): (usize, usize), tags: &[Tag]) -> Result<Option<Piece>, Error> {
     let Some((leaf, part)) = tags.get(tag).and_then(|tag| tag.leaf.clone()) else { return Ok(None) };
     let wanted = &leaf.text[part.clone()];
@@ -103,7 +104,7 @@ fn cut_at_end(text: &str, (tag, start): (usize, usize), tags: &[Tag]) -> Result<
     Ok(piece(range, tag, tags).map(|piece| Piece { leaf: Some(leaf), ..piece }))
 }
 
-/// A string whose start the template dropped.
+/// Returns the piece of a string whose start the template dropped.
 fn cut_at_start(text: &str, end: usize, tag: usize, tags: &[Tag]) -> Result<Option<Piece>, Error> {
     let Some((leaf, part)) = tags.get(tag).and_then(|tag| tag.leaf.clone()) else { return Ok(None) };
     let wanted = leaf.text.as_bytes()[part.clone()].iter().rev();
@@ -117,7 +118,7 @@ fn cut_at_start(text: &str, end: usize, tag: usize, tags: &[Tag]) -> Result<Opti
     Ok(found.map(|piece| Piece { leaf: Some((leaf, start..part.end)), ..piece }))
 }
 
-/// The longest prefix of at most `length` bytes that ends between characters.
+/// Returns the length of the longest prefix of at most `length` bytes that ends between characters.
 fn floor(text: &str, mut length: usize) -> usize {
     while !text.is_char_boundary(length) {
         length -= 1;
@@ -125,7 +126,7 @@ fn floor(text: &str, mut length: usize) -> usize {
     length
 }
 
-/// Pieces in order, those of one string joined where the text between them is the string's own, none overlapping.
+/// Sorts pieces and removes overlaps. Pieces of one string are joined if the text between them is the string's own.
 fn joined(text: &str, mut pieces: Vec<Piece>) -> Result<Vec<Span>, Error> {
     for piece in &mut pieces {
         work(EACH + piece.leaf.as_ref().map_or(0, |(leaf, _)| leaf.text.len()) / BYTES_PER_UNIT)?;
@@ -148,7 +149,8 @@ fn joined(text: &str, mut pieces: Vec<Piece>) -> Result<Vec<Span>, Error> {
     Ok(kept.into_iter().map(span).collect())
 }
 
-/// Takes in a seam at the edge of the string (`<think>` before its first mark), never whitespace alone.
+/// Extends a piece over a seam at the edge of the string (`<think>` before its first mark), but not over whitespace
+/// only.
 fn widen(text: &str, piece: &mut Piece) {
     let Some((leaf, part)) = &mut piece.leaf else { return };
     let head = trimmed(&leaf.text, 0..part.start);
@@ -164,29 +166,29 @@ fn widen(text: &str, piece: &mut Piece) {
     }
 }
 
-/// Extends `last` over `next` where both are of one string and nothing else stands between.
+/// Extends `last` over `next` if both belong to one string and nothing else is between them.
 fn join(text: &str, last: &mut Piece, next: &Piece) -> bool {
-    let (Some((leaf, part)), Some((other, behind))) = (&mut last.leaf, &next.leaf) else { return false };
-    if leaf.number != other.number || last.message != next.message || behind.end < part.end {
+    let (Some((leaf, part)), Some((next_leaf, next_part))) = (&mut last.leaf, &next.leaf) else { return false };
+    if leaf.number != next_leaf.number || last.message != next.message || next_part.end < part.end {
         return false;
     }
-    let overlap = behind.start < part.end;
+    let overlap = next_part.start < part.end;
     let same = if overlap {
-        next.range.end.checked_sub(last.range.start) == Some(behind.end - part.start)
+        next.range.end.checked_sub(last.range.start) == Some(next_part.end - part.start)
     } else {
-        text.get(last.range.end..next.range.start) == Some(&leaf.text[part.end..behind.start])
+        text.get(last.range.end..next.range.start) == Some(&leaf.text[part.end..next_part.start])
     };
     if same {
         last.range.end = next.range.end;
-        part.end = behind.end;
+        part.end = next_part.end;
     }
     same
 }
 
-/// Finds strings that no mark could tell, each behind the one before it and outside `taken`.
+/// Searches for strings that marks could not locate. Each is searched for after the previous one and outside `taken`.
 ///
 /// # Errors
-/// Where there is no time for it.
+/// Fails if the time of the call is over.
 pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) -> Result<Vec<Span>, Error> {
     let mut found: Vec<Span> = Vec::new();
     for &(message, field, leaf) in leaves {
@@ -195,10 +197,10 @@ pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) 
         if wanted.is_empty() {
             continue;
         }
-        let earlier = taken.iter().chain(&found).filter(|span| span.message <= message).map(|span| span.end).max();
-        let later = taken.iter().filter(|span| span.message > message && span.message != NO_MESSAGE);
-        let start = earlier.unwrap_or(0);
-        let end = later.map(|span| span.start).min().unwrap_or(text.len()).max(start);
+        let earlier_end = taken.iter().chain(&found).filter(|span| span.message <= message).map(|span| span.end).max();
+        let later_spans = taken.iter().filter(|span| span.message > message && span.message != NO_MESSAGE);
+        let start = earlier_end.unwrap_or(0);
+        let end = later_spans.map(|span| span.start).min().unwrap_or(text.len()).max(start);
         work((end - start) / BYTES_PER_UNIT)?;
         if let Some(at) = text[start..end].find(wanted) {
             found.push(Span { start: start + at, end: start + at + wanted.len(), message, field });
@@ -207,7 +209,7 @@ pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) 
     Ok(found)
 }
 
-/// Spans in order, cut where they overlap.
+/// Sorts spans and truncates them where they overlap.
 pub(super) fn disjoint(mut spans: Vec<Span>) -> Vec<Span> {
     spans.sort_by_key(|span| (span.start, std::cmp::Reverse(span.end)));
     let mut end = 0;
@@ -219,43 +221,44 @@ pub(super) fn disjoint(mut spans: Vec<Span>) -> Vec<Span> {
     spans
 }
 
-/// Messages of a conversation that are marked one by one before searching takes over.
+/// Maximum number of messages that are marked one by one. Longer conversations are searched.
 const SINGLE_TRIES: usize = 64;
-/// Marks of one render that are read, beside eight for each that was put in; with more it is not believed.
+/// Maximum number of marks that are read from one render, plus eight for each inserted tag. A render with more is not
+/// trusted.
 const MARKS: usize = 500_000;
-/// Bytes and seams that are gone over in the time of one unit of work.
+/// Bytes and seams that are processed per unit of work.
 const PASSED_PER_UNIT: usize = 4;
 
-/// What the marked renders of one call share.
+/// Values that the marked renders of one call share.
 struct Marking {
     keep_null: bool,
     alphabet: Alphabet,
     schemas: Option<Marked>,
 }
 
-/// What became of a marked render.
+/// The result of a marked render.
 #[derive(Default)]
 struct Tried {
-    /// Its text without marks, and what these say; `None` where it failed, or has more marks than are read.
+    /// Its text without marks, and the spans read from the marks; `None` if it failed or has too many marks.
     read: Option<(Arc<str>, Found)>,
-    /// Whether it may have told a marked string from a plain one.
+    /// True if the run may have distinguished a marked string from a plain one.
     noticed: bool,
-    /// Whether it matters for any string that marks stand inside or outside whitespace.
+    /// True if for some string it matters whether marks are inside or outside whitespace.
     edges: bool,
 }
 
 impl Template {
-    /// The text of a call, and where each message stands in it.
+    /// Returns the text of a call, and the position of each message in it.
     ///
     /// # Errors
-    /// `Kind::Template` where the template fails, or where the time of the call is over.
+    /// `Kind::Template` if the template fails, or if the time of the call is over.
     pub(super) fn with_provenance(&self, call: &mut Call<'_, '_>, slots: &mut Slots) -> Result<Rendered> {
-        let late = |error: Error| failure(&error);
+        let to_error = |error: Error| failure(&error);
         let Some(marking) = self.marking(call) else {
             let text = self.plain(call, slots)?;
-            return self.searched(call, text, Found::default()).map_err(late);
+            return self.searched(call, text, Found::default()).map_err(to_error);
         };
-        let first = self.all_marked(call, &marking, slots, Selection::Outside).map_err(late)?;
+        let first = self.all_marked(call, &marking, slots, Selection::Outside).map_err(to_error)?;
         #[cfg(any(debug_assertions, fuzzing))]
         if let Some((text, _)) = first.read.as_ref().filter(|_| !first.noticed) {
             let plain = self.plain(call, &mut Slots::default());
@@ -263,20 +266,20 @@ impl Template {
             assert!(same || in_time().is_err(), "{text:?} was not noticed to be {plain:?}");
         }
         let text = match &first.read {
-            // The run did what the run without marks does, so its text is that one's.
+            // The run behaved like the run without marks, so its text is the same.
             Some((text, _)) if !first.noticed => Arc::clone(text),
             _ => self.plain(call, slots)?,
         };
-        self.with_spans(call, &marking, slots, text, first).map_err(late)
+        self.with_spans(call, &marking, slots, text, first).map_err(to_error)
     }
 
-    /// The marks of a call's strings, or none where the input leaves no characters for them.
+    /// Returns the marks of a call's strings, or `None` if the input leaves no characters for them.
     fn marking(&self, call: &Call<'_, '_>) -> Option<Marking> {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
         let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
         let alphabet = Alphabet::avoiding(used)?;
-        // Remembered schemas carry the marks of an input without noncharacters.
+        // Cached schemas have the marks of an input without noncharacters.
         let schemas = call.tools.as_ref().map(|tools| {
             if used.is_empty() {
                 tools.marked.clone()
@@ -287,7 +290,7 @@ impl Template {
         Some(Marking { keep_null: call.keep_null, alphabet, schemas })
     }
 
-    /// `text` with what its marked renders tell, `first` being the first of them.
+    /// Adds the spans of marked renders to `text`. `first` is the first of these renders.
     fn with_spans(
         &self,
         call: &Call<'_, '_>,
@@ -296,7 +299,7 @@ impl Template {
         text: Arc<str>,
         first: Tried,
     ) -> Result<Rendered, Error> {
-        // What failed without its null keys is marked with them.
+        // A call that failed without its null keys is marked again with them.
         let mut first = Some(first).filter(|_| call.keep_null == marking.keep_null);
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
             let tried = first.take().map_or_else(|| self.all_marked(call, marking, slots, selection), Ok)?;
@@ -313,7 +316,7 @@ impl Template {
         self.searched(call, text, found)
     }
 
-    /// A render with marks on all messages.
+    /// Renders with marks on all messages.
     fn all_marked(
         &self,
         call: &Call<'_, '_>,
@@ -335,15 +338,15 @@ impl Template {
                 tried.noticed |= run.noticed;
                 tried.read = read_run(run, &marking.alphabet, &tags)?;
             }
-            // What was only too slow must not give other spans than on a faster machine.
+            // A run that was merely too slow must not give other spans than on a faster machine.
             Err(_) => in_time()?,
         }
-        // The values of the slot hold the marks of these, whatever came of the run.
+        // The values of the slot contain the marks of these tags, whether or not the run succeeded.
         slot.tags = tags;
         Ok(tried)
     }
 
-    /// What a render with marks on some of them tells.
+    /// Renders with marks on some messages, and returns the spans if the text is unchanged.
     fn some_marked(
         &self,
         call: &Call<'_, '_>,
@@ -368,41 +371,42 @@ impl Template {
         Ok(found.filter(|(plain, _)| **plain == *text).map(|(_, found)| found))
     }
 
-    /// Marks on the schemas alone and on one message at a time, for templates that some mark disturbs.
+    /// Marks only the schemas, and then one message at a time, for templates that some mark disturbs.
     fn one_by_one(&self, call: &Call<'_, '_>, marking: &Marking, text: &str) -> Result<Found, Error> {
         let count = call.conversation.len();
         let single = (count <= SINGLE_TRIES).then_some(0..count).into_iter().flatten().map(Selection::Only);
-        let mut all = Found::default();
+        let mut result = Found::default();
         for selection in std::iter::once(Selection::Schemas).chain(single) {
-            if all.spans.len() > MARKS {
+            if result.spans.len() > MARKS {
                 break;
             }
             if let Some(found) = self.some_marked(call, marking, text, selection)? {
-                all.spans.extend(found.spans);
-                all.generation = found.generation;
+                result.spans.extend(found.spans);
+                result.generation = found.generation;
             }
         }
-        all.spans = disjoint(all.spans);
-        Ok(all)
+        result.spans = disjoint(result.spans);
+        Ok(result)
     }
 
     /// Completes `found` by searching for every string of a message that has no span.
     fn searched(&self, call: &Call<'_, '_>, text: Arc<str>, mut found: Found) -> Result<Rendered, Error> {
-        let known: HashSet<_> = found.spans.iter().map(|span| (span.message, span.field)).collect();
+        let located: HashSet<_> = found.spans.iter().map(|span| (span.message, span.field)).collect();
         let mut missing = call.conversation.leaves();
-        missing.retain(|(message, field, _)| !known.contains(&(*message, *field)));
-        let more = search(&text, &missing, &found.spans)?;
-        found.spans.extend(more);
+        missing.retain(|(message, field, _)| !located.contains(&(*message, *field)));
+        let searched_spans = search(&text, &missing, &found.spans)?;
+        found.spans.extend(searched_spans);
         let generation = if self.has_generation { found.generation } else { Vec::new() };
         Ok(Rendered { text, spans: disjoint(found.spans), generation, exact_provenance: false })
     }
 }
 
-/// The text of a marked render without its marks, and what these say; `None` where there are too many.
+/// Returns the text of a marked render without its marks, and the spans of these. Returns `None` if there are too many
+/// marks.
 fn read_run(run: &mut Earlier, alphabet: &Alphabet, tags: &[Tag]) -> Result<Option<(Arc<str>, Found)>, Error> {
     work(run.text.len() / PASSED_PER_UNIT)?;
-    let most = tags.len().saturating_mul(8).saturating_add(MARKS);
-    if !run.stripped.go_on(&run.text, run.kept, alphabet, most) {
+    let max_marks = tags.len().saturating_mul(8).saturating_add(MARKS);
+    if !run.stripped.go_on(&run.text, run.kept, alphabet, max_marks) {
         return Ok(None);
     }
     let found = read(&run.stripped.text, &run.stripped.events, tags)?;

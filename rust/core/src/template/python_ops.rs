@@ -1,8 +1,9 @@
-//! Python's operators, comparisons and methods of str, list and dict over template values, with a bound on what they make.
+//! Python's operators, comparisons and methods of str, list and dict for template values, with bounds on their
+//! results.
 //!
-//! What raises in Python is an error here, and what is walked is counted. `rewrite` puts the operators in the place of the
-//! engine's own. Methods that the engine's own set lacks or takes less exactly than CPython are here, the others are
-//! passed on.
+//! Operations that raise in Python return an error here, and walks over values are charged. `rewrite` replaces the
+//! engine's own operators with these. This module implements the methods that the engine lacks or that are less exact
+//! than CPython's; it passes the others on.
 
 use super::json::{float_of, python_repr, python_str};
 use super::limits::{self, Reads, charge, charge_method, compared, hashed, held, text_bytes, walk, work};
@@ -15,29 +16,29 @@ use minijinja::{Error, ErrorKind, State};
 use std::borrow::Cow;
 use std::cmp::Ordering;
 
-/// An error for what Python's operators do not take.
+/// Returns the error for operands that Python's operator rejects.
 pub(super) fn refused(operator: &str, left: &Value, right: &Value) -> Error {
     let kinds = format!("{operator} does not take {} and {}", left.kind(), right.kind());
     Error::new(ErrorKind::InvalidOperation, kinds)
 }
 
-/// `a + b + c`.
+/// Implements `a + b + c`.
 pub(super) fn add(values: &[Value]) -> Result<Value, Error> {
-    // Strings that are no markup.
+    // Strings that are not markup.
     let texts = values.iter().map(|value| value.as_str().filter(|_| !value.is_safe()));
     if let Some(texts) = texts.collect::<Option<Vec<&str>>>() {
         return joined(&texts, "");
     }
-    let (first, more) = operands(values)?;
-    more.iter().try_fold(first.clone(), |left, right| plus(&left, right))
+    let (first, others) = operands(values)?;
+    others.iter().try_fold(first.clone(), |left, right| plus(&left, right))
 }
 
-/// The first value and those that an operator applies to it.
+/// Returns the first value, and the values that an operator applies to it.
 pub(super) fn operands(values: &[Value]) -> Result<(&Value, &[Value]), Error> {
     values.split_first().ok_or_else(|| Error::from(ErrorKind::MissingArgument))
 }
 
-/// The texts with `between` between them, if the result has bounds.
+/// Joins the texts with `between`, if the result is within bounds.
 pub(super) fn joined(texts: &[&str], between: &str) -> Result<Value, Error> {
     let bytes = texts.iter().fold(0_usize, |sum, text| sum.saturating_add(text.len()));
     limits::make(bytes.saturating_add(between.len().saturating_mul(texts.len())))?;
@@ -68,12 +69,12 @@ fn plus(left: &Value, right: &Value) -> Result<Value, Error> {
     }
 }
 
-/// The text as markup has it beside other markup.
+/// Escapes the text for use next to other markup.
 fn escaped(value: &Value, text: &str) -> String {
     if value.is_safe() { text.to_owned() } else { markup(text) }
 }
 
-/// The filter `escape`.
+/// Implements the filter `escape`.
 pub(super) fn escape(value: &Value) -> Result<Value, Error> {
     if value.is_safe() {
         return Ok(value.clone());
@@ -83,7 +84,7 @@ pub(super) fn escape(value: &Value) -> Result<Value, Error> {
     Ok(Value::from_safe_string(text))
 }
 
-/// `markupsafe.escape`.
+/// Implements `markupsafe.escape`.
 fn markup(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -99,12 +100,12 @@ fn markup(text: &str) -> String {
     out
 }
 
-/// A list or a tuple of `items`, as `model` is.
+/// Returns a tuple of `items` if `model` is a tuple, else a list.
 pub(super) fn like(model: &Value, items: Vec<Value>) -> Value {
     if model.is_tuple() { Value::from(Tuple::from(items)) } else { Value::from(items) }
 }
 
-/// An integer or a truth value.
+/// Returns the value of an integer or a boolean.
 pub(super) fn whole(value: &Value) -> Option<i128> {
     let integer = matches!(value.kind(), ValueKind::Number | ValueKind::Bool) && float_of(value).is_none();
     integer.then(|| i128::try_from(value.clone()).ok()).flatten()
@@ -115,7 +116,7 @@ pub(super) fn floats(operator: &str, left: &Value, right: &Value) -> Result<(f64
     float(left).zip(float(right)).ok_or_else(|| refused(operator, left, right))
 }
 
-/// `a ~ b ~ c`.
+/// Implements `a ~ b ~ c`.
 pub(super) fn concat(values: &[Value]) -> Result<Value, Error> {
     if let Some(texts) = values.iter().map(Value::as_str).collect::<Option<Vec<&str>>>() {
         return joined(&texts, "");
@@ -124,19 +125,19 @@ pub(super) fn concat(values: &[Value]) -> Result<Value, Error> {
     joined(&texts.iter().map(AsRef::as_ref).collect::<Vec<_>>(), "")
 }
 
-/// What `str` gives of each value; those that are made for it are taken off the budget one by one.
+/// Returns `str` of each value. New texts are charged one by one.
 pub(super) fn texts_of(values: &[Value]) -> Result<Vec<Cow<'_, str>>, Error> {
     let text = |value| -> Result<_, Error> {
         let text = python_str(value)?;
-        if let Cow::Owned(made) = &text {
-            limits::spend(made.len())?;
+        if let Cow::Owned(new_text) = &text {
+            limits::spend(new_text.len())?;
         }
         Ok(text)
     };
     values.iter().map(text).collect()
 }
 
-/// `a * b`.
+/// Implements `a * b`.
 pub(super) fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     let repeatable = |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq);
     let repeated = if repeatable(left) { whole(right).map(|n| (left, n)) } else { whole(left).map(|n| (right, n)) };
@@ -157,31 +158,31 @@ fn repeat(value: &Value, count: usize) -> Result<Value, Error> {
     }
     let items: Vec<Value> = value.try_iter()?.collect();
     limits::make_items(items.len().saturating_mul(count))?;
-    let all = items.iter().cycle().take(items.len() * count).cloned().collect();
-    Ok(like(value, all))
+    let repeated = items.iter().cycle().take(items.len() * count).cloned().collect();
+    Ok(like(value, repeated))
 }
 
-/// `a % b`: of strings, their formatting.
+/// Implements `a % b`, which formats if `a` is a string.
 pub(super) fn modulo(left: &Value, right: &Value) -> Result<Value, Error> {
     if let Some(pattern) = left.as_str() {
         return formatted(left, pattern, right);
     }
-    let fails = || refused("%", left, right);
+    let error = || refused("%", left, right);
     match (whole(left), whole(right)) {
-        (Some(_), Some(0)) => Err(fails()),
+        (Some(_), Some(0)) => Err(error()),
         (Some(a), Some(b)) => {
-            let remainder = a.checked_rem(b).ok_or_else(fails)?;
-            let moved = remainder != 0 && (remainder < 0) != (b < 0);
-            Ok(Value::from(if moved { remainder + b } else { remainder }))
+            let remainder = a.checked_rem(b).ok_or_else(error)?;
+            let needs_shift = remainder != 0 && (remainder < 0) != (b < 0);
+            Ok(Value::from(if needs_shift { remainder + b } else { remainder }))
         }
         _ => {
             let (a, b) = floats("%", left, right)?;
             if b == 0.0 {
-                return Err(fails());
+                return Err(error());
             }
             let remainder = a % b;
-            let moved = remainder != 0.0 && (remainder < 0.0) != (b < 0.0);
-            Ok(Value::from(if moved { remainder + b } else { remainder }))
+            let needs_shift = remainder != 0.0 && (remainder < 0.0) != (b < 0.0);
+            Ok(Value::from(if needs_shift { remainder + b } else { remainder }))
         }
     }
 }
@@ -203,8 +204,8 @@ fn formatted(left: &Value, pattern: &str, right: &Value) -> Result<Value, Error>
     bounded_format(FormatStyle::Printf, &pattern, &arguments).map(Value::from_safe_string)
 }
 
-/// The pattern and its arguments as the engine takes them, and how many arguments are used: `%r` as text, floats under
-/// `%d` cut.
+/// Converts pattern and arguments to the engine's form: `%r` becomes text, and floats under `%d` are truncated. Also
+/// returns how many arguments are used.
 fn converted(pattern: &str, arguments: &mut [Value]) -> Result<(String, usize), Error> {
     let mut out = String::with_capacity(pattern.len());
     let mut used = 0;
@@ -244,13 +245,13 @@ fn converted(pattern: &str, arguments: &mut [Value]) -> Result<(String, usize), 
     Ok((out, used))
 }
 
-/// `pattern % arguments` or `pattern.format(arguments)`, if widths and precisions have bounds.
+/// Implements `pattern % arguments` and `pattern.format(arguments)`, if widths and precisions are within bounds.
 pub(super) fn bounded_format(style: FormatStyle, pattern: &str, arguments: &[Value]) -> Result<String, Error> {
     allow_format(style, pattern, arguments)?;
     format(style, pattern, arguments)
 }
 
-/// Takes the longest text that a format can give off the budget.
+/// Charges the longest text that a format can produce.
 pub(super) fn allow_format(style: FormatStyle, pattern: &str, arguments: &[Value]) -> Result<(), Error> {
     let printf = matches!(style, FormatStyle::Printf);
     let (mark, end): (char, fn(char) -> bool) = if printf { ('%', char::is_alphabetic) } else { ('{', |c| c == '}') };
@@ -272,12 +273,12 @@ pub(super) fn allow_format(style: FormatStyle, pattern: &str, arguments: &[Value
     limits::make(bytes)
 }
 
-/// Whether `value % by` is `remainder`, for the tests odd, even and divisibleby.
+/// Returns true if `value % by` is `remainder`. The tests odd, even and divisibleby use it.
 pub(super) fn leaves(value: &Value, by: &Value, remainder: i128) -> Result<bool, Error> {
     Ok(whole(&modulo(value, by)?) == Some(remainder))
 }
 
-/// What a loop may run over; Python does not iterate over none.
+/// Returns the value to iterate over in a loop. Python does not iterate over none.
 pub(super) fn each(value: Value) -> Result<Value, Error> {
     if value.is_none() {
         return Err(not_iterable());
@@ -289,13 +290,13 @@ pub(super) fn each(value: Value) -> Result<Value, Error> {
         return Ok(Value::from(text.chars().map(Value::from).collect::<Vec<Value>>()));
     }
     if value.kind() == ValueKind::Iterable && value.len().is_none() {
-        // A loop knows its last item only of what has a length.
+        // The engine's loop only knows its last item if the value has a length.
         return Ok(Value::from(value.try_iter()?.collect::<Vec<Value>>()));
     }
     Ok(value)
 }
 
-/// `value[key]`.
+/// Implements `value[key]`.
 pub(super) fn item(value: &Value, key: &Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => work(1 + value.as_str().map_or(0, str::len) / 4)?,
@@ -306,36 +307,37 @@ pub(super) fn item(value: &Value, key: &Value) -> Result<Value, Error> {
     value.get_item(key)
 }
 
-/// The container, if what it holds can be walked: containers that hold others twice grow without any text growing.
+/// Charges a container and checks that its contents can be walked. Containers that contain others twice would grow
+/// without any text growing.
 pub(super) fn sized(value: Value) -> Result<Value, Error> {
     limits::make_items(value.len().unwrap_or(0))?;
     walk(&value)?;
     Ok(value)
 }
 
-/// Positional arguments that are taken out of a list, each of which is one of the call's.
+/// Charges the positional arguments that are unpacked from a list. Each becomes an argument of the call.
 pub(super) fn splat(value: Value) -> Result<Value, Error> {
     limits::make_items(value.as_str().map_or_else(|| limits::items(&value), str::len))?;
     Ok(value)
 }
 
-/// `a in b`.
+/// Implements `a in b`.
 pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
-    let fails = || refused("in", item, container);
+    let error = || refused("in", item, container);
     match container.kind() {
         ValueKind::Undefined => Ok(false),
         ValueKind::String => {
             let text = container.as_str().unwrap_or_default();
             work(1 + text.len() / 16)?;
-            let item = item.as_str().ok_or_else(fails)?;
-            let found = text.contains(item);
-            watch::pair(text, item, found, |text, item| text.contains(item));
-            Ok(found)
+            let item = item.as_str().ok_or_else(error)?;
+            let result = text.contains(item);
+            watch::pair(text, item, result, |text, item| text.contains(item));
+            Ok(result)
         }
         ValueKind::Map
             if matches!(item.kind(), ValueKind::Map) || item.kind() == ValueKind::Seq && !item.is_tuple() =>
         {
-            Err(fails())
+            Err(error())
         }
         ValueKind::Map => {
             hashed(item)?;
@@ -350,11 +352,11 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
             }
             Ok(false)
         }
-        _ => Err(fails()),
+        _ => Err(error()),
     }
 }
 
-/// `a == b`.
+/// Implements `a == b`.
 pub(super) fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
     if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
         work(1 + a.len().min(b.len()) / 64)?;
@@ -369,10 +371,10 @@ pub(super) fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
     Ok(left == right)
 }
 
-/// `a < b`, `a < b <= c` and the like, `!=` and `in` among them: operators and operands by turns.
+/// Implements `a < b`, `a < b <= c` and so on, including `!=` and `in`. Operators and operands alternate in `values`.
 pub(super) fn compare(values: &[Value]) -> Result<bool, Error> {
-    let (mut left, rest) = operands(values)?;
-    for pair in rest.chunks_exact(2) {
+    let (mut left, pairs) = operands(values)?;
+    for pair in pairs.chunks_exact(2) {
         let (operator, right) = (pair[0].as_str().unwrap_or_default(), &pair[1]);
         let holds = match operator {
             "==" => equal(left, right)?,
@@ -392,7 +394,7 @@ pub(super) fn compare(values: &[Value]) -> Result<bool, Error> {
     Ok(true)
 }
 
-/// How two values of a kind that Python orders stand; `None` beside NaN.
+/// Returns the order of two values of a kind that Python orders; `None` if one is NaN.
 fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>, Error> {
     if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
         work(1 + a.len().min(b.len()) / 64)?;
@@ -417,23 +419,24 @@ fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>
     }
 }
 
-/// How two numbers stand of which at least one is such an integer; `None` if none is, or the other is no number.
+/// Returns the order of two numbers, at least one of them a big integer. Returns `None` if neither is, or if the other
+/// is not a number.
 #[expect(clippy::option_option, reason = "NaN has no order, and other numbers have one that is found elsewhere")]
 fn order_of_big(left: &Value, right: &Value) -> Option<Option<Ordering>> {
-    let alone = |big: &Big, other: &Value| match (whole(other), float_of(other)) {
+    let compare = |big: &Big, other: &Value| match (whole(other), float_of(other)) {
         (Some(_), _) => Some(Some(if big.is_negative() { Ordering::Less } else { Ordering::Greater })),
         (None, Some(float)) => Some(big.float().partial_cmp(&float)),
         (None, None) => None,
     };
     match (big(left), big(right)) {
         (Some(a), Some(b)) => Some(Some(a.against(b))),
-        (Some(a), None) => alone(a, right),
-        (None, Some(b)) => alone(b, left).map(|order| order.map(Ordering::reverse)),
+        (Some(a), None) => compare(a, right),
+        (None, Some(b)) => compare(b, left).map(|order| order.map(Ordering::reverse)),
         (None, None) => None,
     }
 }
 
-/// `value.method(args)`.
+/// Implements `value.method(args)`.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     pay(value, method, args)?;
     let result = call_uncounted(state, value, method, args).and_then(limits::made)?;
@@ -443,36 +446,36 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
     Ok(result)
 }
 
-/// Has what a method made of strings with marks compared with what it makes of those without.
+/// Has the result of a method on strings with marks compared with the result on the strings without marks.
 fn look(state: &mut State, value: &Value, method: &str, args: &[Value], result: &Value) -> Result<(), Error> {
     if value.kind() != ValueKind::String {
-        let keeps = matches!(method, "get" | "items" | "keys" | "values");
-        watch::look(args, if keeps { Tells::Strings } else { Tells::All });
-        if !keeps {
+        let keeps_values = matches!(method, "get" | "items" | "keys" | "values");
+        watch::look(args, if keeps_values { Tells::Strings } else { Tells::All });
+        if !keeps_values {
             watch::look(std::slice::from_ref(value), Tells::All);
         }
         return Ok(());
     }
-    // Texts are put together, whatever they are.
+    // Joining does not depend on the texts.
     if method == "join" && args.iter().all(|items| items.kind() != ValueKind::String) {
         return Ok(());
     }
-    let all: Vec<&Value> = std::iter::once(value).chain(args).collect();
-    watch::repeat(&all, result, |all| match all.split_first() {
+    let operands: Vec<&Value> = std::iter::once(value).chain(args).collect();
+    watch::repeat(&operands, result, |operands| match operands.split_first() {
         Some((value, args)) => call_uncounted(state, value, method, args),
         None => Err(Error::from(ErrorKind::MissingArgument)),
     })
 }
 
-/// Takes what a method reads off the budget.
+/// Charges what a method reads.
 fn pay(value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
     charge_method(value, args)?;
     match (method, args) {
-        // Each character is looked for among the others.
+        // Each character is searched for among the others.
         ("strip" | "lstrip" | "rstrip", [chars, ..]) => {
             work(value.as_str().map_or(0, str::len).saturating_mul(chars.as_str().map_or(0, str::len)) / 64)
         }
-        // One string is compared once.
+        // A single string is compared once.
         ("startswith" | "endswith", [affix, ..]) if affix.as_str().is_some() => Ok(()),
         ("startswith" | "endswith" | "join", _) => charge(args, Reads::Items),
         ("count", [what, ..]) if value.kind() != ValueKind::String => {
@@ -484,7 +487,8 @@ fn pay(value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
     }
 }
 
-/// `value.cycle(args)` and `value.changed(args)`, which the engine answers for its loops without asking [`call`].
+/// Implements `value.cycle(args)` and `value.changed(args)`. The engine handles these for its loops without calling
+/// [`call`].
 pub(super) fn of_loop(state: &mut State, args: &[Value]) -> Result<Value, Error> {
     let [value, method, args @ ..] = args else { return Err(Error::from(ErrorKind::MissingArgument)) };
     let method = method.as_str().unwrap_or_default();
@@ -507,10 +511,10 @@ fn call_uncounted(state: &mut State, value: &Value, method: &str, args: &[Value]
     minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
 }
 
-/// `str.replace`, if the result has bounds.
+/// Implements `str.replace`, if the result is within bounds.
 pub(super) fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -> Result<String, Error> {
-    let found = text.matches(old).take(count.unwrap_or(usize::MAX)).count();
-    limits::make(text.len().saturating_add(found.saturating_mul(new.len())))?;
+    let matches = text.matches(old).take(count.unwrap_or(usize::MAX)).count();
+    limits::make(text.len().saturating_add(matches.saturating_mul(new.len())))?;
     Ok(count.map_or_else(|| text.replace(old, new), |count| text.replacen(old, new, count)))
 }
 
@@ -520,13 +524,13 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, E
     {
         return Some(Err(error));
     }
-    let one = |args| from_args::<(Option<&str>,)>(args).map(|(argument,)| argument);
+    let arg = |args| from_args::<(Option<&str>,)>(args).map(|(argument,)| argument);
     let result = match method {
-        "strip" => one(args).map(|chars| Value::from(strip(text, chars, true, true))),
-        "lstrip" => one(args).map(|chars| Value::from(strip(text, chars, true, false))),
-        "rstrip" => one(args).map(|chars| Value::from(strip(text, chars, false, true))),
-        "removeprefix" => one(args).map(|fix| Value::from(fix.and_then(|f| text.strip_prefix(f)).unwrap_or(text))),
-        "removesuffix" => one(args).map(|fix| Value::from(fix.and_then(|f| text.strip_suffix(f)).unwrap_or(text))),
+        "strip" => arg(args).map(|chars| Value::from(strip(text, chars, true, true))),
+        "lstrip" => arg(args).map(|chars| Value::from(strip(text, chars, true, false))),
+        "rstrip" => arg(args).map(|chars| Value::from(strip(text, chars, false, true))),
+        "removeprefix" => arg(args).map(|fix| Value::from(fix.and_then(|f| text.strip_prefix(f)).unwrap_or(text))),
+        "removesuffix" => arg(args).map(|fix| Value::from(fix.and_then(|f| text.strip_suffix(f)).unwrap_or(text))),
         "replace" => from_args::<(&str, &str, Option<i64>)>(args).and_then(|(old, new, count)| {
             replaced(text, old, new, count.and_then(|count| usize::try_from(count).ok())).map(Value::from)
         }),
@@ -535,46 +539,46 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, E
         "zfill" | "ljust" | "rjust" => return Some(filled(text, method, args)),
         "splitlines" => from_args::<(Option<bool>,)>(args).map(|(keep,)| lines(text, keep.unwrap_or(false))),
         "rsplit" => from_args::<(Option<&str>, Option<i64>)>(args).map(|(by, most)| right_split(text, by, most)),
-        "partition" => one(args).map(|by| parts(text, by.and_then(|by| text.split_once(by)), by, true)),
-        "rpartition" => one(args).map(|by| parts(text, by.and_then(|by| text.rsplit_once(by)), by, false)),
+        "partition" => arg(args).map(|by| parts(text, by.and_then(|by| text.split_once(by)), by, true)),
+        "rpartition" => arg(args).map(|by| parts(text, by.and_then(|by| text.rsplit_once(by)), by, false)),
         _ => return None,
     };
     Some(result)
 }
 
-/// `str.zfill`, `str.ljust` and `str.rjust`.
+/// Implements `str.zfill`, `str.ljust` and `str.rjust`.
 fn filled(text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
     let (width, fill): (i64, Option<&str>) = from_args(args)?;
     let fill = if method == "zfill" { "0" } else { fill.unwrap_or(" ") };
     let missing = usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count());
     limits::make(text.len().saturating_add(missing.saturating_mul(fill.len())))?;
-    let more = fill.repeat(missing);
+    let padding = fill.repeat(missing);
     let sign = text.len() - text.strip_prefix(['-', '+']).unwrap_or(text).len();
     Ok(Value::from(match method {
-        "ljust" => format!("{text}{more}"),
-        "rjust" => format!("{more}{text}"),
-        _ => format!("{}{more}{}", &text[..sign], &text[sign..]),
+        "ljust" => format!("{text}{padding}"),
+        "rjust" => format!("{padding}{text}"),
+        _ => format!("{}{padding}{}", &text[..sign], &text[sign..]),
     }))
 }
 
-/// `str.splitlines`, at all of Python's line ends.
+/// Implements `str.splitlines`, for all of Python's line ends.
 fn lines(text: &str, keep: bool) -> Value {
     let ends = |c: char| matches!(c, '\n'..='\r' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}');
-    let mut all = Vec::new();
+    let mut lines = Vec::new();
     let mut rest = text;
     while let Some(at) = rest.find(ends) {
         let end =
             at + if rest[at..].starts_with("\r\n") { 2 } else { rest[at..].chars().next().map_or(1, char::len_utf8) };
-        all.push(Value::from(&rest[..if keep { end } else { at }]));
+        lines.push(Value::from(&rest[..if keep { end } else { at }]));
         rest = &rest[end..];
     }
     if !rest.is_empty() {
-        all.push(Value::from(rest));
+        lines.push(Value::from(rest));
     }
-    Value::from(all)
+    Value::from(lines)
 }
 
-/// `text.join(items)`: of strings alone.
+/// Implements `text.join(items)`, for strings only.
 fn join(items: &Value, text: &str) -> Result<Value, Error> {
     let items: Vec<Value> = items.try_iter()?.collect();
     let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
@@ -582,25 +586,25 @@ fn join(items: &Value, text: &str) -> Result<Value, Error> {
     joined(&texts, text)
 }
 
-/// `str.strip` and its one-sided forms.
+/// Implements `str.strip` and its one-sided forms.
 pub(super) fn strip<'a>(text: &'a str, chars: Option<&str>, left: bool, right: bool) -> &'a str {
     let drops = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
     let text = if left { text.trim_start_matches(drops) } else { text };
     if right { text.trim_end_matches(drops) } else { text }
 }
 
-fn right_split(text: &str, by: Option<&str>, most: Option<i64>) -> Value {
-    let most = most.and_then(|most| usize::try_from(most).ok()).map_or(usize::MAX, |most| most.saturating_add(1));
+fn right_split(text: &str, by: Option<&str>, limit: Option<i64>) -> Value {
+    let limit = limit.and_then(|limit| usize::try_from(limit).ok()).map_or(usize::MAX, |limit| limit.saturating_add(1));
     let mut parts: Vec<&str> = match by {
-        Some(by) => text.rsplitn(most, by).collect(),
+        Some(by) => text.rsplitn(limit, by).collect(),
         None => text.split(is_space).filter(|part| !part.is_empty()).rev().collect(),
     };
     parts.reverse();
     Value::from(parts.into_iter().map(Value::from).collect::<Vec<_>>())
 }
 
-fn parts(text: &str, found: Option<(&str, &str)>, by: Option<&str>, first: bool) -> Value {
-    let (before, middle, after) = match (found, first) {
+fn parts(text: &str, split: Option<(&str, &str)>, by: Option<&str>, first: bool) -> Value {
+    let (before, middle, after) = match (split, first) {
         (Some((before, after)), _) => (before, by.unwrap_or_default(), after),
         (None, true) => (text, "", ""),
         (None, false) => ("", "", text),
@@ -627,9 +631,9 @@ mod tests {
             .collect();
         for (n, left) in values.iter().enumerate() {
             for (m, right) in values.iter().enumerate() {
-                let found = order_of_big(left, right);
+                let order = order_of_big(left, right);
                 let expected = (big(left).is_some() || big(right).is_some()).then_some(Some(n.cmp(&m)));
-                assert_eq!(found, expected, "{left} {right}");
+                assert_eq!(order, expected, "{left} {right}");
             }
         }
         assert_eq!(order_of_big(&value(&long), &Value::from("1")), None);

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-/// `Span::message` of what belongs to no message.
+/// `Span::message` of spans that belong to no message.
 pub const NO_MESSAGE: u32 = u32::MAX;
 
-/// What a span is the content of.
+/// The field whose content a span is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Field {
@@ -24,24 +24,24 @@ pub enum Field {
 pub struct Span {
     /// First byte.
     pub start: usize,
-    /// Behind the last byte.
+    /// One past the last byte.
     pub end: usize,
     /// Index of the message, or [`NO_MESSAGE`].
     pub message: u32,
-    /// Which part of it.
+    /// The field of the message.
     pub field: Field,
 }
 
 /// A conversation as text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rendered {
-    /// What the model reads; shared, as it may be long.
+    /// The text that the model reads. It is shared, because it may be long.
     pub text: Arc<str>,
-    /// Byte ranges of content, sorted and disjoint; every other byte is the template's scaffold. Numbers printed bare,
-    /// roles and ids count as scaffold.
+    /// Byte ranges of content, sorted and disjoint. Every other byte belongs to the template, including bare numbers,
+    /// roles and ids.
     pub spans: Vec<Span>,
     /// Byte ranges that `{% generation %}` encloses, sorted.
     pub generation: Vec<(usize, usize)>,
-    /// False where the template cuts or tests strings so that some span was found by searching, or not at all.
+    /// False if the template splits or tests strings, so that some span was found by searching or not at all.
     pub exact_provenance: bool,
 }

@@ -1,24 +1,24 @@
-//! Rewrites the statements and expressions of a template, with operators turned into filters of ours.
+//! Rewrites the statements and expressions of a template. Operators become filters of this crate.
 //!
-//! What Python and the engine take differently, and what makes values without bounds, is left to `python_ops`. Syntax is
-//! only read here: names, literals and calls stay as they are written.
+//! `python_ops` implements operations for which Python and the engine differ, and operations whose results need
+//! bounds. This module only reads the syntax. Names, literals and calls stay as written.
 
 use super::lexer::{Reader, Token, is_constant};
 
-/// Depth of nested expressions, as the engine's parser has it.
+/// Maximum depth of nested expressions, equal to that of the engine's parser.
 const DEPTH: usize = 150;
 
 /// Functions and variables that only `analyze`, the rewritten statements and the environment use.
 const OURS: [&str; 8] =
     ["__load", "__begins", "__restores", "__has", "__kept", "__ended", "__clock", "__generation_marks"];
 
-/// Keys of strings that never carry marks where a render is watched.
+/// Keys of strings that never carry marks in a watched render.
 pub(super) const UNMARKED: [&str; 2] = ["role", "type"];
 
-/// Bytes of a constant that is compared without being counted.
+/// Bytes of a constant that is compared without being charged.
 const SHORT: usize = 64;
 
-/// The inside of `{{ }}` rewritten; `None` for what is no expression.
+/// Rewrites the inside of `{{ }}`. Returns `None` if it is not an expression.
 pub(super) fn expression(inside: &str) -> Option<String> {
     let mut reader = Reader::new(inside);
     let text = reader.list()?;
@@ -26,7 +26,7 @@ pub(super) fn expression(inside: &str) -> Option<String> {
 }
 
 impl Reader<'_> {
-    /// `a` or `a, b`.
+    /// Parses `a` or `a, b`.
     fn list(&mut self) -> Option<String> {
         let first = self.value()?;
         self.more(first, Self::value)
@@ -47,7 +47,7 @@ impl Reader<'_> {
         Some(sized(&items, format!("({}{comma})", items.join(", "))))
     }
 
-    /// An expression with its `if` and `else`.
+    /// Parses an expression with its `if` and `else`.
     fn value(&mut self) -> Option<String> {
         self.depth += 1;
         if self.depth > DEPTH {
@@ -104,14 +104,14 @@ impl Reader<'_> {
             [("in", right)] => format!("({left}|__in({right}))"),
             [("not in", right)] => format!("(not {left}|__in({right}))"),
             _ => {
-                let rest: Vec<String> =
+                let operands: Vec<String> =
                     pairs.iter().map(|(operator, right)| format!("'{operator}', {right}")).collect();
-                format!("({left}|__compare({}))", rest.join(", "))
+                format!("({left}|__compare({}))", operands.join(", "))
             }
         })
     }
 
-    /// The operator of a comparison, if one is next; the outer `None` for a `not` without `in`.
+    /// Parses the operator of a comparison, if one is next. The outer `None` means a `not` without `in`.
     #[expect(clippy::option_option, reason = "no operator is not an error")]
     fn comparator(&mut self) -> Option<Option<&'static str>> {
         if self.word("not") {
@@ -127,11 +127,11 @@ impl Reader<'_> {
     fn sum(&mut self) -> Option<String> {
         let mut left = self.concatenation()?;
         loop {
-            let mut added = Vec::new();
+            let mut summands = Vec::new();
             while self.sign("+") {
-                added.push(self.concatenation()?);
+                summands.push(self.concatenation()?);
             }
-            left = applied(left, "__add", &added);
+            left = applied(left, "__add", &summands);
             if !self.sign("-") {
                 return Some(left);
             }
@@ -141,11 +141,11 @@ impl Reader<'_> {
 
     fn concatenation(&mut self) -> Option<String> {
         let left = self.product()?;
-        let mut more = Vec::new();
+        let mut operands = Vec::new();
         while self.sign("~") {
-            more.push(self.product()?);
+            operands.push(self.product()?);
         }
-        Some(applied(left, "__concat", &more))
+        Some(applied(left, "__concat", &operands))
     }
 
     fn product(&mut self) -> Option<String> {
@@ -178,7 +178,7 @@ impl Reader<'_> {
         self.filters(operand)
     }
 
-    /// A primary with what follows it, and minus signs before it.
+    /// Parses a primary with its postfixes, and minus signs before it.
     fn operand(&mut self) -> Option<String> {
         let mut count = 0;
         while self.sign("-") {
@@ -191,7 +191,7 @@ impl Reader<'_> {
 
     fn primary(&mut self) -> Option<String> {
         match self.take() {
-            // A block of the template by its name, which could call itself; no chat template does.
+            // `self` refers to a block of the template by name, which could call itself. No chat template uses it.
             Token::Name("self") => None,
             Token::Name(name) if OURS.contains(&name) => None,
             Token::Name(name) => Some(name.to_owned()),
@@ -229,7 +229,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Items between commas up to `close`.
+    /// Parses comma-separated items up to `close`.
     fn items(&mut self, close: &str, item: fn(&mut Self) -> Option<String>) -> Option<Vec<String>> {
         let mut items = Vec::new();
         while !self.sign(close) {
@@ -244,7 +244,7 @@ impl Reader<'_> {
         Some(items)
     }
 
-    /// Attributes, subscripts and calls behind `value`.
+    /// Parses attributes, subscripts and calls after `value`.
     fn postfix(&mut self, mut value: String) -> Option<String> {
         loop {
             if self.sign(".") {
@@ -271,9 +271,9 @@ impl Reader<'_> {
     }
 
     fn argument(&mut self) -> Option<String> {
-        for (star, paid) in [("**", "__mapping"), ("*", "__splat")] {
+        for (star, wrapper) in [("**", "__mapping"), ("*", "__splat")] {
             if self.sign(star) {
-                return Some(format!("{star}(({})|{paid})", self.value()?));
+                return Some(format!("{star}(({})|{wrapper})", self.value()?));
             }
         }
         if let Token::Name(name) = self.next {
@@ -287,7 +287,7 @@ impl Reader<'_> {
         self.value()
     }
 
-    /// `[index]`, or a slice as a filter.
+    /// Parses `[index]`, or a slice as a filter.
     fn subscript(&mut self, value: &str) -> Option<String> {
         let mut bounds = ["none", "none", "none"].map(str::to_owned);
         let mut at = 0;
@@ -309,7 +309,7 @@ impl Reader<'_> {
         })
     }
 
-    /// A filter's name with its arguments.
+    /// Parses a filter's name with its arguments.
     fn filter_name(&mut self) -> Option<String> {
         let mut name = self.name()?.to_owned();
         if name.starts_with("__") {
@@ -321,7 +321,7 @@ impl Reader<'_> {
         Some(if self.sign("(") { format!("{name}({})", self.items(")", Self::argument)?.join(", ")) } else { name })
     }
 
-    /// Filters and tests behind `value`.
+    /// Parses filters and tests after `value`.
     fn filters(&mut self, mut value: String) -> Option<String> {
         loop {
             if self.sign("|") {
@@ -336,24 +336,24 @@ impl Reader<'_> {
         }
     }
 
-    /// A test's name with its argument.
+    /// Parses a test's name with its argument.
     fn test(&mut self) -> Option<String> {
-        let called = self.filter_name()?;
+        let filter = self.filter_name()?;
         let argument = match self.next {
-            _ if called.ends_with(')') => false,
+            _ if filter.ends_with(')') => false,
             Token::Name(word) => !matches!(word, "and" | "or" | "else" | "is" | "if" | "in" | "not"),
             Token::Literal(_) | Token::Sign("[" | "{" | "-") => true,
             _ => false,
         };
         if !argument {
-            return Some(called);
+            return Some(filter);
         }
-        Some(format!("{called}({})", self.operand()?))
+        Some(format!("{filter}({})", self.operand()?))
     }
 }
 
-/// Whether comparing `constant` with a value is as good as free, and that value is no string of a conversation's that the
-/// constant could be: those are compared where `watch` sees it.
+/// Returns true if comparing `constant` with a value costs almost nothing, and the value is not a string of the
+/// conversation that the constant could equal. Comparisons with such strings must be visible to `watch`.
 fn is_free(constant: &str, value: &str) -> bool {
     let unmarked = UNMARKED.iter().any(|key| {
         let name = |value: &str| value.strip_suffix(key).is_some_and(|rest| rest.ends_with('.'));
@@ -367,27 +367,29 @@ fn is_free(constant: &str, value: &str) -> bool {
     is_short(constant) && (!is_text || unmarked)
 }
 
-/// Whether a constant is short.
+/// Returns true if a constant is short.
 fn is_short(text: &str) -> bool {
     text.len() <= SHORT && is_constant(text)
 }
 
-/// Whether taking the item of a key is as good as free: a short string, of which strings have no items.
+/// Returns true if reading the item of a key costs almost nothing: the key is a short string, and strings have no such
+/// items.
 fn is_key(key: &str) -> bool {
     is_short(key) && !key.starts_with(|c: char| c.is_ascii_digit())
 }
 
-/// `left|filter(more)` in brackets, or `left` alone.
-fn applied(left: String, filter: &str, more: &[String]) -> String {
-    if more.is_empty() { left } else { format!("({left}|{filter}({}))", more.join(", ")) }
+/// Returns `left|filter(arguments)` in parentheses, or only `left` without arguments.
+fn applied(left: String, filter: &str, arguments: &[String]) -> String {
+    if arguments.is_empty() { left } else { format!("({left}|{filter}({}))", arguments.join(", ")) }
 }
 
-/// A container whose size is looked at when it is made, unless it holds nothing but constants.
+/// Wraps a container so that its size is checked on creation, unless it contains only constants.
 fn sized(items: &[String], container: String) -> String {
     if items.iter().all(|item| is_constant(item)) { container } else { format!("({container}|__sized)") }
 }
 
-/// The inside of `{% %}` rewritten; `None` for what cannot be read, and for statements that transformers does not know.
+/// Rewrites the inside of `{% %}`. Returns `None` if it cannot be parsed, or if transformers does not support the
+/// statement.
 pub(super) fn statement(inside: &str) -> Option<String> {
     let mut reader = Reader::new(inside);
     let Token::Name(word) = reader.next else { return None };
@@ -404,7 +406,7 @@ pub(super) fn statement(inside: &str) -> Option<String> {
             format!("filter {}", reader.filters(first)?)
         }
         "autoescape" => format!("autoescape {}", reader.value()?),
-        // Without a loader, as transformers' environment is, these fail where they are run.
+        // Without a loader, as in transformers' environment, these fail when they run.
         "include" | "import" | "from" | "extends" => return Some("set __unloaded = __load()".to_owned()),
         "block" => {
             let name = reader.name()?;
@@ -438,8 +440,8 @@ impl Reader<'_> {
         let target = self.until(&[Token::Sign("="), Token::Sign("|")]);
         if self.sign("=") {
             let value = self.list()?;
-            let held = target.contains('.') && !is_constant(&value);
-            return Some(if held {
+            let needs_check = target.contains('.') && !is_constant(&value);
+            return Some(if needs_check {
                 format!("set {target}= ({value})|__held")
             } else {
                 format!("set {target}= {value}")
@@ -448,18 +450,18 @@ impl Reader<'_> {
         Some(format!("set {}", self.filters(target)?))
     }
 
-    /// `a = 1, b = 2`.
+    /// Parses `a = 1, b = 2`.
     fn bindings(&mut self) -> Option<String> {
-        let mut all = Vec::new();
+        let mut bindings = Vec::new();
         while self.next != Token::End {
             let target = self.until(&[Token::Sign("=")]);
             self.sign("=").then_some(())?;
-            all.push(format!("{target}= {}", self.value()?));
+            bindings.push(format!("{target}= {}", self.value()?));
             if !self.sign(",") {
                 break;
             }
         }
-        Some(all.join(", "))
+        Some(bindings.join(", "))
     }
 
     fn definition(&mut self) -> Option<String> {

@@ -1,6 +1,6 @@
-//! One message as a server hands it to its template: its content joined or in parts, its keys in the server's order.
+//! One message as a server passes it to its template: its content joined or in parts, its keys in the server's order.
 //!
-//! From the sources of the servers: vLLM's `renderers/chat_utils.py` and its request's types, SGLang's
+//! Based on the sources of the servers: vLLM's `renderers/chat_utils.py` and the types of its requests, SGLang's
 //! `parser/jinja_template_utils.py`, llama.cpp's `common/chat.cpp`, TGI's `router/src/lib.rs`.
 
 use crate::json_number;
@@ -8,25 +8,26 @@ use crate::server::Server;
 use crate::trace::value_of;
 use serde_json::{Map, Value as Json, json};
 
-/// What a server makes of the messages of one request.
+/// The way in which a server converts the messages of one request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools, reason = "independent facts about the request and its template")]
 pub(super) struct Rules {
-    /// `None`: messages as transformers takes them.
+    /// The server; `None` for messages as transformers uses them.
     pub server: Option<Server>,
-    /// The template gets the parts of a content, not one text.
+    /// True if the template receives the parts of a content instead of one text.
     pub parts: bool,
-    /// The template knows no developer: such a message becomes the system's.
+    /// True if the template does not support the developer role. Such a message becomes a system message.
     pub developer_is_system: bool,
-    /// The first message was joined from several, and its content is text whatever the template wants.
+    /// True if the first message was joined from several. Its content is then text, whatever the template expects.
     pub joined: bool,
-    /// The template gets reasoning under `thinking` too: for models whose prompts the server does not write with it.
+    /// True if the template receives reasoning under `thinking` too: for models whose prompts the server writes
+    /// without the template.
     pub thinking: bool,
 }
 
-/// What the servers call a part of text.
+/// The types that servers use for a text part.
 const TEXTS: [&str; 5] = ["text", "input_text", "output_text", "refusal", "thinking"];
-/// Keys of a part that vLLM takes for its own; it hands the others on.
+/// Keys of a part that vLLM interprets itself. It passes on all others.
 const KNOWN: [&str; 18] = [
     "audio_embeds",
     "audio_url",
@@ -47,7 +48,7 @@ const KNOWN: [&str; 18] = [
     "video_embeds",
     "video_url",
 ];
-/// What the types of media are called before a template.
+/// The names under which media types are passed to a template.
 const MEDIA: [(&str, &str); 9] = [
     ("image_url", "image"),
     ("input_image", "image"),
@@ -59,10 +60,10 @@ const MEDIA: [(&str, &str); 9] = [
     ("video_url", "video"),
     ("video_embeds", "video"),
 ];
-/// A line of Claude Code's system prompt that differs from request to request: vLLM takes it out.
+/// A line of Claude Code's system prompt that differs between requests. vLLM removes it.
 const BILLING: &str = "x-anthropic-billing-header";
 
-/// The keys of a message that some server hands on; null is none.
+/// The keys of a message that some server passes on. A null value counts as missing.
 #[derive(Default)]
 struct Said<'m> {
     role: Option<&'m Json>,
@@ -79,61 +80,61 @@ struct Said<'m> {
 
 impl<'m> Said<'m> {
     fn of(map: &'m Map<String, Json>) -> Self {
-        let mut said = Self::default();
+        let mut fields = Self::default();
         for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
             let place = match key.as_str() {
-                "role" => &mut said.role,
-                "content" => &mut said.content,
-                "tool_calls" => &mut said.tool_calls,
-                "reasoning" => &mut said.reasoning,
-                "reasoning_content" => &mut said.reasoning_content,
-                "thinking" => &mut said.thinking,
-                "tool_call_id" => &mut said.tool_call_id,
-                "name" => &mut said.name,
-                "task" => &mut said.task,
-                "tools" => &mut said.tools,
+                "role" => &mut fields.role,
+                "content" => &mut fields.content,
+                "tool_calls" => &mut fields.tool_calls,
+                "reasoning" => &mut fields.reasoning,
+                "reasoning_content" => &mut fields.reasoning_content,
+                "thinking" => &mut fields.thinking,
+                "tool_call_id" => &mut fields.tool_call_id,
+                "name" => &mut fields.name,
+                "task" => &mut fields.task,
+                "tools" => &mut fields.tools,
                 _ => continue,
             };
             *place = Some(value);
         }
-        said
+        fields
     }
 }
 
 /// A part of a content.
 enum Part {
     Text(String, Map<String, Json>),
-    /// What is no text: in parts as it stands here, in a joined text not at all.
+    /// A part that is not text. It is kept in parts and dropped from a joined text.
     Other(Json),
-    /// A tool that is named: in a joined text its name.
+    /// A tool reference. In a joined text it is the tool's name.
     Tool(String),
 }
 
 impl Rules {
-    /// Bytes that no other rules have.
+    /// Returns bytes that differ for different rules.
     pub fn key(self) -> [u8; 5] {
         let flags = [self.parts, self.developer_is_system, self.joined, self.thinking].map(u8::from);
         let [parts, developer, joined, thinking] = flags;
         [self.server.map_or(0, |server| server as u8 + 1), parts, developer, joined, thinking]
     }
 
-    /// The content of message `index` in this server's form; `None` where it stays as it is.
+    /// Returns the content of message `index` in this server's form, or `None` if it stays unchanged.
     pub fn content(self, map: &Map<String, Json>, index: usize) -> Option<Json> {
         let server = self.server?;
         let role = value_of(map, "role").and_then(Json::as_str).unwrap_or_default();
-        let given = value_of(map, "content").unwrap_or(&Json::Null);
+        let content = value_of(map, "content").unwrap_or(&Json::Null);
         let is_system = role == "system";
-        let billed = |text: &str| server == Server::Vllm && is_system && text.starts_with(BILLING);
-        let whole = self.joined && index == 0;
-        match given {
-            Json::String(text) if billed(text) => {}
-            // SGLang and TGI leave a text as it is.
-            Json::String(_) if whole || !self.parts || role == "tool" || self.keeps_texts() => return None,
+        let is_billing = |text: &str| server == Server::Vllm && is_system && text.starts_with(BILLING);
+        let was_joined = self.joined && index == 0;
+        match content {
+            Json::String(text) if is_billing(text) => {}
+            // SGLang and TGI leave a text unchanged.
+            Json::String(_) if was_joined || !self.parts || role == "tool" || self.keeps_texts() => return None,
             Json::Null if !self.parts || role == "tool" || self.keeps_texts() => return Some(Json::from("")),
             Json::String(_) | Json::Null | Json::Array(_) => {}
             _ => return None,
         }
-        let parts = match given {
+        let parts = match content {
             Json::Array(parts) => parts.as_slice(),
             Json::Null => &[],
             text => std::slice::from_ref(text),
@@ -150,12 +151,12 @@ impl Rules {
         Some(Json::from(texts.join(self.separator())))
     }
 
-    /// Whether a text is not wrapped for a template that wants parts.
+    /// Returns true if a text is not wrapped for a template that expects parts.
     fn keeps_texts(self) -> bool {
         matches!(self.server, Some(Server::Sglang | Server::Tgi))
     }
 
-    /// What stands between joined texts.
+    /// Returns the separator between joined texts.
     fn separator(self) -> &'static str {
         match self.server {
             Some(Server::Sglang) => " ",
@@ -178,9 +179,9 @@ impl Rules {
         if kind.is_none_or(|kind| TEXTS.contains(&kind))
             && let Some(text) = value_of(map, text_key)
         {
-            let known = |key: &str| KNOWN.contains(&key) || self.server == Some(Server::Sglang);
-            let more = map.iter().filter(|(key, _)| !known(key)).map(|(key, value)| (key.clone(), value.clone()));
-            return text.as_str().map(|text| Part::Text(text.to_owned(), more.collect()));
+            let is_known = |key: &str| KNOWN.contains(&key) || self.server == Some(Server::Sglang);
+            let extra = map.iter().filter(|(key, _)| !is_known(key)).map(|(key, value)| (key.clone(), value.clone()));
+            return text.as_str().map(|text| Part::Text(text.to_owned(), extra.collect()));
         }
         if kind.is_some_and(|kind| TEXTS.contains(&kind)) {
             return None;
@@ -191,38 +192,39 @@ impl Rules {
         let medium = MEDIA.iter().find(|(name, _)| kind == Some(name) || kind.is_none() && map.contains_key(*name));
         let Some((_, medium)) = medium else { return Some(Part::Other(part.clone())) };
         if self.server == Some(Server::Tgi) {
-            // TGI writes a picture as Markdown.
+            // TGI writes an image as Markdown.
             let url = value_of(map, "image_url").map(|image| image.get("url").unwrap_or(image));
             return url.and_then(Json::as_str).map(|url| Part::Text(format!("![]({url})"), Map::new()));
         }
-        let known = |key: &str| KNOWN.contains(&key) || self.server == Some(Server::Sglang);
-        let mut shown = Map::from_iter([("type".to_owned(), Json::from(*medium))]);
-        shown.extend(map.iter().filter(|(key, _)| !known(key)).map(|(key, value)| (key.clone(), value.clone())));
-        Some(Part::Other(Json::Object(shown)))
+        let is_known = |key: &str| KNOWN.contains(&key) || self.server == Some(Server::Sglang);
+        let mut medium_part = Map::from_iter([("type".to_owned(), Json::from(*medium))]);
+        medium_part
+            .extend(map.iter().filter(|(key, _)| !is_known(key)).map(|(key, value)| (key.clone(), value.clone())));
+        Some(Part::Other(Json::Object(medium_part)))
     }
 
-    /// The role that a template gets.
+    /// Returns the role that the template receives.
     pub fn role(self, role: &str) -> &str {
         if self.developer_is_system && role == "developer" { "system" } else { role }
     }
 
-    /// The keys of a message in the order in which the template gets them, with what stands under each; `None` where they
-    /// stay as they are.
+    /// Returns the keys of a message in the order in which the template receives them, with their values. Returns
+    /// `None` if they stay unchanged.
     pub fn keys<'m>(self, map: &'m Map<String, Json>) -> Option<Vec<(&'static str, &'m Json)>> {
         let server = self.server.filter(|server| *server != Server::OpenAi)?;
-        let said = Said::of(map);
-        let role = said.role.and_then(Json::as_str).unwrap_or_default();
+        let fields = Said::of(map);
+        let role = fields.role.and_then(Json::as_str).unwrap_or_default();
         let mut keys: Vec<(&str, &Json)> = Vec::with_capacity(6);
-        keys.push(("role", said.role.unwrap_or(&Json::Null)));
-        keys.push(("content", said.content.unwrap_or(&Json::Null)));
+        keys.push(("role", fields.role.unwrap_or(&Json::Null)));
+        keys.push(("content", fields.content.unwrap_or(&Json::Null)));
         let mut add = |key: &'static str, value: Option<&'m Json>| keys.extend(value.map(|value| (key, value)));
-        let calls = said.tool_calls.filter(|calls| calls.as_array().is_none_or(|calls| !calls.is_empty()));
+        let calls = fields.tool_calls.filter(|calls| calls.as_array().is_none_or(|calls| !calls.is_empty()));
         match server {
             Server::Vllm | Server::OpenAi => {
                 match role {
                     "assistant" => {
-                        let thinking = said.thinking.filter(|_| self.thinking);
-                        let reasoning = said.reasoning.or(said.reasoning_content).or(thinking);
+                        let thinking = fields.thinking.filter(|_| self.thinking);
+                        let reasoning = fields.reasoning.or(fields.reasoning_content).or(thinking);
                         add("tool_calls", calls.filter(|calls| calls.is_array()));
                         add("thinking", reasoning.filter(|_| self.thinking));
                         add("reasoning", reasoning);
@@ -231,44 +233,44 @@ impl Rules {
                     "tool" => add("tool_call_id", value_of(map, "tool_call_id")),
                     _ => {}
                 }
-                add("name", said.name.filter(|name| name.is_string()));
-                add("task", said.task.filter(|task| task.is_string()));
+                add("name", fields.name.filter(|name| name.is_string()));
+                add("task", fields.task.filter(|task| task.is_string()));
                 if role == "developer" && !self.developer_is_system {
-                    add("tools", Some(said.tools.unwrap_or(&Json::Null)));
+                    add("tools", Some(fields.tools.unwrap_or(&Json::Null)));
                 }
             }
             Server::Sglang if role == "user" => {}
             Server::Sglang => {
-                add("tool_call_id", said.tool_call_id);
-                add("name", said.name);
-                add("reasoning_content", said.reasoning_content);
-                add("tool_calls", said.tool_calls);
-                add("tools", said.tools);
+                add("tool_call_id", fields.tool_call_id);
+                add("name", fields.name);
+                add("reasoning_content", fields.reasoning_content);
+                add("tool_calls", fields.tool_calls);
+                add("tools", fields.tools);
             }
             Server::LlamaCpp => {
                 add("tool_calls", calls);
-                add("reasoning_content", said.reasoning_content);
-                add("name", said.name);
-                add("tool_call_id", said.tool_call_id);
+                add("reasoning_content", fields.reasoning_content);
+                add("name", fields.name);
+                add("tool_call_id", fields.tool_call_id);
             }
             Server::Tgi => {}
         }
         Some(keys)
     }
 
-    /// The keys of a tool call, or of its function, in the order in which the template gets them.
+    /// Returns the keys of a tool call, or of its function, in the order in which the template receives them.
     pub fn call_keys(self, map: &Map<String, Json>) -> Vec<(&str, &Json)> {
         let mut keys: Vec<(&str, &Json)> = map.iter().map(|(key, value)| (key.as_str(), value)).collect();
         let is_call = map.contains_key("function");
         let order: &[&str] = match (self.server, is_call) {
-            // Types of the openai package: known keys first.
+            // Types of the openai package: known keys come first.
             (Some(Server::Vllm), true) => &["id", "function", "type"],
             (Some(Server::Vllm), false) => &["arguments", "name"],
             (Some(Server::Sglang), true) => &["id", "index", "type", "function"],
             (Some(Server::Sglang), false) => &["name", "arguments"],
             _ => return keys,
         };
-        let place = |key: &str| order.iter().position(|known| *known == key).unwrap_or(order.len());
+        let place = |key: &str| order.iter().position(|name| *name == key).unwrap_or(order.len());
         keys.sort_by_key(|(key, _)| place(key));
         if self.server == Some(Server::Sglang) {
             keys.retain(|(key, _)| order.contains(key));
@@ -279,35 +281,35 @@ impl Rules {
         keys
     }
 
-    /// The arguments of a call as this server reads them; `None` where they stay as they are.
-    pub fn arguments(self, given: Option<&Json>) -> Option<Json> {
-        let parsed = match given {
+    /// Returns the arguments of a call as this server parses them, or `None` if they stay unchanged.
+    pub fn arguments(self, arguments: Option<&Json>) -> Option<Json> {
+        let parsed = match arguments {
             Some(Json::String(text)) => json_number::parse(text).ok().filter(Json::is_object),
             Some(Json::Object(_)) => return None,
             _ => None,
         };
-        // Templates go over the items of an object.
+        // Templates iterate over the items of an object.
         let empties = self.server.is_some_and(Server::empties_arguments);
         if empties { Some(parsed.unwrap_or_else(|| json!({}))) } else { parsed }
     }
 }
 
 fn without_billing(part: Part) -> Option<Part> {
-    let Part::Text(text, more) = part else { return Some(part) };
+    let Part::Text(text, extra) = part else { return Some(part) };
     if !text.starts_with(BILLING) {
-        return Some(Part::Text(text, more));
+        return Some(Part::Text(text, extra));
     }
-    let rest = text.split_once('\n').map_or("", |(_, rest)| rest);
-    (!rest.is_empty()).then(|| Part::Text(rest.to_owned(), more))
+    let remainder = text.split_once('\n').map_or("", |(_, remainder)| remainder);
+    (!remainder.is_empty()).then(|| Part::Text(remainder.to_owned(), extra))
 }
 
 impl Part {
     fn value(self) -> Json {
         match self {
-            Self::Text(text, more) => {
+            Self::Text(text, extra) => {
                 let mut part =
                     Map::from_iter([("type".to_owned(), Json::from("text")), ("text".to_owned(), text.into())]);
-                part.extend(more);
+                part.extend(extra);
                 Json::Object(part)
             }
             Self::Other(part) => part,

@@ -1,7 +1,8 @@
-//! Template values: JSON as it is or in containers that remember their JSON and carry marks, big integers, lazy iterables.
+//! Template values: plain JSON, containers that cache their JSON and carry marks, big integers, and lazy iterables.
 //!
-//! Integers that 128 bits do not hold are printed, compared and written as JSON, not calculated with. What Python's lazy
-//! filters give is iterated once, true, without length, and no JSON. What a message means is not known here.
+//! Integers beyond 128 bits can be printed, compared and written as JSON, but not used in arithmetic. The results of
+//! Python's lazy filters can be iterated once. They are true, have no length and no JSON form. This module does not
+//! interpret messages.
 
 use super::marks::{Marker, Used};
 use super::rendered::{Field, NO_MESSAGE};
@@ -14,7 +15,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering as AtomicOrdering};
 use std::sync::{Arc, OnceLock};
 
-/// JSON as it is.
+/// Converts JSON unchanged.
 pub(super) fn plain(json: &Json) -> Value {
     match json {
         Json::Null => Value::from(()),
@@ -36,21 +37,21 @@ pub(super) fn plain(json: &Json) -> Value {
     }
 }
 
-/// Tool schemas: containers remember their JSON; with a marker every string and container is enclosed.
+/// Converts tool schemas. Containers cache their JSON. With a marker, every string and container is enclosed in marks.
 ///
-/// Strings that templates compare with others stay as they are: types, names of required parameters, and `literals`.
+/// Strings that templates compare stay unmarked: types, names of required parameters, and `literals`.
 pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals: &[String]) -> Value {
     let inner = match json {
-        kept if json_number::text(kept).is_some() => return plain(kept),
+        number if json_number::text(number).is_some() => return plain(number),
         Json::Array(items) => Value::from(items.iter().map(|item| tools(item, marker, literals)).collect::<Vec<_>>()),
         Json::Object(map) => {
             let mut pairs = Vec::with_capacity(map.len());
             for (key, value) in map {
-                let compared = matches!(key.as_str(), "type" | "required");
+                let is_compared = matches!(key.as_str(), "type" | "required");
                 if let Some(marker) = marker {
-                    marker.noted.doubt |= !compared && UNMARKED.contains(&key.as_str()) && value.is_string();
+                    marker.noted.doubt |= !is_compared && UNMARKED.contains(&key.as_str()) && value.is_string();
                 }
-                pairs.push((key.as_str(), if compared { plain(value) } else { tools(value, marker, literals) }));
+                pairs.push((key.as_str(), if is_compared { plain(value) } else { tools(value, marker, literals) }));
             }
             record(pairs.into_iter())
         }
@@ -67,7 +68,7 @@ pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals:
     Tagged::value(inner, marker.as_mut().map(|marker| marker.container(NO_MESSAGE, Field::ToolSchema)))
 }
 
-/// A container of a message's tool calls, enclosed where there is a marker.
+/// Returns a container of a message's tool calls, enclosed in marks if there is a marker.
 pub(super) fn contained(inner: Value, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     match marker {
         Some(marker) => Tagged::value(inner, Some(marker.container(message, Field::ToolCall))),
@@ -75,7 +76,7 @@ pub(super) fn contained(inner: Value, message: u32, marker: &mut Option<&mut Mar
     }
 }
 
-/// Adds the noncharacters of all strings and keys below `json`.
+/// Adds the noncharacters of all strings and keys inside `json`.
 pub(super) fn note(used: &mut Used, json: &Json) {
     match json {
         Json::String(text) => used.note(text),
@@ -88,7 +89,7 @@ pub(super) fn note(used: &mut Used, json: &Json) {
     }
 }
 
-/// Bytes of the strings below `json`, about.
+/// Returns the approximate number of bytes of the strings inside `json`.
 pub(super) fn size(json: &Json) -> usize {
     match json {
         Json::String(text) => text.len(),
@@ -98,12 +99,12 @@ pub(super) fn size(json: &Json) -> usize {
     }
 }
 
-/// A container whose JSON is remembered, and enclosed by marks where it has some.
+/// A container that caches its JSON, optionally enclosed in marks.
 #[derive(Debug)]
 pub(super) struct Tagged {
     pub inner: Value,
     pub marks: Option<(String, String)>,
-    /// The default `tojson`, enclosed.
+    /// The default `tojson`, enclosed in marks.
     pub json: OnceLock<Value>,
 }
 
@@ -112,7 +113,7 @@ impl Tagged {
         Value::from_object(Self { inner, marks, json: OnceLock::new() })
     }
 
-    /// `text` between the marks of this container.
+    /// Returns `text` between the marks of this container.
     pub fn enclose(&self, text: &str) -> String {
         match &self.marks {
             Some((open, close)) => format!("{open}{text}{close}"),
@@ -139,16 +140,16 @@ impl Object for Tagged {
     }
 }
 
-/// Keys of a map that is searched one by one.
+/// Maximum number of keys of a map that is searched linearly.
 const FEW: usize = 16;
 
-/// A map of few keys: found faster by comparing than by hashing, and made without either.
+/// A map with few keys. Comparing keys is faster than hashing them, and building needs neither.
 #[derive(Debug)]
 struct Record {
     fields: Vec<(Value, Value)>,
 }
 
-/// A map of `pairs`, whose keys differ, in their order.
+/// Returns a map of `pairs` in their order. Their keys must differ.
 pub(super) fn record<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>) -> Value {
     if pairs.len() > FEW {
         return Value::from_pairs(pairs);
@@ -156,14 +157,14 @@ pub(super) fn record<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>)
     Value::from_object(Record { fields: pairs.map(|(key, value)| (Value::from(key), value)).collect() })
 }
 
-/// As [`record`]; of a key that is there twice the last value counts.
+/// Same as [`record`], but a repeated key keeps its last value.
 pub(super) fn merged<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>) -> Value {
     if pairs.len() > FEW {
         return Value::from_pairs(pairs);
     }
     let mut fields: Vec<(Value, Value)> = Vec::with_capacity(pairs.len());
     for (key, value) in pairs {
-        match fields.iter_mut().find(|(known, _)| known.as_str() == Some(key)) {
+        match fields.iter_mut().find(|(name, _)| name.as_str() == Some(key)) {
             Some(field) => field.1 = value,
             None => fields.push((Value::from(key), value)),
         }
@@ -171,7 +172,7 @@ pub(super) fn merged<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>)
     Value::from_object(Record { fields })
 }
 
-/// The fields of a map that was made by [`record`], with marks or without.
+/// Returns the fields of a map created by [`record`], with or without marks.
 pub(super) fn fields(map: &Value) -> Option<&[(Value, Value)]> {
     let inner = map.downcast_object_ref::<Tagged>().map_or(map, |tagged| &tagged.inner);
     inner.downcast_object_ref::<Record>().map(|record| record.fields.as_slice())
@@ -183,7 +184,7 @@ impl Object for Record {
     }
 
     fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
-        self.fields.iter().find(|(known, _)| known.as_str() == Some(key)).map(|(_, value)| value.clone())
+        self.fields.iter().find(|(name, _)| name.as_str() == Some(key)).map(|(_, value)| value.clone())
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
@@ -195,17 +196,17 @@ impl Object for Record {
     }
 }
 
-/// An integer as it is written.
+/// An integer in its decimal notation.
 #[derive(Debug)]
 pub(super) struct Big(String);
 
 impl Big {
-    /// The integer nearest to it that a float is.
+    /// Returns the nearest float.
     pub fn float(&self) -> f64 {
         self.0.parse().unwrap_or(f64::NAN)
     }
 
-    /// How many bytes its text has.
+    /// Returns the number of bytes of its text.
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -244,7 +245,7 @@ impl Object for Big {
     }
 }
 
-/// The template's value of a number that JSON's own type does not hold, by `json_number::text`.
+/// Returns the template value of a number that JSON's own type cannot represent (see `json_number::text`).
 pub(super) fn value(text: &str) -> Value {
     if let Ok(integer) = text.parse::<i128>() {
         return Value::from(integer);
@@ -255,12 +256,12 @@ pub(super) fn value(text: &str) -> Value {
     Value::from(text.parse::<f64>().unwrap_or(f64::NAN))
 }
 
-/// The integer, if it is one that 128 bits do not hold.
+/// Returns the integer if it is one beyond 128 bits.
 pub(super) fn big(value: &Value) -> Option<&Big> {
     value.downcast_object_ref()
 }
 
-/// Items that are handed out once.
+/// Items that can be consumed once.
 #[derive(Debug)]
 pub(super) struct Generator {
     items: Vec<Value>,
@@ -272,7 +273,7 @@ impl Generator {
         Value::from_object(Self { items, taken: AtomicUsize::new(0) })
     }
 
-    /// All of them, taken or not.
+    /// Returns all items, consumed or not.
     pub fn items(&self) -> &[Value] {
         &self.items
     }

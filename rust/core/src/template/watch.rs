@@ -1,9 +1,9 @@
-//! Whether a run could tell marked strings from plain ones.
+//! Detects whether a run could distinguish marked strings from plain ones.
 //!
-//! A run with marks does all that the run without them does, and its text without marks is that run's, as long as each
-//! operation gives the same for its arguments without marks: then no other run is needed. Operations that print, join
-//! or keep strings always do. Those that look into strings are asked here, do what they do a second time without marks,
-//! or are noticed.
+//! A run with marks behaves like the run without them if each operation gives the same result for its arguments
+//! without marks. Both runs then have the same text except for the marks, and no other run is needed. Operations that
+//! print, join or store strings always satisfy this. Operations that look into strings report here, repeat their work
+//! without marks, or set the notice.
 
 use memchr::memmem::Finder;
 use minijinja::Error;
@@ -12,72 +12,73 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::sync::LazyLock;
 
-/// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters marks are made of; the third begins at [`THIRD`].
+/// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters that marks consist of. The third byte begins at
+/// [`THIRD`].
 pub(super) const LEAD: [u8; 2] = [0xEF, 0xB7];
 pub(super) const THIRD: u8 = 0x90;
 pub(super) static FINDER: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(&LEAD));
-/// Values inside of an argument that are looked at; one that holds more is noticed.
+/// Maximum number of values inside an argument that are checked. An argument with more sets the notice.
 const NODES: usize = 4096;
 
 thread_local! {
-    /// A bit for each noncharacter that marks are made of; 0 while no run is watched.
+    /// One bit for each noncharacter of the marks; 0 while no run is watched.
     static MARKS: Cell<u32> = const { Cell::new(0) };
     static NOTICED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What an operation can tell of the marks in its arguments.
+/// The marks in its arguments that an operation can detect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tells {
-    /// None: it keeps strings or puts them together, or asks here itself.
+    /// None: the operation stores or joins strings, or reports here itself.
     Nothing,
-    /// Those of strings among its arguments, and not of strings inside of these.
+    /// Those of strings among its arguments, but not of strings inside these.
     Strings,
     /// All.
     All,
 }
 
-/// Operations that tell nothing; among them tests that compare.
+/// Operations that detect no marks, including tests that compare.
 const NOTHING: &str = "__add __compare __concat __generation __held __in __loop __mapping __multiply __sized d default dict \
     namespace replace safe string tojson trim in == eq equalto != ne < lt lessthan > gt greaterthan <= le >= ge";
-/// Those that tell only of strings which they are given themselves.
+/// Operations that detect marks only in strings that are arguments themselves.
 const STRINGS: &str = "__each __item __slice __splat __turns attr batch count filter first items iterable join last length \
     list map reject rejectattr reverse select selectattr slice test";
 
-/// What the operation of that name can tell.
+/// Returns the marks that the operation of that name can detect.
 pub(super) fn tells(name: &str) -> Tells {
-    let among = |names: &str| names.split_whitespace().any(|each| each == name);
-    match (among(NOTHING), among(STRINGS)) {
+    let is_in = |names: &str| names.split_whitespace().any(|word| word == name);
+    match (is_in(NOTHING), is_in(STRINGS)) {
         (true, _) => Tells::Nothing,
         (_, true) => Tells::Strings,
         _ => Tells::All,
     }
 }
 
-/// Watches a run whose marks are made of these noncharacters.
+/// Starts to watch a run whose marks consist of these noncharacters.
 pub(super) fn begin(marks: u32) {
     MARKS.set(marks);
     NOTICED.set(false);
 }
 
-/// Ends it, and says whether the run could tell that there are marks.
+/// Stops watching, and returns true if the run could detect marks.
 pub(super) fn end() -> bool {
     MARKS.set(0);
     NOTICED.take()
 }
 
-/// Whether a run is watched.
+/// Returns true if a run is watched.
 #[inline]
 pub(super) fn is_on() -> bool {
     MARKS.get() != 0
 }
 
-/// Notes that the run may have told a marked string from a plain one.
+/// Records that the run may have distinguished a marked string from a plain one.
 #[cold]
 pub(super) fn notice() {
     NOTICED.set(true);
 }
 
-/// Looks at the arguments of an operation.
+/// Checks the arguments of an operation.
 #[inline]
 pub(super) fn look(arguments: &[Value], tells: Tells) {
     if tells != Tells::Nothing && is_on() && !NOTICED.get() {
@@ -86,9 +87,10 @@ pub(super) fn look(arguments: &[Value], tells: Tells) {
 }
 
 fn look_at(arguments: &[Value], tells: Tells) {
-    let mut left = NODES;
-    let deep = |value: &Value| tells == Tells::All || value.is_kwargs();
-    if arguments.iter().any(|value| if deep(value) { holds(value, &mut left) } else { is_marked(value) }) {
+    let mut budget = NODES;
+    let check_inside = |value: &Value| tells == Tells::All || value.is_kwargs();
+    if arguments.iter().any(|value| if check_inside(value) { has_marks(value, &mut budget) } else { is_marked(value) })
+    {
         notice();
     }
 }
@@ -97,10 +99,10 @@ fn is_marked(value: &Value) -> bool {
     value.as_str().is_some_and(|text| without(text).is_some())
 }
 
-/// Whether a marked string lies in a value, or more than are looked at.
-fn holds(value: &Value, left: &mut usize) -> bool {
-    let Some(less) = left.checked_sub(1) else { return true };
-    *left = less;
+/// Returns true if a value contains a marked string, or more values than are checked.
+fn has_marks(value: &Value, budget: &mut usize) -> bool {
+    let Some(remaining) = budget.checked_sub(1) else { return true };
+    *budget = remaining;
     if value.as_str().is_some() {
         return is_marked(value);
     }
@@ -108,15 +110,15 @@ fn holds(value: &Value, left: &mut usize) -> bool {
     match value.kind() {
         ValueKind::Seq | ValueKind::Map => {
             let pairs = object.try_iter_pairs();
-            pairs.into_iter().flatten().any(|(key, item)| is_marked(&key) || holds(&item, left))
+            pairs.into_iter().flatten().any(|(key, item)| is_marked(&key) || has_marks(&item, budget))
         }
-        // Its items may be handed out once.
+        // Its items may be consumable only once.
         ValueKind::Iterable => true,
         _ => false,
     }
 }
 
-/// The text without its marks, where it has some.
+/// Returns the text without its marks, or `None` if it has none.
 pub(super) fn without(text: &str) -> Option<String> {
     let bytes = text.as_bytes();
     let marks = MARKS.get();
@@ -125,12 +127,12 @@ pub(super) fn without(text: &str) -> Option<String> {
             .get(at + 2)
             .is_some_and(|&third| (THIRD..THIRD + 32).contains(&third) && marks & (1 << (third - THIRD)) != 0)
     };
-    let mut found = FINDER.find_iter(bytes).filter(|&at| is_mark(at));
-    let first = found.next()?;
+    let mut marks_at = FINDER.find_iter(bytes).filter(|&at| is_mark(at));
+    let first = marks_at.next()?;
     let mut out = String::with_capacity(text.len());
     out.push_str(&text[..first]);
     let mut from = first + 3;
-    for at in found {
+    for at in marks_at {
         out.push_str(&text[from..at]);
         from = at + 3;
     }
@@ -142,18 +144,18 @@ fn plain(text: &str) -> Cow<'_, str> {
     without(text).map_or(Cow::Borrowed(text), Cow::Owned)
 }
 
-/// Notices where `holds` is not what it is for the texts without marks; it is false for these.
+/// Sets the notice if `holds` differs from the result for the texts without marks.
 pub(super) fn pair(left: &str, right: &str, holds: bool, without_marks: impl FnOnce(&str, &str) -> bool) {
     if is_on() && !NOTICED.get() {
         let (left, right) = (plain(left), plain(right));
-        let some = matches!(left, Cow::Owned(_)) || matches!(right, Cow::Owned(_));
-        if some && without_marks(&left, &right) != holds {
+        let any_marked = matches!(left, Cow::Owned(_)) || matches!(right, Cow::Owned(_));
+        if any_marked && without_marks(&left, &right) != holds {
             notice();
         }
     }
 }
 
-/// Notices where `result` is not what `operation` makes of the arguments without marks.
+/// Sets the notice if `result` differs from the result of `operation` for the arguments without marks.
 pub(super) fn repeat(
     arguments: &[&Value],
     result: &Value,
@@ -163,8 +165,8 @@ pub(super) fn repeat(
         return Ok(());
     }
     let texts: Vec<Option<String>> = arguments.iter().map(|value| value.as_str().and_then(without)).collect();
-    let mut left = NODES;
-    if arguments.iter().any(|value| value.as_str().is_none() && holds(value, &mut left)) {
+    let mut budget = NODES;
+    if arguments.iter().any(|value| value.as_str().is_none() && has_marks(value, &mut budget)) {
         notice();
     } else if texts.iter().any(Option::is_some) {
         let plain = |(value, text): (&&Value, Option<String>)| text.map_or_else(|| (*value).clone(), Value::from);
@@ -176,14 +178,14 @@ pub(super) fn repeat(
     Ok(())
 }
 
-/// Whether `other` is `value` without marks.
+/// Returns true if `other` is `value` without marks.
 fn same(value: &Value, other: &Value) -> bool {
     match (value.as_str(), other.as_str()) {
         (Some(text), Some(other)) => plain(text) == other,
         (None, None) if value.kind() == ValueKind::Seq && other.kind() == ValueKind::Seq => {
             let items = |value: &Value| value.try_iter().map(Iterator::collect::<Vec<Value>>).unwrap_or_default();
             let (items, others) = (items(value), items(other));
-            items.len() == others.len() && items.iter().zip(&others).all(|(one, other)| same(one, other))
+            items.len() == others.len() && items.iter().zip(&others).all(|(item, other)| same(item, other))
         }
         (None, None) => value.as_object().is_none() && value == other,
         _ => false,
@@ -195,7 +197,7 @@ mod tests {
     use crate::template::Template;
     use serde_json::{Map, json};
 
-    /// What a template can do with `c`, a string of the conversation.
+    /// Expressions that a template can apply to `c`, a string of the conversation.
     const LOOKS: [&str; 69] = [
         "{{ c[0] }}",
         "{{ c.0 }}",

@@ -1,16 +1,16 @@
-//! The budget of one call into a tokenizer's normalisers and patterns: time and bytes, in proportion to the text.
+//! The budget of one call into a tokenizer's normalizers and patterns: time and bytes, in proportion to the text.
 //!
-//! `hf_backend` and `pattern` look at it.
+//! `hf_backend` and `pattern` check it.
 
 use crate::error::{Error, Kind, Result};
 use crate::{cancel, caught};
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-/// What a call may take: so long, and so much more for each byte of text. Patterns as published take a hundredth.
+/// Time limit of a call: a fixed part, and a part per byte of text. Published patterns need a hundredth of it.
 const TIME: (Duration, Duration) = (Duration::from_secs(2), Duration::from_micros(5));
-/// The bytes that normalisation may make of a text, and how many more for each byte of it. The longest that Unicode's own
-/// forms make of a character are eleven times its bytes.
+/// Limit of the bytes that normalization may produce: a fixed part, and a part per byte of text. Unicode's
+/// normalization forms produce at most eleven times the bytes of a character.
 const BYTES: (usize, usize) = (1 << 16, 32);
 
 struct Allowance {
@@ -23,7 +23,7 @@ thread_local! {
     static ALLOWANCE: RefCell<Option<Allowance>> = const { RefCell::new(None) };
 }
 
-/// What `work` gives within the allowance of `length` bytes; `what` was done, for the error.
+/// Returns the result of `work` within the allowance for `length` bytes. `what` describes the work in errors.
 pub(super) fn bounded<T>(length: usize, what: &str, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let until = Instant::now() + TIME.0 + TIME.1.saturating_mul(u32::try_from(length).unwrap_or(u32::MAX));
     let allowance = Allowance { until, bytes: BYTES.0 + BYTES.1.saturating_mul(length), refused: None };
@@ -31,9 +31,9 @@ pub(super) fn bounded<T>(length: usize, what: &str, work: impl FnOnce() -> token
     let result = caught(Kind::Tokenizer, what, || {
         work().map_err(|error| Error::new(Kind::Tokenizer, format!("{what} failed: {error}")))
     });
-    let refused = ALLOWANCE.replace(outer).and_then(|allowance| allowance.refused);
-    // The crate goes on where a normaliser fails, so what it gives then is not looked at.
-    match refused {
+    let stop_reason = ALLOWANCE.replace(outer).and_then(|allowance| allowance.refused);
+    // The `tokenizers` crate continues after a normalizer fails, so its result is ignored then.
+    match stop_reason {
         None => result,
         Some(reason) => Err(Error::new(Kind::Tokenizer, format!("{what} was stopped: {reason}"))
             .why("tokenizer.json is a stranger's program, and what it may take is bounded by the text")
@@ -41,7 +41,7 @@ pub(super) fn bounded<T>(length: usize, what: &str, work: impl FnOnce() -> token
     }
 }
 
-/// Stops the call that [`bounded`] is around.
+/// Stops the enclosing call of [`bounded`].
 pub(super) fn refuse(reason: &str) -> Box<dyn std::error::Error + Send + Sync> {
     ALLOWANCE.with_borrow_mut(|allowance| {
         if let Some(allowance) = allowance {
@@ -51,20 +51,22 @@ pub(super) fn refuse(reason: &str) -> Box<dyn std::error::Error + Send + Sync> {
     reason.into()
 }
 
-/// Whether the call has time left, and its caller still waits for it; `what` is run, for the error.
+/// Returns an error if the call has no time left. Also checks whether the caller canceled. `what` names the running
+/// part in the error.
 pub(super) fn in_time(what: &str) -> tokenizers::Result<()> {
     cancel::check();
-    let over = ALLOWANCE.with_borrow(|allowance| allowance.as_ref().is_some_and(|it| Instant::now() > it.until));
+    let over =
+        ALLOWANCE.with_borrow(|allowance| allowance.as_ref().is_some_and(|limits| Instant::now() > limits.until));
     if over { Err(refuse(&format!("the {what} takes too long"))) } else { Ok(()) }
 }
 
-/// Whether the call may make a text of this many bytes by a part of the tokenizer.
+/// Returns an error if the call may not produce a text of this many bytes in a part of the tokenizer.
 pub(super) fn in_bytes(bytes: usize, part: &str) -> tokenizers::Result<()> {
-    let over = ALLOWANCE.with_borrow(|allowance| allowance.as_ref().is_some_and(|it| bytes > it.bytes));
+    let over = ALLOWANCE.with_borrow(|allowance| allowance.as_ref().is_some_and(|limits| bytes > limits.bytes));
     if over { Err(refuse(&format!("its {part} makes the text far longer than it is"))) } else { Ok(()) }
 }
 
-/// Takes the bytes that a part of the text has become: the parts share the allowance.
+/// Charges the output bytes of a part of the text. All parts share the allowance.
 pub(super) fn spend(bytes: usize) {
     ALLOWANCE.with_borrow_mut(|allowance| {
         if let Some(allowance) = allowance {

@@ -1,12 +1,12 @@
-//! Caches of a tokenizer: encoded texts in memory, and on disk what was found out about it.
+//! Caches of a tokenizer: encoded texts in memory, and facts about the tokenizer on disk.
 //!
-//! Prompts of a group and the turns of a trace repeat one another. The key of an encoded text is the whole text; the size is
-//! bounded in bytes, and shards keep threads from waiting for one another.
+//! Prompts of a group and the turns of a trace share text. The key of an encoded text is the complete text. The cache
+//! size is bounded in bytes. Shards reduce lock contention between threads.
 //!
-//! What is kept on disk is read by the next load of the same files, which then builds nothing. A file is named by the hash
-//! of all that decides what stands in it: tokenizer.json, what stood beside it, and the code that read them. It begins
-//! with a hash of that name and of the rest; one that is missing, cut, changed or another's is made anew, and one that
-//! cannot be written is left out.
+//! The next load of the same files reads the facts from disk and builds nothing. The name of a cache file is the hash
+//! of everything that determines its content: tokenizer.json, the files next to it, and the code that read them. The
+//! file begins with a hash of that name and of its content. A file that is missing, truncated, changed or made for
+//! other input is created again. A file that cannot be written is skipped.
 
 use super::config::TokenizerConfig;
 use super::transformers::Rebuilt;
@@ -25,13 +25,13 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 use tokenizers::AddedToken;
 
-/// Parts with a lock each.
+/// Number of shards, each with its own lock.
 const SHARDS: usize = 64;
-/// Bytes of one generation of one part; two generations are kept.
+/// Bytes of one generation of one shard. Each shard has two generations.
 const GENERATION_BYTES: usize = 1 << 19;
-/// Longest text that is remembered.
+/// Length in bytes of the longest text that is cached.
 const LONGEST: usize = 64 << 10;
-/// What an entry takes beside its text and ids.
+/// Bytes of an entry in addition to its text and ids.
 const ENTRY_BYTES: usize = 64;
 
 /// Texts with their ids; 64 MiB at most.
@@ -53,7 +53,7 @@ impl<S: BuildHasher + Default> Memo<S> {
         Self { state: S::default(), shards: (0..SHARDS).map(shard).collect() }
     }
 
-    /// Appends the ids of `text` to `ids`; those that are not known are made by `encode`, which appends them too.
+    /// Appends the ids of `text` to `ids`. If they are not cached, `encode` appends them.
     pub fn encode<E>(
         &self,
         text: &str,
@@ -65,9 +65,9 @@ impl<S: BuildHasher + Default> Memo<S> {
         }
         let hash = self.state.hash_one(text.as_bytes());
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
-        let fits = |entry: &Entry| *entry.text == *text.as_bytes();
-        let known = soon(shard).and_then(|mut shard| shard.read(hash, fits, |e| ids.extend_from_slice(&e.ids)));
-        if known.is_some() {
+        let has_text = |entry: &Entry| *entry.text == *text.as_bytes();
+        let cached = soon(shard).and_then(|mut shard| shard.read(hash, has_text, |e| ids.extend_from_slice(&e.ids)));
+        if cached.is_some() {
             return Ok(());
         }
         let from = ids.len();
@@ -81,14 +81,14 @@ impl<S: BuildHasher + Default> Memo<S> {
     }
 }
 
-/// The sources of this folder and the versions of its libraries; `build.rs` makes it.
+/// Hash of the sources of this folder and the versions of its libraries; `build.rs` computes it.
 const CODE: &str = env!("TOKENIZER_CODE");
-/// Files in the folder: the ones that were written last.
+/// Number of files that stay in the folder: the most recently written ones.
 const FILES: usize = 32;
 /// Bytes of a hash.
 const HASH: usize = blake3::OUT_LEN;
 
-/// What only the encoders know of a tokenizer, and which of them is to be used.
+/// Facts about a tokenizer that only the encoders can determine, and the choice of the encoder.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Facts {
     /// The document without its entries and merges.
@@ -98,19 +98,19 @@ pub(super) struct Facts {
     pub prefix: Vec<u32>,
     pub eos_ids: Vec<u32>,
     pub stop_id: Option<u32>,
-    /// Whether the fast encoder agreed with the reference.
+    /// True if the fast encoder agreed with the reference.
     pub fast: bool,
     pub reason: String,
     pub probes: usize,
-    /// Of what text transformers 5 would make other ids.
+    /// The text for which transformers 5 would produce other ids.
     pub rebuilt: Option<Rebuilt>,
-    /// Whether texts may be cut at added tokens.
+    /// True if texts may be split at added tokens.
     pub cuts: bool,
-    /// Whether pieces of a text have the ids alone that they have in their place.
+    /// True if pieces of a text have the same ids separately as in their context.
     pub apart: bool,
 }
 
-/// Where the facts about one tokenizer are kept.
+/// The location of the facts about one tokenizer.
 #[derive(Debug)]
 pub(super) struct Place {
     path: PathBuf,
@@ -118,89 +118,89 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The place for these bytes, `None` where the configuration cannot be written down.
+    /// Returns the location for these bytes, or `None` if the configuration cannot be serialized.
     pub fn of(folder: &Path, json: &[u8], config: &TokenizerConfig) -> Option<Self> {
-        let beside =
+        let settings =
             TokenizerConfig { name: String::new(), chat_template: None, tool_template: None, ..config.clone() };
-        let beside = serde_json::to_vec(&beside).ok()?;
+        let settings = serde_json::to_vec(&settings).ok()?;
         let mut hasher = blake3::Hasher::new();
-        for part in [CODE.as_bytes(), json, &beside] {
+        for part in [CODE.as_bytes(), json, &settings] {
             hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
         }
         let key = hasher.finalize();
         Some(Self { path: folder.join(format!("{}.tokenizer", key.to_hex())), key })
     }
 
-    /// The hash at the head of the file.
+    /// Computes the hash at the head of the file.
     fn hash(&self, rest: &[u8]) -> blake3::Hash {
         blake3::keyed_hash(self.key.as_bytes(), rest)
     }
 
-    /// What is kept here.
+    /// Reads the facts stored here.
     pub fn read(&self) -> Option<(Facts, Pieces)> {
-        let kept = fs::read(&self.path).ok()?;
-        let (hash, rest) = kept.split_first_chunk::<HASH>()?;
-        if self.hash(rest) != *hash {
+        let file = fs::read(&self.path).ok()?;
+        let (hash, content) = file.split_first_chunk::<HASH>()?;
+        if self.hash(content) != *hash {
             return None;
         }
-        let mut rest = Parts(rest);
-        let mut facts: Facts = serde_json::from_slice(rest.next()?).ok()?;
+        let mut content = Parts(content);
+        let mut facts: Facts = serde_json::from_slice(content.next()?).ok()?;
         facts.reason.push_str(", as an earlier load found");
-        let bytes = rest.next()?.to_vec();
-        let pieces = Pieces::from_parts(bytes, &[rest.numbers()?, rest.numbers()?, rest.numbers()?])?;
+        let bytes = content.next()?.to_vec();
+        let pieces = Pieces::from_parts(bytes, &[content.numbers()?, content.numbers()?, content.numbers()?])?;
         Some((facts, pieces))
     }
 
-    /// Keeps this here, if that can be done.
+    /// Stores the facts here, if possible.
     pub fn write(&self, facts: &Facts, pieces: &Pieces) {
         let Ok(facts) = serde_json::to_vec(facts) else { return };
         let (bytes, numbers) = pieces.parts();
         let [ranges, ids, shared] = numbers.map(|part| part.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>());
-        let mut kept = vec![0; HASH];
+        let mut file = vec![0; HASH];
         for part in [&facts, bytes, &ranges, &ids, &shared] {
-            kept.extend_from_slice(&(part.len() as u64).to_le_bytes());
-            kept.extend_from_slice(part);
+            file.extend_from_slice(&(part.len() as u64).to_le_bytes());
+            file.extend_from_slice(part);
         }
-        let hash = self.hash(&kept[HASH..]);
-        kept[..HASH].copy_from_slice(hash.as_bytes());
+        let hash = self.hash(&file[HASH..]);
+        file[..HASH].copy_from_slice(hash.as_bytes());
         let Some(folder) = self.path.parent() else { return };
-        // Another process may write the same: each has a name of its own until the file is whole.
+        // Another process may write the same file. Each uses its own name until the file is complete.
         let unfinished = self.path.with_extension(format!("{}.tmp", std::process::id()));
-        let written = fs::create_dir_all(folder).and_then(|()| files::create(&unfinished)?.write_all(&kept));
-        if written.and_then(|()| fs::rename(&unfinished, &self.path)).is_err() {
+        let result = fs::create_dir_all(folder).and_then(|()| files::create(&unfinished)?.write_all(&file));
+        if result.and_then(|()| fs::rename(&unfinished, &self.path)).is_err() {
             let _ = fs::remove_file(&unfinished);
         }
         forget_oldest(folder);
     }
 }
 
-/// Removes all files of the folder but those that were written last.
+/// Removes all files of the folder except the most recently written ones.
 fn forget_oldest(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     let is_ours = |path: &PathBuf| path.extension().is_some_and(|end| end == "tokenizer" || end == "tmp");
-    let written =
+    let modified_at =
         |path: &PathBuf| fs::metadata(path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
     let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_ours).collect();
-    files.sort_by_cached_key(written);
+    files.sort_by_cached_key(modified_at);
     for path in files.iter().rev().skip(FILES) {
         let _ = fs::remove_file(path);
     }
 }
 
-/// Parts of a file, each with its length in bytes before it.
+/// Parts of a file, each preceded by its length in bytes.
 struct Parts<'a>(&'a [u8]);
 
 impl<'a> Parts<'a> {
     fn next(&mut self) -> Option<&'a [u8]> {
-        let (length, rest) = self.0.split_first_chunk()?;
-        let (part, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
-        self.0 = rest;
+        let (length, remaining) = self.0.split_first_chunk()?;
+        let (part, remaining) = remaining.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        self.0 = remaining;
         Some(part)
     }
 
     fn numbers(&mut self) -> Option<Vec<u32>> {
-        let (numbers, rest) = self.next()?.as_chunks::<4>();
-        rest.is_empty().then(|| numbers.iter().map(|number| u32::from_le_bytes(*number)).collect())
+        let (numbers, remainder) = self.next()?.as_chunks::<4>();
+        remainder.is_empty().then(|| numbers.iter().map(|number| u32::from_le_bytes(*number)).collect())
     }
 }
 
@@ -251,7 +251,7 @@ mod tests {
                 assert_eq!(lengths(&memo, text, &mut made), [9, text.len() as u32]);
             }
         }
-        // Equal lengths, and one the beginning of the other.
+        // Texts of equal length, and texts that begin with each other.
         let mut ids = Vec::new();
         let other: Result<(), Infallible> = memo.encode("xyz", &mut ids, |ids| {
             ids.push(77);
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_or_panics_is_not_remembered_and_holds_no_lock() {
+    fn failures_and_panics_are_not_cached_and_leave_no_lock() {
         let memo = Memo::<BuildHasherDefault<Same>>::new();
         let failed = memo.encode("a", &mut Vec::new(), |ids| {
             ids.push(1);
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_too_long_is_not_held() {
+    fn a_text_that_is_too_long_is_not_cached() {
         let (memo, mut made) = (Memo::<RandomState>::new(), 0);
         for (bytes, times) in [(LONGEST, 1), (LONGEST + 1, 3)] {
             (0..2).for_each(|_| drop(lengths(&memo, &"x".repeat(bytes), &mut made)));
@@ -285,17 +285,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_has_bounds_and_what_is_used_stays() {
+    fn the_cache_is_bounded_and_keeps_used_texts() {
         let (memo, mut made) = (Memo::<RandomState>::new(), 0);
-        let kept = "kept".repeat(10);
+        let used_text = "kept".repeat(10);
         let text = |n: usize| format!("{n:020000}");
         for n in 0..6000 {
             lengths(&memo, &text(n), &mut made);
-            lengths(&memo, &kept, &mut made);
+            lengths(&memo, &used_text, &mut made);
         }
         assert_eq!(made, 6001);
-        let held: usize = memo.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
-        assert!(held * 20_000 <= 2 * SHARDS * GENERATION_BYTES);
-        assert!(held > 1500);
+        let entries: usize = memo.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
+        assert!(entries * 20_000 <= 2 * SHARDS * GENERATION_BYTES);
+        assert!(entries > 1500);
     }
 }

@@ -1,9 +1,10 @@
-//! Checks what a tokenizer.json asks for before anything is built from it, in one pass that keeps no entries and merges.
+//! Checks the demands of a tokenizer.json before anything is built from it, in one pass that stores no entries and
+//! merges.
 //!
-//! Tables are as long as the largest id, automata as large as all added tokens together, and engines recurse as deep as
-//! parts are nested: each has a bound here, most in proportion to the file. What depends on the text is bounded in
-//! `hf_backend`. A name that stands twice in the document or in its model is refused: readers of JSON differ in which one
-//! counts.
+//! Tables are as long as the largest id, automata as large as all added tokens together, and engines recurse as deeply
+//! as parts are nested. Each of these has a bound, in most cases in proportion to the file. `hf_backend` bounds costs
+//! that depend on the text. A name that occurs twice in the document or in its model is rejected, because JSON readers
+//! differ in which one they use.
 
 use super::config::ExtraToken;
 use crate::error::{Error, Kind, Result};
@@ -13,30 +14,32 @@ use serde::de::{self, Deserialize, DeserializeSeed, Deserializer, IgnoredAny, Ma
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Ids may leave gaps: below this, or this many times the number of entries, whichever is more.
+/// Ids may have gaps: the largest id is below this, or below this many times the number of entries, whichever is more.
 const IDS: (u64, u64) = (1 << 18, 16);
-/// Bytes of one added token: a text is searched for all of them at once, as far ahead as the longest goes.
+/// Bytes of one added token. A text is searched for all added tokens at once, with a lookahead as long as the longest.
 const ADDED_BYTES: usize = 1024;
-/// Bytes of all added tokens that no other one begins with: at least this, or the file's bytes divided by the second.
+/// Bytes of all added tokens without shared prefixes: at most the first number, or the file's bytes divided by the
+/// second.
 const ADDED_NODES: (usize, usize) = (1 << 16, 16);
 /// Bytes of one entry of the vocabulary.
 const ENTRY_BYTES: usize = 4096;
-/// How deep lists and objects of a part are nested; a sequence in a sequence takes two.
+/// Nesting depth of lists and objects of a part. A sequence in a sequence uses two levels.
 const DEPTH: usize = 16;
-/// Normalisers and pre-tokenizers together.
+/// Number of normalizers and pre-tokenizers in total.
 const STEPS: usize = 256;
-/// Bytes of a regular expression, and its opening brackets.
+/// Bytes of a regular expression, and number of its opening brackets.
 const PATTERN: (usize, usize) = (1 << 14, 512);
-/// Bytes of what a model puts around a word or a part of one.
+/// Bytes of the text that a model adds around a word or a part of one.
 const AFFIX_BYTES: usize = 256;
-/// Characters of the longest word that WordPiece takes apart, which it does in cubic time.
+/// Characters of the longest word that WordPiece splits. Splitting takes cubic time.
 const WORD_CHARS: u64 = 500;
-/// Pieces of a post-processor's template.
+/// Number of pieces of a post-processor's template.
 const TEMPLATE_PIECES: usize = 64;
-/// Bytes that a compiled table of characters writes for one of them; SentencePiece's own write up to 33.
+/// Output bytes per character of a compiled character table. SentencePiece's own table writes up to 33.
 const CHARACTER_BYTES: usize = 64;
 
-/// The document but for its entries and merges, checked together with the tokens that tokenizer_config.json adds.
+/// Returns the document without its entries and merges, after checking it together with the tokens that
+/// tokenizer_config.json adds.
 pub(super) fn checked(json: &[u8], extra: &[ExtraToken]) -> Result<Value> {
     let (document, entries) = outline(json)?;
     let mut added: Vec<(&str, u64)> = extra.iter().map(|token| (token.content.as_str(), u64::from(token.id))).collect();
@@ -57,7 +60,7 @@ pub(super) fn checked(json: &[u8], extra: &[ExtraToken]) -> Result<Value> {
     Ok(Value::Object(document))
 }
 
-/// A file that asks for more than tokenizers do.
+/// Returns the error for a file whose demands exceed those of real tokenizers.
 fn beyond(what: String) -> Error {
     Error::new(Kind::Tokenizer, what)
         .why("No tokenizer of a language model is like that, and loading it could take all memory or never end")
@@ -79,9 +82,9 @@ fn check_added(added: &mut [(&str, u64)], file: usize) -> Result<()> {
         return Err(beyond(format!("an added token has {longest} bytes, more than {ADDED_BYTES}")));
     }
     added.sort_unstable();
-    let shared = |a: &str, b: &str| a.bytes().zip(b.bytes()).take_while(|(a, b)| a == b).count();
-    let own = |pair: &[(&str, u64)]| pair[1].0.len() - shared(pair[0].0, pair[1].0);
-    let nodes = added.first().map_or(0, |(content, _)| content.len()) + added.windows(2).map(own).sum::<usize>();
+    let shared_prefix = |a: &str, b: &str| a.bytes().zip(b.bytes()).take_while(|(a, b)| a == b).count();
+    let new_bytes = |pair: &[(&str, u64)]| pair[1].0.len() - shared_prefix(pair[0].0, pair[1].0);
+    let nodes = added.first().map_or(0, |(content, _)| content.len()) + added.windows(2).map(new_bytes).sum::<usize>();
     if nodes > ADDED_NODES.0.max(file / ADDED_NODES.1) {
         return Err(beyond(format!("{} added tokens have {nodes} bytes that no other begins with", added.len())));
     }
@@ -104,7 +107,7 @@ fn check_model(model: &Map<String, Value>, entries: &Entries) -> Result<()> {
     Ok(())
 }
 
-/// Checks one of a tokenizer's parts and all below it; `steps` counts those that have a type.
+/// Checks one part of a tokenizer and everything inside it. `steps` counts the parts that have a type.
 fn check_part(part: &Value, depth: usize, steps: &mut usize) -> Result<(), String> {
     let Some(depth) = depth.checked_sub(1) else { return Err(format!("its parts are nested more than {DEPTH} deep")) };
     match part {
@@ -144,7 +147,7 @@ fn check_pattern(pattern: Option<&Value>) -> Result<(), String> {
     Ok(())
 }
 
-/// SentencePiece's table: the bytes of a trie, the trie, and the texts that characters become.
+/// Checks SentencePiece's table: the length of a trie in bytes, the trie, and the texts that replace characters.
 fn check_charsmap(encoded: &str) -> Result<(), String> {
     let table = STANDARD.decode(encoded).map_err(|error| format!("precompiled_charsmap is no base64: {error}"))?;
     let size = table.first_chunk().map(|size| u32::from_le_bytes(*size) as usize);
@@ -157,16 +160,16 @@ fn check_charsmap(encoded: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// A post-processor's template may name only the tokens that it lists.
+/// Checks that a post-processor's template names only tokens that it lists.
 fn check_template(part: &Map<String, Value>) -> Result<(), String> {
-    let known = part.get("special_tokens").and_then(Value::as_object);
+    let listed = part.get("special_tokens").and_then(Value::as_object);
     for name in ["single", "pair"] {
         let pieces = part.get(name).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
         if pieces.len() > TEMPLATE_PIECES {
             return Err(format!("its template '{name}' has {} pieces, more than {TEMPLATE_PIECES}", pieces.len()));
         }
         let tokens = pieces.iter().filter_map(|piece| piece.get("SpecialToken")?.get("id")?.as_str());
-        let unknown = tokens.into_iter().find(|token| known.is_none_or(|known| !known.contains_key(*token)));
+        let unknown = tokens.into_iter().find(|token| listed.is_none_or(|listed| !listed.contains_key(*token)));
         if let Some(token) = unknown {
             return Err(format!("its template '{name}' names the token '{token}', which special_tokens does not list"));
         }
@@ -174,12 +177,12 @@ fn check_template(part: &Map<String, Value>) -> Result<(), String> {
     Ok(())
 }
 
-/// What a vocabulary holds.
+/// Statistics of a vocabulary.
 #[derive(Debug, Default)]
 pub(super) struct Entries {
     pub count: u64,
     pub largest: u64,
-    /// Bytes of the longest.
+    /// Bytes of the longest entry.
     pub longest: usize,
 }
 
@@ -191,26 +194,26 @@ impl Entries {
     }
 }
 
-/// The document's parts, and its entries counted.
+/// Returns the document's parts and the statistics of its entries.
 pub(super) fn outline(json: &[u8]) -> Result<(Map<String, Value>, Entries)> {
     let mut entries = Entries::default();
     let mut reader = serde_json::Deserializer::from_slice(json);
-    let read = Parts { entries: &mut entries, model: false }.deserialize(&mut reader);
-    let document = read.and_then(|document| reader.end().map(|()| document)).map_err(|error| {
+    let outcome = Parts { entries: &mut entries, model: false }.deserialize(&mut reader);
+    let document = outcome.and_then(|document| reader.end().map(|()| document)).map_err(|error| {
         let what = if error.is_data() { "it is no tokenizer" } else { "it is not JSON" };
         refused(&format!("{what}: {error}"))
     })?;
     Ok((document, entries))
 }
 
-/// A file that is no tokenizer.
+/// Returns the error for a file that is not a tokenizer.
 pub(super) fn refused(what: &str) -> Error {
     Error::new(Kind::Tokenizer, what.to_owned())
         .why("Ids are made by the fast tokenizer that tokenizer.json describes")
         .cure("Copy the file again from where the model came from")
 }
 
-/// All values under a key, in a part of a document and in all below it.
+/// Returns all values under a key, in a part of a document and everything inside it.
 pub(super) fn values_under<'a>(part: &'a Value, key: &str) -> Vec<&'a Value> {
     match part {
         Value::Object(map) => map.get(key).into_iter().chain(map.values().flat_map(|v| values_under(v, key))).collect(),
@@ -307,7 +310,7 @@ impl<'de> Visitor<'de> for Vocabulary<'_> {
     }
 }
 
-/// How many bytes a string has.
+/// The number of bytes of a string.
 struct Bytes(usize);
 
 impl<'de> Deserialize<'de> for Bytes {

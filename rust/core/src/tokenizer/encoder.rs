@@ -1,13 +1,13 @@
-//! Encodes text by the `tokenizers` crate, or by a faster one that was found to agree with it.
+//! Encodes text with the `tokenizers` crate, or with a faster backend that was verified against it.
 //!
-//! The fast backend is fastokens. It is used only after it gave the same ids for every text of the probe; what it cannot
-//! encode goes to the reference. A tokenizer that was verified before builds neither when it is loaded: ids and bytes need
-//! none of them.
+//! The fast backend is fastokens. It is used only after it produced the same ids for every probe text. Text that it
+//! cannot encode goes to the reference. Loading a tokenizer that was verified before builds neither backend, because
+//! ids and bytes do not need them.
 //!
-//! A text is cut at its added tokens where the ids of each part do not depend on its neighbours; where that is not certain
-//! it stays whole. A tokenizer may write a space before every text (`Metaspace` with `prepend_scheme` "first", the
-//! `Prepend` normalizer), strip one, or take the white space behind an added token: a piece alone then has other ids than
-//! in its place, and is encoded together with the text before it, from the last added token on.
+//! A text is split at its added tokens if the ids of each part do not depend on its neighbors; otherwise it stays
+//! whole. A tokenizer may write a space before every text (`Metaspace` with `prepend_scheme` "first", the `Prepend`
+//! normalizer), strip one, or absorb the white space after an added token. A piece by itself then has other ids than
+//! in its context. It is encoded together with the text before it, from the last added token on.
 
 use super::budget::bounded;
 use super::cache::{Facts, Memo};
@@ -25,48 +25,49 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use tokenizers::{AddedToken, Encoding};
 
-/// How long the probe may take; it takes a hundredth of that.
+/// Maximum time of the probe, which normally takes a hundredth of it.
 const PROBE: Duration = Duration::from_secs(20);
-/// Bytes of a text that the reference, and the fast backend, takes some tenths of a second for: none looks meanwhile
-/// whether it must stop.
+/// Bytes of a text for which the reference, and the fast backend, need some tenths of a second. Neither checks for
+/// cancellation during that time.
 const LONG: (usize, usize) = (256 << 10, 8 << 20);
-/// Why a text is not cut at added tokens though nothing in its file speaks against it.
+/// Reason why a text is not split at added tokens although its file contains no obstacle.
 const CUT: &str = "a text has other ids if it is cut at an added token";
-/// Characters of a text that an error quotes.
+/// Number of characters of a text that an error quotes.
 const QUOTED: usize = 40;
 
-/// Which code makes the ids, and why.
+/// The backend that produces the ids, and the reason for its choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
     /// `fastokens` or `tokenizers`.
     pub backend: &'static str,
-    /// Why this one.
+    /// The reason for the choice.
     pub reason: String,
-    /// Texts that both encoded when the tokenizer was loaded.
+    /// Number of texts that both backends encoded when the tokenizer was loaded.
     pub probes: usize,
-    /// Why ids of a text between added tokens are not remembered; `None` where they are.
+    /// The reason why ids of text between added tokens are not cached; `None` if they are.
     pub no_memo: Option<&'static str>,
 }
 
-/// Ids of a piece of text behind another one.
+/// Ids of a piece of text that follows another text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Behind {
     /// Its ids.
     pub ids: Vec<u32>,
-    /// The byte of the piece behind each.
+    /// The byte of the piece at which each id ends.
     pub ends: Vec<u32>,
-    /// Whether they are the ids that it has in its place; if not, the tokenizer joins the two texts in one token.
+    /// True if these are the ids of the piece in its context. If false, the tokenizer merges the two texts in one
+    /// token.
     pub exact: bool,
 }
 
-/// The backends of one tokenizer and what they share.
+/// The backends of one tokenizer and their shared state.
 #[derive(Debug)]
 pub(super) struct Encoder {
     backends: Backends,
     cutter: Option<Cutter>,
     memo: Memo,
     report: Report,
-    /// Whether pieces of a text have the ids alone that they have in their place.
+    /// True if pieces of a text have the same ids separately as in their context.
     apart: bool,
     added: Vec<(u32, AddedToken)>,
     anchors: OnceLock<Anchors>,
@@ -75,7 +76,7 @@ pub(super) struct Encoder {
 }
 
 impl Encoder {
-    /// Backends with what was found out about them.
+    /// Creates an encoder from backends and the facts about them.
     pub fn of(backends: Backends, facts: &Facts, file: String) -> Self {
         let (cutter, no_memo) = match Cutter::new(&facts.document, &facts.listed) {
             Ok(cutter) if facts.cuts => (Some(cutter), None),
@@ -90,15 +91,15 @@ impl Encoder {
         encoder
     }
 
-    /// Says in the report which backend there is, and why.
+    /// Writes the backend and the reason for it to the report.
     fn tell(&mut self, facts: &Facts) {
         self.report.backend = if facts.fast { "fastokens" } else { "tokenizers" };
         self.report.reason.clone_from(&facts.reason);
         self.report.probes = facts.probes;
     }
 
-    /// Leaves the fast backend only where every probe gives what the reference gives; which it is stands in `facts`.
-    /// False where the time was over before that was known: another load may say otherwise.
+    /// Keeps the fast backend only if every probe gives the same ids as the reference, and writes the result to
+    /// `facts`. Returns false if the time ran out first; another load may then have another result.
     pub fn verify(&mut self, facts: &mut Facts) -> bool {
         if !facts.fast {
             return true;
@@ -132,64 +133,65 @@ impl Encoder {
         !late.into_inner()
     }
 
-    /// Tries whether texts may be cut at added tokens, and whether pieces of a text may be encoded apart; the answers stand
-    /// in `facts`.
+    /// Tests whether texts may be split at added tokens, and whether pieces of a text may be encoded separately.
+    /// Writes the results to `facts`.
     pub fn probe_pieces(&mut self, facts: &mut Facts) {
-        let same = |before: &str, behind: &str| {
-            let joined = [before, behind].concat();
-            // A text that cannot be encoded at all says nothing.
-            let Ok(whole) = self.referred(&joined) else { return true };
-            let alone = self.encode(before).and_then(|ids| Ok([ids, self.encode(behind)?].concat()));
-            alone.is_ok_and(|alone| alone == whole)
+        let same = |before: &str, suffix: &str| {
+            let joined = [before, suffix].concat();
+            // A text that cannot be encoded at all proves nothing.
+            let Ok(expected) = self.referred(&joined) else { return true };
+            let separate = self.encode(before).and_then(|ids| Ok([ids, self.encode(suffix)?].concat()));
+            separate.is_ok_and(|separate| separate == expected)
         };
         let added = facts.listed.iter().map(|(_, token)| token.content.as_str()).take(TRIED);
-        facts.cuts = added.zip(PAIRS.iter().cycle()).all(|(token, (_, behind))| same(token, behind));
-        facts.apart = self.cutter.is_some() && facts.cuts && PAIRS.iter().all(|(before, behind)| same(before, behind));
+        facts.cuts = added.zip(PAIRS.iter().cycle()).all(|(token, (_, suffix))| same(token, suffix));
+        facts.apart = self.cutter.is_some() && facts.cuts && PAIRS.iter().all(|(before, suffix)| same(before, suffix));
         self.apart = facts.apart;
         if self.cutter.is_some() && !facts.cuts {
             (self.cutter, self.report.no_memo) = (None, Some(CUT));
         }
     }
 
-    /// Whether a piece behind `before` has the ids that it has alone.
+    /// Returns true if a piece after `before` has the same ids as by itself.
     pub fn is_apart(&self, before: &str) -> bool {
         self.apart || before.is_empty()
     }
 
-    /// The text before a piece from its last added token on, and the piece.
+    /// Returns the text before a piece, from its last added token on, joined with the piece. Also returns the length
+    /// of the first part.
     pub fn joined(&self, before: &str, piece: &str) -> (String, usize) {
         let anchors = self.anchors.get_or_init(|| Anchors::new(&self.added));
         let context = &before[anchors.last(before)..];
         ([context, piece].concat(), context.len())
     }
 
-    /// Ids of `text[at..]` as they are behind `text[..at]`.
+    /// Returns the ids of `text[at..]` in the context of `text[..at]`.
     pub fn behind(&self, text: &str, at: usize, pieces: &Pieces) -> Result<Behind> {
-        if let Some(found) = self.cut_off(text, at, pieces)? {
-            return Ok(found);
+        if let Some(result) = self.cut_off(text, at, pieces)? {
+            return Ok(result);
         }
         for stand_in in STAND_INS {
             let text = [stand_in, &text[at..]].concat();
-            if let Ok(Some(found)) = self.cut_off(&text, stand_in.len(), pieces) {
-                return Ok(found);
+            if let Ok(Some(result)) = self.cut_off(&text, stand_in.len(), pieces) {
+                return Ok(result);
             }
         }
         let (ids, ends) = self.encode_with_ends(&text[at..], pieces)?;
         Ok(Behind { ids, ends, exact: false })
     }
 
-    /// The ids of a text behind its first `at` bytes, `None` if a token reaches over that byte.
+    /// Returns the ids of a text after its first `at` bytes, or `None` if a token crosses that byte.
     fn cut_off(&self, text: &str, at: usize, pieces: &Pieces) -> Result<Option<Behind>> {
         let (ids, ends) = self.encode_with_ends(text, pieces)?;
         let head = self.encode(&text[..at])?;
         let count = if ids.starts_with(&head) {
             head.len()
         } else {
-            // The tokens before it may depend on what is behind them.
+            // The tokens before it may depend on the text after them.
             let count = ends.partition_point(|&end| end as usize <= at);
             let mut rest = &text.as_bytes()[at..];
-            let spells = |id: &u32| pieces.get(*id).and_then(|piece| rest.strip_prefix(piece)).map(|left| rest = left);
-            if ids[count..].iter().map(spells).any(|left| left.is_none()) || !rest.is_empty() {
+            let strip = |id: &u32| pieces.get(*id).and_then(|piece| rest.strip_prefix(piece)).map(|tail| rest = tail);
+            if ids[count..].iter().map(strip).any(|stripped| stripped.is_none()) || !rest.is_empty() {
                 return Ok(None);
             }
             count
@@ -198,7 +200,7 @@ impl Encoder {
         Ok(Some(Behind { ids: ids[count..].to_vec(), ends, exact: true }))
     }
 
-    /// Ids by the fast road alone, nothing remembered.
+    /// Returns the ids from the fast backend only, without caching.
     fn fast_ids(&self, text: &str) -> Option<Vec<u32>> {
         let fast = self.backends.fast()?;
         let Some(cutter) = &self.cutter else { return fast.encode(text, true) };
@@ -212,7 +214,7 @@ impl Encoder {
         Some(ids)
     }
 
-    /// Says in errors which file ids are made from.
+    /// Sets the file that errors name.
     pub fn name(&mut self, file: String) {
         self.file = file;
     }
@@ -221,7 +223,7 @@ impl Encoder {
         &self.report
     }
 
-    /// Whether encoding may take so long that it is done apart.
+    /// Returns true if encoding may take so long that it runs on another thread.
     pub fn is_long(&self, text: &str) -> bool {
         let fast = self.backends.fast().is_some_and(|fast| fast.takes(text));
         text.len() > if fast { LONG.1 } else { LONG.0 }
@@ -239,7 +241,7 @@ impl Encoder {
         Ok(ids)
     }
 
-    /// Ids of a text that may hold added tokens.
+    /// Returns the ids of a text that may contain added tokens.
     fn whole(&self, text: &str) -> Result<Vec<u32>> {
         match self.backends.fast().and_then(|fast| fast.encode(text, true)) {
             Some(ids) => Ok(ids),
@@ -247,12 +249,12 @@ impl Encoder {
         }
     }
 
-    /// Ids by the reference.
+    /// Returns the ids from the reference.
     fn referred(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.asked(text, false)?.get_ids().to_vec())
     }
 
-    /// What the reference makes of `text`.
+    /// Encodes `text` with the reference.
     fn asked(&self, text: &str, offsets: bool) -> Result<Encoding> {
         let reference = self.backends.reference()?;
         let encoded = bounded(text.len(), "encoding", || reference.encode(text, false, offsets));
@@ -261,8 +263,8 @@ impl Encoder {
 
     fn failure(&self, text: &str, mut error: Error) -> Error {
         let quoted: String = text.chars().take(QUOTED).collect();
-        let (more, bytes) = (if quoted.len() < text.len() { "…" } else { "" }, text.len());
-        error.what = format!("{} cannot encode {quoted:?}{more} ({bytes} bytes): {}", self.file, error.what);
+        let (ellipsis, bytes) = (if quoted.len() < text.len() { "…" } else { "" }, text.len());
+        error.what = format!("{} cannot encode {quoted:?}{ellipsis} ({bytes} bytes): {}", self.file, error.what);
         if error.why.is_empty() {
             "The tokenizer knows no token for a part of it".clone_into(&mut error.why);
             "Use a tokenizer with byte fallback or an unk_token".clone_into(&mut error.cure);
@@ -274,14 +276,14 @@ impl Encoder {
     fn part(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         self.memo.encode(text, ids, |ids| {
             match self.backends.fast().and_then(|fast| fast.encode(text, false)) {
-                Some(made) => ids.extend_from_slice(&made),
+                Some(new_ids) => ids.extend_from_slice(&new_ids),
                 None => ids.extend(self.referred(text)?),
             }
             Ok(())
         })
     }
 
-    /// Ids of `text` and the byte behind each.
+    /// Returns the ids of `text` and the byte at which each ends.
     pub fn encode_with_ends(&self, text: &str, pieces: &Pieces) -> Result<(Vec<u32>, Vec<u32>)> {
         let Some(cutter) = &self.cutter else {
             let mut ids = self.whole(text)?;
@@ -316,7 +318,7 @@ impl Encoder {
         Ok((ids, closed(ends, text)))
     }
 
-    /// Appends the reference's ids of a text that stands at byte `start`, and its offsets.
+    /// Appends the reference's ids of a text that starts at byte `start`, and its offsets.
     fn offsets(&self, text: &str, start: usize, ids: &mut Vec<u32>, ends: &mut Vec<u32>) -> Result<()> {
         let encoding = self.asked(text, true)?;
         ids.extend_from_slice(encoding.get_ids());
@@ -329,7 +331,7 @@ impl Encoder {
     }
 }
 
-/// Appends the ends of `ids` by adding up their bytes, if these are the text; otherwise nothing.
+/// Appends the ends of `ids` by adding up their bytes, if these equal the text. Otherwise appends nothing.
 fn sum(text: &str, start: usize, ids: &[u32], pieces: &Pieces, ends: &mut Vec<u32>) -> bool {
     let text = text.as_bytes();
     let from = ends.len();
@@ -348,7 +350,7 @@ fn sum(text: &str, start: usize, ids: &[u32], pieces: &Pieces, ends: &mut Vec<u3
     complete
 }
 
-/// The ends of a whole text: the last token ends with it.
+/// Sets the last end to the length of the text, because the last token ends there.
 fn closed(mut ends: Vec<u32>, text: &str) -> Vec<u32> {
     if let Some(end) = ends.last_mut() {
         *end = text.len() as u32;
@@ -356,7 +358,7 @@ fn closed(mut ends: Vec<u32>, text: &str) -> Vec<u32> {
     ends
 }
 
-/// The encoders, and what they are built from.
+/// The encoders, and the files they are built from.
 #[derive(Debug)]
 pub(super) struct Backends {
     json: Arc<[u8]>,
@@ -368,60 +370,61 @@ pub(super) struct Backends {
 }
 
 impl Backends {
-    /// None built yet; `has_fast` says whether the fast one is to be asked at all.
+    /// Creates backends of which none is built yet. `has_fast` enables the fast one.
     pub fn new(json: Arc<[u8]>, config: Arc<TokenizerConfig>, document: Value, has_fast: bool) -> Self {
         let fast = if has_fast { OnceLock::new() } else { OnceLock::from(None) };
         Self { json, config, document, reference: OnceLock::new(), fast }
     }
 
-    /// With encoders that are built already.
+    /// Sets encoders that are already built.
     pub fn with(mut self, reference: Box<dyn Reference>, fast: Option<Fast>) -> Self {
         (self.reference, self.fast) = (OnceLock::from(Ok(reference)), OnceLock::from(fast));
         self
     }
 
-    /// Takes the fast one away.
+    /// Removes the fast backend.
     pub fn distrust(&mut self) {
         self.fast = OnceLock::from(None);
     }
 
-    /// What every id is measured by.
+    /// Returns the reference for every id.
     pub fn reference(&self) -> Result<&dyn Reference> {
-        let built = self.reference.get_or_init(|| checked_reference(&self.json, &self.document, &self.config));
-        built.as_ref().map(AsRef::as_ref).map_err(Clone::clone)
+        let reference = self.reference.get_or_init(|| checked_reference(&self.json, &self.document, &self.config));
+        reference.as_ref().map(AsRef::as_ref).map_err(Clone::clone)
     }
 
-    /// The faster one, where there is one that agrees.
+    /// Returns the faster backend, if there is one that agrees.
     pub fn fast(&self) -> Option<&Fast> {
         let extra = || missing_tokens(&self.document, &self.config.extra_tokens);
         self.fast.get_or_init(|| Fast::build(&self.json, &self.document, &extra()).ok()).as_ref()
     }
 }
 
-/// The reference with all added tokens, each with the id that is stated.
+/// Builds the reference with all added tokens, and checks that each has the id that the file lists.
 pub(super) fn checked_reference(json: &[u8], document: &Value, config: &TokenizerConfig) -> Result<Box<dyn Reference>> {
     let mut inner = build(json)?;
-    let own = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
-    let stated = own.iter().filter_map(|token| Some((token.get("content")?.as_str()?, token.get("id")?.as_u64()?)));
-    check_stated(&*inner, stated)?;
+    let listed = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let listed_ids =
+        listed.iter().filter_map(|token| Some((token.get("content")?.as_str()?, token.get("id")?.as_u64()?)));
+    check_stated(&*inner, listed_ids)?;
     add_extra(&mut *inner, &missing_tokens(document, &config.extra_tokens), &config.extra_tokens)?;
     Ok(inner)
 }
 
-/// Those of `extra` that the document does not list itself.
+/// Returns the tokens of `extra` that the document itself does not list.
 pub(super) fn missing_tokens(document: &Value, extra: &[ExtraToken]) -> Vec<ExtraToken> {
     let listed = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
-    let known: HashSet<&str> = listed.iter().filter_map(|token| token.get("content")?.as_str()).collect();
-    extra.iter().filter(|token| !token.content.is_empty() && !known.contains(&*token.content)).cloned().collect()
+    let contents: HashSet<&str> = listed.iter().filter_map(|token| token.get("content")?.as_str()).collect();
+    extra.iter().filter(|token| !token.content.is_empty() && !contents.contains(&*token.content)).cloned().collect()
 }
 
-/// Refuses tokens, by their texts and ids, that would get other ids than are stated.
+/// Returns an error if a token would get another id than the listed one.
 fn check_stated<'a>(inner: &dyn Reference, tokens: impl Iterator<Item = (&'a str, u64)>) -> Result<()> {
-    for (content, stated) in tokens.filter(|(content, _)| !content.is_empty()) {
+    for (content, listed_id) in tokens.filter(|(content, _)| !content.is_empty()) {
         let loaded = inner.id(content);
-        if loaded.map(u64::from) != Some(stated) {
+        if loaded.map(u64::from) != Some(listed_id) {
             let loaded = loaded.map_or_else(|| "none".to_owned(), |id| id.to_string());
-            let what = format!("added token '{content}' has id {stated} but would be loaded with {loaded}");
+            let what = format!("added token '{content}' has id {listed_id} but would be loaded with {loaded}");
             return Err(Error::new(Kind::Tokenizer, what)
                 .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
                 .cure("Add the ids that are missing to added_tokens, as reserved tokens"));
@@ -432,7 +435,7 @@ fn check_stated<'a>(inner: &dyn Reference, tokens: impl Iterator<Item = (&'a str
 
 /// Adds the tokens that only tokenizer_config.json lists, and checks the ids of all that it lists.
 fn add_extra(inner: &mut dyn Reference, missing: &[ExtraToken], all: &[ExtraToken]) -> Result<()> {
-    let added = |token: &ExtraToken| {
+    let to_added_token = |token: &ExtraToken| {
         AddedToken::from(token.content.clone(), token.special)
             .normalized(token.normalized)
             .lstrip(token.strips.0)
@@ -440,30 +443,30 @@ fn add_extra(inner: &mut dyn Reference, missing: &[ExtraToken], all: &[ExtraToke
             .single_word(token.single_word)
     };
     if !missing.is_empty() {
-        let tokens: Vec<AddedToken> = missing.iter().map(added).collect();
+        let tokens: Vec<AddedToken> = missing.iter().map(to_added_token).collect();
         bounded(missing.len(), "adding the tokens of tokenizer_config.json", || inner.add(tokens))?;
     }
     check_stated(inner, all.iter().map(|token| (token.content.as_str(), u64::from(token.id))))
 }
 
-/// Pairs of added tokens that are compared.
+/// Maximum number of pairs of added tokens that are compared.
 const MOST_PAIRS: usize = 1 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part<'a> {
     Added(u32),
-    /// Text without one, never empty.
+    /// Text without an added token; never empty.
     Text(&'a str),
 }
 
 /// Added tokens with their ids.
 type Listed<'t> = Vec<&'t (u32, AddedToken)>;
 
-/// Finds added tokens as the `tokenizers` crate finds them.
+/// Finds added tokens in the same way as the `tokenizers` crate.
 #[derive(Debug)]
 pub(super) struct Cutter {
-    /// Taken out one after another: tokens that are not normalised, then in what is left those that are. One stage
-    /// where the order cannot show.
+    /// Applied in order: first tokens that are not normalized, then, in the remaining text, those that are. There is
+    /// one stage if the order makes no difference.
     stages: Vec<Stage>,
 }
 
@@ -474,7 +477,7 @@ struct Stage {
 }
 
 impl Cutter {
-    /// A cutter for `added`, or why texts must stay whole.
+    /// Creates a cutter for `added`, or returns the reason why texts must stay whole.
     pub fn new(document: &Value, added: &[(u32, AddedToken)]) -> Result<Self, &'static str> {
         if !position_free(document) {
             return Err("a part's ids depend on where in the text it stands");
@@ -484,16 +487,18 @@ impl Cutter {
         if listed.iter().any(|(_, token)| token.lstrip || token.rstrip || token.single_word) {
             return Err("an added token looks at its neighbours (lstrip, rstrip or single_word)");
         }
-        let (late, early): (Listed<'_>, Listed<'_>) = listed.iter().copied().partition(|(_, token)| token.normalized);
-        // A normaliser without steps changes nothing.
+        let (normalized, plain): (Listed<'_>, Listed<'_>) =
+            listed.iter().copied().partition(|(_, token)| token.normalized);
+        // A normalizer without steps changes nothing.
         let mut steps = kinds(document.get("normalizer").unwrap_or(&Value::Null));
-        if !late.is_empty() && steps.any(|kind| kind != "Sequence") {
+        if !normalized.is_empty() && steps.any(|kind| kind != "Sequence") {
             return Err("an added token is looked for in normalised text");
         }
-        // Two stages are right for any tokens; very many pairs are not compared.
-        let mut pairs = late.iter().flat_map(|(_, a)| early.iter().map(move |(_, b)| (a, b)));
-        let apart = late.len() * early.len() > MOST_PAIRS || pairs.any(|(a, b)| overlap(&a.content, &b.content));
-        let stages = if apart { vec![early, late] } else { vec![listed] };
+        // Two stages are right for any tokens, so very many pairs are not compared.
+        let mut pairs = normalized.iter().flat_map(|(_, a)| plain.iter().map(move |(_, b)| (a, b)));
+        let needs_order =
+            normalized.len() * plain.len() > MOST_PAIRS || pairs.any(|(a, b)| overlap(&a.content, &b.content));
+        let stages = if needs_order { vec![plain, normalized] } else { vec![listed] };
         let stages = stages.iter().filter(|tokens| !tokens.is_empty()).map(|tokens| Stage::new(tokens));
         Ok(Self { stages: stages.collect::<Result<_, _>>()? })
     }
@@ -508,9 +513,9 @@ impl Cutter {
 impl Stage {
     fn new(tokens: &[&(u32, AddedToken)]) -> Result<Self, &'static str> {
         let contents = tokens.iter().map(|(_, token)| token.content.as_str());
-        let found = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(contents);
+        let automaton = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(contents);
         let ids = tokens.iter().map(|(id, _)| *id).collect();
-        Ok(Self { tokens: found.map_err(|_| "there are too many added tokens")?, ids })
+        Ok(Self { tokens: automaton.map_err(|_| "there are too many added tokens")?, ids })
     }
 }
 
@@ -520,38 +525,38 @@ fn cut<'s>(stages: &[Stage], text: &'s str, parts: &mut Vec<Part<'s>>) {
         return;
     };
     let mut at = 0;
-    for found in stage.tokens.find_iter(text) {
-        cut(later, &text[at..found.start()], parts);
-        parts.push(Part::Added(stage.ids[found.pattern().as_usize()]));
-        at = found.end();
+    for token in stage.tokens.find_iter(text) {
+        cut(later, &text[at..token.start()], parts);
+        parts.push(Part::Added(stage.ids[token.pattern().as_usize()]));
+        at = token.end();
     }
     cut(later, &text[at..], parts);
 }
 
-/// Whether neither normaliser nor pre-tokenizer treats the beginning of a text apart.
+/// Returns true if neither the normalizer nor the pre-tokenizer treats the beginning of a text specially.
 fn position_free(document: &Value) -> bool {
     let parts = ["normalizer", "pre_tokenizer"].map(|name| document.get(name).unwrap_or(&Value::Null));
-    let free = |part: &Value| kinds(part).all(|kind| FREE.contains(&kind));
-    let prefix = |part: &Value| values_under(part, "add_prefix_space").iter().any(|value| **value != false);
-    parts.iter().all(|part| free(part) && !prefix(part))
+    let is_free = |part: &Value| kinds(part).all(|kind| FREE.contains(&kind));
+    let adds_prefix = |part: &Value| values_under(part, "add_prefix_space").iter().any(|value| **value != false);
+    parts.iter().all(|part| is_free(part) && !adds_prefix(part))
 }
 
-/// Components that see nothing but the piece they are given.
+/// Components that depend on nothing but their input piece.
 const FREE: [&str; 10] =
     ["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "ByteLevel", "Split", "Digits", "Punctuation"];
 
-/// The types of a component and of all below it.
+/// Returns the types of a component and of all components inside it.
 fn kinds(part: &Value) -> impl Iterator<Item = &str> {
     values_under(part, "type").into_iter().filter_map(Value::as_str)
 }
 
-/// Whether `a` and `b` can share characters of a text.
+/// Returns true if occurrences of `a` and `b` in a text can overlap.
 fn overlap(a: &str, b: &str) -> bool {
     let tail_meets_head = |a: &str, b: &str| a.char_indices().skip(1).any(|(at, _)| b.starts_with(&a[at..]));
     a.contains(b) || b.contains(a) || tail_meets_head(a, b) || tail_meets_head(b, a)
 }
 
-/// A text and the text behind it, between which every tokenizer that allows it has a boundary.
+/// Texts and the texts after them, with a token boundary between both in every tokenizer that allows one.
 pub(super) const PAIRS: [(&str, &str); 9] = [
     ("\n", "It"),
     ("\n", "é"),
@@ -563,17 +568,17 @@ pub(super) const PAIRS: [(&str, &str); 9] = [
     ("a", "  It"),
     ("a", "<"),
 ];
-/// Added tokens that are tried before pieces.
+/// Maximum number of added tokens that are tested before pieces.
 pub(super) const TRIED: usize = 64;
-/// What is put before a piece whose first token reaches into the text before it.
+/// Stand-in contexts for a piece whose first token would extend into the text before it.
 pub(super) const STAND_INS: [&str; 4] = ["\n", "]", ".", "a"];
 
-/// Finds the last added token of a text: what is behind one does not depend on what is before.
+/// Finds the last added token of a text. Text after it does not depend on the text before it.
 #[derive(Debug)]
 pub(super) struct Anchors(Option<AhoCorasick>);
 
 impl Anchors {
-    /// The tokens of `added` that are found in the text as it is.
+    /// Uses the tokens of `added` that are searched for in the unnormalized text.
     pub fn new(added: &[(u32, AddedToken)]) -> Self {
         let plain = |token: &&AddedToken| !token.normalized && !token.single_word && !token.content.is_empty();
         let tokens: Vec<&str> =
@@ -581,10 +586,10 @@ impl Anchors {
         Self(AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(tokens).ok())
     }
 
-    /// The byte at which the last added token of `text` begins; 0 if there is none.
+    /// Returns the byte at which the last added token of `text` begins, or 0 if there is none.
     pub fn last(&self, text: &str) -> usize {
-        let found = self.0.as_ref().and_then(|tokens| tokens.find_iter(text).last());
-        found.map_or(0, |found| found.start())
+        let last = self.0.as_ref().and_then(|tokens| tokens.find_iter(text).last());
+        last.map_or(0, |last| last.start())
     }
 }
 

@@ -1,9 +1,10 @@
-//! The fast backend, fastokens: which tokenizers it is given, how, and the texts that it must encode as the reference does.
+//! The fast backend, fastokens: the tokenizers it supports, how it is built, and the probe texts on which it must
+//! agree with the reference.
 //!
-//! It runs a tokenizer.json without bounds of its own, so it is given only what needs none: patterns that it knows by
-//! heart, or that are tame, for texts of some length; normalisers that make a text little longer. The probe is a fixed set:
-//! every pair of what tokenizers have stumbled over, strings of three to eight of them from a fixed sequence of numbers,
-//! and the tokenizer's own added tokens.
+//! fastokens runs a tokenizer.json without bounds. Therefore it only receives tokenizers that need none: known or tame
+//! patterns (the latter for texts of limited length), and normalizers that make a text only little longer. The probe
+//! is a fixed set: every piece that tokenizers are known to differ on, strings of two to eight pieces from a fixed
+//! pseudo-random sequence, and the tokenizer's own added tokens.
 
 use super::check::values_under;
 use super::config::ExtraToken;
@@ -15,23 +16,23 @@ use serde_json::Value;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes from which on fastokens spreads a text over threads.
+/// Number of bytes above which fastokens splits a text over threads.
 const SPREAD_BYTES: usize = 64 << 10;
-/// Bytes of the longest text that another pattern is run on.
+/// Bytes of the longest text for patterns that are not known.
 const LONGEST: usize = 16 << 10;
-/// How often another pattern goes back at one starting point.
+/// Maximum backtracking steps of such a pattern at one starting point.
 const RETRIES: u32 = 10_000;
-/// Repetitions without a small bound on one way through a tame pattern.
+/// Maximum number of repetitions without a small bound on one path through a tame pattern.
 const REPETITIONS: usize = 2;
-/// Times that a repetition with a small bound repeats.
+/// Largest bound of a repetition that counts as small.
 const SMALL: u32 = 16;
-/// How much longer replacing may make a text, and the bytes that may be put before it.
+/// Maximum factor by which replacing may lengthen a text, and maximum bytes of a prepended text.
 const GROWTH: (usize, usize) = (16, 64);
 
 pub(super) struct Fast {
     inner: fastokens::Tokenizer,
     longest: usize,
-    /// Whether it never panicked: what it has remembered is unknown then.
+    /// True if it never panicked. After a panic the state of its caches is unknown.
     sound: AtomicBool,
 }
 
@@ -42,7 +43,8 @@ impl fmt::Debug for Fast {
 }
 
 impl Fast {
-    /// The backend for a file with the outline `frame` and further added tokens, or why there is none.
+    /// Builds the backend for a file with the outline `frame` and further added tokens, or returns the reason why
+    /// there is none.
     pub fn build(json: &[u8], frame: &Value, extra: &[ExtraToken]) -> Result<Self, String> {
         let kind = frame.pointer("/model/type").and_then(Value::as_str).unwrap_or("BPE");
         if kind != "BPE" {
@@ -60,18 +62,18 @@ impl Fast {
         }
         let patterns = values_under(frame.get("pre_tokenizer").unwrap_or(&Value::Null), "Regex");
         let patterns: Vec<&str> = patterns.into_iter().filter_map(Value::as_str).collect();
-        let known = patterns.iter().all(|pattern| KNOWN.contains(pattern));
-        if !known && !patterns.iter().all(|pattern| is_tame(pattern)) {
+        let all_known = patterns.iter().all(|pattern| KNOWN.contains(pattern));
+        if !all_known && !patterns.iter().all(|pattern| is_tame(pattern)) {
             return Err("a pattern of the pre-tokenizer can match in very many ways".to_owned());
         }
-        let limits = Pcre2Limits { match_limit: (!known).then_some(RETRIES), ..Pcre2Limits::default() };
+        let limits = Pcre2Limits { match_limit: (!all_known).then_some(RETRIES), ..Pcre2Limits::default() };
         let document = document(json, extra)?;
-        let built = caught(Kind::Tokenizer, "loading fastokens", || {
+        let loaded = caught(Kind::Tokenizer, "loading fastokens", || {
             Ok(fastokens::Tokenizer::from_json_with_options(document, TokenizerOptions { pcre2_limits: limits }))
         });
-        match built {
+        match loaded {
             Ok(Ok(inner)) => {
-                let longest = if known { usize::MAX } else { LONGEST };
+                let longest = if all_known { usize::MAX } else { LONGEST };
                 Ok(Self { inner, longest, sound: AtomicBool::new(true) })
             }
             Ok(Err(error)) => Err(format!("fastokens does not take this tokenizer.json: {error}")),
@@ -79,12 +81,12 @@ impl Fast {
         }
     }
 
-    /// Whether it is given such a text.
+    /// Returns true if the backend accepts such a text.
     pub fn takes(&self, text: &str) -> bool {
         text.len() <= self.longest && self.sound.load(Ordering::Relaxed)
     }
 
-    /// Ids of a text, its added tokens seen or not; `None` where it fails.
+    /// Returns the ids of a text, or `None` on failure. `added` specifies whether added tokens are recognized.
     pub fn encode(&self, text: &str, added: bool) -> Option<Vec<u32>> {
         if !self.takes(text) {
             return None;
@@ -102,7 +104,7 @@ impl Fast {
     }
 }
 
-/// The document that fastokens is built from.
+/// Returns the document that fastokens is built from.
 fn document(json: &[u8], extra: &[ExtraToken]) -> Result<Value, String> {
     let mut document: Value = serde_json::from_slice(json).map_err(|error| format!("it is not JSON: {error}"))?;
     for part in ["truncation", "padding"] {
@@ -115,13 +117,13 @@ fn document(json: &[u8], extra: &[ExtraToken]) -> Result<Value, String> {
     Ok(document)
 }
 
-/// How many times longer a normaliser makes a text at most, `None` where it does not say.
+/// Returns the maximum factor by which a normalizer lengthens a text, or `None` if it is unknown.
 fn growth(part: &Value) -> Option<usize> {
     match part.get("type").and_then(Value::as_str) {
         Some("Replace") => {
             let pattern = part.get("pattern")?;
             let pattern = pattern.as_str().or_else(|| pattern.get("String")?.as_str())?;
-            // An empty pattern is between any two characters.
+            // An empty pattern matches between any two characters.
             let content = part.get("content")?.as_str()?.len();
             (!pattern.is_empty()).then(|| content.div_ceil(pattern.len()).max(1))
         }
@@ -133,31 +135,31 @@ fn growth(part: &Value) -> Option<usize> {
     }
 }
 
-/// What is open while a pattern is read: repetitions of the alternative at hand, and the most of any.
+/// Repetitions in an open group: those of the current alternative, and the maximum of the earlier ones.
 #[derive(Default, Clone, Copy)]
 struct Open {
     here: usize,
     most: usize,
 }
 
-/// Whether a pattern repeats nothing that repeats, and little one after another: it then takes no more than cubic time.
-/// What is not understood is not tame.
+/// Returns true if a pattern has no nested repetitions and few in sequence. It then takes at most cubic time. Patterns
+/// that are not understood are not tame.
 fn is_tame(pattern: &str) -> bool {
-    let mut rest = pattern;
+    let mut remaining = pattern;
     let (mut open, mut last) = (vec![Open::default()], None);
-    while let Some(c) = rest.chars().next() {
-        rest = &rest[c.len_utf8()..];
+    while let Some(c) = remaining.chars().next() {
+        remaining = &remaining[c.len_utf8()..];
         let step = match c {
-            '\\' => escape(&mut rest).then_some(Some(0)),
-            '[' => class(&mut rest).then_some(Some(0)),
-            '(' => group(&mut rest).then(|| open.push(Open::default())).map(|()| None),
+            '\\' => escape(&mut remaining).then_some(Some(0)),
+            '[' => class(&mut remaining).then_some(Some(0)),
+            '(' => group(&mut remaining).then(|| open.push(Open::default())).map(|()| None),
             ')' if open.len() > 1 => open.pop().map(|inner| Some(inner.most.max(inner.here))),
             '|' => open.last_mut().map(|open| {
                 open.most = open.most.max(open.here);
                 open.here = 0;
                 None
             }),
-            '*' | '+' | '?' | '{' => repeated(c, last, &mut rest).map(|count| {
+            '*' | '+' | '?' | '{' => repeated(c, last, &mut remaining).map(|count| {
                 if let (Some(open), Some(last)) = (open.last_mut(), last) {
                     open.here += count - last;
                 }
@@ -175,7 +177,7 @@ fn is_tame(pattern: &str) -> bool {
     open.len() == 1 && open[0].most.max(open[0].here) <= REPETITIONS
 }
 
-/// Steps over an escape; back references, calls and what moves the match are none.
+/// Skips an escape. Returns false for back references, calls, and escapes that move the match.
 fn escape(rest: &mut &str) -> bool {
     let Some(c) = rest.chars().next() else { return false };
     *rest = &rest[c.len_utf8()..];
@@ -187,7 +189,7 @@ fn escape(rest: &mut &str) -> bool {
         || !c.is_ascii_alphanumeric()
 }
 
-/// Steps over a character class.
+/// Skips a character class.
 fn class(rest: &mut &str) -> bool {
     let mut depth = 1;
     *rest = rest.strip_prefix('^').unwrap_or(rest);
@@ -207,45 +209,45 @@ fn class(rest: &mut &str) -> bool {
     true
 }
 
-/// Steps over what opens a group.
+/// Skips the opening of a group.
 fn group(rest: &mut &str) -> bool {
     let Some(kind) = rest.strip_prefix('?') else { return true };
-    let found = [":", "=", "!", "<=", "<!", "i:"].into_iter().find(|open| kind.starts_with(open));
-    *rest = &kind[found.map_or(0, str::len)..];
-    found.is_some()
+    let opening = [":", "=", "!", "<=", "<!", "i:"].into_iter().find(|open| kind.starts_with(open));
+    *rest = &kind[opening.map_or(0, str::len)..];
+    opening.is_some()
 }
 
-/// The repetitions of what stood before together with a quantifier's own, `None` where that is not tame.
+/// Returns the repetitions of the preceding item, including the quantifier's own, or `None` if that is not tame.
 fn repeated(quantifier: char, last: Option<usize>, rest: &mut &str) -> Option<usize> {
-    let within = last?;
+    let inner = last?;
     let small = match quantifier {
         '?' => true,
         '{' => {
-            let (bounds, behind) = rest.split_once('}')?;
-            *rest = behind;
-            let most = bounds.split_once(',').map_or(bounds, |(_, most)| most);
-            !most.is_empty() && most.parse::<u32>().ok()? <= SMALL
+            let (bounds, after) = rest.split_once('}')?;
+            *rest = after;
+            let maximum = bounds.split_once(',').map_or(bounds, |(_, maximum)| maximum);
+            !maximum.is_empty() && maximum.parse::<u32>().ok()? <= SMALL
         }
         _ => false,
     };
     *rest = rest.strip_prefix(['?', '+']).unwrap_or(rest);
-    match (small, within) {
-        (true, _) if quantifier == '?' => Some(within),
+    match (small, inner) {
+        (true, _) if quantifier == '?' => Some(inner),
         (small, 0) => Some(usize::from(!small)),
         _ => None,
     }
 }
 
-/// Strings made of random pieces.
+/// Number of strings made of random pieces.
 const RANDOM: usize = 1600;
-/// Added tokens in one string.
+/// Number of added tokens in one string.
 const TOGETHER: usize = 12;
 
-/// What splits, merges, normalises or is read as an added token differently from one implementation to the next.
+/// Texts that implementations split, merge, normalize or match as added tokens differently.
 const PIECES: [&[&str]; 7] = [
     // Words and their endings.
     &["the", " cat", " The", "'s", "'LL", "'re", "don't", " I'VE", "ſ's", "Kelvin"],
-    // White space and controls.
+    // White space and control characters.
     &[
         "  ", "   ", " \n", "\n\n", "\r\n", "\t", "\t\t ", "\u{b}", "\u{c}", "\u{85}", "\u{a0}", "\u{2028}",
         "\u{3000}", "\u{1680}", "\u{1c}", "\0", "\u{7f}",
@@ -255,7 +257,7 @@ const PIECES: [&[&str]; 7] = [
         "1", "2345", "3.14", "１２", "٣٤", "½", "Ⅻ", "²", "{}", "\":", "//", "...", "!?", " (", "_", "-", "—", "…",
         "«", "``",
     ],
-    // Marks, and letters that have several forms.
+    // Combining marks, and letters that have several forms.
     &[
         "e\u{301}",
         "\u{301}",
@@ -273,7 +275,7 @@ const PIECES: [&[&str]; 7] = [
     ],
     // Other scripts.
     &["日本", "語", "。", "你好，", "ไทย", "\u{e33}", "नमस्ते", "שלום", "\u{5bc}", "العربية", "\u{640}"],
-    // What takes no room or is none, and what is put together of it.
+    // Invisible characters, noncharacters, and sequences with them.
     &[
         "\u{200d}",
         "\u{200b}",
@@ -287,11 +289,11 @@ const PIECES: [&[&str]; 7] = [
         "\u{1d518}",
         "\u{10ffff}",
     ],
-    // What vocabularies and added tokens are written with.
+    // Characters and strings used in vocabularies and added tokens.
     &["▁", "Ġ", "Ċ", "<", "|>", "<|im_", "end|>", "<｜", "</s>", "<0xE2>", "<unk>", "token_id:5", "function", "naïve"],
 ];
 
-/// The probe strings for a tokenizer with these added tokens.
+/// Returns the probe strings for a tokenizer with these added tokens.
 pub(super) fn texts<'a>(added: impl Iterator<Item = &'a str>) -> Vec<String> {
     let pieces = PIECES.concat();
     let mut texts: Vec<String> = pieces.iter().map(|piece| (*piece).to_owned()).collect();
@@ -321,10 +323,10 @@ pub(super) fn texts<'a>(added: impl Iterator<Item = &'a str>) -> Vec<String> {
     texts
 }
 
-/// The first text of which `differs` is true.
+/// Returns the first text for which `differs` is true.
 pub(super) fn first_difference(texts: &[String], differs: impl Fn(&str) -> bool + Sync + Send) -> Option<&str> {
-    let found = pool::map(texts, || (), |(), text| differs(text));
-    texts.iter().zip(found).find(|(_, differs)| *differs).map(|(text, _)| text.as_str())
+    let differences = pool::map(texts, || (), |(), text| differs(text));
+    texts.iter().zip(differences).find(|(_, differs)| *differs).map(|(text, _)| text.as_str())
 }
 
 #[cfg(test)]
@@ -336,8 +338,9 @@ mod tests {
     #[test]
     fn published_patterns_are_tame_and_those_that_match_in_many_ways_are_not() {
         let tame = [known::CL100K_BASE_PATTERN, known::O200K_BASE_PATTERN, known::DEEPSEEK_SPLIT3_PATTERN];
-        let more = [" ?[^(\\s|[.,!?…。，、।۔،])]+", "(?=(\\d{3})+(?!\\d))", "\\p{N}{1,3}", "'s|[a-z]++|a?", "(?:ab?)*"];
-        for pattern in tame.iter().chain(&more) {
+        let others =
+            [" ?[^(\\s|[.,!?…。，、।۔،])]+", "(?=(\\d{3})+(?!\\d))", "\\p{N}{1,3}", "'s|[a-z]++|a?", "(?:ab?)*"];
+        for pattern in tame.iter().chain(&others) {
             assert!(is_tame(pattern), "{pattern}");
         }
         let wild = [
@@ -368,15 +371,15 @@ mod probe_tests {
     #[test]
     fn the_probe_is_fixed_and_holds_every_added_token() {
         let added: Vec<String> = (0..40).map(|n| format!("<é{n}é>")).collect();
-        let made = || texts(added.iter().map(String::as_str));
-        let all = made();
-        assert_eq!(all, made());
-        assert!(added.iter().all(|token| all.iter().any(|text| text.contains(token))));
-        assert!(all.len() > 1700);
+        let make_texts = || texts(added.iter().map(String::as_str));
+        let probes = make_texts();
+        assert_eq!(probes, make_texts());
+        assert!(added.iter().all(|token| probes.iter().any(|text| text.contains(token))));
+        assert!(probes.len() > 1700);
     }
 
     #[test]
-    fn the_first_difference_is_told() {
+    fn the_first_difference_is_returned() {
         let texts = ["a", "bb", "cc"].map(str::to_owned);
         assert_eq!(first_difference(&texts, |text| text.len() == 2), Some("bb"));
         assert_eq!(first_difference(&texts, |_| false), None);

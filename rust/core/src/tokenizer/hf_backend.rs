@@ -1,7 +1,8 @@
-//! The tokenizer of the `tokenizers` crate, which every id is measured by, run within a budget of time and bytes.
+//! The tokenizer of the `tokenizers` crate, which is the reference for every id, run within a budget of time and
+//! bytes.
 //!
-//! Its post-processor is asked once, for what stands before a text; its decoder never. Its regular expressions are run by
-//! `pattern`, and between two steps it is looked at how long the text has become.
+//! Its post-processor is used once, for the ids before a text; its decoder is never used. `pattern` runs its regular
+//! expressions. The length of the text is checked between steps.
 
 use super::budget::{bounded, in_bytes, in_time, spend};
 use super::check::refused;
@@ -20,15 +21,15 @@ use tokenizers::{
     SplitDelimiterBehavior, TokenizerImpl, TruncationParams,
 };
 
-/// What is asked of a tokenizer, whatever its model.
+/// The functions that every tokenizer offers, regardless of its model.
 pub(super) trait Reference: Debug + Send + Sync {
-    /// Ids and, where they are wanted, offsets.
+    /// Returns ids and, if requested, offsets.
     fn encode(&self, text: &str, special: bool, offsets: bool) -> tokenizers::Result<Encoding>;
-    /// The ordinary vocabulary.
+    /// Returns the ordinary vocabulary.
     fn vocabulary(&self) -> HashMap<String, u32>;
-    /// The id of an entry or an added token.
+    /// Returns the id of an entry or an added token.
     fn id(&self, token: &str) -> Option<u32>;
-    /// Added tokens with their ids.
+    /// Returns the added tokens with their ids.
     fn added(&self) -> Vec<(u32, AddedToken)>;
     fn add(&mut self, tokens: Vec<AddedToken>) -> tokenizers::Result<usize>;
 }
@@ -57,39 +58,39 @@ impl<M: Model + Debug + Send + Sync> Reference for Whole<M> {
     }
 }
 
-/// The tokenizer of a checked file. One whose model is known is read in half the time.
+/// Builds the tokenizer of a checked file. Trying BPE first halves the time for the most common model.
 pub(super) fn build(json: &[u8]) -> Result<Box<dyn Reference>> {
-    let read = bounded(json.len(), "loading the tokenizer", || {
+    let result = bounded(json.len(), "loading the tokenizer", || {
         Ok(match serde_json::from_slice::<Whole<BPE>>(json) {
             Ok(tokenizer) => Ok(plain(tokenizer)),
             Err(_) => serde_json::from_slice::<Whole<ModelWrapper>>(json).map(plain),
         })
     });
-    read?.map_err(|error| refused(&format!("it is no tokenizer: {error}")))
+    result?.map_err(|error| refused(&format!("it is no tokenizer: {error}")))
 }
 
-/// Without truncation and padding.
+/// Disables truncation and padding.
 fn plain<M: Model + Debug + Send + Sync + 'static>(mut tokenizer: Whole<M>) -> Box<dyn Reference> {
     let _ = tokenizer.with_truncation(None::<TruncationParams>);
     tokenizer.with_padding(None);
     Box::new(tokenizer)
 }
 
-/// What the post-processor puts before a text: BOS, where there is one.
+/// Returns the ids that the post-processor puts before a text: BOS, if there is one.
 pub(super) fn prefix(inner: &dyn Reference) -> Result<Vec<u32>, Error> {
     const TEXT: &str = "a";
     let ids = |special, what| {
         let encoded = bounded(TEXT.len(), what, || inner.encode(TEXT, special, false));
         encoded.map(|encoding| encoding.get_ids().to_vec())
     };
-    // A vocabulary need not have the letter.
+    // A vocabulary may lack the letter.
     let Ok(plain) = ids(false, "encoding a letter") else { return Ok(Vec::new()) };
     let processed = ids(true, "post-processing a letter")?;
     let at = processed.windows(plain.len().max(1)).position(|window| window == plain);
     Ok(at.map(|at| processed[..at].to_vec()).unwrap_or_default())
 }
 
-/// A normaliser's steps.
+/// The steps of a normalizer.
 #[derive(Debug)]
 pub(super) struct Normalise(Vec<Change>);
 
@@ -111,8 +112,8 @@ fn changes(part: NormalizerWrapper, steps: &mut Vec<Change>) -> Result<(), Strin
     match part {
         NormalizerWrapper::Sequence(parts) => parts.into_iter().try_for_each(|part| changes(part, steps))?,
         NormalizerWrapper::Replace(replace) => {
-            let written = serde_json::to_value(&replace).map_err(|error| error.to_string())?;
-            let text = |kind: &str| written.pointer(kind).and_then(Value::as_str);
+            let description = serde_json::to_value(&replace).map_err(|error| error.to_string())?;
+            let text = |kind: &str| description.pointer(kind).and_then(Value::as_str);
             let pattern = match text("/pattern/Regex") {
                 Some(source) => Bounded::new(source)?,
                 None => Bounded::literal(text("/pattern/String").unwrap_or_default())?,
@@ -129,10 +130,10 @@ impl Normalizer for Normalise {
         for step in &self.0 {
             match step {
                 Change::Replace(pattern, content) => {
-                    let found = Found(pattern.find_matches(text.get())?);
-                    let matches = found.0.iter().filter(|(_, is_match)| *is_match).count();
-                    in_bytes(text.len() + matches * content.len(), "normalizer")?;
-                    text.replace(&found, content)?;
+                    let matches = Found(pattern.find_matches(text.get())?);
+                    let count = matches.0.iter().filter(|(_, is_match)| *is_match).count();
+                    in_bytes(text.len() + count * content.len(), "normalizer")?;
+                    text.replace(&matches, content)?;
                 }
                 Change::Other(NormalizerWrapper::Prepend(prepend)) => {
                     in_bytes(text.len() + prepend.prepend.len(), "normalizer")?;
@@ -157,7 +158,7 @@ impl Pattern for &Found {
     }
 }
 
-/// A pre-tokenizer's steps.
+/// The steps of a pre-tokenizer.
 #[derive(Debug)]
 pub(super) struct PreTokenise(Vec<Cut>);
 
@@ -194,7 +195,8 @@ impl PreTokenizer for PreTokenise {
             Cut::Split(pattern, behavior, false) => text.split(|_, part| part.split(pattern, *behavior)),
             Cut::Split(pattern, behavior, true) => text.split(|_, part| part.split(Invert(pattern), *behavior)),
             Cut::Other(other) => {
-                // Each step makes of a byte a few at most, and of a part one more: looked at after each, it is bounded.
+                // Each step turns a byte into a few at most and adds one per part. Checking after each step therefore
+                // bounds the size.
                 other.pre_tokenize(text)?;
                 let parts = text.get_splits(OffsetReferential::Normalized, OffsetType::None);
                 in_bytes(parts.iter().map(|(part, ..)| part.len()).sum(), "pre-tokenizer")?;

@@ -1,6 +1,6 @@
-//! From files to a [`Tokenizer`]: checks that what was stated is what was loaded.
+//! Builds a [`Tokenizer`] from files, and checks that the listed ids are the loaded ones.
 //!
-//! The `tokenizers` crate renumbers added tokens without a word where their ids leave gaps; that is refused here.
+//! The `tokenizers` crate silently renumbers added tokens if their ids leave gaps. Such files are rejected here.
 
 use super::cache::{Facts, Place};
 use super::check::{checked, refused, values_under};
@@ -22,21 +22,22 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use tokenizers::AddedToken;
 
-/// Ids that may end a turn.
+/// Maximum number of ids that may end a turn.
 const EOS: usize = 1024;
 
 impl Tokenizer {
-    /// Loads a model directory: tokenizer.json, or a tiktoken file of a known family, and what stands beside it.
+    /// Loads a model directory: tokenizer.json, or a tiktoken file of a known family, and the files next to it.
     ///
     /// # Errors
-    /// `Kind::Io` where there is no tokenizer.json or a file cannot be read; `Kind::Tokenizer` where one is not what
-    /// it should be; `Kind::Template` for a chat template that does not compile. Each with the file.
+    /// `Kind::Io` if there is no tokenizer.json or a file cannot be read. `Kind::Tokenizer` if a file has invalid
+    /// content. `Kind::Template` if the chat template does not compile. Each error names the file.
     pub fn from_dir(path: &Path) -> Result<Self> {
         Self::from_dir_of(path, None, None)
     }
 
-    /// As [`Tokenizer::from_dir`], for a model whose embedding has `vocab_size` rows, whatever config.json says. What was
-    /// found out about the files is kept in the folder `cache`, from which the next load of the same bytes takes it.
+    /// Loads a directory like [`Tokenizer::from_dir`]. `vocab_size`, the number of rows of the model's embedding,
+    /// overrides config.json. Facts about the files are stored in the folder `cache`, and the next load of the same
+    /// bytes reads them.
     pub fn from_dir_of(dir: &Path, vocab_size: Option<u32>, cache: Option<&Path>) -> Result<Self> {
         let mut config = TokenizerConfig::from_dir(dir)?;
         config.model.vocab_size = vocab_size.or(config.model.vocab_size);
@@ -54,17 +55,17 @@ impl Tokenizer {
             let place = if error.kind == Kind::Template { dir } else { &file };
             located(error, place)
         })?;
-        // Nobody else has it yet.
+        // The encoder is not shared yet.
         if let Some(encoder) = Arc::get_mut(&mut loaded.encoder) {
             encoder.name(file.display().to_string());
         }
         Ok(loaded)
     }
 
-    /// The same tokenizer again, from its [`Tokenizer::source`].
+    /// Loads the same tokenizer again, from its [`Tokenizer::source`].
     ///
     /// # Errors
-    /// As [`Tokenizer::from_json`], and `Kind::Tokenizer` for another configuration.
+    /// Same as [`Tokenizer::from_json`], and `Kind::Tokenizer` if the configuration is invalid.
     pub fn from_source(json: &[u8], config: &[u8]) -> Result<Self> {
         let config = serde_json::from_slice(config).map_err(|error| refused(&error.to_string()))?;
         Self::from_json(json, &config)
@@ -73,12 +74,13 @@ impl Tokenizer {
     /// Loads the bytes of a tokenizer.json.
     ///
     /// # Errors
-    /// `Kind::Tokenizer` where it is not a tokenizer, or its added tokens would not get the ids it states.
+    /// `Kind::Tokenizer` if it is not a tokenizer, or if its added tokens would not get the ids it lists.
     pub fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Self> {
         Self::from_bytes(json, config, None)
     }
 
-    /// As [`Tokenizer::from_json`], with what an earlier load of the same bytes has kept in the folder `cache`.
+    /// Loads like [`Tokenizer::from_json`], using the facts that an earlier load of the same bytes stored in the
+    /// folder `cache`.
     fn from_bytes(json: &[u8], config: &TokenizerConfig, cache: Option<&Path>) -> Result<Self> {
         let (json, config) = (Arc::<[u8]>::from(json), Arc::new(config.clone()));
         let place = cache.and_then(|folder| Place::of(folder, &json, &config));
@@ -126,7 +128,7 @@ impl Tokenizer {
         Self::assembled(Source { json, config }, facts, pieces, encoder)
     }
 
-    /// The tokenizer of what was found out about it.
+    /// Assembles the tokenizer from the facts about it.
     fn assembled(source: Source, facts: Facts, pieces: Pieces, encoder: Encoder) -> Result<Self> {
         let (config, listed) = (&source.config, &facts.listed);
         let added: HashMap<u32, bool> = listed.iter().map(|(id, token)| (*id, token.special)).collect();
@@ -158,35 +160,35 @@ impl Tokenizer {
     }
 }
 
-/// What errors call a tokenizer that has no file.
+/// Returns the name in errors of a tokenizer without a file.
 fn named(config: &TokenizerConfig) -> String {
     format!("the tokenizer '{}'", config.name)
 }
 
-/// The bytes of all entries and added tokens.
+/// Returns the bytes of all entries and added tokens.
 fn spelled(vocab: &HashMap<String, u32>, document: &Value, listed: &[(u32, AddedToken)]) -> Result<Pieces> {
     let added: HashSet<u32> = listed.iter().map(|(id, _)| *id).collect();
     let mut pieces = Pieces::new(vocab, spelling(document), |id| added.contains(&id)).map_err(twice)?;
     for (id, token) in listed {
         pieces.put_added(*id, &token.content);
     }
-    if let Some((before, behind)) = document.get("decoder").and_then(mark) {
-        pieces.share_marked(before, behind);
+    if let Some((prefix, suffix)) = document.get("decoder").and_then(mark) {
+        pieces.share_marked(prefix, suffix);
     }
     Ok(pieces)
 }
 
-/// The one tiktoken file of a directory.
+/// Returns the tiktoken file of a directory, if there is exactly one.
 fn tiktoken_file(dir: &Path) -> Option<PathBuf> {
     let files = fs::read_dir(dir).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
     let is_tiktoken = |path: &PathBuf| {
         path.extension().is_some_and(|end| end == "tiktoken") || path.file_name().is_some_and(|n| n == "tiktoken.model")
     };
-    let mut found = files.filter(is_tiktoken);
-    found.next().filter(|_| found.next().is_none())
+    let mut matches = files.filter(is_tiktoken);
+    matches.next().filter(|_| matches.next().is_none())
 }
 
-/// Why tokenizer.json cannot be read, and what the directory holds instead.
+/// Returns the error for an unreadable tokenizer.json, and names the file that the directory has instead.
 fn missing(dir: &Path, error: &std::io::Error) -> Error {
     let other = ["tokenizer.model", "vocab.json", "tekken.json"].into_iter().find(|f| dir.join(f).exists());
     let what = match (dir.is_dir(), other) {
@@ -199,17 +201,17 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
         .cure("Name the model's directory, or write the file with transformers' AutoTokenizer(...).save_pretrained")
 }
 
-/// An id with two entries.
+/// Returns the error for an id with two entries.
 fn twice(id: u32) -> Error {
     Error::new(Kind::Tokenizer, format!("two entries of the vocabulary have id {id}"))
         .why("Which bytes the id stands for cannot be known")
         .cure("Copy the file again from where the model came from")
 }
 
-/// How the vocabulary spells bytes, from decoder, pre-tokenizer and model.
+/// Returns how the vocabulary represents bytes, according to decoder, pre-tokenizer and model.
 fn spelling(document: &Value) -> Spelling {
     let has = |part: &str, kind: &str| {
-        document.get(part).is_some_and(|part| values_under(part, "type").iter().any(|found| **found == kind))
+        document.get(part).is_some_and(|part| values_under(part, "type").iter().any(|value| **value == kind))
     };
     let byte_fallback = document.pointer("/model/byte_fallback").and_then(Value::as_bool).unwrap_or(false);
     if has("decoder", "ByteLevel") || has("pre_tokenizer", "ByteLevel") || has("normalizer", "ByteLevel") {
@@ -225,7 +227,8 @@ fn spelling(document: &Value) -> Spelling {
     }
 }
 
-/// Whether a decoder takes the space off the first token, which SentencePiece models write before every text.
+/// Returns true if a decoder removes the space before the first token, which SentencePiece models write before every
+/// text.
 fn drops_first_space(decoder: &Value) -> bool {
     let kind = decoder.get("type").and_then(Value::as_str);
     let strips = kind == Some("Strip") && decoder.get("start").and_then(Value::as_u64).is_some_and(|start| start > 0);
@@ -234,16 +237,16 @@ fn drops_first_space(decoder: &Value) -> bool {
     strips || prepends || parts.is_some_and(|parts| parts.iter().any(drops_first_space))
 }
 
-/// What a decoder takes off an entry, before it and behind it, where it writes words and not bytes.
+/// Returns the prefix and the suffix that a decoder removes from an entry, if it writes words instead of bytes.
 fn mark(decoder: &Value) -> Option<(&str, &str)> {
     let text = |key: &str| decoder.get(key).and_then(Value::as_str);
     let parts = || decoder.get("decoders")?.as_array()?.iter().find_map(mark);
-    let found = match text("type") {
+    let marks = match text("type") {
         Some("WordPiece") => Some((text("prefix").unwrap_or("##"), "")),
         Some("BPEDecoder") => Some(("", text("suffix").unwrap_or("</w>"))),
         _ => parts(),
     };
-    found.filter(|(before, behind)| !before.is_empty() || !behind.is_empty())
+    marks.filter(|(prefix, suffix)| !prefix.is_empty() || !suffix.is_empty())
 }
 
 fn eos_ids(config: &TokenizerConfig, inner: &dyn Reference, size: u32) -> Result<Vec<u32>> {

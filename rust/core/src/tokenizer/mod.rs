@@ -1,7 +1,8 @@
 //! Tokenizers: text to ids, and ids to bytes, from the files of a model's directory.
 //!
-//! Ids come from the `tokenizers` crate, or from a faster one that agrees with it; the bytes of each id and the way back
-//! from bytes are ours. A text that takes long is encoded by another thread. Chat templates are `template`'s.
+//! Ids come from the `tokenizers` crate, or from a faster backend that agrees with it. This module computes the bytes
+//! of each id and the lookup from bytes to ids. Another thread encodes texts that take long. Chat templates are in
+//! `template`.
 
 mod budget;
 mod cache;
@@ -32,21 +33,21 @@ use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 use vocab_bytes::{Pieces, glyphs_to_bytes};
 
-/// The tokenizer of the quickstart's model.
+/// Returns the tokenizer of the quickstart's model.
 #[cfg(test)]
 pub(crate) fn example() -> Tokenizer {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/quickstart/model");
     Tokenizer::from_dir(folder.as_ref()).expect("the example is there")
 }
 
-/// Loads the bytes of a tokenizer.json and encodes a text with it, for fuzzers: whatever the two are, this ends, within
-/// memory in proportion to them, and its laws hold.
+/// Loads the bytes of a tokenizer.json and encodes a text with it, for fuzzers. For any input this ends, uses memory
+/// in proportion to the input, and satisfies the asserted invariants.
 ///
 /// # Errors
-/// As [`Tokenizer::from_json`] and [`Tokenizer::encode`].
+/// Same as [`Tokenizer::from_json`] and [`Tokenizer::encode`].
 ///
 /// # Panics
-/// Where a law does not hold.
+/// Panics if an invariant does not hold.
 pub fn tried(json: &[u8], text: &str) -> Result<Vec<u32>> {
     let tokenizer = Tokenizer::from_json(json, &TokenizerConfig::default())?;
     tokenizer.encode(text)?;
@@ -83,9 +84,9 @@ pub struct Tokenizer {
     eos_ids: Vec<u32>,
     stop_id: Option<u32>,
     model: Model,
-    /// Whether ids below the size may be none, as neither an entry nor the model's size says otherwise.
+    /// True if ids below the size may be unused: there are gaps between entries, and the model's size is unknown.
     gaps: bool,
-    /// What the post-processor puts before a text.
+    /// Ids that the post-processor puts before a text.
     prefix: Vec<u32>,
     template: Option<Template>,
     tool_template: Option<Template>,
@@ -93,7 +94,7 @@ pub struct Tokenizer {
     source: Source,
 }
 
-/// What a tokenizer was loaded from, from which another process loads the same.
+/// The files that a tokenizer was loaded from. Another process can load the same tokenizer from them.
 #[derive(Debug)]
 struct Source {
     pub json: Arc<[u8]>,
@@ -101,38 +102,39 @@ struct Source {
 }
 
 impl Tokenizer {
-    /// The tokenizer.json and, as JSON too, what stood beside it: what [`Tokenizer::from_source`] takes.
+    /// Returns the tokenizer.json and the settings from the other files as JSON: the arguments of
+    /// [`Tokenizer::from_source`].
     ///
     /// # Errors
-    /// `Kind::Tokenizer` where the configuration cannot be written.
+    /// `Kind::Tokenizer` if the configuration cannot be serialized.
     pub fn source(&self) -> Result<(&[u8], Vec<u8>)> {
         let config = serde_json::to_vec(&*self.source.config).map_err(|error| refused(&error.to_string()))?;
         Ok((&self.source.json, config))
     }
 
-    /// The special tokens that the tokenizer puts before a text it is given without a chat template (BOS), none where
-    /// the text begins with them already.
+    /// Returns the special tokens (BOS) that the tokenizer puts before a text without a chat template. Returns none if
+    /// the text already begins with them.
     pub fn prefix_ids(&self, text: &str) -> &[u32] {
-        let written = self.decode_bytes(&self.prefix).unwrap_or_default();
-        if !written.is_empty() && text.as_bytes().starts_with(&written) { &[] } else { &self.prefix }
+        let prefix_bytes = self.decode_bytes(&self.prefix).unwrap_or_default();
+        if !prefix_bytes.is_empty() && text.as_bytes().starts_with(&prefix_bytes) { &[] } else { &self.prefix }
     }
 
-    /// A text of which transformers 5 would make other ids, as it builds the tokenizer anew.
+    /// Returns a text for which transformers 5 would produce other ids, because it rebuilds the tokenizer.
     pub fn rebuilt(&self) -> Option<&Rebuilt> {
         self.rebuilt.as_ref()
     }
 
-    /// Which code makes the ids, and why.
+    /// Returns the backend that produces the ids, and the reason for its choice.
     pub fn report(&self) -> &Report {
         self.encoder.report()
     }
 
-    /// The bytes of `id`: what it adds to a text. For an added token its content.
+    /// Returns the bytes that `id` adds to a text. For an added token this is its content.
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         self.pieces.get(id)
     }
 
-    /// The bytes of `ids`, end to end, added tokens included. Ids that only the model has spell nothing.
+    /// Returns the concatenated bytes of `ids`, including added tokens. Ids that only the model has add no bytes.
     ///
     /// # Errors
     /// `Kind::Tokenizer` for an id that is not in the vocabulary, with its index.
@@ -156,17 +158,17 @@ impl Tokenizer {
         error
     }
 
-    /// Whether `id` is an added token marked special.
+    /// Returns true if `id` is an added token marked as special.
     pub fn is_special(&self, id: u32) -> bool {
         self.added.get(&id).copied().unwrap_or(false)
     }
 
-    /// Ids of the added tokens marked special, in order.
+    /// Returns the ids of the added tokens marked as special, in order.
     pub fn special_ids(&self) -> &[u32] {
         &self.special_ids
     }
 
-    /// The ordinary entries that hold a part of a character.
+    /// Returns the ordinary entries that contain a part of a character.
     pub fn partial(&self) -> &Partial {
         self.partial.get_or_init(|| {
             let entries = (0..self.vocab_size()).filter(|&id| !self.is_added(id));
@@ -174,129 +176,131 @@ impl Tokenizer {
         })
     }
 
-    /// Whether `id` is an added token.
+    /// Returns true if `id` is an added token.
     pub fn is_added(&self, id: u32) -> bool {
         self.added.contains_key(&id)
     }
 
-    /// The ordinary vocabulary entry with exactly these bytes; added tokens are not looked at.
+    /// Returns the ordinary vocabulary entry with exactly these bytes. Added tokens are ignored.
     pub fn id_of_bytes(&self, bytes: &[u8]) -> Option<u32> {
         self.pieces.id(bytes)
     }
 
-    /// The added token with exactly this content.
+    /// Returns the added token with exactly this content.
     pub fn id_of_added(&self, text: &str) -> Option<u32> {
         self.added_ids.get(text).copied()
     }
 
-    /// The bytes that byte-level glyphs spell (`Ġthat` is ` that`), `None` where a character is no glyph.
+    /// Decodes byte-level glyphs (`Ġthat` is ` that`). Returns `None` if a character is not a glyph.
     pub fn glyphs_to_bytes(&self, text: &str) -> Option<Vec<u8>> {
         glyphs_to_bytes(text)
     }
 
-    /// How the vocabulary spells bytes.
+    /// Returns how the vocabulary represents bytes.
     pub fn spelling(&self) -> Spelling {
         self.spelling
     }
 
-    /// Whether decoding takes the space off the first token (SentencePiece's dummy prefix): its text does not tell whether
-    /// it had one.
+    /// Returns true if decoding removes the space of the first token (SentencePiece's dummy prefix). The decoded text
+    /// then does not show whether there was a space.
     pub fn drops_first_space(&self) -> bool {
         self.drops_first_space
     }
 
-    /// Every id is below this; the model's embedding may be wider.
+    /// Returns the size of the tokenizer's vocabulary. Every id is below it; the model's embedding may be wider.
     pub fn vocab_size(&self) -> u32 {
         self.pieces.size()
     }
 
-    /// Bytes of the longest token.
+    /// Returns the number of bytes of the longest token.
     pub fn max_piece_bytes(&self) -> usize {
         self.pieces.longest()
     }
 
-    /// Ids that end a turn, as the model's configuration lists them.
+    /// Returns the ids that end a turn according to the model's configuration.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids
     }
 
-    /// The one id that ends a turn where a record says that the model stopped, but not by which token: the tokenizer's
-    /// `eos_token` if it is among `eos_ids`, or the only one of them. Engines report every other stop token by its id.
+    /// Returns the id that ends a turn if a record says that the model stopped, but not by which token. It is the
+    /// tokenizer's `eos_token` if that is among `eos_ids`, or else their only element. Engines report every other stop
+    /// token by its id.
     pub fn stop_id(&self) -> Option<u32> {
         self.stop_id
     }
 
-    /// What the model beside the tokenizer says of its ids.
+    /// Returns the facts about ids from the model's configuration.
     pub fn model(&self) -> &Model {
         &self.model
     }
 
-    /// Every id that the model takes is below this: the rows of its embedding, or the tokenizer's own size where nothing
-    /// says how many there are.
+    /// Returns the size of the model's vocabulary: the rows of its embedding, or the tokenizer's own size if these are
+    /// unknown. Every valid id is below it.
     pub fn model_vocab_size(&self) -> u32 {
         self.model.vocab_size.unwrap_or_else(|| self.vocab_size())
     }
 
-    /// The first of `ids` that the model does not have.
+    /// Returns the index of the first of `ids` that the model does not have.
     pub fn first_outside(&self, ids: &[u32]) -> Option<usize> {
         let bound = self.model_vocab_size();
         let outside = |id: u32| id >= bound;
-        // Without a branch for each id.
-        if ids.iter().fold(false, |any, &id| any | outside(id)) {
+        // Avoids a branch for each id.
+        if ids.iter().fold(false, |found, &id| found | outside(id)) {
             return ids.iter().position(|&id| outside(id));
         }
         if self.gaps { ids.iter().position(|&id| self.pieces.get(id).is_none()) } else { None }
     }
 
-    /// Whether what `id` shows may be shown by another id too: two entries have its bytes.
+    /// Returns true if another id has the same bytes as `id`, so that its text is ambiguous.
     pub fn is_shared(&self, id: u32) -> bool {
         self.pieces.is_shared(id)
     }
 
-    /// Whether any two ids show the same.
+    /// Returns true if any two ids have the same bytes.
     pub fn has_shared(&self) -> bool {
         self.pieces.has_shared()
     }
 
-    /// The chat template.
+    /// Returns the chat template.
     pub fn template(&self) -> Option<&Template> {
         self.template.as_ref()
     }
 
-    /// The chat template for a conversation with these tools: the model's own for tools where it has one.
+    /// Returns the chat template for a conversation with these tools: the model's tool template if it has one.
     ///
     /// # Errors
-    /// `Kind::Template` where the model has none.
+    /// `Kind::Template` if the model has no template.
     pub fn template_for(&self, tools: Option<&Arc<Value>>) -> Result<&Template> {
-        let own = self.tool_template.as_ref().filter(|_| tools.is_some_and(|tools| !tools.is_null()));
-        own.or(self.template.as_ref()).ok_or_else(|| {
+        let tool_template = self.tool_template.as_ref().filter(|_| tools.is_some_and(|tools| !tools.is_null()));
+        tool_template.or(self.template.as_ref()).ok_or_else(|| {
             Error::new(Kind::Template, format!("the tokenizer '{}' has no chat template", self.name))
                 .why("Messages become text through it")
                 .cure("Put chat_template.jinja beside tokenizer.json, or chat_template into tokenizer_config.json")
         })
     }
 
-    /// The directory's name.
+    /// Returns the name of the directory.
     pub fn name(&self) -> &str {
         &self.name
     }
 }
 
 impl Tokenizer {
-    /// Ids of `text`. Added tokens in the text become their ids; none is put around it.
+    /// Returns the ids of `text`. Added tokens in the text become their ids; no token is added around it.
     ///
     /// # Errors
-    /// `Kind::Tokenizer` where the tokenizer cannot encode the text.
+    /// `Kind::Tokenizer` if the tokenizer cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         if self.is_long(text) { self.encode_shared(Arc::<str>::from(text)) } else { self.encoder.encode(text) }
     }
 
-    /// Whether another thread encodes this text, which then must own it: [`Tokenizer::encode_shared`] takes it without a copy.
+    /// Returns true if another thread encodes this text. That thread must own it; [`Tokenizer::encode_shared`] passes
+    /// it without a copy.
     pub fn is_long(&self, text: &str) -> bool {
         self.encoder.is_long(text)
     }
 
-    /// As [`Tokenizer::encode`], of a text that another thread may hold meanwhile: a long one is not copied for it.
+    /// Encodes like [`Tokenizer::encode`]. A long text moves to another thread without being copied.
     pub fn encode_shared(&self, text: impl Deref<Target = str> + Send + 'static) -> Result<Vec<u32>> {
         if self.encoder.is_long(&text) {
             let encoder = Arc::clone(&self.encoder);
@@ -305,22 +309,22 @@ impl Tokenizer {
         self.encoder.encode(&text)
     }
 
-    /// Ids of each text, the texts spread over threads.
+    /// Returns the ids of each text. The texts are encoded in parallel.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`], for the first text that fails.
+    /// Same as [`Tokenizer::encode`], for the first text that fails.
     pub fn encode_batch<T: Deref<Target = str> + Send + 'static>(&self, texts: Vec<T>) -> Result<Vec<Vec<u32>>> {
         pool::map(texts, || (), |(), text| self.encode_shared(text)).into_iter().collect()
     }
 
-    /// Ids of `text`, and for each the byte of `text` behind it.
+    /// Returns the ids of `text`, and for each id the byte of `text` at which it ends.
     ///
-    /// Exact where tokens spell the text byte for byte. Where the tokenizer changes the text between two added tokens
-    /// first (NFC, a prefix space), ends there are the crate's offsets: a token that is a part of a character then ends
-    /// where the character ends.
+    /// The ends are exact if the tokens decode to the text byte for byte. If the tokenizer changes the text between
+    /// two added tokens first (NFC, a prefix space), the ends there are the crate's offsets. A token that is a part of
+    /// a character then ends at the end of the character.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`]; and `Kind::Argument` for a text of 4 GiB or more.
+    /// Same as [`Tokenizer::encode`]. Also `Kind::Argument` for a text of 4 GiB or more.
     pub fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<u32>)> {
         check_ends(text)?;
         if self.encoder.is_long(text) {
@@ -329,7 +333,8 @@ impl Tokenizer {
         self.encoder.encode_with_ends(text, &self.pieces)
     }
 
-    /// As [`Tokenizer::encode_with_ends`], of `text` from byte `from` on, for a text that another thread may hold meanwhile.
+    /// Encodes `text` from byte `from` on like [`Tokenizer::encode_with_ends`]. A long text moves to another thread
+    /// without being copied.
     pub fn encode_held(
         &self,
         text: impl Deref<Target = str> + Send + 'static,
@@ -345,23 +350,23 @@ impl Tokenizer {
 }
 
 impl Tokenizer {
-    /// Whether a piece of text behind `before` has the ids that it has alone.
+    /// Returns true if a piece of text after `before` has the same ids as by itself.
     pub fn is_apart(&self, before: &str) -> bool {
         self.encoder.is_apart(before)
     }
 
-    /// The ids of [`Tokenizer::encode_behind`] alone: at less cost where no end has to be known.
+    /// Returns only the ids of [`Tokenizer::encode_behind`]. This is faster if the ends are not needed.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode_with_ends`].
+    /// Same as [`Tokenizer::encode_with_ends`].
     pub fn ids_behind(&self, before: &str, piece: &str) -> Result<Vec<u32>> {
         if self.is_apart(before) { self.encode(piece) } else { Ok(self.encode_behind(before, piece)?.ids) }
     }
 
-    /// Ids of `piece` as they are in a text in which it is behind `before`.
+    /// Returns the ids of `piece` in a text in which it follows `before`.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode_with_ends`].
+    /// Same as [`Tokenizer::encode_with_ends`].
     pub fn encode_behind(&self, before: &str, piece: &str) -> Result<Behind> {
         if self.is_apart(before) || piece.is_empty() {
             let (ids, ends) = self.encode_with_ends(piece)?;
@@ -377,7 +382,7 @@ impl Tokenizer {
     }
 }
 
-/// Refuses a text whose ends no 32-bit number says.
+/// Returns an error for a text whose ends do not fit into 32 bits.
 fn check_ends(text: &str) -> Result<()> {
     if u32::try_from(text.len()).is_ok() {
         return Ok(());
@@ -395,7 +400,7 @@ mod tests {
     use std::sync::mpsc::{Sender, channel};
     use std::thread::{ThreadId, current};
 
-    /// Says where it is dropped.
+    /// A text that reports the thread on which it is dropped.
     struct Held(String, Sender<ThreadId>);
 
     impl Deref for Held {
@@ -417,20 +422,20 @@ mod tests {
         let json = br#"{"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
             "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "b"}}"#;
         let tokenizer = Tokenizer::from_json(json, &TokenizerConfig::default()).unwrap();
-        for (words, apart) in [(10, false), (1 << 18, true)] {
+        for (words, on_other_thread) in [(10, false), (1 << 18, true)] {
             let text = "a b ".repeat(words);
             let (sender, receiver) = channel();
-            let held = |sender: &Sender<ThreadId>| Held(text.clone(), sender.clone());
-            let shared = cancel::watched(|| false, || tokenizer.encode_shared(held(&sender)).unwrap());
-            let behind = cancel::watched(|| false, || tokenizer.encode_held(held(&sender), 2).unwrap());
+            let make_text = |sender: &Sender<ThreadId>| Held(text.clone(), sender.clone());
+            let shared = cancel::watched(|| false, || tokenizer.encode_shared(make_text(&sender)).unwrap());
+            let with_ends = cancel::watched(|| false, || tokenizer.encode_held(make_text(&sender), 2).unwrap());
             for thread in receiver.try_iter() {
-                assert_eq!(thread != current().id(), apart);
+                assert_eq!(thread != current().id(), on_other_thread);
             }
-            let alone = tokenizer.encoder.encode(&text).unwrap();
-            assert_eq!((alone.len(), shared.as_ref()), (2 * words, Some(&alone)));
-            assert_eq!(tokenizer.encode(&text).unwrap(), alone);
-            let (ids, ends) = behind.unwrap();
-            assert_eq!((&ids[..], ends[0]), (&alone[1..], 1));
+            let expected = tokenizer.encoder.encode(&text).unwrap();
+            assert_eq!((expected.len(), shared.as_ref()), (2 * words, Some(&expected)));
+            assert_eq!(tokenizer.encode(&text).unwrap(), expected);
+            let (ids, ends) = with_ends.unwrap();
+            assert_eq!((&ids[..], ends[0]), (&expected[1..], 1));
         }
     }
 }

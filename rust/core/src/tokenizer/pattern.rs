@@ -1,10 +1,10 @@
-//! Regular expressions of a tokenizer.json, by the engine that the `tokenizers` crate takes, within bounds.
+//! Regular expressions of a tokenizer.json, run by the engine of the `tokenizers` crate within bounds.
 //!
-//! The engine goes back and tries again without an end where a pattern can match in many ways. Patterns as published are
-//! searched for as the crate does; others are tried at one byte after the other, and between two of them the budget of the
-//! call is looked at. The engine counts only how often it goes back. Between two of these it can go over a whole text, and
-//! by a look-around in a repetition over the whole text for each byte of it. So the work between two is bounded here from
-//! the expression, and how often the engine may go back follows from the bound and the length of the text.
+//! The engine can backtrack practically forever if a pattern matches in many ways. Published patterns are searched for
+//! as the crate does. Other patterns are tried at one start position after the other, and the budget of the call is
+//! checked in between. The engine only counts its backtracking steps. Between two of these it can scan a whole text,
+//! or, with a look-around in a repetition, the whole text for each byte. Therefore this module bounds the work between
+//! two steps from the expression. The number of allowed steps follows from that bound and the length of the text.
 
 use super::budget::{in_time, refuse};
 use fastokens::tiktoken as known;
@@ -15,7 +15,7 @@ use std::str::Chars;
 use tokenizers::tokenizer::Offsets;
 use tokenizers::tokenizer::pattern::Pattern;
 
-/// Patterns that fastokens scans without a regular expression, and DeepSeek's, which match in linear time.
+/// Patterns that fastokens scans without a regular expression, and DeepSeek's. All of them match in linear time.
 pub(super) const KNOWN: [&str; 9] = [
     known::CL100K_BASE_PATTERN,
     known::QWEN2_PATTERN,
@@ -31,13 +31,13 @@ pub(super) const KNOWN: [&str; 9] = [
 #[derive(Debug)]
 pub(super) struct Bounded {
     regex: Regex,
-    /// Its beginning, for errors.
+    /// Beginning of the expression, for errors.
     shown: String,
-    /// What a match costs, `None` if a search takes linear time.
+    /// The cost of a match; `None` if a search takes linear time.
     cost: Option<Cost>,
 }
 
-/// Characters of an expression that an error shows.
+/// Number of characters of an expression that an error shows.
 const SHOWN: usize = 80;
 
 impl Bounded {
@@ -49,21 +49,21 @@ impl Bounded {
         let cost = if KNOWN.contains(&source) {
             None
         } else {
-            let refused = |what| format!("how long the regular expression {shown} takes has no bound: it has {what}");
-            Some(Cost::of(source).map_err(refused)?)
+            let to_error = |what| format!("how long the regular expression {shown} takes has no bound: it has {what}");
+            Some(Cost::of(source).map_err(to_error)?)
         };
         let regex = Regex::new(source).map_err(|error| error.to_string())?;
         Ok(Self { regex, shown, cost })
     }
 
-    /// A pattern that matches `text` alone.
+    /// Creates a pattern that matches only `text`.
     pub fn literal(text: &str) -> Result<Self, String> {
-        let special = |c: char| "\\.+*?()|[]{}^$#&-~".contains(c);
-        let source: String = text.chars().flat_map(|c| special(c).then_some('\\').into_iter().chain([c])).collect();
+        let is_special = |c: char| "\\.+*?()|[]{}^$#&-~".contains(c);
+        let source: String = text.chars().flat_map(|c| is_special(c).then_some('\\').into_iter().chain([c])).collect();
         Ok(Self { cost: None, ..Self::new(&source)? })
     }
 
-    /// The first match that begins at `from` or behind it.
+    /// Returns the first match that begins at or after `from`.
     fn next(
         &self,
         text: &str,
@@ -74,10 +74,10 @@ impl Bounded {
         let Some(cost) = self.cost else {
             in_time(&self.named())?;
             region.clear();
-            let found =
+            let result =
                 self.regex.search_with_param(text, from, text.len(), options, Some(region), MatchParam::default());
-            return match found {
-                Ok(found) => Ok(found.and_then(|_| region.pos(0))),
+            return match result {
+                Ok(result) => Ok(result.and_then(|_| region.pos(0))),
                 Err(error) => Err(self.gives_up(error.description())),
             };
         };
@@ -112,7 +112,7 @@ impl Bounded {
 }
 
 impl Pattern for &Bounded {
-    /// As the crate's own: a match that is empty and stands right behind the last one is none.
+    /// Finds matches like the crate's own pattern. An empty match directly after the previous one is skipped.
     fn find_matches(&self, inside: &str) -> tokenizers::Result<Vec<(Offsets, bool)>> {
         if inside.is_empty() {
             return Ok(vec![((0, 0), false)]);
@@ -140,25 +140,25 @@ impl Pattern for &Bounded {
     }
 }
 
-/// Steps of a match, always and for each byte of text.
+/// Steps that a match may take: a constant, and a number per byte of text.
 const STEPS: (f64, f64) = (1e8, 200.0);
-/// How often the engine may go back at most: its own bound.
+/// Maximum number of backtracking steps, which the engine enforces.
 const RETRIES: f64 = 1e7;
-/// Groups in groups, which are read by recursion.
+/// Maximum nesting of groups, because groups are parsed recursively.
 const DEPTH: usize = 250;
 
-/// What one way through an expression costs.
+/// The cost of one path through an expression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Cost {
-    /// Steps besides those that take a byte of the text each.
+    /// Steps in addition to those that consume a byte of the text each.
     size: u64,
-    /// The longest body of a repetition without an end.
+    /// Size of the longest body of an unbounded repetition.
     body: u64,
-    /// How many repetitions without an end stand on one way with something behind them that may fail.
+    /// Number of unbounded repetitions on one path that are followed by something that may fail.
     open: u64,
-    /// Whether there is a repetition without an end.
+    /// True if there is an unbounded repetition.
     loops: bool,
-    /// Of what looks at text without taking it, the power of the text's length; `None` if nothing does.
+    /// Cost of look-arounds, as the power of the text's length; `None` if there are none.
     aside: Option<i32>,
     can_fail: bool,
 }
@@ -167,32 +167,33 @@ impl Cost {
     const NONE: Self = Self { size: 0, body: 1, open: 0, loops: false, aside: None, can_fail: false };
     const STEP: Self = Self { size: 1, can_fail: true, ..Self::NONE };
 
-    /// Reads an expression in the syntax of Ruby, as the `tokenizers` crate does.
+    /// Parses an expression in Ruby's syntax, which the `tokenizers` crate uses.
     ///
     /// # Errors
-    /// What it has whose cost has no bound, in words that go on after "it has".
+    /// Returns the construct whose cost has no bound, worded to follow "it has".
     pub fn of(source: &str) -> Result<Self, String> {
         let mut reader = Reader { rest: source.chars().peekable(), depth: 0 };
         let cost = reader.alternatives(false)?;
         if reader.rest.next().is_some() { Err("a bracket that is not opened".to_owned()) } else { Ok(cost) }
     }
 
-    /// How often the engine may go back in one match of a text of so many bytes; `None` if not even once.
+    /// Returns the number of backtracking steps that one match of a text of `bytes` bytes may take, or `None` if not
+    /// even one is allowed.
     pub fn retries(self, bytes: usize) -> Option<u32> {
         let length = bytes as f64 + 1.0;
-        let most = STEPS.0 + STEPS.1 * length;
-        let once = if self.open <= 1 && self.aside.is_none_or(|power| power <= 1) {
-            // Of one repetition each step back is followed by what has no repetition.
+        let max_steps = STEPS.0 + STEPS.1 * length;
+        let step_cost = if self.open <= 1 && self.aside.is_none_or(|power| power <= 1) {
+            // With one repetition, each backtracking step is followed by parts without repetition.
             self.size as f64
         } else {
             let power = self.aside.unwrap_or(0).max(1);
             self.size as f64 + self.body as f64 * length.powi(power)
         };
-        let retries = (most / once.max(1.0)).min(RETRIES);
+        let retries = (max_steps / step_cost.max(1.0)).min(RETRIES);
         (retries >= 1.0).then_some(retries as u32)
     }
 
-    /// One after the other.
+    /// Returns the cost of a sequence.
     fn and(self, next: Self) -> Self {
         Self {
             size: self.size.saturating_add(next.size),
@@ -204,35 +205,37 @@ impl Cost {
         }
     }
 
-    /// One or the other.
+    /// Returns the cost of an alternative.
     fn or(self, other: Self) -> Self {
         Self { open: self.open.max(other.open), can_fail: self.can_fail && other.can_fail, ..self.and(other) }
     }
 
-    /// So many times, without an end if `most` is `None`; `behind` tells whether something behind it may fail.
-    fn times(self, least: u64, most: Option<u64>, behind: bool) -> Self {
-        let can_fail = self.can_fail && least > 0;
-        let count = most.unwrap_or(least).max(1);
+    /// Returns the cost of a repetition, unbounded if `upper` is `None`. `tail_can_fail` is true if something after it may
+    /// fail.
+    fn times(self, lower: u64, upper: Option<u64>, tail_can_fail: bool) -> Self {
+        let can_fail = self.can_fail && lower > 0;
+        let count = upper.unwrap_or(lower).max(1);
         let size = self.size.saturating_mul(count);
-        if most.is_some() {
+        if upper.is_some() {
             return Self { size, open: self.open.saturating_mul(count), can_fail, ..self };
         }
         Self {
             size,
             body: self.body.max(self.size),
-            // What is repeated within a repetition is gone over in many ways.
-            open: if self.loops { 2 } else { self.open + u64::from(behind) },
+            // Nested repetitions match in many ways.
+            open: if self.loops { 2 } else { self.open + u64::from(tail_can_fail) },
             loops: true,
             aside: self.aside.map(|power| power + 1),
             can_fail,
         }
     }
 
-    /// Looked at from one place, or from each place before it (`behind`).
-    fn looked(self, behind: bool) -> Self {
-        let tries = i32::from(behind && self.loops);
+    /// Returns the cost of a look-around, from one position (lookahead) or from each position before it (lookbehind,
+    /// `is_lookbehind`).
+    fn looked(self, is_lookbehind: bool) -> Self {
+        let tries = i32::from(is_lookbehind && self.loops);
         let power = self.aside.unwrap_or(0).max(i32::from(self.loops)) + tries;
-        let size = if behind { self.size.saturating_mul(self.size.max(1)) } else { self.size };
+        let size = if is_lookbehind { self.size.saturating_mul(self.size.max(1)) } else { self.size };
         Self { size, aside: Some(power), can_fail: true, ..self }
     }
 }
@@ -242,7 +245,7 @@ struct Reader<'s> {
     depth: usize,
 }
 
-/// A part that is read before it is known what stands behind it.
+/// A part that is parsed before the parts after it are known.
 #[derive(Clone, Copy)]
 enum Part {
     Plain(Cost),
@@ -250,15 +253,15 @@ enum Part {
 }
 
 impl Reader<'_> {
-    fn alternatives(&mut self, behind: bool) -> Result<Cost, String> {
-        let mut cost = self.sequence(behind)?;
+    fn alternatives(&mut self, tail_can_fail: bool) -> Result<Cost, String> {
+        let mut cost = self.sequence(tail_can_fail)?;
         while self.rest.next_if_eq(&'|').is_some() {
-            cost = cost.or(self.sequence(behind)?);
+            cost = cost.or(self.sequence(tail_can_fail)?);
         }
         Ok(cost)
     }
 
-    fn sequence(&mut self, behind: bool) -> Result<Cost, String> {
+    fn sequence(&mut self, tail_can_fail: bool) -> Result<Cost, String> {
         let mut parts: Vec<Part> = Vec::new();
         while let Some(next) = self.rest.next_if(|next| !matches!(next, '|' | ')')) {
             if let Some((least, most)) = self.quantifier(next) {
@@ -267,24 +270,24 @@ impl Reader<'_> {
                 continue;
             }
             parts.push(Part::Plain(match next {
-                '(' => self.group(behind)?,
+                '(' => self.group(tail_can_fail)?,
                 '[' => self.class()?,
                 '\\' => self.escape()?,
                 _ => Cost::STEP,
             }));
         }
-        let (mut cost, mut behind) = (Cost::NONE, behind);
+        let (mut cost, mut tail_can_fail) = (Cost::NONE, tail_can_fail);
         for part in parts.into_iter().rev() {
-            let part = resolved(part, behind);
-            behind |= part.can_fail;
+            let part = resolved(part, tail_can_fail);
+            tail_can_fail |= part.can_fail;
             cost = part.and(cost);
         }
         Ok(cost)
     }
 
-    /// How many times, if this character begins to say so.
+    /// Parses a quantifier, if this character begins one.
     fn quantifier(&mut self, next: char) -> Option<(u64, Option<u64>)> {
-        let found = match next {
+        let range = match next {
             '*' => (0, None),
             '+' => (1, None),
             '?' => (0, Some(1)),
@@ -292,8 +295,11 @@ impl Reader<'_> {
                 let text: String = self.rest.clone().take_while(|c| *c != '}').collect();
                 let (least, most) = text.split_once(',').map_or((&*text, None), |(least, most)| (least, Some(most)));
                 let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-                let whole = self.rest.clone().nth(text.chars().count()) == Some('}');
-                if !whole || !digits(least) || !most.is_none_or(digits) || text.len() < 1 + usize::from(most.is_some())
+                let is_closed = self.rest.clone().nth(text.chars().count()) == Some('}');
+                if !is_closed
+                    || !digits(least)
+                    || !most.is_none_or(digits)
+                    || text.len() < 1 + usize::from(most.is_some())
                 {
                     return None;
                 }
@@ -303,19 +309,19 @@ impl Reader<'_> {
                 let high = match most {
                     None => Some(low),
                     Some("") => None,
-                    // The engine takes numbers in either order.
+                    // The engine accepts the numbers in either order.
                     Some(most) => Some(number(most).max(low)),
                 };
                 (low, high)
             }
             _ => return None,
         };
-        // In another order, or without going back; behind a number a plus repeats once more.
+        // A lazy or possessive sign is skipped. After a number in braces, a plus repeats once more.
         let _ = self.rest.next_if(|sign| *sign == '?' || *sign == '+' && next != '{');
-        Some(found)
+        Some(range)
     }
 
-    fn group(&mut self, behind: bool) -> Result<Cost, String> {
+    fn group(&mut self, tail_can_fail: bool) -> Result<Cost, String> {
         self.depth += 1;
         if self.depth > DEPTH {
             return Err(format!("groups in groups more than {DEPTH} deep"));
@@ -325,18 +331,18 @@ impl Reader<'_> {
         } else if self.rest.peek() == Some(&'*') {
             return Err("a call of a function (*...)".to_owned());
         } else {
-            // What follows is not known yet, and may fail.
+            // The part after it is not known yet, and may fail.
             Some(self.alternatives(true)?)
         };
         self.depth -= 1;
         let Some(cost) = cost else {
-            // Flags hold up to the bracket that closes the group around them.
-            return self.alternatives(behind);
+            // Flags apply up to the bracket that closes the enclosing group.
+            return self.alternatives(tail_can_fail);
         };
         if self.rest.next() == Some(')') { Ok(cost) } else { Err("a bracket that is not closed".to_owned()) }
     }
 
-    /// A group that begins with `(?`; `None` for flags, which hold for all that follows in the group around them.
+    /// Parses a group that begins with `(?`. Returns `None` for flags, which apply to the rest of the enclosing group.
     fn named(&mut self) -> Result<Option<Cost>, String> {
         let kind = self.rest.next();
         let second = self.rest.peek().copied();
@@ -372,20 +378,20 @@ impl Reader<'_> {
         self.alternatives(true)
     }
 
-    /// A set of characters, behind its opening bracket.
+    /// Parses a character class after its opening bracket.
     fn class(&mut self) -> Result<Cost, String> {
         let (mut depth, mut first) = (1, true);
         let _ = self.rest.next_if_eq(&'^');
         while depth > 0 {
             let next = self.rest.next().ok_or("a set of characters that is not closed")?;
             match next {
-                // A bracket that closes is a character where a set begins.
+                // A closing bracket at the beginning of a class is an ordinary character.
                 ']' if !first => depth -= 1,
                 '[' if self.rest.peek() == Some(&':') => {
                     let name: String = self.rest.clone().take_while(|c| *c != ']').take(20).collect();
                     let word = name.trim_start_matches([':', '^']).trim_end_matches(':');
-                    let whole = name.len() > 2 && name.ends_with(':') && !word.is_empty();
-                    if !whole || !word.bytes().all(|byte| byte.is_ascii_alphabetic()) {
+                    let is_complete = name.len() > 2 && name.ends_with(':') && !word.is_empty();
+                    if !is_complete || !word.bytes().all(|byte| byte.is_ascii_alphabetic()) {
                         return Err("a set of characters with [: in it".to_owned());
                     }
                     self.rest.nth(name.chars().count());
@@ -405,7 +411,7 @@ impl Reader<'_> {
         Ok(Cost::STEP)
     }
 
-    /// What stands behind a backslash.
+    /// Parses an escape after its backslash.
     fn escape(&mut self) -> Result<Cost, String> {
         let next = self.rest.next().ok_or("a backslash at its end")?;
         if matches!(next, 'p' | 'P' | 'x' | 'o') && self.rest.next_if_eq(&'{').is_some() {
@@ -414,19 +420,19 @@ impl Reader<'_> {
         match next {
             'g' => Err("a call of a group (\\g)".to_owned()),
             'c' | 'C' | 'M' => Err(format!("a control character (\\{next})")),
-            // The text of a group again.
+            // The text of a group, matched again.
             'k' | '1'..='9' => Ok(Cost { loops: true, ..Cost::STEP }.looked(false)),
-            // A border or a character that is found by going over the text before it.
+            // A boundary or a character that is found by scanning the text before it.
             'X' | 'y' | 'Y' => Ok(Cost { loops: true, ..Cost::STEP }.looked(true)),
             _ => Ok(Cost::STEP),
         }
     }
 }
 
-fn resolved(part: Part, behind: bool) -> Cost {
+fn resolved(part: Part, tail_can_fail: bool) -> Cost {
     match part {
         Part::Plain(cost) => cost,
-        Part::Repeated(cost, least, most) => cost.times(least, most, behind),
+        Part::Repeated(cost, least, most) => cost.times(least, most, tail_can_fail),
     }
 }
 
@@ -438,8 +444,8 @@ mod tests {
     use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
     use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, SplitDelimiterBehavior};
 
-    /// The crate's own parts of a text.
-    fn theirs(source: &str, text: &str) -> Option<Vec<Offsets>> {
+    /// Returns the parts into which the crate splits a text.
+    fn crate_parts(source: &str, text: &str) -> Option<Vec<Offsets>> {
         let pattern = SplitPattern::Regex(source.to_owned());
         let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false).ok()?;
         let mut parts = PreTokenizedString::from(text);
@@ -448,7 +454,7 @@ mod tests {
         Some(parts.into_iter().map(|(_, offsets, _)| offsets).filter(|(start, end)| start < end).collect())
     }
 
-    fn ours(source: &str, text: &str) -> Option<Vec<Offsets>> {
+    fn bounded_parts(source: &str, text: &str) -> Option<Vec<Offsets>> {
         let parts = (&Bounded::new(source).ok()?).find_matches(text).ok()?;
         Some(parts.into_iter().map(|(offsets, _)| offsets).filter(|(start, end)| start < end).collect())
     }
@@ -460,31 +466,31 @@ mod tests {
             ["end", "(?<=日) ", "$", "^.", "é(?=日)", "x{30}", "\\z", "(?m).*\\n", "x*", "", "\\Ad", "e|\\b", "a\\Kb"];
         for source in sources {
             for text in [&*long, "x", "\n", "日日日日日日日日日日日日 end", "ab ab"] {
-                assert_eq!(ours(source, text), theirs(source, text), "{source:?} on {text:?}");
+                assert_eq!(bounded_parts(source, text), crate_parts(source, text), "{source:?} on {text:?}");
             }
         }
     }
 
     #[test]
-    fn where_a_search_begins_is_no_part_of_a_pattern() {
+    fn a_pattern_may_not_refer_to_the_start_of_the_search() {
         assert!(Bounded::new("\\Gx").unwrap_err().contains("\\G"));
     }
 
     #[test]
     fn a_literal_is_found_as_it_is_written() {
         let text = "a.b*c(d)[e]{f}^$#&-~|\\+?";
-        let found = (&Bounded::literal(text).unwrap()).find_matches(&format!("x{text}a")).unwrap();
-        assert_eq!(found, [((0, 1), false), ((1, 1 + text.len()), true), ((1 + text.len(), 2 + text.len()), false)]);
+        let matches = (&Bounded::literal(text).unwrap()).find_matches(&format!("x{text}a")).unwrap();
+        assert_eq!(matches, [((0, 1), false), ((1, 1 + text.len()), true), ((1 + text.len(), 2 + text.len()), false)]);
     }
 
     #[test]
     fn a_pattern_that_matches_in_very_many_ways_is_stopped() {
         for (source, text) in [("(a+)+$", "a".repeat(40)), ("(?>a*)[cd]", "a".repeat(200_000))] {
             let pattern = Bounded::new(source).unwrap();
-            let found = bounded(10, "splitting", || (&pattern).find_matches(&(text.clone() + "b")));
-            let error = found.unwrap_err().to_string();
-            let named = error.contains(&format!("the regular expression {source:?} "));
-            assert!(named && (error.contains(" gives up") || error.contains(" takes too long")), "{error}");
+            let result = bounded(10, "splitting", || (&pattern).find_matches(&(text.clone() + "b")));
+            let error = result.unwrap_err().to_string();
+            let names_pattern = error.contains(&format!("the regular expression {source:?} "));
+            assert!(names_pattern && (error.contains(" gives up") || error.contains(" takes too long")), "{error}");
         }
     }
 
@@ -517,10 +523,10 @@ mod tests {
             for text in &texts {
                 let started = std::time::Instant::now();
                 let pattern = Bounded::new(source).unwrap();
-                let found = bounded(text.len(), "splitting", || (&pattern).find_matches(text));
-                let taken = started.elapsed().as_secs_f64();
-                assert!(taken < 20.0, "{source} takes {taken} s: {:?}", found.err());
-                if let Err(error) = found {
+                let result = bounded(text.len(), "splitting", || (&pattern).find_matches(text));
+                let seconds = started.elapsed().as_secs_f64();
+                assert!(seconds < 20.0, "{source} takes {seconds} s: {:?}", result.err());
+                if let Err(error) = result {
                     assert!(error.to_string().contains(&format!("the regular expression {source:?} ")), "{error}");
                 }
             }
@@ -573,7 +579,7 @@ mod tests {
             source in "([ab日]|\\\\s|\\\\p\\{L\\}|\\\\b|\\^|\\$|\\(\\?=b\\)|\\(\\?!a\\)|\\(\\?<=a\\)|\\||[*+?]){1,6}",
             text in "[ab日 \n]{0,60}",
         ) {
-            prop_assert_eq!(ours(&source, &text), theirs(&source, &text));
+            prop_assert_eq!(bounded_parts(&source, &text), crate_parts(&source, &text));
         }
     }
 }

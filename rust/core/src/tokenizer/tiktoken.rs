@@ -1,7 +1,7 @@
-//! tiktoken's files: ranks of byte strings, to the tokenizer.json that gives the same ids.
+//! Converts tiktoken files (ranks of byte strings) to the tokenizer.json that gives the same ids.
 //!
-//! Such a file holds neither the pattern that splits a text nor the special tokens; both are known for the families
-//! here, and a family is known by its ranks.
+//! Such a file contains neither the pattern that splits a text nor the special tokens. Both are known for the families
+//! listed here, and a family is recognized by its ranks.
 
 use super::config::{ExtraToken, TokenizerConfig};
 use super::vocab_bytes::glyphs;
@@ -11,20 +11,20 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Map, Value, json};
 use std::collections::{HashMap, HashSet};
 
-/// Bytes of the longest token of a file; the families' own have 256.
+/// Maximum bytes of a token of a file. The longest token of the known families has 256.
 const TOKEN_BYTES: usize = 1024;
 
-/// What the file of a family does not say.
+/// The facts about a family that its file does not contain.
 struct Family {
     name: &'static str,
     ranks: usize,
     /// [`fingerprint`] of its ranks.
     fingerprint: u64,
-    /// `None` for GPT-2's own.
+    /// `None` for GPT-2's own pattern.
     pattern: Option<&'static str>,
     nfc: bool,
     special: &'static [(u32, &'static str)],
-    /// Numbered tokens that follow, where tokenizer_config.json lists none.
+    /// Number of numbered tokens that follow, if tokenizer_config.json lists none.
     extras: u32,
 }
 
@@ -87,7 +87,7 @@ const FAMILIES: [Family; 5] = [
     },
 ];
 
-/// The tokenizer.json of a tiktoken file; added tokens that `config` lists are taken out of it and put there.
+/// Returns the tokenizer.json of a tiktoken file. Added tokens that `config` lists move from it to the result.
 pub(super) fn document(file: &[u8], config: &mut TokenizerConfig) -> Result<Vec<u8>> {
     let ranks = ranks(file)?;
     let print = fingerprint(&ranks);
@@ -102,8 +102,8 @@ pub(super) fn document(file: &[u8], config: &mut TokenizerConfig) -> Result<Vec<
     let missing = listed.iter().filter(|token| added.iter().all(|a| a["content"] != token.content));
     added.extend(missing.map(ExtraToken::stated).collect::<Vec<_>>());
     let mut vocab: Map<String, Value> = ranks.iter().map(|(token, rank)| (glyphs(token), Value::from(*rank))).collect();
-    // Ids that the vocabulary states are never renumbered. One that is not in use gets an entry that no text spells:
-    // U+FDD0 is no letter of the alphabet that byte-level entries are written in.
+    // Ids that the vocabulary lists are never renumbered. An unused id gets an entry that no text produces: U+FDD0 is
+    // not in the alphabet of byte-level entries.
     for token in &added {
         vocab.insert(token["content"].as_str().unwrap_or_default().to_owned(), token["id"].clone());
     }
@@ -113,7 +113,7 @@ pub(super) fn document(file: &[u8], config: &mut TokenizerConfig) -> Result<Vec<
         return Err(malformed(&format!("an added token has id {}, far beyond the ranks", size - 1)));
     }
     vocab.extend((0..size).filter(|id| !used.contains(id)).map(|id| (format!("\u{fdd0}{id}"), Value::from(id))));
-    let whole = json!({
+    let document = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
         "normalizer": if family.nfc { json!({"type": "NFC"}) } else { Value::Null },
         "pre_tokenizer": pre_tokenizer(family.pattern), "post_processor": null, "decoder": byte_level(true),
@@ -121,7 +121,7 @@ pub(super) fn document(file: &[u8], config: &mut TokenizerConfig) -> Result<Vec<
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": true,
             "vocab": vocab, "merges": merges(&ranks)},
     });
-    serde_json::to_vec(&whole).map_err(|error| malformed(&error.to_string()))
+    serde_json::to_vec(&document).map_err(|error| malformed(&error.to_string()))
 }
 
 fn special(id: u32, content: &str) -> Value {
@@ -139,20 +139,20 @@ fn pre_tokenizer(pattern: Option<&str>) -> Value {
     json!({"type": "Sequence", "pretokenizers": [split, byte_level(false)]})
 }
 
-/// Every way to put an entry together from two others, in the order of the entries' ranks.
+/// Returns every way to join two entries to a third one, in the order of the joined entries' ranks.
 fn merges(ranks: &[(Vec<u8>, u32)]) -> Vec<String> {
     let rank_of: HashMap<&[u8], u32> = ranks.iter().map(|(token, rank)| (token.as_slice(), *rank)).collect();
     let mut merges = Vec::with_capacity(ranks.len() * 2);
     for (token, _) in ranks {
         let halves = (1..token.len()).map(|at| token.split_at(at));
-        let mut known: Vec<_> = halves.filter_map(|(a, b)| Some((*rank_of.get(a)?, *rank_of.get(b)?, a, b))).collect();
-        known.sort_unstable();
-        merges.extend(known.iter().map(|(_, _, a, b)| format!("{} {}", glyphs(a), glyphs(b))));
+        let mut pairs: Vec<_> = halves.filter_map(|(a, b)| Some((*rank_of.get(a)?, *rank_of.get(b)?, a, b))).collect();
+        pairs.sort_unstable();
+        merges.extend(pairs.iter().map(|(_, _, a, b)| format!("{} {}", glyphs(a), glyphs(b))));
     }
     merges
 }
 
-/// The entries of a file, by rank: lines of a token in base64 and its rank.
+/// Parses the entries of a file and sorts them by rank. Each line is a token in base64 and its rank.
 fn ranks(file: &[u8]) -> Result<Vec<(Vec<u8>, u32)>> {
     let mut ranks = Vec::new();
     for (number, line) in file.split(|byte| *byte == b'\n').enumerate() {
@@ -175,7 +175,7 @@ fn ranks(file: &[u8]) -> Result<Vec<(Vec<u8>, u32)>> {
     Ok(ranks)
 }
 
-/// FNV-1a over ranks and tokens.
+/// Computes FNV-1a over ranks and tokens.
 fn fingerprint(ranks: &[(Vec<u8>, u32)]) -> u64 {
     let bytes = ranks.iter().flat_map(|(token, rank)| rank.to_le_bytes().into_iter().chain(token.iter().copied()));
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
@@ -209,10 +209,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_tiktoken_file_or_of_no_family_is_refused() {
+    fn other_files_and_unknown_families_are_rejected() {
         let mut config = TokenizerConfig::default();
-        let refused = |file: &[u8], config: &mut TokenizerConfig| document(file, config).unwrap_err().to_string();
-        assert!(refused(b"IQ== 0\nnope", &mut config).contains("line 2"));
-        assert!(refused(b"IQ== 0\nIg== 1\n", &mut config).contains("no known family"));
+        let error_of = |file: &[u8], config: &mut TokenizerConfig| document(file, config).unwrap_err().to_string();
+        assert!(error_of(b"IQ== 0\nnope", &mut config).contains("line 2"));
+        assert!(error_of(b"IQ== 0\nIg== 1\n", &mut config).contains("no known family"));
     }
 }

@@ -1,8 +1,9 @@
-//! What transformers 5 makes of a tokenizer.json: some of its classes keep the vocabulary and build all else anew.
+//! Checks whether transformers 5 would load a tokenizer.json differently: some of its classes keep the vocabulary and
+//! rebuild everything else.
 //!
-//! Such a class gives other ids where the file has another normaliser or pre-tokenizer than the class, and a server
-//! that uses it samples behind other prompts. Which class is loaded is decided as `AutoTokenizer` of transformers 5.24
-//! does, with its table of model types in `transformers.txt`; what the classes build is said here.
+//! Such a class gives other ids if the file's normalizer or pre-tokenizer differs from the class's. A server that uses
+//! it samples after other prompts. The choice of the class follows `AutoTokenizer` of transformers 5.24, with its
+//! table of model types in `transformers.txt`. This module describes what the classes build.
 
 use super::check::values_under;
 use super::config::Class;
@@ -10,11 +11,11 @@ use super::hf_backend::{Reference, build};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-/// Model types with the class that is registered for each, and whether that class counts over the one that a file names.
+/// Model types with the class that is registered for each, and whether that class overrides the one that a file names.
 const TABLE: &str = include_str!("transformers.txt");
-/// Classes that load the file as it is.
+/// Classes that load the file unchanged.
 const PLAIN: [&str; 4] = ["TokenizersBackend", "PythonBackend", "PreTrainedTokenizer", "MistralCommonBackend"];
-/// Texts of which one shows where two tokenizers differ.
+/// Texts that reveal differences between two tokenizers.
 const TEXTS: [&str; 12] = [
     "Hello world, it is 4",
     " Hello",
@@ -29,51 +30,51 @@ const TEXTS: [&str; 12] = [
     "x\r\ny ",
     "<|user|>\nHi",
 ];
-/// A text behind an added token: some tokenizers begin it as they begin a text, others do not.
+/// A text to put after an added token. Some tokenizers treat it like the beginning of a text, others do not.
 const BEHIND: &str = "Hello world";
-/// Added tokens that it is tried behind.
+/// Maximum number of added tokens that are tried.
 const ADDED: usize = 8;
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// A text of which transformers 5 makes other ids.
+/// A text for which transformers 5 gives other ids.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rebuilt {
     /// The class that it loads.
     pub class: String,
     /// The text.
     pub text: String,
-    /// Its ids by tokenizer.json.
+    /// Its ids according to tokenizer.json.
     pub ids: Vec<u32>,
-    /// Its ids by the class.
+    /// Its ids according to the class.
     pub other: Vec<u32>,
 }
 
 impl Class {
-    /// The class that `AutoTokenizer` loads, as far as it is known.
+    /// Returns the class that `AutoTokenizer` loads, if it is known.
     fn loaded(&self, byte_level: bool) -> Option<&str> {
         if self.has_code {
             return None;
         }
         let mut rows = TABLE.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-        let row = self.model_type.as_deref().and_then(|wanted| rows.find(|row| row[0] == wanted));
+        let row = self.model_type.as_deref().and_then(|model_type| rows.find(|row| row[0] == model_type));
         let registered = row.as_ref().and_then(|row| row.get(1).copied());
-        let counts = row.as_ref().is_some_and(|row| row.len() > 2);
-        let named = self.name.as_deref().map(|name| name.strip_suffix("Fast").unwrap_or(name));
-        let Some(named) = named else { return registered };
+        let overrides = row.as_ref().is_some_and(|row| row.len() > 2);
+        let class = self.name.as_deref().map(|name| name.strip_suffix("Fast").unwrap_or(name));
+        let Some(class) = class else { return registered };
         // Files of Llama 3 name the class of Llama 2.
-        if named == "LlamaTokenizer" && byte_level && !counts {
+        if class == "LlamaTokenizer" && byte_level && !overrides {
             return None;
         }
-        match registered.filter(|registered| *registered != named) {
+        match registered.filter(|registered| *registered != class) {
             Some(plain) if PLAIN.contains(&plain) => None,
-            Some(other) if counts => Some(other),
-            _ => Some(named),
+            Some(other) if overrides => Some(other),
+            _ => Some(class),
         }
     }
 
-    /// What the class puts in the place of `normalizer`, `pre_tokenizer`, and of the model's flags.
+    /// Returns the name of the class, and its `normalizer`, `pre_tokenizer` and flags of the model.
     fn parts(&self, byte_level: bool) -> Option<(&str, Value, Value, Value)> {
         let class = self.loaded(byte_level)?;
         let prefix = self.add_prefix_space;
@@ -124,12 +125,13 @@ impl Class {
     }
 }
 
-/// Whether transformers 5 would load the tokenizer with other ids; `frame` is the outline of `json`.
+/// Returns a text that shows that transformers 5 would load the tokenizer with other ids. `frame` is the outline of
+/// `json`.
 pub(super) fn compared(json: &[u8], frame: &Value, class: &Class, inner: &dyn Reference) -> Option<Rebuilt> {
-    let is_byte_level = |part: &str| {
+    let has_byte_level = |part: &str| {
         frame.get(part).is_some_and(|part| values_under(part, "type").iter().any(|kind| **kind == "ByteLevel"))
     };
-    let byte_level = is_byte_level("pre_tokenizer") || is_byte_level("decoder");
+    let byte_level = has_byte_level("pre_tokenizer") || has_byte_level("decoder");
     let (class, normalizer, pre_tokenizer, flags) = class.parts(byte_level)?;
     if frame.pointer("/model/type").is_some_and(|kind| kind != "BPE") {
         return None;
@@ -158,16 +160,17 @@ pub(super) fn compared(json: &[u8], frame: &Value, class: &Class, inner: &dyn Re
     })
 }
 
-/// A part of a tokenizer.json without what says nothing of ids.
+/// Removes everything from a part of a tokenizer.json that does not affect ids.
 fn shape(part: Option<&Value>) -> Value {
     match part {
         None | Some(Value::Bool(false)) => Value::Null,
         Some(Value::String(text)) if text.is_empty() => Value::Null,
         Some(Value::Array(items)) => items.iter().map(|item| shape(Some(item))).collect(),
         Some(Value::Object(map)) => {
-            let kept = map.iter().filter(|(key, _)| *key != "trim_offsets");
-            let kept = kept.map(|(key, value)| (key.clone(), shape(Some(value)))).filter(|(_, value)| !value.is_null());
-            Value::Object(kept.collect())
+            let fields = map.iter().filter(|(key, _)| *key != "trim_offsets");
+            let fields =
+                fields.map(|(key, value)| (key.clone(), shape(Some(value)))).filter(|(_, value)| !value.is_null());
+            Value::Object(fields.collect())
         }
         Some(other) => other.clone(),
     }

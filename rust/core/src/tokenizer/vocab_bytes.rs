@@ -1,7 +1,9 @@
-//! The bytes of every vocabulary entry, the way back from bytes to ids, and the entries that hold a part of a character.
+//! The bytes of every vocabulary entry, the lookup from bytes to ids, and the entries that contain a part of a
+//! character.
 //!
-//! Byte-level BPE, exactly; SentencePiece pieces with byte fallback; for any other kind the entry's own text. Built
-//! once per tokenizer. Recorders lose or mangle the bytes of partial entries and of no others.
+//! Byte-level BPE is decoded exactly, SentencePiece pieces with byte fallback. For any other kind the bytes are the
+//! entry's own text. The tables are built once per tokenizer. Recorders lose or mangle the bytes of partial entries
+//! only.
 
 use foldhash::fast::RandomState;
 use hashbrown::hash_table::{Entry, HashTable};
@@ -9,14 +11,14 @@ use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher;
 use std::sync::LazyLock;
 
-/// How vocabulary entries spell bytes.
+/// How vocabulary entries represent bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Spelling {
     /// GPT-2's alphabet: one character for each byte.
     ByteLevel,
     /// `▁` for a space and `<0xE2>` for a byte.
     SentencePiece,
-    /// None of these: entries are taken as they are written, and byte ends come from the tokenizer's offsets.
+    /// Neither: entries are literal, and byte ends come from the tokenizer's offsets.
     Other,
 }
 
@@ -44,21 +46,21 @@ static BYTES: LazyLock<[Option<u8>; 324]> = LazyLock::new(|| {
     bytes
 });
 
-/// The bytes that `text` spells in GPT-2's alphabet, `None` where a character is not of it.
+/// Decodes `text` from GPT-2's alphabet. Returns `None` if a character is not in it.
 pub(super) fn glyphs_to_bytes(text: &str) -> Option<Vec<u8>> {
     text.chars().map(|glyph| BYTES.get(glyph as usize).copied().flatten()).collect()
 }
 
-/// `bytes` in GPT-2's alphabet.
+/// Encodes `bytes` in GPT-2's alphabet.
 pub(super) fn glyphs(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| GLYPHS[*byte as usize]).collect()
 }
 
-/// All entries' bytes, end to end.
+/// The bytes of all entries, concatenated.
 #[derive(Debug, Default)]
 pub(super) struct Pieces {
     bytes: Vec<u8>,
-    /// Start and end of each id's bytes; start is `u32::MAX` where the id is not in use.
+    /// Start and end of each id's bytes; start is `u32::MAX` if the id is unused.
     ranges: Vec<(u32, u32)>,
     /// Ordinary entries by their bytes.
     ids: HashTable<u32>,
@@ -69,7 +71,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Takes the ordinary vocabulary; added tokens come later. An id that two entries have is the error.
+    /// Adds the ordinary vocabulary; added tokens come later. Returns an id as the error if two entries have it.
     pub fn new(vocab: &HashMap<String, u32>, spelling: Spelling, is_added: impl Fn(u32) -> bool) -> Result<Self, u32> {
         let mut pieces = Self { ids: HashTable::with_capacity(vocab.len()), ..Self::default() };
         let mut entries: Vec<(&str, u32)> = vocab.iter().map(|(text, id)| (text.as_str(), *id)).collect();
@@ -89,12 +91,12 @@ impl Pieces {
         Ok(pieces)
     }
 
-    /// Makes `id` the entry of its bytes, another one only where it is `preferred`; gives back that other one.
+    /// Makes `id` the entry of its bytes, replacing another one only if `preferred`. Returns the other entry.
     fn own(&mut self, id: u32, preferred: bool) -> Option<u32> {
         let Self { bytes, ranges, ids, hasher, .. } = self;
-        let of = |id: u32| &bytes[ranges[id as usize].0 as usize..ranges[id as usize].1 as usize];
-        let hash = |id: &u32| hasher.hash_one(of(*id));
-        match ids.entry(hash(&id), |other| of(*other) == of(id), hash) {
+        let bytes_of = |id: u32| &bytes[ranges[id as usize].0 as usize..ranges[id as usize].1 as usize];
+        let hash = |id: &u32| hasher.hash_one(bytes_of(*id));
+        match ids.entry(hash(&id), |other| bytes_of(*other) == bytes_of(id), hash) {
             Entry::Occupied(mut entry) if preferred => Some(std::mem::replace(entry.get_mut(), id)),
             Entry::Occupied(entry) => Some(*entry.get()),
             Entry::Vacant(entry) => {
@@ -104,8 +106,8 @@ impl Pieces {
         }
     }
 
-    /// What [`Pieces::from_parts`] takes: all bytes; start and end of each id in them, one after another, ids that are
-    /// found by their bytes, shared ids.
+    /// Returns the arguments of [`Pieces::from_parts`]: all bytes, the start and end of each id in them, ids that are
+    /// found by their bytes, and shared ids.
     pub fn parts(&self) -> (&[u8], [Vec<u32>; 3]) {
         let sorted = |ids: &mut dyn Iterator<Item = &u32>| {
             let mut ids: Vec<u32> = ids.copied().collect();
@@ -116,19 +118,21 @@ impl Pieces {
         (&self.bytes, [ranges, sorted(&mut self.ids.iter()), sorted(&mut self.shared.iter())])
     }
 
-    /// The same again from its parts, `None` where they do not fit together.
+    /// Creates the same pieces from their parts, or returns `None` if the parts are inconsistent.
     pub fn from_parts(bytes: Vec<u8>, [ranges, ids, shared]: &[Vec<u32>; 3]) -> Option<Self> {
         let (ranges, odd) = ranges.as_chunks();
         let ranges: Vec<(u32, u32)> = ranges.iter().map(|[start, end]| (*start, *end)).collect();
-        let unused = |range: &(u32, u32)| range.0 == u32::MAX;
+        let is_unused = |range: &(u32, u32)| range.0 == u32::MAX;
         let fits = |range: &(u32, u32)| range.0 <= range.1 && range.1 as usize <= bytes.len();
-        let longest = ranges.iter().filter(|range| !unused(range)).map(|range| range.1.saturating_sub(range.0)).max();
-        let known = |id: &u32| ranges.get(*id as usize).is_some_and(|range| !unused(range));
-        let whole = ranges.iter().all(|range| unused(range) || fits(range)) && ids.iter().chain(shared).all(known);
+        let longest =
+            ranges.iter().filter(|range| !is_unused(range)).map(|range| range.1.saturating_sub(range.0)).max();
+        let is_used = |id: &u32| ranges.get(*id as usize).is_some_and(|range| !is_unused(range));
+        let is_consistent =
+            ranges.iter().all(|range| is_unused(range) || fits(range)) && ids.iter().chain(shared).all(is_used);
         let (longest, shared) = (longest.unwrap_or(0) as usize, shared.iter().copied().collect());
         let ids_by_bytes = HashTable::with_capacity(ids.len());
         let mut pieces = Self { bytes, ranges, ids: ids_by_bytes, longest, shared, ..Self::default() };
-        (whole && odd.is_empty() && ids.iter().all(|id| pieces.own(*id, false).is_none())).then_some(pieces)
+        (is_consistent && odd.is_empty() && ids.iter().all(|id| pieces.own(*id, false).is_none())).then_some(pieces)
     }
 
     /// Sets the bytes of an added token.
@@ -138,26 +142,28 @@ impl Pieces {
         self.shared.extend(other.into_iter().flat_map(|other| [other, id]));
     }
 
-    /// Notes entries that another one shows too, when its mark (`##` before it, `</w>` behind it) is taken off.
-    pub fn share_marked(&mut self, before: &str, behind: &str) {
-        let marked = |bytes: &&[u8]| bytes.starts_with(before.as_bytes()) && bytes.ends_with(behind.as_bytes());
-        let bare = |bytes: &[u8]| bytes.get(before.len()..bytes.len() - behind.len()).map(<[u8]>::to_vec);
-        let bared: Vec<_> = self.ids.iter().filter_map(|id| self.get(*id)).filter(marked).filter_map(bare).collect();
-        let shared: Vec<u32> = bared.iter().filter_map(|bytes| self.id(bytes)).collect();
+    /// Marks entries as shared if another entry shows the same text once its mark (`##` before it, `</w>` after it) is
+    /// removed.
+    pub fn share_marked(&mut self, prefix: &str, suffix: &str) {
+        let has_mark = |bytes: &&[u8]| bytes.starts_with(prefix.as_bytes()) && bytes.ends_with(suffix.as_bytes());
+        let without_mark = |bytes: &[u8]| bytes.get(prefix.len()..bytes.len() - suffix.len()).map(<[u8]>::to_vec);
+        let texts: Vec<_> =
+            self.ids.iter().filter_map(|id| self.get(*id)).filter(has_mark).filter_map(without_mark).collect();
+        let shared: Vec<u32> = texts.iter().filter_map(|bytes| self.id(bytes)).collect();
         self.shared.extend(shared);
     }
 
-    /// Whether the bytes of `id` may have been shown by another one.
+    /// Returns true if another id may show the bytes of `id`.
     pub fn is_shared(&self, id: u32) -> bool {
         self.shared.contains(&id)
     }
 
-    /// Whether any two ids show the same.
+    /// Returns true if any two ids show the same bytes.
     pub fn has_shared(&self) -> bool {
         !self.shared.is_empty()
     }
 
-    /// Whether some id below the size is not in use.
+    /// Returns true if some id below the size is unused.
     pub fn has_gaps(&self) -> bool {
         self.ranges.iter().any(|range| range.0 == u32::MAX)
     }
@@ -178,23 +184,23 @@ impl Pieces {
         self.bytes.get(start as usize..end as usize)
     }
 
-    /// The ordinary entry with exactly these bytes.
+    /// Returns the ordinary entry with exactly these bytes.
     pub fn id(&self, bytes: &[u8]) -> Option<u32> {
         self.ids.find(self.hasher.hash_one(bytes), |id| self.get(*id) == Some(bytes)).copied()
     }
 
-    /// One more than the largest id.
+    /// Returns one more than the largest id.
     pub fn size(&self) -> u32 {
         self.ranges.len() as u32
     }
 
-    /// Bytes of the longest entry.
+    /// Returns the number of bytes of the longest entry.
     pub fn longest(&self) -> usize {
         self.longest
     }
 }
 
-/// The bytes of an entry, and whether it is the preferred one among entries with the same bytes.
+/// Returns the bytes of an entry, and whether it is preferred among entries with the same bytes.
 fn spelled(text: &str, spelling: Spelling) -> (Vec<u8>, bool) {
     match spelling {
         Spelling::ByteLevel => match glyphs_to_bytes(text) {
@@ -209,20 +215,20 @@ fn spelled(text: &str, spelling: Spelling) -> (Vec<u8>, bool) {
     }
 }
 
-/// The byte of a fallback piece such as `<0xE2>`.
+/// Returns the byte of a fallback piece such as `<0xE2>`.
 fn fallback_byte(text: &str) -> Option<u8> {
     let code = text.strip_prefix("<0x")?.strip_suffix('>')?;
     (code.len() == 2).then(|| u8::from_str_radix(code, 16).ok()).flatten()
 }
 
-/// Entries whose bytes are not UTF-8, by their bytes and by what they decode to.
+/// Entries whose bytes are not UTF-8, by their bytes and by their lossy text.
 #[derive(Debug, Default)]
 pub struct Partial {
     /// Bytes and id, sorted by bytes.
     sorted: Vec<(Box<[u8]>, u32)>,
     /// Ids by lossy text.
     by_text: HashMap<Box<str>, Vec<u32>>,
-    /// Ids whose lossy text ends in U+FFFD: recorders that correct by context show nothing for them.
+    /// Ids whose lossy text ends in U+FFFD. Recorders that correct by context show nothing for them.
     open: Vec<u32>,
 }
 
@@ -244,19 +250,19 @@ impl Partial {
         partial
     }
 
-    /// Entries whose bytes begin with `prefix`.
+    /// Returns the entries whose bytes begin with `prefix`.
     pub fn beginning_with(&self, prefix: &[u8]) -> impl Iterator<Item = (&[u8], u32)> {
         let start = self.sorted.partition_point(|(bytes, _)| bytes.as_ref() < prefix);
-        let found = self.sorted[start..].iter().take_while(move |(bytes, _)| bytes.starts_with(prefix));
-        found.map(|(bytes, id)| (bytes.as_ref(), *id))
+        let entries = self.sorted[start..].iter().take_while(move |(bytes, _)| bytes.starts_with(prefix));
+        entries.map(|(bytes, id)| (bytes.as_ref(), *id))
     }
 
-    /// Entries that decode to `text`.
+    /// Returns the entries that decode to `text`.
     pub fn decoding_to(&self, text: &str) -> &[u32] {
         self.by_text.get(text).map_or(&[], Vec::as_slice)
     }
 
-    /// Entries that end inside a character, or in bytes that are none.
+    /// Returns the entries that end inside a character or in invalid bytes.
     pub fn open(&self) -> &[u32] {
         &self.open
     }
@@ -272,12 +278,12 @@ mod tests {
         assert_eq!(glyphs_to_bytes("Ċæĺ¯").unwrap(), "\n是".as_bytes());
         assert_eq!(glyphs_to_bytes("是"), None);
         assert_eq!(glyphs_to_bytes("a b"), None);
-        let all: String = GLYPHS.iter().collect();
-        assert_eq!(glyphs_to_bytes(&all).unwrap(), (0..=255).collect::<Vec<u8>>());
+        let alphabet: String = GLYPHS.iter().collect();
+        assert_eq!(glyphs_to_bytes(&alphabet).unwrap(), (0..=255).collect::<Vec<u8>>());
     }
 
     #[test]
-    fn what_two_entries_may_show_is_shared() {
+    fn entries_that_may_show_the_same_bytes_are_shared() {
         let vocab = [("ing", 1), ("##ing", 2), ("##ed", 3), ("play", 4), ("at</w>", 5), ("at", 6)];
         let vocab = vocab.map(|(t, i)| (t.to_owned(), i)).into();
         let mut pieces = Pieces::new(&vocab, Spelling::Other, |_| false).unwrap();
@@ -292,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_do_not_fit_together_are_none() {
+    fn inconsistent_parts_are_rejected() {
         let parts = |ranges: &[(u32, u32)], ids: &[u32], shared: &[u32]| {
             let ranges = ranges.iter().flat_map(|range| [range.0, range.1]).collect();
             Pieces::from_parts(b"abab".to_vec(), &[ranges, ids.to_vec(), shared.to_vec()])
@@ -330,8 +336,9 @@ mod partial_tests {
 
     #[test]
     fn entries_that_hold_a_part_of_a_character_are_found_by_bytes_and_by_text() {
-        // A whole word; two first bytes of "日" (E6 97 A5), alone and behind a space; its last; one that begins inside and
-        // ends whole; one that is broken inside.
+        // A complete word; two entries with the first two bytes of "日" (E6 97 A5), by themselves and after a space;
+        // its last byte; one that begins inside a character and ends after a complete one; one with an invalid byte
+        // inside.
         let entries: [(u32, &[u8]); 7] = [
             (5, b"day"),
             (4, b"\xE6\x97"),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 const TOKENS: Cost = Cost { token: 1.0, pair: 0.0, term: 0.0 };
 
-/// Branches of the given ids, placed with the given changes to a demand of one rank and one step.
+/// Places branches of the given ids, with changes to a demand of one rank and one step.
 fn placed(texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut Demand<'_>)) -> Result<Placed> {
     placed_in(&vec![0; trace.last().map_or(0, |&last| last as usize + 1)], texts, trace, change)
 }
@@ -40,14 +40,14 @@ fn of_lengths(lengths: &[usize]) -> Vec<Vec<i32>> {
 
 #[test]
 fn rows_are_filled_longest_first_by_best_fit() {
-    // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
+    // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (free space 4 < 5), 3 then 2 fill row 1.
     let placed = placed(&of_lengths(&[3, 6, 4, 5, 2]), &[0, 1, 2, 3, 4], |_| ()).unwrap();
     assert_eq!(placed.row, [1, 0, 0, 1, 1]);
     assert_eq!(placed.rows, [2]);
 }
 
 #[test]
-fn branches_of_a_trace_lie_in_one_row_when_it_is_taken_whole() {
+fn branches_of_a_whole_trace_are_in_one_row() {
     let whole = |demand: &mut Demand<'_>| (demand.token_budget, demand.whole_traces) = (9, true);
     let placed = placed(&of_lengths(&[3, 6, 4, 5]), &[0, 0, 1, 1], whole).unwrap();
     assert_eq!(placed.row, [0, 0, 1, 1]);
@@ -64,21 +64,21 @@ fn ranks_get_the_costliest_traces_in_turn() {
 }
 
 #[test]
-fn traces_without_a_step_or_a_length_lie_nowhere() {
+fn traces_without_a_step_or_a_length_are_not_placed() {
     let change = |demand: &mut Demand<'_>| (demand.length, demand.step) = (&[3, 0, 4], &[1, 0, -1]);
     let placed = placed(&of_lengths(&[3, 2, 4]), &[0, 1, 2], change).unwrap();
     assert_eq!(placed.rank, [0, -1, -1]);
     assert_eq!(placed.rows, [0, 1]);
 }
 
-// Two groups of two branches, 6 of 8 tokens alike.
+// Two groups of two branches, with 6 of 8 tokens in common.
 fn two_groups() -> Vec<Vec<i32>> {
     let branch = |stem: i32, tail: i32| [vec![stem; 6], vec![tail; 2]].concat();
     vec![branch(5, 1), branch(3, 1), branch(5, 2), branch(3, 2)]
 }
 
 #[test]
-fn branches_that_share_a_prefix_lie_in_one_row_that_counts_it_once() {
+fn branches_with_a_shared_prefix_are_in_one_row_that_counts_it_once() {
     let sharing = |demand: &mut Demand<'_>| demand.least_gain = Some(1.05);
     let out = placed(&two_groups(), &[0, 1, 2, 3], sharing).unwrap();
     assert_eq!((out.row, out.rows), (vec![1, 0, 1, 0], vec![2])); // rows of 10, filled by groups of 6 + 2 + 2
@@ -90,7 +90,7 @@ fn branches_that_share_a_prefix_lie_in_one_row_that_counts_it_once() {
 
 #[test]
 fn leaves_too_long_for_one_row_are_joined_by_what_shares_less() {
-    // Behind 4 tokens alike: 6 and 6, which begin with 4 more alike, take a row of 11 each, and each 1 more.
+    // After 4 common tokens: 6 and 6, with 4 more common tokens, need a row of 11 each, and each of the others 1 more.
     let units = [(10, 0), (10, 8), (5, 4), (5, 4)].map(|(tokens, shared)| Unit { tokens, shared });
     assert_eq!(rows_of(&units, 11, &mut BestFit::new(11)).1, 2);
 }
@@ -116,7 +116,7 @@ fn a_trace_that_fits_a_row_only_as_a_tree_is_shared_whatever_the_gain() {
 
 proptest! {
     #[test]
-    fn every_branch_lies_in_one_row_within_the_budget(
+    fn every_branch_is_in_one_row_within_the_budget(
         texts in prop::collection::vec((0usize..3, prop::collection::vec(0i32..2, 1..20), any::<bool>()), 1..60),
         ranks in 1usize..4, whole in any::<bool>(), share in any::<bool>(),
     ) {

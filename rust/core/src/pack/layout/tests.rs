@@ -1,4 +1,4 @@
-//! Rows worked out by hand.
+//! Rows computed by hand.
 
 use super::*;
 
@@ -57,8 +57,8 @@ fn a_row_that_does_not_exist_is_refused() {
     assert!(lay(TOKENS, plan(&[3, 2, 4], &[0, 1, 0], &[0, 0, 0], &[1]), 1).is_err());
 }
 
-// 0: 4 5 6 7 8, terms 6 7 8. 1: 4 5 6 7, term 7. 2: 4 5 6 9, terms 6 9. 3: 4 5 6 7 8 again, term 8, another
-// temperature, and 4: once more, as branch 0. In order: 1, 0, 3, 4, 2.
+// 0: 4 5 6 7 8, terms 6 7 8. 1: 4 5 6 7, term 7. 2: 4 5 6 9, terms 6 9. 3: 4 5 6 7 8 again, term 8, at another
+// temperature. 4: the same as branch 3. In order: 1, 0, 3, 4, 2.
 const FORKED: Tokens<'static> = Tokens {
     ids: &[4, 5, 6, 7, 8, 4, 5, 6, 7, 4, 5, 6, 9, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8],
     trainable: &[
@@ -76,7 +76,7 @@ const FORKED: Tokens<'static> = Tokens {
 fn a_row_that_does_not_share_holds_every_branch_whole_though_they_begin_alike() {
     let out = lay(FORKED, Plan { order: &[1, 0, 4, 2, 3], ..plan(&[5, 4, 4, 5, 5], &[0; 5], &[0; 5], &[1]) }, 1);
     let out = out.unwrap();
-    // Branches 1, 0, 3, 4, 2 from places 0, 4, 9, 14, 19 on.
+    // Branches 1, 0, 3, 4, 2 start at positions 0, 4, 9, 14, 19.
     assert_eq!(out.ids, [4, 5, 6, 7, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5, 6, 9]);
     assert_eq!(out.positions, [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3]);
     assert_eq!(out.tree_end[..9], [4, 4, 4, 4, 9, 9, 9, 9, 9]);
@@ -88,7 +88,7 @@ fn a_row_that_does_not_share_holds_every_branch_whole_though_they_begin_alike() 
 }
 
 #[test]
-fn each_step_shares_or_not_by_its_own_word() {
+fn each_step_shares_by_its_own_flag() {
     // Branches 1 and 0 in step 0, which shares; 3 and 4 in step 1, which does not.
     let steps = [0, 0, -1, 1, 1];
     let plan =

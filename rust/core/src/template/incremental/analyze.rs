@@ -1,47 +1,48 @@
-//! Finds the loops over the messages in which a render may go on where an earlier one of the same conversation stands.
+//! Finds the loops over messages in which a render may resume where an earlier render of the same conversation ended.
 //!
-//! A template is a program: what it wrote for the first messages of a longer conversation is what it writes for them in
-//! the longer one as long as nothing it read depends on what follows. What its source says of that is read here: loops that
-//! stand in no capture and ask for nothing but their place, and namespaces whose attributes can be put back. What can be
-//! known only while it runs is watched by `messages`. Loops that qualify get calls around their bodies, which stand where
-//! no text is, so that nothing is trimmed otherwise.
+//! A template is a program. Its output for the first messages of a conversation also begins the output for a longer
+//! conversation, as long as nothing it read depends on later messages. This module reads from the source what can be
+//! known there: loops that are in no capture and use only their position, and namespaces whose attributes can be
+//! restored. `messages` tracks what is only known at run time. Loops that qualify get calls around their bodies. The
+//! calls are placed where there is no text, so that trimming does not change.
 
 use crate::template::lexer::{Token, tag_parts, token_at};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// What a render needs to know to go on in a loop of this template.
+/// The facts that a render needs to resume in a loop of this template.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(in crate::template) struct Resumable {
-    /// For each loop, by its number, whether it asks what the next item is, or whether there is one.
+    /// For each loop, by number: whether it reads the next item or whether there is one.
     pub looks_ahead: Vec<bool>,
-    /// Attributes of namespaces that are assigned: what a loop leaves behind, beside its text.
+    /// Namespace attributes that are assigned: the state that a loop produces in addition to its text.
     pub attributes: Vec<(String, String)>,
     pub namespaces: Vec<String>,
     /// Other variables that are set outside loops.
     pub variables: Vec<String>,
-    /// Whether a macro may hold an earlier value of such a variable: it is set again, and a macro takes it from outside.
+    /// True if a macro may capture an earlier value of such a variable: the variable is set again, and a macro reads
+    /// it from outside.
     pub holds_earlier: bool,
 }
 
-/// A tag of the source that the engine gets.
+/// A tag of the source that the engine compiles.
 #[derive(Debug)]
 pub(in crate::template) struct Tag {
-    /// Where it stands there.
+    /// Its byte range in that source.
     pub at: Range<usize>,
-    /// What stood between its delimiters.
+    /// The text between its delimiters.
     pub inside: String,
-    /// `{% %}`, not `{{ }}`.
+    /// True for `{% %}`, false for `{{ }}`.
     pub is_statement: bool,
 }
 
-/// What is open at a tag.
+/// A block that is open at a tag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Open {
     If,
     Macro,
     Capture,
-    /// A loop, and its place among those that may qualify.
+    /// A loop, and its index among the candidates.
     Loop(Option<usize>),
 }
 
@@ -53,55 +54,57 @@ struct Candidate {
     qualifies: bool,
 }
 
-/// What the tags say, read one by one.
+/// State of the analysis, which reads the tags one by one.
 #[derive(Debug, Default)]
 struct Reading {
     open: Vec<Open>,
     loops: Vec<Candidate>,
     /// Names and attributes that are assigned: `namespace.attribute`.
     assigned: BTreeSet<(String, String)>,
-    /// Names that are set outside loops and macros, and how often; whether to a namespace.
+    /// Names that are set outside loops and macros, once for each assignment, and whether the value is a namespace.
     outer: Vec<(String, bool)>,
-    /// Names that are bound elsewhere: in loops, by macros, by `with`.
+    /// Names that are bound in loops, by macros or by `with`.
     inner: BTreeSet<String>,
-    /// Namespaces of one item or call, which are gone with it, and how many blocks are open where they are made.
+    /// Namespaces that exist for one item or call only, and the number of open blocks at their creation.
     local: Vec<(String, usize)>,
-    /// Names of the macro that is open, and those that macros take from outside.
+    /// Parameter names of the open macro, and names that macros read from outside.
     parameters: Vec<String>,
     captured: BTreeSet<String>,
 }
 
-/// The names that make a loop depend on how many items it has.
+/// Attributes that make a loop depend on its number of items.
 const OF_LENGTH: [&str; 4] = ["length", "revindex", "revindex0", "changed"];
 const OF_NEXT: [&str; 2] = ["last", "nextitem"];
 const OF_PLACE: [&str; 7] = ["index", "index0", "first", "depth", "depth0", "previtem", "cycle"];
 
-/// The template's loops, with the calls written into `source`; `None` where no render can go on in one.
+/// Returns the template's loops and inserts the calls into `source`. Returns `None` if no render can resume in a loop.
 pub(in crate::template) fn resumable(source: &mut String, tags: &[Tag]) -> Option<Resumable> {
     let mut reading = Reading::default();
     for (number, tag) in tags.iter().enumerate() {
         reading.tag(number, tag)?;
     }
-    let mut found = reading.told()?;
-    let loops: Vec<Candidate> = reading.loops.into_iter().filter(|each| each.qualifies && each.end > 0).collect();
+    let mut resumable = reading.resumable()?;
+    let loops: Vec<Candidate> =
+        reading.loops.into_iter().filter(|candidate| candidate.qualifies && candidate.end > 0).collect();
     if loops.is_empty() {
         return None;
     }
-    found.looks_ahead = loops.iter().map(|each| each.looks_ahead).collect();
+    resumable.looks_ahead = loops.iter().map(|candidate| candidate.looks_ahead).collect();
     let mut edits: Vec<(Range<usize>, String)> = Vec::new();
-    for (number, each) in loops.iter().enumerate() {
-        let head = &source[tags[each.head].at.clone()];
-        edits.push((tags[each.head].at.clone(), headed(head, number, &found.attributes)?));
-        edits.push((tags[each.end].at.clone(), ended(&source[tags[each.end].at.clone()])?));
+    for (number, candidate) in loops.iter().enumerate() {
+        let head = &source[tags[candidate.head].at.clone()];
+        edits.push((tags[candidate.head].at.clone(), headed(head, number, &resumable.attributes)?));
+        edits.push((tags[candidate.end].at.clone(), ended(&source[tags[candidate.end].at.clone()])?));
     }
     edits.sort_by_key(|(at, _)| std::cmp::Reverse(at.start));
     for (at, text) in edits {
         source.replace_range(at, &text);
     }
-    Some(found)
+    Some(resumable)
 }
 
-/// The head of loop `number`, which skips items, and puts attributes back before the first that is not skipped.
+/// Returns the head of loop `number`. The new head skips items and restores attributes before the first item that is
+/// not skipped.
 fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<String> {
     let (open, inside, close) = tag_parts(tag)?;
     let inside = inside.replacen("|__each", &format!("|__turns({number})"), 1);
@@ -109,14 +112,14 @@ fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<S
     if attributes.is_empty() {
         return Some(format!("{begins} {close}"));
     }
-    let put = |(at, (name, attribute)): (usize, &(String, String))| {
+    let restore = |(at, (name, attribute)): (usize, &(String, String))| {
         format!("{{% if __has({at}) %}}{{% set {name}.{attribute} = __kept({at}) %}}{{% endif %}}")
     };
-    let restored: String = attributes.iter().enumerate().map(put).collect();
+    let restored: String = attributes.iter().enumerate().map(restore).collect();
     Some(format!("{begins} %}}{{% if __restores() %}}{restored}{{% endif {close}"))
 }
 
-/// The end of a loop.
+/// Returns the end of a loop.
 fn ended(tag: &str) -> Option<String> {
     let (open, _, close) = tag_parts(tag)?;
     Some(format!("{open} endif %}}{{% endfor %}}{{% set __end = __ended() {close}"))
@@ -130,8 +133,8 @@ impl Reading {
         }
         self.loop_variables(&tokens)?;
         if self.depth().1 {
-            let taken = names(&tokens).into_iter().filter(|name| !self.parameters.contains(name));
-            self.captured.extend(taken);
+            let outside_names = names(&tokens).into_iter().filter(|name| !self.parameters.contains(name));
+            self.captured.extend(outside_names);
         }
         if !tag.is_statement {
             return Some(());
@@ -179,13 +182,13 @@ impl Reading {
                 self.open.pop()?;
             }
             "continue" | "raw" | "endraw" => {}
-            // A loop that is left, another template: nothing that is known of.
+            // Leaving a loop early, or including another template, cannot be analyzed.
             _ => return None,
         }
         Some(())
     }
 
-    /// How many loops are open, and whether a macro is.
+    /// Returns the number of open loops, and whether a macro is open.
     fn depth(&self) -> (usize, bool) {
         let loops = self.open.iter().filter(|open| matches!(open, Open::Loop(_))).count();
         (loops, self.open.contains(&Open::Macro))
@@ -198,7 +201,7 @@ impl Reading {
         let items = tokens.get(at + 1..).unwrap_or_default();
         let plain = match items {
             [Token::Name(_)] => true,
-            [Token::Name(_), Token::Sign("["), rest @ ..] => rest.contains(&Token::Sign(":")),
+            [Token::Name(_), Token::Sign("["), tail @ ..] => tail.contains(&Token::Sign(":")),
             _ => false,
         };
         let words = items.iter().any(|token| matches!(token, Token::Name("if" | "recursive" | "else")));
@@ -209,14 +212,14 @@ impl Reading {
         self.open.push(Open::Loop(candidate));
     }
 
-    /// `loop.attribute` wherever it stands; `loop` for itself could be asked anything.
+    /// Checks every use of `loop.attribute`. `loop` by itself could be used in any way and rules out resuming.
     fn loop_variables(&mut self, tokens: &[Token<'_>]) -> Option<()> {
         for (at, _) in tokens.iter().enumerate().filter(|(_, token)| **token == Token::Name("loop")) {
             let (Some(Token::Sign(".")), Some(Token::Name(attribute))) = (tokens.get(at + 1), tokens.get(at + 2))
             else {
                 return None;
             };
-            // The loop of a caller is none of a macro's.
+            // The loop of a caller is not visible in a macro.
             let inmost = self.open.iter().rev().find(|open| matches!(open, Open::Loop(_) | Open::Macro));
             let Some(Open::Loop(candidate)) = inmost else { return None };
             let Some(candidate) = candidate.filter(|_| self.depth() == (1, false)) else { continue };
@@ -254,33 +257,37 @@ impl Reading {
         }
     }
 
-    /// What was read, if every attribute that is assigned is one of a namespace that has one name alone.
-    fn told(&self) -> Option<Resumable> {
-        let set_to = |namespace: bool| -> BTreeSet<String> {
-            self.outer.iter().filter(|(_, is)| *is == namespace).map(|(name, _)| name.clone()).collect()
+    /// Returns the result if every assigned attribute belongs to a namespace with a single name.
+    fn resumable(&self) -> Option<Resumable> {
+        let set_with = |namespace: bool| -> BTreeSet<String> {
+            self.outer
+                .iter()
+                .filter(|(_, is_namespace)| *is_namespace == namespace)
+                .map(|(name, _)| name.clone())
+                .collect()
         };
-        let (namespaces, variables) = (set_to(true), set_to(false));
-        let has_others = namespaces.iter().any(|name| self.inner.contains(name));
-        if has_others || self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {
+        let (namespaces, variables) = (set_with(true), set_with(false));
+        let is_rebound = namespaces.iter().any(|name| self.inner.contains(name));
+        if is_rebound || self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {
             return None;
         }
         let attributes = self.assigned.iter().cloned().collect();
-        let again = |name: &String| self.outer.iter().filter(|(outer, _)| outer == name).count() > 1;
-        let holds_earlier = self.captured.iter().any(again);
+        let is_set_again = |name: &String| self.outer.iter().filter(|(outer, _)| outer == name).count() > 1;
+        let holds_earlier = self.captured.iter().any(is_set_again);
         let (namespaces, variables) = (namespaces.into_iter().collect(), variables.into_iter().collect());
         Some(Resumable { looks_ahead: Vec::new(), attributes, namespaces, variables, holds_earlier })
     }
 }
 
 fn tokens(inside: &str) -> Vec<Token<'_>> {
-    let mut all = Vec::new();
+    let mut tokens = Vec::new();
     let mut at = 0;
     loop {
         let (token, end) = token_at(inside, at);
         if token == Token::End {
-            return all;
+            return tokens;
         }
-        all.push(token);
+        tokens.push(token);
         at = end;
     }
 }

@@ -1,8 +1,9 @@
-//! The message list of a run: what the run reads of it is watched, and where a loop over it stands is noted.
+//! The message list of a run. It tracks which messages the run reads, and records the state of each loop over them.
 //!
-//! A run that goes on from an earlier one skips the items whose text stands there. What it must know is kept for the
-//! beginning of each item: how much text there was, the attributes of namespaces, how far messages were read, what had
-//! been spent. Whether a run may go on is decided here, from that; `analyze` says what the source allows.
+//! A run that resumes an earlier one skips the items whose text already exists. For this, the state at the beginning
+//! of each item is stored: the length of the text, the attributes of namespaces, the messages read so far, and the
+//! cost so far. This module decides from that state whether a run may resume; `analyze` determines what the source
+//! allows.
 
 use super::analyze::Resumable;
 use crate::template::{limits, python_ops};
@@ -12,52 +13,52 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::sync::Arc;
 
-/// How far a run has looked at the messages.
+/// The messages that a run has read so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::template) struct Seen {
-    /// Whether it asked how many there are, or went through them.
+    /// True if it used the number of messages or iterated over all of them.
     pub all: bool,
-    /// One past the last that it read.
+    /// One past the last message that it read.
     pub read: usize,
 }
 
-/// A place in a loop: the beginning of an item, or the end behind the last one.
+/// A position in a loop: the beginning of an item, or the end after the last one.
 #[derive(Debug, Clone, Default)]
 pub(in crate::template) struct Place {
-    /// Bytes of text before it.
+    /// Bytes of text before the position.
     pub text: usize,
-    /// Values of the attributes that are assigned.
+    /// Values of the assigned attributes.
     kept: Vec<Value>,
-    /// What the loop had looked at.
+    /// Messages that the loop had read.
     seen: Seen,
     fuel: u64,
     spent: usize,
 }
 
-/// A loop over messages, as it ran.
+/// The record of a loop over messages.
 #[derive(Debug, Clone)]
 pub(in crate::template) struct Ran {
     /// The loop's number in the template.
     pub number: usize,
-    /// The message that it began with.
+    /// The index of its first message.
     first: usize,
-    /// Bytes of text before it.
+    /// Bytes of text before the loop.
     pub before: usize,
-    /// What had been looked at before it.
+    /// Messages that had been read before the loop.
     seen: Seen,
-    /// Variables and namespaces as it began.
+    /// Variables and namespaces at the start of the loop.
     entry: Vec<Value>,
-    /// One for each item, and one for the end.
+    /// One position for each item, and one for the end.
     pub places: Vec<Place>,
 }
 
-/// Where a run goes on.
+/// The position at which a run resumes.
 #[derive(Debug, Clone)]
 struct Goal {
     ran: Ran,
-    /// Items that are skipped.
+    /// Number of items to skip.
     skip: usize,
-    /// Messages that are those of the earlier run.
+    /// Number of leading messages that are equal to those of the earlier run.
     common: usize,
 }
 
@@ -66,13 +67,13 @@ struct Goal {
 struct Run {
     plan: Option<Arc<Resumable>>,
     goal: Option<Goal>,
-    /// Whether the goal's loop was met, and items of it skipped.
+    /// True once the goal's loop was reached and its items are skipped.
     skips: bool,
-    /// Items of the loop so far.
+    /// Number of items of the loop so far.
     items: usize,
     inside: bool,
     ran: Vec<Ran>,
-    /// What is added to what this run counts, once it has skipped: bytes of text, fuel, bytes spent.
+    /// Amounts added to the counters of this run after it skipped items: bytes of text, fuel, bytes spent.
     shift: usize,
     fuel: u64,
     spent: usize,
@@ -84,19 +85,19 @@ thread_local! {
     static WRITTEN: Cell<usize> = const { Cell::new(0) };
 }
 
-/// What a run has written and noted.
+/// The records of a run.
 #[derive(Debug)]
 pub(in crate::template) struct Outcome {
-    /// The loops that it ran, in order.
+    /// The loops that ran, in order.
     pub ran: Vec<Ran>,
-    /// The number of the loop in which it skipped items, and how many.
+    /// The number of the loop in which items were skipped, and how many were.
     pub skipped: Option<(usize, usize)>,
-    /// What it would have spent without skipping, beside what it did.
+    /// Additional cost that the run would have had without skipping.
     pub fuel: u64,
     pub spent: usize,
 }
 
-/// The text of a run, whose length the run can ask for.
+/// The text of a run. The run can query its length.
 #[derive(Debug, Default)]
 pub(in crate::template) struct Text(Vec<u8>);
 
@@ -118,7 +119,7 @@ impl io::Write for Text {
     }
 }
 
-/// Begins a run that is noted, and goes on where `earlier` allows it: the first `common` of `count` messages are its own.
+/// Starts a recorded run. It resumes `earlier` if possible; the first `common` of `count` messages are equal in both.
 pub(in crate::template) fn begin(plan: &Arc<Resumable>, earlier: Option<&[Ran]>, common: usize, count: usize) {
     let goal = earlier.and_then(|ran| goal(plan, ran, common, count));
     RUN.set(Run { plan: Some(Arc::clone(plan)), goal, ..Run::default() });
@@ -126,7 +127,7 @@ pub(in crate::template) fn begin(plan: &Arc<Resumable>, earlier: Option<&[Ran]>,
     WRITTEN.set(0);
 }
 
-/// Forgets a run that was noted and did not end: a panic may have left it.
+/// Discards a recorded run that did not end, for example because of a panic.
 pub(in crate::template) fn forget() {
     RUN.take();
 }
@@ -138,21 +139,21 @@ pub(in crate::template) fn end() -> Outcome {
     Outcome { ran, skipped: goal.filter(|_| skips).map(|goal| (goal.ran.number, goal.skip)), fuel, spent }
 }
 
-/// The loop with the most text, and how many of its items may be skipped.
+/// Chooses the loop with the most text, and the number of its items that may be skipped.
 fn goal(plan: &Resumable, ran: &[Ran], common: usize, count: usize) -> Option<Goal> {
     let length = |ran: &Ran| ran.places.last().map_or(0, |place| place.text) - ran.before;
     let ran = ran.iter().max_by_key(|ran| length(ran))?;
     let ahead = usize::from(plan.looks_ahead[ran.number]);
-    // An item is left to run, so that what the loop leaves behind is what this run made.
-    let most = common.saturating_sub(ran.first + ahead).min(count.saturating_sub(ran.first + 1));
-    // What a place had seen holds for all behind it.
-    let fits = |place: &Place| !place.seen.all && place.seen.read <= common;
-    let fitting = ran.places.iter().take_while(|place| fits(place)).count();
-    let skip = most.min(fitting.saturating_sub(1));
+    // At least one item must run, so that this run produces the state after the loop.
+    let limit = common.saturating_sub(ran.first + ahead).min(count.saturating_sub(ran.first + 1));
+    // A position's reads include those of all earlier positions.
+    let is_valid = |place: &Place| !place.seen.all && place.seen.read <= common;
+    let valid_count = ran.places.iter().take_while(|place| is_valid(place)).count();
+    let skip = limit.min(valid_count.saturating_sub(1));
     (skip > 0).then(|| Goal { ran: ran.clone(), skip, common })
 }
 
-/// The messages of a call as a template has them: a list that notes what is read of it.
+/// The messages of a call as a template sees them: a list that tracks which messages are read.
 #[derive(Debug)]
 pub(in crate::template) struct Messages {
     all: Arc<[Value]>,
@@ -164,7 +165,7 @@ impl Messages {
         Value::from_object(Self { all, first: 0 })
     }
 
-    /// `value[start:]`, where `value` is the messages: nothing is looked at yet.
+    /// Returns `value[start:]` if `value` is the messages. This reads no message yet.
     pub fn from(value: &Value, start: usize) -> Option<Value> {
         let messages = value.downcast_object_ref::<Self>()?;
         Some(Value::from_object(Self { all: Arc::clone(&messages.all), first: messages.first.saturating_add(start) }))
@@ -202,14 +203,14 @@ impl Object for Messages {
     }
 
     fn is_true(self: &Arc<Self>) -> bool {
-        // Whether there is a message behind the first ones that are there: as good as having read it.
+        // Checking for a message after `first` counts as reading it.
         let seen = SEEN.get();
         SEEN.set(Seen { read: seen.read.max(self.first + 1), ..seen });
         !self.items().is_empty()
     }
 }
 
-/// The messages under a loop, whose length only the loop asks for.
+/// The messages that a loop iterates over. Only the loop uses their length.
 #[derive(Debug)]
 struct Items(Messages);
 
@@ -223,7 +224,7 @@ impl Object for Items {
     }
 }
 
-/// `items|__turns(number)`: what a loop runs over.
+/// Implements `items|__turns(number)`: returns the items of a loop.
 pub(in crate::template) fn turns(state: &mut State, items: Value, number: usize) -> Result<Value, Error> {
     let Some(messages) = items.downcast_object_ref::<Messages>() else { return python_ops::each(items) };
     limits::work(4 + messages.items().len())?;
@@ -232,9 +233,9 @@ pub(in crate::template) fn turns(state: &mut State, items: Value, number: usize)
         let seen = SEEN.replace(Seen::default());
         let entry = entry(&plan, state);
         run.skips |= run.goal.as_ref().is_some_and(|goal| {
-            let trusted = !goal.ran.seen.all && goal.ran.seen.read <= goal.common;
-            let same = || !plan.holds_earlier && alike_all(&entry, &goal.ran.entry);
-            goal.ran.number == number && goal.ran.first == messages.first && (trusted || same())
+            let independent = !goal.ran.seen.all && goal.ran.seen.read <= goal.common;
+            let same_entry = || !plan.holds_earlier && alike_all(&entry, &goal.ran.entry);
+            goal.ran.number == number && goal.ran.first == messages.first && (independent || same_entry())
         });
         run.items = 0;
         run.inside = true;
@@ -244,17 +245,17 @@ pub(in crate::template) fn turns(state: &mut State, items: Value, number: usize)
     Ok(Value::from_object(Items(Messages { all: Arc::clone(&messages.all), first: messages.first })))
 }
 
-/// Whether attributes are put back here: the item that has begun is the first that is not skipped.
+/// Returns true if attributes are restored here: the current item is the first that is not skipped.
 pub(in crate::template) fn restores() -> bool {
     RUN.with_borrow(|run| run.skips_now().is_some_and(|skipped| skipped + 1 == run.items))
 }
 
-/// Whether attribute `at` had a value there.
+/// Returns true if attribute `at` had a value at the position to resume from.
 pub(in crate::template) fn has(at: usize) -> bool {
     !kept(at).is_undefined()
 }
 
-/// The value that attribute `at` had there.
+/// Returns the value of attribute `at` at the position to resume from.
 pub(in crate::template) fn kept(at: usize) -> Value {
     RUN.with_borrow(|run| run.goal.as_ref().and_then(|goal| goal.place()?.kept.get(at).cloned()).unwrap_or_default())
 }
@@ -266,13 +267,13 @@ impl Goal {
 }
 
 impl Run {
-    /// How many items are skipped in the loop that runs.
+    /// Returns the number of items to skip in the current loop.
     fn skips_now(&self) -> Option<usize> {
         let goal = self.goal.as_ref().filter(|_| self.skips && self.inside)?;
         (self.ran.last()?.number == goal.ran.number).then_some(goal.skip)
     }
 
-    /// Notes where the loop stands.
+    /// Records the current position of the loop.
     fn note(&mut self, state: &State) {
         let (Some(plan), Some(ran)) = (&self.plan, self.ran.last_mut()) else { return };
         let (fuel, spent) = counts(state);
@@ -283,7 +284,7 @@ impl Run {
         ran.places.push(Place { text, kept: kept.collect(), seen: SEEN.get(), fuel, spent });
     }
 
-    /// Takes over what the earlier run noted up to the item that begins.
+    /// Copies the positions that the earlier run recorded up to the current item.
     fn take_over(&mut self, state: &State) {
         let (Some(goal), Some(ran)) = (&self.goal, self.ran.last_mut()) else { return };
         let Some(place) = goal.place() else { return };
@@ -295,12 +296,12 @@ impl Run {
     }
 }
 
-/// Fuel and bytes that the run has spent.
+/// Returns the fuel and bytes that the run has spent.
 fn counts(state: &State) -> (u64, usize) {
     (state.fuel_levels().map_or(0, |(consumed, _)| consumed), limits::spent_bytes())
 }
 
-/// Whether the item that begins is run; it is skipped where its text stands already.
+/// Returns true if the current item must run. It is skipped if its text already exists.
 pub(in crate::template) fn begins(state: &State) -> bool {
     RUN.with_borrow_mut(|run| {
         if run.plan.is_none() || !run.inside {
@@ -322,34 +323,34 @@ pub(in crate::template) fn ended(state: &State) {
         if run.plan.is_some() && run.inside {
             run.note(state);
             run.inside = false;
-            // What comes behind it may know all messages.
+            // Code after the loop may depend on all messages.
             note_all();
         }
     });
 }
 
-/// Values of variables and namespaces as a loop begins.
+/// Returns the values of variables and namespaces at the start of a loop.
 fn entry(plan: &Resumable, state: &State) -> Vec<Value> {
-    let mut all: Vec<Value> = plan.variables.iter().map(|name| state.lookup(name).unwrap_or_default()).collect();
+    let mut values: Vec<Value> = plan.variables.iter().map(|name| state.lookup(name).unwrap_or_default()).collect();
     for name in &plan.namespaces {
         let Some(namespace) = state.lookup(name) else { continue };
         for key in namespace.try_iter().into_iter().flatten() {
-            all.push(namespace.get_item(&key).unwrap_or_default());
-            all.push(key);
+            values.push(namespace.get_item(&key).unwrap_or_default());
+            values.push(key);
         }
     }
-    all
+    values
 }
 
 fn alike_all(one: &[Value], other: &[Value]) -> bool {
-    let mut left = 256;
-    one.len() == other.len() && one.iter().zip(other).all(|(one, other)| alike(one, other, &mut left))
+    let mut budget = 256;
+    first.len() == second.len() && first.iter().zip(second).all(|(first, second)| alike(first, second, &mut budget))
 }
 
-/// Whether a template cannot tell the values apart; false where that takes more than a look.
-fn alike(one: &Value, other: &Value, left: &mut usize) -> bool {
-    let Some(less) = left.checked_sub(1) else { return false };
-    *left = less;
+/// Returns true if a template cannot distinguish the values. Returns false if the comparison would be too long.
+fn alike(one: &Value, other: &Value, budget: &mut usize) -> bool {
+    let Some(remaining) = budget.checked_sub(1) else { return false };
+    *budget = remaining;
     if one.kind() != other.kind() || one.is_safe() != other.is_safe() || one.is_tuple() != other.is_tuple() {
         return false;
     }
@@ -361,7 +362,7 @@ fn alike(one: &Value, other: &Value, left: &mut usize) -> bool {
         ValueKind::Seq if messages(one).is_some() || messages(other).is_some() => messages(one) == messages(other),
         ValueKind::Seq if one.len() == other.len() => {
             let pairs = one.try_iter().into_iter().flatten().zip(other.try_iter().into_iter().flatten());
-            pairs.into_iter().all(|(one, other)| alike(&one, &other, left))
+            pairs.into_iter().all(|(one, other)| alike(&one, &other, budget))
         }
         _ => false,
     }
@@ -372,7 +373,7 @@ thread_local! {
     static SKIPPED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Items that runs of this thread have skipped since this was last asked.
+/// Returns the number of items that runs of this thread skipped since the last call.
 #[cfg(test)]
 pub(in crate::template) fn skipped() -> usize {
     SKIPPED.take()

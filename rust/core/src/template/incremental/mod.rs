@@ -1,7 +1,8 @@
-//! Incremental renders: a run of the template goes on from the last one of its conversation, as far as that is proven.
+//! Incremental renders: a run of the template resumes the last run of its conversation if the result is provably the
+//! same.
 //!
-//! A run skips what it wrote for earlier messages where `messages` can tell that it would write the same; its text is put
-//! together here. What cannot be told is run whole.
+//! A run skips its output for earlier messages if `messages` can show that it would be the same. This module joins the
+//! text of both runs. Otherwise the template runs completely.
 
 pub(super) mod analyze;
 pub(super) mod messages;
@@ -17,7 +18,8 @@ use session::{Earlier, Slot};
 use std::sync::Arc;
 
 impl Template {
-    /// A run that goes on from the last one of its slot, as far as it can; it stays in the slot. One with marks is watched.
+    /// Runs the template, resuming the last run of the slot if possible, and stores the run in the slot. A run with
+    /// marks is watched.
     pub(super) fn run_on<'s>(
         &self,
         call: &Call<'_, '_>,
@@ -40,15 +42,16 @@ impl Template {
         let context = call.variables(messages::Messages::value(values), tools, alphabet);
         let run = |context: Value, earlier: Option<&Earlier>| {
             messages::begin(plan, earlier.map(|earlier| earlier.ran.as_slice()), common, count);
-            // What a run noticed in the items that are skipped, it would notice again: nothing is left to watch for.
-            let before = earlier.is_some_and(|earlier| earlier.noticed);
-            watch::begin(if before { 0 } else { marks });
+            // Comparisons that were noticed in skipped items would be noticed again, so there is nothing left to watch
+            // for.
+            let noticed_before = earlier.is_some_and(|earlier| earlier.noticed);
+            watch::begin(if noticed_before { 0 } else { marks });
             let written = environment::render_noted(&self.env, context, call.size);
-            let noticed = watch::end() || before;
+            let noticed = watch::end() || noticed_before;
             (written, messages::end(), noticed)
         };
         if let Some(earlier) = earlier.filter(|_| common > 0) {
-            // What fails on the way is told as a run of its own tells it.
+            // On an error the template runs again from the start, so that the error is the one of a complete run.
             if let (Ok(written), outcome, noticed) = run(context.clone(), Some(&earlier))
                 && let Some(earlier) = joined(&written, earlier, outcome)
             {
@@ -61,22 +64,22 @@ impl Template {
     }
 }
 
-/// The run that went on from an earlier one, with its whole text; `None` where a run of its own could say otherwise.
+/// Joins a resumed run with the earlier one. Returns `None` if a complete run could produce another text.
 fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<Earlier> {
     let text = written.text.written()?;
     let Some((number, skipped)) = outcome.skipped else {
         return Some(Earlier { ran: outcome.ran, text: text.to_owned(), ..Earlier::default() });
     };
     let ran = earlier.ran.iter().find(|ran| ran.number == number)?;
-    let (before, until) = (ran.before, ran.places.get(skipped)?.text);
-    let within = outcome.fuel <= written.fuel_left && outcome.spent <= written.bytes_left;
-    // More of what repeats before the loop would begin alike.
-    let begins = outcome.ran.iter().find(|ran| ran.number == number)?.before == before;
-    let same = begins && text.as_bytes().get(..before) == earlier.text.as_bytes().get(..before);
-    if !within || !same {
+    let (before, kept_bytes) = (ran.before, ran.places.get(skipped)?.text);
+    let in_budget = outcome.fuel <= written.fuel_left && outcome.spent <= written.bytes_left;
+    // The text before the loop must be as long and equal: with more repeated text, only a prefix could match.
+    let same_length = outcome.ran.iter().find(|ran| ran.number == number)?.before == before;
+    let same_prefix = same_length && text.as_bytes().get(..before) == earlier.text.as_bytes().get(..before);
+    if !in_budget || !same_prefix {
         return None;
     }
-    earlier.text.truncate(until);
+    earlier.text.truncate(kept_bytes);
     earlier.text.push_str(text.get(before..)?);
-    Some(Earlier { ran: outcome.ran, kept: until, ..earlier })
+    Some(Earlier { ran: outcome.ran, kept: kept_bytes, ..earlier })
 }

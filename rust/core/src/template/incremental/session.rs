@@ -1,6 +1,7 @@
-//! What is kept of a conversation that is rendered turn by turn: its messages as values, and the runs of the template.
+//! The cached state of a conversation that is rendered turn by turn: its messages as values, and the runs of the
+//! template.
 //!
-//! Messages are compared, and those that are the same keep their values. `incremental` goes on from the runs.
+//! Messages are compared with the earlier ones, and equal ones keep their values. `incremental` resumes from the runs.
 
 #[cfg(test)]
 mod tests;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 /// The renders of one conversation, with and without marks.
 #[derive(Debug, Default)]
 pub struct Session<'a> {
-    /// Number of the template, and what else a render depends on beside the messages.
+    /// Number of the template, and everything else that a render depends on except the messages.
     pub(in crate::template) template: u64,
     pub(in crate::template) key: Vec<u8>,
     pub(in crate::template) conversation: Conversation<'a>,
@@ -26,7 +27,8 @@ pub struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Takes in the messages of a call, and returns how many of them were there; `key` is what else the render depends on.
+    /// Updates the session to the messages of a call and returns how many leading messages are unchanged. `key` is
+    /// everything else that the render depends on.
     pub(in crate::template) fn follow(
         &mut self,
         (template, rules): (u64, Rules),
@@ -47,10 +49,10 @@ impl<'a> Session<'a> {
     }
 }
 
-/// One for each way to render a conversation.
+/// One slot for each way to render a conversation.
 #[derive(Debug, Default)]
 pub(in crate::template) struct Slots {
-    /// Without marks: null keys left out, or kept.
+    /// Without marks: null keys dropped, or kept.
     plain: [Slot; 2],
     /// With marks, in three ways.
     marked: [Slot; 3],
@@ -65,7 +67,7 @@ impl Slots {
         &mut self.plain[usize::from(keep_null)]
     }
 
-    /// The slot of a selection of all messages.
+    /// Returns the slot of a selection that includes all messages.
     pub fn marked(&mut self, selection: Selection) -> Option<&mut Slot> {
         let at =
             [Selection::Outside, Selection::AssistantInside, Selection::Inside].iter().position(|s| *s == selection)?;
@@ -82,7 +84,7 @@ pub(in crate::template) struct Slot {
     /// Tags of the schemas and of all messages so far.
     pub tags: Vec<Tag>,
     ends: Vec<End>,
-    /// How many messages of the last run are those of this one.
+    /// Number of leading messages that the last run shares with the current one.
     pub common: usize,
     pub earlier: Option<Earlier>,
 }
@@ -92,39 +94,39 @@ pub(in crate::template) struct Slot {
 pub(in crate::template) struct Marked {
     pub values: Arc<[Value]>,
     pub noted: Noted,
-    /// Bytes and seams that were gone over.
+    /// Number of bytes and seams that were processed.
     pub passed: usize,
 }
 
-/// What the marks of a message end with.
+/// State of the marker after the marks of a message.
 #[derive(Debug, Clone, Copy)]
 struct End {
     tags: usize,
     noted: Noted,
 }
 
-/// A run, with its whole text.
+/// A run with its complete text.
 #[derive(Debug, Default)]
 pub(in crate::template) struct Earlier {
     pub ran: Vec<Ran>,
     pub text: String,
-    /// Whether it may have told a marked string from a plain one.
+    /// True if the run may have distinguished a marked string from a plain one.
     pub noticed: bool,
-    /// Bytes of its text that are those of the run before.
+    /// Number of leading bytes of its text that come from the previous run.
     pub kept: usize,
-    /// The text without marks, of this run or the one before.
+    /// The text without marks, of this run or the previous one.
     pub stripped: Stripped,
 }
 
 impl Slot {
-    /// Values of all messages without marks.
+    /// Returns the values of all messages without marks.
     pub fn plain(&mut self, conversation: &Conversation<'_>, keep_null: bool) -> Arc<[Value]> {
         self.values.truncate(self.common);
         self.values.extend((self.values.len()..conversation.len()).map(|at| conversation.value(at, keep_null, None)));
         self.values.as_slice().into()
     }
 
-    /// Values of all messages with marks.
+    /// Returns the values of all messages with marks.
     pub fn marked(
         &mut self,
         (conversation, keep_null): (&Conversation<'_>, bool),

@@ -1,4 +1,4 @@
-//! A session renders what a render of its own does, whatever was rendered before.
+//! A session must render the same text as a separate render, regardless of earlier renders.
 
 use super::Session;
 use crate::template::conversation::Conversation;
@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Numbers that look like any others.
+/// A generator of pseudo-random numbers.
 struct Draw(u64);
 
 impl Draw {
@@ -62,10 +62,11 @@ fn shown(result: crate::error::Result<Rendered>) -> Result<Rendered, String> {
     result.map_err(|error| error.to_string())
 }
 
-/// Renders a conversation that grows, is cut and rewritten, in a session and alone; returns how many items were skipped.
+/// Renders a conversation that grows, is truncated and rewritten, in a session and separately. Returns the number of
+/// skipped items.
 fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> usize {
     let Ok(template) = Template::compile(source, tokens) else { return 0 };
-    let alone = Template::compile(source, tokens).unwrap();
+    let separate = Template::compile(source, tokens).unwrap();
     let mut draw = Draw(seed);
     let tools = [
         None,
@@ -74,7 +75,7 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> usize {
     ];
     let tools = tools[draw.below(2)].clone();
     let kwargs = Map::from_iter([("strftime_now".to_owned(), json!("2025-03-07"))]);
-    // Versions of the conversation, which all live as long as the session.
+    // Versions of the conversation, which must all live as long as the session.
     let mut versions: Vec<Vec<Value>> = vec![Vec::new()];
     for _ in 0..12 {
         let mut next = versions.last().unwrap().clone();
@@ -85,7 +86,7 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> usize {
             let at = draw.below(next.len());
             next[at] = draw.message(at, seed.is_multiple_of(3));
         }
-        let more = draw.below(4).max(usize::from(next.is_empty()));
+        let added = draw.below(4).max(usize::from(next.is_empty()));
         (0..more).for_each(|_| next.push(draw.message(next.len(), seed.is_multiple_of(3))));
         versions.push(next);
     }
@@ -94,15 +95,15 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> usize {
     for messages in &versions[1..] {
         let messages: Vec<&Value> = messages.iter().collect();
         let prompt = draw.below(6) > 0;
-        let found = shown(template.render_next(&mut session, &messages, tools.as_ref(), prompt, &kwargs));
-        let expected = shown(alone.render(&messages, tools.as_ref(), prompt, &kwargs));
-        assert_eq!(found, expected, "seed {seed}\n{source}\n{messages:?}");
+        let result = shown(template.render_next(&mut session, &messages, tools.as_ref(), prompt, &kwargs));
+        let expected = shown(separate.render(&messages, tools.as_ref(), prompt, &kwargs));
+        assert_eq!(result, expected, "seed {seed}\n{source}\n{messages:?}");
         skipped += messages::skipped();
     }
     skipped
 }
 
-/// Loops whose text for a message may depend on what came before, and that are gone on in.
+/// Templates in which a run can resume although the text for a message may depend on earlier messages.
 const GONE_ON: [&str; 18] = [
     "{% for m in messages[::-1] %}J{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}",
     "{% set n = namespace(rest=messages[1:], a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{{ n.a }}{{ m.role }}{% endfor %}",
@@ -124,7 +125,8 @@ const GONE_ON: [&str; 18] = [
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% for k in m %}{{ k }}{{ loop.last }}{% endfor %}{% endfor %}{{ raise_exception('tool') if messages[-1].role == 'tool' }}",
 ];
 
-/// Loops whose text for a message may depend on what comes later, or on what is not known.
+/// Templates in which a run cannot resume: the text for a message may depend on later messages or on something
+/// unknown.
 const WHOLE: [&str; 8] = [
     "{% for m in messages %}{{ m.role }}{{ loop.length }}{% endfor %}",
     "{% for m in messages %}{{ m.role }}{{ messages|length }}{% endfor %}",
@@ -140,20 +142,20 @@ const WHOLE: [&str; 8] = [
 fn a_session_renders_what_a_render_of_its_own_does() {
     let mut wrong = Vec::new();
     let templates = GONE_ON.map(|source| (source, true)).into_iter().chain(WHOLE.map(|source| (source, false)));
-    for (source, goes_on) in templates {
+    for (source, resumes) in templates {
         let skipped: usize = (0..40).map(|seed| law(source, seed, &[])).sum();
-        wrong.extend(((skipped > 0) != goes_on).then(|| format!("{skipped}: {source}")));
+        wrong.extend(((skipped > 0) != resumes).then(|| format!("{skipped}: {source}")));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Files below `folder` with this ending.
-fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+/// Collects the files below `folder` with this ending.
+fn files(folder: &Path, ending: &str, matches: &mut Vec<PathBuf>) {
     for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
         if path.is_dir() {
-            files(&path, ending, found);
+            files(&path, ending, matches);
         } else if path.to_string_lossy().ends_with(ending) {
-            found.push(path);
+            matches.push(path);
         }
     }
 }
@@ -161,25 +163,25 @@ fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
 #[test]
 fn real_templates_render_in_a_session_what_they_render_alone() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
-    let mut found = Vec::new();
+    let mut templates = Vec::new();
     for up in [root.clone(), root.join("..")] {
-        files(&up.join("shared/data/templates"), ".jinja", &mut found);
+        files(&up.join("shared/data/templates"), ".jinja", &mut templates);
     }
     let tokens = ["bos_token", "eos_token"].map(|name| (name.to_owned(), format!("<{name}>")));
-    let goes_on = |path: &&PathBuf| {
+    let resumes = |path: &&PathBuf| {
         let source = std::fs::read_to_string(path).unwrap();
         (0..4).map(|seed| law(&source, seed, &tokens)).sum::<usize>() > 0
     };
-    let going_on = found.iter().filter(goes_on).count();
-    println!("{going_on} of {} templates go on", found.len());
-    assert!(found.is_empty() || 2 * going_on > found.len());
+    let resumed = templates.iter().filter(resumes).count();
+    println!("{resumed} of {} templates go on", templates.len());
+    assert!(templates.is_empty() || 2 * resumed > templates.len());
 }
 
 #[test]
 fn what_closes_or_parts_no_block_is_refused_by_the_engine() {
     for source in ["{% else %}", "{% elif a %}", "{% endfor %}", "{% endif %}{% for m in messages %}{% endfor %}"] {
-        let refused = Template::compile(source, &[]).unwrap_err().to_string();
-        assert!(!refused.contains("fault"), "{refused}");
+        let message = Template::compile(source, &[]).unwrap_err().to_string();
+        assert!(!message.contains("fault"), "{message}");
     }
 }
 
@@ -189,7 +191,7 @@ fn a_run_that_did_not_end_is_forgotten() {
     let template = Template::compile(source, &[]).unwrap();
     let message = |content: &str| json!({"role": "user", "content": content});
     let (a, b) = (message("a"), message("b"));
-    // As a panic leaves it: within the loop, and not ended.
+    // Simulates a panic: the run is inside the loop and did not end.
     messages::begin(template.resumable.as_ref().unwrap(), None, 0, 2);
     let values = Conversation::new(&[&a, &b], Rules::default()).unwrap();
     let values: Vec<_> = (0..2).map(|at| values.value(at, false, None)).collect();
@@ -203,7 +205,7 @@ fn a_run_that_did_not_end_is_forgotten() {
 fn values_are_tested_and_written_as_python_does() {
     let message = json!({"role": "user", "x": {"k": "longer"}});
     for (source, expected) in [
-        ("{{ 9007199254740993 > 9007199254740992 }}", "True"), // alike as floats
+        ("{{ 9007199254740993 > 9007199254740992 }}", "True"), // equal as floats
         ("{{ (1e308 * 10 - 1e308 * 10)|tojson }}", "NaN"),
         ("{{ 'a' is sequence }}{{ [] is sequence }}{{ 1 is sequence }}", "TrueTrueFalse"),
         ("{{ 1 is ne 2 }}{{ 1 is ne 1 }}", "TrueFalse"),
@@ -238,7 +240,7 @@ fn spans_are_exact_where_a_string_comes_back_whole() {
 fn work_is_charged_for_values_and_for_every_sixteen_bytes_searched() {
     limits::open();
     limits::start(Size { messages: 1, bytes: 0 });
-    assert_eq!(limits::text_bytes(&vec![1, 2].into()).unwrap(), 8 * 3); // the list and what it holds
+    assert_eq!(limits::text_bytes(&vec![1, 2].into()).unwrap(), 8 * 3); // the list and its items
     let search = || assert!(provenance::search(&"a".repeat(160), &[(0, Field::Content, "b")], &[]).unwrap().is_empty());
     assert_eq!(limits::paid_by(search), 4 + 160 / 16);
 }
