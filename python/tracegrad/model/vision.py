@@ -170,8 +170,8 @@ def _positions(body: Any, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         rows, columns = height // merge, width // merge
         if rows * columns != len(tokens) or tokens[-1] - tokens[0] != len(tokens) - 1:
             raise ArgumentError(
-                f"a picture has {len(tokens)} ids and {rows} x {columns} features. Its place in the prompt is not that of "
-                "this model. Align the traces with the model that is trained."
+                f"a picture has {len(tokens)} ids and {rows} x {columns} features. Its place in the prompt is not that "
+                "of this model. Align the traces with the model that is trained."
             )
         first, last = int(tokens[0]), int(tokens[-1])
         start = depth[first] - offset[first]
