@@ -1,4 +1,4 @@
-"""Types of the compiled core. Arrays are numpy; shapes use the letters of DESIGN.md."""
+"""Types of the compiled Rust core. Arrays are numpy arrays; letters of shapes are those of DESIGN.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -33,7 +33,7 @@ class ArgumentError(TracegradError): ...
 
 # traces
 Line = int | tuple[int, int]
-"""A line, or a line with the number of the record where several may stand on it."""
+"""A line, or a line with the number of the record if a line may have several."""
 
 def sampling_options() -> list[tuple[str, list[str], list[float] | None]]: ...
 def sampling_option_is_off(name: str, value: str) -> bool: ...
@@ -49,10 +49,16 @@ class Traces:
     def decode(records: list[bytes], name: str, first: Line, format: str) -> tuple[Traces, dict[str, Any]]: ...
     @staticmethod
     def plain(records: list[bytes], keys: list[bytes]) -> list[bool]:
-        """Whether each record is read as it stands: all of it that was sampled, and none of the keys is in it."""
+        """Return whether each record can be read unchanged: its last message was sampled, and it has none of the keys.
+
+        None of its choices may be left out, and a sampled message must follow another one.
+        """
 
     def open(self, names: list[str] | None = None) -> list[int]:
-        """The traces that go on behind what was sampled last; with names, where an answer may stand beside."""
+        """Return the traces with messages after the last sampled turn.
+
+        With names, return only those that may have an answer under one of these names, and those without sampled turns.
+        """
 
     @staticmethod
     def compose(rows: list[list[Any]], name: str, first: Line, format: str) -> tuple[Traces, dict[str, Any]]: ...
@@ -72,17 +78,16 @@ class Traces:
     def generations(self, index: int) -> list[dict[str, Any]]: ...
     def reward_column(self) -> NDArray[np.float32]: ...
     def columns(self) -> dict[str, Any]:
-        """One entry per generation of every trace, G in all, in order.
+        """Return columns with one entry for each of the G generations of all traces, in order.
 
-        [G] int64: trace, turn, tokens (listed), ids, prompt_ids, logprobs (their entries, -1 where there are none),
-        rendered (1 where the prompt is what the template makes of the messages), missing, invalid, logprob_kind (0
-        unknown, 1 raw, 2 processed), version (-1 unknown), context (messages), content_bytes (of string content, U+FFFD
-        counted as one; -1 where it is none), system (1 where the context begins with such a message), stop_id (-1
-        none), stop_text (0, 1), left_out (bits of what a request leaves out: 1 temperature, 2 top_p, 4 it is one to a
-        server that takes the rest from generation_config.json). [G] float64, NaN unknown: temperature, top_p,
-        cumulative_logprob. sampling: G times the other options by name, or None. finish_reason: G strings, "" unsaid.
-        flat_logprobs: float32, end to end. prompt_head: [2 G] int32, the first two prompt ids, -1
-        where there are none.
+        [G] int64: trace, turn, tokens (listed), ids, prompt_ids, logprobs (numbers of entries, -1 if there are none),
+        rendered (1 if the prompt is the rendered messages), missing, invalid, logprob_kind (0 unknown, 1 raw, 2
+        processed), version (-1 unknown), context (messages), content_bytes (of string content, U+FFFD counted as one;
+        -1 if it is not a string), system (1 if the context starts with a system message), stop_id (-1 none), stop_text
+        (0, 1), left_out (bits: 1 the request has no temperature, 2 no top_p, 4 the server reads missing options from
+        generation_config.json). [G] float64, NaN unknown: temperature, top_p, cumulative_logprob. sampling: for each
+        generation the other options by name, or None. finish_reason: G strings, "" unknown. flat_logprobs: float32,
+        concatenated. prompt_head: [2 G] int32, the first two prompt ids, -1 if there are none.
         """
 
 class TraceReader:
@@ -107,7 +112,10 @@ class TraceReader:
     def report(self) -> dict[str, Any]: ...
 
 class Frames:
-    """The zstd frames of a file from a byte on: the traces of each, and its length; None where it is not whole yet."""
+    """Iterates over the zstd frames of a file, from a byte offset.
+
+    `next` returns the traces of a frame and its length, or None if the frame is incomplete.
+    """
 
     def __new__(cls, path: str, start: int, most: int) -> Frames: ...
     def next(self) -> tuple[Traces, int] | None: ...
@@ -120,8 +128,10 @@ class TraceWriter:
 
 # template
 class Template:
-    """A chat template; messages, tools and kwargs are plain objects or their JSON text. Renders to (text, start, end,
-    message, field, generation, exact_provenance)."""
+    """A chat template. Messages, tools and kwargs are plain objects or their JSON text.
+
+    `render` returns (text, start, end, message, field, generation, exact_provenance).
+    """
 
     def __new__(cls, source: str, special_tokens: list[tuple[str, str]]) -> Template: ...
     @property
@@ -131,7 +141,7 @@ class Template:
 
 # tokenizer
 class Tokenizer:
-    """A tokenizer.json with its chat template and end-of-sequence ids. Frozen, shared between threads."""
+    """A tokenizer.json with its chat template and end-of-sequence ids. Immutable; threads can share it."""
 
     @staticmethod
     def from_dir(
@@ -172,7 +182,7 @@ class Tokenizer:
     ) -> NDArray[np.int32]: ...
 
 class Conversation:
-    """Messages of which some were sampled, with the ids that were."""
+    """A conversation with the ids of its sampled messages."""
 
     def __init__(self, tokenizer: Tokenizer, messages: _Messages, tools: _Tools, kwargs: _Kwargs) -> None: ...
     def append(self, messages: Sequence[Mapping[str, Any]]) -> None: ...
@@ -203,7 +213,7 @@ def align_traces(
 ) -> dict[str, Any]: ...
 def recover_ids(traces: Traces, tokenizer: Tokenizer) -> dict[str, Any]: ...
 
-# pictures
+# images
 def pictures_of(traces: Traces) -> tuple[bytes, list[int], list[int], list[str]]: ...
 def picture_bytes(traces: Traces, digest: bytes) -> bytes: ...
 def picture_digest(file: bytes) -> bytes: ...
@@ -219,11 +229,11 @@ def correct_terms(
     missing: str,
     all_reduce: Callable[[NDArray[np.float64], str], NDArray[np.float64]] | None,
 ) -> tuple[NDArray[np.floating], NDArray[np.bool_], list[NDArray[np.floating] | float], dict[str, float]]:
-    """Weight and keep of each position, the scale of each reduction, sums and extrema over all ranks.
+    """Return weight and keep of each position, the scale of each reduction, and metrics over all ranks.
 
-    Columns, all flat: old, rollout, ref, advantages (float32 or float64, all alike, or None), mask (bool or None),
-    trace, turn, group, group_terms, group_traces (int32 or int64, by position or by row of `width`; all but trace may
-    be None), positions, width, totals (terms, traces, groups, or None).
+    Columns, all flat: old, rollout, ref, advantages (float32 or float64, all the same, or None), mask (bool or None),
+    trace, turn, group, group_terms, group_traces (int32 or int64, by position or by row of `width`; all except trace
+    may be None), positions, width, totals (terms, traces, groups, or None).
     """
 
 # pack
@@ -238,7 +248,7 @@ def pack_measure(
     shared: bool,
     too_long: str,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """Length [N] and terms [N] of each branch, terms lost [R], traces that were too long."""
+    """Return length [N] and trained tokens [N] of each branch, lost trained tokens [R], and the too long traces."""
 
 def pack_place(
     ids: NDArray[np.int32],
@@ -253,8 +263,11 @@ def pack_place(
     cost: tuple[float, float, float],
     least_gain: float | None,
 ) -> list[NDArray[Any]]:
-    """Rank, row and order [N] of each branch (-1: none), rows and load [steps * ranks]; per step whether prefixes are
-    shared, whether a trace needs it, tokens without and with it, the ratio of the costs."""
+    """Return rank, row and order [N] of each branch (-1: none), rows and load [steps * ranks].
+
+    Then, for each step: whether prefixes are shared, whether a trace needs it, tokens without and with shared prefixes,
+    and the ratio of the costs.
+    """
 
 def pack_lay(
     ids: NDArray[np.int32],
@@ -269,10 +282,10 @@ def pack_lay(
     shared: NDArray[np.bool_],
     multiple: int,
 ) -> list[NDArray[Any]]:
-    """ids, positions, tree_end, cu_tokens, read, target, inv_temperature, row, term, cu_heads, cu_row_terms,
-    cu_rows, origin, branch, cu_terms of one rank; the type `Layout` of the core says what each is."""
+    """Return ids, positions, tree_end, cu_tokens, read, target, inv_temperature, row, term, cu_heads, cu_row_terms,
+    cu_rows, origin, branch, cu_terms of one rank; the core's type `Layout` documents them."""
 
 def pack_gather(
     origin: NDArray[np.int64], branch: NDArray[np.int32], of_tokens: list[NDArray[Any]], of_branches: list[NDArray[Any]]
 ) -> list[NDArray[Any]]:
-    """For each column the values of the terms' tokens, or of their branches."""
+    """Return for each column the values at the trained tokens, or at their branches."""

@@ -139,8 +139,8 @@ def test_a_cap_on_logits_is_found_where_ordinary_logits_do_not_reach_it():
 
 def test_a_model_is_compared_once_for_each_length_it_meets(monkeypatch):
     model, runs = model_of("qwen3"), []
-    compared = verify._compared
-    monkeypatch.setattr(verify, "_compared", lambda *how: runs.append(how[2]) or compared(*how))
+    compared = verify._compare
+    monkeypatch.setattr(verify, "_compare", lambda *how: runs.append(how[2]) or compared(*how))
     for longest in (0, 0, 100, 90, 0):
         taken(model, case(longest=longest), True)
     assert runs == [40, 64, 185]  # 42 and 133 tokens: the next power of two, or all that the row holds

@@ -1,1 +1,1 @@
-"""Align recorded traces with a tokenizer: every token gets one source, and what does not fit is reported."""
+"""Align recorded traces with a tokenizer: each token gets one source, and mismatches are reported."""

@@ -1,4 +1,4 @@
-"""Align recorded traces with a tokenizer: `align` makes `Sequences`, `recover_ids` only the sampled ids."""
+"""Align recorded traces with a tokenizer: `align` returns `Sequences`, `recover_ids` only the sampled ids."""
 
 import json
 from collections.abc import Mapping
@@ -22,17 +22,17 @@ from tracegrad.images.spans import offsets
 
 @dataclass(frozen=True)
 class Recovered:
-    """The sampled tokens of G generations, end to end. S tokens.
+    """The S sampled tokens of G generations, concatenated.
 
     Args:
-        ids: [S] int32, -1 where the record does not determine the id.
+        ids: [S] int32, -1 if the record does not determine the id.
         tier: [S] uint8, index into `codes.TIERS`.
-        logprobs: [S] float32, nats, NaN where not recorded.
-        cu_tokens: [G+1] int64: generation g is tokens cu_tokens[g]:cu_tokens[g+1]; empty where the record lists no
-            tokens, or those of another tokenizer.
+        logprobs: [S] float32, nats, NaN if not recorded.
+        cu_tokens: [G+1] int64: generation g is tokens cu_tokens[g]:cu_tokens[g+1]. It is empty if the record lists no
+            tokens, or tokens of another tokenizer.
         trace: [G] int32, row of the trace.
-        turn: [G] int32, generation of its trace.
-        reason: [S] uint8, index into `Drift.reasons`: why the id is not known, 0 where it is.
+        turn: [G] int32, index of the generation in its trace.
+        reason: [S] uint8, index into `Drift.reasons`: the reason why the id is unknown, 0 if it is known.
     """
 
     ids: NDArray[np.int32]
@@ -48,12 +48,15 @@ class Recovered:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """[S] bool: where the id is known."""
+        """[S] bool: whether the id is known."""
         return self.ids >= 0
 
 
 def recover_ids(traces: Traces, tokenizer: Tokenizer) -> Recovered:
-    """The ids that each generation's record determines by ids, bytes, texts and count; never a guess."""
+    """Return the ids that the record of each generation determines by its ids, bytes, texts and token count.
+
+    No id is guessed.
+    """
     return Recovered(**_core.recover_ids(traces.core, tokenizer._core))
 
 
@@ -73,44 +76,45 @@ def align(
     on_error: str = "raise",
     pictures: Rule | None = None,
 ) -> Sequences:
-    """Recorded traces to the ids the trainer will use: sampled ids are the data, the template supplies the rest.
+    """Convert recorded traces to the ids of the trainer. Sampled ids are kept, and the template supplies other ids.
 
     Args:
-        traces: what `read` gave, or one of them.
+        traces: the result of `read`, or one trace of it.
         tokenizer: of the model that will be trained.
-        mode: "splice" keeps the sampled ids; "align" takes those of the rendered conversation, each with the logprob of
-            the sampled token that it is. For trainers that render again.
-        merge: in align mode, what a rendered token gets that is several sampled ones: "mask" nothing, "sum" the sum of
-            their logprobs, which is the probability of one way to write it.
-        strict: in align mode, mask what follows the first token of a turn that is not the sampled one: the policy saw
-            other ids there.
-        lenient: go on after an id that cannot be known, with the canonical tokens of its text, untrained and counted.
+        mode: "splice" keeps the sampled ids. "align" uses the ids of the rendered conversation, each with the logprob
+            of the sampled token that it equals; it is for trainers that render the conversation again.
+        merge: in align mode, the logprob of a rendered token that equals several sampled tokens: "mask" for none, "sum"
+            for the sum of their logprobs, which is the probability of one way to write it.
+        strict: in align mode, mask all tokens of a turn after the first one that differs from the sampled token,
+            because the policy saw other ids there.
+        lenient: after an unknown id, continue with the canonical tokens of its text, untrained and counted.
         text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
-        assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, where their
-            number is that of the logprobs (tiers T4 and T5): often the sampled ones, not known to be.
-        logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
-        sampling_defaults: what the servers took if a request leaves a sampling option out, such as
-            {"temperature": 0.6, "top_k": 20}; None: temperature 1 and nothing else. `sampling.model_defaults` reads it
-            from a model's generation_config.json.
-        server_profile: which server rendered the prompts that are not recorded as ids: "vllm", "sglang", "llama.cpp",
-            "tgi" or "openai". Each does something else to a request before its template gets it. None takes the server
-            that the record names, else vLLM. `drift.server_profiles` counts the traces of each.
+        assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, if their
+            number equals the number of logprobs (tiers T4 and T5). They are often, but not certainly, the sampled ones.
+        logprob_kind: the kind of the logprobs ("raw", "processed", "unknown"); it overrides the records.
+        sampling_defaults: the servers' values of sampling options that a request leaves out, such as
+            {"temperature": 0.6, "top_k": 20}; None: temperature 1 and no other option. `sampling.model_defaults` reads
+            them from a model's generation_config.json.
+        server_profile: the server that rendered the prompts that are not recorded as ids: "vllm", "sglang",
+            "llama.cpp", "tgi" or "openai". Each changes a request differently before its template gets it. None uses
+            the server that the record names, else vLLM. `drift.server_profiles` counts the traces of each.
         on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
-        pictures: how the model writes pictures in ids; None takes what the folder of the tokenizer says. What was
-            sampled behind a picture that has no place in the ids is held.
+        pictures: the rule by which the model writes images as ids; None reads it from the folder of the tokenizer.
+            Tokens sampled after an image without placeholder ids are not trained.
 
     Returns:
-        Sequences; `drift` says where records and template differ. Spliced, a turn with a gap in its tokens is not
-        trained, nor what stands behind it or behind a turn whose tool call is not among its tokens.
+        Sequences; `drift` lists the mismatches between records and template. In splice mode, a turn with a gap in its
+        tokens and all later tokens of its branch are not trained. The same holds for all tokens after a turn whose tool
+        call is not among its tokens.
 
     Raises:
         AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
-        ArgumentError: if an argument is none of its values.
+        ArgumentError: if an argument has an invalid value.
     """
     _validation.instance(traces, "traces", (Traces, Trace), "Pass what read() gave.")
     _validation.instance(tokenizer, "tokenizer", Tokenizer, "Pass Tokenizer.from_pretrained(directory).")
-    named = {"strict": strict, "lenient": lenient, "text_only": text_only, "assume_canonical": assume_canonical}
-    for name, value in named.items():
+    flags = {"strict": strict, "lenient": lenient, "text_only": text_only, "assume_canonical": assume_canonical}
+    for name, value in flags.items():
         _validation.flag(value, name)
     _validation.one_of(on_error, "on_error", ("raise", "skip"))
     _validation.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
@@ -119,7 +123,7 @@ def align(
     core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
     table = Pictures.of_records(core)
     rule = (pictures or _rule(tokenizer)) if len(table) else None
-    found = _core.align_traces(
+    fields = _core.align_traces(
         core,
         tokenizer._core,
         lenient=lenient,
@@ -131,38 +135,41 @@ def align(
         logprob_kind=logprob_kind,
         server=server_profile,
         skip_errors=on_error == "skip",
-        rule=rule and _told(rule, table),
+        rule=rule and _rule_for_core(rule, table),
         sampling_defaults=_defaults(sampling_defaults),
     )
-    placed = found.pop("images")
-    columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}
+    spans = fields.pop("images")
+    columns = {name[6:]: fields.pop(name) for name in list(fields) if name.startswith("drift_")}
     drift = Drift(
         **{**columns, "reason": columns["reason"].astype(np.uint8), "detail": tuple(columns["detail"])},
-        recorded=found.pop("recorded"),
-        exact=found.pop("exact"),
-        errors=tuple(found.pop("errors")),
-        left_out=tuple(found.pop("left_out")),
-        server_profiles=found.pop("servers"),
+        recorded=fields.pop("recorded"),
+        exact=fields.pop("exact"),
+        errors=tuple(fields.pop("errors")),
+        left_out=tuple(fields.pop("left_out")),
+        server_profiles=fields.pop("servers"),
     )
     if mode == "splice":
-        found["trainable"] = found["trainable"] & ~untrained(core, tokenizer, drift, found)
-    names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
-    found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
-    parts = found.pop("extras").items()
-    extras = {name: of.reshape(-1, *shape) if shape else Ragged(at, of) for name, (shape, at, of) in parts}
-    images = _images(placed, rule, table) if rule and placed else None
-    return Sequences(**found, **names, drift=drift, extras=extras, images=images)
+        fields["trainable"] = fields["trainable"] & ~untrained(core, tokenizer, drift, fields)
+    names: dict[str, Any] = {name: tuple(fields.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
+    fields["rewards"] = fields["rewards"].reshape(-1, len(names["reward_names"]))
+    extra_columns = fields.pop("extras").items()
+    extras = {
+        name: values.reshape(-1, *shape) if shape else Ragged(row_offsets, values)
+        for name, (shape, row_offsets, values) in extra_columns
+    }
+    images = _images(spans, rule, table) if rule and spans else None
+    return Sequences(**fields, **names, drift=drift, extras=extras, images=images)
 
 
-def _told(rule: Rule, table: Pictures) -> tuple[int, list[int], dict[tuple[int, int], list[int]]]:
-    """What the core is told of pictures: their id, ids that stand around it, and what stands for each size."""
+def _rule_for_core(rule: Rule, table: Pictures) -> tuple[int, list[int], dict[tuple[int, int], list[int]]]:
+    """Return the image rule for the core: the placeholder id, ids around it, and the ids of each image size."""
     expansions = rule.expansions(table.width, table.height)
-    around = {*rule.frames, *(each for ids in expansions.values() for each in ids)}
-    return rule.pad, sorted(around), expansions
+    frame_ids = {*rule.frames, *(id_ for ids in expansions.values() for id_ in ids)}
+    return rule.pad, sorted(frame_ids), expansions
 
 
 def _defaults(sampling_defaults: Mapping[str, Any] | None) -> str | None:
-    """The options as JSON; None if there are none."""
+    """Return the options as JSON; None if there are none."""
     if sampling_defaults is None:
         return None
     _validation.instance(sampling_defaults, "sampling_defaults", Mapping, "Pass a mapping of options.")
@@ -176,14 +183,14 @@ def _rule(tokenizer: Tokenizer) -> Rule | None:
     return Rule.of(tokenizer.folder) if tokenizer.folder else None
 
 
-def _images(placed: dict[str, Any], rule: Rule, table: Pictures) -> Images:
+def _images(spans: dict[str, Any], rule: Rule, table: Pictures) -> Images:
     row = {digest.tobytes(): number for number, digest in enumerate(table.digest)}
-    used = np.array([row[digest.tobytes()] for digest in placed["digest"].reshape(-1, 32)], np.int64)
+    used = np.array([row[digest.tobytes()] for digest in spans["digest"].reshape(-1, 32)], np.int64)
     return Images(
-        cu_images=offsets(placed["counts"]),
-        cu_features=offsets(placed["features"]),
-        at=placed["at"],
-        picture=placed["picture"],
+        cu_images=offsets(spans["counts"]),
+        cu_features=offsets(spans["features"]),
+        at=spans["at"],
+        picture=spans["picture"],
         rule=rule,
         pictures=table.take(used),
     )

@@ -1,7 +1,6 @@
-"""A conversation while it is played: the ids of its next prompt, in which every sampled id stands as it was drawn.
+"""Build the prompt ids of a multi-turn conversation, and keep every sampled id unchanged.
 
-The splice is `align`'s, so that what is played with these prompts aligns to one branch. No server is asked here;
-`rollout.tokens` does.
+It splices ids as `align` does, so that a trajectory with these prompts aligns to one branch. It calls no server.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ from tracegrad.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Fork:
-    """A prompt that the template wrote anew: the ids before it, sampled ones among them, are not in it.
+    """A prompt that was rendered and tokenised from scratch, so it does not start with the previous ids.
 
     Args:
-        turn: how many turns had been sampled before it.
+        turn: number of turns sampled before it.
         reason: as in `Sequences.drift`, such as "R10 think_stripped".
-        detail: what was found.
+        detail: a description of the mismatch.
     """
 
     turn: int
@@ -32,25 +31,25 @@ class Fork:
 
 
 class Conversation:
-    """Messages of which some were sampled, each with its ids; gives the ids after which the next is sampled.
+    """A conversation with sampled and other messages. It returns the prompt ids of the next turn.
 
-    A prompt is the ids of the one before, the ids that were sampled, and the text that the template writes from there
-    to the next turn of the assistant, tokenised. No sampled id is tokenised again, however its text would be. A stop
-    token that was sampled stays; where none was (cut by length), the template's is added. Where the template does not
-    keep what was sampled (it drops earlier thoughts, or shows another text than was drawn), the prompt is the whole
-    conversation tokenised anew, and `forks` says why: `align` opens a branch there too.
+    A prompt consists of the previous prompt's ids, the sampled ids, and the tokens of the text that the template writes
+    up to the next assistant turn. Sampled ids are never tokenised again. A sampled stop token is kept; if there is none
+    (the turn was cut by length), the template's stop token is added. If the template does not keep the sampled text
+    (it drops earlier thoughts, or renders other text), the full conversation is tokenised from scratch. `forks` lists
+    the reasons. `align` starts a new branch there too.
 
     Args:
         tokenizer: of the model that samples, with its chat template.
-        messages: before the first turn; text alone.
+        messages: the messages before the first turn; text only.
         tools: JSON schemas.
         kwargs: further template variables, such as `enable_thinking=False`.
 
     Raises:
-        ArgumentError: for messages that JSON cannot say, or that hold pictures, sound or video.
+        ArgumentError: for messages that JSON cannot represent, or that contain images, audio or video.
 
-    Source: as TRL 1.16 and prime-rl's renderers splice, with the template's own text of the whole conversation in
-    place of a dummy's, so that any template can be asked.
+    Source: TRL 1.16 and prime-rl's renderers splice in the same way. tracegrad renders the full conversation instead of
+    a dummy one, so that it works with any template.
 
     >>> tokenizer = Tokenizer.from_pretrained("examples/quickstart/model")
     >>> talk = Conversation(tokenizer, [{"role": "user", "content": "2+2?"}])
@@ -73,58 +72,58 @@ class Conversation:
                 f"tokenizer is a {type(tokenizer).__name__}. Ids are its own. Pass tracegrad.Tokenizer's."
             )
         self._tokenizer = tokenizer
-        self._messages: list[Any] = _listed(messages, "messages")
-        schemas = None if tools is None else _listed(tools, "tools")
+        self._messages: list[Any] = _as_list(messages, "messages")
+        schemas = None if tools is None else _as_list(tools, "tools")
         self._core = _core.Conversation(tokenizer._core, self._messages, schemas, kwargs)
 
     def append(self, said: ArrayLike | Sequence[Message] | Message, message: Message | None = None) -> "Conversation":
-        """Adds what was said; returns itself. What is refused changes nothing.
+        """Add a sampled turn or other messages, and return the conversation. An error leaves it unchanged.
 
         Args:
-            said: the ids that were sampled after `prompt_ids()`, [T] integers, as drawn and with their stop token; or
-                messages that were not sampled.
-            message: the assistant message that servers' parsers made of the ids; by default their text as content,
-                without the special tokens at its end.
+            said: the ids [T] sampled after `prompt_ids()`, unchanged and with their stop token; or messages that were
+                not sampled.
+            message: the assistant message that the server parsed from the ids. The default has the text of the ids as
+                content, without the special tokens at its end.
 
         Raises:
-            ArgumentError: for an id that the model does not have, with its turn and token; a message that is not an
-                assistant's; as for the class.
-            TemplateError: as for `prompt_ids`, where ids are added.
+            ArgumentError: for an id that the model does not have, with its turn and token; for a sampled message that
+                is not an assistant message; for messages that the class rejects.
+            TemplateError: as for `prompt_ids`, if ids are added.
         """
-        if message is None and not _holds_ids(said):
-            messages = _listed([said] if isinstance(said, Mapping) else said, "messages")
+        if message is None and not _is_ids(said):
+            messages = _as_list([said] if isinstance(said, Mapping) else said, "messages")
             self._core.append(messages)
             self._messages += messages
             return self
         ids = _validation.integers(said, "ids")
-        message = self._shown(ids) if message is None else message
+        message = self._message_of(ids) if message is None else message
         self._core.append_sampled(ids, message)
         self._messages.append(message)
         return self
 
     def prompt_ids(self) -> NDArray[np.int32]:
-        """The ids after which the next turn is sampled, [T] int32.
+        """Return the prompt ids of the next turn, [T] int32.
 
         Raises:
-            TemplateError: if the template raises, fails, or does not end, with the turn.
+            TemplateError: if the template raises, fails, or does not terminate; the error names the turn.
         """
         return self._core.prompt_ids()
 
     @property
     def messages(self) -> list[Message]:
-        """All messages in order, those that were sampled among them."""
+        """All messages in order, sampled ones included."""
         return list(self._messages)
 
     @property
     def forks(self) -> tuple[Fork, ...]:
-        """Where the template did not keep what was sampled, up to the last prompt that was asked for."""
+        """The prompts in which the template did not keep sampled text, up to the last call of `prompt_ids`."""
         return tuple(Fork(*fork) for fork in self._core.forks())
 
     def __copy__(self) -> "Conversation":
-        other = object.__new__(type(self))
-        other._tokenizer, other._messages = self._tokenizer, list(self._messages)
-        other._core = self._core.copy()
-        return other
+        copied = object.__new__(type(self))
+        copied._tokenizer, copied._messages = self._tokenizer, list(self._messages)
+        copied._core = self._core.copy()
+        return copied
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -132,25 +131,25 @@ class Conversation:
     def __repr__(self) -> str:
         return f"Conversation({len(self)} messages, {len(self.forks)} forks)"
 
-    def _shown(self, ids: NDArray[np.int64]) -> Message:
-        """The message whose content is the text of the ids, without the special tokens that end it."""
+    def _message_of(self, ids: NDArray[np.int64]) -> Message:
+        """Return an assistant message with the text of the ids, without the special tokens at its end."""
         end = len(ids)
         while end and 0 <= ids[end - 1] < len(self._tokenizer) and self._tokenizer._core.is_special(int(ids[end - 1])):
             end -= 1
-        known = ids[:end]
-        if known.size and (known.min() < 0 or known.max() >= len(self._tokenizer)):
-            known = known[:0]  # refused by the core, which says which id it is
-        return {"role": "assistant", "content": self._tokenizer.decode(known)}
+        text_ids = ids[:end]
+        if text_ids.size and (text_ids.min() < 0 or text_ids.max() >= len(self._tokenizer)):
+            text_ids = text_ids[:0]  # the core rejects these ids, with an error that names the id
+        return {"role": "assistant", "content": self._tokenizer.decode(text_ids)}
 
 
-def _listed(values: Any, name: str) -> list[Any]:
+def _as_list(values: Any, name: str) -> list[Any]:
     if not isinstance(values, list | tuple):
         raise ArgumentError(f"{name} is a {type(values).__name__}. What it holds is not known. Pass a list of dicts.")
     return list(values)
 
 
-def _holds_ids(said: Any) -> bool:
-    """Whether these are ids rather than messages; text, which is neither, is refused."""
+def _is_ids(said: Any) -> bool:
+    """Return whether the argument of `append` is ids, not messages. Raise an ArgumentError for text."""
     if isinstance(said, str | bytes):
         raise ArgumentError(
             f"a text, {said!r:.100}, is appended. Who said it is not known. Append ids, or messages with their roles."

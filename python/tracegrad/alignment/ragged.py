@@ -1,6 +1,6 @@
-"""Rows of unlike length beside the tokens: sampling masks, and whatever else a server lists per token.
+"""Arrays with rows of different lengths (`Ragged`), one row per token, such as sampling masks.
 
-`Ragged` is one flat array with offsets. `Sequences.extras` holds it; `store` writes it.
+`Sequences.extras` uses them for values that a server lists per token.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class Ragged:
     """One row of values for each of T tokens; rows may be empty.
 
     Args:
-        offsets: [T+1] int64, rising from 0: row t is values[offsets[t]:offsets[t+1]].
-        values: all rows, end to end.
+        offsets: [T+1] int64, ascending from 0: row t is values[offsets[t]:offsets[t+1]].
+        values: all rows, concatenated.
 
     Raises:
-        ArgumentError: if the offsets do not rise from 0 to the number of values.
+        ArgumentError: if the offsets do not ascend from 0 to the number of values.
 
     >>> rows = Ragged(np.array([0, 2, 2, 3]), np.array([5, 9, 6], np.int32))
     >>> len(rows), rows[0].tolist(), rows[1].tolist(), rows.take([2, 0]).values.tolist()
@@ -50,17 +50,17 @@ class Ragged:
         return self.values[self.offsets[token] : self.offsets[token + 1]]
 
     def take(self, tokens: ArrayLike) -> "Ragged":
-        """The rows of these tokens, in this order: [M] integers, such as `Step.origin`."""
+        """Return the rows of tokens, in the order of `tokens`: [M] integers, such as `Step.origin`."""
         index = np.asarray(tokens, np.int64)
         lengths = np.diff(self.offsets)[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        # Position k of row m stands at offsets[index[m]] + k.
+        # Value k of row m has the index self.offsets[index[m]] + k.
         starts = np.repeat(self.offsets[index] - offsets[:-1], lengths)
         return Ragged(offsets, self.values[starts + np.arange(offsets[-1])])
 
     @classmethod
     def concatenate(cls, parts: "list[Ragged]") -> "Ragged":
-        """The rows of all parts, in order."""
+        """Return the rows of all parts, in order."""
         lengths = np.concatenate([np.diff(part.offsets) for part in parts])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return cls(offsets, np.concatenate([part.values for part in parts]))

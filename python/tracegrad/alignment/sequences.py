@@ -1,6 +1,6 @@
-"""Hold aligned tokens as flat arrays: `Sequences`, made by `align` or by `Sequences.from_arrays`.
+"""Aligned tokens as flat arrays: `Sequences`, a packed (varlen) token dataset.
 
-Every token has one source and one logprob or none.
+`align` and `Sequences.from_arrays` create it. Each token has one source, and at most one logprob.
 """
 
 import os
@@ -30,7 +30,7 @@ def integers(values: ArrayLike, name: str, length: int) -> NDArray[np.int32]:
 
 
 def check_numbers(values: NDArray[np.int32], name: str, least: int, count: int) -> None:
-    """Refuses numbers that do not count from 0, as tables are as long as the largest."""
+    """Raise ArgumentError unless numbers count from 0: tables are as long as the largest number."""
     most = max(count, 1 << 16)
     if len(values) and not least <= values.min() <= values.max() <= most:
         raise ArgumentError(
@@ -57,7 +57,7 @@ def check_logprobs(logprobs: Array, keep: Array) -> None:
 
 
 def rewards_of(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> Array:
-    """[R, K] float32."""
+    """Check rewards, and return them as [R, K] float32; NaN if there are none."""
     _validation.instances(names, "reward_names", str)
     if rewards is None:
         return np.full((total, max(len(names), 1)), np.nan, np.float32)
@@ -71,16 +71,16 @@ def rewards_of(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> A
 
 
 def extras_of(extras: Mapping[str, Array | Ragged] | None, count: int) -> dict[str, Any]:
-    """Named arrays of one row a token."""
-    given = dict(_validation.instance({} if extras is None else extras, "extras", Mapping, "Pass names and arrays."))
-    for name, values in given.items():
+    """Check named arrays with one row per token, and return them as a dict."""
+    columns = dict(_validation.instance({} if extras is None else extras, "extras", Mapping, "Pass names and arrays."))
+    for name, values in columns.items():
         _validation.instance(name, "a name of extras", str, "Name each array.")
-        column = given[name] = (
+        column = columns[name] = (
             values if isinstance(values, Ragged) else _validation.numbers(values, f"extras[{name!r}]")
         )
         if (not isinstance(column, Ragged) and column.ndim == 0) or len(column) != count:
             raise ArgumentError(f"extras[{name!r}] has not one row for each of the {count} ids. Pass [T, ...].")
-    return given
+    return columns
 
 
 def check_traces(trace: Array) -> None:
@@ -95,31 +95,33 @@ class Sequences:
 
     Args:
         ids: [T] int32.
-        source: [T] uint8: 0 given, 1 template, 2 sampled.
-        trainable: [T] bool: the terms, in order.
-        rollout_logprobs: [T] float32, nats, NaN where not known.
-        turn: [T] int32: which generation of its trace sampled it, -1 unsampled.
-        version: [T] int32: policy version that sampled it, -1 unknown.
-        tier: [T] uint8: index into `TIERS`, 255 for unsampled tokens.
+        source: [T] uint8: 0 prompt, 1 template, 2 sampled.
+        trainable: [T] bool: whether the token is trained.
+        rollout_logprobs: [T] float32, nats, NaN if unknown.
+        turn: [T] int32: the generation of the trace that sampled the token, -1 if it was not sampled.
+        version: [T] int32: the policy version that sampled the token, -1 unknown.
+        tier: [T] uint8: index into `TIERS`, 255 if the token was not sampled.
         inv_temperature: [T] float32: 1 for raw logprobs, 1/temperature for processed ones.
         cu_seqlens: [N+1] int64: branch n is tokens cu_seqlens[n]:cu_seqlens[n+1].
-        trace: [N] int32: the trace of each branch; branches of a trace stand together, in order.
+        trace: [N] int32: the trace of each branch; branches of a trace are adjacent and in order.
         group: [R] int32.
-        rewards: [R, K] float32 with NaN where a trace lacks it; `reward_names` gives the columns.
-        turn_rewards: float32, one per generation, NaN where there is none; trace r owns
+        rewards: [R, K] float32, NaN if a trace lacks the reward; `reward_names` names the columns.
+        turn_rewards: float32, one per generation, NaN if there is none; trace r has
             turn_rewards[cu_turns[r]:cu_turns[r+1]].
         cu_turns: [R+1] int64.
         logprob_kind: [R] uint8: 0 unknown, 1 raw, 2 processed.
-        temperature: [R] float32: of sampling, NaN if that of any turn is unknown; one that is not 1 if turns differ.
+        temperature: [R] float32: the sampling temperature, NaN if that of any turn is unknown. If turns differ, it is
+            one that is not 1.
         reshaped: [R] uint32: bit b is set if option b of `sampling.OPTIONS` was on (top_p below 1, a top_k, a penalty)
-            in a turn with logprobs, so that its tokens follow another distribution than that of their temperature.
-        ending: [R] uint8: how the last generation ended: 0 unknown, 1 by itself, 2 cut off by a limit of length, an
-            abort or a filter. By its finish reason; where none is said, it ended if it shows what stopped it.
-        trace_ids: R names, `group_names`: what the integers of `group` stand for.
-        drift: what did not fit.
-        extras: named per-token arrays [T, ...], or `Ragged` where rows differ in length; sliced along with the tokens.
-            `routed_experts` (-1 where a token has none) and `sampling_mask` come from the records.
-        images: where pictures stand; None where there is none.
+            in a turn with logprobs. Its tokens then have another distribution than that of the temperature.
+        ending: [R] uint8: the end of the last generation: 0 unknown, 1 finished, 2 truncated by a length limit, an
+            abort or a filter. It is read from the finish reason. Without one, a generation is finished if it contains
+            its stop token or text.
+        trace_ids: R names; `group_names`: names of the integers in `group`.
+        drift: the alignment report.
+        extras: named arrays per token [T, ...], or `Ragged` if rows differ in length; sliced along with the tokens.
+            `routed_experts` (-1 if a token has none) and `sampling_mask` come from the records.
+        images: the spans of images; None if there are none.
     """
 
     ids: NDArray[np.int32]
@@ -163,7 +165,7 @@ class Sequences:
         return len(self.group)
 
     def trace_name(self, trace: int) -> str:
-        """What a trace is called for those who read of it: its id, else its number."""
+        """Return the name of a trace in messages: its id, or its index if there are no ids."""
         return self.trace_ids[trace] if self.trace_ids else str(trace)
 
     @property
@@ -172,18 +174,18 @@ class Sequences:
         return np.flatnonzero(self.trainable)
 
     def tiers(self) -> dict[str, dict[str, int]]:
-        """Per tier: sampled tokens, of which trainable, and generations that hold one."""
+        """Return for each tier the number of sampled tokens, of trainable tokens, and of generations with one."""
         owner = np.repeat(self.trace, np.diff(self.cu_seqlens)).astype(np.int64)
         generation = self.cu_turns[owner] + self.turn
         table: dict[str, dict[str, int]] = {}
         for code, name in enumerate(TIERS):
-            # A later branch holds an event again, untrainable and without its logprob: count the event once.
-            own = (self.tier == code) & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
-            if own.any():
+            # Later branches repeat a sampled token without its logprob, not trainable: count it once.
+            selected = (self.tier == code) & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
+            if selected.any():
                 table[name] = {
-                    "tokens": int(own.sum()),
-                    "trainable": int((own & self.trainable).sum()),
-                    "generations": len(np.unique(generation[own])),
+                    "tokens": int(selected.sum()),
+                    "trainable": int((selected & self.trainable).sum()),
+                    "generations": len(np.unique(generation[selected])),
                 }
         return table
 
@@ -201,11 +203,11 @@ class Sequences:
         return _html.table(repr(self), ("tier", "", "tokens", "trainable", "generations"), tiers)
 
     def to_arrow(self, per: Literal["trace", "token"] = "trace") -> Any:
-        """A `pyarrow.Table` with one row a trace, or one row a token; null where something is not known.
+        """Return a `pyarrow.Table` with one row per trace, or one row per token; unknown values are null.
 
-        Per trace: trace, group, a column for each reward, branches, tokens, terms, turns, logprob_kind, temperature,
-        ending, findings (of drift). Per token: trace, branch, position (in its branch), the per-token arrays, and
-        extras of one dimension.
+        Columns of traces: trace, group, a column for each reward, branches, tokens, terms, turns, logprob_kind,
+        temperature, ending, findings (in `drift`). Columns of tokens: trace, branch, position (in its branch), the
+        arrays per token, and extras of one dimension.
 
         Raises:
             ArgumentError: if `per` is neither, or pyarrow is not installed.
@@ -221,25 +223,25 @@ class Sequences:
         return to_arrow.arrow().table(to_arrow.by_trace(self) if per == "trace" else to_arrow.by_token(self))
 
     def to_pandas(self, per: Literal["trace", "token"] = "trace") -> Any:
-        """The table of `to_arrow` as a `pandas.DataFrame`.
+        """Return the table of `to_arrow` as a `pandas.DataFrame`. pandas must be installed.
 
         Raises:
-            ArgumentError: as for `to_arrow`; pandas must be installed as well.
+            ArgumentError: as for `to_arrow`.
         """
         return self.to_arrow(per).to_pandas()
 
     @property
     def holds_media(self) -> NDArray[np.bool_]:
-        """[R] bool: traces with a picture, sound or video before a turn that its ids do not say (R32, R34).
+        """[R] bool: traces with an image, audio or video before a turn and without ids for it (R32, R34).
 
-        Nothing behind it is trained.
+        No later token of such a branch is trained.
         """
-        held = np.zeros(self.traces, np.bool_)
-        held[self.drift.trace[np.isin(self.drift.reason, MEDIA)]] = True
-        return held
+        mask = np.zeros(self.traces, np.bool_)
+        mask[self.drift.trace[np.isin(self.drift.reason, MEDIA)]] = True
+        return mask
 
     def of_model(self, folder: str | os.PathLike[str]) -> "Sequences":
-        """The same, whose pictures the image processor of a model's folder makes ready; as they are without pictures.
+        """Return the sequences with the image processor of a model's folder; unchanged if there are no images.
 
         Raises:
             ArgumentError: if they were aligned with another image processor.
@@ -265,20 +267,23 @@ class Sequences:
         ending: ArrayLike | None = None,
         extras: Mapping[str, Array | Ragged] | None = None,
     ) -> "Sequences":
-        """Takes tokens that a trainer holds already; no JSON on the way.
+        """Create sequences from the arrays of a trainer.
 
         Args:
             ids: [T] integers.
             cu_seqlens: [N+1] offsets, starting at 0 and ending at T.
-            rollout_logprobs: [T] nats, NaN where not known.
+            rollout_logprobs: [T] nats, NaN if unknown.
             trainable: [T] bool.
             trace: [N], default one trace per sequence.
             group: [R], default one group for each trace.
             rewards: [R] or [R, K], default NaN.
-            turn: [T], default 0 where trainable and -1 elsewhere.
+            reward_names: names of the K columns of `rewards`.
+            turn: [T], default 0 for trainable tokens and -1 for others.
+            version: [T], the policy version that sampled each token, default -1 (unknown).
             inv_temperature: [T], default 1.
             logprob_kind: "raw", "processed" or "unknown".
-            ending: [R] 0 unknown, 1 by itself, 2 cut off; default unknown.
+            ending: [R] 0 unknown, 1 finished, 2 truncated; default unknown.
+            extras: named arrays with one row per token.
 
         Raises:
             ArgumentError: if lengths contradict one another or a trainable token has a positive logprob.
@@ -307,10 +312,10 @@ class Sequences:
         np.maximum.at(turns, owner, turn_.astype(np.int64) + 1)
         cu_turns = np.concatenate([[0], np.cumsum(turns)]).astype(np.int64)
         _validation.one_of(logprob_kind, "logprob_kind", LOGPROB_KINDS)
-        ended = integers(np.zeros(total, np.int32) if ending is None else ending, "ending", total)
-        if len(ended) and not 0 <= ended.min() <= ended.max() < len(ENDINGS):
+        ending_ = integers(np.zeros(total, np.int32) if ending is None else ending, "ending", total)
+        if len(ending_) and not 0 <= ending_.min() <= ending_.max() < len(ENDINGS):
             raise ArgumentError(
-                f"ending runs from {ended.min()} to {ended.max()}. It says how each trace ended. "
+                f"ending runs from {ending_.min()} to {ending_.max()}. It says how each trace ended. "
                 "Pass 0 where it is unknown, 1 where it ended by itself, 2 where it was cut off."
             )
         return cls(
@@ -336,26 +341,29 @@ class Sequences:
             logprob_kind=np.full(total, LOGPROB_KINDS.index(logprob_kind), np.uint8),
             temperature=np.full(total, np.nan, np.float32),
             reshaped=np.zeros(total, np.uint32),
-            ending=ended.astype(np.uint8),
+            ending=ending_.astype(np.uint8),
             trace_ids=tuple(str(i) for i in range(total)),
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
             extras=extras_of(extras, count),
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes `sequences.safetensors`, `sequences.json` with the names and details, and `manifest.json` last.
+        """Write the sequences to a directory.
+
+        The files are `sequences.safetensors`, `traces.safetensors`, `sequences.json` with names and details,
+        `media.bin` if there are images, and finally `manifest.json`.
 
         Args:
-            directory: made if it is not there; what it held under these names is replaced.
+            directory: created if needed. Existing files with these names are replaced.
 
         Raises:
-            ArgumentError: for values that `load` would refuse, or if another process is saving there.
-            ReadError: if the files cannot be written, as on a full disk.
+            ArgumentError: for values that `load` would reject, or if another process is saving there.
+            ReadError: if the files cannot be written, for example because the disk is full.
         """
         store.save(Path(directory), self.stored())
 
     def stored(self) -> store.Stored:
-        """The fields as `store` writes them."""
+        """Return the fields in the form that `store` writes."""
         names = {name: getattr(self, name) for name in store.NAMES}
         columns = {name: getattr(self, name) for name in store.COLUMNS}
         columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
@@ -365,24 +373,25 @@ class Sequences:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
-        """What `save` wrote, memory-mapped and read-only; or all shards that `prepare` wrote, joined in memory.
+        """Load a directory that `save` wrote, memory-mapped and read-only.
 
-        The manifest must be there, every file as long as it says, and every value one that `save` writes. Groups of
-        several shards are one where their names are equal.
+        All shards of a directory that `prepare` wrote are concatenated in memory. Groups of several shards are merged
+        if their names are equal. The manifest must exist, all files must have the lengths in it, and all values must be
+        valid.
 
         Args:
-            directory: its path, or its address (s3://bucket/path), from which it is brought into the cache.
-            verify: compare the files' checksums as well, which finds a changed logprob; `tracegrad train` does.
+            directory: a path, or an address (s3://bucket/path), which is downloaded into the cache.
+            verify: also compare the checksums of the files, which detects a changed logprob; `tracegrad train` does.
 
         Raises:
-            ReadError: if nothing whole is there.
-            FormatError: if the files are not what `save` writes, or not those of the manifest.
+            ReadError: if there is no complete data in the directory.
+            FormatError: if the files were not written by `save`, or do not match the manifest.
         """
         return cls.of_stored(store.load(download.here(directory), verify))
 
     @classmethod
     def of_stored(cls, found: store.Stored) -> "Sequences":
-        """What `stored` gave."""
+        """Create sequences from the result of `stored`."""
         columns: dict[str, Any] = {**found.columns, **found.names}
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
         return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift), images=found.images)

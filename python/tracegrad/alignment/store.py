@@ -1,8 +1,8 @@
 """Save and load `Sequences`, and check their columns.
 
-A folder holds the arrays as a safetensors file, names and details as JSON, and `traces.safetensors` with one row per
-trace (lengths, counts of trained tokens, levels, versions, rewards, hashes of names), which is all that planning a run
-reads.
+A folder contains the arrays as a safetensors file, names and details as JSON, and `traces.safetensors` with one row per
+trace (lengths, counts of trained tokens, tiers, versions, rewards, hashes of names). Planning a run reads only
+`traces.safetensors`.
 """
 
 import json
@@ -25,7 +25,7 @@ from tracegrad.storage import manifest, safetensors_file
 Array = NDArray[Any]
 
 DRIFT_COLUMNS = ("reason", "trace", "turn", "token", "count")
-_MOST_LOGPROB = 1e-3  # what float32 may leave above 0; as in `Sequences.from_arrays`
+_MOST_LOGPROB = 1e-3  # tolerance for float32 rounding above 0, as in `Sequences.from_arrays`
 _CHUNK = 1 << 16
 _DRIFT = dict.fromkeys(DRIFT_COLUMNS, np.int32) | {"reason": np.uint8}
 _TOKENS = {
@@ -51,7 +51,7 @@ COLUMNS: dict[str, Any] = {**_TOKENS, **_TRACES, **OFFSETS, "trace": np.int32, "
 
 
 class Stored(NamedTuple):
-    """Fields of a `Sequences` and its `Drift`, whose arrays stand in `columns` as `drift.reason` and so on."""
+    """The fields of `Sequences` and its `Drift`, whose arrays are in `columns` as `drift.reason` and so on."""
 
     columns: dict[str, Array]
     extras: dict[str, Array | Ragged]
@@ -61,11 +61,11 @@ class Stored(NamedTuple):
 
 
 def misfit(stored: Stored) -> str:
-    """The first array whose dtype, shape or values are not what `Sequences` promises, as a sentence; or ""."""
-    wrong = _wrong_shape(stored) or _wrong_place(stored.columns, stored.names)
-    wrong = wrong or _wrong_value(stored.columns) or _wrong_drift(stored)
-    if wrong or stored.images is None:
-        return wrong
+    """Describe the first array with an invalid dtype, shape or value, in a sentence; "" if all are valid."""
+    problem = _wrong_shape(stored) or _wrong_index(stored.columns, stored.names)
+    problem = problem or _wrong_value(stored.columns) or _wrong_drift(stored)
+    if problem or stored.images is None:
+        return problem
     return image_files.misfit(stored.images, stored.columns["ids"], stored.columns["cu_seqlens"])
 
 
@@ -75,10 +75,10 @@ def _wrong_shape(stored: Stored) -> str:
     lengths = dict.fromkeys(_TOKENS, tokens) | dict.fromkeys(_TRACES, traces)
     lengths |= {"cu_seqlens": branches + 1, "cu_turns": traces + 1}
     lengths |= {f"drift.{name}": len(stored.drift["detail"]) for name in DRIFT_COLUMNS}
-    kinds: Mapping[str, Any] = COLUMNS | {f"drift.{name}": kind for name, kind in _DRIFT.items()}
+    dtypes: Mapping[str, Any] = COLUMNS | {f"drift.{name}": dtype for name, dtype in _DRIFT.items()}
     for name, array in columns.items():
-        if array.dtype != kinds[name] or array.ndim != (2 if name == "rewards" else 1):
-            return f"{name} is {array.dtype} of shape {array.shape}, not {np.dtype(kinds[name])}."
+        if array.dtype != dtypes[name] or array.ndim != (2 if name == "rewards" else 1):
+            return f"{name} is {array.dtype} of shape {array.shape}, not {np.dtype(dtypes[name])}."
         if len(array) != lengths.get(name, len(array)):
             return f"{name} has {len(array)} entries and not {lengths[name]}."
     for name, extra in stored.extras.items():
@@ -91,8 +91,8 @@ def _wrong_shape(stored: Stored) -> str:
     return ""
 
 
-def _wrong_place(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ...]]) -> str:
-    """What leads out of another array."""
+def _wrong_index(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ...]]) -> str:
+    """Describe the first index array with values outside of the array it points into; "" if there is none."""
     traces = len(columns["group"])
     for name, total in (("cu_seqlens", len(columns["ids"])), ("cu_turns", len(columns["turn_rewards"]))):
         offsets = columns[name]
@@ -103,7 +103,7 @@ def _wrong_place(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ..
         return f"trace does not count up through {traces} traces."
     if len(names["group_names"]) and not _within(columns["group"], 0, len(names["group_names"]) - 1):
         return f"group leads out of {len(names['group_names'])} group_names."
-    filled = np.flatnonzero(np.diff(columns["cu_seqlens"]))  # branches with a token: reduceat takes no empty ones
+    filled = np.flatnonzero(np.diff(columns["cu_seqlens"]))  # branches with tokens: reduceat allows no empty ones
     last = np.maximum.reduceat(columns["turn"], columns["cu_seqlens"][filled]) if len(filled) else np.zeros(0)
     if np.any(last >= np.diff(columns["cu_turns"])[owners[filled]]) or not _within(columns["turn"], -1, None):
         return "turn leads out of the generations of its trace."
@@ -111,7 +111,7 @@ def _wrong_place(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ..
 
 
 def _wrong_value(columns: Mapping[str, Array]) -> str:
-    """What no reader or trainer could have meant."""
+    """Describe the first array with an invalid value; "" if there is none."""
     tier = columns["tier"]
     if columns["trainable"].size and columns["trainable"].view(np.uint8).max() > 1:
         return "trainable has bytes other than 0 and 1."
@@ -127,8 +127,8 @@ def _wrong_value(columns: Mapping[str, Array]) -> str:
             return f"{name} has infinite values."
     for start in range(0, len(tier), _CHUNK):  # in parts, so that the masks stay in the cache
         logprobs = columns["rollout_logprobs"][start : start + _CHUNK]
-        off = ~((logprobs <= _MOST_LOGPROB) & (logprobs > -np.inf) | np.isnan(logprobs))
-        if np.any(off & columns["trainable"][start : start + _CHUNK]):
+        invalid = ~((logprobs <= _MOST_LOGPROB) & (logprobs > -np.inf) | np.isnan(logprobs))
+        if np.any(invalid & columns["trainable"][start : start + _CHUNK]):
             return "rollout_logprobs has positive or infinite values at trainable tokens."
     return ""
 
@@ -152,7 +152,7 @@ def _within(codes: Array, low: int | None, high: int | None) -> bool:
 
 
 def _between(values: Array, low: float) -> bool:
-    """Whether all are above `low` and finite; a NaN spreads through min and is not."""
+    """Return whether all values are above `low` and finite. NaN propagates through min, so the result is False."""
     return len(values) == 0 or bool(values.min() > low and values.max() < np.inf)
 
 
@@ -182,31 +182,32 @@ TRACE_COLUMNS: dict[str, Any] = {
 
 
 class Storable(Protocol):
-    """What `columns_of` takes: `Sequences`."""
+    """The argument of `columns_of`: `Sequences`."""
 
     def stored(self) -> Stored:
-        """The fields as `store` writes them."""
+        """Return the fields in the form that `store` writes."""
         ...
 
 
 def columns_of(sequences: Storable) -> dict[str, Array]:
-    """One row for each of R traces, in order.
+    """Return the columns of traces: one row for each of R traces, in order.
 
     Args:
         sequences: `Sequences`.
 
     Returns:
-        group: [R, 2] uint64: blake2b-128 of the name of its group as two little-endian words; of its own id where its
-            group has no name. trace: [R, 2] uint64, the same of its id.
-        branches, tokens, longest: [R] int32: branches, tokens of all of them, tokens of the longest.
-        terms, known: [R] int32: trained tokens, and of these with a finite rollout logprob.
+        group: [R, 2] uint64: blake2b-128 of the group name as two little-endian words; of the trace id if the group has
+            no name. trace: [R, 2] uint64, the same of the trace id.
+        branches, tokens, longest: [R] int32: number of branches, of tokens in all branches, of tokens in the longest.
+        terms, known: [R] int32: trained tokens, and trained tokens with a finite rollout logprob.
         turns: [R] int32: generations.
-        tier: [R] uint8: the worst of its terms, 255 without one. foreign: [R] bool: whether any of its tokens is text
-            alone (T6).
-        version_min, version_max: [R] int32: of its terms; -1 where that of one, or of all of them, is not known.
+        tier: [R] uint8: the worst tier of the trained tokens, 255 if there are none. foreign: [R] bool: whether any
+            token is text only (T6).
+        version_min, version_max: [R] int32: of the trained tokens. version_min is -1 if one version is unknown,
+            version_max if all are.
         rewards: [R, K] float32. logprob_kind, temperature, reshaped, ending: [R], as in `Sequences`.
-        max_id: [R] int32: its highest token id, -1 without a token.
-        media: [R] bool: whether a picture, sound or video stands before a turn.
+        max_id: [R] int32: the largest token id, -1 if there are no tokens.
+        media: [R] bool: whether an image, audio or video without ids comes before a turn.
 
     >>> from tracegrad.alignment.sequences import Sequences
     >>> one = Sequences.from_arrays([5, 6, 7], [0, 2, 3], [-1.0] * 3, [False, True, True], trace=[0, 0])
@@ -217,47 +218,47 @@ def columns_of(sequences: Storable) -> dict[str, Array]:
 
 
 def of_stored(stored: Stored) -> dict[str, Array]:
-    """As `columns_of`."""
-    of, names = stored.columns, stored.names
-    ids = names["trace_ids"] or tuple(str(number) for number in range(len(of["group"])))
-    groups = hashes(names["group_names"])[of["group"]] if names["group_names"] else hashes(ids)
-    found = {"group": groups, "trace": hashes(ids), **counted(stored)}
-    return {name: np.asarray(found[name]).astype(dtype) for name, dtype in TRACE_COLUMNS.items()}
+    """Return the columns of traces, as `columns_of`."""
+    columns, names = stored.columns, stored.names
+    ids = names["trace_ids"] or tuple(str(number) for number in range(len(columns["group"])))
+    groups = hashes(names["group_names"])[columns["group"]] if names["group_names"] else hashes(ids)
+    trace_columns = {"group": groups, "trace": hashes(ids), **counted(stored)}
+    return {name: np.asarray(trace_columns[name]).astype(dtype) for name, dtype in TRACE_COLUMNS.items()}
 
 
 def counted(stored: Stored) -> dict[str, Array]:
-    """As `columns_of`, without the hashes of names."""
-    of = stored.columns
-    traces = len(of["group"])
-    first = np.searchsorted(of["trace"], np.arange(traces + 1))  # the first branch of each trace
-    cut = of["cu_seqlens"][first]  # and its first token
-    terms = np.flatnonzero(of["trainable"])
+    """Return the columns of traces, as `columns_of`, without the hashes of names."""
+    columns = stored.columns
+    traces = len(columns["group"])
+    first = np.searchsorted(columns["trace"], np.arange(traces + 1))  # the first branch of each trace
+    cut = columns["cu_seqlens"][first]  # the first token of each trace
+    terms = np.flatnonzero(columns["trainable"])
     term_cut = np.searchsorted(terms, cut)
-    tier, version = of["tier"][terms], of["version"][terms]
+    tier, version = columns["tier"][terms], columns["version"][terms]
     tier = np.where(tier == NO_TIER, -1, tier.astype(np.int16))
     media = np.zeros(traces, np.bool_)
-    media[of["drift.trace"][np.isin(of["drift.reason"], MEDIA)]] = True
-    found = {
+    media[columns["drift.trace"][np.isin(columns["drift.reason"], MEDIA)]] = True
+    counts = {
         "branches": np.diff(first),
         "tokens": np.diff(cut),
-        "longest": _reduced(np.maximum, np.diff(of["cu_seqlens"]), first, 0),
+        "longest": _reduce_ranges(np.maximum, np.diff(columns["cu_seqlens"]), first, 0),
         "terms": np.diff(term_cut),
-        "known": _reduced(np.add, np.isfinite(of["rollout_logprobs"][terms]).astype(np.int64), term_cut, 0),
-        "turns": np.diff(of["cu_turns"]),
-        "tier": _reduced(np.maximum, tier, term_cut, -1),
-        "foreign": _reduced(np.logical_or, of["tier"] == TEXT_ONLY, cut, False),
-        "version_min": _reduced(np.minimum, version, term_cut, -1),
-        "version_max": _reduced(np.maximum, version, term_cut, -1),
-        **{name: of[name] for name in ("rewards", "logprob_kind", "temperature", "reshaped", "ending")},
-        "max_id": _reduced(np.maximum, of["ids"], cut, -1),
+        "known": _reduce_ranges(np.add, np.isfinite(columns["rollout_logprobs"][terms]).astype(np.int64), term_cut, 0),
+        "turns": np.diff(columns["cu_turns"]),
+        "tier": _reduce_ranges(np.maximum, tier, term_cut, -1),
+        "foreign": _reduce_ranges(np.logical_or, columns["tier"] == TEXT_ONLY, cut, False),
+        "version_min": _reduce_ranges(np.minimum, version, term_cut, -1),
+        "version_max": _reduce_ranges(np.maximum, version, term_cut, -1),
+        **{name: columns[name] for name in ("rewards", "logprob_kind", "temperature", "reshaped", "ending")},
+        "max_id": _reduce_ranges(np.maximum, columns["ids"], cut, -1),
         "media": media,
     }
-    found["tier"] = np.where(found["tier"] < 0, NO_TIER, found["tier"])
-    return {name: np.asarray(column).astype(TRACE_COLUMNS[name]) for name, column in found.items()}
+    counts["tier"] = np.where(counts["tier"] < 0, NO_TIER, counts["tier"])
+    return {name: np.asarray(column).astype(TRACE_COLUMNS[name]) for name, column in counts.items()}
 
 
 def hashes(names: Sequence[str]) -> NDArray[np.uint64]:
-    """[names, 2] uint64: blake2b-128 of each name in UTF-8, as two little-endian words.
+    """Return [names, 2] uint64: blake2b-128 of each name in UTF-8, as two little-endian words.
 
     >>> hashes(["a", "b"]).shape
     (2, 2)
@@ -267,33 +268,34 @@ def hashes(names: Sequence[str]) -> NDArray[np.uint64]:
 
 
 def write_trace_columns(folder: Path, stored: Stored) -> safetensors_file.Written:
-    """Writes the columns of what is stored to `NAME` in a folder, the names of its rewards among the metadata.
+    """Write the columns of traces to the file `NAME` in a folder, with the reward names in the metadata.
 
     Raises:
-        ReadError: if it cannot be written.
+        ReadError: if the file cannot be written.
     """
-    told = {"format": FORMAT, "reward_names": json.dumps(list(stored.names["reward_names"]))}
-    return safetensors_file.write(folder / NAME, of_stored(stored), told)
+    metadata = {"format": FORMAT, "reward_names": json.dumps(list(stored.names["reward_names"]))}
+    return safetensors_file.write(folder / NAME, of_stored(stored), metadata)
 
 
 def read(folder: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
-    """The columns in a folder, memory-mapped and read-only, and the names of the rewards.
+    """Read the columns of traces of a folder, memory-mapped and read-only, and the names of the rewards.
 
     Raises:
-        ReadError: if there is no such file, as in folders of earlier versions: then take `columns_of` what is loaded.
-        FormatError: if it is not what `write` writes.
+        ReadError: if the file does not exist, as in folders of earlier versions. Then load the sequences and call
+            `columns_of`.
+        FormatError: if `write` did not write the file.
     """
     arrays, metadata = safetensors_file.read(folder / NAME)
     try:
         names = json.loads(metadata["reward_names"])
-        told = metadata["format"] == FORMAT and arrays.keys() == TRACE_COLUMNS.keys()
-        fits = told and isinstance(names, list) and all(isinstance(name, str) for name in names)
+        has_format = metadata["format"] == FORMAT and arrays.keys() == TRACE_COLUMNS.keys()
+        fits = has_format and isinstance(names, list) and all(isinstance(name, str) for name in names)
     except (KeyError, ValueError, RecursionError):
         fits, names = False, []
     rows = next((len(array) for array in arrays.values() if array.ndim), -1)
-    wide = {"group": (rows, 2), "trace": (rows, 2), "rewards": (rows, len(names))}
+    shapes = {"group": (rows, 2), "trace": (rows, 2), "rewards": (rows, len(names))}
     for name, dtype in TRACE_COLUMNS.items() if fits else ():
-        fits &= arrays[name].dtype == dtype and arrays[name].shape == wide.get(name, (rows,))
+        fits &= arrays[name].dtype == dtype and arrays[name].shape == shapes.get(name, (rows,))
     if not fits:
         raise FormatError(
             f"{folder / NAME}: not the columns of traces that `save` writes. A plan made from it would be of other "
@@ -302,13 +304,13 @@ def read(folder: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
     return {name: arrays[name] for name in TRACE_COLUMNS}, tuple(names)
 
 
-def _reduced(way: np.ufunc, values: Array, cut: Array, empty: Any) -> Array:
-    """What `way` makes of values[cut[r]:cut[r+1]] for each r; `empty` where there are none."""
-    filled = np.flatnonzero(np.diff(cut))  # reduceat takes no empty ones
-    found = np.full(len(cut) - 1, empty, values.dtype)
+def _reduce_ranges(ufunc: np.ufunc, values: Array, offsets: Array, empty: Any) -> Array:
+    """Reduce values[cut[r]:cut[r+1]] for each r by a ufunc; `empty` for an empty range."""
+    filled = np.flatnonzero(np.diff(offsets))  # reduceat allows no empty ranges
+    result = np.full(len(offsets) - 1, empty, values.dtype)
     if len(filled):
-        found[filled] = way.reduceat(values, cut[filled])
-    return found
+        result[filled] = ufunc.reduceat(values, offsets[filled])
+    return result
 
 
 _FORMAT = "tracegrad-sequences/1"
@@ -319,7 +321,7 @@ NAMES = ("reward_names", "trace_ids", "group_names")
 
 
 def save(folder: Path, stored: Stored) -> None:
-    """Writes the arrays, the table, and the manifest last."""
+    """Write the sequences to a folder, which is created if needed; the manifest is written last."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -330,9 +332,11 @@ def save(folder: Path, stored: Stored) -> None:
 
 
 def write(folder: Path, stored: Stored) -> None:
-    """The same for a folder that is there and nobody else's."""
-    if wrong := misfit(stored):
-        raise ArgumentError(f"{wrong} These sequences cannot be trained on, so they are not saved. Correct the array.")
+    """Write the sequences to an existing folder that no other process uses; the manifest is written last."""
+    if problem := misfit(stored):
+        raise ArgumentError(
+            f"{problem} These sequences cannot be trained on, so they are not saved. Correct the array."
+        )
     try:
         (folder / manifest.NAME).unlink(missing_ok=True)
     except OSError as error:
@@ -350,7 +354,7 @@ def write(folder: Path, stored: Stored) -> None:
         table["pictures"] = images.rule.as_dict()
         ends: list[int] = []
         files[image_files.MEDIA] = safetensors_file.write_bytes(
-            folder / image_files.MEDIA, _ending(image_files.media_of(images), ends)
+            folder / image_files.MEDIA, _with_ends(image_files.media_of(images), ends)
         )
         arrays |= image_files.arrays_of(images, np.array(ends, np.int64))
     text = json.dumps(table, ensure_ascii=False)
@@ -362,8 +366,8 @@ def write(folder: Path, stored: Stored) -> None:
     manifest.write(folder, counts(stored), files)
 
 
-def _ending(files: Iterator[bytes], ends: list[int]) -> Iterator[bytes]:
-    """The files, and in `ends` where each ends."""
+def _with_ends(files: Iterator[bytes], ends: list[int]) -> Iterator[bytes]:
+    """Yield the files, and append the end of each, in bytes, to `ends`."""
     total = 0
     for file in files:
         total += len(file)
@@ -372,41 +376,41 @@ def _ending(files: Iterator[bytes], ends: list[int]) -> Iterator[bytes]:
 
 
 def counts(stored: Stored) -> dict[str, int]:
-    """What a manifest says of it."""
+    """Return the counts for the manifest."""
     columns = stored.columns
-    found = (len(columns["group"]), len(columns["trace"]), len(columns["ids"]), np.count_nonzero(columns["trainable"]))
-    return {name: int(count) for name, count in zip(manifest.COUNTS, found, strict=True)}
+    values = (len(columns["group"]), len(columns["trace"]), len(columns["ids"]), np.count_nonzero(columns["trainable"]))
+    return {name: int(count) for name, count in zip(manifest.COUNTS, values, strict=True)}
 
 
 def load(folder: Path, verify: bool = False) -> Stored:
-    """What `save` wrote, memory-mapped, or all shards of a folder that `prepare` wrote, joined in memory.
+    """Load a folder that `save` wrote, memory-mapped, or all shards that `prepare` wrote, concatenated in memory.
 
     Raises:
-        ReadError: if nothing whole is there.
-        FormatError: if the files are not what `save` writes, or, with `verify`, not the bytes that were written.
+        ReadError: if there is no complete data in the folder.
+        FormatError: if `save` did not write the files, or if `verify` is set and the bytes have changed.
     """
-    whole = manifest.read(folder)
+    contents = manifest.read(folder)
     if verify:
-        manifest.verify(folder, whole)
-    if whole.files:
-        return opened(folder, whole)
-    if not whole.shards:
+        manifest.verify(folder, contents)
+    if contents.files:
+        return opened(folder, contents)
+    if not contents.shards:
         raise ReadError(f"{folder}: no trace was prepared into it. There is nothing to train on. Prepare other traces.")
-    return joined([opened(folder / name, shard) for name, shard in whole.shards.items()])
+    return joined([opened(folder / name, shard) for name, shard in contents.shards.items()])
 
 
 def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stored:
-    """One folder that `save` wrote, memory-mapped.
+    """Load one folder that `save` wrote, memory-mapped.
 
     Args:
-        folder: that holds the arrays.
-        told: what its manifest says.
-        checked: read every value, and refuse what `save` does not write; False for what this process has checked.
+        folder: with the arrays.
+        told: its manifest.
+        checked: check every value; False if this process has checked the folder already.
 
     Raises:
-        FormatError: if it is not what `save` writes.
+        FormatError: if `save` did not write the files.
     """
-    # The columns of traces were not written by earlier versions, and pictures are where there are any.
+    # Earlier versions did not write the columns of traces, and media.bin exists only if there are images.
     if set(told.files) - {NAME, image_files.MEDIA} != {_ARRAYS, _TABLE}:
         raise FormatError(f"{folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
     arrays, _ = safetensors_file.read(folder / _ARRAYS)
@@ -417,7 +421,7 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
         drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
         drift["server_profiles"] = _counts(table["drift"].get("server_profiles", {}))  # earlier versions lack it
-        arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown, where it was not yet written
+        arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown; earlier versions lack it
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         images = None
         if image_files.MEDIA in told.files:
@@ -428,19 +432,19 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
-    wrong = misfit(stored) if checked else ""
-    if not wrong and checked and counts(stored) != dict(told.counts):
-        wrong = "the counts of its manifest are not those of its arrays."
-    if wrong:
-        raise FormatError(f"{folder}: {wrong} {_CURE}")
+    problem = misfit(stored) if checked else ""
+    if not problem and checked and counts(stored) != dict(told.counts):
+        problem = "the counts of its manifest are not those of its arrays."
+    if problem:
+        raise FormatError(f"{folder}: {problem} {_CURE}")
     return stored
 
 
 def _names(values: Any) -> tuple[str, ...]:
-    """Names that any stream and database takes: records hold no others."""
+    """Check that names can be encoded as UTF-8; names from records always can."""
     for name in (names := _strings(values)):
         if not name.isascii():
-            name.encode("utf-8")  # half a character is a ValueError
+            name.encode("utf-8")  # a lone surrogate raises a ValueError
     return names
 
 
@@ -453,11 +457,11 @@ def _strings(values: Any) -> tuple[str, ...]:
 def _counts(values: Any) -> dict[str, int]:
     if not isinstance(values, dict):
         raise TypeError("counts stand under no names")
-    return {name: manifest.count(each) for name, each in values.items()}
+    return {name: manifest.count(value) for name, value in values.items()}
 
 
 def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
-    """What stands under `extra.NAME`, and under `ragged.NAME` with `ragged.NAME.offsets`."""
+    """Return the extras from the arrays `extra.NAME`, and `ragged.NAME` with `ragged.NAME.offsets`."""
     extras: dict[str, Array | Ragged] = {}
     for name, array in arrays.items():
         if not name.startswith("ragged."):
@@ -468,7 +472,7 @@ def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
 
 
 def joined(parts: Sequence[Stored]) -> Stored:
-    """All traces of the parts, in order; groups are one where their names are equal."""
+    """Concatenate the traces of all parts, in order. Groups with equal names are merged."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -495,35 +499,38 @@ def joined(parts: Sequence[Stored]) -> Stored:
         )
     return Stored(
         columns,
-        {name: _extra_of(name, parts) for name in dict.fromkeys(name for part in parts for name in part.extras)},
+        {
+            name: _concatenate_extra(name, parts)
+            for name in dict.fromkeys(name for part in parts for name in part.extras)
+        },
         {**names, "group_names": tuple(number), "reward_names": first.names["reward_names"]},
         {
             "reasons": first.drift["reasons"],
             **{name: tuple(chain(*(part.drift[name] for part in parts))) for name in ("detail", "errors")},
             **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
-            "server_profiles": _summed([part.drift["server_profiles"] for part in parts]),
+            "server_profiles": _sum_counts([part.drift["server_profiles"] for part in parts]),
         },
         Images.joined([(part.images, len(part.columns["trace"])) for part in parts]),
     )
 
 
-def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+def _sum_counts(counts: Sequence[dict[str, int]]) -> dict[str, int]:
     names = dict.fromkeys(chain.from_iterable(counts))
-    return {name: sum(each.get(name, 0) for each in counts) for name in names}
+    return {name: sum(part.get(name, 0) for part in counts) for name in names}
 
 
-def _extra_of(name: str, parts: Sequence[Stored]) -> Array | Ragged:
-    """One extra of all parts; the tokens of a part that lacks it have -1, or an empty row."""
-    found: Any = next(part.extras[name] for part in parts if name in part.extras)
+def _concatenate_extra(name: str, parts: Sequence[Stored]) -> Array | Ragged:
+    """Concatenate one extra of all parts. Tokens of a part that lacks it get -1, or an empty row."""
+    template: Any = next(part.extras[name] for part in parts if name in part.extras)
     columns: list[Any] = []
     for part in parts:
         tokens = len(part.columns["ids"])
         if name in part.extras:
             columns.append(part.extras[name])
-        elif isinstance(found, Ragged):
-            columns.append(Ragged(np.zeros(tokens + 1, np.int64), found.values[:0]))
+        elif isinstance(template, Ragged):
+            columns.append(Ragged(np.zeros(tokens + 1, np.int64), template.values[:0]))
         else:
-            columns.append(np.full((tokens, *found.shape[1:]), -1, found.dtype))
+            columns.append(np.full((tokens, *template.shape[1:]), -1, template.dtype))
     if all(isinstance(column, Ragged) for column in columns):
         return Ragged.concatenate(columns)
     if len({None if isinstance(column, Ragged) else column.shape[1:] for column in columns}) > 1:

@@ -1,7 +1,7 @@
-"""What a chat template does to a conversation, found by rendering small ones.
+"""Find out how a chat template changes conversations, by rendering small ones (`probe`).
 
-Here is `probe` and its result. Alignment never trusts a template to keep what was sampled; the probe says beforehand
-which one will fork, trim or insert, and `prepare` prints it. No tokenizer is needed.
+Alignment does not rely on these results. They predict which templates will fork, trim or insert text, and `prepare`
+prints them. No tokenizer is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,21 +30,21 @@ class Renders(Protocol):
 
 @dataclass(frozen=True)
 class TemplateProbe:
-    """What one template does under one set of variables. None where the template refuses the conversation asked.
+    """The behaviour of one template with one set of variables. None if the template rejects the test conversation.
 
     Args:
-        prompt_is_prefix: the generation prompt is a prefix of the finished turn; if not, a turn cannot be found behind
-            its prompt (`<think>` is opened in the one and dropped in the other).
-        history_is_prefix: a finished turn is a prefix of the conversation that goes on; if not, every turn forks.
-        tool_history_is_prefix: the same where a tool result follows.
-        has_generation: `{% generation %}` marks what the assistant writes.
-        trims: whitespace around an assistant's text is cut.
+        prompt_is_prefix: the generation prompt is a prefix of the finished turn. If not, a turn does not follow its
+            prompt (for example, `<think>` is opened in the prompt and dropped in the turn).
+        history_is_prefix: a finished turn is a prefix of the continued conversation. If not, every turn forks.
+        tool_history_is_prefix: the same if a tool result follows.
+        has_generation: `{% generation %}` marks the assistant's text.
+        trims: whitespace around an assistant's text is removed.
         drops_thoughts: a `<think>` block is left out of earlier turns.
         inserts_think: an empty `<think>` block is written into a turn without one.
-        prints_date: the prompt differs from day to day.
-        default_system: text is written before the first message where there is no system message.
-        text_arguments: tool arguments that are no JSON object are rendered as they are.
-        closer: what is written behind an assistant's text.
+        prints_date: the prompt depends on the date.
+        default_system: text is written before the first message if there is no system message.
+        text_arguments: tool arguments that are not a JSON object are rendered unchanged.
+        closer: the text after an assistant's text.
     """
 
     prompt_is_prefix: bool | None
@@ -60,8 +60,8 @@ class TemplateProbe:
     closer: str | None
 
     def warnings(self) -> list[str]:
-        """What will cost tokens or branches, one line each."""
-        found = {
+        """Return the behaviour that costs tokens or branches, one line each."""
+        warnings = {
             "the generation prompt is no prefix of the finished turn": self.prompt_is_prefix is False,
             "an earlier turn is rendered otherwise than when it was sampled: turns fork": self.history_is_prefix
             is False,
@@ -72,15 +72,15 @@ class TemplateProbe:
             "the date of the day is printed: pin it with strftime_now": self.prints_date,
             "a default system prompt is written": self.default_system,
         }
-        return [text for text, holds in found.items() if holds]
+        return [text for text, applies in warnings.items() if applies]
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def probe(template: Renders, **kwargs: Any) -> TemplateProbe:
-    """Renders a dozen small conversations and compares them.
+    """Render a dozen small conversations and compare the results.
 
     Args:
         template: a `Tokenizer` or a `Template`.
@@ -93,41 +93,41 @@ def probe(template: Renders, **kwargs: Any) -> TemplateProbe:
     (True, True, True, '|')
     """
 
-    def text(messages: Sequence[Mapping[str, Any]], prompt: bool = False, **more: Any) -> str | None:
+    def text(messages: Sequence[Mapping[str, Any]], prompt: bool = False, **extra: Any) -> str | None:
         try:
-            rendered = template.render(messages, None, prompt, **{"strftime_now": _DAYS[0], **kwargs, **more})
+            rendered = template.render(messages, None, prompt, **{"strftime_now": _DAYS[0], **kwargs, **extra})
         except TemplateError:
             return None
         return rendered.text
 
-    def said(content: str, **more: Any) -> dict[str, Any]:
-        return {"role": "assistant", "content": content, **more}
+    def assistant(content: str, **extra: Any) -> dict[str, Any]:
+        return {"role": "assistant", "content": content, **extra}
 
-    asked, whole = text([_USER], prompt=True), text([_USER, said(_BODY)])
-    onward = text([_USER, said(_BODY), _MORE])
-    call = _called({"a": 1})
+    prompt_text, turn_text = text([_USER], prompt=True), text([_USER, assistant(_BODY)])
+    continued = text([_USER, assistant(_BODY), _MORE])
+    call = _tool_call_message({"a": 1})
     result = {"role": "tool", "content": _RESULT, "tool_call_id": "call00001", "name": "look"}
-    tool, answered = text([_USER, call]), text([_USER, call, result])
-    spaced = text([_USER, said(f"\n {_BODY} \n")])
-    thought = text([_USER, said(f"<think>\nqzwhyqz\n</think>\n\n{_BODY}"), _MORE, said(_NEXT)])
+    tool_turn, with_result = text([_USER, call]), text([_USER, call, result])
+    with_spaces = text([_USER, assistant(f"\n {_BODY} \n")])
+    with_thought = text([_USER, assistant(f"<think>\nqzwhyqz\n</think>\n\n{_BODY}"), _MORE, assistant(_NEXT)])
     plain, other_day = text([_USER], prompt=True), text([_USER], prompt=True, strftime_now=_DAYS[1])
-    behind = None if whole is None else whole.rpartition(_BODY)[2]
+    closer = None if turn_text is None else turn_text.rpartition(_BODY)[2]
     return TemplateProbe(
-        prompt_is_prefix=_starts(whole, asked),
-        history_is_prefix=_starts(onward, whole),
-        tool_history_is_prefix=_starts(answered, tool),
+        prompt_is_prefix=_is_prefix(turn_text, prompt_text),
+        history_is_prefix=_is_prefix(continued, turn_text),
+        tool_history_is_prefix=_is_prefix(with_result, tool_turn),
         has_generation=_has_generation(template),
-        trims=None if spaced is None else f"\n {_BODY} \n" not in spaced,
-        drops_thoughts=None if thought is None else "qzwhyqz" not in thought,
-        inserts_think=None if whole is None or asked is None else "<think>" in whole,
+        trims=None if with_spaces is None else f"\n {_BODY} \n" not in with_spaces,
+        drops_thoughts=None if with_thought is None else "qzwhyqz" not in with_thought,
+        inserts_think=None if turn_text is None or prompt_text is None else "<think>" in turn_text,
         prints_date=other_day is not None and plain != other_day,
         default_system=None if plain is None else _default_system(plain, text),
-        text_arguments="qz not json" in (text([_USER, _called("qz not json")]) or ""),
-        closer=behind,
+        text_arguments="qz not json" in (text([_USER, _tool_call_message("qz not json")]) or ""),
+        closer=closer,
     )
 
 
-def _called(arguments: Any) -> dict[str, Any]:
+def _tool_call_message(arguments: Any) -> dict[str, Any]:
     function = {"name": "look", "arguments": arguments}
     return {
         "role": "assistant",
@@ -136,8 +136,8 @@ def _called(arguments: Any) -> dict[str, Any]:
     }
 
 
-def _starts(whole: str | None, part: str | None) -> bool | None:
-    return None if whole is None or part is None else whole.startswith(part)
+def _is_prefix(text: str | None, prefix: str | None) -> bool | None:
+    return None if text is None or prefix is None else text.startswith(prefix)
 
 
 def _has_generation(template: Renders) -> bool:
@@ -145,11 +145,11 @@ def _has_generation(template: Renders) -> bool:
 
 
 def _default_system(plain: str, text: Any) -> bool:
-    """Whether something stands where a system message would."""
-    given = text([{"role": "system", "content": "qzsystemqz"}, _USER], prompt=True)
-    if given is None or "qzsystemqz" not in given:
+    """Return whether the template writes a default text in the position of a system message."""
+    with_system = text([{"role": "system", "content": "qzsystemqz"}, _USER], prompt=True)
+    if with_system is None or "qzsystemqz" not in with_system:
         return False
-    header, _, rest = given.partition("qzsystemqz")
-    between, before = rest.partition("qzaskqz")[0], plain.partition("qzaskqz")[0]
-    framed = before.startswith(header) and before.endswith(between)
-    return framed and len(before) > len(header) + len(between)
+    header, _, after = with_system.partition("qzsystemqz")
+    separator, actual = after.partition("qzaskqz")[0], plain.partition("qzaskqz")[0]
+    is_framed = actual.startswith(header) and actual.endswith(separator)
+    return is_framed and len(actual) > len(header) + len(separator)

@@ -1,7 +1,7 @@
-"""Tokenizers and chat templates: messages to text and ids, the same bytes and ids as transformers.
+"""Tokenizers and chat templates: convert messages to text and ids, with the same bytes and ids as transformers.
 
-Here are `Tokenizer` (a model directory's tokenizer.json with its chat template), `Template` (a template alone) and
-`Rendered` (text with the provenance of every byte). No alignment with recorded tokens; `align` calls this.
+`Tokenizer` is a model directory's tokenizer.json with its chat template. `Template` is a template without tokenizer.
+`Rendered` is text with the provenance of every byte.
 """
 
 import os
@@ -27,20 +27,20 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, with which bytes of it are whose content. S spans, sorted and disjoint.
+    """A conversation as text, with S spans of message content, sorted and disjoint.
 
-    Offsets count bytes of `text.encode()`. Bytes outside every span are the template's scaffold; roles, ids and
-    numbers printed bare count as scaffold.
+    Offsets count bytes of `text.encode()`. Bytes outside of all spans are the template's scaffold, and so are roles,
+    ids and bare numbers.
 
     Args:
-        text: what the model reads.
-        start: [S] int64, first byte.
-        end: [S] int64, behind the last byte.
+        text: the text that the model reads.
+        start: [S] int64, first byte of each span.
+        end: [S] int64, end of each span (exclusive).
         message: [S] int32, index of the message, -1 for tool schemas.
         field: [S] uint8, index into `FIELDS`.
-        generation: [G, 2] int64, what `{% generation %}` encloses.
-        exact_provenance: False where the template cuts or tests strings so that a span was found by searching, or
-            not at all.
+        generation: [G, 2] int64, start and end of each `{% generation %}` block.
+        exact_provenance: False if the template cuts or tests strings, so that a span was found by a search or not
+            found.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Rendered:
     exact_provenance: bool
 
     def pieces(self) -> list[tuple[int, str, str]]:
-        """(message, field name, text) of each span; what is no character on its own is replaced."""
+        """Return (message, field name, text) of each span; incomplete characters are replaced."""
         data = self.text.encode()
         rows = zip(self.start, self.end, self.message, self.field, strict=True)
         return [(int(m), FIELDS[f], data[s:e].decode(errors="replace")) for s, e, m, f in rows]
@@ -60,13 +60,13 @@ class Rendered:
 
 @dataclass(frozen=True)
 class TokenizerReport:
-    """Which code makes a tokenizer's ids, and why.
+    """The code that computes a tokenizer's ids.
 
     Args:
-        backend: "fastokens", used only where it agreed with tokenizers on every probe, else "tokenizers".
-        reason: why this one.
-        probes: texts that both encoded when the tokenizer was loaded.
-        no_memo: why ids of the text between added tokens are not remembered; None where they are.
+        backend: "fastokens" if it agreed with tokenizers on every probe, else "tokenizers".
+        reason: why this backend is used.
+        probes: number of texts that both backends encoded when the tokenizer was loaded.
+        no_memo: why the ids of text between added tokens are not cached; None if they are.
     """
 
     backend: str
@@ -79,7 +79,7 @@ class Template:
     """A chat template compiled from its Jinja source, without a tokenizer.
 
     Args:
-        source: Jinja as Hugging Face models carry it.
+        source: Jinja source, as in Hugging Face models.
         special_tokens: variables such as `bos_token` and `eos_token`.
 
     Raises:
@@ -95,7 +95,7 @@ class Template:
 
     @property
     def has_generation(self) -> bool:
-        """Whether the template marks with `{% generation %}` what the assistant wrote."""
+        """Whether the template marks the assistant's text with `{% generation %}`."""
         return self._core.has_generation
 
     def render(
@@ -105,8 +105,8 @@ class Template:
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> Rendered:
-        """Messages as text with provenance; see `Tokenizer.render`."""
-        return Rendered(*self._core.render(*_given(messages, tools, add_generation_prompt, kwargs)))
+        """Render messages as text with provenance; see `Tokenizer.render`."""
+        return Rendered(*self._core.render(*_render_arguments(messages, tools, add_generation_prompt, kwargs)))
 
     def render_text(
         self,
@@ -115,16 +115,16 @@ class Template:
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Messages as text alone, at half the cost."""
-        return self._core.render_text(*_given(messages, tools, add_generation_prompt, kwargs))
+        """Render messages as text without provenance, at half the cost."""
+        return self._core.render_text(*_render_arguments(messages, tools, add_generation_prompt, kwargs))
 
 
 class Tokenizer:
     """A model's tokenizer.json, with its chat template and its end-of-sequence ids. Safe to share between threads.
 
-    Made by `Tokenizer.from_pretrained`. `len(tokenizer)` and `vocab_size` are one more than the largest id. A pickle
-    holds the files' contents, so that another process or machine loads the same without them; a copy is the tokenizer
-    itself, which never changes.
+    `Tokenizer.from_pretrained` creates it. `len(tokenizer)` and `vocab_size` are one more than the largest id. A pickle
+    contains the contents of the files, so that another process or machine can load it without the files. A copy is the
+    same object, because tokenizers are immutable.
     """
 
     def __init__(self, core: _core.Tokenizer, folder: Path | None = None) -> None:
@@ -135,34 +135,35 @@ class Tokenizer:
     def from_pretrained(
         cls, path: str | os.PathLike[str], *, vocab_size: int | None = None, cache: bool = True
     ) -> "Tokenizer":
-        """Loads a model directory, or a hub name that is in the local Hugging Face cache already.
+        """Load a model directory, or a hub name that is in the local Hugging Face cache.
 
-        Nothing is downloaded. Where there is no tokenizer.json, a tiktoken file of Qwen, o200k_base, cl100k_base,
-        p50k_base or r50k_base is taken; added tokens that tokenizer_config.json lists take the place of Qwen's
-        extras. `eos_ids` come from generation_config.json, else config.json, else the eos_token of
-        tokenizer_config.json; the chat template from chat_template.jinja, else tokenizer_config.json.
+        Nothing is downloaded. If there is no tokenizer.json, a tiktoken file of Qwen, o200k_base, cl100k_base,
+        p50k_base or r50k_base is used. Added tokens in tokenizer_config.json replace Qwen's extra tokens. `eos_ids`
+        come from generation_config.json, else config.json, else the eos_token of tokenizer_config.json. The chat
+        template comes from chat_template.jinja, else tokenizer_config.json.
 
         Args:
             path: the directory, or the name.
-            vocab_size: rows of the model's embedding; default what config.json says, else `len(tokenizer)`. A recorded
-                id from there on is refused where it would be used.
-            cache: whether what is found out about the files is kept by the hash of their bytes, in the system's cache
-                folder or TRACEGRAD_CACHE: the next load reads it, and builds an encoder when a text needs one. The
-                folder may be deleted at any time.
+            vocab_size: rows of the model's embedding; default: the value in config.json, else `len(tokenizer)`. Using a
+                recorded id that is not below it is an error.
+            cache: whether to cache facts about the files by the hash of their bytes, in the system's cache folder or
+                TRACEGRAD_CACHE. The next load reads them, and builds an encoder only when a text needs one. The folder
+                can be deleted at any time.
 
         Raises:
+            ArgumentError: if vocab_size is not a positive integer.
             ReadError: if there is no tokenizer.json and no tiktoken file.
-            TokenizerError: if it is not a tokenizer, its added tokens would be renumbered, or its ranks are of no known
-                family.
+            TokenizerError: if the name is not in the cache, the file is not a tokenizer, its added tokens would be
+                renumbered, or its ranks belong to no known family.
             TemplateError: if the chat template does not compile.
 
         Warns:
-            UserWarning: if transformers 5 would build the tokenizer anew from `tokenizer_class` and give other ids.
-                With both ids of a text.
+            UserWarning: if transformers 5 would rebuild the tokenizer from `tokenizer_class` and return other ids. The
+                warning contains both ids of a text.
         """
         directory = Path(path)
         if not directory.exists():
-            directory = _cached(os.fspath(path)) or directory
+            directory = _cached_directory(os.fspath(path)) or directory
         if vocab_size is not None and not (isinstance(vocab_size, int) and 0 < vocab_size < 1 << 31):
             raise ArgumentError(
                 f"vocab_size is {vocab_size!r}. It is the number of rows of the model's embedding, an integer from 1. "
@@ -170,7 +171,7 @@ class Tokenizer:
             )
         loaded = cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None), directory)
         if rebuilt := loaded._core.rebuilt:
-            warnings.warn(_rebuilt(directory, *rebuilt), stacklevel=2)
+            warnings.warn(_rebuilt_warning(directory, *rebuilt), stacklevel=2)
         return loaded
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, bytes, Path | None]]:
@@ -183,23 +184,23 @@ class Tokenizer:
         return self
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Ids of `text`, [T] int32. Added tokens in the text become their ids; none is put around it."""
+        """Return the ids of `text`, [T] int32. Added tokens in the text become their ids; none are added around it."""
         return self._core.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Ids of all texts, on all cores.
+        """Encode all texts on all cores.
 
         Returns:
-            ids [T] int32, end to end, and cu_seqlens [N+1] int64: text n is ids[cu_seqlens[n]:cu_seqlens[n+1]].
+            ids [T] int32, concatenated, and cu_seqlens [N+1] int64: text n is ids[cu_seqlens[n]:cu_seqlens[n+1]].
         """
         return self._core.encode_batch(list(texts))
 
     def encode_with_ends(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Ids [T] int32, and ends [T] int64: the byte of `text.encode()` behind each token."""
+        """Return ids [T] int32 and ends [T] int64: the end of each token in `text.encode()`, in bytes (exclusive)."""
         return self._core.encode_with_ends(text)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """The bytes of `ids`, end to end, special tokens included.
+        """Return the concatenated bytes of `ids`, special tokens included.
 
         Raises:
             TokenizerError: for an id that is not in the vocabulary, with its index.
@@ -207,7 +208,7 @@ class Tokenizer:
         return self._core.decode_bytes(_validation.integers(ids, "ids"))
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def render(
@@ -217,10 +218,10 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> Rendered:
-        """Messages as the model reads them, byte for byte what `apply_chat_template` gives, with provenance.
+        """Render messages to the text of `apply_chat_template`, byte for byte, with provenance.
 
-        Messages are normalised as servers do: keys whose value is None are left out, `arguments` of a tool call that
-        are a JSON string of an object become that object, reasoning under any of its names is given under all.
+        Messages are normalised as on servers: keys with the value None are left out, `arguments` of a tool call that
+        are a JSON string of an object become that object, and reasoning is set under all of its names.
 
         Args:
             messages: dicts with role, content, tool_calls, ...
@@ -229,10 +230,10 @@ class Tokenizer:
             kwargs: further template variables; `strftime_now="2025-03-07"` pins the date a template prints.
 
         Raises:
-            TemplateError: if the template raises (its message is quoted), fails, or does not end.
-            ArgumentError: if messages or tools are not what JSON can say.
+            TemplateError: if the template raises (its message is quoted), fails, or does not terminate.
+            ArgumentError: if JSON cannot represent messages or tools.
         """
-        return Rendered(*self._core.render(*_given(messages, tools, add_generation_prompt, kwargs)))
+        return Rendered(*self._core.render(*_render_arguments(messages, tools, add_generation_prompt, kwargs)))
 
     def render_ids(
         self,
@@ -241,16 +242,16 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> NDArray[np.int32]:
-        """Ids of the rendered messages, [T] int32. Arguments as for `render`."""
-        return self._core.render_ids(*_given(messages, tools, add_generation_prompt, kwargs))
+        """Return the ids of the rendered messages, [T] int32. Arguments as for `render`."""
+        return self._core.render_ids(*_render_arguments(messages, tools, add_generation_prompt, kwargs))
 
     def probe(self, **kwargs: Any) -> TemplateProbe:
-        """What the chat template does to a conversation: what it trims, drops, inserts, and whether turns can go on."""
+        """Find out what the chat template trims, drops and inserts, and whether later turns keep earlier ones."""
         return probe(self, **kwargs)
 
     @property
     def report(self) -> TokenizerReport:
-        """Which code makes the ids, and why."""
+        """The code that computes the ids, and why it is used."""
         return TokenizerReport(*self._core.report)
 
     @property
@@ -265,12 +266,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below this; the model's embedding may be wider."""
+        """One more than the largest id; the model's embedding may have more rows."""
         return len(self._core)
 
     @property
     def model_vocab_size(self) -> int:
-        """Every id that the model takes is below this: rows of its embedding, or `vocab_size` where nothing says."""
+        """Number of rows of the model's embedding, or `vocab_size` if it is unknown."""
         return self._core.model_vocab_size
 
     def __len__(self) -> int:
@@ -285,11 +286,11 @@ class Tokenizer:
 
 
 def _from_source(json: bytes, config: bytes, folder: Path | None) -> Tokenizer:
-    """The tokenizer that was pickled; its folder, where it is there too, has the image processor."""
+    """Create a tokenizer from its pickle. Its folder, if it exists, has the image processor."""
     return Tokenizer(_core.Tokenizer.from_source(json, config), folder)
 
 
-def _given(
+def _render_arguments(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
@@ -298,8 +299,8 @@ def _given(
     return list(messages), None if tools is None else list(tools), add_generation_prompt, kwargs
 
 
-def _cached(name: str) -> Path | None:
-    """The directory of a hub name in the local cache, or None where `name` is no hub name."""
+def _cached_directory(name: str) -> Path | None:
+    """Return the directory of a hub name in the local cache, or None if `name` is not a hub name."""
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name:
         return None
     try:
@@ -308,18 +309,18 @@ def _cached(name: str) -> Path | None:
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(name, "tokenizer.json")
+        path = try_to_load_from_cache(name, "tokenizer.json")
     except HFValidationError:
         return None
-    if isinstance(found, str):
-        return Path(found).parent
+    if isinstance(path, str):
+        return Path(path).parent
     raise TokenizerError(
         f"'{name}' is no directory, and no model of that name with a tokenizer.json is in the local Hugging Face "
         f"cache. Nothing is downloaded here. Run `hf download {name}` first, or name a directory."
     )
 
 
-def _rebuilt(folder: Path, name: str, text: str, ids: list[int], other: list[int]) -> str:
+def _rebuilt_warning(folder: Path, name: str, text: str, ids: list[int], other: list[int]) -> str:
     return (
         f"{folder}: transformers 5 builds this tokenizer anew as {name} and gives {text!r} the ids {other}; "
         f"tokenizer.json gives {ids}, which are used here. A server with transformers 5 reads other prompts. Set "

@@ -1,7 +1,7 @@
-"""Pictures in a folder that `save` or `prepare` wrote: arrays beside those of the tokens, and the files end to end.
+"""Store images in a folder that `save` or `prepare` writes, and read them back.
 
-Here are `arrays_of` and `images_of`, which turn `Images` into named arrays and back, and `MediaFile`, which reads
-pictures again from `media.bin`. Each distinct picture stands there once, as it was recorded.
+`arrays_of` and `images_of` convert `Images` to named arrays and back. `MediaFile` reads image files from `media.bin`,
+which contains each distinct image once, as it was recorded, one after the other.
 """
 
 import os
@@ -21,7 +21,7 @@ from tracegrad.images.spans import Images
 
 MEDIA = "media.bin"
 PREFIX = "images."
-_KINDS: dict[str, Any] = {
+_DTYPES: dict[str, Any] = {
     "cu_images": np.int64,
     "cu_features": np.int64,
     "at": np.int32,
@@ -35,101 +35,114 @@ _KINDS: dict[str, Any] = {
 
 
 class MediaFile:
-    """The files of pictures end to end, found by their digests.
+    """Concatenated image files, indexed by their digests.
 
     Args:
         path: of the file.
         digest: [P, 32] uint8.
-        end: [P] int64: the byte behind each.
+        end: [P] int64: the end of each image, in bytes (exclusive).
     """
 
     def __init__(self, path: Path, digest: NDArray[np.uint8], end: NDArray[np.int64]) -> None:
         starts = [0, *end[:-1].tolist()]
         self.path = path
-        self._place = {row.tobytes(): (a, b) for row, a, b in zip(digest, starts, end.tolist(), strict=True)}
+        self._ranges = {row.tobytes(): (a, b) for row, a, b in zip(digest, starts, end.tolist(), strict=True)}
 
     def has_picture(self, digest: bytes) -> bool:
-        """Whether the file with this digest is there."""
-        return digest in self._place
+        """Return whether there is an image with this digest."""
+        return digest in self._ranges
 
     def picture_bytes(self, digest: bytes) -> bytes:
-        """The file with this digest.
+        """Read the image with this digest.
 
         Raises:
-            ReadError: if it is not there, or not the same any more.
+            ReadError: if the file cannot be read, or the bytes have changed.
         """
-        start, end = self._place[digest]
+        start, end = self._ranges[digest]
         try:
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(min(start, size))
-                found = file.read(min(end, size) - min(start, size))
+                data = file.read(min(end, size) - min(start, size))
         except OSError as error:
             raise ReadError(
                 f"{self.path}: {error.strerror}. The pictures of these traces are in it. Copy the folder again."
             ) from error
-        if _core.picture_digest(found) != digest:
+        if _core.picture_digest(data) != digest:
             raise ReadError(
                 f"{self.path}: the bytes of picture {digest.hex()} are not those that were written. A policy would see "
                 "another picture. Copy the folder again, or prepare the records again."
             )
-        return found
+        return data
 
 
 def used(images: Images) -> Images:
-    """The same with those pictures alone that stand somewhere, in the order in which they first do."""
+    """Return the images without unused pictures, in the order of their first span."""
     _, first, number = np.unique(images.picture, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     rows = images.picture[np.sort(first)]
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
-    return replace(images, picture=place[number.reshape(-1)], pictures=images.pictures.take(rows))
+    new_index = np.empty(len(order), np.int32)
+    new_index[order] = np.arange(len(order), dtype=np.int32)
+    return replace(images, picture=new_index[number.reshape(-1)], pictures=images.pictures.take(rows))
 
 
 def media_of(images: Images) -> Iterator[bytes]:
-    """The files of the pictures, in order.
+    """Yield the bytes of the image files, in order.
 
     Raises:
-        ReadError: if one cannot be read again where it was recorded.
+        ReadError: if an image cannot be read from its source again.
     """
     return (images.pictures.bytes_of(row) for row in range(len(images.pictures)))
 
 
 def arrays_of(images: Images, media_end: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """The arrays of `used` images by name, with where each file ends in `media.bin`."""
+    """Return the arrays of images by name.
+
+    Args:
+        images: from `used`.
+        media_end: [P] int64, the end of each file in `media.bin`, in bytes.
+    """
     pictures = images.pictures
-    codes = np.array([MEDIA_TYPES.index(kind) for kind in pictures.media_type], np.uint8)
+    codes = np.array([MEDIA_TYPES.index(media_type) for media_type in pictures.media_type], np.uint8)
     columns = {name: getattr(images, name) for name in ("cu_images", "cu_features", "at", "picture")}
     columns |= {"digest": pictures.digest, "width": pictures.width, "height": pictures.height}
     columns |= {"media_type": codes, "media_end": media_end}
-    return {PREFIX + name: np.ascontiguousarray(columns[name], kind) for name, kind in _KINDS.items()}
+    return {PREFIX + name: np.ascontiguousarray(columns[name], dtype) for name, dtype in _DTYPES.items()}
 
 
 def images_of(arrays: Mapping[str, NDArray[Any]], rule: Rule, folder: Path) -> Images:
-    """What `arrays_of` gave, of which the caller takes the arrays.
+    """Create images from the arrays that `arrays_of` returned.
+
+    Args:
+        arrays: by name.
+        rule: of the model.
+        folder: with `media.bin`.
 
     Raises:
-        FormatError, KeyError: if it is not what `arrays_of` gives.
+        KeyError: if an array is missing.
+        FormatError: if an array has another dtype, shape or invalid values.
     """
-    found = {name: arrays[PREFIX + name] for name in _KINDS}
-    count = len(found["media_end"])
-    for name, kind in _KINDS.items():
-        shape = (count, 32) if name == "digest" else (len(found[name]),)
-        if found[name].dtype != kind or found[name].shape != shape:
-            raise FormatError(f"{PREFIX}{name} is {found[name].dtype} of shape {found[name].shape}.")
-    if len({count, *(len(found[name]) for name in ("digest", "width", "height", "media_type"))}) > 1:
+    columns = {name: arrays[PREFIX + name] for name in _DTYPES}
+    count = len(columns["media_end"])
+    for name, dtype in _DTYPES.items():
+        shape = (count, 32) if name == "digest" else (len(columns[name]),)
+        if columns[name].dtype != dtype or columns[name].shape != shape:
+            raise FormatError(f"{PREFIX}{name} is {columns[name].dtype} of shape {columns[name].shape}.")
+    if len({count, *(len(columns[name]) for name in ("digest", "width", "height", "media_type"))}) > 1:
         raise FormatError("the columns of its pictures have unlike lengths.")
-    if count and (found["media_type"].max() >= len(MEDIA_TYPES) or np.any(np.diff(found["media_end"], prepend=0) < 1)):
+    if count and (
+        columns["media_type"].max() >= len(MEDIA_TYPES) or np.any(np.diff(columns["media_end"], prepend=0) < 1)
+    ):
         raise FormatError("the kinds or ends of its pictures are none.")
-    kinds = tuple(MEDIA_TYPES[code] for code in found["media_type"].tolist())
-    source = MediaFile(folder / MEDIA, found["digest"], found["media_end"])
-    pictures = Pictures(found["digest"], found["width"], found["height"], kinds, (source,))
-    places = {name: found[name] for name in ("cu_images", "cu_features", "at", "picture")}
-    return Images(**places, rule=rule, pictures=pictures)
+    media_types = tuple(MEDIA_TYPES[code] for code in columns["media_type"].tolist())
+    source = MediaFile(folder / MEDIA, columns["digest"], columns["media_end"])
+    pictures = Pictures(columns["digest"], columns["width"], columns["height"], media_types, (source,))
+    spans = {name: columns[name] for name in ("cu_images", "cu_features", "at", "picture")}
+    return Images(**spans, rule=rule, pictures=pictures)
 
 
 def misfit(images: Images, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> str:
-    """What is wrong with the places of pictures among tokens that are right, as a sentence; or ""."""
+    """Describe, in a sentence, why the spans of images do not match valid token arrays; "" if they match."""
     lengths = np.diff(cu_seqlens)
     for name, cu, total in (
         ("cu_images", images.cu_images, len(images)),

@@ -1,7 +1,7 @@
-"""The distinct pictures of a set of traces: what is known of each without decoding it, and where its bytes are.
+"""Distinct images of a set of traces (`Pictures`): digest, size and type of each, and the source of its bytes.
 
-Here is `Pictures`. Nothing is decoded and nothing is fetched: bytes come from the records that were read, or from the
-`media` folder of what was prepared.
+No image is decoded or downloaded here. The bytes come from the records that were read, or from the `media.bin` of
+prepared data.
 """
 
 from collections.abc import Sequence
@@ -18,29 +18,29 @@ MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 class Source(Protocol):
-    """Where the files of pictures are."""
+    """A source of image files."""
 
     def has_picture(self, digest: bytes) -> bool:
-        """Whether it had the file whose blake3 is `digest` when it was made."""
+        """Return whether the source had the file with this blake3 digest when the source was created."""
         ...
 
     def picture_bytes(self, digest: bytes) -> bytes:
-        """The file whose blake3 is `digest`, as it was recorded.
+        """Return the file with this blake3 digest, as it was recorded.
 
         Raises:
-            ReadError: if it is not there any more, or has another digest.
+            ReadError: if the file is missing now, or has another digest.
         """
         ...
 
 
 class _Records:
-    """The records of traces, of which pictures are read again."""
+    """A source that reads images again from the records of traces."""
 
     def __init__(self, traces: _core.Traces, digest: NDArray[np.uint8]) -> None:
-        self._traces, self._has = traces, {row.tobytes() for row in digest}
+        self._traces, self._digests = traces, {row.tobytes() for row in digest}
 
     def has_picture(self, digest: bytes) -> bool:
-        return digest in self._has
+        return digest in self._digests
 
     def picture_bytes(self, digest: bytes) -> bytes:
         return _core.picture_bytes(self._traces, digest)
@@ -48,13 +48,13 @@ class _Records:
 
 @dataclass(frozen=True, repr=False)
 class Pictures:
-    """P distinct files of pictures, no two with the same digest.
+    """P distinct image files, with different digests.
 
     Args:
         digest: [P, 32] uint8, the blake3 of each file.
-        width, height: [P] int32, in pixels, as the file's header says.
-        media_type: P of `MEDIA_TYPES`, by the bytes and not by what was said.
-        sources: where `bytes_of` looks, in order.
+        width, height: [P] int32, in pixels, from the header of the file.
+        media_type: P of `MEDIA_TYPES`, detected from the bytes. The type in the record is ignored.
+        sources: the sources that `bytes_of` searches, in order.
     """
 
     digest: NDArray[np.uint8]
@@ -65,7 +65,7 @@ class Pictures:
 
     @classmethod
     def of_records(cls, traces: _core.Traces) -> "Pictures":
-        """Those of traces, which the records hold."""
+        """Return the images that are embedded in the records of traces."""
         digests, widths, heights, kinds = _core.pictures_of(traces)
         digest = np.frombuffer(digests, np.uint8).reshape(-1, 32)
         sizes = np.array([widths, heights], np.int32).reshape(2, -1)
@@ -78,10 +78,10 @@ class Pictures:
         return f"Pictures({len(self)})"
 
     def bytes_of(self, row: int) -> bytes:
-        """The file of a picture.
+        """Return the file of an image.
 
         Raises:
-            ReadError: if no source has it any more.
+            ReadError: if no source has the file.
         """
         digest = self.digest[row].tobytes()
         source = next((source for source in self.sources if source.has_picture(digest)), None)
@@ -93,24 +93,35 @@ class Pictures:
         return source.picture_bytes(digest)
 
     def take(self, rows: NDArray[np.integer]) -> "Pictures":
-        """Some of them, in the order given."""
+        """Return the images of some rows, in the order of `rows`."""
         kinds = tuple(self.media_type[row] for row in np.asarray(rows).tolist())
         return Pictures(self.digest[rows], self.width[rows], self.height[rows], kinds, self.sources)
 
 
 def joined(parts: Sequence[Pictures]) -> tuple[Pictures, list[NDArray[np.int32]]]:
-    """The distinct pictures of several tables, and for each table the row of each of its pictures."""
-    names = [[digest.tobytes() for digest in part.digest] for part in parts]
-    rows = {name: row for row, name in enumerate(dict.fromkeys(name for each in names for name in each))}
-    places = [np.array([rows[name] for name in each], np.int32) for each in names]
-    first = {name: (part, at) for part, each in zip(parts, names, strict=True) for at, name in enumerate(each)}
-    found = [first[name] for name in rows]
+    """Merge several sets of images.
+
+    Returns:
+        the distinct images, and for each part the new row of each of its images.
+    """
+    digests = [[digest.tobytes() for digest in part.digest] for part in parts]
+    rows = {
+        digest: row
+        for row, digest in enumerate(dict.fromkeys(digest for part_digests in digests for digest in part_digests))
+    }
+    new_rows = [np.array([rows[digest] for digest in part_digests], np.int32) for part_digests in digests]
+    location = {
+        digest: (part, at)
+        for part, part_digests in zip(parts, digests, strict=True)
+        for at, digest in enumerate(part_digests)
+    }
+    locations = [location[digest] for digest in rows]
     sources = tuple({id(source): source for part in parts for source in part.sources}.values())
     table = Pictures(
-        digest=np.array([part.digest[at] for part, at in found], np.uint8).reshape(-1, 32),
-        width=np.array([part.width[at] for part, at in found], np.int32),
-        height=np.array([part.height[at] for part, at in found], np.int32),
-        media_type=tuple(part.media_type[at] for part, at in found),
+        digest=np.array([part.digest[at] for part, at in locations], np.uint8).reshape(-1, 32),
+        width=np.array([part.width[at] for part, at in locations], np.int32),
+        height=np.array([part.height[at] for part, at in locations], np.int32),
+        media_type=tuple(part.media_type[at] for part, at in locations),
         sources=sources,
     )
-    return table, places
+    return table, new_rows

@@ -1,8 +1,8 @@
 """Decode images, expand them to token ids, and make the vision encoder's inputs as transformers does.
 
-Pillow decodes, within a limit of pixels. `Rule` holds which id stands for an image and how many of them an image of a
-size takes. `Processor` runs the image processor of the model folder (preprocessor_config.json); its float32 output is
-kept for the next batch with the same image, within a limit of bytes.
+Pillow decodes images up to a limit of pixels. `Rule` has the placeholder id of images and computes the ids of an image
+of a given size. `Processor` runs the image processor of the model folder (preprocessor_config.json). Its float32 output
+is cached for later batches with the same image, up to a limit of bytes.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from tracegrad.images.image_set import Pictures
 from tracegrad.storage.files import read_json
 
 MOST_PIXELS = 178_956_970
-"""Pixels of the largest picture that is decoded: what Pillow and vLLM take."""
+"""Maximum number of pixels of an image that is decoded: the limit of Pillow and vLLM."""
 MOST_SCANS = 100
-"""Scans of a JPEG, each of which goes over all its pixels; encoders write about ten."""
+"""Maximum number of scans of a JPEG. Each scan covers all pixels; encoders write about ten."""
 KINDS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 
 
 def pixels(
     file: bytes, name: str, media_type: str, size: tuple[int, int], most: int = MOST_PIXELS
 ) -> NDArray[np.uint8]:
-    """[height, width, 3] uint8, red, green and blue; of an animation the first frame.
+    """Decode an image to [height, width, 3] uint8, red, green and blue. An animation is decoded to its first frame.
 
-    Turned as EXIF says, and what is transparent shows white, as vLLM does (vllm.multimodal.image, `normalize_image` and
-    `convert_image_mode`); a picture of red, green and blue stays, whatever colour it marks as transparent.
+    The image is rotated by its EXIF orientation, and transparent pixels become white, as in vLLM
+    (vllm.multimodal.image, `normalize_image` and `convert_image_mode`). An image of mode RGB is not changed, even if it
+    marks a colour as transparent.
 
     Args:
         file: as it was recorded.
-        name: what the picture is called in errors.
-        media_type: one of `KINDS`, by its first bytes; no other decoder is tried.
-        size: width and height, as its header was read.
-        most: pixels.
+        name: the name of the image in errors.
+        media_type: one of `KINDS`, detected from the first bytes; no other decoder is tried.
+        size: width and height from the header.
+        most: maximum number of pixels.
 
     Raises:
-        ReadError: if it cannot be decoded whole, or has another size than its header says.
+        ReadError: if the image is too large, cannot be decoded completely, or its size differs from `size`.
         ArgumentError: if Pillow is not installed.
     """
     try:
@@ -80,15 +81,15 @@ def pixels(
                 )
             image.load()
             if image.mode != "RGB" and (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
-                clear = image.convert("RGBA")
-                image = Image.new("RGB", clear.size, (255, 255, 255))
-                image.paste(clear, mask=clear.split()[3])
+                transparent = image.convert("RGBA")
+                image = Image.new("RGB", transparent.size, (255, 255, 255))
+                image.paste(transparent, mask=transparent.split()[3])
             elif image.mode != "RGB":
                 image = image.convert("RGB")
             return np.array(image)
     except ReadError:
         raise
-    except Exception as error:  # a decoder may raise anything for a stranger's file
+    except Exception as error:  # a decoder may raise anything for an untrusted file
         raise ReadError(
             f"{name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy saw it whole, or the "
             "server refused it. Leave its trace out."
@@ -96,7 +97,7 @@ def pixels(
 
 
 def is_transparent(file: bytes, media_type: str) -> bool:
-    """Whether a picture that `pixels` has decoded has pixels that show what it is laid on."""
+    """Return whether an image, which `pixels` can decode, has transparent pixels."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -108,7 +109,7 @@ def is_transparent(file: bytes, media_type: str) -> bool:
 
 
 KEPT = 256 << 20
-"""Bytes of processed pictures that are kept for the next batch."""
+"""Maximum size of the cache of processed images, in bytes."""
 
 
 class Processor:
@@ -116,11 +117,11 @@ class Processor:
 
     Args:
         folder: with preprocessor_config.json.
-        most_pixels: of the largest picture that is decoded.
-        kept: bytes of processed pictures that are kept.
+        most_pixels: maximum number of pixels of an image.
+        kept: maximum size of the cache of processed images, in bytes.
 
     Raises:
-        ReadError: if transformers finds none there.
+        ReadError: if transformers cannot load an image processor from the folder.
         ArgumentError: if transformers or Pillow is not installed.
     """
 
@@ -128,74 +129,80 @@ class Processor:
         self.own = image_processor(folder)
         self.folder, self.most_pixels = folder, most_pixels
         self._kept: OrderedDict[bytes, Mapping[str, Any]] = OrderedDict()
-        self._room = kept
-        self._whole: Any = None
+        self._free_bytes = kept
+        self._full_processor: Any = None
 
     @property
     def backend(self) -> str:
-        """Which code resizes: "torchvision", as servers do, or "pil", whose pixels differ by a level here and there."""
+        """The code that resizes: "torchvision", as on servers, or "pil", where some pixels differ by one level."""
         return "torchvision" if any("Torchvision" in base.__name__ for base in type(self.own).__mro__) else "pil"
 
     def features(self, width: int, height: int) -> int | None:
-        """How many features a picture of this size has, by the size alone; None where the family does not say.
+        """Return the number of features of an image of this size; None if the model family cannot compute it.
 
         Raises:
-            ValueError: for a size that the family refuses.
+            ValueError: if the model family rejects the size.
         """
-        merge, ask = getattr(self.own, "merge_size", None), getattr(self.own, "get_number_of_image_patches", None)
-        return None if merge is None or ask is None else ask(height, width, {}) // merge**2
+        merge, count_patches = (
+            getattr(self.own, "merge_size", None),
+            getattr(self.own, "get_number_of_image_patches", None),
+        )
+        return None if merge is None or count_patches is None else count_patches(height, width, {}) // merge**2
 
     def written(self, width: int, height: int) -> list[int]:
-        """What the folder's whole processor writes for a picture of this size: it is shown a black one.
+        """Return the ids that the folder's multimodal processor writes for a black image of this size.
 
         Raises:
-            ReadError: if transformers makes no processor of the folder.
-            ValueError: for a size that the family refuses.
+            ReadError: if transformers cannot load a processor from the folder.
+            ValueError: if the image is too large or the model family rejects the size.
         """
         if width * height > self.most_pixels:
             raise ValueError(f"{width} x {height} pixels are more than {self.most_pixels}")
-        if self._whole is None:
-            self._whole = whole_processor(self.folder)
-        told = getattr(self._whole, "boi_token", None) or self._whole.image_token
+        if self._full_processor is None:
+            self._full_processor = whole_processor(self.folder)
+        token = getattr(self._full_processor, "boi_token", None) or self._full_processor.image_token
         black = np.zeros((height, width, 3), np.uint8)
-        made = self._whole(text=[told], images=[[black]], add_special_tokens=False, input_data_format="channels_last")
-        [ids] = made["input_ids"]
-        return [int(each) for each in ids]
+        output = self._full_processor(
+            text=[token], images=[[black]], add_special_tokens=False, input_data_format="channels_last"
+        )
+        [ids] = output["input_ids"]
+        return [int(id_) for id_ in ids]
 
     def inputs(self, pictures: Pictures, row: int, features: int) -> Mapping[str, Any]:
-        """What the tower takes of one picture, as torch tensors on the CPU.
+        """Return the inputs of the vision tower for one image, as torch tensors on the CPU.
 
         Args:
-            row: of `pictures`.
-            features: how many ids stand for it.
+            pictures: the images.
+            row: the image, as a row of `pictures`.
+            features: the number of ids of the image in its prompt.
 
         Raises:
-            ReadError: if it is not there any more, or cannot be decoded.
-            ArgumentError: if the tower would make another number of features of it.
+            ReadError: if the image cannot be read again, or cannot be decoded.
+            ArgumentError: if the tower would compute another number of features.
         """
         digest = pictures.digest[row].tobytes()
-        if (found := self._kept.pop(digest, None)) is None:
-            found = self._processed(pictures, row)
-            self._room -= _bytes(found)
-        self._kept[digest] = found
-        while self._room < 0 and len(self._kept) > 1:
-            self._room += _bytes(self._kept.popitem(last=False)[1])
-        grid, merge = found.get("image_grid_thw"), getattr(self.own, "merge_size", 1)
-        if grid is not None and (made := int(grid.prod()) // merge**2) != features:
+        if (tensors := self._kept.pop(digest, None)) is None:
+            tensors = self._process(pictures, row)
+            self._free_bytes -= _bytes(tensors)
+        self._kept[digest] = tensors
+        while self._free_bytes < 0 and len(self._kept) > 1:
+            self._free_bytes += _bytes(self._kept.popitem(last=False)[1])
+        grid, merge = tensors.get("image_grid_thw"), getattr(self.own, "merge_size", 1)
+        if grid is not None and (computed := int(grid.prod()) // merge**2) != features:
             size = f"{pictures.width[row]} x {pictures.height[row]}"
             raise ArgumentError(
-                f"{_name(digest)} of {size} pixels has {features} ids in its prompt, and {self.folder} makes {made} "
-                "features of it. The server had other options of the image processor. Align the traces with the "
-                "folder that served them."
+                f"{_name(digest)} of {size} pixels has {features} ids in its prompt, and {self.folder} makes "
+                f"{computed} features of it. The server had other options of the image processor. Align the traces "
+                "with the folder that served them."
             )
-        return found
+        return tensors
 
-    def _processed(self, pictures: Pictures, row: int) -> Mapping[str, Any]:
+    def _process(self, pictures: Pictures, row: int) -> Mapping[str, Any]:
         name = _name(pictures.digest[row].tobytes())
         size = int(pictures.width[row]), int(pictures.height[row])
         image = pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, self.most_pixels)
-        made = self.own(images=[image], return_tensors="pt", input_data_format="channels_last")
-        tensors = {key: value for key, value in made.items() if hasattr(value, "is_floating_point")}
+        output = self.own(images=[image], return_tensors="pt", input_data_format="channels_last")
+        tensors = {key: value for key, value in output.items() if hasattr(value, "is_floating_point")}
         return {key: value.float() if value.is_floating_point() else value for key, value in tensors.items()}
 
 
@@ -204,26 +211,26 @@ def _name(digest: bytes) -> str:
 
 
 def image_processor(folder: Path) -> Any:
-    """The image processor of a folder.
+    """Load the image processor of a folder.
 
     Raises:
-        ReadError: if transformers finds none there.
-        ArgumentError: if it is not installed.
+        ReadError: if transformers cannot load one from the folder.
+        ArgumentError: if transformers is not installed.
     """
-    return _made("AutoImageProcessor", folder)
+    return _load("AutoImageProcessor", folder)
 
 
 def whole_processor(folder: Path) -> Any:
-    """The processor of a folder, which writes what stands for a picture in a text.
+    """Load the multimodal processor of a folder, which writes the placeholder ids of images.
 
     Raises:
-        ReadError: if transformers finds none there.
-        ArgumentError: if it is not installed.
+        ReadError: if transformers cannot load one from the folder.
+        ArgumentError: if transformers is not installed.
     """
-    return _made("AutoProcessor", folder)
+    return _load("AutoProcessor", folder)
 
 
-def _made(name: str, folder: Path) -> Any:
+def _load(name: str, folder: Path) -> Any:
     try:
         import transformers
     except ImportError:
@@ -232,11 +239,11 @@ def _made(name: str, folder: Path) -> Any:
         ) from None
     try:
         return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the code of transformers raises over a stranger's files
-        first = (str(error).strip().splitlines() or [""])[0][:200]
+    except Exception as error:  # transformers may raise anything for untrusted files
+        message = (str(error).strip().splitlines() or [""])[0][:200]
         raise ReadError(
-            f"{folder}: transformers makes no {name} of it ({first}). What the policy sees of a picture is not known. "
-            "Give a model folder with its preprocessor_config.json, and install 'tracegrad[images]'."
+            f"{folder}: transformers makes no {name} of it ({message}). What the policy sees of a picture is not "
+            "known. Give a model folder with its preprocessor_config.json, and install 'tracegrad[images]'."
         ) from error
 
 
@@ -244,18 +251,18 @@ def _bytes(inputs: Mapping[str, Any]) -> int:
     return sum(value.numel() * value.element_size() for value in inputs.values())
 
 
-_FILE, _WHOLE = "preprocessor_config.json", "processor_config.json"
+_IMAGE_PROCESSOR_FILE, _PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one model writes pictures.
+    """The rule by which one model writes images as ids.
 
     Args:
-        pad: the id that is repeated, once for each feature.
-        frames: ids that templates write around pictures.
-        options: of the image processor, as preprocessor_config.json or processor_config.json has them.
-        folder: of the model; None where it is not known on this machine.
+        pad: the placeholder id, repeated once for each feature.
+        frames: ids that templates write around images.
+        options: of the image processor, from preprocessor_config.json or processor_config.json.
+        folder: of the model; None if it is unknown on this machine.
     """
 
     pad: int
@@ -265,15 +272,15 @@ class Rule:
 
     @classmethod
     def of(cls, folder: Path) -> Rule | None:
-        """What the folder of a model says; None where it has no image processor.
+        """Read the rule from the folder of a model; None if it has no image processor or no image id.
 
         Raises:
-            ReadError: if its files are no JSON objects.
+            ReadError: if its files are not JSON objects.
         """
-        if (folder / _FILE).is_file():
-            options = _read(folder / _FILE)
-        elif (folder / _WHOLE).is_file():  # as transformers 5 saves it
-            options = _read(folder / _WHOLE).get("image_processor")
+        if (folder / _IMAGE_PROCESSOR_FILE).is_file():
+            options = _read(folder / _IMAGE_PROCESSOR_FILE)
+        elif (folder / _PROCESSOR_FILE).is_file():  # transformers 5 saves this file
+            options = _read(folder / _PROCESSOR_FILE).get("image_processor")
         else:
             options = None
         if not isinstance(options, dict) or not (folder / "config.json").is_file():
@@ -288,23 +295,23 @@ class Rule:
 
     @property
     def digest(self) -> str:
-        """The same for the same ids and options."""
+        """SHA-256 of the pad id and the options, as hex."""
         return hashlib.sha256(json.dumps([self.pad, self.options], sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: Rule) -> str:
-        """In what another is not the same: the first few options by name."""
+        """Describe the difference from another rule: up to three options by name."""
         names = {name for name in {*self.options, *other.options} if self.options.get(name) != other.options.get(name)}
-        found = [
+        differences = [
             f"{name} ({self.options.get(name)!r:.40} and {other.options.get(name)!r:.40})" for name in sorted(names)
         ]
-        return ", ".join(found[:3]) or f"the id of pictures ({self.pad} and {other.pad})"
+        return ", ".join(differences[:3]) or f"the id of pictures ({self.pad} and {other.pad})"
 
     @property
     def processor(self) -> Processor:
-        """The image processor of the folder; one for a folder, so that what it made is made once.
+        """The image processor of the folder. It is cached per folder, so that rules share its cache of images.
 
         Raises:
-            ArgumentError: if it is not known which folder that is.
+            ArgumentError: if the folder is unknown.
         """
         if self.folder is None:
             raise ArgumentError(
@@ -314,16 +321,16 @@ class Rule:
         return _processor(self.folder)
 
     def expansions(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> dict[tuple[int, int], list[int]]:
-        """The ids that stand for a picture of each (width, height), in place of what the template writes for one.
+        """Return the ids of an image by (width, height). They replace the ids that the template writes for an image.
 
-        Sizes that the processor refuses, such as a ratio of sides, are left out.
+        Sizes that the processor rejects, for example because of their aspect ratio, are left out.
 
         Raises:
-            ReadError: if the folder's processor cannot be made, or does not expand what the template writes.
+            ReadError: if transformers cannot load the folder's processor.
         """
         sizes = sorted(set(zip(widths.tolist(), heights.tolist(), strict=True)))
-        found = {size: self._expansion(*size) for size in sizes}
-        return {size: ids for size, ids in found.items() if ids is not None}
+        expansions = {size: self._expansion(*size) for size in sizes}
+        return {size: ids for size, ids in expansions.items() if ids is not None}
 
     def _expansion(self, width: int, height: int) -> list[int] | None:
         try:
@@ -333,21 +340,18 @@ class Rule:
             return None
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the rule as a dict for JSON, without the folder."""
         return {"pad": self.pad, "frames": list(self.frames), "options": dict(self.options)}
 
     @classmethod
     def of_dict(cls, told: Mapping[str, Any]) -> Rule:
-        """What `as_dict` gave.
+        """Create the rule from the dict that `as_dict` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is something else.
+            KeyError, TypeError, ValueError: if the dict is invalid.
         """
         pad, frames, options = told["pad"], tuple(told["frames"]), told["options"]
-        if (
-            any(type(each) is not int or not 0 <= each < 1 << 31 for each in (pad, *frames))
-            or type(options) is not dict
-        ):
+        if any(type(id_) is not int or not 0 <= id_ < 1 << 31 for id_ in (pad, *frames)) or type(options) is not dict:
             raise ValueError("ids of pictures are none")
         return cls(pad, frames, options)
 
@@ -359,9 +363,9 @@ def _processor(folder: Path) -> Processor:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path)
+        contents = read_json(path)
     except (OSError, ValueError) as error:
         raise ReadError(f"{path}: {error}. How the model writes pictures is not known without it.") from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise ReadError(f"{path}: no JSON object. How the model writes pictures is not known without it.")
-    return found
+    return contents

@@ -1,7 +1,7 @@
-"""Hold where images stand in aligned sequences (`Images`) and in one packed row (`RowImages`).
+"""Spans of images in aligned sequences (`Images`) and in one packed row (`RowImages`).
 
-A span holds every id that stands for one image. The marks of rows and columns that some families write between them
-are text.
+A span is all placeholder ids of one image. The row and column marks that some model families write between them are
+text.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MOST_KEYS = (1 << 31) - 1
 
 @dataclass(frozen=True, repr=False)
 class Images:
-    """S spans of N branches, in order.
+    """S spans of images in N branches, in order.
 
     Args:
         cu_images: [N+1] int64: branch n has spans cu_images[n]:cu_images[n+1].
         cu_features: [S+1] int64: span s has the features cu_features[s]:cu_features[s+1].
-        at: [F] int32: the token of each feature, counted in its branch; all have the id `rule.pad`.
-        picture: [S] int32: row of `pictures`. All spans of a picture have as many features.
-        rule: how the model writes pictures; its `pad` is the id of every feature.
-        pictures: what they are of.
+        at: [F] int32: the token of each feature, as an index in its branch; all have the id `rule.pad`.
+        picture: [S] int32: row of `pictures`. All spans of an image have the same number of features.
+        rule: the placeholder ids of the model; its `pad` is the id of every feature.
+        pictures: the distinct images.
     """
 
     cu_images: NDArray[np.int64]
@@ -48,34 +48,34 @@ class Images:
         return f"Images({len(self)} spans of {len(self.pictures)} pictures)"
 
     def of_model(self, folder: Path) -> Images:
-        """The same with the image processor of a folder, which must be as that which they were aligned with.
+        """Return the images with the image processor of a folder. It must equal the one that alignment used.
 
         Raises:
-            ArgumentError: if it is another, or the folder has none.
+            ArgumentError: if the image processor differs, or the folder has none.
         """
         rule = Rule.of(folder)
         if rule is None or rule.digest != self.rule.digest:
-            other = "has no image processor" if rule is None else f"differs in {self.rule.difference(rule)}"
+            problem = "has no image processor" if rule is None else f"differs in {self.rule.difference(rule)}"
             raise ArgumentError(
-                f"{folder} {other}, and these traces were aligned with one. Pictures would have other features than "
+                f"{folder} {problem}, and these traces were aligned with one. Pictures would have other features than "
                 "ids. Prepare the traces with this model."
             )
         return replace(self, rule=rule)
 
     @property
     def features(self) -> NDArray[np.int64]:
-        """[P] int64: how many features each picture has; 0 where it stands nowhere."""
+        """[P] int64: the number of features of each image; 0 if it has no span."""
         counts = np.zeros(len(self.pictures), np.int64)
         counts[self.picture] = np.diff(self.cu_features)
         return counts
 
     def tokens(self, cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[F] int64: the token of each feature in the flat arrays of branches that begin at `cu_seqlens`."""
+        """Return [F] int64: the token of each feature, as an index in flat arrays of branches at `cu_seqlens`."""
         branch = np.repeat(np.arange(len(self.cu_images) - 1), np.diff(self.cu_images))
         return self.at + np.repeat(np.asarray(cu_seqlens)[branch], np.diff(self.cu_features))
 
     def take(self, branches: NDArray[np.integer]) -> Images:
-        """The spans of some branches, in the order given."""
+        """Return the spans of some branches, in the order of `branches`."""
         spans, counts = _runs(self.cu_images, np.asarray(branches, np.int64))
         features, lengths = _runs(self.cu_features, spans)
         return replace(
@@ -88,37 +88,40 @@ class Images:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Images | None, int]]) -> Images | None:
-        """Several, end to end, each with how many branches it is of; pictures are one where their digests are.
+        """Concatenate several parts. Images with the same digest are merged.
+
+        Args:
+            parts: (images or None, number of branches) of each part.
 
         Raises:
-            ArgumentError: where the parts were aligned with unlike image processors.
+            ArgumentError: if the parts were aligned with different image processors.
         """
-        there = [images for images, _ in parts if images is not None]
-        if not there:
+        present = [images for images, _ in parts if images is not None]
+        if not present:
             return None
-        if len({images.rule.digest for images in there}) > 1:
+        if len({images.rule.digest for images in present}) > 1:
             raise ArgumentError(
                 "pictures are written in unlike ways in what is joined: other ids, or other options of the image "
                 "processor. Their lengths would be of two models. Align all of it with the same model."
             )
-        pictures, rows = joined([images.pictures for images in there])
+        pictures, rows = joined([images.pictures for images in present])
         counts = [np.zeros(n, np.int64) if images is None else np.diff(images.cu_images) for images, n in parts]
         return cls(
             cu_images=offsets(np.concatenate(counts)),
-            cu_features=offsets(np.concatenate([np.diff(images.cu_features) for images in there])),
-            at=np.concatenate([images.at for images in there]),
-            picture=np.concatenate([row[images.picture] for images, row in zip(there, rows, strict=True)]),
-            rule=there[0].rule,
+            cu_features=offsets(np.concatenate([np.diff(images.cu_features) for images in present])),
+            at=np.concatenate([images.at for images in present]),
+            picture=np.concatenate([new_rows[images.picture] for images, new_rows in zip(present, rows, strict=True)]),
+            rule=present[0].rule,
             pictures=pictures,
         )
 
     def keyed(self, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> tuple[NDArray[np.int32], Keys]:
-        """Ids in which each feature of each picture has a number of its own, above all ids.
+        """Return ids in which each feature of each distinct image has a unique number, greater than all ids.
 
-        So pictures are compared where ids are, and two of one size never count as the same text.
+        A comparison of these ids also compares images: two images of the same size are never equal.
 
         Raises:
-            ArgumentError: if there are more numbers than 31 bits hold.
+            ArgumentError: if the numbers do not fit 31 bits.
         """
         first = int(ids.max(initial=self.rule.pad)) + 1
         starts = offsets(self.features)
@@ -128,38 +131,40 @@ class Images:
                 "the ids of the model, and there are 2^31. Train on parts of the data."
             )
         keys = ids.copy()
-        place = np.arange(len(self.at)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))
-        own = first + np.repeat(starts[self.picture], np.diff(self.cu_features)) + place
-        keys[self.tokens(cu_seqlens)] = own
+        feature = np.arange(len(self.at)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))
+        numbers = first + np.repeat(starts[self.picture], np.diff(self.cu_features)) + feature
+        keys[self.tokens(cu_seqlens)] = numbers
         return keys, Keys(first, starts)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Which numbers `Images.keyed` gave.
+    """The numbers that `Images.keyed` used.
 
     Args:
-        first: the smallest.
-        starts: [P+1] int64: picture p has the numbers first + starts[p] to first + starts[p+1].
+        first: the smallest number.
+        starts: [P+1] int64: image p has the numbers first + starts[p] to first + starts[p+1].
     """
 
     first: int
     starts: NDArray[np.int64]
 
     def read(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """The pictures of a row of keys.
+        """Find the images of a row of keys.
 
         Returns:
-            at [F]: where a feature stands; cu_features [I+1]: those of each picture; picture [I]: its row.
+            at [F]: the position of each feature; cu_features [I+1]: offsets of each image; picture [I]: its row.
         """
-        at = np.flatnonzero(keys >= self.first)
-        number = keys[at].astype(np.int64) - self.first
+        positions = np.flatnonzero(keys >= self.first)
+        number = keys[positions].astype(np.int64) - self.first
         picture = np.searchsorted(self.starts, number, side="right") - 1
-        begins = np.flatnonzero(number == self.starts[picture])
-        cu = np.append(begins, len(at))
-        whole = np.array_equal(np.diff(cu), np.diff(self.starts)[picture[begins]]) and (not len(at) or begins[0] == 0)
-        assert whole, "a row ends within a picture"
-        return at, cu, picture[begins].astype(np.int32)
+        first_features = np.flatnonzero(number == self.starts[picture])
+        cu_features = np.append(first_features, len(positions))
+        is_complete = np.array_equal(np.diff(cu_features), np.diff(self.starts)[picture[first_features]]) and (
+            not len(positions) or first_features[0] == 0
+        )
+        assert is_complete, "a row ends within a picture"
+        return positions, cu_features, picture[first_features].astype(np.int32)
 
 
 def offsets(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -167,7 +172,7 @@ def offsets(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def _runs(cu: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The entries of some rows of a ragged list, end to end, and how many each has."""
+    """Return the concatenated entry indices of some rows of a ragged list, and the number of entries of each row."""
     counts = np.diff(cu)[rows]
     within = np.arange(int(counts.sum())) - np.repeat(offsets(counts)[:-1], counts)
     return np.repeat(cu[rows], counts) + within, counts
@@ -175,16 +180,16 @@ def _runs(cu: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.in
 
 @dataclass(frozen=True, repr=False)
 class RowImages:
-    """I pictures at their places in a row of T tokens, in the order of the row; a shared prefix holds each once.
+    """I spans of images in a row of T tokens, in the order of the row. An image in a shared prefix has one span.
 
     Args:
-        at: [F] int64: the token of each feature, rising; indexes `Batch.ids`.
-        cu_features: [I+1] int64: place i has the features at[cu_features[i]:cu_features[i+1]].
-        picture: [I] int32: row of `pictures`; the same picture may stand at several places.
-        rule: how the model writes pictures.
-        pictures: what they are of.
-        inputs: of each distinct picture of the row, in the order of `np.unique(picture)`, what the model's processor
-            made of it: keyword arguments of the tower. None until the batch is sent.
+        at: [F] int64: the token of each feature, ascending; indexes `Batch.ids`.
+        cu_features: [I+1] int64: span i has the features at[cu_features[i]:cu_features[i+1]].
+        picture: [I] int32: row of `pictures`; an image may have several spans.
+        rule: the placeholder ids of the model.
+        pictures: the distinct images.
+        inputs: the output of the model's image processor for each distinct image of the row, in the order of
+            `np.unique(picture)`: keyword arguments of the vision tower. None until `to` is called.
     """
 
     at: NDArray[np.int64]
@@ -201,11 +206,11 @@ class RowImages:
         return f"RowImages({len(self)} places of {len(np.unique(self.picture))} pictures)"
 
     def to(self, device: Any) -> RowImages:
-        """The same with what the tower takes, as torch tensors on a device. Places stay numpy.
+        """Return the spans with the inputs of the vision tower, as torch tensors on a device. Other arrays stay numpy.
 
         Raises:
-            ReadError: if a picture cannot be read again.
-            ArgumentError: if one cannot be decoded, or has other features here than its place.
+            ReadError: if an image cannot be read again or cannot be decoded.
+            ArgumentError: if an image has another number of features than its span.
         """
         inputs = self.inputs
         if inputs is None:
@@ -213,18 +218,21 @@ class RowImages:
             rows, first = np.unique(self.picture, return_index=True)
             pairs = zip(rows.tolist(), features[first].tolist(), strict=True)
             inputs = tuple(self.rule.processor.inputs(self.pictures, row, count) for row, count in pairs)
-        sent = tuple({name: value.to(device, non_blocking=True) for name, value in each.items()} for each in inputs)
-        return replace(self, inputs=sent)
+        moved = tuple(
+            {name: value.to(device, non_blocking=True) for name, value in image_inputs.items()}
+            for image_inputs in inputs
+        )
+        return replace(self, inputs=moved)
 
     def take(self, places: NDArray[np.integer], start: int) -> RowImages:
-        """Some places, of a row that begins at token `start` of this one."""
+        """Return some spans, for a row that starts at token `start` of this row."""
         counts = np.diff(self.cu_features)[places]
-        parts = [self.at[self.cu_features[place] : self.cu_features[place + 1]] for place in places.tolist()]
+        parts = [self.at[self.cu_features[span] : self.cu_features[span + 1]] for span in places.tolist()]
         picture = self.picture[places]
         inputs = self.inputs
         if inputs is not None:
-            kept = np.searchsorted(np.unique(self.picture), np.unique(picture))
-            inputs = tuple(inputs[number] for number in kept.tolist())
+            indices = np.searchsorted(np.unique(self.picture), np.unique(picture))
+            inputs = tuple(inputs[number] for number in indices.tolist())
         return replace(
             self,
             at=np.concatenate(parts) - start,
@@ -234,7 +242,7 @@ class RowImages:
         )
 
     def twice(self, length: int) -> RowImages:
-        """The same pictures again, `length` tokens further on."""
+        """Return the spans, followed by a copy that is shifted by `length` tokens."""
         return replace(
             self,
             at=np.concatenate([self.at, self.at + length]),

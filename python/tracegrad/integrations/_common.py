@@ -1,4 +1,4 @@
-"""Share what integrations need: padded tensors of aligned traces, and which objectives a trainer supports."""
+"""Shared code of the integrations: padded tensors of aligned traces, and checks of objectives."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,19 +34,19 @@ TAKES = {
     "reductions": "denominators of its own",
     "advantages": "advantages that nothing has divided, as it is not A times something",
 }
-"""What an objective may take beside logprobs, advantages and a mask, by the word an adapter uses for it."""
+"""Inputs that an objective may need in addition to logprobs, advantages and a mask, with their descriptions."""
 
 
 @dataclass(frozen=True)
 class Gives:
-    """What a trainer gives an objective.
+    """The inputs that a trainer passes to an objective.
 
     Args:
-        things: of `TAKES`.
-        why: a sentence that says who gives no more.
-        cure: what to take instead.
-        cures: the same for one thing.
-        detached: False where what is known before the step is corrected elsewhere, so that it is not asked for.
+        things: keys of `TAKES`.
+        why: a sentence that explains why the trainer passes no other inputs.
+        cure: the alternative for the user.
+        cures: alternatives for single inputs.
+        detached: False if components without gradient are evaluated elsewhere, so that their inputs are not checked.
 
     >>> from tracegrad.objective import presets
     >>> Gives(frozenset({"old", "rollout"}), "x sees no more.", "Take y.").check(presets.DAPO)
@@ -59,31 +59,35 @@ class Gives:
     detached: bool = True
 
     def check(self, objective: Objective, also: frozenset[str] = frozenset()) -> None:
-        """Refuses an objective that takes more, by the parts that do."""
-        taken = [(thing, part) for thing, part in takes(objective, self.detached) if thing not in self.things | also]
-        if taken:
-            told = dict.fromkeys(f"'{part}' takes {TAKES[thing]}" for thing, part in taken)
-            cures = dict.fromkeys(self.cures.get(thing, self.cure) for thing, _ in taken)
-            raise ArgumentError(f"{'; '.join(told)}. {self.why} {' '.join(cures)}")
+        """Check that an objective needs only these inputs, and those in `also`.
+
+        Raises:
+            ArgumentError: for other inputs, with the components that need them.
+        """
+        missing = [(thing, part) for thing, part in takes(objective, self.detached) if thing not in self.things | also]
+        if missing:
+            reasons = dict.fromkeys(f"'{part}' takes {TAKES[thing]}" for thing, part in missing)
+            cures = dict.fromkeys(self.cures.get(thing, self.cure) for thing, _ in missing)
+            raise ArgumentError(f"{'; '.join(reasons)}. {self.why} {' '.join(cures)}")
 
 
 def takes(objective: Objective, detached: bool = True) -> Iterator[tuple[str, str]]:
-    """(what, the part that takes it) of `TAKES`, in the order of the parts.
+    """Yield (key of `TAKES`, component that needs it) for each input of an objective, in the order of the components.
 
     Args:
-        objective: whose parts are asked.
-        detached: whether those that are known before the step are, too.
+        objective: the objective.
+        detached: whether to include components without gradient, which are evaluated before the step.
 
     >>> from tracegrad.objective import presets
     >>> [thing for thing, _ in takes(presets.DAPO)]
     ['old', 'old', 'rollout']
     """
-    surrogate, spoken = objective.surrogate, str(objective.surrogate)
+    surrogate, surrogate_text = objective.surrogate, str(objective.surrogate)
     for thing in surrogate.reads:
-        yield thing, spoken
+        yield thing, surrogate_text
     if not surrogate.times_advantage:
-        yield "advantages", spoken
-    pairs = [] if objective.ratio is None else [(spoken, objective.ratio, objective.level)]
+        yield "advantages", surrogate_text
+    pairs = [] if objective.ratio is None else [(surrogate_text, objective.ratio, objective.level)]
     for part in objective.parts:
         if part.detached and not detached:
             continue
@@ -112,12 +116,15 @@ def takes(objective: Objective, detached: bool = True) -> Iterator[tuple[str, st
 
 
 def same_scale(option: str, value: str, modes: Mapping[str, tuple[str, str | None]], objective: Objective) -> None:
-    """Refuses a trainer's own denominators where they are not the objective's.
+    """Check that the denominators of a trainer are those of the objective.
 
     Args:
-        option, value: the trainer's option and what it is set to.
-        modes: by value, the objective's `reduce.per` and `reduce.inner`.
+        option, value: the trainer's option and its value.
+        modes: the corresponding `reduce.per` and `reduce.inner` of an objective, by value.
         objective: to be trained.
+
+    Raises:
+        ArgumentError: if they differ.
     """
     if modes.get(value) != (objective.reduce.per, objective.reduce.inner):
         raise ArgumentError(
@@ -132,14 +139,14 @@ _IDS, _LOGPROBS = ("trace", "turn", "group", "advantages"), ("old", "rollout", "
 
 @dataclass(frozen=True)
 class Padded:
-    """Branches of some traces, a row each, cut after their last term. Rows of a trace stand together.
+    """Branches of some traces, one per row, cut after their last trained token. Rows of a trace are adjacent.
 
     Args:
         ids, attention: [B, S] int64; 0 at padding.
-        row, column: [m] int64, where the terms are.
-        inv_temperature: [m] float32, what the logits that predict a term are multiplied by.
-        origin: [m] int64 numpy, the terms' tokens in the `Sequences`, in order.
-        first: the first column that holds a term.
+        row, column: [m] int64, the positions of trained tokens.
+        inv_temperature: [m] float32, the factor of the logits that predict a trained token.
+        origin: [m] int64 numpy, the index of each trained token in the `Sequences`, in order.
+        first: the first column with a trained token.
     """
 
     ids: Tensor
@@ -151,25 +158,27 @@ class Padded:
     first: int
 
     def to(self, device: Any) -> "Padded":
-        """The same on `device`."""
-        moved = [each.to(device) for each in (self.ids, self.attention, self.row, self.column, self.inv_temperature)]
-        return Padded(*moved, origin=self.origin, first=self.first)
+        """Return the same rows on `device`."""
+        tensors = [
+            tensor.to(device) for tensor in (self.ids, self.attention, self.row, self.column, self.inv_temperature)
+        ]
+        return Padded(*tensors, origin=self.origin, first=self.first)
 
     @property
     def target(self) -> Tensor:
-        """[m] int64: the terms' ids."""
+        """[m] int64: the ids of the trained tokens."""
         return self.ids[self.row, self.column]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Aligned traces, what each of their terms is worth, and the objective they are trained with.
+    """Aligned traces with their advantages and their objective.
 
     Args:
         sequences: R traces.
-        advantages: [T] float32, read at terms.
-        objective: whose detached half `correct` evaluates.
-        missing: the policy for terms without a rollout logprob, as in `correct`.
+        advantages: [T] float32; only the values of trained tokens are used.
+        objective: the objective. `correct` evaluates its components without gradient.
+        missing: the treatment of trained tokens without a rollout logprob, as in `correct`.
     """
 
     sequences: Sequences
@@ -179,11 +188,11 @@ class Recorded:
 
     @classmethod
     def of(cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing: Missing) -> "Recorded":
-        """Checks and spreads the advantages, [R] by trace or [M] by term.
+        """Check the traces, and expand advantages [R] of traces or [M] of trained tokens to all tokens.
 
         Raises:
-            ArgumentError: if a term is the first token of its branch, an advantage is not finite, the objective
-                refuses `missing`, or a trace holds a picture.
+            ArgumentError: if a trained token is the first token of its branch, an advantage is not finite, the
+                objective does not allow `missing`, or a trace has an image.
         """
         if sequences.images is not None:
             raise ArgumentError(
@@ -202,16 +211,16 @@ class Recorded:
 
     @cached_property
     def owner(self) -> NDArray[np.int32]:
-        """[T] the trace of each token."""
+        """[T] int32: the trace of each token."""
         return np.repeat(self.sequences.trace, np.diff(self.sequences.cu_seqlens))
 
     @cached_property
     def traces(self) -> list[int]:
-        """The traces that have a term."""
+        """The traces that have a trained token."""
         return np.unique(self.owner[self.sequences.trainable]).tolist()
 
     def padded(self, traces: Sequence[int], side: Literal["left", "right"]) -> Padded:
-        """All branches of `traces` that have a term, padded on one side."""
+        """Return all branches of `traces` that have a trained token, padded on one side."""
         s, rows = self.sequences, []
         for trace in traces:
             first, last = np.searchsorted(s.trace, [trace, trace + 1])
@@ -244,16 +253,18 @@ class Recorded:
         totals: Totals | None = None,
         all_reduce: AllReduce | None = None,
     ) -> tuple[list[Terms], Mapping[str, float]]:
-        """What the objective takes of the micro-batches of one optimizer step, corrected together, and the metrics.
+        """Return the objective's inputs for each micro-batch of one optimizer step, and the metrics.
+
+        All micro-batches are corrected together.
 
         Args:
-            parts: this rank's micro-batches; a part of them where `totals` counts all.
-            old: [m] by micro-batch: logprobs of the policy before the step; None where the objective takes none.
-            ref: likewise of the reference policy.
+            parts: this rank's micro-batches, or some of them if `totals` counts all.
+            old: [m] for each micro-batch: logprobs of the policy before the step; None if the objective needs none.
+            ref: the same for the reference policy.
             totals, all_reduce: as in `correct`.
         """
-        s, given = self.sequences, []
-        for place, part in enumerate(parts):
+        s, inputs = self.sequences, []
+        for index, part in enumerate(parts):
             origin, trace = part.origin, self.owner[part.origin]
             arrays: dict[str, Any] = {
                 "trace": trace.astype(np.int64),
@@ -262,9 +273,9 @@ class Recorded:
                 "advantages": self.advantages[origin],
                 "rollout": s.rollout_logprobs[origin],
             }
-            given.append(arrays | {"old": old and old[place], "ref": ref and ref[place]})
-        how = {"missing": self.missing, "totals": totals, "all_reduce": all_reduce}
-        return step_terms(self.objective, given, parts[0].ids.device, **how)
+            inputs.append(arrays | {"old": old and old[index], "ref": ref and ref[index]})
+        options = {"missing": self.missing, "totals": totals, "all_reduce": all_reduce}
+        return step_terms(self.objective, inputs, parts[0].ids.device, **options)
 
 
 def step_terms(
@@ -276,68 +287,72 @@ def step_terms(
     totals: Totals | None = None,
     all_reduce: AllReduce | None = None,
 ) -> tuple[list[Terms], Mapping[str, float]]:
-    """What an objective takes of the micro-batches of one optimizer step, corrected together, and the metrics.
+    """Return the objective's inputs for each micro-batch of one optimizer step, and the metrics.
+
+    All micro-batches are corrected together.
 
     Args:
-        objective: whose detached half `correct` evaluates.
-        parts: by micro-batch [m] arrays or tensors: trace, advantages, and turn, group, old, rollout, ref where there
-            are any. `old` may stay out where nothing that is known before the step reads it.
-        device: where the terms go.
+        objective: the objective. `correct` evaluates its components without gradient.
+        parts: for each micro-batch, [m] arrays or tensors: trace, advantages, and optionally turn, group, old, rollout,
+            ref. `old` can be left out if no component without gradient reads it.
+        device: of the returned tensors.
         missing, totals, all_reduce: as in `correct`.
     """
     names = [*_IDS, *(name for name in _LOGPROBS if getattr(objective.needs, name))]
-    given = {name: [part[name] for part in parts] for name in names if parts[0].get(name) is not None}
-    whole = {name: np.concatenate([*map(_host, each)]) for name, each in given.items()}
-    old, rollout = whole.pop("old", None), whole.pop("rollout", None)
+    columns = {name: [part[name] for part in parts] for name in names if parts[0].get(name) is not None}
+    joined = {name: np.concatenate([*map(_host, arrays)]) for name, arrays in columns.items()}
+    old, rollout = joined.pop("old", None), joined.pop("rollout", None)
     if old is None and rollout is None:
-        old = np.zeros(len(whole["trace"]), np.float32)
-    found = correct(old, rollout, **whole, **objective.plan, missing=missing, totals=totals, all_reduce=all_reduce)
-    half, terms, start = {"weight": found.weight, "keep": found.keep, "scale": found.scale}, [], 0
-    for place, part in enumerate(parts):
-        here = slice(start, start + len(part["trace"]))
-        arrays = {name: each[place] for name, each in given.items()} | {name: each[here] for name, each in half.items()}
-        scales = {reduce: _moved(scale[here], device) for reduce, scale in found.scales.items()}
-        terms.append(Terms(**{name: _moved(each, device) for name, each in arrays.items()}, scales=scales))
-        start = here.stop
-    return terms, {**found.metrics, **_of_ratios(old, rollout, whole["trace"], found, all_reduce)}
+        old = np.zeros(len(joined["trace"]), np.float32)
+    corrected = correct(old, rollout, **joined, **objective.plan, missing=missing, totals=totals, all_reduce=all_reduce)
+    per_term, terms, start = {"weight": corrected.weight, "keep": corrected.keep, "scale": corrected.scale}, [], 0
+    for index, part in enumerate(parts):
+        rows = slice(start, start + len(part["trace"]))
+        arrays = {name: column[index] for name, column in columns.items()} | {
+            name: column[rows] for name, column in per_term.items()
+        }
+        scales = {reduce: _to_tensor(scale[rows], device) for reduce, scale in corrected.scales.items()}
+        terms.append(Terms(**{name: _to_tensor(each, device) for name, each in arrays.items()}, scales=scales))
+        start = rows.stop
+    return terms, {**corrected.metrics, **_off_policy_metrics(old, rollout, joined["trace"], corrected, all_reduce)}
 
 
-def _of_ratios(
-    old: Any, rollout: Any, trace: Any, found: Corrected, all_reduce: AllReduce | None
+def _off_policy_metrics(
+    old: Any, rollout: Any, trace: Any, corrected: Corrected, all_reduce: AllReduce | None
 ) -> Mapping[str, float]:
-    """How far the two policies of a step are apart, where both are there; the names of docs/metrics.md."""
+    """Return the off-policy metrics of a step by their names in docs/metrics.md; empty if a policy is missing."""
     if old is None or rollout is None:
         return {}
-    apart = OffPolicy.of(old, rollout, trace=trace, weight=found.weight, keep=found.keep)
-    return (apart.all_reduce(all_reduce) if all_reduce else apart).named()
+    metrics = OffPolicy.of(old, rollout, trace=trace, weight=corrected.weight, keep=corrected.keep)
+    return (metrics.all_reduce(all_reduce) if all_reduce else metrics).named()
 
 
 def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> Measured:
-    """`entropy` of a micro-batch, and `clip_ratio/*` where the surrogate has a clip, as TRL counts them.
+    """Return the metrics of a micro-batch as TRL counts them: `entropy`, and `clip_ratio/*` if the surrogate clips.
 
-    A row is a trace, or a turn where the ratio is the turn's.
+    A row is a trace, or a turn if the ratio is aggregated over turns.
     """
-    clip, names = objective.surrogate, ["trace", "turn"] if objective.level.over == "turn" else ["trace"]
+    surrogate, names = objective.surrogate, ["trace", "turn"] if objective.level.over == "turn" else ["trace"]
     ids = np.stack([getattr(terms, name).cpu().numpy() for name in names])
     rows = Rows.of(np.unique(ids, axis=1, return_inverse=True)[1].reshape(-1))
-    told: dict[str, Any] = {"entropy": _host(entropy)}
-    if clip.bounds is not None:
-        told |= {"ratio": _host(per_term.ratio), "sequence": clip.level.over != "token"}
-        low, high = clip.bounds
-        told |= {"epsilon": 1 - low, "epsilon_high": high - 1, "delta": getattr(clip, "delta", None)}
-    elif clip.clips:
-        told["clipped"] = per_term.clipped.cpu().numpy()
-    if "ratio" in told or "clipped" in told:
-        told["advantages"] = _host(terms.advantages)
-    return as_trl_loss(rows, **told)
+    arguments: dict[str, Any] = {"entropy": _host(entropy)}
+    if surrogate.bounds is not None:
+        arguments |= {"ratio": _host(per_term.ratio), "sequence": surrogate.level.over != "token"}
+        low, high = surrogate.bounds
+        arguments |= {"epsilon": 1 - low, "epsilon_high": high - 1, "delta": getattr(surrogate, "delta", None)}
+    elif surrogate.clips:
+        arguments["clipped"] = per_term.clipped.cpu().numpy()
+    if "ratio" in arguments or "clipped" in arguments:
+        arguments["advantages"] = _host(terms.advantages)
+    return as_trl_loss(rows, **arguments)
 
 
-def _moved(values: Any, device: Any) -> Tensor:
+def _to_tensor(values: Any, device: Any) -> Tensor:
     return (values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))).to(device)
 
 
 def _host(values: Any) -> NDArray[Any]:
-    """As numpy; logprobs of half precision in single."""
+    """Convert to numpy; half-precision tensors become float32."""
     if not isinstance(values, Tensor):
         return values
     return (values.detach().float() if values.is_floating_point() else values).cpu().numpy()

@@ -1,7 +1,7 @@
-"""Our objective as SkyRL's policy loss, in place of its off_policy_correction too. Run against skyrl 0.3.0.
+"""Use an objective as SkyRL's policy loss, which also replaces its off_policy_correction. Tested with skyrl 0.3.0.
 
-SkyRL keeps its generators, advantages, workers and denominators; a row is a trace, or a turn of one where it trains
-step by step (generator.step_wise_trajectories). KL and entropy terms are its own.
+SkyRL keeps its generators, advantages, workers, denominators, and KL and entropy terms. A row is a trace, or a turn if
+SkyRL trains turn by turn (generator.step_wise_trajectories).
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tracegrad.objective.torch_loss import terms_of
 
 VERSIONS = "skyrl==0.3.0"
 _UTILS = "skyrl.backends.skyrl_train.utils"
-_UNKNOWN = -9999.0  # what its inference servers write for a logprob that they do not know
+_UNKNOWN = -9999.0  # SkyRL's inference servers write this for an unknown logprob
 _REDUCTIONS = {"token_mean": ("token", None), "sequence_mean": ("trace", "mean"), "prompt_mean": ("prompt", "mean")}
 _REDUCTIONS |= {"seq_mean_token_sum_norm": ("trace", "sum")}
 _OWN = "KL and entropy terms are SkyRL's own options, use_kl_loss and use_entropy_loss."
@@ -39,25 +39,27 @@ _GIVES = Gives(
 
 
 def register(objective: Objective, name: str = "tracegrad", *, missing: Missing = "mask", config: Any = None) -> Any:
-    """Makes the objective SkyRL's policy loss `name`, for trainer.algorithm.policy_loss_type.
+    """Register the objective as SkyRL's policy loss `name`, for trainer.algorithm.policy_loss_type.
 
-    The objective corrects old/rollout itself, so off_policy_correction must be off; generators must return logprobs
-    (sampling_params.logprobs=0) where it reads them. Denominators are those of loss_reduction, which must be the
-    objective's: SkyRL has divided the advantages by them, of which the surrogate may ask the sign, not the size.
+    The objective corrects old/rollout, so off_policy_correction must be off. Generators must return logprobs
+    (sampling_params.logprobs=0) if the objective reads them. Denominators are those of loss_reduction, which must match
+    the objective. SkyRL divides the advantages by them, so a surrogate may use the sign of advantages but not their
+    size.
 
     Args:
         objective: on theta, old and rollout.
         name: of the policy loss.
-        missing: for terms without a recorded logprob (NaN, or SkyRL's -9999), as in `correct`.
-        config: SkyRL's whole config, a SkyRLTrainConfig or a dict of the same names. SkyRL does not hand it to a policy
-            loss, which cannot see by its rows whether they are turns: pass it where trajectories may be step-wise.
+        missing: the treatment of trained tokens without a recorded logprob (NaN, or SkyRL's -9999), as in `correct`.
+        config: SkyRL's complete config, a SkyRLTrainConfig or a dict with the same names. Pass it if trajectories may
+            be step-wise: SkyRL does not pass it to a policy loss, which cannot see whether its rows are turns.
 
     Returns:
         The function that SkyRL calls.
 
     Raises:
-        ArgumentError: for an objective that takes more than SkyRL gives, a name that is SkyRL's own, or another SkyRL;
-            for an objective that looks at whole traces, where `config` says that a row is a turn.
+        ArgumentError: if the objective needs inputs that SkyRL does not pass, the name is used by another loss, the
+            installed SkyRL lacks a function, or the objective aggregates over traces and the rows in `config` are
+            turns.
     """
     if config is not None:
         _check_rows(objective, config)
@@ -66,7 +68,7 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
     corrects = utils.off_policy_correction_enabled
     objective.check_missing(missing)
     _GIVES.check(objective)
-    scaled = replace(objective, reduce=Reduce("constant", norm=1.0))  # the denominators stand in the advantages
+    scaled = replace(objective, reduce=Reduce("constant", norm=1.0))  # the advantages include the denominators
 
     def loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
         same_scale("loss_reduction", config.loss_reduction, _REDUCTIONS, objective)
@@ -84,12 +86,12 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
         rollout = (
             None if rollout_logprobs is None else rollout_logprobs.masked_fill(rollout_logprobs <= _UNKNOWN, torch.nan)
         )
-        known = {"old": old_log_probs, "rollout": rollout, "missing": missing}
-        terms, corrected = terms_of(scaled, log_probs, advantages=advantages, mask=mask, **known)
-        found = scaled(log_probs, None, terms)
-        clipped = (found.per_term.clipped & mask).sum() / mask.sum().clamp(min=1)
-        told = {name: corrected.metrics[name] for name in ("frac_missing", "masked_fraction")}
-        return found.loss, {"clip_ratio": clipped.item(), **told, **_ratios(old_log_probs, rollout, mask)}
+        inputs = {"old": old_log_probs, "rollout": rollout, "missing": missing}
+        terms, corrected = terms_of(scaled, log_probs, advantages=advantages, mask=mask, **inputs)
+        result = scaled(log_probs, None, terms)
+        clipped = (result.per_term.clipped & mask).sum() / mask.sum().clamp(min=1)
+        metrics = {name: corrected.metrics[name] for name in ("frac_missing", "masked_fraction")}
+        return result.loss, {"clip_ratio": clipped.item(), **metrics, **_ratios(old_log_probs, rollout, mask)}
 
     loss.__dict__["objective"] = objective
     if name in registry.list_available():
@@ -103,21 +105,21 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
 
 
 def _check_rows(objective: Objective, config: Any) -> None:
-    """Refuses what would take a turn for a trace."""
+    """Raise ArgumentError if the objective would treat a turn as a trace."""
     generator = config.get("generator", {}) if isinstance(config, Mapping) else config.generator
     options = generator if isinstance(generator, Mapping) else vars(generator)
-    wide = [f"{ratio} over the {level.over}" for ratio, level in objective.ratios() if level.over != "token"]
-    wide += [f"a mean over traces, {objective.reduce}"] if objective.reduce.per in ("trace", "group") else []
-    if options.get("step_wise_trajectories") and wide:
+    over_traces = [f"{ratio} over the {level.over}" for ratio, level in objective.ratios() if level.over != "token"]
+    over_traces += [f"a mean over traces, {objective.reduce}"] if objective.reduce.per in ("trace", "group") else []
+    if options.get("step_wise_trajectories") and over_traces:
         raise ArgumentError(
-            f"generator.step_wise_trajectories makes a row of each turn, and the objective takes {wide[0]}: a "
+            f"generator.step_wise_trajectories makes a row of each turn, and the objective takes {over_traces[0]}: a "
             "turn would be taken for a trace. Take ratios, weights and gates of tokens, and Reduce('token') or "
             "Reduce('prompt', ...), or train whole trajectories."
         )
 
 
 def _ratios(old: Any, rollout: Any, mask: Any) -> dict[str, float]:
-    """old/rollout under SkyRL's names, over the terms whose recorded logprob is known."""
+    """Return metrics of old/rollout under SkyRL's names, over the trained tokens with a recorded logprob."""
     if old is None or rollout is None or not (known := mask & ~rollout.isnan()).any():
         return {}
     old, rollout = old[known].double().cpu(), rollout[known].double().cpu()

@@ -1,7 +1,7 @@
-"""A plain transformers.Trainer on recorded traces: `compute_loss_func` and its data. Run against transformers 5.23.0.
+"""Train a plain transformers.Trainer on recorded traces, by its `compute_loss_func`. Tested with transformers 5.23.0.
 
-Here is `TraceLoss`. Denominators come from the Trainer's `num_items_in_batch`, which counts the labels of a whole
-optimizer step over micro-batches and ranks: the collator labels what the objective's reduction counts.
+Denominators come from the Trainer's `num_items_in_batch`, which counts the labels of a complete optimizer step over
+micro-batches and ranks. The collator therefore sets a label for each item that the objective's reduction counts.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,18 @@ _GIVES = Gives(
 
 
 class TraceLoss:
-    """`Trainer(model, args, train_dataset=x.dataset, data_collator=x.collate, compute_loss_func=x)`.
+    """A loss for `Trainer(model, args, train_dataset=x.dataset, data_collator=x.collate, compute_loss_func=x)`.
 
-    A row of the dataset is a trace, and stands in a micro-batch with all its branches. `old` is the policy before the
-    optimizer step, which is theta's own value: a clip has nothing to clip, weights and gates have old/rollout. An
-    objective on theta/rollout clips. Take `integrations.trl` or our learner to keep `old` over several steps.
+    A row of the dataset is a trace, and all its branches are in one micro-batch. `old` is the policy before the
+    optimizer step, whose logprobs equal those of theta. A clip of theta/old therefore never clips, and weights and
+    rejections use old/rollout. An objective on theta/rollout does clip. Use `integrations.trl` or tracegrad's own
+    trainer to keep `old` over several steps.
 
     Args:
         sequences: from `align`, or `Sequences.from_arrays`.
-        advantages: [R] by trace or [M] by term.
-        objective: without what needs the whole step beside its denominators; `reduce.per` token, trace or constant.
+        advantages: [R] of traces or [M] of trained tokens.
+        objective: an objective that needs no statistics of the complete step except its denominators; `reduce.per` is
+            token, trace or constant.
         missing: as in `correct`.
 
     Raises:
@@ -58,7 +60,10 @@ class TraceLoss:
         self.dataset: list[int] = self.recorded.traces
 
     def collate(self, traces: Sequence[int]) -> dict[str, Tensor]:
-        """ids and attention [B, S] padded on the right; labels [B, S] name the trace wherever the reduction counts."""
+        """Return ids, attention and labels [B, S], padded on the right.
+
+        A label is the index of the trace, at each token that the reduction counts.
+        """
         padded = self.recorded.padded(traces, "right")
         trace = torch.from_numpy(self.recorded.owner[padded.origin]).long()
         counted = torch.ones_like(trace, dtype=torch.bool)
@@ -69,7 +74,7 @@ class TraceLoss:
         return {"input_ids": padded.ids, "attention_mask": padded.attention, "labels": labels}
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """The micro-batch's share of the loss of its optimizer step."""
+        """Return the contribution of a micro-batch to the loss of its optimizer step."""
         logits, objective = outputs.logits, self.recorded.objective
         padded = self.recorded.padded(labels[labels != _IGNORED].unique_consecutive().tolist(), "right")
         if num_items_in_batch is None or logits.shape[:2] != padded.ids.shape:

@@ -1,7 +1,7 @@
-"""Train with TRL's GRPOTrainer and a tracegrad objective: on recorded traces or on what TRL generates.
+"""Train with TRL's GRPOTrainer and a tracegrad objective, on recorded traces or on TRL's own generations.
 
-Run against trl 1.16.0. Mixins: `FromTraces` for recorded traces (a row is a trace, each optimizer step is corrected
-whole), `WithObjective` for TRL's own generation. docs/trainers.md has both.
+Tested with trl 1.16.0. The mixin `FromTraces` is for recorded traces: a row is a trace, and each optimizer step is
+corrected as one unit. The mixin `WithObjective` is for TRL's own generation. docs/trainers.md describes both.
 """
 
 import dataclasses
@@ -39,17 +39,17 @@ GIVES = Gives(
         "group": "A group may stand on several ranks. Take an objective that looks at traces, or our learner.",
     },
 )
-"""What a GRPOTrainer always gives."""
+"""The inputs that a GRPOTrainer always passes to an objective."""
 
 
 def may_give(args: Any, *, rollout: bool, ref: bool) -> frozenset[str]:
-    """What it gives in this run: recorded logprobs, a reference, and groups where there is one rank."""
-    found = {"rollout": rollout, "ref": ref, "group": args.world_size == 1, "group_counts": args.world_size == 1}
-    return frozenset(thing for thing, given in found.items() if given)
+    """Return the further inputs that a run passes: recorded logprobs, a reference, and groups if there is one rank."""
+    available = {"rollout": rollout, "ref": ref, "group": args.world_size == 1, "group_counts": args.world_size == 1}
+    return frozenset(name for name, is_available in available.items() if is_available)
 
 
 def check_steps(args: Any) -> None:
-    """Refuses generations that end inside an optimizer step."""
+    """Raise ArgumentError if a generation batch ends inside an optimizer step."""
     if args.steps_per_generation % args.gradient_accumulation_steps:
         raise ArgumentError(
             f"steps_per_generation is {args.steps_per_generation}, gradient_accumulation_steps "
@@ -59,30 +59,30 @@ def check_steps(args: Any) -> None:
 
 
 def loss_of(trainer: Any, objective: Objective, logprobs: Tensor, entropy: Tensor, aux: Any, terms: Terms) -> Tensor:
-    """The loss of a micro-batch as GRPOTrainer takes it, and a line in its log; [m] tensors.
+    """Return the loss of a micro-batch in the scale of GRPOTrainer, and add its metrics to the trainer's log.
 
     Args:
-        trainer: whose ranks' gradients are averaged, and whose router has a loss of its own.
-        objective: evaluated.
-        logprobs, entropy: of the policy being trained.
-        aux: the router's loss, None without.
-        terms: `old` None is the policy as it is.
+        trainer: the trainer, which averages gradients over ranks and may have a router loss.
+        objective: the objective to evaluate.
+        logprobs, entropy: [m] of the policy being trained.
+        aux: the router loss; None if there is none.
+        terms: [m]; `old` None means the current policy.
     """
     terms = replace(terms, old=logprobs.detach()) if objective.needs.old and terms.old is None else terms
-    found = objective(logprobs, entropy, terms)
-    note(trainer, as_trl(objective, found.per_term, terms, entropy).all_reduce(reducer(trainer)).named())
+    loss = objective(logprobs, entropy, terms)
+    note(trainer, as_trl(objective, loss.per_term, terms, entropy).all_reduce(reducer(trainer)).named())
     routing = 0.0 if aux is None else trainer.router_aux_loss_coef * aux / trainer.current_gradient_accumulation_steps
-    return found.loss * trainer.accelerator.num_processes + routing
+    return loss.loss * trainer.accelerator.num_processes + routing
 
 
 def note(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """Into the trainer's own log of training."""
+    """Add metrics to the trainer's own training log."""
     for name, value in metrics.items():
         trainer._metrics["train"][name].append(value)
 
 
 def reducer(trainer: Any) -> Callable[[NDArray[np.float64], str], NDArray[np.float64]]:
-    """Sums and maxima over the trainer's ranks."""
+    """Return a function that computes sums and maxima over the trainer's ranks."""
 
     def all_reduce(array: NDArray[np.float64], op: str) -> NDArray[np.float64]:
         ranks = trainer.accelerator.gather(torch.from_numpy(array)[None].to(trainer.accelerator.device))
@@ -92,18 +92,18 @@ def reducer(trainer: Any) -> Callable[[NDArray[np.float64], str], NDArray[np.flo
 
 
 def over_ranks(trainer: Any) -> AllReduce | None:
-    """What `correct` takes: None on one rank, where groups count for themselves."""
+    """Return the `all_reduce` argument of `correct`; None on one rank, where `correct` counts groups itself."""
     return reducer(trainer) if trainer.accelerator.num_processes > 1 else None
 
 
-_BEHIND: Any = object  # the user puts GRPOTrainer there
+_Base: Any = object  # users put GRPOTrainer after the mixin in the list of base classes
 _LIVE_METHODS = (
     "_generate_and_score_completions",
     "_prepare_inputs",
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
 )
-_SAID_BY_THE_OBJECTIVE = (
+_OBJECTIVE_OPTIONS = (
     *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "use_bias_correction_kl"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
     *("vespo_lambda_neg", "top_entropy_quantile", "off_policy_mask_threshold", "entropy_coef", "use_adaptive_entropy"),
@@ -111,23 +111,24 @@ _SAID_BY_THE_OBJECTIVE = (
 )
 
 
-class WithObjective(_BEHIND):
-    """Put before GRPOTrainer: `class Trainer(WithObjective, GRPOTrainer): ...`.
+class WithObjective(_Base):
+    """A mixin to put before GRPOTrainer: `class Trainer(WithObjective, GRPOTrainer): ...`.
 
-    TRL generates, scores and forms advantages as it does by itself, and evaluates by its own loss. In training our
-    objective is the loss, corrected over whole optimizer steps: `old` is TRL's `old_per_token_logps`, or the policy as
-    it is where TRL takes that for it; recorded logprobs are its `sampling_per_token_logps`; a completion is a trace,
-    what is sampled between two tools a turn, the completions of one prompt a group.
+    TRL generates, scores and computes advantages as usual, and evaluates with its own loss. The training loss is the
+    objective, corrected over complete optimizer steps. `old` is TRL's `old_per_token_logps`, or the current policy if
+    TRL computes none. Recorded logprobs are TRL's `sampling_per_token_logps`. A completion is a trace, the tokens
+    sampled between two tool calls are a turn, and the completions of one prompt are a group.
 
     Args:
-        arguments: GRPOTrainer's.
-        objective: the loss. Its reference is what TRL loads where GRPOConfig.beta is not 0.
-        missing: for sampled tokens without a logprob, as in `correct`; TRL takes their ratio for 1 ("neutral").
-        options: GRPOTrainer's.
+        arguments: of GRPOTrainer.
+        objective: the loss. Its reference policy is the model that TRL loads if GRPOConfig.beta is not 0.
+        missing: the treatment of sampled tokens without a logprob, as in `correct`; TRL sets their ratio to 1
+            ("neutral").
+        options: keyword arguments of GRPOTrainer.
 
     Raises:
-        ArgumentError: if the installed TRL is of another shape, does not give what the objective takes, or is told by
-            an option of GRPOConfig what the objective says.
+        ArgumentError: if the installed TRL lacks a method, does not pass all inputs of the objective, or if an option
+            of GRPOConfig is set that the objective replaces.
     """
 
     def __init__(
@@ -142,33 +143,33 @@ class WithObjective(_BEHIND):
         GIVES.check(objective, may_give(self.args, rollout=recorded, ref=self.beta != 0))
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's, with the place of each completion, which its shuffle would lose."""
-        found = super()._generate_and_score_completions(inputs)
+        """Call TRL's method, and add the index of each completion, which TRL's shuffle would lose."""
+        outputs = super()._generate_and_score_completions(inputs)
         if self.model.training:
-            rows = len(found["completion_ids"])
-            found["trace"] = torch.arange(rows) + self.accelerator.process_index * rows
-        return found
+            rows = len(outputs["completion_ids"])
+            outputs["trace"] = torch.arange(rows) + self.accelerator.process_index * rows
+        return outputs
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        before = self._buffered_inputs
+        previous = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.model.training and self._buffered_inputs is not before:
+        if self.model.training and self._buffered_inputs is not previous:
             window = self.args.gradient_accumulation_steps
-            for at in range(0, len(self._buffered_inputs), window):
-                self._correct(self._buffered_inputs[at : at + window])
+            for start in range(0, len(self._buffered_inputs), window):
+                self._correct(self._buffered_inputs[start : start + window])
         return inputs
 
     def _correct(self, step: list[dict[str, Any]]) -> None:
-        """Gives each micro-batch of one optimizer step its terms."""
+        """Correct one optimizer step, and store the trained tokens of each micro-batch in its inputs."""
         parts = [self._part(inputs) for inputs in step]
-        device, how = self.accelerator.device, {"missing": self.missing, "all_reduce": over_ranks(self)}
-        terms, metrics = step_terms(self.objective, parts, device, **how)
+        device, options = self.accelerator.device, {"missing": self.missing, "all_reduce": over_ranks(self)}
+        terms, metrics = step_terms(self.objective, parts, device, **options)
         note(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
-        for inputs, here in zip(step, terms, strict=True):
-            inputs["terms"] = here
+        for inputs, micro_batch_terms in zip(step, terms, strict=True):
+            inputs["terms"] = micro_batch_terms
 
     def _part(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """[m] what the terms of a micro-batch are beside their logprobs."""
+        """Return the arrays [m] of a micro-batch for `step_terms`."""
         mask, needs = _mask(inputs), self.objective.needs
         old, rollout, ref = (inputs.get(f"{name}_per_token_logps") for name in ("old", "sampling", "ref"))
         if needs.rollout and rollout is None:
@@ -176,23 +177,28 @@ class WithObjective(_BEHIND):
                 "the objective takes recorded logprobs, and this generation of GRPOTrainer has none. Their ratio would "
                 "be made up. Return 'logprobs' from rollout_func, or take an objective on theta/old."
             )
-        early = any(part.detached and "old" in ratio for part in self.objective.parts for ratio, _ in part.ratios())
-        if old is None and early:
+        needs_old_before_step = any(
+            part.detached and "old" in ratio for part in self.objective.parts for ratio, _ in part.ratios()
+        )
+        if old is None and needs_old_before_step:
             with torch.no_grad():
                 old = self._score(self.model, inputs)[0]
         trace = inputs["trace"].to(mask.device)
-        begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+        turn_starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
         arrays = {
             "trace": trace,
-            "turn": begins.cumsum(1) - 1,
+            "turn": turn_starts.cumsum(1) - 1,
             "group": trace // self.num_generations,
             "advantages": inputs["advantages"],
             "old": old,
             "rollout": rollout,
             "ref": ref,
         }
-        given = {name: each for name, each in arrays.items() if each is not None}
-        return {name: (each[:, None] if each.ndim == 1 else each).expand_as(mask)[mask] for name, each in given.items()}
+        available = {name: values for name, values in arrays.items() if values is not None}
+        return {
+            name: (values[:, None] if values.ndim == 1 else values).expand_as(mask)[mask]
+            for name, values in available.items()
+        }
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if "terms" not in inputs:
@@ -203,25 +209,25 @@ class WithObjective(_BEHIND):
         return loss_of(self, self.objective, logprobs[mask], entropy[mask], aux, inputs["terms"])
 
     def _score(self, model: Any, inputs: dict[str, Any], **options: bool) -> Any:
-        """Logprobs of the completions by TRL's own forward pass, [B, T], their entropy and the router's loss."""
+        """Return the logprobs [B, T] of the completions, their entropy and the router loss, by TRL's forward pass."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        takes = inspect.signature(self._get_per_token_logps_and_entropies).parameters
-        options |= {name: inputs[name] for name in takes if name in inputs}  # pictures
-        kept = inputs["completion_ids"].size(1)
-        return self._get_per_token_logps_and_entropies(model, ids, attention, kept, **options)
+        parameters = inspect.signature(self._get_per_token_logps_and_entropies).parameters
+        options |= {name: inputs[name] for name in parameters if name in inputs}  # inputs of images
+        length = inputs["completion_ids"].size(1)
+        return self._get_per_token_logps_and_entropies(model, ids, attention, length, **options)
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:
-    """[B, T] bool: the tokens that were sampled and count."""
+    """Return [B, T] bool: the sampled tokens that are trained."""
     return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
 
 
 def _check_live(args: Any, objective: Objective) -> None:
-    """Refuses options of GRPOConfig that would have no effect."""
+    """Raise ArgumentError for options of GRPOConfig that would have no effect."""
     check_steps(args)
-    defaults = {each.name: each.default for each in dataclasses.fields(args)}
-    for name in _SAID_BY_THE_OBJECTIVE:
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name in _OBJECTIVE_OPTIONS:
         if name in defaults and getattr(args, name) != defaults[name]:
             raise ArgumentError(
                 f"GRPOConfig.{name} is {getattr(args, name)!r}, and nothing reads it: the objective is\n{objective}\n"
@@ -234,25 +240,26 @@ def _check_live(args: Any, objective: Objective) -> None:
         )
 
 
-_TAKEN = ("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_get_train_sampler")
+_TRACE_METHODS = ("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_get_train_sampler")
 
 
-class FromTraces(_BEHIND):
-    """Put before GRPOTrainer: `class Trainer(FromTraces, GRPOTrainer): ...`.
+class FromTraces(_Base):
+    """A mixin to put before GRPOTrainer: `class Trainer(FromTraces, GRPOTrainer): ...`.
 
-    `old` is measured before every `steps_per_generation` micro-batches and kept over `num_iterations`, as TRL does with
-    its generations. Denominators are of whole optimizer steps: how a step was cut does not change its gradient. TRL's
-    own loss options (loss_type, epsilon, scale_rewards and so on) are not read; num_generations neither.
+    `old` is computed before every `steps_per_generation` micro-batches and kept over `num_iterations`, as TRL does for
+    its generations. Denominators are those of complete optimizer steps, so the split into micro-batches does not change
+    the gradient. TRL's own loss options (loss_type, epsilon, scale_rewards and so on) and num_generations are ignored.
 
     Args:
-        model, args: as GRPOTrainer's. per_device_train_batch_size counts traces.
-        sequences, advantages: aligned traces; [R] by trace or [M] by term.
-        objective: its reference policy is the ref_model that TRL loads where args.beta is not 0.
+        model, args: as for GRPOTrainer. per_device_train_batch_size counts traces.
+        sequences: aligned traces.
+        advantages: [R] of traces or [M] of trained tokens.
+        objective: its reference policy is the ref_model that TRL loads if args.beta is not 0.
         missing: as in `correct`.
-        trainer: GRPOTrainer's other arguments. Evaluation is TRL's own: it generates, and calls reward_funcs.
+        trainer: other arguments of GRPOTrainer. Evaluation is TRL's own: it generates, and calls reward_funcs.
 
     Raises:
-        ArgumentError: if the installed TRL is of another shape, or `args` and the traces contradict each other.
+        ArgumentError: if the installed TRL lacks a method, or `args` and the traces contradict each other.
     """
 
     def __init__(
@@ -266,7 +273,7 @@ class FromTraces(_BEHIND):
         missing: Missing = "mask",
         **trainer: Any,
     ) -> None:
-        peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _TAKEN))
+        peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _TRACE_METHODS))
         ref = args.beta != 0 and not trainer.get("peft_config") and not hasattr(model, "peft_config")
         GIVES.check(objective, may_give(args, rollout=True, ref=ref))
         self.recorded = Recorded.of(sequences, advantages, objective, missing)
@@ -277,7 +284,7 @@ class FromTraces(_BEHIND):
         super().__init__(model=model, args=args, train_dataset=rows, **trainer)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """TRL's sampler over traces, each once: groups are known by their ids and need not stand together."""
+        """Return TRL's sampler over traces, each once. Groups have ids, so their traces need not be adjacent."""
         sampler = super()._get_train_sampler(dataset)
         sampler.mini_repeat_count, sampler.batch_size = 1, self.args.generation_batch_size
         return sampler
@@ -291,21 +298,23 @@ class FromTraces(_BEHIND):
         return self._buffered_inputs[self._step % every]
 
     def _micro_batches(self, traces: list[int]) -> list[dict[str, Any]]:
-        """The traces of some whole optimizer steps, cut into micro-batches, each step corrected together."""
+        """Split the traces of some complete optimizer steps into micro-batches, and correct each step as one unit."""
         size = len(traces) // self.args.steps_per_generation
-        cut = [self.recorded.padded(traces[at : at + size], "left") for at in range(0, len(traces), size)]
-        cut, needs = [padded.to(self.accelerator.device) for padded in cut], self.recorded.objective.needs
+        parts = [self.recorded.padded(traces[start : start + size], "left") for start in range(0, len(traces), size)]
+        parts, needs = [padded.to(self.accelerator.device) for padded in parts], self.recorded.objective.needs
         with torch.no_grad():
-            old = [self._score(self.model, padded)[0] for padded in cut] if needs.old else None
-            ref = [self._score(self.ref_model, padded)[0] for padded in cut] if needs.ref else None
-        found, window = [], self.args.gradient_accumulation_steps
-        for at in range(0, len(cut), window):
-            step = slice(at, at + window)
-            rest = (old and old[step], ref and ref[step])
-            terms, metrics = self.recorded.step(cut[step], *rest, all_reduce=over_ranks(self))
+            old = [self._score(self.model, padded)[0] for padded in parts] if needs.old else None
+            ref = [self._score(self.ref_model, padded)[0] for padded in parts] if needs.ref else None
+        micro_batches, window = [], self.args.gradient_accumulation_steps
+        for start in range(0, len(parts), window):
+            step = slice(start, start + window)
+            logprobs = (old and old[step], ref and ref[step])
+            terms, metrics = self.recorded.step(parts[step], *logprobs, all_reduce=over_ranks(self))
             note(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
-            found += [{"padded": part, "terms": here} for part, here in zip(cut[step], terms, strict=True)]
-        return found
+            micro_batches += [
+                {"padded": part, "terms": part_terms} for part, part_terms in zip(parts[step], terms, strict=True)
+            ]
+        return micro_batches
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if "padded" not in inputs:
@@ -315,11 +324,11 @@ class FromTraces(_BEHIND):
         return loss_of(self, self.recorded.objective, logprobs, entropy, aux[0] if aux else None, inputs["terms"])
 
     def _score(self, model: Any, padded: Padded, **options: bool) -> list[Tensor]:
-        """[m] logprob of the terms by TRL's own forward pass, then their entropy and the router's loss if asked for."""
-        kept = padded.ids.shape[1] - padded.first
-        found = self._get_per_token_logps_and_entropies(model, padded.ids, padded.attention, kept, **options)
-        at = (padded.row, padded.column - padded.first)
-        return [each[at] if each.ndim == 2 else each for each in found if each is not None]
+        """Return logprobs [m] of the trained tokens by TRL's forward pass, then entropy and router loss if enabled."""
+        length = padded.ids.shape[1] - padded.first
+        outputs = self._get_per_token_logps_and_entropies(model, padded.ids, padded.attention, length, **options)
+        positions = (padded.row, padded.column - padded.first)
+        return [values[positions] if values.ndim == 2 else values for values in outputs if values is not None]
 
 
 def _recorded_reward(**_: Any) -> list[float]:
@@ -329,14 +338,14 @@ def _recorded_reward(**_: Any) -> list[float]:
 def _check(args: Any, recorded: Recorded) -> None:
     check_steps(args)
     s = recorded.sequences
-    heat = 1 / np.unique(s.inv_temperature[s.trainable])
+    temperatures = 1 / np.unique(s.inv_temperature[s.trainable])
     if len(recorded.traces) < args.generation_batch_size:
         raise ArgumentError(
             f"{len(recorded.traces)} traces have a term, and generation_batch_size is {args.generation_batch_size}. "
             "TRL drops what does not fill one, so nothing would be trained. Lower it, or its factors."
         )
-    if not np.allclose(heat, args.temperature):
+    if not np.allclose(temperatures, args.temperature):
         raise ArgumentError(
-            f"the recorded logprobs are of temperature {heat.tolist()}, and TRL divides all logits by "
+            f"the recorded logprobs are of temperature {temperatures.tolist()}, and TRL divides all logits by "
             f"GRPOConfig.temperature, {args.temperature}: a ratio of two distributions. Set it to the recorded one."
         )

@@ -1,6 +1,7 @@
-"""Our weights and gates in place of verl's rollout correction, our objective as a policy loss. Run against verl 0.9.1.
+"""Use tracegrad's weights and rejections instead of verl's rollout correction, and an objective as a policy loss.
 
-A row of a DataProto is a trace. `correct_batch` does what `compute_rollout_correction_and_add_to_batch` does in verl.
+Tested with verl 0.9.1. A row of a DataProto is a trace. `correct_batch` replaces verl's
+`compute_rollout_correction_and_add_to_batch`.
 """
 
 from typing import Any
@@ -30,35 +31,41 @@ _GIVES = Gives(
 
 
 def correct_batch(batch: Any, objective: Objective, *, missing: Missing = "mask") -> tuple[Any, dict[str, float]]:
-    """The batch, rejected by gates in response_mask, with weights as rollout_is_weights; metrics under verl's names.
-
-    Where verl divides by zero, as with nothing left, they are 0.
+    """Correct a batch: apply rejections to response_mask, and add weights as rollout_is_weights.
 
     Args:
-        batch: DataProto with old_log_probs, rollout_log_probs (NaN where missing) and response_mask; advantages for
-            parts with `when`, uid for group levels.
-        objective: its parts on old/rollout; those on theta are left to the loss.
+        batch: DataProto with old_log_probs, rollout_log_probs (NaN if missing) and response_mask; also advantages for
+            components with `when`, and uid for aggregation over groups.
+        objective: its components on old/rollout are applied here; those on theta are left to the loss.
+        missing: as in `correct`.
+
+    Returns:
+        the batch, and metrics under verl's names. They are 0 when verl divides by zero, for example if no token is
+        left.
     """
     proto = peer("verl.protocol", VERSIONS, "DataProto.union", "DataProto.from_dict").DataProto
     tensors, uid = batch.batch, batch.non_tensor_batch.get("uid")
     old, rollout, mask = (tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    rest = {"ref": tensors.get("ref_log_prob"), "advantages": tensors.get("advantages"), "missing": missing}
-    rest["group"] = None if uid is None else np.unique(uid, return_inverse=True)[1]
-    found = correct(old, rollout, mask=mask.bool(), weights=objective.weights, gates=objective.gates, **rest)
-    tensors["response_mask"] = (mask * found.keep).to(mask.dtype)
+    options = {"ref": tensors.get("ref_log_prob"), "advantages": tensors.get("advantages"), "missing": missing}
+    options["group"] = None if uid is None else np.unique(uid, return_inverse=True)[1]
+    corrected = correct(old, rollout, mask=mask.bool(), weights=objective.weights, gates=objective.gates, **options)
+    tensors["response_mask"] = (mask * corrected.keep).to(mask.dtype)
     if any(weight.detached for weight in objective.weights):
-        batch = batch.union(proto.from_dict(tensors={"rollout_is_weights": found.weight}))
+        batch = batch.union(proto.from_dict(tensors={"rollout_is_weights": corrected.weight}))
     known = mask.bool() & ~rollout.isnan()
     old, rollout = old[known].double().cpu(), rollout[known].double().cpu()
-    named = as_verl(old, rollout, Rows.padded(known.cpu()), **_named(objective)).named()
-    return batch, named | {"rollout_corr/rollout_rs_masked_fraction": found.metrics["masked_fraction"]}
+    metrics = as_verl(old, rollout, Rows.padded(known.cpu()), **_metric_options(objective)).named()
+    return batch, metrics | {"rollout_corr/rollout_rs_masked_fraction": corrected.metrics["masked_fraction"]}
 
 
 def register(objective: Objective, name: str = "tracegrad") -> Any:
-    """Makes the objective verl's policy loss `name`, for actor.policy_loss.loss_mode.
+    """Register the objective as verl's policy loss `name`, for actor.policy_loss.loss_mode.
 
-    What is on old/rollout comes in through `correct_batch`; denominators are those of verl's loss_agg_mode, which must
-    be the objective's. What verl does not hand to a policy loss is refused.
+    `correct_batch` applies the components on old/rollout. Denominators are those of verl's loss_agg_mode, which must
+    match the objective.
+
+    Raises:
+        ArgumentError: if the objective needs inputs that verl does not pass to a policy loss.
     """
     algos = peer("verl.trainer.ppo.core_algos", VERSIONS, "register_policy_loss", "agg_loss")
     _GIVES.check(objective)
@@ -69,28 +76,31 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
         info = {} if config is None else config.global_batch_info
         (scale,) = torch.autograd.grad(algos.agg_loss(unit, response_mask, loss_agg_mode, **info), unit)
         row = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
-        rest = {"old": old_log_prob, "scale": scale.nan_to_num(0.0), "weight": rollout_is_weights, "trace": row}
-        found = objective(log_prob, None, Terms(advantages=advantages, keep=mask, **rest))
-        count, gone = mask.sum().clamp(min=1), torch.where(mask, old_log_prob - log_prob.detach(), 0).sum()
-        clipped = (found.per_term.clipped & found.per_term.keep).sum() / count
-        return found.loss, {"actor/pg_clipfrac": clipped.item(), "actor/ppo_kl": (gone / count).item()}
+        inputs = {"old": old_log_prob, "scale": scale.nan_to_num(0.0), "weight": rollout_is_weights, "trace": row}
+        result = objective(log_prob, None, Terms(advantages=advantages, keep=mask, **inputs))
+        count, difference = mask.sum().clamp(min=1), torch.where(mask, old_log_prob - log_prob.detach(), 0).sum()
+        clipped = (result.per_term.clipped & result.per_term.keep).sum() / count
+        return result.loss, {"actor/pg_clipfrac": clipped.item(), "actor/ppo_kl": (difference / count).item()}
 
     return algos.register_policy_loss(name)(loss)
 
 
-def _named(objective: Objective) -> dict[str, Any]:
-    """The parts that verl has a name for. Its k1 is -log(old/rollout): bounds are of the inverse."""
-    found: dict[str, Any] = {"rollout_rs": {}}
+def _metric_options(objective: Objective) -> dict[str, Any]:
+    """Return the options of `as_verl` for the components that verl has a name for.
+
+    verl's k1 is -log(old/rollout), so its bounds are those of the inverse ratio.
+    """
+    options: dict[str, Any] = {"rollout_rs": {}}
     for weight in (weight for weight in objective.weights if weight.detached):
         level, (shape, low, high) = _LEVELS.get((weight.level.over, weight.level.agg)), weight.shape.core()
         if level in ("token", "seq_sum") and shape in ("clamp", "window", "strict_window"):
-            found |= {"rollout_is": "token" if level == "token" else "sequence", "batch_normalize": weight.normalize}
-            found["rollout_is_bounds"] = (None if shape == "clamp" else low, high)
+            options |= {"rollout_is": "token" if level == "token" else "sequence", "batch_normalize": weight.normalize}
+            options["rollout_is_bounds"] = (None if shape == "clamp" else low, high)
     gates: list[Any] = [gate for gate in objective.gates if gate.detached and hasattr(gate, "level")]
     for gate in (gate for gate in gates if gate.drops is None and gate.terms == "all"):
         level = _LEVELS.get((gate.level.over, gate.level.agg))
         if level and gate.stat in ("k2", "k3"):
-            found["rollout_rs"][f"{level}_{gate.stat}"] = (None, gate.high)
+            options["rollout_rs"][f"{level}_{gate.stat}"] = (None, gate.high)
         elif level and gate.stat == "ratio" and gate.low and gate.high:
-            found["rollout_rs"][f"{level}_k1"] = (1 / gate.high, 1 / gate.low)
-    return found
+            options["rollout_rs"][f"{level}_k1"] = (1 / gate.high, 1 / gate.low)
+    return options

@@ -1,7 +1,7 @@
-"""vLLM's own objects: what `LLM.generate` and `LLM.chat` return becomes traces, without JSON files between.
+"""Convert the results of vLLM's `LLM.generate` and `LLM.chat` to traces, without JSON files.
 
-One pass over the objects that are there, in Rust, and no new Python object per token; `list[dict]` logprobs and
-`FlatLogprobs` alike. vllm itself is not imported: the objects are known by their fields.
+Rust reads the objects in one pass and creates no Python object per token. Logprobs may be `list[dict]` or
+`FlatLogprobs`. vllm is not imported: the objects are recognised by their fields.
 """
 
 import base64
@@ -31,21 +31,21 @@ def traces_from_outputs(
     groups: Sequence[Any] | None = None,
     policy_version: int | None = None,
 ) -> Traces:
-    """One trace for each completion; the completions of a request are a group.
+    """Convert each completion to a trace. The completions of a request are a group.
 
     Args:
         outputs: `RequestOutput`s, with `logprobs=0` or more in their sampling parameters.
         logprob_kind: "raw" is vLLM's default; "processed" with `logprobs_mode="processed_logprobs"`.
-        temperature, top_p: as in the sampling parameters, which the objects do not hold.
+        temperature, top_p: as in the sampling parameters, which the objects lack.
         sampling: the other sampling parameters that were set, such as {"top_k": 20, "min_p": 0.05}.
-        messages: of each request, as given to `LLM.chat`; the prompt's ids are the objects' own in any case.
-        rewards: of each request, one number for each of its completions (or one number for its only one).
+        messages: of each request, as passed to `LLM.chat`. The ids of the prompt always come from the objects.
+        rewards: of each request, one number for each completion (or one number if there is only one).
         groups: of each request; by default its `request_id`.
-        policy_version: of the weights, where the objects do not name it.
+        policy_version: of the weights, if the objects do not contain it.
 
     Raises:
-        ArgumentError: if an object is no `RequestOutput`, or the lists are not as long as `outputs`.
-        FormatError: if ids or logprobs are none; it names the request's number, from 1.
+        ArgumentError: if an object is not a `RequestOutput`, or a list is not as long as `outputs`.
+        FormatError: if ids or logprobs are invalid; the error has the number of the request, from 1.
 
     >>> from types import SimpleNamespace as Object
     >>> step = {7: Object(logprob=-0.5), 3: Object(logprob=-1.0)}
@@ -57,18 +57,23 @@ def traces_from_outputs(
     ([5, 6], [7], [-0.5])
     """
     outputs = list(outputs)
-    for name, given in (("messages", messages), ("rewards", rewards), ("groups", groups)):
-        if given is not None and len(given) != len(outputs):
-            raise ArgumentError(f"{name} has {len(given)} entries for {len(outputs)} requests. Give one for each.")
-    told = {"logprob_kind": logprob_kind, "temperature": temperature, "top_p": top_p, "policy_version": policy_version}
-    told = {**(sampling or {}), **told}
+    for name, values in (("messages", messages), ("rewards", rewards), ("groups", groups)):
+        if values is not None and len(values) != len(outputs):
+            raise ArgumentError(f"{name} has {len(values)} entries for {len(outputs)} requests. Give one for each.")
+    options = {
+        "logprob_kind": logprob_kind,
+        "temperature": temperature,
+        "top_p": top_p,
+        "policy_version": policy_version,
+    }
+    options = {**(sampling or {}), **options}
     rows = []
     for number, output in enumerate(outputs):
         _check(output, number)
         reward = _rewards(rewards[number], output, number) if rewards is not None else [None] * len(output.outputs)
         group = output.request_id if groups is None else groups[number]
         for completion, value in zip(output.outputs, reward, strict=True):
-            head = {"id": f"{output.request_id}-{completion.index}", "group": group, "reward": value, **told}
+            head = {"id": f"{output.request_id}-{completion.index}", "group": group, "reward": value, **options}
             rows.append(_row(head, messages[number] if messages is not None else None, output, completion))
     core, report = _core.Traces.compose(rows, "<outputs>", 1, "auto")
     return Traces(core, ReadReport(**report))
@@ -83,18 +88,18 @@ def _check(output: Any, number: int) -> None:
         )
 
 
-def _rewards(given: Any, output: Any, number: int) -> list[float | None]:
-    found = np.atleast_1d(np.asarray(given, np.float64)).tolist()
-    if len(found) != len(output.outputs):
+def _rewards(values: Any, output: Any, number: int) -> list[float | None]:
+    rewards = np.atleast_1d(np.asarray(values, np.float64)).tolist()
+    if len(rewards) != len(output.outputs):
         raise ArgumentError(
-            f"rewards[{number}] has {len(found)} entries for {len(output.outputs)} completions. Give one for each."
+            f"rewards[{number}] has {len(rewards)} entries for {len(output.outputs)} completions. Give one for each."
         )
-    return [None if np.isnan(value) else value for value in found]
+    return [None if np.isnan(value) else value for value in rewards]
 
 
 def _row(head: dict[str, Any], messages: Any, output: Any, completion: Any) -> list[Any]:
-    """A record as pieces: JSON text, and between it the objects' own lists."""
-    said = {
+    """Return a record as pieces: JSON text, alternating with the lists of the objects."""
+    completion_fields = {
         "index": 0,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -109,7 +114,7 @@ def _row(head: dict[str, Any], messages: Any, output: Any, completion: Any) -> l
     opening = _json(record)[:-1]
     ids = list(completion.token_ids) if isinstance(completion.token_ids, tuple) else completion.token_ids
     pieces: list[Any] = [opening + (', "response": {"prompt_token_ids": ')]
-    pieces += [output.prompt_token_ids, ', "outputs": [' + _json(said)[:-1] + ', "token_ids": ', ids]
+    pieces += [output.prompt_token_ids, ', "outputs": [' + _json(completion_fields)[:-1] + ', "token_ids": ', ids]
     if completion.logprobs is not None:
         pieces += [', "logprobs": ', (ids, completion.logprobs)]
     if (mask := getattr(completion, "sampling_mask", None)) is not None:
@@ -129,7 +134,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _encoded(array: Any) -> str | None:
-    """Base64 of the array as numpy stores it, which is how vLLM's server sends it."""
+    """Return Base64 of the array in numpy's file format, as vLLM's server sends it."""
     if array is None:
         return None
     file = io.BytesIO()

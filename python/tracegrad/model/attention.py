@@ -1,4 +1,4 @@
-"""Choose and run attention on packed rows: masks of branches, flex_attention blocks, padded rows on CPU."""
+"""Run attention on packed rows: dense masks, block masks of flex_attention, and padded batches of branches."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ from tracegrad.model.structure import BLOCKS, attention_of, body_of, config_of, 
 from tracegrad.packing import Batch
 
 STACK_TOKENS = 8192  # at most, padding included, unless one branch is longer
-SHARED_FROM = 16  # a shorter common prefix is not worth a pass of its own
+SHARED_FROM = 16  # a shorter common prefix is not worth a separate pass
 
 Bounds = tuple[int, int]
 
@@ -23,18 +23,18 @@ Bounds = tuple[int, int]
 def stacked(
     body: nn.Module, ids: Tensor, positions: Tensor, read: Tensor, *, share_prefix: bool, padded: bool = True
 ) -> Tensor:
-    """Hidden states of a plain pack.
+    """Compute the hidden states of a plain pack.
 
     Args:
         body: decoder of a transformers causal LM, without its head.
-        ids: [T], branches side by side, on the body's device.
-        positions: [T], 0 where a branch begins.
+        ids: [T], the branches one after the other, on the body's device.
+        positions: [T], 0 at the first token of each branch.
         read: [U], positions in the pack whose hidden states are needed.
-        share_prefix: compute a common prefix once; for models whose keys and values say all of it.
-        padded: branches of similar length stand in one batch, padded behind; else each is run by itself.
+        share_prefix: compute a common prefix once. It is correct if keys and values are the whole state of the prefix.
+        padded: put branches of similar length into one batch, padded at the end; else run each branch in its own pass.
 
     Returns:
-        [T, H] in the order of `ids`; zeros in branches where nothing is read.
+        [T, H] in the order of `ids`; zeros in branches without a position in `read`.
     """
     starts = (positions == 0).nonzero().squeeze(1)
     bounds = [*starts.tolist(), len(ids)]
@@ -57,14 +57,14 @@ def stacked(
         rows = _run(body, ids, stack, cache, name)
         hidden += [row[: end - start] for row, (start, end) in zip(rows, stack, strict=True)]
         order += [torch.arange(start, end) for start, end in stack]
-    place = torch.cat(order).to(ids.device)
-    return hidden[0].new_zeros(len(ids), hidden[0].shape[-1]).index_copy(0, place, torch.cat(hidden))
+    order_index = torch.cat(order).to(ids.device)
+    return hidden[0].new_zeros(len(ids), hidden[0].shape[-1]).index_copy(0, order_index, torch.cat(hidden))
 
 
 def _run(
     body: nn.Module, ids: Tensor, stack: list[Bounds], prefix: list[tuple[Tensor, Tensor]] | None, name: str
 ) -> Tensor:
-    """[B, S, H] of one padded batch, after the keys and values of a prefix, which the body takes under `name`."""
+    """Return [B, S, H] of one padded batch, after the keys and values of a prefix (the body's argument `name`)."""
     padded = nn.utils.rnn.pad_sequence([ids[start:end] for start, end in stack], batch_first=True)
     if prefix is None:
         return body(input_ids=padded, use_cache=False).last_hidden_state
@@ -77,14 +77,12 @@ def _run(
 
 
 def _cache_name(names: Container[str]) -> str:
-    """What a body calls its keys and values: newer versions of transformers have renamed them, and 5.40 drops the old
-    name.
-    """
+    """Return the name of the keys and values among `names`: transformers has renamed them; 5.40 drops the old name."""
     return "cache" if "cache" in names else "past_key_values"
 
 
 def _common_prefix(ids: Tensor, branches: list[Bounds]) -> int:
-    """How many tokens all branches begin with, each keeping at least one of its own; 0 for a single branch."""
+    """Return the length of the common prefix, in tokens: at most the shortest branch minus one; 0 for one branch."""
     if len(branches) < 2:
         return 0
     limit = min(end - start for start, end in branches) - 1
@@ -93,7 +91,7 @@ def _common_prefix(ids: Tensor, branches: list[Bounds]) -> int:
 
 
 def _stacks(branches: list[Bounds]) -> list[list[Bounds]]:
-    """Cuts branches, shortest first, where padding would pass a quarter or a stack `STACK_TOKENS`."""
+    """Split branches, sorted by length, into stacks of at most `STACK_TOKENS` with at most a quarter of padding."""
     stacks: list[list[Bounds]] = []
     for start, end in branches:
         shortest = stacks[-1][0][1] - stacks[-1][0][0] if stacks else 0
@@ -106,34 +104,34 @@ def _stacks(branches: list[Bounds]) -> list[list[Bounds]]:
 
 
 GRAPHS = 64
-"""Graphs that one function may have in a process. Gemma3 needs 8 of attention for its checks and the first step."""
+"""Compiled graphs that one function may have in a process. Gemma3 needs 8 attention graphs for checks and one step."""
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function on its first call, and once more for each input that its graphs do not fit.
+    """Compile a function on its first call, and again for each input that none of its graphs fits.
 
-    Settings of torch are changed during a call alone.
+    Settings of torch are changed only during a call.
 
     Args:
         options: of `torch.compile`.
 
     Raises:
-        TracegradError: from a call that needs another graph where there are as many as the limit allows.
+        TracegradError: from a call that needs another graph when the limit of graphs is reached.
     """
     run = torch.compile(function, **options)
-    here = threading.local()  # settings are slow to make, and cannot be entered twice at a time
+    local = threading.local()  # settings are slow to make, and cannot be entered twice at the same time
 
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
         limit = max(GRAPHS, config.recompile_limit)
-        if getattr(here, "limit", 0) != limit:
-            here.limit, here.settings = limit, _settings(limit, options.get("fullgraph", False))
+        if getattr(local, "limit", 0) != limit:
+            local.limit, local.settings = limit, _settings(limit, options.get("fullgraph", False))
         try:
-            with here.settings:
-                return run(*arguments, **named)
+            with local.settings:
+                return run(*arguments, **keywords)
         except FailOnRecompileLimitHit as error:
             name = getattr(function, "__qualname__", str(function))
             raise TracegradError(
@@ -147,28 +145,28 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def _settings(limit: int, fullgraph: bool) -> AbstractContextManager[None]:
-    """Settings of torch during a call. A function that must be one graph raises an error at the limit by itself."""
+    """Return the torch settings for a call. With `fullgraph`, torch itself raises an error at the limit."""
     from torch._dynamo import config
 
     changes: dict[str, Any] = {"recompile_limit": limit}
     changes["specialize_float"] = True  # kernels of flex_attention need the value of a scale
     if not fullgraph:
         changes["fail_on_recompile_limit_hit"] = True
-        changes["suppress_errors"] = False  # torch does not take it together with the line above
+        changes["suppress_errors"] = False  # torch does not allow it together with the line above
     return config.patch(**changes)
 
 
 BLOCK = 128
-"""Tokens of flex_attention's sparse block."""
+"""Tokens in one sparse block of flex_attention."""
 
 
 def dense_mask(batch: Batch, *, window: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """[1, 1, T, T]: where query q sees key k, k <= q < tree_end[k], and no further back than `window`.
+    """Return the attention mask [1, 1, T, T] of a row: query q sees key k if k <= q < tree_end[k], within `window`.
 
     Args:
         batch: on the device of the mask.
         window: of sliding attention: positions[q] - positions[k] < window.
-        dtype: None gives bool, a floating type the additive mask of eager attention.
+        dtype: None returns bool; a floating dtype returns the additive mask of eager attention.
     """
     index = torch.arange(len(batch.ids), device=batch.ids.device)
     query, key = index[:, None], index[None, :]
@@ -181,11 +179,11 @@ def dense_mask(batch: Batch, *, window: int | None = None, dtype: torch.dtype | 
 
 
 def block_mask(batch: Batch, *, window: int | None = None, block: int = BLOCK) -> Any:
-    """The same mask as a `BlockMask` of flex_attention, from the intervals alone: [T / block]^2 comparisons.
+    """Return the mask of `dense_mask` as a `BlockMask` of flex_attention, with [T / block]^2 comparisons.
 
-    A block of keys concerns a block of queries if the largest tree_end in it lies beyond the first query, and is seen
-    whole if the smallest lies beyond the last; with a window, if its deepest key is not too far above the shallowest
-    query. Nothing is read back from the device.
+    A query block needs a key block if the largest tree_end of the keys is greater than the first query.
+    It sees all keys of the block if the smallest tree_end is greater than the last query. With a window, the deepest
+    key must also be close enough to the shallowest query. The function copies nothing back from the device.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -196,52 +194,53 @@ def block_mask(batch: Batch, *, window: int | None = None, block: int = BLOCK) -
     least = nn.functional.pad(tree_end, (0, blocks * block - total), value=total).view(blocks, block).amin(1)
     first = torch.arange(blocks, device=tree_end.device) * block
     below = first[:, None] > first[None, :]
-    some = (below & (beyond.amax(1)[None, :] > first[:, None])) | (first[:, None] == first[None, :])
-    whole = below & (least[None, :] >= (first[:, None] + block).clamp(max=total))
+    needed = (below & (beyond.amax(1)[None, :] > first[:, None])) | (first[:, None] == first[None, :])
+    full = below & (least[None, :] >= (first[:, None] + block).clamp(max=total))
     if window is not None:
-        # A depth never differs by more than the distance in the row: within that, a block is seen whole.
-        whole &= first[:, None] + block - 1 - first[None, :] < window
+        # Depths differ by at most the distance in the row, so blocks within the window are fully visible.
+        full &= first[:, None] + block - 1 - first[None, :] < window
         deepest = nn.functional.pad(positions, (0, blocks * block - total)).view(blocks, block).amax(1)
         shallowest = nn.functional.pad(positions, (0, blocks * block - total), value=total).view(blocks, block).amin(1)
-        some &= shallowest[:, None] - deepest[None, :] < window
-    before = None if window is None else positions - window  # the deepest place that a query no longer sees
+        needed &= shallowest[:, None] - deepest[None, :] < window
+    before = None if window is None else positions - window  # the deepest position that a query no longer sees
 
     def seen(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # Tensors alone: a number here would be an input of the compiled kernel, which one of its backends refuses.
+        # Use only tensors: a number would be an input of the compiled kernel, which one of its backends rejects.
         inside = (key <= query) & (query < tree_end[key])
         return inside if before is None else inside & (positions[key] > before[query])
 
-    partial = some & ~whole
-    counts, indices = _as_indices(torch.stack([partial, whole, partial.T, whole.T]))
+    partial = needed & ~full
+    counts, indices = _as_indices(torch.stack([partial, full, partial.T, full.T]))
     names = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
-    # Each a tensor of its own: compiled code has other graphs for inputs that share memory.
+    # Each table is a separate tensor: compiled code has other graphs for inputs that share memory.
     tables: dict[str, Any] = {name: counts[n][None, None].clone() for n, name in enumerate(names)}
     tables |= {name.replace("num_blocks", "indices"): indices[n][None, None].clone() for n, name in enumerate(names)}
     return BlockMask(seq_lengths=(total, total), BLOCK_SIZE=(block, block), mask_mod=seen, **tables)
 
 
 def _as_indices(tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of [..., N, N] bool, how many are true, and which: true columns in order, then the others; int32."""
+    """Return, for each row of [..., N, N] bool, the count of true columns and the columns, true ones first; int32."""
     width = tables.shape[-1]
-    place = torch.arange(width, dtype=torch.int32, device=tables.device)
-    upto = tables.cumsum(-1, dtype=torch.int32)  # a true column goes to upto - 1, a false one behind, the first last
+    columns = torch.arange(width, dtype=torch.int32, device=tables.device)
+    # True column number n goes to index n. False columns follow, in reverse order.
+    upto = tables.cumsum(-1, dtype=torch.int32)
     counts = upto[..., -1].clone()
-    upto += tables.logical_not().to(torch.int32) * (width - place)
-    return counts, torch.empty_like(upto).scatter_(-1, upto.sub_(1).long(), place.expand_as(upto))
+    upto += tables.logical_not().to(torch.int32) * (width - columns)
+    return counts, torch.empty_like(upto).scatter_(-1, upto.sub_(1).long(), columns.expand_as(upto))
 
 
 BACKEND: Any = "inductor"
-"""What torch.compile makes kernels with. A CPU has no gradient under inductor: rehearsals name another backend."""
+"""Backend of torch.compile. inductor has no gradient of flex_attention on CPU: rehearsals set another backend."""
 
 
 def attend_in_blocks(model: Any) -> None:
-    """Switch a model to our compiled flex_attention, if its architecture has flex_attention.
+    """Switch a model to our compiled flex_attention, if its architecture supports flex_attention.
 
-    A model keeps eager attention that was chosen although it has sdpa. Packed rows then need no dense mask.
+    Packed rows then need no dense mask. Eager attention is kept if it was chosen for a model that supports sdpa.
     """
     inner, attention = unwrapped(model), attention_of(model)
-    ours = attention in (BLOCKS[0], "sdpa", dense_attention(model))
-    if ours and getattr(inner, "_supports_flex_attn", False):
+    replaceable = attention in (BLOCKS[0], "sdpa", dense_attention(model))
+    if replaceable and getattr(inner, "_supports_flex_attn", False):
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flex_attention_mask
 
@@ -251,7 +250,7 @@ def attend_in_blocks(model: Any) -> None:
 
 
 def own_blocks(model: Any) -> None:
-    """Switch a model that was loaded with transformers' flex_attention to ours, which does the same.
+    """Switch a model that was loaded with transformers' flex_attention to ours, which computes the same.
 
     transformers compiles one function for all models and settings of a process, under torch's own limit of graphs.
     """
@@ -260,7 +259,7 @@ def own_blocks(model: Any) -> None:
 
 
 def must_be_fused(device: torch.device) -> bool:
-    """Whether a model that attends by blocks may not fall back to a dense mask: on CUDA, where rows are long."""
+    """Return whether a model with block attention must not use a dense mask: on CUDA, because rows are long there."""
     return device.type == "cuda"
 
 
@@ -276,13 +275,14 @@ def _attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """flex_attention as transformers calls an implementation of attention.
+    """Run flex_attention with the interface of an attention implementation of transformers.
 
-    Norms of queries and keys leave them in float32 under autocast, which knows sdpa but not flex_attention.
+    Norms of queries and keys leave them in float32 under autocast. Autocast covers sdpa but not flex_attention, so
+    they are cast here.
 
     Args:
-        query: [B, heads, T, D]; keys and values have as many heads or fewer.
-        attention_mask: a `BlockMask`, or a table that is added to the scores, [B, 1, T, T].
+        query: [B, heads, T, D]; keys and values have the same number of heads or fewer.
+        attention_mask: a `BlockMask`, or a table [B, 1, T, T] that is added to the scores.
         s_aux: [heads], attention sinks.
     """
     if dropout or others.get("position_bias") is not None:
@@ -298,7 +298,7 @@ def _attend(
 
 @functools.cache
 def _compiled(backend: Any) -> Callable[..., Tensor]:
-    """Compile attention for any length of row. Every length of a row would else be a graph of its own."""
+    """Compile attention with dynamic shapes: otherwise every row length would need a separate graph."""
     return compiled(_flex, backend=backend, dynamic=True, fullgraph=True)
 
 
@@ -311,7 +311,7 @@ def _flex(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of a row, [B, heads, T, D], in the dtype of the values."""
+    """Return the attention output of a row, [B, heads, T, D], in the dtype of the values."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     if not torch.compiler.is_dynamo_compiling():
@@ -323,19 +323,19 @@ def _flex(
     blocks = mask if isinstance(mask, BlockMask) else None
     table: Any = mask if blocks is None else None
 
-    def changed(score: Tensor, batch: Tensor, _head: Tensor, place: Tensor, other: Tensor) -> Tensor:
+    def score_mod(score: Tensor, batch: Tensor, _head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        return score if table is None else score + table[batch, 0, place, other]
+        return score if table is None else score + table[batch, 0, query_index, key_index]
 
     queries, heads = query.shape[1], key.shape[1]
     if (shared := queries // heads) & (shared - 1):  # flex_attention's kernels share keys among 1, 2, 4, ... queries
-        key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
+        key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
     result: Any = flex_attention(
         query,
         key,
         value,
-        score_mod=None if softcap is None and table is None else changed,
+        score_mod=None if softcap is None and table is None else score_mod,
         block_mask=blocks,
         scale=scale,
         enable_gqa=queries != key.shape[1],
@@ -345,19 +345,19 @@ def _flex(
     if sinks is None:
         return result
     out, aux = result
-    # A sink is one more score without a value: exp(lse) / (exp(lse) + exp(sink)) of the attention is left.
-    left = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
-    return out * left[..., None].to(out.dtype)
+    # A sink is an additional score without a value. It scales the output by exp(lse) / (exp(lse) + exp(sink)).
+    scale_by_sink = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
+    return out * scale_by_sink[..., None].to(out.dtype)
 
 
 Plan = Literal["flex", "stack", "alone", "mask"]
 
 
 def run(model: nn.Module, batch: Batch, plan: Plan, *, share_prefix: bool = False) -> Tensor:
-    """Hidden states of a row, [T, H] in the order of `batch.ids`; zeros in branches where nothing is read."""
+    """Return the hidden states of a row, [T, H] in the order of `batch.ids`; zeros in branches that are not read."""
     if plan in ("stack", "alone"):
-        how = {"share_prefix": share_prefix, "padded": plan == "stack"}
-        return stacked(body_of(model), batch.ids, batch.positions, batch.read, **how)
+        options = {"share_prefix": share_prefix, "padded": plan == "stack"}
+        return stacked(body_of(model), batch.ids, batch.positions, batch.read, **options)
 
     if plan == "flex":
         own_blocks(model)
@@ -376,7 +376,7 @@ def run(model: nn.Module, batch: Batch, plan: Plan, *, share_prefix: bool = Fals
 
 
 def _masks_by_kind(model: nn.Module, build: Any) -> Any:
-    """One mask, or one for each kind of layer, as the model's forward takes it."""
+    """Return one mask, or a mapping of layer kind to mask, as the forward pass of the model expects it."""
     config = config_of(model)
     kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
     if not kinds:
@@ -387,7 +387,7 @@ def _masks_by_kind(model: nn.Module, build: Any) -> Any:
 
 
 class _Masks(dict[str, Any]):
-    """A mask for each kind of layer that attends, as transformers hands them to its layers."""
+    """A mask for each kind of attention layer, in the form that transformers reads."""
 
     def __missing__(self, kind: str) -> Any:
         raise LookupError(f"no mask keeps branches apart in layers of {kind}")

@@ -1,7 +1,4 @@
-"""The packed forward of unmodified causal LMs, and the logprobs of a batch's terms.
-
-No loss, no advantages. Called by any trainer, and by `loss` for the hidden states.
-"""
+"""Run unmodified causal LMs on packed rows, and compute the logprobs of the trained tokens of a batch."""
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +13,18 @@ from tracegrad.packing import Batch
 
 
 def logprobs(model: nn.Module, batch: Batch, *, logits_dtype: torch.dtype | None = None) -> Tensor:
-    """Log-probability of each term under the model.
+    """Compute the log-probability of each trained token under the model.
 
     Args:
-        model: a transformers causal LM, unmodified. Put it in eval mode, or give it no dropout.
-        batch: a row of a `Step`; moved to the model's device if it is not there.
+        model: a transformers causal LM, unmodified. Put it in eval mode, or set its dropout to 0.
+        batch: a row of a `Step`. It is moved to the model's device if needed.
         logits_dtype: as in `token_logprobs`.
 
     Returns:
-        [m] float32 (float64 for a float64 model), nats; differentiable where gradients are on.
+        [m] float32 (float64 for a float64 model), nats; differentiable if gradients are enabled.
 
     Raises:
-        ArgumentError: for a model whose head or attention cannot be reproduced, with the reason.
+        ArgumentError: if the head or the attention of the model cannot be reproduced, with the reason.
     """
     return logprobs_and_entropy(model, batch, logits_dtype=logits_dtype)[0]
 
@@ -40,13 +37,13 @@ def logprobs_and_entropy(
     plan: Plan | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each term, and the entropy of the distribution it was drawn from.
+    """Compute the log-probability of each trained token, and the entropy of the model's distribution there.
 
     Args and Raises: as in `logprobs`; `plan` as in `hidden_states`, `chunk_bytes` as in `token_logprobs`.
 
     Returns:
-        two of [m] float32, nats; both differentiable. An empty batch runs the model on one token, so that their sum, 0,
-        is connected to every trained parameter.
+        logprobs [m] and entropies [m], float32 (float64 for a float64 model), nats; both differentiable. An empty batch
+        runs the model on one token, so that their sum, 0, is connected to every trained parameter.
     """
     batch = batch.to(next(model.parameters()).device)
     head = head_of(model)
@@ -65,52 +62,52 @@ def logprobs_and_entropy(
 
 
 def forward_plan(model: nn.Module, batch: Batch) -> Plan:
-    """How `hidden_states` runs this batch through this model: the first of these that gives the model's own numbers.
+    """Return the plan by which `hidden_states` runs this batch: the first of these that is correct for the model.
 
-    "flex": one row, flex_attention with a block mask built from `tree_end`; for models loaded with
-    `attn_implementation="flex_attention"`, which this switches to a compiled function of its own, or changed by
-    `attention.attend_in_blocks`. On CUDA such a model takes no other plan.
-    "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention, a prefix
-    that all of them share computed once. Exact, as padding stands after what is read; the fastest on CPU, where a
-    dense mask costs T * T.
-    "alone": each branch of a plain pack by itself.
+    "flex": one row, flex_attention with a block mask built from `tree_end`. It is for models loaded with
+    `attn_implementation="flex_attention"`, which this function switches to tracegrad's own compiled implementation, and
+    for models changed by `attention.attend_in_blocks`. On CUDA, no other plan is used for such a model.
+    "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention. A prefix
+    that all branches share is computed once. It is exact because padding comes after all tokens that are read. It is
+    the fastest plan on CPU, where a dense mask costs T * T.
+    "alone": each branch of a plain pack in its own pass.
     "mask": one row under an explicit [1, 1, T, T] mask; for trees.
 
-    Each is compared with the branches alone before it is taken, once for a model: see `verify`.
+    Before its first use with a model, a plan is compared with separate passes of each branch: see `verify`.
 
     Raises:
-        ArgumentError: for a shared prefix in a model that no mask lets share it, or one that is not causal; on CUDA for
-            a model with flex_attention that does not give the model's own numbers.
+        ArgumentError: if the batch shares prefixes and no mask is correct for the model, if the model is not causal, or
+            if the model uses flex_attention on CUDA and flex_attention does not reproduce its hidden states.
     """
     own_blocks(model)
-    blocks = attention_of(model) in BLOCKS
-    if blocks and not _why_not(model, Road("flex", tree=True), batch):
+    has_blocks = attention_of(model) in BLOCKS
+    if has_blocks and not _why_not(model, Road("flex", tree=True), batch):
         return "flex"
     if _is_plain(batch.positions, batch.tree_end):
-        why = _why_not(model, Road("flex"), batch) if blocks else ""
-        if blocks and not why:
+        reason = _why_not(model, Road("flex"), batch) if has_blocks else ""
+        if has_blocks and not reason:
             return "flex"
-        if why and must_be_fused(batch.ids.device):
+        if reason and must_be_fused(batch.ids.device):
             raise ArgumentError(
-                f"flex_attention cannot run a packed row: {why}. Other attention is slower and takes tables of [T, T]. "
-                "To accept that, load the model with attn_implementation='sdpa'; in a run, set "
+                f"flex_attention cannot run a packed row: {reason}. Other attention is slower and takes tables of "
+                "[T, T]. To accept that, load the model with attn_implementation='sdpa'; in a run, set "
                 "attention.implementation sdpa."
             )
         return "alone" if _why_not(model, Road("stack"), batch) else "stack"
-    _check(model, "flex" if blocks else "mask", batch, tree=True)
+    _check(model, "flex" if has_blocks else "mask", batch, tree=True)
     return "mask"
 
 
 def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
-    if why := _why_not(model, Road(plan, tree), batch):
-        harm = "A branch would read what is its sibling's, or stand at another position."
+    if reason := _why_not(model, Road(plan, tree), batch):
+        impact = "A branch would read what is its sibling's, or stand at another position."
         if tree:
             raise ArgumentError(
-                f"prefixes cannot be shared: {why}. {harm} Pack with share_prefixes=False; in a run, leave out "
+                f"prefixes cannot be shared: {reason}. {impact} Pack with share_prefixes=False; in a run, leave out "
                 "pack.share_prefixes."
             )
         raise ArgumentError(
-            f"a row cannot run as the plan {plan!r}: {why}. {harm} Leave plan out, so that another way is taken."
+            f"a row cannot run as the plan {plan!r}: {reason}. {impact} Leave plan out, so that another way is taken."
         )
 
 
@@ -123,21 +120,24 @@ def _check_media(model: nn.Module, batch: Batch) -> None:
         )
 
 
-def _why_not(model: nn.Module, road: Road, batch: Batch) -> str:
-    """As `verify.why_not`, for the branches of a batch; how long they are is only asked where it could matter."""
-    done = reached(model, road)
+def _why_not(model: nn.Module, mode: Road, batch: Batch) -> str:
+    """Return the answer of `verify.why_not` for the branches of a batch.
+
+    The longest branch is measured only if the row is longer than the branches that were compared.
+    """
+    checked = reached(model, mode)
     total = len(batch.ids)
-    if done >= total:
-        return why_not(model, road)
+    if checked >= total:
+        return why_not(model, mode)
     reach = batch.reach
-    if done < reach:  # longer ones come: the next power of two that the row, and the model's positions, allow
-        most = min(total, getattr(config_of(model), "max_position_embeddings", None) or total)
-        reach = max(reach, min(1 << (reach - 1).bit_length(), most))
-    return why_not(model, road, reach)
+    if checked < reach:  # later branches may be longer: check up to a power of two, if row and positions allow it
+        limit = min(total, getattr(config_of(model), "max_position_embeddings", None) or total)
+        reach = max(reach, min(1 << (reach - 1).bit_length(), limit))
+    return why_not(model, mode, reach)
 
 
 def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> Tensor:
-    """The hidden states that the head reads.
+    """Compute the hidden states of a row, as the head reads them.
 
     Args:
         model: a transformers causal LM.
@@ -145,10 +145,11 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
         plan: default `forward_plan(model, batch)`.
 
     Returns:
-        [T, H], in the order of `batch.ids`; zeros in branches where nothing is read.
+        [T, H], in the order of `batch.ids`; zeros in branches that the head does not read.
 
     Raises:
-        ArgumentError: for a plan that does not give the model's own numbers, or ids that stand for a picture.
+        ArgumentError: if the plan does not reproduce the model's own hidden states, if the ids of a row without images
+            include media placeholder ids, or if a plan is set for a row with images.
     """
     if batch.images is not None:
         if plan is not None:
@@ -163,18 +164,18 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
 
 
 def read_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> Tensor:
-    """[U, H] of `hidden_states` at the positions the head reads, in autocast's dtype where autocast is on.
+    """Return the hidden states [U, H] at the positions that the head reads, in the autocast dtype if autocast is on.
 
-    Residual streams are float32 under autocast; a head of `nn.Linear` would be computed in its dtype, and ours is too.
+    Residual streams are float32 under autocast, but autocast would compute an `nn.Linear` head in its own dtype.
     """
     read = hidden_states(model, batch, plan)[batch.read]
-    kind = read.device.type
-    low = torch.is_autocast_enabled(kind) and read.dtype == torch.float32
-    return read.to(torch.get_autocast_dtype(kind)) if low else read
+    device_type = read.device.type
+    is_autocast = torch.is_autocast_enabled(device_type) and read.dtype == torch.float32
+    return read.to(torch.get_autocast_dtype(device_type)) if is_autocast else read
 
 
 def _is_plain(positions: Tensor, tree_end: Tensor) -> bool:
-    """Whether the row is branches side by side: every token's subtree ends where its branch does."""
+    """Return whether a row shares no prefixes: the subtree of each token ends at the end of its branch."""
     starts = (positions == 0).nonzero().squeeze(1)
     ends = torch.cat([starts[1:], starts.new_tensor([len(positions)])])
     lengths = ends - starts

@@ -15,15 +15,15 @@ __all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
 
 Name = Literal["no-grad", "recompute", "one-pass", "frozen"]
 
-MOST_CHUNK_BYTES = 4 << 30  # beyond it the products with the weight of a real vocabulary get no faster
-LEAST_CHUNK_BYTES = 256 << 20  # below it they get slower quickly
-FIXED_CHUNK_BYTES = 1 << 30  # where the size must not depend on the memory that happens to be free
-_ROWS = 256  # a multiple of the tiles of a matrix product: no tile of a chunk is computed for a few rows
+MOST_CHUNK_BYTES = 4 << 30  # larger chunks do not make products with the weight of a real vocabulary faster
+LEAST_CHUNK_BYTES = 256 << 20  # smaller chunks make these products much slower
+FIXED_CHUNK_BYTES = 1 << 30  # used if the size must not depend on the free memory
+_ROWS = 256  # a multiple of the tile sizes of matrix products, so that no tile is computed for only a few rows
 
 
 @dataclass(frozen=True)
 class Wants:
-    """Which gradients are wanted, and whether the loss depends on the entropy with a gradient."""
+    """The gradients to compute, and whether the loss has a gradient with respect to the entropy."""
 
     hidden: bool = True
     weight: bool = True
@@ -32,7 +32,7 @@ class Wants:
 
     @property
     def any(self) -> bool:
-        """Whether there is a backward pass at all."""
+        """Whether any gradient is computed."""
         return self.hidden or self.weight or self.bias
 
     @property
@@ -43,15 +43,16 @@ class Wants:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How the head of U rows is computed.
+    """The method by which the head of U rows is computed.
 
     Args:
-        name: "no-grad": the logits once. "recompute": logits, then again with the gradient, for any loss. "one-pass":
-            the loss of a chunk is known while its logits are in memory, so that they become their own gradient.
-            "frozen": the head takes no gradient; each row's u = d logp / d hidden is kept in place of its logits.
-        why: the reason in words.
-        chunk_rows: rows whose logits are in memory at once; the most, where chunks end with traces.
-        peak_bytes: most memory beyond hidden states and parameters: one chunk's tables and the gradients.
+        name: "no-grad": compute the logits once. "recompute": compute the logits, then compute them again with the
+            gradient; correct for any loss. "one-pass": evaluate the loss of a chunk while its logits are in memory, and
+            turn them into their gradient in place. "frozen": the head has no gradient, and u = d logp / d hidden of
+            each row is kept instead of its logits.
+        why: the reason for the choice, in words.
+        chunk_rows: rows whose logits are in memory at once. If chunks end with traces, it is the maximum.
+        peak_bytes: most memory in addition to hidden states and parameters: one chunk's tables and the gradients.
         flops: of the products with the weight, forward and backward.
     """
 
@@ -68,7 +69,16 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a head: rows U, hidden H, vocabulary V; bytes of a hidden state's number, of a chunk's row and of a sum's."""
+    """The size of a head.
+
+    Args:
+        rows: U.
+        hidden: H.
+        vocabulary: V.
+        item: bytes of one number of the hidden states.
+        row_bytes: bytes per vocabulary entry of a chunk's row.
+        wide: bytes of one number of a sum.
+    """
 
     rows: int
     hidden: int
@@ -92,10 +102,11 @@ class Size:
 
 
 def device_chunk_bytes(size: Size, wants: Wants, free_bytes: int) -> int:
-    """Return the bytes of one chunk's tables on a device with `free_bytes` left: 256 MiB to 4 GiB, a power of two.
+    """Return the bytes of one chunk's tables on a device with `free_bytes` of free memory: 256 MiB to 4 GiB.
 
-    At most half of what is left after the gradients: memory that torch has reserved may be in pieces. Powers of two,
-    so that a run that starts again with slightly more or less free memory sums in the same order.
+    A chunk takes at most half of the memory that is free after the gradients (but at least 256 MiB), because the memory
+    that torch has reserved may be fragmented. The size is a power of two, so that a restarted run with slightly more or
+    less free memory sums in the same order.
 
     >>> size, gib = Size(rows=32768, hidden=4096, vocabulary=151936, item=2, row_bytes=2), 1 << 30
     >>> [device_chunk_bytes(size, Wants(), free * gib) >> 20 for free in (1, 4, 6, 10, 70)]
@@ -108,7 +119,18 @@ def device_chunk_bytes(size: Size, wants: Wants, free_bytes: int) -> int:
 def choose(
     size: Size, wants: Wants, chunk_rows: int, *, fits: bool = False, unfit: str = "", asked: Name | None = None
 ) -> HeadPlan:
-    """The cheapest plan that is exact, or the one asked for; `unfit` says why the loss cannot be evaluated by chunks.
+    """Return the cheapest plan that is exact, or the plan `asked` if it is set.
+
+    Args:
+        size: of the head.
+        wants: the gradients to compute.
+        chunk_rows: rows of a chunk.
+        fits: whether the loss can be evaluated chunk by chunk.
+        unfit: the reason why it cannot.
+        asked: the name of a plan; None chooses.
+
+    Raises:
+        ArgumentError: if the plan `asked` is not possible.
 
     >>> choose(Size(1000, 64, 500), Wants(), 100, fits=True).name
     'one-pass'
@@ -123,38 +145,41 @@ def choose(
         if fits:
             reasons["one-pass"] = "the loss of a chunk is known when its logits are"
         reasons["recompute"] = unfit or "the loss is not known here"
-    name = asked or next(iter(reasons))
-    if name not in reasons:
-        raise ArgumentError(_impossible(name, wants, unfit))
-    return _costed(size, wants, chunk_rows, name, reasons[name])
+    chosen = asked or next(iter(reasons))
+    if chosen not in reasons:
+        raise ArgumentError(_impossible_plan_message(chosen, wants, unfit))
+    return _plan_with_costs(size, wants, chunk_rows, chosen, reasons[chosen])
 
 
-def _impossible(name: Name, wants: Wants, unfit: str) -> str:
-    why = {
+def _impossible_plan_message(name: Name, wants: Wants, unfit: str) -> str:
+    reason = {
         "no-grad": "a gradient is wanted",
         "recompute": "nothing takes a gradient",
         "one-pass": unfit or "the loss is not known here",
         "frozen": "the head takes a gradient, or the loss one by the entropy",
     }[name]
     if not wants.any:
-        why = "nothing takes a gradient"
-    return f"the plan {name!r} is not possible: {why}. Leave plan=None, and one that is will be taken."
+        reason = "nothing takes a gradient"
+    return f"the plan {name!r} is not possible: {reason}. Leave plan=None, and one that is will be taken."
 
 
-def _costed(size: Size, wants: Wants, chunk_rows: int, name: Name, why: str) -> HeadPlan:
-    """A product with the weight is 2 U H V FLOPs: for logits, for hidden states and for the weight."""
+def _plan_with_costs(size: Size, wants: Wants, chunk_rows: int, name: Name, reason: str) -> HeadPlan:
+    """Return the plan with its memory and FLOPs. Each product with the weight costs 2 U H V FLOPs.
+
+    The products are the logits (twice with "recompute"), the gradient of hidden states and the gradient of the weight.
+    """
     products = 1 + wants.hidden + wants.weight + (name == "recompute")
     chunk_rows = max(1, min(chunk_rows, size.rows))
-    peak = chunk_rows * size.vocabulary * size.row_bytes
+    peak_bytes = chunk_rows * size.vocabulary * size.row_bytes
     if name != "no-grad":
-        peak += size.gradient_bytes(wants)
-    return HeadPlan(name, why, chunk_rows, peak, 2 * products * size.rows * size.hidden * size.vocabulary)
+        peak_bytes += size.gradient_bytes(wants)
+    return HeadPlan(name, reason, chunk_rows, peak_bytes, 2 * products * size.rows * size.hidden * size.vocabulary)
 
 
 Epilogue = Literal["torch", "compile", "triton"]
 
-_CPU_CHUNK = 4 << 20  # fits a cache, and
-_CPU_ROWS = 64  # below this many rows the gradient of the weight costs more to add up than to compute
+_CPU_CHUNK = 4 << 20  # fits into a cache
+_CPU_ROWS = 64  # with fewer rows, adding up the gradient of the weight costs more than computing it
 
 
 def token_logprobs(
@@ -170,35 +195,36 @@ def token_logprobs(
     chunk_bytes: int | None = None,
     epilogue: Epilogue | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and the entropy of its distribution; never holds [U, V].
+    """Compute the log-probability of each target and the entropy of its distribution, without a table [U, V].
 
         z = inv_temperature * cap(logit_scale * (hidden @ weight.T + bias)),    cap(x) = softcap * tanh(x / softcap)
         logp = z[target] - logsumexp(z),    entropy = logsumexp(z) - sum softmax(z) * z
 
-    Logits are computed a chunk of rows at a time, and again in backward; sums are float32, float64 for float64 input.
-    Where the head takes no gradient, d logp / d hidden is kept instead, and backward computes no logits unless the loss
-    depends on the entropy.
+    Logits are computed for one chunk of rows at a time, and again in the backward pass. Sums are float32, or float64
+    for float64 input. If the head has no gradient, d logp / d hidden is kept instead. The backward pass then computes
+    no logits unless the loss depends on the entropy.
 
     Args:
         hidden: [U, H].
         weight: [V, H]; used in the dtype of `hidden`. A copy in that dtype is kept for backward.
         target: [U] int64.
-        inv_temperature: [U] or one number. Takes no gradient.
+        inv_temperature: [U] or one number. It has no gradient.
         bias: [V].
         softcap: of the logits, as in Gemma 2.
         logit_scale: as in Cohere.
-        logits_dtype: what the logits are rounded to before the sums; None: the dtype of `hidden`. Use the sampler's.
-        chunk_bytes: memory for the tables of one chunk of logits. The default on CUDA is 256 MiB to 4 GiB, by the
-            memory that is free (1 GiB under `torch.use_deterministic_algorithms`); on CPU 4 MiB or 64 rows. Results
-            depend on it only by the order in which float32 sums are taken.
-        epilogue: what reads the logits: "triton" (the default on CUDA where it is installed), "compile"
+        logits_dtype: the dtype to which logits are rounded before the sums; None: the dtype of `hidden`. Use the
+            dtype of the sampler.
+        chunk_bytes: memory for the tables of one chunk of logits. The default on CUDA is 256 MiB to 4 GiB, depending on
+            the free memory (1 GiB under `torch.use_deterministic_algorithms`); on CPU it is 4 MiB or 64 rows. It
+            affects the results only by the order of float32 sums.
+        epilogue: the implementation that reads the logits: "triton" (the default on CUDA if it is installed), "compile"
             (torch.compile) or "torch" (the default elsewhere).
 
     Returns:
         logp [U] and entropy [U], float32 or float64, nats; both differentiable once.
 
     Raises:
-        ArgumentError: if shapes contradict one another.
+        ArgumentError: if the shapes do not match, or the epilogue cannot run here.
 
     >>> logp, entropy = token_logprobs(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([0, 3]))
     >>> [round(x, 4) for x in (logp.exp()[0].item(), entropy.exp()[1].item())]
@@ -213,7 +239,7 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class Setting:
-    """What a head does beside its product, and what computes it."""
+    """The settings of a head, except for its parameters: softcap, scale, dtype of the logits, kind of chunk."""
 
     softcap: float | None
     logit_scale: float
@@ -228,8 +254,8 @@ class Problem:
     Args:
         hidden: [U, H].
         head: weight and bias in the dtype of `hidden`.
-        rows: of all U rows.
-        setting: of the head.
+        rows: the inputs of all U rows.
+        setting: the settings of the head.
     """
 
     hidden: Tensor
@@ -239,57 +265,64 @@ class Problem:
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, setting: Setting) -> "Problem":
-        """With the parameters in the dtype of the hidden states."""
+        """Create a problem with the parameters in the dtype of the hidden states."""
         bias = None if bias is None else bias.to(hidden.dtype)
         return cls(hidden, Head(weight.to(hidden.dtype), bias, setting.softcap, setting.logit_scale), rows, setting)
 
     def chunk(self, here: slice) -> Chunk:
-        """The scores of some rows."""
+        """Return the chunk of some rows."""
         return self.setting.kind(self.hidden[here], self.head, self.rows.at(here), self.setting.dtype)
 
     def statistics(self, chunk_rows: int) -> Statistics:
-        """Of all rows."""
-        found = self._empty()
-        for here in slices(len(self.hidden), chunk_rows):
-            for total, part in zip(found, self.chunk(here).statistics(), strict=True):
-                total[here] = part
-        return found
+        """Compute the statistics of all rows."""
+        statistics = self._empty()
+        for rows in slices(len(self.hidden), chunk_rows):
+            for total, values in zip(statistics, self.chunk(rows).statistics(), strict=True):
+                total[rows] = values
+        return statistics
 
     def slopes(self, chunk_rows: int) -> tuple[Statistics, Tensor]:
-        """Of all rows, with d logp / d hidden [U, H]."""
-        found = self._empty()
+        """Compute the statistics of all rows, and d logp / d hidden [U, H]."""
+        statistics = self._empty()
         sums = Sums(self.hidden, self.head, (True, False, False))
-        one = found.lse.new_ones(min(chunk_rows, len(self.hidden)))
-        for here in slices(len(self.hidden), chunk_rows):
-            chunk = self.chunk(here)
-            part = chunk.statistics()
-            for total, value in zip(found, part, strict=True):
-                total[here] = value
-            sums.add(here, chunk.gradient(part, one[: here.stop - here.start], None))
-            del chunk  # its table: the next one is made before the name is bound again
+        ones = statistics.lse.new_ones(min(chunk_rows, len(self.hidden)))
+        for rows in slices(len(self.hidden), chunk_rows):
+            chunk = self.chunk(rows)
+            chunk_statistics = chunk.statistics()
+            for total, value in zip(statistics, chunk_statistics, strict=True):
+                total[rows] = value
+            sums.add(rows, chunk.gradient(chunk_statistics, ones[: rows.stop - rows.start], None))
+            del chunk  # free its table now: the next chunk is made before the name is bound again
         assert sums.hidden is not None
-        return found, sums.hidden
+        return statistics, sums.hidden
 
     def gradient(
         self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None, sums: Sums, chunk_rows: int
     ) -> None:
-        """Adds to `sums` the gradient by all rows, their logits computed again."""
-        for here in slices(len(self.hidden), chunk_rows):
-            by_entropy = None if d_entropy is None else d_entropy[here]
-            sums.add(here, self.chunk(here).gradient(known.at(here), d_logp[here], by_entropy))
+        """Compute the logits of all rows again, and add their gradient to `sums`.
+
+        Args:
+            known: statistics of all rows.
+            d_logp, d_entropy: [U], the gradient of the loss; None if it does not depend on the entropy.
+            sums: the gradients to add to.
+            chunk_rows: rows of a chunk.
+        """
+        for rows in slices(len(self.hidden), chunk_rows):
+            by_entropy = None if d_entropy is None else d_entropy[rows]
+            sums.add(rows, self.chunk(rows).gradient(known.at(rows), d_logp[rows], by_entropy))
 
     def size(self) -> Size:
-        """For the choice of a plan."""
+        """Return the size, by which a plan is chosen."""
         wide = wide_dtype(self.hidden.dtype)
-        kind, rounded = self.setting.kind, self.setting.dtype or self.hidden.dtype
-        table = rounded.itemsize + (self.hidden.element_size() if rounded != self.hidden.dtype else 0)
-        row_bytes = table if kind.narrow else kind.tables * wide.itemsize
+        chunk_class, dtype = self.setting.kind, self.setting.dtype or self.hidden.dtype
+        table_bytes = dtype.itemsize + (self.hidden.element_size() if dtype != self.hidden.dtype else 0)
+        row_bytes = table_bytes if chunk_class.narrow else chunk_class.tables * wide.itemsize
         rows, width = self.hidden.shape
         item = self.hidden.element_size()
         return Size(rows, width, len(self.head.weight), item=item, row_bytes=row_bytes, wide=wide.itemsize)
 
     def chunk_rows(self, chunk_bytes: int | None, wants: Wants) -> int:
-        """Return the rows whose tables fit `chunk_bytes`; None takes the default of the device."""
+        """Return the number of rows whose tables fit `chunk_bytes`; None selects the default of the device."""
         size = self.size()
         if chunk_bytes is not None:
             return size.chunk(chunk_bytes)
@@ -307,14 +340,14 @@ class Problem:
 
     @property
     def wide(self) -> torch.dtype:
-        """What sums are taken in."""
+        """The dtype of sums."""
         return wide_dtype(self.hidden.dtype)
 
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that torch can still allocate on a CUDA device: unused, or reserved and not allocated.
 
-    Does not wait for the device's work.
+    It does not synchronize with the device.
     """
     unused, _ = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
@@ -323,17 +356,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def chunk_kind(hidden: Tensor, dtype: torch.dtype | None, epilogue: Epilogue | None) -> type[Chunk]:
-    """What computes a chunk: Triton on CUDA where it is installed and sums are float32, plain torch elsewhere.
+    """Return the class that computes a chunk for an epilogue.
+
+    The default is Triton on CUDA if it is installed and sums are float32, and plain torch otherwise.
 
     Raises:
-        ArgumentError: for an epilogue that does not exist or cannot run here.
+        ArgumentError: if the epilogue does not exist or cannot run here.
     """
-    floats = hidden.dtype != torch.float64 and dtype != torch.float64
+    is_float32 = hidden.dtype != torch.float64 and dtype != torch.float64
     if epilogue is None:
-        epilogue = "triton" if hidden.is_cuda and floats and find_spec("triton") else "torch"
+        epilogue = "triton" if hidden.is_cuda and is_float32 and find_spec("triton") else "torch"
     if epilogue == "torch":
         return Chunk
-    if not floats:
+    if not is_float32:
         raise ArgumentError(
             f"the epilogue {epilogue!r} sums in float32 and the hidden states are float64. Use 'torch'."
         )
@@ -354,7 +389,10 @@ def chunk_kind(hidden: Tensor, dtype: torch.dtype | None, epilogue: Epilogue | N
 
 
 def inverse_of(inv_temperature: Tensor | float, hidden: Tensor) -> Tensor | None:
-    """[U] in the dtype of the sums; None for 1, which on CPU is found out."""
+    """Return the inverse temperatures [U] in the dtype of the sums; None if they are 1.
+
+    The values of a tensor are checked only on CPU.
+    """
     if not isinstance(inv_temperature, Tensor):
         if inv_temperature == 1.0:
             return None
@@ -364,7 +402,7 @@ def inverse_of(inv_temperature: Tensor | float, hidden: Tensor) -> Tensor | None
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """Refuses what is not [U, H], [V, H], [U] and [V]."""
+    """Raise ArgumentError unless the shapes are [U, H], [V, H], [U] and [V]."""
     fits = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     if not fits or target.shape != hidden.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = ", ".join(str(list(x.shape)) for x in (hidden, weight, target))
@@ -375,7 +413,7 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Chunks of rows; backward computes the logits again, or scales what forward kept."""
+    """Logprobs and entropies by chunks of rows. Backward computes the logits again, or scales the kept gradient."""
 
     @staticmethod
     def forward(
@@ -389,18 +427,18 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
         problem = Problem.of(hidden, weight, bias, Rows(target, inverse), setting)
-        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is not known: never in one pass
+        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is unknown here, so never "one-pass"
         ctx.chunk_rows = problem.chunk_rows(chunk_bytes, wants)
         ctx.set_materialize_grads(False)
         slopes = None
         if choose(problem.size(), wants, ctx.chunk_rows).name == "frozen":
-            known, slopes = problem.slopes(ctx.chunk_rows)
+            statistics, slopes = problem.slopes(ctx.chunk_rows)
         else:
-            known = problem.statistics(ctx.chunk_rows)
-        # The parameters as they were cast: backward would cast the weight of a float32 model again.
-        ctx.save_for_backward(hidden, problem.head.weight, problem.head.bias, target, inverse, *known, slopes)
+            statistics = problem.statistics(ctx.chunk_rows)
+        # Save the parameters after their cast: otherwise backward would cast the weight of a float32 model again.
+        ctx.save_for_backward(hidden, problem.head.weight, problem.head.bias, target, inverse, *statistics, slopes)
         ctx.setting, ctx.dtypes = setting, (weight.dtype, None if bias is None else bias.dtype)
-        return known.logp, known.entropy
+        return statistics.logp, statistics.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable

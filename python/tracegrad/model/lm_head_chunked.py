@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Head(NamedTuple):
-    """From hidden states to logits: logit_scale * (hidden @ weight.T + bias), then softcap * tanh(. / softcap)."""
+    """A head: its logits are logit_scale * (hidden @ weight.T + bias), then softcap * tanh(. / softcap)."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -16,35 +16,35 @@ class Head(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is known of each row beside its hidden state: target [C] int64, inverse temperature [C] or None for 1."""
+    """The inputs of rows in addition to hidden states: target [C] int64, inverse temperature [C] or None for 1."""
 
     target: Tensor
     inverse: Tensor | None
 
     def at(self, here: slice) -> "Rows":
-        """The rows of a chunk."""
+        """Return the rows of a chunk."""
         return Rows(self.target[here], None if self.inverse is None else self.inverse[here])
 
 
 class Statistics(NamedTuple):
-    """Of each row: log-sum-exp of the scores, logprob of the target, entropy; float32 or float64, nats."""
+    """Statistics of each row: log-sum-exp of the scores, logprob of the target, entropy; float32 or float64, nats."""
 
     lse: Tensor
     logp: Tensor
     entropy: Tensor
 
     def at(self, here: slice) -> "Statistics":
-        """The rows of a chunk."""
+        """Return the statistics of a chunk."""
         return Statistics(self.lse[here], self.logp[here], self.entropy[here])
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in: float32, or float64 for float64."""
+    """Return the dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def projected(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> Tensor:
-    """[C, V] hidden @ weight.T + bias, rounded to `dtype` (None: that of `hidden`), in a dtype that holds it."""
+    """Return [C, V]: hidden @ weight.T + bias, rounded to `dtype`; None is the dtype of `hidden`."""
     if dtype is None or dtype == hidden.dtype:
         return nn.functional.linear(hidden, head.weight, head.bias)
     if hidden.is_cuda and dtype == torch.float32 and hidden.ndim == 2:
@@ -56,68 +56,71 @@ def projected(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> T
 
 
 def logits_of(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> Tensor:
-    """[..., V] float32, or float64 for float64 input; the product with the weight is rounded to `dtype`."""
-    return _capped(projected(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head)
+    """Return the logits [..., V], float32, or float64 for float64 input.
+
+    The product with the weight is rounded to `dtype` before scale and cap.
+    """
+    return _scale_and_cap(projected(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head)
 
 
-def _capped(logits: Tensor, head: Head) -> Tensor:
-    """In place: what the head does to its product."""
+def _scale_and_cap(logits: Tensor, head: Head) -> Tensor:
+    """Apply the scale and the cap of the head to its product, in place."""
     if head.logit_scale != 1.0:
         logits = logits.mul_(head.logit_scale)
     return logits if head.softcap is None else logits.div_(head.softcap).tanh_().mul_(head.softcap)
 
 
 class Chunk:
-    """Scores z = inverse * logits of C rows [C, V], and what is derived from them; at most three such tables at a time.
+    """The scores z = inverse * logits of C rows [C, V], their statistics and gradient; at most three tables at once.
 
     Args:
         hidden: [C, H].
         head: its weight and bias in the dtype of `hidden`.
         rows: of these C rows.
-        dtype: what the product with the weight is rounded to.
+        dtype: the dtype to which the product with the weight is rounded.
     """
 
-    tables = 2  # [C, V] tensors of the sums' dtype alive at once
-    narrow = False  # whether a table has the logits' dtype rather than the sums'
+    tables = 2  # [C, V] tensors in memory at once, in the dtype of the sums
+    narrow = False  # whether tables have the dtype of the logits instead of the dtype of the sums
 
     def __init__(self, hidden: Tensor, head: Head, rows: Rows, dtype: torch.dtype | None) -> None:
         self._start(projected(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head, rows)
 
     @classmethod
     def of_raw(cls, raw: Tensor, head: Head, rows: Rows) -> "Chunk":
-        """From a product that stays as it is; of `lm_head` the cap and the scale are read."""
+        """Create a chunk from a product, which is copied and not changed. Only cap and scale of `head` are read."""
         chunk = cls.__new__(cls)
         chunk._start(raw.to(wide_dtype(raw.dtype), copy=True), head, rows)
         return chunk
 
     def _start(self, raw: Tensor, head: Head, rows: Rows) -> None:
         self.head, self.rows = head, rows
-        z = _capped(raw, head)
+        z = _scale_and_cap(raw, head)
         self._z = z if rows.inverse is None else z.mul_(rows.inverse[:, None])
         self._p: Tensor | None = None
 
     def statistics(self) -> Statistics:
-        """Sums over the vocabulary; keeps the probabilities for `gradient`."""
+        """Compute sums over the vocabulary, and keep the probabilities for `gradient`."""
         z = self._z
-        top = z.amax(-1, keepdim=True)
-        above = z - top
-        at_target = above.gather(1, self.rows.target[:, None]).squeeze(1)
-        p = above.exp()
+        maximum = z.amax(-1, keepdim=True)
+        shifted = z - maximum
+        at_target = shifted.gather(1, self.rows.target[:, None]).squeeze(1)
+        p = shifted.exp()
         total = p.sum(-1)
         log_total = total.log()
-        entropy = log_total - _row_dot(p, above) / total
+        entropy = log_total - _row_dot(p, shifted) / total
         self._p = p.div_(total[:, None])
-        return Statistics(log_total + top.squeeze(1), at_target - log_total, entropy)
+        return Statistics(log_total + maximum.squeeze(1), at_target - log_total, entropy)
 
     def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
-        """[C, V] by hidden @ weight.T + bias, the chunk's memory used up.
+        """Return the gradient [C, V] of the loss by hidden @ weight.T + bias. It overwrites the chunk's tables.
 
             d z_j = d_logp * (1[j = target] - p_j) - d_entropy * p_j * (log p_j + entropy)
             d raw_j = d z_j * inverse * logit_scale * (1 - (logits_j / softcap)^2)
 
         Args:
-            known: of these rows.
-            d_logp, d_entropy: [C] of the loss; None where it does not depend on the entropy.
+            known: statistics of these rows.
+            d_logp, d_entropy: [C], the gradient of the loss; None if it does not depend on the entropy.
         """
         z, p = self._z, self._p
         softcap, inverse, target = self.head.softcap, self.rows.inverse, self.rows.target[:, None]
@@ -137,54 +140,56 @@ class Chunk:
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """[C] sum over the row of a * b, without a table of the products."""
-    if torch.compiler.is_compiling():  # fused with what made a and b
+    """Return [C], the sum of a * b over each row, without a table of the products."""
+    if torch.compiler.is_compiling():  # the compiler fuses the products with the computation of a and b
         return (a * b).sum(-1)
     return torch.bmm(a[:, None, :], b[:, :, None]).reshape(len(a))
 
 
 def _slope(z: Tensor, softcap: float, inverse: Tensor | None) -> Tensor:
-    """Derivative of the softcap where the scores are z."""
+    """Return the derivative of the softcap at the scores z."""
     capped = z / softcap if inverse is None else z / (softcap * inverse)[:, None]
     return capped.square_().neg_().add_(1)
 
 
 class Sums:
-    """Gradients of hidden states, weight and bias, gathered chunk by chunk; float32 or wider while summed.
+    """Gradients of hidden states, weight and bias, added up chunk by chunk.
+
+    The gradients of weight and bias are float32 or wider while they are summed.
 
     Args:
         hidden: [U, H].
         head: its weight and bias in the dtype of `hidden`.
-        wanted: for hidden, weight and bias.
+        wanted: whether to compute the gradients of hidden, weight and bias.
     """
 
     def __init__(self, hidden: Tensor, head: Head, wanted: tuple[bool, bool, bool]) -> None:
         wide = wide_dtype(hidden.dtype)
-        self._given, self._head = hidden, head
+        self._inputs, self._head = hidden, head
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         self.weight = torch.zeros_like(head.weight, dtype=wide) if wanted[1] else None
         self.bias = hidden.new_zeros(len(head.weight), dtype=wide) if wanted[2] else None
 
     def add(self, here: slice, d_raw: Tensor) -> None:
-        """Takes in [C, V], the gradient by the projection of the rows `here`."""
+        """Add [C, V], the gradient by the projection of the rows `here`."""
         if self.hidden is not None:
             torch.mm(d_raw.to(self.hidden.dtype), self._head.weight, out=self.hidden[here])
         if self.weight is not None:
-            _add_product(self.weight, d_raw, self._given[here])
+            _add_product(self.weight, d_raw, self._inputs[here])
         if self.bias is not None:
             self.bias += d_raw.sum(0, dtype=self.bias.dtype)
 
     def found(
         self, weight: torch.dtype, bias: torch.dtype | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The three in the dtypes of the parameters, `weight` and `bias`; None where not wanted."""
+        """Return the three gradients in the dtypes of the parameters, `weight` and `bias`; None if not computed."""
         d_weight = None if self.weight is None else self.weight.to(weight)
         d_bias = None if self.bias is None or bias is None else self.bias.to(bias)
         return self.hidden, d_weight, d_bias
 
 
 def _add_product(total: Tensor, d_raw: Tensor, hidden: Tensor) -> None:
-    """total += d_raw.T @ hidden, summed in the dtype of `total`: chunks are never rounded to bfloat16 between."""
+    """Add d_raw.T @ hidden to `total`, summed in its dtype, so that no chunk is rounded to bfloat16 in between."""
     if hidden.dtype == total.dtype:
         total.addmm_(d_raw.T, hidden)
     elif hidden.is_cuda:
@@ -194,12 +199,12 @@ def _add_product(total: Tensor, d_raw: Tensor, hidden: Tensor) -> None:
 
 
 def slices(total: int, size: int) -> list[slice]:
-    """0 to `total` in pieces of at most `size`."""
+    """Split 0 to `total` into slices of at most `size`."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 class CompiledChunk(Chunk):
-    """A chunk that holds the product in its own dtype; every pass reads it and writes sums or the gradient."""
+    """A chunk that keeps the product in its dtype. Each pass reads it once and writes sums or the gradient."""
 
     tables = 1
     narrow = True
@@ -210,27 +215,27 @@ class CompiledChunk(Chunk):
         self._raw = projected(hidden, head, dtype)
 
     def statistics(self) -> Statistics:
-        """One pass over the table."""
-        return Statistics(*_statistics(self.rows, self._scored()))
+        """Compute the statistics in one pass over the table."""
+        return Statistics(*_statistics(self.rows, self._head_of_product()))
 
     def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
-        """[C, V] in the dtype of the hidden states."""
-        return _gradient(self._item, self.rows, self._scored(), known, d_logp, d_entropy)
+        """Return the gradient [C, V] in the dtype of the hidden states."""
+        return _gradient(self._item, self.rows, self._head_of_product(), known, d_logp, d_entropy)
 
-    def _scored(self) -> Head:
+    def _head_of_product(self) -> Head:
         return Head(self._raw, None, self.head.softcap, self.head.logit_scale)
 
 
 @torch.compile(dynamic=True)
 def _statistics(rows: Rows, head: Head) -> tuple[Tensor, Tensor, Tensor]:
-    """With the product in the place of the head's weight."""
-    found = Chunk.of_raw(head.weight, head, rows).statistics()
-    return found.lse, found.logp, found.entropy
+    """Return the fields of `Statistics`. `head.weight` is the product, not the weight."""
+    statistics = Chunk.of_raw(head.weight, head, rows).statistics()
+    return statistics.lse, statistics.logp, statistics.entropy
 
 
 @torch.compile(dynamic=True)
 def _gradient(
-    item: torch.dtype, rows: Rows, head: Head, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None
+    item: torch.dtype, rows: Rows, head: Head, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None
 ) -> Tensor:
-    """With the product in the place of the head's weight."""
-    return Chunk.of_raw(head.weight, head, rows).gradient(known, d_logp, d_entropy).to(item)
+    """Return the gradient [C, V] in the dtype `item`. `head.weight` is the product, not the weight."""
+    return Chunk.of_raw(head.weight, head, rows).gradient(statistics, d_logp, d_entropy).to(item)

@@ -1,6 +1,6 @@
-"""A loss over the head and its gradient together: what backward would need is known while the logits are in memory.
+"""Compute a loss over the head together with its gradient, while the logits are in memory.
 
-The loss itself comes from the caller, as a function of logprobs and entropies. Called by `tracegrad.model`.
+The caller passes the loss as a function of logprobs and entropies.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from tracegrad.model.lm_head import HeadPlan, Problem, Wants
 from tracegrad.model.lm_head_chunked import Sums
 
 Evaluate = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
-"""(rows, logp, entropy) -> the loss of these rows, and its gradient by each of their logprobs and entropies."""
+"""(rows, logp, entropy) -> the loss of these rows, and its gradients by their logprobs and by their entropies."""
 
 
 def head_loss(
@@ -25,14 +25,14 @@ def head_loss(
     cuts: Sequence[slice],
     evaluate: Evaluate,
 ) -> Tensor:
-    """The loss of all rows, a scalar whose backward only scales gradients that are computed here.
+    """Return the loss of all rows, a scalar. Its gradients are computed here; its backward pass only scales them.
 
     Args:
-        hidden, weight, bias: [U, H], [V, H], [V]; they get the gradients.
+        hidden, weight, bias: [U, H], [V, H], [V]; they receive the gradients.
         problem: the same three without a gradient, the parameters in the dtype of `hidden`.
-        plan: how; see `lm_head.choose`.
-        cuts: the chunks, in order; read by "one-pass", and each at most `lm_head.chunk_rows` long.
-        evaluate: called with all rows at once, or by "one-pass" with each chunk.
+        plan: from `lm_head.choose`.
+        cuts: the chunks, in order, each of at most `chunk_rows` rows; only "one-pass" reads them.
+        evaluate: the loss function. "one-pass" calls it for each chunk, the other plans once for all rows.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         return _HeadLoss.apply(hidden, weight, bias, (problem, plan, tuple(cuts), evaluate))
@@ -40,27 +40,27 @@ def head_loss(
 
 def _one_pass(problem: Problem, sums: Sums, cuts: Sequence[slice], evaluate: Evaluate) -> Tensor:
     total = problem.hidden.new_zeros((), dtype=problem.wide)
-    for here in cuts:
-        chunk = problem.chunk(here)
-        known = chunk.statistics()
-        loss, d_logp, d_entropy = evaluate(here, known.logp, known.entropy)
+    for rows in cuts:
+        chunk = problem.chunk(rows)
+        statistics = chunk.statistics()
+        loss, d_logp, d_entropy = evaluate(rows, statistics.logp, statistics.entropy)
         total = total + loss
-        sums.add(here, chunk.gradient(known, _or_zero(d_logp, known.logp), d_entropy))
-        del chunk  # its table: the next one is made before the name is bound again
+        sums.add(rows, chunk.gradient(statistics, _or_zero(d_logp, statistics.logp), d_entropy))
+        del chunk  # free its table now: the next chunk is made before the name is bound again
     return total
 
 
-def _whole(problem: Problem, sums: Sums, plan: HeadPlan, evaluate: Evaluate) -> Tensor:
-    everything = slice(0, len(problem.hidden))
+def _all_rows(problem: Problem, sums: Sums, plan: HeadPlan, evaluate: Evaluate) -> Tensor:
+    rows = slice(0, len(problem.hidden))
     if plan.name == "frozen":
-        known, slopes = problem.slopes(plan.chunk_rows)
-        loss, d_logp, _ = evaluate(everything, known.logp, known.entropy)
-        sums.hidden = slopes.mul_(_or_zero(d_logp, known.logp)[:, None])
+        statistics, slopes = problem.slopes(plan.chunk_rows)
+        loss, d_logp, _ = evaluate(rows, statistics.logp, statistics.entropy)
+        sums.hidden = slopes.mul_(_or_zero(d_logp, statistics.logp)[:, None])
         return loss
-    known = problem.statistics(plan.chunk_rows)
-    loss, d_logp, d_entropy = evaluate(everything, known.logp, known.entropy)
+    statistics = problem.statistics(plan.chunk_rows)
+    loss, d_logp, d_entropy = evaluate(rows, statistics.logp, statistics.entropy)
     if plan.name == "recompute":
-        problem.gradient(known, _or_zero(d_logp, known.logp), d_entropy, sums, plan.chunk_rows)
+        problem.gradient(statistics, _or_zero(d_logp, statistics.logp), d_entropy, sums, plan.chunk_rows)
     return loss
 
 
@@ -69,14 +69,17 @@ def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 
 def wants_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, entropy: bool) -> Wants:
-    """Which gradients a call of `head_loss` will be asked for."""
-    on = torch.is_grad_enabled()
+    """Return the gradients that a call of `head_loss` must compute."""
+    enabled = torch.is_grad_enabled()
     by_bias = bias is not None and bias.requires_grad
-    return Wants(on and hidden.requires_grad, on and weight.requires_grad, on and by_bias, entropy)
+    return Wants(enabled and hidden.requires_grad, enabled and weight.requires_grad, enabled and by_bias, entropy)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Forward computes the gradient of each input; backward scales it, on CUDA in place and therefore once."""
+    """A loss whose forward pass computes the gradient of each input, and whose backward pass scales it.
+
+    On CUDA the gradient is scaled in place, so the backward pass can run only once.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
@@ -84,8 +87,8 @@ class _HeadLoss(torch.autograd.Function):
         frozen = plan.name == "frozen"
         wanted = (False, False, False) if frozen or plan.name == "no-grad" else ctx.needs_input_grad[:3]
         sums = Sums(problem.hidden, problem.head, wanted)
-        one = plan.name == "one-pass"
-        loss = _one_pass(problem, sums, cuts, evaluate) if one else _whole(problem, sums, plan, evaluate)
+        is_one_pass = plan.name == "one-pass"
+        loss = _one_pass(problem, sums, cuts, evaluate) if is_one_pass else _all_rows(problem, sums, plan, evaluate)
         ctx.save_for_backward(*sums.found(weight.dtype, None if bias is None else bias.dtype))
         return loss
 
@@ -100,15 +103,15 @@ def _scaled(value: Tensor | None, upstream: Tensor, *, in_place: bool = False) -
     """Return value * upstream, multiplied in the dtype of `upstream` and rounded once; [...] in the dtype of `value`.
 
     Args:
-        value: [...] of any strides; None stays None.
+        value: [...] of any strides; None returns None.
         upstream: 0-dimensional. On CPU a factor of 1 returns `value`; on CUDA reading it would wait for the device.
         in_place: write into the memory of `value`, which may be the gradient of a whole head. On CUDA that is one
             kernel without a temporary (two for tensors over 2 GiB).
     """
     if value is None or (upstream.device.type == "cpu" and upstream.item() == 1.0):
         return value
-    # torch takes a 0-dimensional tensor for a number and computes in the dtype of `value`; a CUDA kernel then rounds
-    # the factor to bfloat16 before it multiplies. One dimension more, and both are promoted to the wider dtype.
+    # torch treats a 0-dimensional tensor as a number and computes in the dtype of `value`. A CUDA kernel then rounds
+    # the factor to bfloat16 before it multiplies. With one more dimension, both are promoted to the wider dtype.
     factor = upstream.reshape((1,) * value.ndim)
     if in_place:
         return torch.mul(value, factor, out=value)

@@ -1,7 +1,7 @@
-"""One chunk of head rows on CUDA: the product by cuBLAS, and two Triton kernels that stream over its rows.
+"""Compute one chunk of logit rows on CUDA, with cuBLAS for the product and two Triton kernels.
 
-`_statistics` reads each row once; `_gradient` turns it into its own gradient in place. Nothing here runs without
-Triton; `TRITON_INTERPRET=1` runs it on CPU tensors. The reference is `lm_head_chunked.Chunk`.
+`_statistics` reads each row once. `_gradient` turns a row into its gradient in place. The module needs Triton;
+`TRITON_INTERPRET=1` runs the kernels on CPU tensors. The reference implementation is `lm_head_chunked.Chunk`.
 """
 
 # Triton's decorators hide the signatures from the type checker.
@@ -17,13 +17,13 @@ from torch import Tensor
 from tracegrad.model.lm_head_chunked import Chunk, Head, Rows, Statistics, projected
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_BLOCK = 4096  # of the vocabulary in `_statistics`, one program a row
-_PIECE = 2048  # of the vocabulary in `_gradient`, one program a piece
+_BLOCK = 4096  # vocabulary entries per loop step of `_statistics`, which runs one program per row
+_PIECE = 2048  # vocabulary entries per program of `_gradient`
 
 
 @triton.jit
 def _scores(raw, inverse, logit_scale, softcap, CAPPED: tl.constexpr):
-    """inverse * cap(logit_scale * raw), and the capped logits over the cap."""
+    """Return inverse * cap(logit_scale * raw), and the capped logits divided by the cap."""
     logits = raw * logit_scale
     share = logits
     if CAPPED:
@@ -51,10 +51,10 @@ def _statistics(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: running maximum, sum of exponentials, and sum of exponentials times the distance from the maximum."""
+    """Compute one row: running maximum, sum of exponentials, sum of exponentials times distance from the maximum."""
     row = tl.program_id(0).to(tl.int64)
     inv = tl.load(inverse + row) if SCALED else 1.0
-    top = -1e30  # finite: the distance from it is multiplied by a sum of 0
+    top = -1e30  # finite, because the distance from it is multiplied by a sum of 0
     total = 0.0
     spread = 0.0
     for start in range(0, vocabulary, BLOCK):
@@ -96,7 +96,7 @@ def _gradient(
     BY_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One piece of a row: d z, then through temperature, cap and scale; `out` may be `raw`."""
+    """Compute the gradient of one piece of a row: d z, then temperature, scale and cap; `out` may be `raw`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < vocabulary
@@ -128,7 +128,7 @@ class TritonChunk(Chunk):
         self._common = {"CAPPED": head.softcap is not None, "SCALED": rows.inverse is not None}
 
     def statistics(self) -> Statistics:
-        """One read of the table."""
+        """Compute the statistics in one read of the table."""
         raw = self._raw
         lse, logp, entropy = (raw.new_empty(len(raw), dtype=torch.float32) for _ in range(3))
         if len(raw):
@@ -139,22 +139,22 @@ class TritonChunk(Chunk):
         return Statistics(lse, logp, entropy)
 
     def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
-        """[C, V] in the dtype of the hidden states: in place where that is the logits' own."""
+        """Return the gradient [C, V] in the dtype of the hidden states; in place if the logits have this dtype."""
         raw = self._raw
         out = raw if raw.dtype == self._item else torch.empty_like(raw, dtype=self._item)
         if not len(raw):
             return out
         block = min(_PIECE, triton.next_power_of_2(raw.shape[1]))
-        source, *rest = self._row_arguments()
-        by_entropy = known.entropy if d_entropy is None else d_entropy.float().contiguous()
+        source, *row_arguments = self._row_arguments()
+        entropy_gradient = known.entropy if d_entropy is None else d_entropy.float().contiguous()
         _gradient[(len(raw), triton.cdiv(raw.shape[1], block))](
             source,
             out,
-            *rest,
+            *row_arguments,
             known.lse.contiguous(),
             known.entropy.contiguous(),
             d_logp.float().contiguous(),
-            by_entropy,
+            entropy_gradient,
             *self._numbers(),
             BY_ENTROPY=d_entropy is not None,
             BLOCK=block,

@@ -1,7 +1,7 @@
-"""The fused road from hidden states to a gradient: an objective evaluated where the logits are, never [U, V].
+"""Compute the loss of an objective and its gradient from hidden states, without a table of logits [U, V].
 
-Here is `policy_loss`, and `batch_loss` with a model before it. The formula of a loss is not here: the same
-`objective(logprobs, entropy, terms)` is called on the terms of a chunk of head rows, or on all of them.
+`policy_loss` starts from hidden states, and `batch_loss` from a model. The formulas of losses are in the objective.
+`objective(logprobs, entropy, terms)` is called on the trained tokens of each chunk of logit rows, or on all of them.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -34,11 +34,11 @@ from tracegrad.packing import Batch
 
 @dataclass(frozen=True)
 class PolicyLoss(Loss):
-    """A loss with what it was computed from. Tensors are [m], detached.
+    """A loss with the numbers it was computed from. Tensors are [m], detached.
 
     Args:
-        logprobs, entropy: of each term, nats.
-        gradient: d loss / d logprob, what each term pulls with.
+        logprobs, entropy: of each trained token, nats.
+        gradient: d loss / d logprob of each trained token.
         plan: how the head was computed, and why.
     """
 
@@ -51,21 +51,24 @@ class PolicyLoss(Loss):
 def batch_loss(
     model: nn.Module, batch: Batch, terms: Terms, objective: Objective, *, forward: Plan | None = None, **how: Any
 ) -> PolicyLoss:
-    """The loss of a batch under a model: its packed forward, then `policy_loss` with its head.
+    """Compute the loss of a batch under a model: a packed forward pass, then `policy_loss` with the model's head.
 
     Args:
         model: a transformers causal LM, unmodified.
-        batch: a row of a `Step`; moved to the model's device if it is not there.
-        terms: of this batch, on the model's device: `step.terms(batch, corrected)`.
-        objective: any.
+        batch: a row of a `Step`. It is moved to the model's device if needed.
+        terms: the trained tokens of this batch, on the model's device: `step.terms(batch, corrected)`.
+        objective: any objective.
         forward: the plan of `hidden_states`; default `forward_plan(model, batch)`.
         how: logits_dtype, chunk_bytes, epilogue and plan, as in `policy_loss`.
+
+    Raises:
+        ArgumentError: as `policy_loss` and `hidden_states`.
     """
     batch = batch.to(next(model.parameters()).device)
     head = head_of(model)
     hidden = read_states(model, batch, forward)
-    known = {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
-    return policy_loss(hidden, head.weight, batch, terms, objective, **known, **how)
+    head_settings = {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
+    return policy_loss(hidden, head.weight, batch, terms, objective, **head_settings, **how)
 
 
 def policy_loss(
@@ -83,27 +86,27 @@ def policy_loss(
     epilogue: Epilogue | None = None,
     plan: Name | None = None,
 ) -> PolicyLoss:
-    """objective(logprobs, entropy, terms) over a head without logits, the gradient computed with the loss.
+    """Compute objective(logprobs, entropy, terms) and its gradient from hidden states, without all logits in memory.
 
-    Equals `token_logprobs` followed by the objective, in fewer products with the weight: 6 U H V FLOPs for a loss that
-    is known a chunk at a time (`objective.locality` "term"; "turn" and "trace" where chunks can end with them), 8 for
-    any other, 4 where the head takes no gradient, 2 without any.
+    The result equals `token_logprobs` followed by the objective, with fewer products with the weight. A loss that can
+    be evaluated chunk by chunk costs 6 U H V FLOPs: if `objective.locality` is "term", or if it is "turn" or "trace"
+    and chunks can end with them. Any other loss costs 8 U H V, a head without gradient 4, a loss without gradient 2.
 
     Args:
         hidden: [U, H], `hidden_states(model, batch)[batch.read]`.
         weight: [V, H] of the head; used in the dtype of `hidden`.
-        batch: target, inv_temperature [U] and row [m]; moved to the device of `hidden` if it is not there.
-        terms: [m], on that device.
-        objective: any. On a GPU one whose locality is "turn" or "trace" reads the places of the terms back once.
+        batch: target, inv_temperature [U] and row [m]. It is moved to the device of `hidden` if needed.
+        terms: the trained tokens, [m], on that device.
+        objective: any objective. On a GPU, one whose locality is "turn" or "trace" copies the positions of the trained
+            tokens to the host once.
         bias, softcap, logit_scale, logits_dtype, chunk_bytes, epilogue: as in `token_logprobs`.
         plan: "no-grad", "recompute", "one-pass" or "frozen"; None chooses.
 
     Returns:
-        the loss, differentiable once, and what it was computed from.
+        the loss, differentiable once, and the numbers it was computed from.
 
     Raises:
-        ArgumentError: if shapes contradict one another, the terms lack what the objective needs, or the plan asked for
-            is not possible.
+        ArgumentError: if shapes do not match, the terms lack inputs of the objective, or the plan is not possible.
     """
     batch = batch.to(hidden.device)
     check_shapes(hidden, weight, batch.target, bias)
@@ -126,9 +129,9 @@ def policy_loss(
 
 
 def cuts_of(objective: Objective, row: Tensor, terms: Terms, rows: int, chunk_rows: int) -> list[slice] | None:
-    """Chunks of at most `chunk_rows` head rows that the objective can be evaluated on one by one; None if none are.
+    """Return chunks of at most `chunk_rows` logit rows on which the objective can be evaluated; None if impossible.
 
-    A chunk may end where no turn or trace, whichever the objective aggregates over, has rows on both sides.
+    A chunk must not split a turn or a trace, whichever the objective aggregates over.
     """
     if rows <= chunk_rows:
         return [slice(0, rows)]
@@ -136,28 +139,35 @@ def cuts_of(objective: Objective, row: Tensor, terms: Terms, rows: int, chunk_ro
         return slices(rows, chunk_rows)
     if objective.locality == "batch" or terms.trace is None:
         return None
-    place, whole = row.cpu().numpy(), terms.trace.cpu().numpy()
-    keys = [whole] if objective.locality == "trace" or terms.turn is None else [whole, terms.turn.cpu().numpy()]
+    position, trace = row.cpu().numpy(), terms.trace.cpu().numpy()
+    keys = [trace] if objective.locality == "trace" or terms.turn is None else [trace, terms.turn.cpu().numpy()]
     segment = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
     first, last = np.full(segment.max() + 1, rows), np.zeros(segment.max() + 1, np.int64)
-    np.minimum.at(first, segment, place)
-    np.maximum.at(last, segment, place)
-    inside = np.zeros(rows + 1, np.int64)  # segments with rows on both sides of a cut before each row
-    np.add.at(inside, first + 1, 1)
-    np.add.at(inside, last + 1, -1)
-    free = np.flatnonzero(np.cumsum(inside) == 0)
-    found, start = [], 0
+    np.minimum.at(first, segment, position)
+    np.maximum.at(last, segment, position)
+    crossing = np.zeros(rows + 1, np.int64)  # segments with rows on both sides of a cut before each row
+    np.add.at(crossing, first + 1, 1)
+    np.add.at(crossing, last + 1, -1)
+    allowed = np.flatnonzero(np.cumsum(crossing) == 0)
+    chunks, start = [], 0
     while start < rows:
-        end = int(free[np.searchsorted(free, start + chunk_rows, side="right") - 1])
+        end = int(allowed[np.searchsorted(allowed, start + chunk_rows, side="right") - 1])
         if end <= start:
             return None
-        found.append(slice(start, end))
+        chunks.append(slice(start, end))
         start = end
-    return found
+    return chunks
 
 
-class _Part(NamedTuple):
-    """Some of the terms: which of [m], their arrays, the place of their rows in the chunk, and which of them count."""
+class _Selection(NamedTuple):
+    """Trained tokens of a chunk.
+
+    Args:
+        where: their index in [m].
+        terms: their arrays.
+        row: their rows in the chunk.
+        counts: the mask of those that belong to the chunk; None if all do.
+    """
 
     where: Any
     terms: Terms
@@ -166,70 +176,73 @@ class _Part(NamedTuple):
 
 
 class _Evaluation:
-    """The objective on the terms of a chunk of rows, its gradient by them, and what it told of each term."""
+    """Evaluates the objective and its gradient on chunks of rows, and collects the values of each trained token."""
 
     def __init__(self, objective: Objective, terms: Terms, row: Tensor, rows: int, trained: bool) -> None:
         self._rows = rows
         self._objective, self._terms, self._row, self._trained = objective, terms, row, trained
-        self._seen: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}
         self._order: Tensor | None = None
         self._sorted: Tensor | None = None
 
     def __call__(self, here: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The loss of the rows `here` and its gradient by their logprobs and entropies."""
-        part = self._part(here)
-        bonus = self._objective.entropy_gradient
+        """Return the loss of the rows `here` and its gradients by their logprobs and entropies."""
+        selection = self._selection(here)
+        uses_entropy = self._objective.entropy_gradient
         with torch.set_grad_enabled(self._trained):
-            leaf = logp[part.row].requires_grad_(self._trained)
-            spread = entropy[part.row].requires_grad_(self._trained and bonus)
-            found = self._objective(leaf, spread, part.terms)
+            leaf = logp[selection.row].requires_grad_(self._trained)
+            entropy_leaf = entropy[selection.row].requires_grad_(self._trained and uses_entropy)
+            result = self._objective(leaf, entropy_leaf, selection.terms)
         by_logp = by_entropy = None
         if self._trained:
-            wanted = [leaf, spread] if bonus else [leaf]
-            by_logp, by_entropy = (*torch.autograd.grad(found.loss, wanted, allow_unused=True), None)[:2]
+            inputs = [leaf, entropy_leaf] if uses_entropy else [leaf]
+            by_logp, by_entropy = (*torch.autograd.grad(result.loss, inputs, allow_unused=True), None)[:2]
         gradient = torch.zeros_like(leaf) if by_logp is None else by_logp
-        told = {each.name: getattr(found.per_term, each.name) for each in fields(PerTerm)}
-        for name, value in {**told, "logprobs": leaf, "entropy": spread, "gradient": gradient}.items():
-            self._keep(name, part, value.detach())
-        return found.loss.detach(), _per_row(by_logp, part, logp), _per_row(by_entropy, part, logp)
+        per_term = {field.name: getattr(result.per_term, field.name) for field in fields(PerTerm)}
+        for name, value in {**per_term, "logprobs": leaf, "entropy": entropy_leaf, "gradient": gradient}.items():
+            self._store(name, selection, value.detach())
+        return result.loss.detach(), _per_row(by_logp, selection, logp), _per_row(by_entropy, selection, logp)
 
     def told(self) -> dict[str, Any]:
-        """Of all terms: `PerTerm`, logprobs, entropy, gradient."""
-        per_term = PerTerm(**{each.name: self._seen.pop(each.name) for each in fields(PerTerm)})
-        return {"per_term": per_term, **self._seen}
+        """Return `PerTerm`, logprobs, entropy and gradient of all trained tokens, as keyword arguments."""
+        per_term = PerTerm(**{field.name: self._values.pop(field.name) for field in fields(PerTerm)})
+        return {"per_term": per_term, **self._values}
 
-    def _part(self, here: slice) -> _Part:
+    def _selection(self, here: slice) -> _Selection:
         if here == slice(0, self._rows):
-            return _Part(slice(None), self._terms, self._row)
-        return self._masked(here) if self._row.is_cuda else self._chosen(here)
+            return _Selection(slice(None), self._terms, self._row)
+        return self._mask(here) if self._row.is_cuda else self._select(here)
 
-    def _chosen(self, here: slice) -> _Part:
-        """The terms of these rows, picked out, in their own order: what runs along a trace looks at it."""
+    def _select(self, here: slice) -> _Selection:
+        """Select the trained tokens of these rows, in their original order, which objectives over a trace read."""
         if self._sorted is None:
             self._sorted, self._order = torch.sort(self._row, stable=True)
         start, end = torch.searchsorted(self._sorted, torch.tensor([here.start, here.stop])).tolist()
         assert self._order is not None
-        where = self._order[start:end].sort().values
-        return _Part(where, self._terms.select(where), self._row[where] - here.start)
+        index = self._order[start:end].sort().values
+        return _Selection(index, self._terms.select(index), self._row[index] - here.start)
 
-    def _masked(self, here: slice) -> _Part:
-        """All terms, those of other rows as padding: how many they are would have to be read back from the device."""
+    def _mask(self, here: slice) -> _Selection:
+        """Return all trained tokens, with those of other rows masked.
+
+        A selection would have to copy their number from the device to the host.
+        """
         counts = (self._row >= here.start) & (self._row < here.stop)
         scales = {key: torch.where(counts, value, 0) for key, value in (self._terms.scales or {}).items()}
         keep = None if self._terms.keep is None else self._terms.keep.bool() & counts
         terms = replace(self._terms, scale=torch.where(counts, self._terms.scale, 0), scales=scales, keep=keep)
-        return _Part(slice(None), terms, (self._row - here.start).clamp(0, here.stop - here.start - 1), counts)
+        return _Selection(slice(None), terms, (self._row - here.start).clamp(0, here.stop - here.start - 1), counts)
 
-    def _keep(self, name: str, part: _Part, value: Tensor) -> None:
-        whole = self._seen.get(name)
-        if whole is None:
-            whole = self._seen[name] = value.new_zeros(len(self._row))
-        if part.counts is None:
-            whole[part.where] = value
+    def _store(self, name: str, selection: _Selection, value: Tensor) -> None:
+        total = self._values.get(name)
+        if total is None:
+            total = self._values[name] = value.new_zeros(len(self._row))
+        if selection.counts is None:
+            total[selection.where] = value
         else:
-            self._seen[name] = torch.where(part.counts, value, whole)
+            self._values[name] = torch.where(selection.counts, value, total)
 
 
-def _per_row(by_term: Tensor | None, part: _Part, like: Tensor) -> Tensor | None:
-    """The gradients of the terms, summed over those that share a row."""
-    return None if by_term is None else torch.zeros_like(like).index_add_(0, part.row, by_term)
+def _per_row(by_term: Tensor | None, selection: _Selection, like: Tensor) -> Tensor | None:
+    """Return the gradient of each row: the sum over the trained tokens that share it."""
+    return None if by_term is None else torch.zeros_like(like).index_add_(0, selection.row, by_term)

@@ -1,6 +1,6 @@
-"""What a transformers model is made of: its body, its head, the kinds of its layers.
+"""Find the parts of a transformers model: body, head, vision tower, attention implementation and media ids.
 
-Reads configurations and modules; `attending` alone changes one, for a while. `forward` and `loss` call it.
+The functions read configurations and modules. Only `attending` and `without_blocks` change a model, while entered.
 """
 
 import re
@@ -18,37 +18,41 @@ from tracegrad.model.lm_head import Head, logits_of
 from tracegrad.storage.files import read_json
 
 BLOCKS = ("flex_attention", "tracegrad_flex")
-"""Implementations of attention that take a `BlockMask`: transformers' own, and that of `attention`."""
-_IDS, _LOUD = 8, 100.0  # a head is compared on so many tokens, then with logits so large
+"""Attention implementations that accept a `BlockMask`: the one of transformers, and the one of `attention`."""
+_IDS, _LARGE_LOGIT = 8, 100.0  # the number of ids on which a head is compared, and the logits of the second comparison
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
-_checked: WeakSet[nn.Module] = WeakSet()  # models whose head was found to be what `head_of` says
+_checked: WeakSet[nn.Module] = WeakSet()  # models whose logits `head_of` reproduces
 
 
 _media: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def media_ids(model: nn.Module) -> tuple[int, ...]:
-    """Ids that stand where a picture, a video or a sound was: what is seen there comes from a tower, which never runs.
+    """Return the placeholder ids of images, videos and audio, sorted.
 
-    Named by the model's configuration, or by that of the folder it comes from, if it is the decoder of a larger one.
+    The features at these ids come from a tower, which does not run in a text forward pass. The ids are read from the
+    configuration of the model and from the `config.json` of its folder, because the model may be the decoder of a
+    larger one.
     """
     if model not in _media:
         config: Any = model.config
-        told = [vars(config)]
+        mappings = [vars(config)]
         folder = getattr(config, "_name_or_path", None)
         if folder and (path := Path(folder) / "config.json").is_file():
-            said = read_json(path)
-            told += [said] if isinstance(said, dict) else []
-        found = (value for each in told for name, value in each.items() if _PLACEHOLDER.fullmatch(name))
-        _media[model] = tuple(sorted({value for value in found if type(value) is int}))
+            contents = read_json(path)
+            mappings += [contents] if isinstance(contents, dict) else []
+        values = (value for mapping in mappings for name, value in mapping.items() if _PLACEHOLDER.fullmatch(name))
+        _media[model] = tuple(sorted({value for value in values if type(value) is int}))
     return _media[model]
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head of a causal LM, as its configuration says; compared once with the model's own logits.
+    """Return the head of a causal LM, as its configuration describes it.
+
+    The first call for a model compares the logits of this head with the logits of the model.
 
     Raises:
-        ArgumentError: if the head is not a plain linear layer, or does something to the logits that is not known here.
+        ArgumentError: if the head is not a plain linear layer, or changes the logits in an unsupported way.
     """
     linear = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(linear, nn.Linear) or hasattr(linear, "base_layer"):
@@ -72,23 +76,28 @@ def head_of(model: nn.Module) -> Head:
 
 @torch.no_grad()
 def _check_head(model: nn.Module, head: Head) -> None:
-    """Compares logits as they are, and of hidden states so large that any cap on logits shows."""
+    """Compare the logits of the model and of the head, for normal hidden states and for large ones.
+
+    Large hidden states make a cap on the logits visible.
+    """
     ids = torch.arange(_IDS, device=head.weight.device)[None] % len(head.weight)
     training, name = model.training, type(model).__name__
     model.eval()
     try:
-        with without_blocks(model):  # so few ids need no blocks, and each length would be a compilation of its own
-            theirs = model(input_ids=ids, use_cache=False).logits.float()
+        with without_blocks(model):  # each length would be compiled separately, and 8 ids do not need blocks
+            expected = model(input_ids=ids, use_cache=False).logits.float()
             hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-            factor = _LOUD / logits_of(hidden, head._replace(softcap=None), None).abs().max().clamp(min=1e-6).item()
-            gaps = [_gap(theirs, logits_of(hidden, head, None))]
+            factor = (
+                _LARGE_LOGIT / logits_of(hidden, head._replace(softcap=None), None).abs().max().clamp(min=1e-6).item()
+            )
+            gaps = [_gap(expected, logits_of(hidden, head, None))]
             linear = model.get_output_embeddings()  # type: ignore[operator]
             with linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:])):
-                loud = model(input_ids=ids, use_cache=False).logits.float()
-            gaps.append(_gap(loud, logits_of(hidden * factor, head, None)))
+                large_logits = model(input_ids=ids, use_cache=False).logits.float()
+            gaps.append(_gap(large_logits, logits_of(hidden * factor, head, None)))
     except (ArgumentError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a forward of a stranger's may raise anything
+    except Exception as error:  # the forward pass of a third-party model may raise anything
         raise ArgumentError(
             f"{name} cannot be run as body and head ({type(error).__name__}: {str(error).strip().splitlines()[:1]}). "
             "Its logits are not known without that. Pass its hidden states and head to token_logprobs."
@@ -102,8 +111,8 @@ def _check_head(model: nn.Module, head: Head) -> None:
         )
 
 
-def _gap(theirs: Tensor, ours: Tensor) -> float:
-    gap = (theirs - ours.float()).abs().max() / theirs.abs().max().clamp(min=1e-3)
+def _gap(expected: Tensor, actual: Tensor) -> float:
+    gap = (expected - actual.float()).abs().max() / expected.abs().max().clamp(min=1e-3)
     return gap.nan_to_num(float("inf")).item()
 
 
@@ -112,7 +121,11 @@ def config_of(model: nn.Module) -> Any:
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """The decoder below the head: what the model itself calls so, where that takes ids, else what it is built on."""
+    """Return the decoder below the head: the model's `get_decoder()` if it takes ids, else its base model.
+
+    Raises:
+        ArgumentError: if the model has no such module.
+    """
     for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):  # type: ignore[operator]
         if isinstance(body, nn.Module) and body is not model and hasattr(body, "get_input_embeddings"):
             return body
@@ -120,7 +133,7 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 def tower_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that only pictures, sound or video go through: what stands beside its decoder."""
+    """Return the modules of a model that process only images, audio or video, without the decoder."""
     wrapped: Any = model
     inner = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     if not hasattr(inner.base_model, "get_image_features"):
@@ -135,41 +148,41 @@ def attention_of(model: nn.Module) -> str:
 
 @contextmanager
 def attending(model: Any, implementation: str) -> Iterator[None]:
-    """The model with another implementation of attention while entered."""
-    inner, before = unwrapped(model), attention_of(model)
+    """Use another attention implementation in a model while entered."""
+    inner, previous = unwrapped(model), attention_of(model)
     inner.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        inner.set_attn_implementation(before)
+        inner.set_attn_implementation(previous)
 
 
 @contextmanager
 def without_blocks(model: nn.Module) -> Iterator[None]:
-    """Run a model uncompiled, and with the attention that it would have without flex_attention, while entered.
+    """Run a model uncompiled, and with dense attention if it uses flex_attention, while entered.
 
-    Compiled layers would be compiled for that attention too.
+    Without this, compiled layers would be compiled for dense attention too.
     """
-    changed = attending(model, dense_attention(model)) if attention_of(model) in BLOCKS else nullcontext()
-    with torch.compiler.set_stance("force_eager"), changed:
+    attention = attending(model, dense_attention(model)) if attention_of(model) in BLOCKS else nullcontext()
+    with torch.compiler.set_stance("force_eager"), attention:
         yield
 
 
 def dense_attention(model: Any) -> str:
-    """Return the attention of an architecture that takes a dense mask: "sdpa", or "eager" if sdpa is not the same.
+    """Return the attention implementation for a dense mask: "sdpa", or "eager" if sdpa would compute something else.
 
-    transformers' sdpa leaves a cap on the scores out, without a word.
+    sdpa in transformers silently ignores a cap on the attention scores.
     """
     capped = getattr(config_of(model), "attn_logit_softcapping", None)
     return "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) and not capped else "eager"
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model itself, without peft's adapters around it."""
+    """Return the transformers model without the wrapper of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def recomputes(model: nn.Module) -> bool:
-    """Whether activations are checkpointed: transformers then returns no keys and values."""
-    newer = hasattr(type(model), "is_activation_checkpointing")
-    return bool(getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False))
+    """Return whether activations are checkpointed. transformers then returns no keys and values."""
+    is_newer = hasattr(type(model), "is_activation_checkpointing")
+    return bool(getattr(model, "is_activation_checkpointing" if is_newer else "is_gradient_checkpointing", False))

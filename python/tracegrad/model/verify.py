@@ -1,7 +1,8 @@
-"""Which ways of running a packed row give a model's own numbers: tried once for each model, on short and long rows.
+"""Check which forward modes reproduce the hidden states of a model on packed rows.
 
-No list of families, no reading of configurations: a road is compared with each branch run alone. One that differs or
-raises is not taken, with the reason. Called by `forward` and, for all ranks together, by the learner.
+A forward mode is a plan, with or without shared prefixes. Each mode is compared with a separate forward pass of every
+branch, once for each model, on short and on long rows. A mode that differs or raises is not used, and the reason is
+kept. The check needs no list of model families and trusts no configuration.
 """
 
 from collections.abc import Iterator
@@ -19,82 +20,87 @@ from tracegrad.model.structure import BLOCKS, attention_of, body_of, config_of, 
 from tracegrad.packing import Batch
 
 ALWAYS = 1 << 62
-"""A reach that no branch has."""
+"""A reach that is longer than any branch."""
 SHORT = 40
-"""Tokens of the longest branch of the first comparison; a later one is as long as the branches that are to be run."""
-_PART = 8  # tokens whose difference is taken together: one expert chosen otherwise by rounding is no other road
+"""Tokens of the longest branch in the first comparison. Later comparisons are as long as the branches to be run."""
+# Differences are measured over this many tokens: rounding may change the expert of one token in a correct forward pass.
+_WINDOW = 8
 _ROUNDING = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-_NOISE = 8.0  # a road may differ by so many times what a batch of two differs from a batch of one
+# Allowed difference of a mode, as a multiple of the difference between a batch of two and a batch of one.
+_NOISE = 8.0
 
 
 class Road(NamedTuple):
-    """A plan, for plain rows or also for those that share prefixes; as a tree "stack" computes a common prefix once."""
+    """A forward mode: a plan, and whether the rows share prefixes.
+
+    The plan "stack" with `tree=True` computes a prefix that all branches share once.
+    """
 
     plan: Plan
     tree: bool = False
 
 
 def whole_row(model: nn.Module) -> Literal["flex", "mask"]:
-    """The plan by which a model takes a row in one pass."""
+    """Return the plan that runs a whole row of this model in one pass."""
     return "flex" if attention_of(model) in BLOCKS else "mask"
 
 
-_known: WeakKeyDictionary[nn.Module, dict[tuple[str, Road], tuple[int, str]]] = WeakKeyDictionary()
+_results: WeakKeyDictionary[nn.Module, dict[tuple[str, Road], tuple[int, str]]] = WeakKeyDictionary()
 
 
 def why_not(model: nn.Module, road: Road, reach: int = 0) -> str:
-    """Why a road is not taken for branches of up to `reach` tokens, in one line; "" where its numbers are the model's.
+    """Return the reason why a mode is not used for branches of up to `reach` tokens, in one line; "" if it is correct.
 
-    The comparison runs a few rows of `reach` and some tokens without gradient, the first time that it is asked for.
-    Under FSDP every rank asks alike, within the forward of the root.
+    The first call for a mode and a reach runs a few rows of slightly more than `reach` tokens, without gradient.
+    Under FSDP, every rank must make the same calls, within the forward pass of the root.
 
     Raises:
-        ArgumentError: if the numbers of a token depend on what follows it: there is no road for such a model.
+        ArgumentError: if the hidden state of a token depends on later tokens. No mode is correct for such a model.
     """
-    known = _known.setdefault(model, {})
+    results = _results.setdefault(model, {})
     attention = attention_of(model)
-    together = (Road("stack"), Road("stack", tree=True)) if road.plan == "stack" else (road,)
-    most = getattr(config_of(model), "max_position_embeddings", None) or SHORT
-    for length in (min(SHORT, most), reach):
-        done, why = known.get((attention, road), (0, ""))
-        if done < length and not why:
-            for each, found in zip(together, _compared(model, together, length), strict=True):
-                known[attention, each] = length, known.get((attention, each), (0, ""))[1] or found
-    return known[attention, road][1]
+    modes = (Road("stack"), Road("stack", tree=True)) if road.plan == "stack" else (road,)
+    limit = getattr(config_of(model), "max_position_embeddings", None) or SHORT
+    for length in (min(SHORT, limit), reach):
+        checked, reason = results.get((attention, road), (0, ""))
+        if checked < length and not reason:
+            for mode, difference in zip(modes, _compare(model, modes, length), strict=True):
+                results[attention, mode] = length, results.get((attention, mode), (0, ""))[1] or difference
+    return results[attention, road][1]
 
 
 def reached(model: nn.Module, road: Road) -> int:
-    """Up to how many tokens of a branch `why_not` has answered for already."""
-    done, why = _known.get(model, {}).get((attention_of(model), road), (0, ""))
-    return ALWAYS if why else done
+    """Return the branch length, in tokens, up to which `why_not` has a stored answer."""
+    checked, reason = _results.get(model, {}).get((attention_of(model), road), (0, ""))
+    return ALWAYS if reason else checked
 
 
 def settle(model: nn.Module, road: Road, reach: int, why: str) -> None:
-    """Sets what `why_not` answers up to a reach: what all ranks together found."""
-    _known.setdefault(model, {})[attention_of(model), road] = reach, why
+    """Store the answer of `why_not` up to a reach, for example the one that all ranks agreed on."""
+    _results.setdefault(model, {})[attention_of(model), road] = reach, why
 
 
 @torch.no_grad()
-def _compared(model: nn.Module, roads: tuple[Road, ...], length: int) -> list[str]:
-    """Of each road why it is not taken; roads that run the same row are compared with the same branches alone."""
+def _compare(model: nn.Module, modes: tuple[Road, ...], length: int) -> list[str]:
+    """Return the reason against each mode, or "". All modes are compared with the same separate forward passes."""
     with at_rest(model):
         try:
             probe = _Probe(model, length)
             with without_blocks(model):
-                wanted, allowed = probe.alone()
+                expected, allowed = probe.alone()
         except (ArgumentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            return [cannot(model, error)] * len(roads)
-        return [_difference(probe, road, wanted, allowed) for road in roads]
+            return [cannot(model, error)] * len(modes)
+        return [_difference(probe, road, expected, allowed) for road in modes]
 
 
-def _difference(probe: "_Probe", road: Road, wanted: list[Tensor], allowed: float) -> str:
+def _difference(probe: "_Probe", mode: Road, expected: list[Tensor], allowed: float) -> str:
     largest, model = 0.0, probe.model
     try:
-        for batch in probe.batches(road):
-            found = run(model, batch, road.plan, share_prefix=road.tree)
-            largest = max(largest, *(apart(found[probe.place(n, batch)], alone) for n, alone in enumerate(wanted)))
+        for batch in probe.batches(mode):
+            hidden = run(model, batch, mode.plan, share_prefix=mode.tree)
+            largest = max(largest, *(apart(hidden[probe.place(n, batch)], alone) for n, alone in enumerate(expected)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -108,22 +114,23 @@ def _difference(probe: "_Probe", road: Road, wanted: list[Tensor], allowed: floa
 
 
 def rounding(model: nn.Module) -> float:
-    """What may differ between two ways of computing the same hidden states, for the dtypes of a model."""
-    return max(_ROUNDING.get(kind, 0.1) for kind in {parameter.dtype for parameter in model.parameters()})
+    """Return the relative difference of hidden states that rounding explains, for the parameter dtypes of a model."""
+    return max(_ROUNDING.get(dtype, 0.1) for dtype in {parameter.dtype for parameter in model.parameters()})
 
 
 def cannot(model: nn.Module, error: Exception) -> str:
-    """Any forward of a stranger's may raise anything: it is no road then."""
-    while isinstance(inner := getattr(error, "inner_exception", None), Exception):  # of torch.compile, which wraps it
+    """Describe an exception of a third-party forward pass, as the reason why a mode is not used."""
+    while isinstance(inner := getattr(error, "inner_exception", None), Exception):  # torch.compile wraps exceptions
         error = inner
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(model).__name__} cannot be run so ({type(error).__name__}: {first})"
+    message = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(model).__name__} cannot be run so ({type(error).__name__}: {message})"
 
 
 class _Probe:
-    """Three branches over one prefix, in every layout that a road takes.
+    """Three branches with a common prefix, in each layout that a forward mode can run.
 
-    The second is a little longer than the first, so that both are padded to one length; the third is as long as asked.
+    The second branch is slightly longer than the first, so that "stack" pads them to one length.
+    The third has `length` tokens.
     """
 
     def __init__(self, model: nn.Module, length: int) -> None:
@@ -133,57 +140,61 @@ class _Probe:
         ends = (self.prefix + 8, self.prefix + 10, length)
         self.branches = []
         for n, end in enumerate(ends):
-            place = np.arange(end)
-            own = np.where(place < self.prefix, place * 5, place * (2 * n + 7) + 3 * n + 1)
-            self.branches.append(tokens[own % len(tokens)])
+            position = np.arange(end)
+            numbers = np.where(position < self.prefix, position * 5, position * (2 * n + 7) + 3 * n + 1)
+            self.branches.append(tokens[numbers % len(tokens)])
 
     def alone(self) -> tuple[list[Tensor], float]:
-        """[S, H] of each branch by itself, and the difference that is rounding."""
-        found = [self._states(branch[None])[0] for branch in self.branches]
-        twice = apart(self._states(np.stack([self.branches[1]] * 2))[1], found[1])
-        kinds = {found[1].dtype, *(parameter.dtype for parameter in self.model.parameters())}
-        allowed = max(_NOISE * min(twice, 0.02), *(_ROUNDING.get(kind, 0.1) for kind in kinds))
-        cut = len(self.branches[2]) * 3 // 4
-        ahead = apart(found[2][:cut], self._states(self.branches[2][None, :cut])[0])
-        if ahead > allowed:
+        """Return the hidden states [S, H] of each branch in its own pass, and the difference that rounding explains."""
+        states = [self._states(branch[None])[0] for branch in self.branches]
+        noise = apart(self._states(np.stack([self.branches[1]] * 2))[1], states[1])
+        dtypes = {states[1].dtype, *(parameter.dtype for parameter in self.model.parameters())}
+        allowed = max(_NOISE * min(noise, 0.02), *(_ROUNDING.get(dtype, 0.1) for dtype in dtypes))
+        length = len(self.branches[2]) * 3 // 4
+        change = apart(states[2][:length], self._states(self.branches[2][None, :length])[0])
+        if change > allowed:
             raise ArgumentError(
-                f"{type(self.model).__name__}: what follows a token changes its hidden state by {ahead:.2g}. A policy "
+                f"{type(self.model).__name__}: what follows a token changes its hidden state by {change:.2g}. A policy "
                 "sees only what stands before: these are no logprobs of one. Pass a causal LM, configured as a decoder."
             )
-        return found, allowed
+        return states, allowed
 
     def _states(self, ids: Any) -> Tensor:
         return body_of(self.model)(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).last_hidden_state
 
     def batches(self, road: Road) -> list[Batch]:
-        """The rows that a road is tried on."""
+        """Return the rows on which a mode is compared."""
         return [self.plain(), self.tree()] if road.tree and road.plan != "stack" else [self.plain()]
 
     def plain(self) -> Batch:
-        """The branches side by side."""
+        """Return a row of the branches, one after the other."""
         lengths = [len(branch) for branch in self.branches]
         ends = np.cumsum(lengths)
         positions = np.concatenate([np.arange(length) for length in lengths])
         return self._row(np.concatenate(self.branches), positions, np.repeat(ends, lengths))
 
     def tree(self) -> Batch:
-        """The prefix once, then what is each branch's own."""
-        own = [branch[self.prefix :] for branch in self.branches]
-        ends = self.prefix + np.cumsum([len(part) for part in own])
-        ids = np.concatenate([self.branches[0][: self.prefix], *own])
-        positions = np.concatenate([np.arange(self.prefix), *(self.prefix + np.arange(len(part)) for part in own)])
-        tree_end = np.concatenate([np.full(self.prefix, ends[-1]), np.repeat(ends, [len(part) for part in own])])
+        """Return a row of the prefix, followed by the remaining tokens of each branch."""
+        suffixes = [branch[self.prefix :] for branch in self.branches]
+        ends = self.prefix + np.cumsum([len(suffix) for suffix in suffixes])
+        ids = np.concatenate([self.branches[0][: self.prefix], *suffixes])
+        positions = np.concatenate(
+            [np.arange(self.prefix), *(self.prefix + np.arange(len(suffix)) for suffix in suffixes)]
+        )
+        tree_end = np.concatenate(
+            [np.full(self.prefix, ends[-1]), np.repeat(ends, [len(suffix) for suffix in suffixes])]
+        )
         return self._row(ids, positions, tree_end)
 
     def _row(self, ids: Any, positions: Any, tree_end: Any) -> Batch:
         read = np.arange(len(ids))
         ones = np.ones(len(ids), np.float32)
-        none = np.zeros(0, np.int32)
-        return Batch(ids, positions, tree_end, read, np.zeros_like(read), ones, none, none).to(self.device)
+        empty = np.zeros(0, np.int32)
+        return Batch(ids, positions, tree_end, read, np.zeros_like(read), ones, empty, empty).to(self.device)
 
     def place(self, branch: int, batch: Batch) -> Tensor:
-        """Where the tokens of a branch stand in a row."""
-        lengths = [len(each) for each in self.branches]
+        """Return the positions of a branch's tokens in a row."""
+        lengths = [len(tokens) for tokens in self.branches]
         if len(batch.ids) == sum(lengths):
             start = sum(lengths[:branch])
             return torch.arange(start, start + lengths[branch])
@@ -192,27 +203,31 @@ class _Probe:
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
-    """The largest ||a - b|| / ||b|| of a few neighbouring tokens; infinite where a number is not finite."""
-    size = len(wanted) // _PART * _PART
-    gap, norm = (part[-size:].double().square().sum(-1).view(-1, _PART).sum(-1) for part in (found - wanted, wanted))
-    found_ = (gap / norm.clamp(min=1e-30)).sqrt().max().item()
-    return found_ if np.isfinite(found_) else float("inf")
+    """Return the largest ||a - b|| / ||b|| over windows of neighbouring tokens; infinity if it is not finite."""
+    size = len(wanted) // _WINDOW * _WINDOW
+    gap, norm = (
+        states[-size:].double().square().sum(-1).view(-1, _WINDOW).sum(-1) for states in (found - wanted, wanted)
+    )
+    largest = (gap / norm.clamp(min=1e-30)).sqrt().max().item()
+    return largest if np.isfinite(largest) else float("inf")
 
 
 def ordinary_ids(model: nn.Module) -> Any:
-    """Ids that stand for text: none that the configuration names as special, of a picture or for padding."""
+    """Return token ids of ordinary text, without ids that the configuration names (special, media and padding ids)."""
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
     special: set[int] = set()
     for config in (model.config, config_of(model)):
         for name, value in vars(config).items():  # type: ignore[call-overload]
             if "token" in name or name.endswith(("_id", "_ids", "_index")):
-                special |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
-    return np.array([n for n in range(3, min(rows, 1000)) if n not in special] or range(rows))
+                special |= {
+                    number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)
+                }
+    return np.array([number for number in range(3, min(rows, 1000)) if number not in special] or range(rows))
 
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Without dropout and without autocast."""
+    """Run a model in eval mode and without autocast while entered."""
     training = model.training
     model.eval()
     try:

@@ -1,6 +1,6 @@
 """Pack sequences into optimizer steps: rows of at most a token budget, and arrays per trained token for each step.
 
-`pack` takes `Sequences` and advantages and returns `Step`s of `Batch`es. Rust computes placement and layout.
+`pack` returns `Step`s of `Batch`es for `Sequences` and advantages. Rust computes placement and layout.
 """
 
 from tracegrad.packing.batch import Batch, Sharing, Skipped, Step, TooLong, Totals

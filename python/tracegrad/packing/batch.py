@@ -1,7 +1,6 @@
-"""One optimizer step as one rank holds it: packed rows, and the arrays of their terms.
+"""Packed rows (`Batch`) and optimizer steps (`Step`) of one rank, with the arrays of their trained tokens.
 
-Here are `Batch` and `Step`, values that `packing` makes. torch is imported by `.to` and `.terms` alone. No placement,
-no model: `model` reads a batch, `objective.correction` a step.
+Only `Batch.to` and `Step.terms` import torch. A "term" is a trained token.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Totals:
-    """Of one step over all ranks: its terms, the traces and the groups with one, and what `pack` was told to count."""
+    """Counts of one step over all ranks: trained tokens, and the traces and groups that have one.
+
+    Traces that the argument `counted` of `pack` selects count without a trained token, and so do their groups.
+    """
 
     terms: int
     traces: int
@@ -37,7 +39,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class TooLong:
-    """What a step lost to the token budget, over all ranks: traces dropped or cut, by name, and their lost terms."""
+    """Losses of a step to the token budget, over all ranks: names of dropped or cut traces, and lost trained tokens."""
 
     traces: tuple[str, ...] = ()
     terms: int = 0
@@ -45,7 +47,10 @@ class TooLong:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Traces counted in a step and not packed, over all ranks: their advantage is 0 and cannot matter, or `counted`."""
+    """Traces that count in a step but are not packed, over all ranks.
+
+    They have advantage 0, which cannot affect the loss, or they have no trained token and are `counted`.
+    """
 
     traces: int = 0
     terms: int = 0
@@ -53,14 +58,15 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What sharing prefixes does to one step, over all ranks, as it was predicted before any forward pass.
+    """The predicted effect of shared prefixes on one step, over all ranks.
 
     Args:
-        shared: whether its rows share prefixes.
-        tokens: of all branches that are laid out.
-        tree_tokens: of its rows if prefixes are shared, without padding.
-        flop_ratio: predicted FLOP forward and backward without over with sharing: linear layers, attention and head.
-        needed: a trace fits a row only so, whatever the ratio.
+        shared: whether the rows of the step share prefixes.
+        tokens: tokens of all branches that are laid out.
+        tree_tokens: tokens of the rows if prefixes are shared, without padding.
+        flop_ratio: predicted FLOP without sharing divided by FLOP with sharing, forward and backward, in linear layers,
+            attention and head.
+        needed: whether a trace fits into a row only with shared prefixes. They are then shared at any ratio.
     """
 
     shared: bool
@@ -78,22 +84,23 @@ class Sharing:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """One packed row. numpy as `pack` makes it, torch tensors after `.to(device)` (indices then int64).
+    """One packed row. Arrays are numpy from `pack`, and torch tensors after `.to(device)` (indices then int64).
 
     Args:
-        ids: [T] int32; 0 where the row is padded.
-        positions: [T] int32, depth in the tree, which is the position in the branch.
-        tree_end: [T] int32: a query q sees a key k iff k <= q < tree_end[k]. Branches that begin alike hold their
-            prefix once if the row shares prefixes; else each stands alone. A padding token sees only itself.
+        ids: [T] int32; 0 for padding.
+        positions: [T] int32, the depth in the tree, which is the position in the branch.
+        tree_end: [T] int32: a query q sees a key k iff k <= q < tree_end[k]. If the row shares prefixes, a common
+            prefix of branches is stored once; else branches are separate. A padding token sees only itself.
         read: [U] int32: the position whose hidden state predicts the token.
         target: [U] int32: the token.
-        inv_temperature: [U] float32: what the logits are multiplied by. No two head rows have equal (read, target,
-            inv_temperature) where prefixes are shared.
-        row: [m] int32: the head row of each term. A token that several traces sampled after the same ids is one head
-            row and a term of each of them.
-        term: [m] int32: its place in the step. Stays numpy, as it indexes the arrays of the step.
-        longest: tokens of the longest branch; counted on the host by `to`, where it is not known.
-        images: its pictures; None where it has none. Their places stay numpy.
+        inv_temperature: [U] float32: the factor of the logits. If prefixes are shared, no two logit rows have equal
+            (read, target, inv_temperature).
+        row: [m] int32: the logit row of each trained token. A token that several traces sampled after the same ids is
+            one logit row and a trained token of each trace.
+        term: [m] int32: the index of each trained token in the step. It stays numpy because it indexes the arrays of
+            the step.
+        longest: tokens of the longest branch; None if unknown. `to` counts it on the host.
+        images: the images of the row; None if there are none. Their positions stay numpy.
     """
 
     ids: Any
@@ -111,10 +118,10 @@ class Batch:
         return f"Batch({len(self.ids)} tokens, {len(self.term)} terms)"
 
     def to(self, device: Any) -> Batch:
-        """The same batch as torch tensors on `device` (anything `torch.Tensor.to` takes).
+        """Return the same batch as torch tensors on `device` (any argument of `torch.Tensor.to`).
 
-        To a CUDA device arrays go from page-locked memory without a wait: the copy is ordered before what the current
-        stream does next, and integers are widened there. A batch that is on the device already is returned as it is.
+        Copies to a CUDA device are asynchronous, from page-locked memory. They are ordered before later work of the
+        current stream, and integers are widened on the device. Tensors that are on the device already are not copied.
         """
         longest = self.reach if isinstance(self.positions, np.ndarray) else self.longest
         images = self.images and self.images.to(device)
@@ -124,65 +131,68 @@ class Batch:
 
     @property
     def reach(self) -> int:
-        """Tokens of the longest branch; a batch on a device that does not know it waits for its positions."""
+        """Tokens of the longest branch. If `longest` is None and the batch is on a device, this synchronizes."""
         if self.longest is not None:
             return self.longest
         return int(self.positions.max()) + 1 if len(self.positions) else 0
 
     @property
     def tokens(self) -> int:
-        """How many of the row's tokens are no padding; read from a batch that was not moved."""
-        alone = np.asarray(self.tree_end) == np.arange(1, len(self.ids) + 1)  # a root that nothing follows
-        return len(self.ids) - int(np.count_nonzero(alone & (np.asarray(self.positions) == 0)))
+        """Number of tokens without padding. Read it before the batch is moved to a device."""
+        is_leaf = np.asarray(self.tree_end) == np.arange(1, len(self.ids) + 1)  # tokens without descendants
+        return len(self.ids) - int(np.count_nonzero(is_leaf & (np.asarray(self.positions) == 0)))
 
     def without(self, dropped: ArrayLike) -> Batch:
-        """The same row with fewer terms, and without the head rows that no term is left of.
+        """Return the row without the dropped trained tokens, and without logit rows that no trained token needs.
 
-        The tokens stay, so every hidden state is what it was. Loss and gradient stay too where the dropped terms have
-        none: `Step.idle` says which these are.
+        All tokens stay in the row, so hidden states do not change. Loss and gradient do not change either if the
+        dropped trained tokens do not contribute to them: see `Step.idle`.
 
         Args:
             dropped: [m] bool, in the order of `term`.
 
         Raises:
-            ArgumentError: for another shape, or a batch that was moved already.
+            ArgumentError: if the dtype or shape is different, or the batch was moved to a device.
         """
         if not isinstance(self.row, np.ndarray):
             raise ArgumentError("the batch was moved to a device already. Call without() before to(), on the host.")
-        gone = np.asarray(dropped)
-        if gone.dtype != np.bool_ or gone.shape != self.term.shape:
+        mask = np.asarray(dropped)
+        if mask.dtype != np.bool_ or mask.shape != self.term.shape:
             raise ArgumentError(
-                f"dropped is {gone.dtype} of shape {gone.shape}, but the batch has {len(self.term)} terms. "
+                f"dropped is {mask.dtype} of shape {mask.shape}, but the batch has {len(self.term)} terms. "
                 "Pass one bool per term: dropped[batch.term] of an array in the step's order."
             )
-        used, row = np.unique(self.row[~gone], return_inverse=True)
-        heads = {name: getattr(self, name)[used] for name in ("read", "target", "inv_temperature")}
-        return replace(self, **heads, row=row.astype(np.int32), term=self.term[~gone])
+        rows, row = np.unique(self.row[~mask], return_inverse=True)
+        logit_rows = {name: getattr(self, name)[rows] for name in ("read", "target", "inv_temperature")}
+        return replace(self, **logit_rows, row=row.astype(np.int32), term=self.term[~mask])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Step:
-    """One optimizer step as one rank holds it. Per-term arrays are ordered by trace, branch, position.
+    """One optimizer step of one rank. Arrays [M] have one entry per trained token, by trace, branch, position.
 
     Args:
-        batches: the rows; every rank has equally many, the last ones possibly empty.
-        origin: [M] int64, the token of the `Sequences` given to `pack`.
-        trace, branch, group: [M] int32, rows of the `Sequences`.
+        batches: the rows. All ranks have the same number; the last ones may be empty.
+        origin: [M] int64, the index of the token in the `Sequences` that `pack` got.
+        trace, branch: [M] int32, trace and branch index in the `Sequences`.
+        group: [M] int32, as in the `Sequences`.
         turn, version: [M] int32, as in the `Sequences`.
-        rollout_logprobs: [M] float32, nats, NaN where not known.
+        rollout_logprobs: [M] float32, nats, NaN if unknown.
         advantages: [M] float32.
-        trace_terms: [M] int64, terms of the term's trace.
-        group_terms: [M] int64, terms of its group.
+        trace_terms: [M] int64, trained tokens of the token's trace.
+        group_terms: [M] int64, trained tokens of its group.
         group_traces: [M] int64, traces of its group that count, as in `totals`.
-        totals: terms, traces and groups of the step. These and the three counts are over all ranks, after `too_long`
-            and before any gate.
-        sharing: what sharing prefixes does, predicted; None where it was not asked for.
-        load: [ranks] float64, what each rank has to do, in predicted FLOP.
-        skipped: traces counted in totals and counts but in no batch: their advantage is 0, or they have no term.
-        too_long: what was dropped or cut. A trace whose whole group was dropped is counted in the first step.
+        totals: trained tokens, traces and groups of the step. These and the three counts are over all ranks, after
+            `too_long` and before any rejection.
+        sharing: the predicted effect of shared prefixes; None if `share_prefixes` is off.
+        load: [ranks] float64, the predicted FLOP of each rank.
+        skipped: traces that count in totals and counts but are in no batch: their advantage is 0, or they have no
+            trained token.
+        too_long: the traces that were dropped or cut. A trace whose group was dropped completely is counted in the
+            first step.
         old_logprobs, ref_logprobs: [M], nats, or None until `with_logprobs`.
-        alpha: [M] in [0, 1], where the proximal policy lies between rollout (0) and theta (1); None where none is used.
-        tier: [M] uint8, as in the `Sequences`; None where it is not known.
+        alpha: [M] in [0, 1], the proximal policy between rollout (0) and theta (1); None if it is not used.
+        tier: [M] uint8, as in the `Sequences`; None if unknown.
     """
 
     batches: tuple[Batch, ...]
@@ -208,12 +218,12 @@ class Step:
     tier: NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
-        """Number of terms M on this rank."""
+        """Return the number M of trained tokens on this rank."""
         return len(self.origin)
 
     def __repr__(self) -> str:
-        whole = f"{self.totals.terms} terms, {self.totals.traces} traces, {self.totals.groups} groups"
-        return f"Step({whole}; here {len(self.batches)} rows of {sum(len(row.ids) for row in self.batches)} tokens)"
+        totals = f"{self.totals.terms} terms, {self.totals.traces} traces, {self.totals.groups} groups"
+        return f"Step({totals}; here {len(self.batches)} rows of {sum(len(row.ids) for row in self.batches)} tokens)"
 
     def _repr_html_(self) -> str:
         rows = [(number, len(batch.ids), len(batch.term)) for number, batch in enumerate(self.batches[:10])]
@@ -221,20 +231,20 @@ class Step:
 
     @property
     def trains(self) -> bool:
-        """Whether a term is left to train, on any rank: False where `skip_zero_advantage` has left out all of them.
+        """Whether any rank has a trained token: False if `skip_zero_advantage` has skipped all of them.
 
-        An optimizer step on such a step moves parameters by what the optimizer remembers alone.
+        In such a step, the optimizer moves parameters only by its state, such as momentum.
         """
         return self.totals.terms > self.skipped.terms
 
     def lag(self, version: int | None) -> Counts:
-        """[M] versions between the policy that is trained and the one that sampled the term; -1 where one is unknown.
+        """Return the staleness [M] of each trained token, in policy versions; -1 if a version is unknown.
 
         Args:
-            version: of the policy that is trained; None where it is not known.
+            version: of the policy that is trained; None if unknown.
 
         Raises:
-            ArgumentError: if a term is of a later version.
+            ArgumentError: if a token was sampled by a later version.
         """
         if version is None:
             return np.full(len(self), -1, np.int64)
@@ -248,57 +258,63 @@ class Step:
 
     @property
     def imbalance(self) -> float:
-        """What the busiest rank has to do over the mean of all; 1 is balanced."""
+        """The largest load of a rank divided by the mean load; 1 is balanced."""
         mean = float(np.mean(self.load))
         return float(np.max(self.load)) / mean if mean > 0 else 1.0
 
     @property
     def branch_tokens(self) -> int:
-        """Tokens of this rank's branches, each up to its last term: a prefix that branches share counts in each.
+        """Tokens of this rank's branches up to their last trained token. A shared prefix counts in each branch.
 
-        It does not depend on how rows are cut or prefixes shared, as the tokens of the batches do.
+        Unlike the number of tokens in the batches, it does not depend on packing or on shared prefixes.
         """
-        branches, place = np.unique(self.branch, return_inverse=True)
+        branches, branch_index = np.unique(self.branch, return_inverse=True)
         length = np.zeros(len(branches), np.int64)
         for batch in self.batches:
-            depth = host(batch.positions)[host(batch.read)][host(batch.row)]  # of the token before the term
-            np.maximum.at(length, place[batch.term], depth + 2)
+            depth = host(batch.positions)[host(batch.read)][host(batch.row)]  # of the token before the trained token
+            np.maximum.at(length, branch_index[batch.term], depth + 2)
         return int(length.sum())
 
     def idle(self, needs: Needs, corrected: Corrected) -> NDArray[np.bool_]:
-        """[M]: terms whose logprob cannot change loss or gradient, whatever the policy being trained says.
+        """Return [M] bool: the trained tokens whose logprob cannot change loss or gradient, for any current policy.
 
-        Those are the terms that `corrected` dropped, and those with weight or advantage 0, where `needs` says that
-        nothing else looks at them. Their head rows need not be computed: `batch.without(idle[batch.term])`. What is
-        then not known of them is their logprob and entropy, for metrics.
+        These are the tokens that `corrected` dropped and those with weight or advantage 0, unless `needs` says that
+        the objective reads them for another purpose. Their logit rows can be skipped:
+        `batch.without(idle[batch.term])`. Metrics then have no logprob and entropy of these tokens.
+
+        Args:
+            needs: `objective.needs`.
+            corrected: of the whole step: weight and keep [M].
         """
-        out = np.zeros(len(self), bool)
+        idle = np.zeros(len(self), bool)
         if not needs.dropped:
-            out |= ~np.asarray(corrected.keep, bool)
+            idle |= ~np.asarray(corrected.keep, bool)
         if not needs.weightless:
-            out |= np.asarray(corrected.weight) == 0
-            out |= self.advantages == 0
-        return out
+            idle |= np.asarray(corrected.weight) == 0
+            idle |= self.advantages == 0
+        return idle
 
     def with_logprobs(self, *, old: Any = None, ref: Any = None) -> Step:
-        """The step with the proximal or the reference policy's logprobs.
+        """Return the step with the logprobs of the proximal policy, of the reference policy, or of both.
 
         Args:
-            old: one array [m] per batch, as `policy.logprobs` returns them, or one array [M] in the step's order;
-                numpy or torch; None leaves what is there.
-            ref: likewise.
+            old: one array [m] per batch, as `model.logprobs` returns them, or one array [M] in the step's order; numpy
+                or torch; None keeps the current value.
+            ref: as `old`.
 
         Raises:
-            ArgumentError: if lengths do not fit the step or its batches.
+            ArgumentError: if the lengths do not match the step or its batches.
         """
         new = {"old_logprobs": old, "ref_logprobs": ref}
-        return replace(self, **{name: self._ordered(name, given) for name, given in new.items() if given is not None})
+        return replace(
+            self, **{name: self._in_step_order(name, values) for name, values in new.items() if values is not None}
+        )
 
     def terms(self, batch: Batch, corrected: Corrected) -> Terms:
-        """What the objective needs of the terms of `batch`, on the device of `batch`.
+        """Return the inputs of the objective for the trained tokens of `batch`, on the device of `batch`.
 
         Args:
-            batch: one of this step's, moved or not.
+            batch: a batch of this step, on any device.
             corrected: of the whole step: weight, keep and scales [M].
         """
         import torch
@@ -307,46 +323,46 @@ class Step:
 
         device = batch.ids.device if isinstance(batch.ids, torch.Tensor) else "cpu"
 
-        def gathered(values: Any) -> Any:
+        def gather(values: Any) -> Any:
             return None if values is None else sent(torch.from_numpy(host(values)[batch.term]), device)
 
         return Terms(
-            old=gathered(self.old_logprobs),
-            rollout=gathered(self.rollout_logprobs),
-            ref=gathered(self.ref_logprobs),
-            advantages=gathered(self.advantages),
-            weight=gathered(corrected.weight),
-            keep=gathered(corrected.keep),
-            scale=gathered(corrected.scale),
-            trace=gathered(self.trace.astype(np.int64)),
-            turn=gathered(self.turn.astype(np.int64)),
-            group=gathered(self.group.astype(np.int64)),
-            alpha=gathered(self.alpha),
-            scales={reduce: gathered(scale) for reduce, scale in corrected.scales.items()},
+            old=gather(self.old_logprobs),
+            rollout=gather(self.rollout_logprobs),
+            ref=gather(self.ref_logprobs),
+            advantages=gather(self.advantages),
+            weight=gather(corrected.weight),
+            keep=gather(corrected.keep),
+            scale=gather(corrected.scale),
+            trace=gather(self.trace.astype(np.int64)),
+            turn=gather(self.turn.astype(np.int64)),
+            group=gather(self.group.astype(np.int64)),
+            alpha=gather(self.alpha),
+            scales={reduce: gather(scale) for reduce, scale in corrected.scales.items()},
         )
 
-    def _ordered(self, name: str, given: Any) -> NDArray[np.floating]:
-        if not isinstance(given, (list, tuple)) or (given and np.ndim(given[0]) == 0):
-            given = _floats(given, name)
-            self._check(name, [len(given)], [len(self)])
-            return given
-        parts = [_floats(part, f"{name}[{at}]") for at, part in enumerate(given)]
+    def _in_step_order(self, name: str, values: Any) -> NDArray[np.floating]:
+        if not isinstance(values, (list, tuple)) or (values and np.ndim(values[0]) == 0):
+            values = _floats(values, name)
+            self._check(name, [len(values)], [len(self)])
+            return values
+        parts = [_floats(part, f"{name}[{index}]") for index, part in enumerate(values)]
         self._check(name, [len(part) for part in parts], [len(batch.term) for batch in self.batches])
-        out = np.full(len(self), np.nan, np.result_type(np.float32, *parts))  # terms in no batch stay unknown
+        out = np.full(len(self), np.nan, np.result_type(np.float32, *parts))  # NaN: trained tokens in no batch
         for batch, part in zip(self.batches, parts, strict=True):
             out[batch.term] = part
         return out
 
-    def _check(self, name: str, lengths: list[int], needed: list[int]) -> None:
-        if lengths != needed:
+    def _check(self, name: str, lengths: list[int], expected: list[int]) -> None:
+        if lengths != expected:
             raise ArgumentError(
-                f"{name} has {lengths} entries but the step has {needed}. Each term needs its own logprob. "
+                f"{name} has {lengths} entries but the step has {expected}. Each term needs its own logprob. "
                 "Pass one array per batch, each of the batch's terms, or one array in the step's order."
             )
 
 
 def host(values: Any) -> Any:
-    """A numpy array of a numpy array, a sequence or a torch tensor, without importing torch."""
+    """Convert a numpy array, a sequence or a torch tensor to a numpy array, without importing torch."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
     return np.asarray(values)
@@ -358,12 +374,12 @@ def _floats(values: Any, name: str) -> NDArray[np.floating]:
 
 
 def columns_of(batch: Batch) -> list[str]:
-    """The names of the arrays that move with a batch."""
-    return [field.name for field in fields(batch) if field.name not in ("term", "longest", "images")]
+    """Return the names of the arrays that `Batch.to` moves."""
+    return [column.name for column in fields(batch) if column.name not in ("term", "longest", "images")]
 
 
 def moved(values: Any, device: Any) -> Any:
-    """An array or tensor as a torch tensor on `device`, integers as int64; to CUDA by page-locked memory, no wait."""
+    """Move an array or tensor to `device` as a torch tensor, integers as int64; asynchronously to CUDA."""
     import torch
 
     tensor = sent(values if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values)), device)
@@ -371,7 +387,7 @@ def moved(values: Any, device: Any) -> Any:
 
 
 def sent(tensor: Any, device: Any) -> Any:
-    """A tensor on `device`, in its dtype; to CUDA by page-locked memory, no wait."""
+    """Move a tensor to `device` in its dtype; to CUDA asynchronously, from page-locked memory."""
     import torch
 
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":

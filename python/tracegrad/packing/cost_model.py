@@ -1,7 +1,6 @@
-"""What a pass forward and backward costs, predicted from the shape of a model alone.
+"""Predict the FLOP of a forward and backward pass from the sizes of a model (`ModelShape`).
 
-Here are `ModelShape` and its FLOP counts, which decide whether prefixes are shared and how ranks are balanced. No
-torch, no model is read. Called by `pack`, and by whoever prints a prediction.
+The predictions decide whether prefixes are shared and how ranks are balanced. They need neither torch nor a model.
 """
 
 from dataclasses import dataclass, fields
@@ -10,28 +9,28 @@ from typing import Any
 from tracegrad.errors import ArgumentError
 
 LEAST_GAIN = 1.05
-"""Prefixes are shared where the predicted FLOP ratio is above this."""
+"""Prefixes are shared if the predicted FLOP ratio is above this."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a causal transformer that FLOP are counted from. The defaults are those of Qwen3-4B.
+    """The sizes of a causal transformer from which FLOP are counted. The defaults are those of Qwen3-4B.
 
     A row costs token_flop * tokens + pair_flop * (key, query) pairs + term_flop * terms. A branch of n tokens has
     n (n + 1) / 2 pairs, one that shares its first l tokens with another n (n + 1) / 2 - l (l + 1) / 2 more.
 
     Args:
         hidden: H.
-        layers: with attention and an MLP each.
-        intermediate: width of the gated MLP; with experts, those that one token passes together.
+        layers: number of layers, each with attention and an MLP.
+        intermediate: width of the gated MLP; with experts, the total width of the experts of one token.
         heads, kv_heads, head_dim: of attention.
         vocab: V.
-        tower_layers, tower_hidden, tower_intermediate, tower_patches: of what turns pictures into features; patches a
-            feature. 0 where there is none.
+        tower_layers, tower_hidden, tower_intermediate, tower_patches: of the vision tower; tower_patches is the number
+            of patches per image feature. 0 if there is no tower.
 
     Source: matrix products count 2 FLOP forward and 4 backward for each weight (Kaplan et al. 2020, arXiv 2001.08361,
-    section 2.1); attention 4 * heads * head_dim a pair forward and 2.5 times that backward, where scores are computed
-    again (Dao 2023, arXiv 2307.08691, section 4.1). Sliding windows are counted as if they reached all the way.
+    section 2.1); attention 4 * heads * head_dim a pair forward and 2.5 times that backward, which computes the scores
+    again (Dao 2023, arXiv 2307.08691, section 4.1). Sliding-window layers are counted as full attention.
 
     >>> shape = ModelShape()
     >>> f"{shape.token_flop:.3g} {shape.pair_flop:.3g} {shape.term_flop:.3g}"
@@ -58,31 +57,31 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """The shape that a transformers config describes.
+        """Read the shape from a transformers config.
 
         Raises:
-            ArgumentError: if the config does not say one of the sizes.
+            ArgumentError: if the config lacks one of the sizes.
         """
         tower = _tower(getattr(config, "vision_config", None), config)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        heads = _said(config, "num_attention_heads")
-        hidden = _said(config, "hidden_size")
+        heads = _required_size(config, "num_attention_heads")
+        hidden = _required_size(config, "hidden_size")
         experts = getattr(config, "num_experts_per_tok", None)
         width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
         return cls(
             hidden=hidden,
-            layers=_said(config, "num_hidden_layers"),
+            layers=_required_size(config, "num_hidden_layers"),
             intermediate=(width or 4 * hidden) * (experts or 1),
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            vocab=_said(config, "vocab_size"),
+            vocab=_required_size(config, "vocab_size"),
             **tower,
         )
 
     @classmethod
     def known(cls, config: Any) -> "ModelShape | None":
-        """As `of`; None where the config does not say one of the sizes."""
+        """Read the shape as `of` does; return None if the config lacks one of the sizes."""
         try:
             return cls.of(config)
         except ArgumentError:
@@ -90,42 +89,47 @@ class ModelShape:
 
     @property
     def token_flop(self) -> float:
-        """Of one token in the linear layers of the body, forward and backward."""
+        """FLOP of one token in the linear layers of the body, forward and backward."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return 6.0 * self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def pair_flop(self) -> float:
-        """Of one key that one query sees, over all layers and heads, forward and backward."""
+        """FLOP of one key that one query sees, over all layers and heads, forward and backward."""
         return 3.5 * 4.0 * self.layers * self.heads * self.head_dim
 
     @property
     def term_flop(self) -> float:
-        """Of one term in the head, forward and backward."""
+        """FLOP of one trained token in the head, forward and backward."""
         return 6.0 * self.hidden * self.vocab
 
     @property
     def feature_flop(self) -> float:
-        """Of one feature of a picture in the tower, forward alone, as it is frozen unless it is asked for.
+        """FLOP of one image feature in the tower, forward only, because the tower is frozen by default.
 
-        Linear layers alone: 4 h h of attention and 2 h i of an MLP, 2 FLOP a weight and patch.
+        Only linear layers count: 4 h h of attention and 2 h i of an MLP, 2 FLOP per weight and patch.
         """
         weights = self.tower_hidden * (4 * self.tower_hidden + 2 * self.tower_intermediate)
         return 2.0 * self.tower_patches * self.tower_layers * weights
 
 
 def _tower(vision: Any, config: Any) -> dict[str, int]:
-    """The sizes of a tower, where a config has one and says them."""
+    """Return the tower fields of `ModelShape`; empty if the config has no vision config with these sizes."""
     layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
     hidden, width = getattr(vision, "hidden_size", None), getattr(vision, "intermediate_size", None)
     if not (layers and hidden):
         return {}
-    side = getattr(vision, "spatial_merge_size", None) or getattr(config, "scale_factor", None) or 1
-    sizes = {"layers": layers, "hidden": hidden, "intermediate": width or 4 * hidden, "patches": int(side) ** 2}
+    patches_per_side = getattr(vision, "spatial_merge_size", None) or getattr(config, "scale_factor", None) or 1
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "intermediate": width or 4 * hidden,
+        "patches": int(patches_per_side) ** 2,
+    }
     return {f"tower_{name}": int(size) for name, size in sizes.items()}
 
 
-def _said(config: Any, name: str) -> int:
+def _required_size(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if value is None:
         raise ArgumentError(

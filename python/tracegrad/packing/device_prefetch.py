@@ -1,4 +1,4 @@
-"""Copies the next batch to the device while the current one is worked on. torch is imported on use."""
+"""Copy the next batches to the device while the caller uses the current one. torch is imported on use."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,15 +12,15 @@ from tracegrad.packing.batch import Batch, columns_of
 
 
 def prefetch(batches: Iterable[Batch], device: Any, ahead: int = 1) -> Iterator[Batch]:
-    """Yields `batch.to(device)` for each batch, the next ones on their way while the caller works on one.
+    """Yield `batch.to(device)` for each batch, and copy the next ones while the caller uses the current one.
 
-    On CUDA a stream of its own carries the copies, and a batch is handed out in the order of the caller's stream: no
-    wait on the host. On a CPU there is nothing to overlap and batches come as `to` makes them.
+    On CUDA the copies run on a separate stream, and the caller's stream waits for them; the host does not wait. On a
+    CPU there are no copies to overlap. Images are decoded in a thread on both.
 
     Args:
         batches: of a step.
-        device: anything `torch.Tensor.to` takes.
-        ahead: batches moved before they are asked for; each holds its memory.
+        device: any argument of `torch.Tensor.to`.
+        ahead: number of batches that are moved in advance. Each occupies device memory.
 
     Raises:
         ArgumentError: if `ahead` is negative.
@@ -39,7 +39,7 @@ def prefetch(batches: Iterable[Batch], device: Any, ahead: int = 1) -> Iterator[
 def _prefetch(batches: Iterable[Batch], device: Any, ahead: int) -> Iterator[Batch]:
     import torch
 
-    batches = _with_pictures(batches, max(ahead, 1))
+    batches = _with_images(batches, max(ahead, 1))
     if torch.device(device).type != "cuda":
         for batch in batches:
             yield batch.to(device)
@@ -50,20 +50,20 @@ def _prefetch(batches: Iterable[Batch], device: Any, ahead: int) -> Iterator[Bat
         with torch.cuda.stream(stream):
             waiting.append((batch.to(device), stream.record_event()))
         if len(waiting) > ahead:
-            yield _arrived(*waiting.popleft(), device)
+            yield _after_copy(*waiting.popleft(), device)
     while waiting:
-        yield _arrived(*waiting.popleft(), device)
+        yield _after_copy(*waiting.popleft(), device)
 
 
-def _with_pictures(batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
-    """The batches, their pictures decoded and made ready in a thread while the caller works on the one before."""
+def _with_images(batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
+    """Yield the batches with their images decoded and processed in a thread, while the caller uses earlier ones."""
     waiting: deque[tuple[Batch, Future[RowImages] | None]] = deque()
     with ThreadPoolExecutor(1, "pictures") as thread:
         for batch in batches:
-            made = thread.submit(batch.images.to, "cpu") if batch.images is not None else None
-            waiting.append((batch, made))
-            # Without pictures there is nothing to begin before it is asked for.
-            if len(waiting) > ahead or (made is None and len(waiting) == 1):
+            processed = thread.submit(batch.images.to, "cpu") if batch.images is not None else None
+            waiting.append((batch, processed))
+            # A batch without images needs no work in advance.
+            if len(waiting) > ahead or (processed is None and len(waiting) == 1):
                 yield _ready(*waiting.popleft())
         while waiting:
             yield _ready(*waiting.popleft())
@@ -73,8 +73,8 @@ def _ready(batch: Batch, images: Future[RowImages] | None) -> Batch:
     return batch if images is None else replace(batch, images=images.result())
 
 
-def _arrived(batch: Batch, event: Any, device: Any) -> Batch:
-    """The batch, ordered after its copy; its memory is not given away before the caller's stream is done with it."""
+def _after_copy(batch: Batch, event: Any, device: Any) -> Batch:
+    """Order the caller's stream after the copy of a batch, and keep its memory until that stream has used it."""
     import torch
 
     current = torch.cuda.current_stream(device)

@@ -1,4 +1,4 @@
-"""Assign groups to optimizer steps and lay their branches out in packed rows: `pack`."""
+"""Assign groups to optimizer steps, and lay out their branches in packed rows (`pack`)."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ if TYPE_CHECKING:
 
 
 def compared_ids(sequences: Sequences) -> tuple[Ints, Keys | None]:
-    """[T] int32: the ids by which branches are compared: those of pictures are numbers that no other picture has."""
+    """Return the ids [T] int32 by which branches are compared. Ids of each distinct image are replaced."""
     ids = np.require(sequences.ids, np.int32, ["C", "A"])
     return (ids, None) if sequences.images is None else sequences.images.keyed(ids, sequences.cu_seqlens)
 
 
 def towers_as_terms(sequences: Sequences, length: Ints, shape: ModelShape) -> Ints:
-    """[N] int32: what the pictures of each branch cost in the tower, as so many terms of the head.
+    """Return [N] int32: the cost of each branch's images in the vision tower, in units of trained tokens in the head.
 
     Args:
+        sequences: N branches.
         length: [N] tokens of each branch that are laid out.
         shape: of the model.
     """
-    out = np.zeros(len(length), np.int32)
+    cost = np.zeros(len(length), np.int32)
     if (images := sequences.images) is not None and shape.feature_flop:
         branch = np.repeat(np.arange(len(length)), np.diff(images.cu_images))
         owner = np.repeat(branch, np.diff(images.cu_features))
-        shown = np.bincount(owner[images.at < length[owner]], minlength=len(length))
-        out += np.rint(shown * (shape.feature_flop / shape.term_flop)).astype(np.int32)
-    return out
+        features = np.bincount(owner[images.at < length[owner]], minlength=len(length))
+        cost += np.rint(features * (shape.feature_flop / shape.term_flop)).astype(np.int32)
+    return cost
 
 
 class Layout(NamedTuple):
-    """The arrays of `_core.pack_lay`, and what `compared_ids` put in place of the ids of pictures."""
+    """The arrays of `_core.pack_lay`, and the unique ids that `compared_ids` used for images."""
 
     ids: Ints
     positions: Ints
@@ -63,24 +64,24 @@ class Layout(NamedTuple):
     keys: Keys | None = None
 
     def batch(self, row: int) -> Batch:
-        """A row."""
+        """Return one row as a batch."""
         tokens = slice(self.cu_tokens[row], self.cu_tokens[row + 1])
-        heads = slice(self.cu_heads[row], self.cu_heads[row + 1])
+        logit_rows = slice(self.cu_heads[row], self.cu_heads[row + 1])
         terms = slice(self.cu_row_terms[row], self.cu_row_terms[row + 1])
         ids, images = self.ids[tokens], None
         if self.images is not None and self.keys is not None:
-            at, cu, picture = self.keys.read(ids)
-            if len(at):
+            positions, offsets, picture = self.keys.read(ids)
+            if len(positions):
                 ids = ids.copy()
-                ids[at] = self.images.rule.pad
-                images = RowImages(at, cu, picture, self.images.rule, self.images.pictures)
+                ids[positions] = self.images.rule.pad
+                images = RowImages(positions, offsets, picture, self.images.rule, self.images.pictures)
         return Batch(
             ids=ids,
             positions=self.positions[tokens],
             tree_end=self.tree_end[tokens],
-            read=self.read[heads],
-            target=self.target[heads],
-            inv_temperature=self.inv_temperature[heads],
+            read=self.read[logit_rows],
+            target=self.target[logit_rows],
+            inv_temperature=self.inv_temperature[logit_rows],
             row=self.row[terms],
             term=self.term[terms],
             images=images,
@@ -88,7 +89,7 @@ class Layout(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Steps and counts by trace [R], totals by step."""
+    """The step and the counts of each trace [R], and the totals of each step."""
 
     step: Ints
     terms: Counts
@@ -100,12 +101,12 @@ class Groups(NamedTuple):
 def steps_of(
     group: NDArray[np.integer], there: NDArray[np.bool_], step_groups: int | None, seed: int | None
 ) -> NDArray[np.int32]:
-    """[R] int32: the optimizer step of each trace's group, -1 for groups in none; what `pack` cuts steps by.
+    """Return [R] int32: the optimizer step of each trace's group in `pack`, -1 for groups in no step.
 
     Args:
-        group: [R] of each trace.
-        there: [R] traces that count in a step: a group without one is in none.
-        step_groups: groups of a step; None: one step of all.
+        group: [R] the group of each trace.
+        there: [R] bool: traces that count in a step. A group without such a trace is in no step.
+        step_groups: groups per step; None: one step of all groups.
         seed: shuffles the groups; None keeps the order in which they first appear.
 
     >>> steps_of(np.array([4, 4, 2, 7]), np.array([True, False, True, False]), 1, None).tolist()
@@ -122,7 +123,7 @@ def steps_of(
 
 
 def nothing_to_train() -> ArgumentError:
-    """What is said where no trace has a term that is laid out."""
+    """Create the error for sequences in which no trace has a trained token that is laid out."""
     return ArgumentError(
         "no token can be trained. Every trace is without a trainable token or longer than token_budget. "
         "Look at the tiers and the drift of the sequences, or raise token_budget."
@@ -132,39 +133,42 @@ def nothing_to_train() -> ArgumentError:
 def group_into_steps(
     sequences: Sequences, terms: Ints, counted: NDArray[np.bool_], step_groups: int | None, seed: int | None
 ) -> Groups:
-    """Steps and counts of traces.
+    """Assign traces to steps, and count their trained tokens, traces and groups.
 
     Args:
-        terms: [N] laid out of each branch.
-        counted: [R] bool: traces that count without a term.
+        sequences: R traces, N branches.
+        terms: [N] trained tokens of each branch that are laid out.
+        counted: [R] bool: traces that count without a trained token.
         step_groups, seed: as for `steps_of`.
 
     Raises:
-        ArgumentError: if no trace has a term and none counts.
+        ArgumentError: if no trace has a trained token and none counts.
     """
     trace_terms = np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
     there = (trace_terms > 0) | counted
     if not there.any():
         raise nothing_to_train()
     codes, group = np.unique(sequences.group, return_inverse=True)
-    of_group = steps_of(sequences.group, there, step_groups, seed)
-    step = np.where(there, of_group, -1).astype(np.int32)
+    step_of_trace = steps_of(sequences.group, there, step_groups, seed)
+    step = np.where(there, step_of_trace, -1).astype(np.int32)
     steps = int(step.max()) + 1
-    alive = np.full(len(codes), -1, np.int32)
-    alive[group] = of_group
-    by_step = [np.bincount(step[there], trace_terms[there], steps), np.bincount(step[there], minlength=steps)]
-    by_step.append(np.bincount(alive[alive >= 0], minlength=steps))
+    step_of_group = np.full(len(codes), -1, np.int32)
+    step_of_group[group] = step_of_trace
+    counts_of_step = [np.bincount(step[there], trace_terms[there], steps), np.bincount(step[there], minlength=steps)]
+    counts_of_step.append(np.bincount(step_of_group[step_of_group >= 0], minlength=steps))
     return Groups(
         step=step,
         terms=trace_terms,
         group_terms=np.bincount(group, trace_terms).astype(np.int64)[group],
         group_traces=np.bincount(group, there).astype(np.int64)[group],
-        totals=[Totals(int(terms), int(traces), int(groups)) for terms, traces, groups in zip(*by_step, strict=True)],
+        totals=[
+            Totals(int(terms), int(traces), int(groups)) for terms, traces, groups in zip(*counts_of_step, strict=True)
+        ],
     )
 
 
 def losses(sequences: Sequences, groups: Groups, lost: Counts, over: Ints) -> list[TooLong]:
-    """Per step, what `too_long` took of it."""
+    """Return, for each step, the traces and trained tokens that `too_long` dropped or cut."""
     out = [TooLong()] * len(groups.totals)
     if not len(over):
         return out
@@ -178,15 +182,15 @@ def losses(sequences: Sequences, groups: Groups, lost: Counts, over: Ints) -> li
 
 
 def without_advantage(sequences: Sequences, advantages: Floats, groups: Groups) -> NDArray[np.bool_]:
-    """[R]: traces of a step whose every term has advantage 0."""
+    """Return [R] bool: the traces of a step in which all trained tokens have advantage 0."""
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-    pulled = np.zeros(sequences.traces, bool)
-    pulled[owner[advantages != 0]] = True
-    return ~pulled & (groups.step >= 0)
+    has_advantage = np.zeros(sequences.traces, bool)
+    has_advantage[owner[advantages != 0]] = True
+    return ~has_advantage & (groups.step >= 0)
 
 
 def skipped(groups: Groups, idle: NDArray[np.bool_]) -> list[Skipped]:
-    """Per step, what `skip_zero_advantage` took of it."""
+    """Return, for each step, the number of skipped traces and of their trained tokens."""
     steps = len(groups.totals)
     traces = np.bincount(groups.step[idle], minlength=steps)
     terms = np.bincount(groups.step[idle], groups.terms[idle], steps)
@@ -211,38 +215,43 @@ def pack(
     seed: int | None = None,
     pad_to_multiple_of: int = 1,
 ) -> list[Step]:
-    """Packs traces into optimizer steps of rows of at most `token_budget` tokens.
+    """Pack traces into optimizer steps of rows of at most `token_budget` tokens.
 
-    A group stays in one step, a trace on one rank, a branch in one row: best fit, longest first, deterministic. A
-    branch is laid out up to its last trainable token, as what follows cannot matter; one without any is left out.
-    Ranks get traces by what they cost (`ModelShape`), the costliest first; `Step.imbalance` says how even that is.
+    A group is in one step, a trace on one rank, and a branch in one row. Rows are filled by best fit, longest first,
+    deterministically. A branch is laid out up to its last trainable token, because later tokens do not matter. A branch
+    without a trainable token is left out. Traces are assigned to ranks by their cost (`ModelShape`), the most expensive
+    first; `Step.imbalance` measures the result.
 
     Args:
         sequences: R traces.
-        advantages: [R], one per trace, or [M], one per term of `sequences`.
-        token_budget: the most tokens a row holds, before padding.
-        per: which of the two `advantages` are; None goes by their number, and takes them per trace where R = M.
-        step_groups: groups per optimizer step that have a term; the last step may have fewer. None: one step of all.
-        ranks, rank: how many processes share each step, and which of them this is. All compute the same plan.
-        needs: `objective.needs`. Where it takes a trace's current-policy ratio, all its branches lie in one row.
-        too_long: what is done with a trace longer than a row: an error that names the longest, the trace left out, or
-            its branch cut at the budget. The last two are counted in `Step.too_long`.
-        share_prefixes: lay out what branches of a row begin with alike, id by id, once: in groups, in the branches of a
-            trace, in anything that begins with the same system prompt. Branches that share much are put into one row,
-            whose budget then counts a shared token once. Done in each step whose predicted FLOP ratio is above 1.05,
-            and where a trace that must lie in one row fits only so; `Step.sharing` has the prediction. The gradient is
-            the same. For models whose layers attend alone: `model` refuses recurrent ones.
-        skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, and count them in totals and
-            counts. Refused where the objective looks at them nevertheless (`needs.zero_advantage`). A step of which
-            nothing is left is there all the same, so that the plan does not depend on rewards: `Step.trains` is False.
-        counted: [R] bool: traces that count among the traces and groups of their step though they have no term, as one
-            that is masked because it was cut off; `Step.skipped` counts them too. None counts those with a term alone.
-        shape: of the model, for predictions; None takes that of Qwen3-4B.
+        advantages: [R], one per trace, or [M], one per trained token of `sequences`.
+        token_budget: maximum number of tokens in a row, before padding.
+        per: the kind of `advantages`; None decides by their number, and uses "trace" if R = M.
+        step_groups: groups with a trained token per optimizer step; the last step may have fewer. None: one step.
+        ranks, rank: the number of processes that share each step, and the index of this one. All compute the same plan.
+        needs: `objective.needs`. If it needs the current-policy ratio of a trace, all branches of a trace are in one
+            row.
+        too_long: the treatment of a trace that is longer than a row: "refuse" raises an error that names the longest,
+            "drop" leaves the trace out, "truncate" cuts its branch at the budget. `Step.too_long` counts the last two.
+        share_prefixes: store common prefixes of the branches of a row, compared id by id, once. Branches of a group or
+            of a trace share prefixes, and so do all branches with the same system prompt. Branches that share much are
+            put into one row, whose budget counts a shared token once. Prefixes are shared in each step whose predicted
+            FLOP ratio is above 1.05, and if a trace that must be in one row fits only with sharing. `Step.sharing` has
+            the prediction. The gradient is the same. All layers must be attention layers: `model` rejects recurrent
+            ones.
+        skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, but count them in totals and
+            counts. It raises an error if the objective reads such traces for another purpose (`needs.zero_advantage`).
+            A step without remaining traces is returned too, with `Step.trains` False, so that the plan does not depend
+            on rewards.
+        counted: [R] bool: traces that count among the traces and groups of their step without a trained token, for
+            example a truncated trace that is masked. `Step.skipped` counts them too. None counts only traces with a
+            trained token.
+        shape: of the model, for predictions; None uses that of Qwen3-4B.
         seed: shuffles the groups; None keeps the order in which they first appear.
         pad_to_multiple_of: rows are padded to a multiple of this with tokens that see only themselves.
 
     Returns:
-        the steps of this rank; of those with `Step.trains` False nothing is to train.
+        the steps of this rank. A step with `Step.trains` False has nothing to train.
 
     Raises:
         ArgumentError: if nothing can be trained, a trace is too long, or arguments contradict one another.
@@ -255,42 +264,47 @@ def pack(
     >>> step.totals, step.origin.tolist(), step.batches[0].read.tolist()
     (Totals(terms=3, traces=2, groups=1), [1, 2, 4], [0, 1, 3])
     """
-    _check_kinds(sequences, needs, shape, too_long, share_prefixes, seed)
+    _check_types(sequences, needs, shape, too_long, share_prefixes, seed)
     _check(needs, token_budget, ranks, rank, step_groups, pad_to_multiple_of, skip_zero_advantage)
     per_token = advantages_by_token(sequences, advantages, per)
-    whole = needs is not None and needs.trace_ratio
+    whole_traces = needs is not None and needs.trace_ratio
     trace = _contiguous(sequences.trace, np.int32)
     cu = _contiguous(sequences.cu_seqlens, np.int64)
     ids, keys = compared_ids(sequences)
     trainable = _contiguous(sequences.trainable, np.bool_)
-    fit = (int(token_budget), whole)
-    length, terms, lost, over, present, place = _measured(sequences, ids, *fit, share_prefixes, too_long)
-    without = np.zeros(sequences.traces, bool)
-    masked = without if counted is None else _validation.flags(counted, "counted", length=sequences.traces)
+    limits = (int(token_budget), whole_traces)
+    length, terms, lost, over, present, trace_index = _measure_branches(
+        sequences, ids, *limits, share_prefixes, too_long
+    )
+    none = np.zeros(sequences.traces, bool)
+    masked = none if counted is None else _validation.flags(counted, "counted", length=sequences.traces)
     groups = group_into_steps(sequences, terms, masked, step_groups, seed)
-    idle = without_advantage(sequences, per_token, groups) if skip_zero_advantage else without
+    idle = without_advantage(sequences, per_token, groups) if skip_zero_advantage else none
     length = np.where(idle[trace], 0, length).astype(np.int32)
     shape = shape or ModelShape()
     costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
-    least = LEAST_GAIN if share_prefixes else None
+    least_gain = LEAST_GAIN if share_prefixes else None
     step = _contiguous(groups.step[present], groups.step.dtype)
-    weighed = terms + towers_as_terms(sequences, length, shape)
-    placed = _Placed(*_core.pack_place(ids, cu, length, weighed, place, step, int(ranks), *fit, costs, least))
-    # Every rank holds as many rows; a step that nothing is left of still has one, of padding, as an optimizer may move.
-    rows = np.maximum(placed.rows.reshape(-1, ranks).max(1), 1)
-    mine = np.where(placed.rank == rank, groups.step[trace], -1).astype(np.int32)
+    weights = terms + towers_as_terms(sequences, length, shape)
+    placement = _Placed(
+        *_core.pack_place(ids, cu, length, weights, trace_index, step, int(ranks), *limits, costs, least_gain)
+    )
+    # All ranks have the same number of rows. An empty step still has one row of padding, because the optimizer may
+    # still update parameters.
+    rows = np.maximum(placement.rows.reshape(-1, ranks).max(1), 1)
+    own_step = np.where(placement.rank == rank, groups.step[trace], -1).astype(np.int32)
     columns = (ids, trainable, _contiguous(sequences.inv_temperature, np.float32), cu)
-    plan = (length, mine, placed.row, placed.order, rows, placed.shared)
-    laid = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
-    layout = Layout(*laid, images=sequences.images, keys=keys)
+    plan = (length, own_step, placement.row, placement.order, rows, placement.shared)
+    arrays = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
+    layout = Layout(*arrays, images=sequences.images, keys=keys)
     idle |= masked & (groups.terms == 0)
     by_term = _by_term(sequences, groups, layout, trace, per_token)
-    packed = _Found(groups, placed, layout, by_term, losses(sequences, groups, lost, over), skipped(groups, idle))
+    packed = _Packing(groups, placement, layout, by_term, losses(sequences, groups, lost, over), skipped(groups, idle))
     return [_step(packed, share_prefixes, index) for index in range(len(rows))]
 
 
 MOST = (1 << 31) - 1
-"""The most tokens a row holds."""
+"""Maximum number of tokens in a row."""
 
 
 def measure(
@@ -301,16 +315,16 @@ def measure(
     share_prefixes: bool = False,
     too_long: Literal["refuse", "drop", "truncate"] = "refuse",
 ) -> NDArray[np.int64]:
-    """[R] int64: the terms of each trace that `pack` lays out, after what it does with traces that are too long.
+    """Return [R] int64: the trained tokens of each trace that `pack` lays out, after `too_long` is applied.
 
     Args:
         sequences: R traces.
         whole_traces: `objective.needs.trace_ratio`; the others are as for `pack`.
 
     Raises:
-        ArgumentError: as `pack` does for a trace that is too long.
+        ArgumentError: if a trace is too long, as in `pack`.
     """
-    _, terms, *_ = _measured(
+    _, terms, *_ = _measure_branches(
         sequences, compared_ids(sequences)[0], token_budget, whole_traces, share_prefixes, too_long
     )
     return np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
@@ -331,8 +345,8 @@ class _Placed(NamedTuple):
     ratio: NDArray[np.float64]
 
 
-class _Found(NamedTuple):
-    """All that is known of the steps."""
+class _Packing(NamedTuple):
+    """The results of packing all steps."""
 
     groups: Groups
     placed: _Placed
@@ -345,34 +359,34 @@ class _Found(NamedTuple):
 def advantages_by_token(
     sequences: Sequences, advantages: ArrayLike, per: Literal["trace", "term"] | None = None
 ) -> Floats:
-    """[T] float32: the advantage of each token that is a term, 0 elsewhere.
+    """Return [T] float32: the advantage of each trained token, 0 for other tokens.
 
     Args:
         sequences: R traces.
-        advantages: [R], one per trace, or [M], one per term.
-        per: which of the two; None goes by their number, and takes them per trace where R = M.
+        advantages: [R], one per trace, or [M], one per trained token.
+        per: the kind of `advantages`; None decides by their number, and uses "trace" if R = M.
 
     Raises:
-        ArgumentError: for another shape, or a term whose advantage is not finite.
+        ArgumentError: if the shape is different, or the advantage of a trained token is not finite.
     """
     _validation.one_of(per, "per", ("trace", "term", None))
-    given = _validation.narrowed(_validation.numbers(advantages, "advantages"), np.float32, "advantages")
+    values = _validation.narrowed(_validation.numbers(advantages, "advantages"), np.float32, "advantages")
     lengths = np.diff(sequences.cu_seqlens)
-    if per != "term" and given.shape == (sequences.traces,) and np.isfinite(given).all():
-        out = np.repeat(given[sequences.trace], lengths)
-        # A fifth of the time that `where` takes.
+    if per != "term" and values.shape == (sequences.traces,) and np.isfinite(values).all():
+        out = np.repeat(values[sequences.trace], lengths)
+        # This takes a fifth of the time of `np.where`.
         return np.multiply(out, sequences.trainable, out=out)
     owner = np.repeat(sequences.trace, lengths)
     terms = sequences.terms
     out = np.zeros(sequences.tokens, np.float32)
-    if per != "term" and given.shape == (sequences.traces,):
-        out[terms] = given[owner[terms]]
-    elif per != "trace" and given.shape == terms.shape:
-        out[terms] = given
+    if per != "term" and values.shape == (sequences.traces,):
+        out[terms] = values[owner[terms]]
+    elif per != "trace" and values.shape == terms.shape:
+        out[terms] = values
     else:
         where = f"per={per!r} and there" if per else "there"
         raise ArgumentError(
-            f"advantages has shape {given.shape}, but {where} are {sequences.traces} traces and {len(terms)} terms. "
+            f"advantages has shape {values.shape}, but {where} are {sequences.traces} traces and {len(terms)} terms. "
             "Pass one per trace, or one per trainable token."
         )
     bad = terms[~np.isfinite(out[terms])]
@@ -385,29 +399,32 @@ def advantages_by_token(
     return out
 
 
-def _measured(
-    sequences: Sequences, ids: Ints, token_budget: int, whole: bool, share_prefixes: bool, too_long: str
+def _measure_branches(
+    sequences: Sequences, ids: Ints, token_budget: int, whole_traces: bool, share_prefixes: bool, too_long: str
 ) -> tuple[Ints, Ints, Counts, Ints, Ints, Ints]:
-    """Tokens laid out and terms of each branch; terms lost by trace, and which are too long; the traces that have a
-    branch, and which of these each branch is of.
+    """Measure the branches for `pack`.
+
+    Returns:
+        tokens laid out [N] and trained tokens [N] of each branch, lost trained tokens [R], the traces that are too
+        long, the traces that have a branch, and the index of each branch's trace among these [N].
     """
-    # Folders of earlier versions may end in traces without a branch; the core counts those that have one.
-    present, place = np.unique(_contiguous(sequences.trace, np.int32), return_inverse=True)
-    place = place.astype(np.int32)
+    # Folders of earlier versions may have traces without a branch at the end; the core counts traces with a branch.
+    present, trace_index = np.unique(_contiguous(sequences.trace, np.int32), return_inverse=True)
+    trace_index = trace_index.astype(np.int32)
     names = [sequences.trace_ids[row] for row in present] if sequences.trace_ids else []
     cu = _contiguous(sequences.cu_seqlens, np.int64)
     trainable = _contiguous(sequences.trainable, np.bool_)
-    fit = (int(token_budget), whole, share_prefixes, too_long)
-    length, terms, cut, over = _core.pack_measure(cu, place, ids, trainable, names, *fit)
+    limits = (int(token_budget), whole_traces, share_prefixes, too_long)
+    length, terms, cut, over = _core.pack_measure(cu, trace_index, ids, trainable, names, *limits)
     lost = np.zeros(sequences.traces, cut.dtype)
     lost[present] = cut
-    return length, terms, lost, present[over], present, place
+    return length, terms, lost, present[over], present, trace_index
 
 
 def _by_term(
     sequences: Sequences, groups: Groups, layout: Layout, trace: Ints, advantages: Floats
 ) -> dict[str, NDArray[Any]]:
-    """Columns of all terms, by the name that they have in a `Step`."""
+    """Return the columns of all trained tokens, by the name of their field in `Step`."""
     of_tokens = {
         "turn": _contiguous(sequences.turn, np.int32),
         "version": _contiguous(sequences.version, np.int32),
@@ -422,20 +439,20 @@ def _by_term(
         "group_terms": groups.group_terms[trace],
         "group_traces": groups.group_traces[trace],
     }
-    found = _core.pack_gather(layout.origin, layout.branch, [*of_tokens.values()], [*of_branches.values()])
-    columns = dict(zip([*of_tokens, *of_branches], found, strict=True))
+    gathered = _core.pack_gather(layout.origin, layout.branch, [*of_tokens.values()], [*of_branches.values()])
+    columns = dict(zip([*of_tokens, *of_branches], gathered, strict=True))
     return {"origin": layout.origin, "branch": layout.branch, **columns}
 
 
-def _step(packed: _Found, asked: bool, index: int) -> Step:
-    groups, placed, layout = packed.groups, packed.placed, packed.layout
+def _step(packed: _Packing, report_sharing: bool, index: int) -> Step:
+    groups, placement, layout = packed.groups, packed.placed, packed.layout
     terms = slice(layout.cu_terms[index], layout.cu_terms[index + 1])
     sharing = Sharing(
-        shared=bool(placed.shared[index]),
-        tokens=int(placed.tokens[index]),
-        tree_tokens=int(placed.tree_tokens[index]),
-        flop_ratio=float(placed.ratio[index]),
-        needed=bool(placed.needed[index]),
+        shared=bool(placement.shared[index]),
+        tokens=int(placement.tokens[index]),
+        tree_tokens=int(placement.tree_tokens[index]),
+        flop_ratio=float(placement.ratio[index]),
+        needed=bool(placement.needed[index]),
     )
     return Step(
         batches=tuple(layout.batch(row) for row in range(layout.cu_rows[index], layout.cu_rows[index + 1])),
@@ -443,12 +460,12 @@ def _step(packed: _Found, asked: bool, index: int) -> Step:
         totals=groups.totals[index],
         too_long=packed.losses[index],
         skipped=packed.skipped[index],
-        sharing=sharing if asked else None,
-        load=placed.load.reshape(len(groups.totals), -1)[index],
+        sharing=sharing if report_sharing else None,
+        load=placement.load.reshape(len(groups.totals), -1)[index],
     )
 
 
-def _check_kinds(
+def _check_types(
     sequences: Sequences, needs: Needs | None, shape: ModelShape | None, too_long: str, share: bool, seed: int | None
 ) -> None:
     _validation.instance(sequences, "sequences", Sequences, "Pass what align() gave.")
@@ -473,10 +490,10 @@ def _check(
         raise ArgumentError(f"rank is {rank} of {ranks}. Ranks count from 0.")
     _validation.flag(skip, "skip_zero_advantage")
     if skip and (needs is None or needs.zero_advantage):
-        why = "it is not known what the objective looks at" if needs is None else needs.zero_advantage
-        cure = "Pass needs=objective.needs" if needs is None else "Pass skip_zero_advantage=False"
+        reason = "it is not known what the objective looks at" if needs is None else needs.zero_advantage
+        fix = "Pass needs=objective.needs" if needs is None else "Pass skip_zero_advantage=False"
         raise ArgumentError(
-            f"skip_zero_advantage=True, but {why}. A trace whose advantage is 0 could still matter. {cure}."
+            f"skip_zero_advantage=True, but {reason}. A trace whose advantage is 0 could still matter. {fix}."
         )
 
 

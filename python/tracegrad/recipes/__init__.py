@@ -21,10 +21,10 @@ __all__ += recipe.__all__
 
 
 def find(name: str) -> Recipe:
-    """The recipe called `name` here, one of verl's corrections, or the value NAME of `module:NAME` or `file.py:NAME`.
+    """Return a recipe by name: one of this package, one of verl's corrections, `module:NAME` or `file.py:NAME`.
 
     Raises:
-        ArgumentError: if there is none, with the nearest name.
+        ArgumentError: if there is no such recipe, with the nearest name.
 
     >>> find("DAPO").advantage.scale
     'std'

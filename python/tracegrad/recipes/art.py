@@ -1,4 +1,4 @@
-"""ART's training options as a recipe: `backend.train(...)`'s, and its dev.TrainConfig. ART is not imported."""
+"""Import ART's training options as a recipe: those of `backend.train(...)` and dev.TrainConfig. ART is not imported."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ _CAP = "max_negative_advantage_importance_sampling_weight"
 
 
 def from_art(config: Any) -> Recipe:
-    """The recipe of ART's options: what `backend.train` is called with, a TrainConfig, or a dev.TrainConfig.
+    """Convert ART's options to a recipe: the arguments of `backend.train`, a TrainConfig, or a dev.TrainConfig.
 
     Raises:
-        ArgumentError: for options without a counterpart here, by name and with the cure.
+        ArgumentError: for options without a counterpart, by name and with a fix.
 
     >>> print(from_art({"epsilon_high": 3.0}).objective.weights[0].shape)
     clamp(w, 0, 4)
@@ -44,11 +44,11 @@ def _build(o: Asked) -> Recipe:
     if o["kl_penalty_coef"]:
         shifts = (*shifts, Shift(Ratio("theta", "ref"), o["kl_penalty_coef"], center="microbatch"))
     if o["mask_prob_ratio"] and (ppo or low < 1):
-        why = "masked terms keep the weight 1 - epsilon there, and a constant loss under ppo; here they have none"
-        o.no("mask_prob_ratio", why, "epsilon 1, or a Gate")
+        reason = "masked terms keep the weight 1 - epsilon there, and a constant loss under ppo; here they have none"
+        o.no("mask_prob_ratio", reason, "epsilon 1, or a Gate")
     if ppo:
         objective = Objective(Clip(low, most, delta=cap, level=level), ratio, weights, (), (), _TRACES, shifts)
-    else:  # a ratio that the cap holds below 1 + epsilon_high is within the window
+    else:  # a ratio that the cap limits below 1 + epsilon_high is within the window
         masked = o["mask_prob_ratio"] and most == high
         least = max(0.0, 1 - low)
         shape = Window(least, 1 + high, strict=True) if masked else Clamp(least, 1 + most)

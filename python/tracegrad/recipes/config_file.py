@@ -1,4 +1,4 @@
-"""A file with another trainer's config as a recipe: `trl:config.yaml`."""
+"""Load a file with another trainer's config as a recipe: `trl:config.yaml`."""
 
 import json
 from pathlib import Path
@@ -11,21 +11,24 @@ from tracegrad.recipes.skyrl import from_skyrl
 from tracegrad.recipes.trl import from_trl
 from tracegrad.recipes.verl import from_verl
 
-_FROM = {"trl": from_trl, "verl": from_verl, "skyrl": from_skyrl, "art": from_art}
+_IMPORTERS = {"trl": from_trl, "verl": from_verl, "skyrl": from_skyrl, "art": from_art}
 _MOST_BYTES = 1 << 18
 
 
 def like(told: str) -> Recipe:
-    """The recipe of `peer:file`, a YAML or JSON file with the config of trl, verl, skyrl or art.
+    """Load the recipe of `peer:file`, a YAML or JSON file with the config of trl, verl, skyrl or art.
 
     Raises:
-        ArgumentError: for another peer, a file that is none of them, and whatever the peer's own function refuses.
+        ArgumentError: for another peer, a file that is not such a config, and options that the peer's import function
+            rejects.
     """
     peer, _, file = told.partition(":")
-    if peer not in _FROM or not file:
-        raise ArgumentError(f"--like {told!r:.100} names no config. Write {', '.join(f'{p}:FILE' for p in _FROM)}.")
+    if peer not in _IMPORTERS or not file:
+        raise ArgumentError(
+            f"--like {told!r:.100} names no config. Write {', '.join(f'{p}:FILE' for p in _IMPORTERS)}."
+        )
     try:
-        return _FROM[peer](_read(Path(file)))
+        return _IMPORTERS[peer](_read(Path(file)))
     except ArgumentError as error:
         raise ArgumentError(f"{file}: {error}") from error
 
@@ -36,8 +39,8 @@ def _read(path: Path) -> Any:
             data = file.read(_MOST_BYTES + 1)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ArgumentError(f"{why}. The recipe is not known. Give a YAML or JSON file.") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ArgumentError(f"{reason}. The recipe is not known. Give a YAML or JSON file.") from error
     if len(data) > _MOST_BYTES:
         raise ArgumentError(f"more than {_MOST_BYTES:,} bytes. It is no config. Give another.")
     try:

@@ -1,4 +1,4 @@
-"""Import the configuration of another trainer: read its options, and say which have no counterpart."""
+"""Import the configuration of another trainer: map its options to a recipe, and report those without a counterpart."""
 
 import contextlib
 import enum
@@ -21,10 +21,10 @@ class Without:
     """An option that has no counterpart.
 
     Args:
-        harmless: its values that change nothing, the peer's default first.
-        why: what it would do, and why it cannot here.
-        cure: what does the same, or what to do.
-        of_run: it says how a run goes, and the objective is what it is without it: only a run refuses it.
+        harmless: values that change nothing, the peer's default first.
+        why: the effect of the option, and the reason why it is not supported.
+        cure: an equivalent option, or another fix.
+        of_run: whether the option affects only the run and not the objective. Then only a run rejects it.
     """
 
     harmless: tuple[Any, ...]
@@ -35,18 +35,18 @@ class Without:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another trainer's options.
+    """The options of another trainer.
 
     Args:
-        name: as a user calls it.
-        version: of it, against which this is checked.
-        options: what is read, by dotted names: the peer's default, then what else an option may say, which is shown on
-            docs/coming-from.md and compared with the peer's own code.
-        build: the recipe of all options, told or at their defaults.
-        beside: what is told there with an option, or with one of its values, so that it does something.
+        name: the name of the trainer, as users write it.
+        version: the tested version of the trainer.
+        options: the supported options by dotted name: the peer's default, then other values. The values appear on
+            docs/coming-from.md and are compared with the peer's own code.
+        build: builds the recipe from the values of all options.
+        beside: other options that must be set with an option, or with one of its values, so that it has an effect.
         without: options that have no counterpart.
-        own: patterns of options that say how it runs, not what it minimises.
-        differs: where the numbers are not the peer's on purpose: names, and how, with {sizes} that `build` fills in.
+        own: patterns of options that affect how the peer runs, not what it minimises.
+        differs: intended differences from the peer's numbers, by name, with {sizes} that `build` fills in.
     """
 
     name: str
@@ -59,35 +59,39 @@ class Peer:
     differs: Mapping[str, str]
 
     def cases(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-        """Each option with each value but its default, and what is told beside it."""
+        """Yield (option, value, other options to set) for each value of each option except its default."""
         for name, (_, *values) in self.options.items():
             yield from ((name, value, self.beside.get((name, value), self.beside.get(name, {}))) for value in values)
 
     def recipe(self, told: Mapping[str, Any], refused: Sequence[str] = ()) -> Recipe:
-        """The recipe of what is told, without spellings.
+        """Build the recipe of these options, without the effect of each option.
+
+        Args:
+            told: values of options; other options have their default.
+            refused: messages about rejected options.
 
         Raises:
-            ArgumentError: for options without a counterpart, all of them at once, those in `refused` first.
+            ArgumentError: for all options without a counterpart at once, those in `refused` first.
         """
         values = {name: values[0] for name, values in self.options.items()} | {**told}
-        asked = Asked(values, self.differs, [*refused])
+        config = Asked(values, self.differs, [*refused])
         try:
-            recipe = self.build(asked)
+            recipe = self.build(config)
         except ArgumentError as error:
-            self.refuse(asked.refused, asked.unmet)
+            self.refuse(config.refused, config.unmet)
             raise ArgumentError(f"{self.name}: {error}") from error
-        self.refuse(asked.refused, asked.unmet)
-        return replace(recipe, differs=tuple(asked.differences.items()), unmet=tuple(asked.unmet))
+        self.refuse(config.refused, config.unmet)
+        return replace(recipe, differs=tuple(config.differences.items()), unmet=tuple(config.unmet))
 
     def refuse(self, refused: list[str], unmet: Sequence[str] = ()) -> None:
-        """Raises what was refused, together with what a run would refuse."""
+        """Raise an ArgumentError about all refused options, if any, and about the options that a run would reject."""
         if refused:
             raise ArgumentError(f"{self.name}: {refusal([*refused, *unmet])}")
 
 
 @dataclass
 class Asked:
-    """What a config says, as `build` reads it."""
+    """The values of a config, and the problems that `build` finds in them."""
 
     values: Mapping[str, Any]
     known: Mapping[str, str]
@@ -99,44 +103,59 @@ class Asked:
         return self.values[name]
 
     def among(self, name: str, known: Mapping[Any, Any], *, of_run: bool = False) -> Any:
-        """What the value of an option stands for; where it is refused the first of `known`, or None of a run."""
+        """Return the counterpart of an option's value. An unknown value is refused.
+
+        Args:
+            name: of the option.
+            known: counterparts by value.
+            of_run: whether the option affects only the run.
+
+        Returns:
+            the counterpart; for an unknown value None with `of_run`, else the first counterpart.
+        """
         if self.values[name] in known:
             return known[self.values[name]]
         self.no(name, "it is not known here", f"known: {', '.join(map(str, known))}", of_run=of_run)
         return None if of_run else next(iter(known.values()))
 
     def no(self, name: str, why: str, cure: str, *, of_run: bool = False) -> None:
-        """Refuses an option together with the others; one that says how a run goes, only where a run is asked for."""
-        (self.unmet if of_run else self.refused).append(_refusal(name, self.values[name], why, cure))
+        """Record that an option is refused. With `of_run`, only a run raises the error."""
+        (self.unmet if of_run else self.refused).append(_refusal_message(name, self.values[name], why, cure))
 
     def differs(self, name: str, **sizes: Any) -> None:
-        """Says one of the peer's differences of the config at hand."""
+        """Record that one of the peer's differences applies to this config."""
         self.differences[name] = self.known[name].format(**sizes)
 
 
 def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
-    """The recipe of a flat config."""
-    told: dict[str, Any] = {}
+    """Convert a flat config of a peer to a recipe.
+
+    Raises:
+        ArgumentError: for options without a counterpart, unknown options and values of another type.
+    """
+    values: dict[str, Any] = {}
     refused: list[str] = []
     unmet: list[str] = []
     for name, value in given.items():
-        plain = value.value if isinstance(value, enum.Enum) else value
+        raw = value.value if isinstance(value, enum.Enum) else value
         if name in peer.options:
-            told[name] = _typed(peer, name, plain)
+            values[name] = _convert(peer, name, raw)
         elif name in peer.without:
-            other = peer.without[name]
-            if plain not in other.harmless:
-                (unmet if other.of_run else refused).append(_refusal(name, plain, other.why, other.cure))
+            counterpart = peer.without[name]
+            if raw not in counterpart.harmless:
+                (unmet if counterpart.of_run else refused).append(
+                    _refusal_message(name, raw, counterpart.why, counterpart.cure)
+                )
         elif not any(fnmatchcase(name, pattern) for pattern in peer.own.split()):
-            cure = nearest(str(name)[:80], [*peer.options, *peer.without])
-            cure = cure if cure.startswith("Did") else "leave it out if it says how a run runs"
-            refused.append(_refusal(str(name), plain, f"{peer.name} {peer.version} has no such option", cure))
-    recipe = peer.recipe(told, [*refused, *unmet] if refused else ())
-    return replace(recipe, told=tuple(_spelled(peer, told, recipe)), unmet=(*unmet, *recipe.unmet))
+            fix = nearest(str(name)[:80], [*peer.options, *peer.without])
+            fix = fix if fix.startswith("Did") else "leave it out if it says how a run runs"
+            refused.append(_refusal_message(str(name), raw, f"{peer.name} {peer.version} has no such option", fix))
+    recipe = peer.recipe(values, [*refused, *unmet] if refused else ())
+    return replace(recipe, told=tuple(_effects(peer, values, recipe)), unmet=(*unmet, *recipe.unmet))
 
 
 def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, Any]:
-    """Dotted names to values of mappings and dataclasses, nested ones too as far as `deepest`.
+    """Flatten mappings and dataclasses to values by dotted name, up to `deepest` levels.
 
     >>> flat({"algorithm": {"adv_estimator": "grpo"}, "trainer.n": 1})
     {'algorithm.adv_estimator': 'grpo', 'trainer.n': 1}
@@ -145,9 +164,9 @@ def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, An
         raise ArgumentError(
             f"the config is {type(config).__name__}, and its options have no names. Pass its own class, or a dict."
         )
-    given = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
+    items = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in items.items():
         name = f"{prefix}{key}"
         if deepest and (isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))):
             values |= flat(value, f"{name}.", deepest - 1) or {name: None}
@@ -158,69 +177,71 @@ def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, An
     return values
 
 
-def _typed(peer: Peer, name: str, value: Any) -> Any:
-    """A value of the default's kind; numbers may be written as YAML 1.1 leaves them, 1e-6 as a text."""
-    default, *others = peer.options[name]
-    number = isinstance(default, (int, float)) and not isinstance(default, bool)
-    if isinstance(value, str) and (number or default is None) and set(value) <= set("0123456789.eE+-"):
+def _convert(peer: Peer, name: str, value: Any) -> Any:
+    """Convert a value to the type of the default. YAML 1.1 reads numbers such as 1e-6 as text."""
+    default, *choices = peer.options[name]
+    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    if isinstance(value, str) and (is_number or default is None) and set(value) <= set("0123456789.eE+-"):
         with contextlib.suppress(ValueError):
             value = float(value)
-    kinds: tuple[type, ...] = (bool,) if isinstance(default, bool) else (int, float) if number else (str,)
+    types: tuple[type, ...] = (bool,) if isinstance(default, bool) else (int, float) if is_number else (str,)
     if default is None:
-        kinds = (int, float, str, bool)
+        types = (int, float, str, bool)
     if isinstance(default, (list, tuple)):
-        kinds = (list, tuple)
-    kinds += tuple({type(each) for each in others if each is not None} - {*kinds})
-    interpolated = isinstance(value, str) and "${" in value
-    if value is None and None in (default, *others[:1]):
+        types = (list, tuple)
+    types += tuple({type(choice) for choice in choices if choice is not None} - {*types})
+    is_interpolation = isinstance(value, str) and "${" in value
+    if value is None and None in (default, *choices[:1]):
         return None
-    if interpolated or not isinstance(value, kinds) or (number and isinstance(value, bool)):
-        why = "it is an interpolation" if interpolated else f"it must be {' or '.join(k.__name__ for k in kinds)}"
-        peer.refuse([_refusal(name, value, why, "resolve it, or leave it out")])
-    if number and isinstance(value, (int, float)) and value == value // 1:
+    if is_interpolation or not isinstance(value, types) or (is_number and isinstance(value, bool)):
+        reason = (
+            "it is an interpolation" if is_interpolation else f"it must be {' or '.join(k.__name__ for k in types)}"
+        )
+        peer.refuse([_refusal_message(name, value, reason, "resolve it, or leave it out")])
+    if is_number and isinstance(value, (int, float)) and value == value // 1:
         return float(value) if isinstance(default, float) else int(value)
     return value
 
 
-def _refusal(name: str, value: Any, why: str, cure: str) -> str:
+def _refusal_message(name: str, value: Any, why: str, cure: str) -> str:
     return f"{name[:100]} = {str(value)[:60]!r} ({why}; {cure})"
 
 
-def _spelled(peer: Peer, told: Mapping[str, Any], whole: Recipe) -> list[tuple[str, str]]:
-    """Each told option that is not at its default, and what of the recipe is due to it."""
-    spelled = []
-    for name, value in told.items():
+def _effects(peer: Peer, values: Mapping[str, Any], complete: Recipe) -> list[tuple[str, str]]:
+    """Return (option = value, its effect on the recipe) for each option that is not at its default."""
+    effects = []
+    for name, value in values.items():
         if value == peer.options[name][0]:
             continue
         try:
-            without = peer.recipe({each: told[each] for each in told if each != name})
-            effect = changes(without, whole) or "without effect beside the others"
-            if without.unmet != whole.unmet:
-                effect = "what the others need" if {*without.unmet} - {*whole.unmet} else "refused by a run"
+            without = peer.recipe({other: values[other] for other in values if other != name})
+            effect = changes(without, complete) or "without effect beside the others"
+            if without.unmet != complete.unmet:
+                effect = "what the others need" if {*without.unmet} - {*complete.unmet} else "refused by a run"
         except ArgumentError:
             effect = "what the others need"
-        spelled.append((f"{name} = {value}", effect))
-    return spelled
+        effects.append((f"{name} = {value}", effect))
+    return effects
 
 
 def changes(before: Recipe, after: Recipe) -> str:
-    """What makes one recipe the other, as a command line would say it where it can.
+    """Describe the changes from one recipe to another, as command-line options if possible.
 
     >>> from tracegrad.objective import presets
     >>> changes(Recipe(presets.GRPO), Recipe(presets.DUAL_CLIP))
     'objective.surrogate.dual = 3.0, objective.reduce.per = token, objective.reduce.inner = None'
     """
-    lines = _of_objectives(before.objective, after.objective)
-    then, now = dict(_beside(before)), dict(_beside(after))
-    lines += [f"{name} = {value}" for name, value in now.items() if then.get(name) != value]
-    return ", ".join([*lines, *(f"no {name}" for name in then if name not in now)])
+    lines = _objective_changes(before.objective, after.objective)
+    old_options, new_options = dict(_other_options(before)), dict(_other_options(after))
+    lines += [f"{name} = {value}" for name, value in new_options.items() if old_options.get(name) != value]
+    return ", ".join([*lines, *(f"no {name}" for name in old_options if name not in new_options)])
 
 
-def _beside(recipe: Recipe) -> list[tuple[str, Any]]:
+def _other_options(recipe: Recipe) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in recipe.options if not name.startswith("objective")]
 
 
-def _of_objectives(before: Objective, after: Objective) -> list[str]:
+def _objective_changes(before: Objective, after: Objective) -> list[str]:
     if before == after:
         return []
     for name, add in (("kl", with_kl), ("beta", with_beta)):
@@ -237,10 +258,10 @@ def _differences(name: str, before: Any, after: Any) -> list[str]:
         return []
     if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
         pairs = zip(range(len(after)), before, after, strict=True)
-        return [line for place, one, other in pairs for line in _differences(f"{name}.{place}", one, other)]
+        return [line for index, old, new in pairs for line in _differences(f"{name}.{index}", old, new)]
     if is_dataclass(after) and type(before) is type(after):
         parts = [(f.name, getattr(before, f.name), getattr(after, f.name)) for f in fields(after)]
-        return [line for key, one, other in parts for line in _differences(f"{name}.{key}", one, other)]
+        return [line for key, old, new in parts for line in _differences(f"{name}.{key}", old, new)]
     return [f"{name} = {spell(after) if isinstance(after, tuple) or is_dataclass(after) else after}"]
 
 
@@ -250,11 +271,13 @@ _NAMES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "c
 def rates(
     o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False, per_unit: int = 1
 ) -> Options:
-    """optimizer.lr and schedule.* of the options of these names.
+    """Return optimizer.lr and schedule.* from the options with these names.
 
     Args:
-        constant_warms: whether the peer's "constant" rises first; transformers' does not.
-        per_unit: optimizer steps in one of what the warm-up counts.
+        o: the values of the config.
+        lr, scheduler, warmup: names of the options.
+        constant_warms: whether the peer's "constant" schedule has a warm-up; transformers' has none.
+        per_unit: optimizer steps per unit of the warm-up.
     """
     name, steps = o.among(scheduler, _NAMES, of_run=True) or "constant", max(o[warmup], 0) * per_unit
     if steps != int(steps):
@@ -266,7 +289,7 @@ def rates(
 
 
 def reward_kl(coef: float, kind: str, target: float | None, horizon: float) -> Options:
-    """The section of KL in the reward: k3 is held within 10, the coefficient follows a target where there is one."""
+    """Return the options of KL in the reward: k3 is capped at 10, and a target makes the coefficient adaptive."""
     if not coef:
         return ()
     options: list[tuple[str, str | int | float]] = [("reward_kl.coef", float(coef))]

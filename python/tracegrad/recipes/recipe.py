@@ -1,4 +1,4 @@
-"""Define `Recipe`: a method with everything its paper fixes beside the loss, and the recipes of papers."""
+"""Recipes: a loss with all other options that its paper specifies (`Recipe`), and the recipes of papers."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,27 +14,27 @@ from tracegrad.objective import Missing, Objective, Ratio, presets, with_beta, w
 from tracegrad.objective.serialize import spell
 
 Options = tuple[tuple[str, Scalar], ...]
-_TOGETHER = {"objective": ("objective", "train.missing"), "advantage.baseline": ("advantage.",)}
-"""Options that mean nothing without the first of them."""
+_DEPENDENT_OPTIONS = {"objective": ("objective", "train.missing"), "advantage.baseline": ("advantage.",)}
+"""Options that have no effect without another one (the key), by their prefixes."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An objective, and what else of a run its source fixes; what it leaves open is not in here.
+    """An objective, and all other options of a run that its source specifies.
 
     Args:
         objective: the loss.
-        advantage: from rewards to advantages; None where the source leaves it open.
-        missing: what becomes of a term without a recorded logprob; None where open.
+        advantage: how advantages are computed from rewards; None if the source does not specify it.
+        missing: the treatment of trained tokens without a recorded logprob; None if it is not specified.
         config: further options of a run, by their dotted names.
-        told: of a config from elsewhere, each option as it is written there and what it is here.
-        differs: where the numbers of it are not those of elsewhere, on purpose: a name, and how and by how much.
-        unmet: its options that say how a run goes and have no counterpart: `settle` refuses them, and the objective is
-            what it is without them.
+        told: for an imported config, each of its options and the equivalent here.
+        differs: for an imported config, intended differences from the other trainer's numbers: name and description.
+        unmet: for an imported config, its options that affect only the run and have no counterpart. `settle` raises an
+            error for them. They do not affect the objective.
 
     Raises:
-        ArgumentError: for an option that is none, or that has a place of its own in a recipe; for a policy for missing
-            logprobs that the objective refuses.
+        ArgumentError: for an option that does not exist or that is a field of the recipe, and for a `missing` that the
+            objective does not allow.
 
     >>> print(Recipe(presets.DR_GRPO, Advantage(scale="none")))
     loss = sum of scale * keep * weight * S
@@ -64,33 +64,39 @@ class Recipe:
 
     @property
     def options(self) -> Options:
-        """What it fixes, as options of a run by their dotted names, the objective first.
+        """The specified options of a run by their dotted names, the objective first.
 
         >>> Recipe(presets.GRPO, missing="mask").options
         (('objective', 'GRPO'), ('train.missing', 'mask'))
         """
-        found = [*named(self.objective)]
+        options = [*named(self.objective)]
         if self.advantage is not None:
-            scaled = self.advantage.scale != "none"
-            found += [("advantage.baseline", self.advantage.baseline), ("advantage.scale", self.advantage.scale)]
-            found += [("advantage.ddof", self.advantage.ddof)] if scaled else []
+            has_scale = self.advantage.scale != "none"
+            options += [("advantage.baseline", self.advantage.baseline), ("advantage.scale", self.advantage.scale)]
+            options += [("advantage.ddof", self.advantage.ddof)] if has_scale else []
             if self.advantage.several != "sum_then_normalize":
-                found.append(("advantage.several", self.advantage.several))
+                options.append(("advantage.several", self.advantage.several))
             if self.advantage.singleton != "refuse":
-                found.append(("advantage.singleton", self.advantage.singleton))
+                options.append(("advantage.singleton", self.advantage.singleton))
         if self.missing is not None:
-            found.append(("train.missing", self.missing))
-        return (*found, *self.config)
+            options.append(("train.missing", self.missing))
+        return (*options, *self.config)
 
     def settle(
         self, path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *, start: Config | None = None
     ) -> tuple[Config, tuple[str, ...]]:
-        """The config of a run that follows it, and where the file or the overrides told otherwise, which wins.
+        """Return the config of a run with this recipe, and the options that override the recipe.
 
-        Where they take another objective or another baseline, what the recipe says of its own is left out.
+        The file and the overrides win over the recipe. If they set another objective or another baseline, the recipe's
+        options of its own objective or advantage are left out.
+
+        Args:
+            path: a TOML file of options.
+            overrides: dotted names and values.
+            start: the config to start from; default `Config()`.
 
         Raises:
-            ArgumentError: for what is `unmet`, all of it at once.
+            ArgumentError: for all options in `unmet` at once.
 
         >>> chosen, otherwise = Recipe(presets.GRPO, Advantage(scale="std")).settle(overrides=[("advantage.ddof", 0)])
         >>> chosen.advantage.scale, otherwise
@@ -98,15 +104,19 @@ class Recipe:
         """
         if self.unmet:
             raise ArgumentError(f"{refusal(self.unmet)}. The objective alone is recipe.objective.")
-        start, overrides, mine = start or Config(), tuple(overrides), self.options
-        chosen = config.load(path, overrides, start=_over(start, mine))
-        for head, members in _TOGETHER.items():
-            if _of(chosen).get(head) != dict(mine).get(head, _of(chosen).get(head)):
-                mine = tuple(each for each in mine if not each[0].startswith(members))
-        chosen = config.load(path, overrides, start=_over(start, mine))
-        now, fixed = _of(chosen), dict(self.options)
-        otherwise = [f"{name} = {now[name]} (not {value})" for name, value in fixed.items() if now.get(name) != value]
-        otherwise += [f"{name} = {now[name]}" for name in now if name.startswith("objective.") and name not in fixed]
+        start, overrides, own_options = start or Config(), tuple(overrides), self.options
+        chosen = config.load(path, overrides, start=_with_options(start, own_options))
+        for key, members in _DEPENDENT_OPTIONS.items():
+            if _values_by_name(chosen).get(key) != dict(own_options).get(key, _values_by_name(chosen).get(key)):
+                own_options = tuple(option for option in own_options if not option[0].startswith(members))
+        chosen = config.load(path, overrides, start=_with_options(start, own_options))
+        values, specified = _values_by_name(chosen), dict(self.options)
+        otherwise = [
+            f"{name} = {values[name]} (not {value})" for name, value in specified.items() if values.get(name) != value
+        ]
+        otherwise += [
+            f"{name} = {values[name]}" for name in values if name.startswith("objective.") and name not in specified
+        ]
         return chosen, tuple(otherwise)
 
     def __str__(self) -> str:
@@ -115,16 +125,16 @@ class Recipe:
             *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.options),
         ]
         width = max((len(name) for name, _ in self.told), default=0)
-        lines += [f"# {name:<{width}} is {here}" for name, here in self.told]
-        lines += [f"# differs on purpose, {name}: {words}" for name, words in self.differs]
-        return "\n".join([*lines, *(f"# refused by a run: {each}" for each in self.unmet)])
+        lines += [f"# {name:<{width}} is {equivalent}" for name, equivalent in self.told]
+        lines += [f"# differs on purpose, {name}: {description}" for name, description in self.differs]
+        return "\n".join([*lines, *(f"# refused by a run: {option}" for option in self.unmet)])
 
     def _repr_html_(self) -> str:
         return _html.text(str(self))
 
 
 def refusal(refused: Sequence[str]) -> str:
-    """What is said of options that cannot be taken, together."""
+    """Return the message about all options that are not supported."""
     more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
     return (
         f"{len(refused)} of the options cannot be taken, and a run without them would be another method: "
@@ -133,7 +143,7 @@ def refusal(refused: Sequence[str]) -> str:
 
 
 def named(objective: Objective) -> Options:
-    """An objective as options: a preset by its name, with a reference penalty as `kl` or `beta` beside it, else code.
+    """Return an objective as options: the name of a preset, with `kl` or `beta` for a reference penalty, or its code.
 
     >>> named(presets.with_kl(presets.GRPO, 0.04))
     (('objective', 'GRPO'), ('objective.kl', 0.04))
@@ -149,19 +159,19 @@ def named(objective: Objective) -> Options:
 
 
 def _preset(objective: Objective) -> str:
-    """The name of the preset that it is; "" where it is none."""
+    """Return the name of the preset that equals an objective; "" if there is none."""
     return next((name for name in presets.__all__ if getattr(presets, name) == objective), "")
 
 
-def _over(start: Config, options: Options) -> Config:
-    """A config with options changed; the objective's earlier overrides go with it."""
+def _with_options(start: Config, options: Options) -> Config:
+    """Return a config with changed options. A new objective also discards earlier overrides of the objective."""
     if options and options[0][0] == "objective":
         start = replace(start, objective=replace(start.objective, overrides=()))
     return config.update(start, options)
 
 
-def _of(chosen: Config) -> dict[str, Scalar]:
-    """Dotted names to values, the preset as `objective`."""
+def _values_by_name(chosen: Config) -> dict[str, Scalar]:
+    """Return the values of a config by dotted name, the preset as `objective`."""
     flat = config.as_dict(chosen)
     return {"objective": flat.pop("objective.preset"), **flat}
 

@@ -1,7 +1,6 @@
-"""Which recipe for these traces, by what is measured on them. It recommends and never switches by itself.
+"""Recommend a recipe for recorded traces, from measurements on them. It never changes a run by itself.
 
-The thresholds stand on the runs of docs/choosing.md, which has the figures of each recording. No torch. Called by
-users, and by `tracegrad doctor --rescore`.
+The thresholds come from the runs in docs/choosing.md, which has the numbers of each recording. torch is not needed.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -20,18 +19,18 @@ from tracegrad.objective import presets
 from tracegrad.recipes.recipe import DAPO, OAPL, Options, Recipe
 
 NONE_KNOWN = 0.99
-"""Share of terms without a logprob from which a recording has none."""
+"""Share of trained tokens without a logprob from which a recording counts as one without logprobs."""
 SOME_MISSING = 0.05
 CLOSE = 0.01
-"""Share of terms whose old/rollout lies outside [0.5, 2] up to which trainer and recorder agree closely."""
+"""Share of trained tokens with old/rollout outside of [0.5, 2], up to which trainer and recorder agree closely."""
 TRIED = 0.03
-"""The same, up to which recordings were tried here: 16 policy versions stale."""
+"""Largest such share among the recordings that were tested: 16 policy versions of staleness."""
 ANOTHER = 0.5
-"""The same, from which it is another model's recording, or one that no correction of single terms reaches."""
+"""Such a share, from which the recording is of another model, or no correction of single tokens is enough."""
 FEW_COUNT = 0.2
-"""Effective sample size over terms, below which the weights leave too few."""
+"""Effective sample size divided by trained tokens, below which the weights leave too few tokens."""
 OLD_VERSIONS = 64
-"""Policy versions behind the newest one, from which papers take a regression."""
+"""Staleness in policy versions, from which papers use a regression."""
 LOW, HIGH = 0.5, 2.0
 LOGPROBS = (
     "the logprob and id of each sampled token: logprobs=true and return_token_ids=true in each request, or let "
@@ -43,19 +42,19 @@ PROCESSED = "processed logprobs: start the server with --logprobs-mode processed
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured; None where `old` or versions are not known.
+    """Measurements of a recording; None if `old` or versions are unknown.
 
     Args:
-        terms: sampled tokens.
+        terms: number of trained tokens.
         missing: share of them without a recorded logprob.
-        kinds: of logprobs in the recording, by name.
-        hot: whether a temperature other than 1 stands beside logprobs that are not processed.
+        kinds: kinds of logprobs in the recording, by name.
+        hot: whether a trace has a temperature other than 1 and logprobs that are not processed.
         kl: mean of log rollout/old, nats: KL(rollout || old).
-        outside: share of known terms whose old/rollout lies outside [0.5, 2].
-        ess: effective sample size of old/rollout, over terms.
-        lag: policy versions of the middle term behind the newest.
-        reshaped: sampling options beside temperature that were on, so that the tokens follow another distribution.
-        kept: mean and least kept mass S of tokens that these cut off, of processed logprobs.
+        outside: share of trained tokens with a logprob whose old/rollout is outside of [0.5, 2].
+        ess: effective sample size of old/rollout, divided by the number of trained tokens.
+        lag: median staleness of trained tokens, in policy versions.
+        reshaped: sampling options other than temperature that were on, so that tokens have another distribution.
+        kept: mean and minimum of the probability mass S that these options kept, for processed logprobs.
     """
 
     terms: int
@@ -70,27 +69,27 @@ class Measured:
     kept: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        told = {"missing": f"{self.missing:.1%}", "kind": ", ".join(self.kinds)}
+        rows = {"missing": f"{self.missing:.1%}", "kind": ", ".join(self.kinds)}
         if self.kl is not None:
-            told |= {"KL(rollout||old)": f"{self.kl:.2g} nats", "old/rollout outside [0.5, 2]": f"{self.outside:.1%}"}
-            told |= {"ESS": f"{self.ess:.2f}"}
-        told |= {"sampled with": ", ".join(self.reshaped)} if self.reshaped else {}
-        told |= {"kept mass S": f"{self.kept[0]:.3f}, {self.kept[1]:.3f} at least"} if self.kept else {}
-        told |= {} if self.lag is None else {"versions behind": f"{self.lag:g}"}
-        return ", ".join(f"{name} {value}" for name, value in told.items())
+            rows |= {"KL(rollout||old)": f"{self.kl:.2g} nats", "old/rollout outside [0.5, 2]": f"{self.outside:.1%}"}
+            rows |= {"ESS": f"{self.ess:.2f}"}
+        rows |= {"sampled with": ", ".join(self.reshaped)} if self.reshaped else {}
+        rows |= {"kept mass S": f"{self.kept[0]:.3f}, {self.kept[1]:.3f} at least"} if self.kept else {}
+        rows |= {} if self.lag is None else {"versions behind": f"{self.lag:g}"}
+        return ", ".join(f"{name} {value}" for name, value in rows.items())
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation, with what it stands on.
+    """A recommendation, with its reasons.
 
     Args:
-        name: of the recipe, or of the objective where its source leaves the rest open.
+        name: of the recipe, or of the objective if its source specifies only the loss.
         recipe: to be trained with.
         reason: two sentences.
-        decided: the figure that decided, with its threshold.
-        measured: all that was.
-        record: what to ask of the server next time, where that would let another rule decide; else "".
+        decided: the measurement that decided, with its threshold.
+        measured: all measurements.
+        record: what to request from the server next time, if that would change the recommendation; else "".
     """
 
     name: str
@@ -102,20 +101,20 @@ class Advice:
 
     @property
     def options(self) -> Options:
-        """As options of `tracegrad train`."""
+        """The recipe as options of `tracegrad train`."""
         return self.recipe.options
 
     @property
     def spoken(self) -> str:
-        """The options as they are told on a command line."""
-        told = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.options}
-        return " ".join(f"--{name} {value}" for name, value in told.items())
+        """The options as flags of a command line."""
+        options = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.options}
+        return " ".join(f"--{name} {value}" for name, value in options.items())
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
-        told = {"name": self.name, "options": dict(self.options), "reason": self.reason, "decided": self.decided}
-        told |= {"record": self.record} if self.record else {}
-        return {**told, "measured": asdict(self.measured)}
+        """Return the recommendation as a dict for JSON."""
+        result = {"name": self.name, "options": dict(self.options), "reason": self.reason, "decided": self.decided}
+        result |= {"record": self.record} if self.record else {}
+        return {**result, "measured": asdict(self.measured)}
 
     def __str__(self) -> str:
         rows = {"decided": self.decided, "measured": self.measured, "options": self.spoken}
@@ -124,15 +123,15 @@ class Advice:
 
 
 def for_data(sequences: Sequences, old: ArrayLike | None = None) -> Advice:
-    """The recipe for a recording, the reason, and the figure that decided.
+    """Recommend a recipe for a recording, with the reason and the measurement that decided.
 
     Args:
         sequences: aligned traces.
-        old: [T] or [M] logprobs of the policy that will be trained, nats (`policy.logprobs`, or `doctor --rescore`);
-            None leaves what is measured against it open.
+        old: [T] or [M] logprobs of the policy that will be trained, nats (`model.logprobs`, or `doctor --rescore`);
+            None skips the measurements that need it.
 
     Raises:
-        ArgumentError: without a term, or for an `old` of another length.
+        ArgumentError: if there are no trained tokens, or `old` has another length.
 
     >>> s = Sequences.from_arrays([5, 6, 7], [0, 3], [np.nan, -1.0, -2.0], [False, True, True])
     >>> found = for_data(s, old=[-1.1, -1.9])
@@ -143,7 +142,7 @@ def for_data(sequences: Sequences, old: ArrayLike | None = None) -> Advice:
 
 
 def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
-    """What `for_data` looks at; arguments and errors as there."""
+    """Compute the measurements of `for_data`; arguments and errors as there."""
     terms = sequences.terms
     if not len(terms):
         raise ArgumentError(
@@ -154,38 +153,38 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
     kind = sequences.logprob_kind[owner]
     version = sequences.version[terms]
     known, recorded = ~np.isnan(rollout), version[version >= 0]
-    found: dict[str, Any] = {
+    measurements: dict[str, Any] = {
         "terms": len(terms),
         "missing": 1.0 - float(known.mean()),
-        "kinds": tuple(LOGPROB_KINDS[each] for each in np.unique(kind[known])),
-        "hot": _hot(sequences, np.unique(owner[known])),
+        "kinds": tuple(LOGPROB_KINDS[code] for code in np.unique(kind[known])),
+        "hot": _has_raw_temperature(sequences, np.unique(owner[known])),
         "lag": float(np.median(recorded.max() - recorded)) if len(recorded) else None,
         "reshaped": options_on(int(np.bitwise_or.reduce(sequences.reshaped[owner[known]], initial=0))),
     }
     if old is not None and known.any():
-        now = _validation.floats(old, "old", np.float64)
-        if len(now) not in (len(terms), sequences.tokens):
+        old_ = _validation.floats(old, "old", np.float64)
+        if len(old_) not in (len(terms), sequences.tokens):
             raise ArgumentError(
-                f"old has {len(now)} logprobs, and there are {len(terms)} terms of {sequences.tokens} tokens. Which is "
-                "which is not known. Pass one for each term, or for each token."
+                f"old has {len(old_)} logprobs, and there are {len(terms)} terms of {sequences.tokens} tokens. Which "
+                "is which is not known. Pass one for each term, or for each token."
             )
-        now = (now if len(now) == len(terms) else now[terms])[known]
-        ratio = np.exp(np.clip(now - rollout[known], -20.0, 20.0))
+        old_ = (old_ if len(old_) == len(terms) else old_[terms])[known]
+        ratio = np.exp(np.clip(old_ - rollout[known], -20.0, 20.0))
         processed = kind[known] == LOGPROB_KINDS.index("processed")
-        found["kept"] = kept_mass(now, rollout[known], sequences.reshaped[owner[known]], processed)
+        measurements["kept"] = kept_mass(old_, rollout[known], sequences.reshaped[owner[known]], processed)
         outside = float(np.mean((ratio < LOW) | (ratio > HIGH)))
-        plain = OffPolicy.of(now, rollout[known], trace=owner[known]).named()
-        found |= {"kl": plain["kl_rollout_old_k1"], "outside": outside, "ess": plain["mismatch_ess"]}
-    return Measured(**found)
+        metrics = OffPolicy.of(old_, rollout[known], trace=owner[known]).named()
+        measurements |= {"kl": metrics["kl_rollout_old_k1"], "outside": outside, "ess": metrics["mismatch_ess"]}
+    return Measured(**measurements)
 
 
 def advise(m: Measured) -> Advice:
-    """The recipe for what was measured: the first of the rules that holds."""
-    return _beyond_weights(m) or _within(m)
+    """Recommend a recipe for measurements, by the first rule that applies."""
+    return _beyond_weights(m) or _dapo(m)
 
 
 def _beyond_weights(m: Measured) -> Advice | None:
-    """Where no weight of single terms helps; None elsewhere."""
+    """Return the recommendation if no weight of single tokens helps; else None."""
     if m.missing >= NONE_KNOWN:
         return _advice(
             "TOPR_POSITIVE",
@@ -231,10 +230,10 @@ def _beyond_weights(m: Measured) -> Advice | None:
     return None
 
 
-def _within(m: Measured) -> Advice:
-    """Where DAPO will do, and what is to be said of it."""
+def _dapo(m: Measured) -> Advice:
+    """Return DAPO, with a reason that depends on the measurements."""
     if m.missing >= SOME_MISSING:
-        return _of_known(m)
+        return _dapo_with_missing(m)
     if m.hot:
         return _advice(
             "DAPO",
@@ -258,7 +257,7 @@ def _within(m: Measured) -> Advice:
             "DAPO",
             "Trainer and recorder agree closely, so that DAPO's weight costs nothing and its clip holds every term. "
             "TOPR did as well here, by less than seeds differ.",
-            _apart(m),
+            _outside_text(m),
             m,
             DAPO,
         )
@@ -281,15 +280,15 @@ def _within(m: Measured) -> Advice:
     )
 
 
-def _of_known(m: Measured) -> Advice:
-    """Where a part of the logprobs is missing: what becomes of those terms."""
+def _dapo_with_missing(m: Measured) -> Advice:
+    """Return DAPO for a recording with some missing logprobs, with the treatment of these tokens."""
     decided = f"missing: {m.missing:.1%} of terms, from {SOME_MISSING:.0%}"
     if m.outside is not None and m.outside <= CLOSE:
         reason = (
             "A part of the logprobs is missing. Where they are known the two policies agree closely, so that terms "
         )
         reason += "without one count with weight 1: they would else be lost."
-        return _advice("DAPO", reason, f"{decided}; {_apart(m)}", m, replace(DAPO, missing="neutral"))
+        return _advice("DAPO", reason, f"{decided}; {_outside_text(m)}", m, replace(DAPO, missing="neutral"))
     reason = (
         "A part of the logprobs is missing. Nothing shows that the two policies agree closely, so that terms without "
     )
@@ -297,14 +296,14 @@ def _of_known(m: Measured) -> Advice:
     return _advice("DAPO", reason, decided, m, replace(DAPO, missing="mask"))
 
 
-def _hot(sequences: Sequences, traces: NDArray[Any]) -> bool:
-    """Whether a trace was sampled at another temperature than 1 and its logprobs are not of that."""
-    heat = sequences.temperature[traces]
+def _has_raw_temperature(sequences: Sequences, traces: NDArray[Any]) -> bool:
+    """Return whether a trace has a temperature other than 1 and logprobs that are not processed."""
+    temperature = sequences.temperature[traces]
     raw = sequences.logprob_kind[traces] != LOGPROB_KINDS.index("processed")
-    return bool(np.any(raw & ~np.isnan(heat) & (heat != 1.0)))
+    return bool(np.any(raw & ~np.isnan(temperature) & (temperature != 1.0)))
 
 
-def _apart(m: Measured) -> str:
+def _outside_text(m: Measured) -> str:
     return f"old/rollout outside [0.5, 2]: {m.outside:.1%} of terms, up to {CLOSE:.0%}"
 
 

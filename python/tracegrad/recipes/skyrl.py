@@ -1,4 +1,4 @@
-"""SkyRL's config as a recipe: its algorithm and off-policy correction, by their names. SkyRL is not imported."""
+"""Import SkyRL's config as a recipe: its algorithm and off-policy correction. SkyRL is not imported."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,22 +42,22 @@ LOSSES = (
 
 
 def from_skyrl(config: Any) -> Recipe:
-    """The recipe of a SkyRLTrainConfig, of its AlgorithmConfig alone, or of a dict or YAML file with their options.
+    """Convert a SkyRLTrainConfig, an AlgorithmConfig, or a dict with their options, to a recipe.
 
     Raises:
-        ArgumentError: for options without a counterpart here, by name and with the cure.
+        ArgumentError: for options without a counterpart, by name and with a fix.
 
     >>> from_skyrl({"trainer": {"algorithm": {"policy_loss_type": "sapo"}}}).objective.surrogate.tau_neg
     1.05
     """
-    alone = "policy_loss_type" in config if isinstance(config, Mapping) else hasattr(config, "policy_loss_type")
-    return read(SKYRL, flat(config, _A if alone else ""))
+    is_algorithm = "policy_loss_type" in config if isinstance(config, Mapping) else hasattr(config, "policy_loss_type")
+    return read(SKYRL, flat(config, _A if is_algorithm else ""))
 
 
 def _build(o: Asked) -> Recipe:
     loss, low, high = o[f"{_A}policy_loss_type"], o[f"{_A}eps_clip_low"], o[f"{_A}eps_clip_high"]
     weights, gates = _weights(o), _gates(o)
-    surrogate, ratio, own, added = Clip(low, high), _OLD, (), ()
+    surrogate, ratio, covariance_gates, covariance_penalties = Clip(low, high), _OLD, (), ()
     if loss == "dual_clip":
         surrogate = Clip(low, high, dual=o[f"{_A}clip_ratio_c"])
     elif loss == "gspo":
@@ -80,11 +80,11 @@ def _build(o: Asked) -> Recipe:
         surrogate = Importance()
     elif loss == "clip_cov":
         bounds = (o[f"{_A}clip_cov.clip_cov_lb"], o[f"{_A}clip_cov.clip_cov_ub"])
-        own = (DropCovariance(o[f"{_A}clip_cov.clip_ratio"], *bounds, "microbatch", scaled=True),)
-    elif loss == "kl_cov":  # its penalty is a sum, and nothing divides it
-        surrogate, where = Importance(), TopCovariance(o[f"{_A}kl_cov.kl_cov_frac"], "microbatch", scaled=True)
-        extra = {"gated": True, "weighted": False, "where": where, "reduce": Reduce("constant", norm=1.0)}
-        added = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **extra),)
+        covariance_gates = (DropCovariance(o[f"{_A}clip_cov.clip_ratio"], *bounds, "microbatch", scaled=True),)
+    elif loss == "kl_cov":  # its penalty is a sum without a denominator
+        surrogate, selector = Importance(), TopCovariance(o[f"{_A}kl_cov.kl_cov_frac"], "microbatch", scaled=True)
+        extra = {"gated": True, "weighted": False, "where": selector, "reduce": Reduce("constant", norm=1.0)}
+        covariance_penalties = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **extra),)
     else:
         o.among(f"{_A}policy_loss_type", dict.fromkeys(LOSSES))
     if loss in ("clip_cov", "kl_cov", "importance_sampling") and (weights or gates):
@@ -94,8 +94,10 @@ def _build(o: Asked) -> Recipe:
             "leave that out",
         )
     reduce = _reduce(o)
-    penalties = (*added, *_penalties(o, reduce))
-    objective = Objective(surrogate, ratio, weights, (*gates, *own), penalties, reduce, entropy=_bonus(o, reduce))
+    penalties = (*covariance_penalties, *_penalties(o, reduce))
+    objective = Objective(
+        surrogate, ratio, weights, (*gates, *covariance_gates), penalties, reduce, entropy=_bonus(o, reduce)
+    )
     scale = "std" if o[f"{_A}grpo_norm_by_std"] else "none"
     advantage = o.among(
         f"{_A}advantage_estimator",
@@ -124,7 +126,7 @@ def _weights(o: Asked) -> tuple[Weight, ...]:
 
 
 def _gates(o: Asked) -> tuple[Gate, ...]:
-    """In SkyRL's order: outliers, tokens, then the row by what those have left of it."""
+    """Return the rejections in SkyRL's order: outliers, tokens, then rows by their remaining tokens."""
     gates: list[Gate] = []
     low, high = (o[f"{_C}outlier_token_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None or high is not None:
@@ -158,20 +160,23 @@ def _reduce(o: Asked) -> Reduce:
 
 
 def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
-    """The KL loss: a mean over each trace, then over traces, whatever the reduction, and over rejected terms too."""
+    """Return the KL loss: a mean over each trace, then over traces, for any reduction, with rejected tokens."""
     if not o[f"{_A}use_kl_loss"]:
         return ()
     kind = o.among(f"{_A}kl_estimator_type", {"k3": "k3", "k1": "k1", "k2": "k2", "abs": "abs"})
-    own = Reduce("trace", "mean")
-    options: dict[str, Any] = {"cap": 10.0 if kind == "k3" else None, "reduce": None if own == reduce else own}
+    own_reduce = Reduce("trace", "mean")
+    options: dict[str, Any] = {
+        "cap": 10.0 if kind == "k3" else None,
+        "reduce": None if own_reduce == reduce else own_reduce,
+    }
     return (Penalty(Ratio("theta", "ref"), kind, o[f"{_A}kl_loss_coef"], gated=False, weighted=False, **options),)
 
 
 def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
     if not o[f"{_A}use_entropy_loss"]:
         return None
-    own = Reduce("token")
-    return Entropy(o[f"{_A}entropy_loss_coef"], gated=False, reduce=None if own == reduce else own)
+    own_reduce = Reduce("token")
+    return Entropy(o[f"{_A}entropy_loss_coef"], gated=False, reduce=None if own_reduce == reduce else own_reduce)
 
 
 def _options(o: Asked, objective: Objective) -> Options:
@@ -179,38 +184,41 @@ def _options(o: Asked, objective: Objective) -> Options:
     beta1, beta2 = o[f"{_O}adam_betas"]
     options += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
     options += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
-    whole, mini = o["trainer.train_batch_size"], o["trainer.policy_mini_batch_size"]
-    charged = o[f"{_A}use_kl_in_reward"]
-    if whole and mini and (objective.needs.old or charged):
-        options.append(("train.updates_per_old", max(1, whole // mini)))
-    if charged and o[f"{_A}use_kl_loss"]:
+    batch_size, mini_batch_size = o["trainer.train_batch_size"], o["trainer.policy_mini_batch_size"]
+    uses_kl_in_reward = o[f"{_A}use_kl_in_reward"]
+    if batch_size and mini_batch_size and (objective.needs.old or uses_kl_in_reward):
+        options.append(("train.updates_per_old", max(1, batch_size // mini_batch_size)))
+    if uses_kl_in_reward and o[f"{_A}use_kl_loss"]:
         o.no(f"{_A}use_kl_in_reward", "SkyRL takes it or use_kl_loss", "use_kl_loss False", of_run=True)
-    elif charged:
+    elif uses_kl_in_reward:
         target = o.among(f"{_A}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{_A}kl_ctrl.kl_target"]})
-        kind = o.among(f"{_A}kl_estimator_type", {each: each for each in ("k1", "k2", "k3", "abs")})
+        kind = o.among(f"{_A}kl_estimator_type", {name: name for name in ("k1", "k2", "k3", "abs")})
         options += reward_kl(o[f"{_A}kl_loss_coef"], kind, target, o[f"{_A}kl_ctrl.horizon"])
     return (*options, *_filters(o))
 
 
 def _filters(o: Asked) -> Options:
-    """Groups without spread are masked by the filter of that name, and left out and refilled by the two others."""
+    """Return the filters. zero_variance_filter masks groups with equal rewards; two other options drop and refill them.
+
+    These are dynamic_sampling.type and fully_async.sample_full_batch.
+    """
     masks, refills = o[f"{_A}zero_variance_filter"], o["trainer.fully_async.sample_full_batch"]
     kind, truncated = o[f"{_A}dynamic_sampling.type"], o["generator.apply_overlong_filtering"]
     tolerance = o[f"{_A}zero_variance_filter_tol"] if masks else 0.0
     if kind == "replace":
-        why = "it trains copies of other groups, drawn at random, instead"
-        o.no(f"{_A}dynamic_sampling.type", why, "filter", of_run=True)
+        reason = "it trains copies of other groups, drawn at random, instead"
+        o.no(f"{_A}dynamic_sampling.type", reason, "filter", of_run=True)
     elif kind is not None and kind != "filter":
         o.no(f"{_A}dynamic_sampling.type", "it is not known here", "known: filter", of_run=True)
     if masks and kind == "filter":
-        why = "dynamic_sampling.type has left such groups out"
-        o.no(f"{_A}zero_variance_filter", why, "tell one of the two", of_run=True)
+        reason = "dynamic_sampling.type has left such groups out"
+        o.no(f"{_A}zero_variance_filter", reason, "tell one of the two", of_run=True)
     if refills and (truncated or not masks):
-        why = "it compares what apply_overlong_filtering left" if masks else "SkyRL has it with zero_variance_filter"
-        cure = "leave one of them out" if masks else "tell both"
-        o.no("trainer.fully_async.sample_full_batch", why, cure, of_run=True)
-    even = "filter.even_groups" if kind or refills else "filter.mask_even" if masks else ""
-    options: list[tuple[str, Any]] = [(even, True)] if even else []
+        reason = "it compares what apply_overlong_filtering left" if masks else "SkyRL has it with zero_variance_filter"
+        fix = "leave one of them out" if masks else "tell both"
+        o.no("trainer.fully_async.sample_full_batch", reason, fix, of_run=True)
+    even_option = "filter.even_groups" if kind or refills else "filter.mask_even" if masks else ""
+    options: list[tuple[str, Any]] = [(even_option, True)] if even_option else []
     options += [("filter.tolerance", tolerance)] if tolerance else []
     options += [("filter.truncated", True)] if truncated else []
     return (*options, *([("filter.zero_truncated", True)] if o["generator.zero_reward_on_non_stop"] else []))

@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig as a recipe. TRL is not imported: a config is read by the names of its options."""
+"""Import TRL's GRPOConfig as a recipe. TRL is not imported: the options are read by their names."""
 
 import json
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ _INFINITY = float("inf")
 
 
 def from_trl(config: Any) -> Recipe:
-    """The recipe of a GRPOConfig, or of a dict or YAML file with its options; printed, it spells each of them.
+    """Convert a GRPOConfig, or a dict with its options, to a recipe. A printed recipe lists the effect of each option.
 
     Raises:
-        ArgumentError: for options without a counterpart here, by name and with the cure.
+        ArgumentError: for options without a counterpart, by name and with a fix.
 
     >>> print(from_trl({"loss_type": "cispo", "epsilon_high": 5.0}).objective.weights[0])
     clamp(w, 0, 5), w = theta/old
@@ -45,7 +45,7 @@ def from_trl(config: Any) -> Recipe:
     if isinstance(options.get("lr_scheduler_kwargs"), Mapping):
         options["lr_scheduler_kwargs"] = json.dumps(dict(options["lr_scheduler_kwargs"]), sort_keys=True)
     if isinstance(options.get("reward_weights"), (list, tuple)):
-        options["reward_weights"] = ",".join(str(each) for each in options["reward_weights"])
+        options["reward_weights"] = ",".join(str(weight) for weight in options["reward_weights"])
     if (ratio := options.pop("warmup_ratio", None)) and not options.get("warmup_steps"):
         options["warmup_steps"] = ratio  # the name of transformers before 5.0
     if options.get("scale_rewards") in (True, False):
@@ -63,7 +63,7 @@ def _build(o: Asked) -> Recipe:
     surrogate, ratio = Clip(low, high, delta=o["delta"], level=level), _OLD
     if loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
-        # The bound itself: TRL's epsilon_high is no distance here.
+        # TRL's epsilon_high is the bound itself here, not the distance from 1.
         weights.append(Weight(_OLD, level, Clamp(0.0, high, below_one=high < 1)))
     elif loss == "vespo":
         surrogate, ratio = PolicyGradient(), None
@@ -106,7 +106,7 @@ def _build(o: Asked) -> Recipe:
 
 
 def _correction(o: Asked) -> tuple[Weight, ...]:
-    """vllm_importance_sampling_*: the weight of old/rollout, which TRL forms with vLLM alone."""
+    """Return the weight of old/rollout from vllm_importance_sampling_*, which TRL applies only with vLLM."""
     if not o["use_vllm"] or not o["vllm_importance_sampling_correction"]:
         return ()
     low, high = o["vllm_importance_sampling_clip_min"] or 0.0, o["vllm_importance_sampling_clip_max"]
@@ -136,20 +136,20 @@ def _reduce(o: Asked) -> Reduce:
 
 
 def _bonus(o: Asked) -> Entropy | None:
-    """The entropy bonus, on the quantile's terms alone where there is one."""
+    """Return the entropy bonus, only on the tokens of the entropy quantile if there is one."""
     adapt = None
     if o["use_adaptive_entropy"]:
         bounds = (o["entropy_coef_min"], o["entropy_coef_max"])
         adapt = Adapt(o["entropy_target"], o["entropy_coef_delta"], *bounds)
     if not o["entropy_coef"] and adapt is None:
         return None
-    selected = o["top_entropy_quantile"] < 1
-    if selected and o["off_policy_mask_threshold"] is not None:
-        why = "with off_policy_mask_threshold too, the bonus here runs over what both leave, TRL's over the quantile"
-        o.no("top_entropy_quantile", why, "leave out one of the three")
-    if selected:
+    uses_quantile = o["top_entropy_quantile"] < 1
+    if uses_quantile and o["off_policy_mask_threshold"] is not None:
+        reason = "with off_policy_mask_threshold too, the bonus here runs over what both leave, TRL's over the quantile"
+        o.no("top_entropy_quantile", reason, "leave out one of the three")
+    if uses_quantile:
         o.differs("bonus of a quantile", share=o["top_entropy_quantile"])
-    return Entropy(o["entropy_coef"], gated=selected, reduce=Reduce("token"), adapt=adapt)
+    return Entropy(o["entropy_coef"], gated=uses_quantile, reduce=Reduce("token"), adapt=adapt)
 
 
 def _options(o: Asked) -> Options:
@@ -169,25 +169,27 @@ def _options(o: Asked) -> Options:
         options.append(("train.max_steps", o["max_steps"]))
     if o["num_iterations"] > 1:
         options.append(("train.iterations", o["num_iterations"]))
-    options += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
+    options += [(f"optimizer.{name}", o[f"adam_{trl_name}"]) for name, trl_name in _ADAM.items()]
     options += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
     return (*_schedule(o), *options)
 
 
 def _schedule(o: Asked) -> Options:
-    """The learning rate; a warm-up below 1 is a share of all steps, as transformers has it."""
+    """Return the learning rate and its schedule. A warm-up below 1 is a share of all steps, as in transformers."""
     options: list[tuple[str, Any]] = [("optimizer.lr", float(o["learning_rate"]))]
     options.append(("schedule.name", o.among("lr_scheduler_type", _SCHEDULES)))
-    warm = max(o["warmup_steps"], 0.0) if o["lr_scheduler_type"] != "constant" else 0.0
-    if warm:
-        options.append(("schedule.warmup_steps", int(warm)) if warm >= 1 else ("schedule.warmup_ratio", float(warm)))
+    warmup = max(o["warmup_steps"], 0.0) if o["lr_scheduler_type"] != "constant" else 0.0
+    if warmup:
+        options.append(
+            ("schedule.warmup_steps", int(warmup)) if warmup >= 1 else ("schedule.warmup_ratio", float(warmup))
+        )
     if o["lr_scheduler_kwargs"] and o["lr_scheduler_type"] != "constant":
         options.append(("schedule.kwargs", o["lr_scheduler_kwargs"]))
     return tuple(options)
 
 
 def _updates(o: Asked) -> int:
-    """Optimizer steps for which `old` stays."""
+    """Return the number of optimizer steps between measurements of `old`."""
     steps = o["steps_per_generation"] or o["gradient_accumulation_steps"]
     if steps % o["gradient_accumulation_steps"] and o["gradient_accumulation_steps"] % steps:
         o.no("steps_per_generation", "old would change within an optimizer step", "take a multiple", of_run=True)

@@ -1,4 +1,4 @@
-"""Import verl's configuration."""
+"""Import verl's configuration as a recipe. verl is not imported."""
 
 import re
 from collections.abc import Mapping
@@ -212,17 +212,17 @@ _GATED: dict[Terms, Any] = {"kept": "detached", "all": False}
 
 
 def from_verl(config: Any) -> Recipe:
-    """The recipe of verl's config: the whole of it, an ActorConfig, AlgoConfig or RolloutCorrectionConfig, or a dict.
+    """Convert verl's complete config, an ActorConfig, AlgoConfig or RolloutCorrectionConfig, or a dict, to a recipe.
 
     Raises:
-        ArgumentError: for options without a counterpart here, by name and with the cure.
+        ArgumentError: for options without a counterpart, by name and with a fix.
 
     >>> print(from_verl({"algorithm": {"rollout_correction": {"rollout_is": "token"}}}).objective.weights[0].shape)
     clamp(w, 0, 2)
     """
-    for mark, place in (("rollout_is", C), ("adv_estimator", G), ("loss_agg_mode", A)):
-        if mark in set(config) if isinstance(config, Mapping) else hasattr(config, mark):
-            return read(VERL, flat(config, place))
+    for key, prefix in (("rollout_is", C), ("adv_estimator", G), ("loss_agg_mode", A)):
+        if key in set(config) if isinstance(config, Mapping) else hasattr(config, key):
+            return read(VERL, flat(config, prefix))
     return read(VERL, flat(config))
 
 
@@ -244,19 +244,19 @@ def _build(o: Asked) -> Recipe:
         )
         if advantage is not None and advantage.scale == "std":
             o.differs("epsilon of the deviation")
-    _say_of_rejection(o, loss, bypassed)
+    _record_rejection_differences(o, loss, bypassed)
     return Recipe(objective, advantage, None, _options(o, objective))
 
 
-def _say_of_rejection(o: Asked, loss: str, bypassed: bool) -> None:
-    """Where a loss on what rejection left is not verl's own."""
-    asked = o[f"{C}rollout_rs"] or ""
-    of_tokens = any(each.strip().startswith("token_") for each in asked.split(","))
+def _record_rejection_differences(o: Asked, loss: str, bypassed: bool) -> None:
+    """Record the configs whose loss after rejection differs from verl's."""
+    rejections = o[f"{C}rollout_rs"] or ""
+    of_tokens = any(rejection.strip().startswith("token_") for rejection in rejections.split(","))
     mode = "seq-mean-token-mean" if loss == "sapo" and not bypassed else o[f"{A}loss_agg_mode"]
-    added = o[f"{A}use_kl_loss"] or o[f"{A}entropy_coeff"]
+    has_penalty = o[f"{A}use_kl_loss"] or o[f"{A}entropy_coeff"]
     if bypassed and of_tokens and mode == "seq-mean-token-mean":
         o.differs("terms of a rejected row")
-    if asked and not bypassed and mode.startswith("seq-mean") and (loss != "geo_mean" or added):
+    if rejections and not bypassed and mode.startswith("seq-mean") and (loss != "geo_mean" or has_penalty):
         o.differs("rejected rows")
     if loss == "geo_mean" and not bypassed:
         if of_tokens:
@@ -266,22 +266,25 @@ def _say_of_rejection(o: Asked, loss: str, bypassed: bool) -> None:
 
 
 def _bypassed(o: Asked) -> Objective:
-    """theta/rollout at once: rejection by it and, for reinforce, its weight; the clip bounds the ratio by itself."""
+    """Return the objective of bypass mode, on theta/rollout: rejections, and a weight for reinforce.
+
+    For ppo_clip, the clip itself bounds the ratio.
+    """
     gates, reduce = _gates(o, _DIRECT), _reduce(o, "all")
-    added = {"penalties": _penalties(o, reduce, "all"), "reduce": reduce, "entropy": _bonus(o, reduce, "all")}
+    fields = {"penalties": _penalties(o, reduce, "all"), "reduce": reduce, "entropy": _bonus(o, reduce, "all")}
     if o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False}):
-        return Objective(Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"]), _DIRECT, (), gates, **added)
-    return Objective(PolicyGradient(), None, _weights(o, _DIRECT), gates, **added)
+        return Objective(Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"]), _DIRECT, (), gates, **fields)
+    return Objective(PolicyGradient(), None, _weights(o, _DIRECT), gates, **fields)
 
 
 def _decoupled(o: Asked, loss: str) -> Objective:
     low, high = _bounds(o)
     weights, gates = _weights(o, _MISMATCH), _gates(o, _MISMATCH)
-    sided: tuple[dict[str, Any], ...] = ({"high": high, "when": "A>0"}, {"low": -low, "when": "A<=0"})
+    bounds: tuple[dict[str, Any], ...] = ({"high": high, "when": "A>0"}, {"low": -low, "when": "A<=0"})
     reduce = Reduce("trace", "mean", denominator="kept") if loss in ("sapo", "geo_mean") else _reduce(o, "kept")
     reduce = Reduce("trace", "mean") if loss == "geo_mean" else reduce
-    extra: dict[str, Any] = {"gated": True, "weighted": bool(weights)}
-    added: tuple[Penalty, ...] = ()
+    options: dict[str, Any] = {"gated": True, "weighted": bool(weights)}
+    own_penalties: tuple[Penalty, ...] = ()
     surrogate, ratio = Clip(low, high), _OLD
     if loss == "vanilla":
         surrogate = Clip(low, high, dual=o[f"{A}clip_ratio_c"])
@@ -289,7 +292,7 @@ def _decoupled(o: Asked, loss: str) -> Objective:
         surrogate, ratio = PolicyGradient(), None
         weights = (*weights, Weight(_OLD, shape=Clamp(0.0, o[f"{A}clip_ratio_c"])))
         stat = "dprob" if loss == "dppo_tv" else "binary_kl"
-        gates = (*gates, *(Gate(_OLD, stat, **side) for side in sided))
+        gates = (*gates, *(Gate(_OLD, stat, **side) for side in bounds))
     elif loss == "gspo":
         surrogate = Clip(low, high, level=Level("trace", "mean", "token", terms="kept"))
     elif loss == "sapo":
@@ -300,33 +303,33 @@ def _decoupled(o: Asked, loss: str) -> Objective:
         share, least, most = (o[f"{A}policy_loss.clip_cov_{name}"] for name in ("ratio", "lb", "ub"))
         gates = (*gates, DropCovariance(share, least, most, "microbatch"))
     elif loss == "kl_cov":
-        where = TopCovariance(o[f"{A}policy_loss.kl_cov_ratio"], "microbatch")
-        surrogate, added = (
+        selector = TopCovariance(o[f"{A}policy_loss.kl_cov_ratio"], "microbatch")
+        surrogate, own_penalties = (
             Importance(),
-            (Penalty(_OLD, "abs", o[f"{A}policy_loss.ppo_kl_coef"], where=where, **extra),),
+            (Penalty(_OLD, "abs", o[f"{A}policy_loss.ppo_kl_coef"], where=selector, **options),),
         )
     elif loss == "geo_mean":
         surrogate = GeoClip(low, high)
     elif loss == "dro":
         surrogate, ratio = PolicyGradient(), None
-        added = (Penalty(_OLD, "k2", o[f"{A}policy_loss.dro_beta"] or 0.0, **extra),)
+        own_penalties = (Penalty(_OLD, "k2", o[f"{A}policy_loss.dro_beta"] or 0.0, **options),)
     elif loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
         weights = (*weights, Weight(_OLD, shape=Clamp(1 - low, 1 + high)))
     else:
         o.among(f"{A}policy_loss.loss_mode", dict.fromkeys(LOSSES))
-    penalties = (*added, *_penalties(o, reduce, "kept"))
+    penalties = (*own_penalties, *_penalties(o, reduce, "kept"))
     return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce, "kept"))
 
 
 def _bounds(o: Asked) -> tuple[float, float]:
-    either = o[f"{A}clip_ratio"]
+    default = o[f"{A}clip_ratio"]
     low, high = o[f"{A}clip_ratio_low"], o[f"{A}clip_ratio_high"]
-    return (either if low is None else low, either if high is None else high)
+    return (default if low is None else low, default if high is None else high)
 
 
 def _weights(o: Asked, ratio: Ratio) -> tuple[Weight, ...]:
-    """rollout_is and its threshold: a bound that truncates, or two of them, "low_high", beyond which it is 0."""
+    """Return the weight of rollout_is. One threshold truncates the weight; outside of two ("low_high") it is 0."""
     if o[f"{C}rollout_is"] is None:
         return ()
     level = o.among(f"{C}rollout_is", {"token": Level(), "sequence": _PRODUCT})
@@ -336,18 +339,20 @@ def _weights(o: Asked, ratio: Ratio) -> tuple[Weight, ...]:
 
 
 def _gates(o: Asked, ratio: Ratio) -> tuple[Gate, ...]:
-    """rollout_rs, a list with commas, and its thresholds; verl's k1 is -log, so that its bounds are turned over."""
-    name, asked = f"{C}rollout_rs_threshold", o[f"{C}rollout_rs"]
-    wanted = [each.strip() for each in asked.split(",")] if asked else []
-    thresholds = [each.strip() for each in str(o[name]).split(",")] if wanted else []
-    if wanted and (o[name] is None or len(thresholds) not in (1, len(wanted))):
-        o.no(name, f"{len(wanted)} rejections need one threshold, or one each", "such as 0.999_1.001")
+    """Return the rejections of rollout_rs, a comma-separated list. verl's k1 is -log, so its bounds are inverted."""
+    name, text = f"{C}rollout_rs_threshold", o[f"{C}rollout_rs"]
+    rejections = [rejection.strip() for rejection in text.split(",")] if text else []
+    thresholds = [rejection.strip() for rejection in str(o[name]).split(",")] if rejections else []
+    if rejections and (o[name] is None or len(thresholds) not in (1, len(rejections))):
+        o.no(name, f"{len(rejections)} rejections need one threshold, or one each", "such as 0.999_1.001")
         return ()
     gates = []
-    for each, threshold in zip(wanted, thresholds * (len(wanted) if len(thresholds) == 1 else 1), strict=True):
-        level, _, stat = each.rpartition("_")
+    for rejection, threshold in zip(
+        rejections, thresholds * (len(rejections) if len(thresholds) == 1 else 1), strict=True
+    ):
+        level, _, stat = rejection.rpartition("_")
         if level not in _LEVELS or stat not in ("k1", "k2", "k3"):
-            o.no(f"{C}rollout_rs", f"{each} is no rejection", "known: token_k1, seq_mean_k3 and their like")
+            o.no(f"{C}rollout_rs", f"{rejection} is no rejection", "known: token_k1, seq_mean_k3 and their like")
             return ()
         low, high = _threshold(o, name, threshold)
         if stat == "k1":
@@ -358,7 +363,7 @@ def _gates(o: Asked, ratio: Ratio) -> tuple[Gate, ...]:
 
 
 def _threshold(o: Asked, name: str, text: str) -> tuple[float | None, float]:
-    """A bound, or two as "low_high"."""
+    """Parse a bound, or two as "low_high"."""
     bounds = re.fullmatch(r"(?:([0-9.]+)_)?([0-9.]+(?:e[-+]?[0-9]+)?)", text)
     try:
         assert bounds is not None
@@ -387,60 +392,65 @@ def _reduce(o: Asked, denominator: Any) -> Reduce:
 
 
 def _penalties(o: Asked, reduce: Reduce, terms: Terms) -> tuple[Penalty, ...]:
-    """The KL loss, on the mask that the actor is handed, whatever the loss's own gates drop of it.
+    """Return the KL loss, on the mask that verl passes to the actor. The loss's own rejections do not change it.
 
-    Rejection by old/rollout has left it ("kept"); that of bypass mode is within the loss, and leaves "all".
+    Rejection by old/rollout comes before it, so the tokens are "kept". In bypass mode, rejection is part of the loss,
+    and the tokens are "all".
     """
     if not o[f"{A}use_kl_loss"]:
         return ()
     name = f"{A}kl_loss_type"
     kind = o.among(name, _KINDS)
-    straight, own = o[name].endswith("+") and kind != "k2", _reduce(o, terms)
+    straight_through, own_reduce = o[name].endswith("+") and kind != "k2", _reduce(o, terms)
     cap = 10.0 if kind == "k3" else None
-    options: dict[str, Any] = {"straight_through": straight, "cap": cap, "reduce": None if own == reduce else own}
+    options: dict[str, Any] = {
+        "straight_through": straight_through,
+        "cap": cap,
+        "reduce": None if own_reduce == reduce else own_reduce,
+    }
     ratio, coef = Ratio("theta", "ref"), o[f"{A}kl_loss_coef"]
     return (Penalty(ratio, kind, coef, gated=_GATED[terms], weighted=False, **options),)
 
 
 def _bonus(o: Asked, reduce: Reduce, terms: Terms) -> Entropy | None:
-    """The entropy bonus, on the same terms."""
-    coef, own = o[f"{A}entropy_coeff"], _reduce(o, terms)
-    return Entropy(coef, gated=_GATED[terms], reduce=None if own == reduce else own) if coef else None
+    """Return the entropy bonus, on the same tokens."""
+    coef, own_reduce = o[f"{A}entropy_coeff"], _reduce(o, terms)
+    return Entropy(coef, gated=_GATED[terms], reduce=None if own_reduce == reduce else own_reduce) if coef else None
 
 
 def _options(o: Asked, objective: Objective) -> Options:
-    whole, mini = o["data.train_batch_size"], o[f"{A}ppo_mini_batch_size"]
-    steps = max(1, whole // mini) if whole and mini else 0
+    batch_size, mini_batch_size = o["data.train_batch_size"], o[f"{A}ppo_mini_batch_size"]
+    steps = max(1, batch_size // mini_batch_size) if batch_size and mini_batch_size else 0
     options = list(_rates(o, steps))
     beta1, beta2 = o[f"{A}optim.betas"]
     options += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
     options += [("optimizer.weight_decay", o[f"{A}optim.weight_decay"]), ("optimizer.grad_clip", o[f"{A}grad_clip"])]
     if o[f"{A}optim.weight_decay"]:
         o.differs("norms and biases", decay=o[f"{A}optim.weight_decay"])
-    charged = o[f"{G}use_kl_in_reward"]
-    if steps and (objective.needs.old or charged):
+    uses_kl_in_reward = o[f"{G}use_kl_in_reward"]
+    if steps and (objective.needs.old or uses_kl_in_reward):
         options.append(("train.updates_per_old", steps))
-    if charged and o[f"{C}bypass_mode"]:
-        why = "with bypass_mode it is the recorded policy that pays"
-        o.no(f"{G}use_kl_in_reward", why, "tell one of them", of_run=True)
-    if charged:
+    if uses_kl_in_reward and o[f"{C}bypass_mode"]:
+        reason = "with bypass_mode it is the recorded policy that pays"
+        o.no(f"{G}use_kl_in_reward", reason, "tell one of them", of_run=True)
+    if uses_kl_in_reward:
         target = o.among(f"{G}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{G}kl_ctrl.target_kl"]})
         kind, horizon = o.among(f"{G}kl_penalty", _KINDS), o[f"{G}kl_ctrl.horizon"]
         options += reward_kl(o[f"{G}kl_ctrl.kl_coef"], kind, target, horizon)
     if o[f"{G}filter_groups.enable"]:
         options.append(("filter.even_groups", True))
         if o[f"{G}filter_groups.metric"] not in (None, "reward"):
-            why = "groups are compared by the reward that is trained on"
-            o.no(f"{G}filter_groups.metric", why, "reward", of_run=True)
+            reason = "groups are compared by the reward that is trained on"
+            o.no(f"{G}filter_groups.metric", reason, "reward", of_run=True)
     return tuple(options)
 
 
 def _rates(o: Asked, steps: int) -> Options:
-    """The schedule, which counts training batches there: `steps` optimizer steps each, 0 where that is not told."""
+    """Return the schedule. verl counts training batches of `steps` optimizer steps each; 0 if that is unknown."""
     scheduler, warmup = f"{A}optim.lr_scheduler_type", f"{A}optim.lr_warmup_steps"
     if o[warmup] > 0 and not steps:
-        why = "it counts training batches, of a number of optimizer steps that is not told"
-        o.no(warmup, why, f"tell data.train_batch_size and {A}ppo_mini_batch_size", of_run=True)
+        reason = "it counts training batches, of a number of optimizer steps that is not told"
+        o.no(warmup, reason, f"tell data.train_batch_size and {A}ppo_mini_batch_size", of_run=True)
     if steps > 1 and (o[warmup] > 0 or o[scheduler] != "constant"):
         o.differs("rate within a batch", steps=steps)
     return rates(o, f"{A}optim.lr", scheduler, warmup, constant_warms=True, per_unit=max(1, steps))
@@ -451,7 +461,7 @@ NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 
 
 def named(name: str) -> Recipe:
-    """One of verl's nineteen corrections by its name, on its vanilla loss with the advantages of its grpo.
+    """Return one of verl's nineteen corrections by name, with verl's vanilla loss and the advantages of its grpo.
 
     >>> named("VERL_BYPASS_PPO_CLIP").objective.ratio
     Ratio(num='theta', den='rollout')
@@ -459,5 +469,5 @@ def named(name: str) -> Recipe:
     if name not in NAMES:
         raise ArgumentError(f"verl has no correction {name!r}. There are {', '.join(NAMES)}.")
     correction = {f"{C}{key}": value for key, value in CORRECTIONS[name.removeprefix("VERL_")].items()}
-    whole = VERL.recipe({f"{G}adv_estimator": "grpo", **correction})
-    return Recipe(whole.objective, whole.advantage)
+    recipe = VERL.recipe({f"{G}adv_estimator": "grpo", **correction})
+    return Recipe(recipe.objective, recipe.advantage)

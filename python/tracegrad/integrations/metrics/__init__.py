@@ -1,7 +1,7 @@
-"""Peers' metrics under the peers' own names, by the peers' own definitions: for dashboards that already exist.
+"""Metrics of other trainers, with their names and definitions, for existing dashboards.
 
-Each function gives `Measured`: sums of a part of a step, added over parts and ranks, then named. Nothing here imports a
-peer; tests/parity/test_*_metrics.py run them beside theirs.
+Each function returns `Measured`: sums over a part of a step. They are added over parts and ranks, and then named. The
+other trainers are not imported; tests/parity/test_*_metrics.py compare the results with their code.
 """
 
 from tracegrad.integrations.metrics.art import ART, as_art
@@ -10,7 +10,7 @@ from tracegrad.integrations.metrics.trl import TRL, as_trl_loss, as_trl_rewards,
 from tracegrad.integrations.metrics.verl import VERL, as_verl, as_verl_actor
 
 PEERS = {"TRL": TRL, "verl": VERL, "SkyRL": SKYRL, "ART": ART}
-"""Peer to the rows of its table."""
+"""The metrics of each peer."""
 
 __all__ = [
     "ART",

@@ -1,7 +1,8 @@
 """ART's metrics: the three of its pull request 467, the off-policy diagnostics of its main branch, `probs_corr`.
 
-In ART "old" is the recorded policy, and a missing logprob counts as a ratio of 1. `loss/*` and `probs_corr` are run
-beside ART's code (tests/parity/test_art_metrics.py); the pull request was closed, and its three follow its design page.
+In ART, "old" is the recorded policy, and a missing logprob counts as a ratio of 1. Tests compare `loss/*` and
+`probs_corr` with ART's code (tests/parity/test_art_metrics.py). The pull request was closed; its three metrics follow
+its design page.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from tracegrad.metrics.aggregate import Rows, Sums, moments, per
 from tracegrad.metrics.definition import Measured, Metric, Reading
 
 EPS = 1e-6
-"""Added to ART's denominators."""
+"""The epsilon that is added to ART's denominators."""
 EDGES = np.logspace(-4, 4, 257).astype(np.float32)
 """Edges of ART's histogram of ratios, log-spaced; each bin is 7.5 % wide."""
 
@@ -31,19 +32,19 @@ def as_art(
     ratio: ArrayLike | None = None,
     ref: ArrayLike | None = None,
 ) -> Measured:
-    """ART's metrics of the terms (its assistant mask).
+    """Compute ART's metrics of trained tokens (its assistant mask).
 
     Args:
-        theta, recorded: [M] logprobs, NaN in `recorded` where not known.
-        rows: the terms' rows; `rows.positions` counts prompts and padding too.
+        theta, recorded: [M] logprobs, NaN in `recorded` if unknown.
+        rows: the rows of the trained tokens; `rows.positions` also counts prompts and padding.
         advantages: [M].
-        ppo: PPO's defaults and a clip that looks at the sign, cispo's otherwise.
-        epsilon, epsilon_high: as in ART: 0.2 and the same with ppo, 1.0 and 4.0 without.
-        ratio: [M] at ART's configured level; default theta / recorded of each term.
-        ref: [M], gives kl_policy_ref.
+        ppo: use PPO's defaults and a clip that depends on the sign of the advantage; else those of cispo.
+        epsilon, epsilon_high: as in ART: both 0.2 with ppo, 1.0 and 4.0 without.
+        ratio: [M] at ART's configured level; default theta / recorded of each token.
+        ref: [M], adds kl_policy_ref.
 
     Raises:
-        ArgumentError: if the arrays do not fit the rows.
+        ArgumentError: if the arrays do not match the rows.
 
     >>> rows = Rows.of([0, 0], positions=4)
     >>> found = as_art(np.log([0.5, 0.5]), [np.log(0.25), np.nan], rows, advantages=[1.0, 1.0], ppo=True).named()
@@ -59,8 +60,8 @@ def as_art(
     low = (0.2 if ppo else 1.0) if epsilon is None else epsilon
     high = (low if ppo else 4.0) if epsilon_high is None else epsilon_high
     known = ~np.isnan(old)
-    taken = np.exp(np.where(known, new - old, 0.0)) if ratio is None else np.asarray(ratio, np.float64)
-    over, under = taken > 1 + high, taken < 1 - low
+    used_ratio = np.exp(np.where(known, new - old, 0.0)) if ratio is None else np.asarray(ratio, np.float64)
+    over, under = used_ratio > 1 + high, used_ratio < 1 - low
     sign = np.sign(np.asarray(advantages, np.float64))
     removed = (over & (sign > 0)) | (under & (sign < 0)) if ppo else over | under
     counts = {
@@ -68,11 +69,11 @@ def as_art(
         "known": np.count_nonzero(known),
         "outside": np.count_nonzero(over | under),
         "removed": np.count_nonzero(removed),
-        "bins": np.bincount(np.searchsorted(EDGES, taken.astype(np.float32)), minlength=len(EDGES) + 1),
+        "bins": np.bincount(np.searchsorted(EDGES, used_ratio.astype(np.float32)), minlength=len(EDGES) + 1),
     }
     x, y = np.exp(old[known]), np.exp(new[known])
     products = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y}
-    sums = moments("ratio", taken) | Sums.of(products, counts)
+    sums = moments("ratio", used_ratio) | Sums.of(products, counts)
     found = Measured(sums.at("art/"), (Reading(DIAGNOSTICS, "art/"),))
     if ref is not None:
         sums = moments("gap", new - np.asarray(ref, np.float64)).at("ref/")
@@ -81,7 +82,7 @@ def as_art(
 
 
 def _correlation(s: Sums) -> float:
-    """Pearson's; NaN of fewer than two terms or where one side is constant."""
+    """Return Pearson's correlation; NaN for fewer than two tokens or if one side is constant."""
     n = float(s["known"])
     if n < 2:
         return float("nan")
@@ -91,18 +92,18 @@ def _correlation(s: Sums) -> float:
 
 
 def _quantile(share: float) -> Callable[[Sums], float]:
-    """Linear inside the bin that holds the share; the first bin starts at 0, the last is its lower edge."""
+    """Return a quantile of the histogram, linear inside its bin. The first bin starts at 0, the last has no width."""
 
     def value(s: Sums) -> float:
         counts = s["bins"]
         if not (total := counts.sum()):
             return 0.0
-        reached = np.cumsum(counts)
-        place = min(int(np.searchsorted(reached, total * share)), len(counts) - 1)
-        before = reached[place - 1] if place else 0
-        lower = EDGES[place - 1] if place else 0.0
-        upper = EDGES[min(place, len(EDGES) - 1)]
-        return float(lower + (upper - lower) * np.clip((total * share - before) / max(counts[place], 1), 0.0, 1.0))
+        cumulative = np.cumsum(counts)
+        bin_ = min(int(np.searchsorted(cumulative, total * share)), len(counts) - 1)
+        before = cumulative[bin_ - 1] if bin_ else 0
+        lower = EDGES[bin_ - 1] if bin_ else 0.0
+        upper = EDGES[min(bin_, len(EDGES) - 1)]
+        return float(lower + (upper - lower) * np.clip((total * share - before) / max(counts[bin_], 1), 0.0, 1.0))
 
     return value
 
@@ -159,4 +160,4 @@ REFERENCE = (
     ),
 )
 ART: tuple[Metric, ...] = (*DIAGNOSTICS, *REFERENCE)
-"""The table."""
+"""All metrics of ART."""

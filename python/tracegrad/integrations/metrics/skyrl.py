@@ -1,7 +1,7 @@
 """SkyRL's metrics: `is_ratio_*`, `tis_*`, `outlier_seq_*`, `token_mask_ratio`, `*_sequence_mask_*`, logprob gaps.
 
-Definitions are skyrl 0.3.0's (tests/parity/test_skyrl_metrics.py runs both); SkyRL has its ratios in float32. Its masks
-work one after the other, each on what the former left. A row is a trace; empty rows count, as there.
+Definitions are those of skyrl 0.3.0, whose ratios are float32 (tests/parity/test_skyrl_metrics.py compares them). Its
+masks are applied in sequence, each to the remaining tokens. A row is a trace; empty rows count, as in SkyRL.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from tracegrad.metrics.aggregate import (
 from tracegrad.metrics.definition import Measured, Metric, Reading
 
 LIMIT = 20.0
-"""SkyRL's bound of a log-ratio, or of its sum over a row, before exp."""
+"""SkyRL's bound for a log-ratio, or for its sum over a row, before exp."""
 Bounds = tuple[float | None, float | None]
 _OLD, _ROWS = "old / rollout", "rows, empty ones too"
 
@@ -43,15 +43,18 @@ def as_skyrl(
     outlier: Bounds | None = None,
     token_mask: Bounds | None = None,
 ) -> Measured:
-    """`compute_off_policy_correction`'s metrics of terms.
+    """Compute the metrics of `compute_off_policy_correction`.
 
     Args:
-        old, rollout: [M] finite logprobs of the terms of `rows`; `rows.positions` is that of the padded array.
-        rows: the terms' rows.
+        old, rollout: [M] finite logprobs of the trained tokens of `rows`.
+        rows: the rows of the trained tokens; `rows.positions` is the size of the padded array.
         tis_ratio_type: None, "token" or "sequence", capped at `tis_high`.
         sequence_mask_metric: None, "geometric" or "product", with the bounds `sequence_mask`.
-        outlier: bounds of a ratio beyond which the whole row falls.
-        token_mask: bounds beyond which the term falls.
+        outlier: bounds of a ratio; a token outside of them masks its complete row.
+        token_mask: bounds of a ratio; tokens outside of them are masked.
+
+    Raises:
+        ArgumentError: if the log-ratios are not finite, or do not match the rows.
 
     >>> found = as_skyrl(np.log([0.5, 0.5]), np.log([0.5, 0.1]), Rows.of([0, 0]), tis_ratio_type="token").named()
     >>> round(found["is_ratio_mean"], 6), found["tis_token_clip_high_ratio"]
@@ -65,26 +68,26 @@ def as_skyrl(
         )
     ratio = _exp(log)
     counts = {"positions": rows.positions, "rows": rows.count}
-    found = Measured((moments("ratio", ratio) | Sums.of(counts=counts)).at("is/"), (Reading(RATIO, "is/"),))
+    result = Measured((moments("ratio", ratio) | Sums.of(counts=counts)).at("is/"), (Reading(RATIO, "is/"),))
     if outlier is not None:
         high, low = _outside(ratio, outlier)
         masked = rows.any(high | low)
-        found = found | _hits("outlier_seq_{}_ratio", rows.count, masked, rows.any(high), rows.any(low))
-        rows, log, ratio = _left(rows, ~rows.back(masked), log, ratio)
+        result = result | _hits("outlier_seq_{}_ratio", rows.count, masked, rows.any(high), rows.any(low))
+        rows, log, ratio = _remaining(rows, ~rows.back(masked), log, ratio)
     if token_mask is not None:
         high, low = _outside(ratio, token_mask)
-        found = found | _share("token_mask_ratio", high | low)
-        rows, log, ratio = _left(rows, ~(high | low), log, ratio)
+        result = result | _share("token_mask_ratio", high | low)
+        rows, log, ratio = _remaining(rows, ~(high | low), log, ratio)
     if tis_ratio_type == "token":
-        found = found | _share("tis_token_clip_high_ratio", ratio > tis_high)
+        result = result | _share("tis_token_clip_high_ratio", ratio > tis_high)
     elif tis_ratio_type == "sequence":
-        found = found | _share("tis_seq_clip_high_ratio", _exp(rows.total(log)) > tis_high)
+        result = result | _share("tis_seq_clip_high_ratio", _exp(rows.total(log)) > tis_high)
     if sequence_mask_metric is not None:
         length = np.maximum(rows.lengths, 1.0) if sequence_mask_metric == "geometric" else 1.0
         high, low = _outside(_exp(rows.total(log) / length), sequence_mask)
         prefix = "geo" if sequence_mask_metric == "geometric" else "product"
-        found = found | _hits(f"{prefix}_sequence_mask_{{}}_ratio", rows.count, high | low, high, low)
-    return found
+        result = result | _hits(f"{prefix}_sequence_mask_{{}}_ratio", rows.count, high | low, high, low)
+    return result
 
 
 def as_skyrl_policy(
@@ -97,15 +100,16 @@ def as_skyrl_policy(
     ratio: ArrayLike | None = None,
     cispo_clip: tuple[float, float] | None = None,
 ) -> Measured:
-    """Differences of logprobs, `clip_ratio`, and what cispo says of its ratio.
+    """Compute differences of logprobs, `clip_ratio`, and cispo's metrics of the ratio.
 
     Args:
         logprobs: [M] of the trainer: old before the step, theta inside a mini-batch.
         rollout: [M] recorded.
-        rows: the terms' rows.
-        minibatch: gives `minibatch_rollout_logprobs_abs_diff_*`, whose minimum is 0 where anything is masked.
-        clipped: [M] bool, terms whose gradient the loss's bound removed.
-        ratio: [M] theta / old: gives `importance_ratio`, or `cispo/*` with `cispo_clip`, the low and the high end.
+        rows: the rows of the trained tokens.
+        minibatch: return `minibatch_rollout_logprobs_abs_diff_*`, whose minimum is 0 if any position is masked.
+        clipped: [M] bool, tokens whose gradient the bound of the loss removed.
+        ratio: [M] theta / old, adds `importance_ratio`, or `cispo/*` if `cispo_clip` is set.
+        cispo_clip: the lower and the upper bound of cispo.
 
     >>> as_skyrl_policy([-1.0, -2.0], [-1.5, -2.0], Rows.of([0, 1]))
     ...     # doctest: +ELLIPSIS
@@ -114,14 +118,14 @@ def as_skyrl_policy(
     gap = np.abs(np.asarray(logprobs, np.float64) - np.asarray(rollout, np.float64))
     table = MINIBATCH if minibatch else POLICY
     sums = (moments("gap", gap) | Sums.of(counts={"positions": rows.positions})).at("diff/")
-    found = Measured(sums, (Reading(table, "diff/"),))
+    result = Measured(sums, (Reading(table, "diff/"),))
     if clipped is not None:
-        found = found | _share("clip_ratio", np.asarray(clipped, bool))
+        result = result | _share("clip_ratio", np.asarray(clipped, bool))
     if ratio is not None:
         low, high = cispo_clip or (None, None)
         table = IMPORTANCE if cispo_clip is None else CISPO
-        found = found | Measured(moments("ratio", ratio, low=low, high=high).at("loss/"), (Reading(table, "loss/"),))
-    return found
+        result = result | Measured(moments("ratio", ratio, low=low, high=high).at("loss/"), (Reading(table, "loss/"),))
+    return result
 
 
 def _exp(log: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -130,16 +134,16 @@ def _exp(log: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _outside(ratio: NDArray[np.float64], bounds: Bounds) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     low, high = bounds
-    nothing = np.zeros(len(ratio), bool)
-    return nothing if high is None else ratio > high, nothing if low is None else ratio < low
+    none = np.zeros(len(ratio), bool)
+    return none if high is None else ratio > high, none if low is None else ratio < low
 
 
-def _left(rows: Rows, keep: NDArray[np.bool_], log: NDArray, ratio: NDArray) -> tuple[Rows, NDArray, NDArray]:
+def _remaining(rows: Rows, keep: NDArray[np.bool_], log: NDArray, ratio: NDArray) -> tuple[Rows, NDArray, NDArray]:
     return rows.where(keep), log[keep], ratio[keep]
 
 
 def _share(name: str, flags: NDArray[np.bool_]) -> Measured:
-    """Share of terms, or of rows, that are flagged; SkyRL divides by 1 where there is none."""
+    """Return the share of tokens, or of rows, that are flagged. SkyRL divides by 1 if there are none."""
     counts = {"hit": np.count_nonzero(flags), "of": len(flags)}
     return Measured(Sums.of(counts=counts).at(f"{name}/"), (Reading((_SHARE[name],), f"{name}/"),))
 
@@ -151,12 +155,12 @@ def _hits(name: str, count: int, masked: NDArray, high: NDArray, low: NDArray) -
 
 
 def _over(name: str, bottom: str) -> Callable[[Sums], float]:
-    """name / bottom, where SkyRL divides by 1 if there is none."""
+    """Return a function that computes name / max(bottom, 1)."""
     return lambda s: float(s[name]) / max(int(s[bottom]), 1)
 
 
 def _padded_deviation(s: Sums) -> float:
-    """Of the ratios and the zeros that stand for every masked position."""
+    """Return the standard deviation of the ratios and of a zero for each masked position."""
     total, positions = Moments(s, "ratio").total, int(s["positions"])
     if positions < 2:
         return float("nan")
@@ -254,4 +258,4 @@ CISPO = (
 )
 _OFF_POLICY = (*RATIO, *_SHARE.values(), *(row for rows in _HITS.values() for row in rows))
 SKYRL: tuple[Metric, ...] = (*_OFF_POLICY, *POLICY, *MINIBATCH, *IMPORTANCE, *CISPO)
-"""The table."""
+"""All metrics of SkyRL."""

@@ -1,7 +1,7 @@
 """TRL's metrics: `sampling/*`, `clip_ratio/*`, `kl`, `entropy` and the rewards, by GRPOTrainer 1.16's definitions.
 
-TRL takes means over ranks of each rank's mean of `sampling/*`, and over the micro-batches of a logging step of all
-names; these sums merge instead. On one rank and one micro-batch they are equal (tests/parity/test_trl_metrics.py).
+TRL averages the means of ranks for `sampling/*`, and the means of micro-batches of a logging step for all names. Here,
+sums are merged instead. On one rank and one micro-batch, both are equal (tests/parity/test_trl_metrics.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from tracegrad.metrics.training import flat
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that report `clip_ratio/*`."""
 LOSSES = (*CLIPPED, "cispo", "sapo", "vespo")
-"""TRL's loss_type."""
+"""Values of TRL's loss_type."""
 
 
 def as_trl_sampling(old: ArrayLike, sampling: ArrayLike, weight: ArrayLike) -> Measured:
-    """`sampling/*` of the terms.
+    """Compute `sampling/*` of trained tokens.
 
     Args:
-        old, sampling: [M] logprobs, NaN in `sampling` where not known: outside the difference.
-        weight: TRL's importance ratio after clipping, [M] at token level, one per row at sequence level (an empty row
-            has the ratio 1, a term without a logprob too).
+        old, sampling: [M] logprobs, NaN in `sampling` if unknown. Unknown ones do not count in the difference.
+        weight: TRL's importance ratio after clipping, [M] at token level, one per row at sequence level. An empty row
+            has the ratio 1, and so has a token without a logprob.
 
     >>> found = as_trl_sampling([-1.0, -2.0], [-1.5, float("nan")], [1.6, 1.0]).named()
     >>> found["sampling/sampling_logp_difference/mean"], found["sampling/importance_sampling_ratio/max"]
@@ -56,18 +56,18 @@ def as_trl_loss(
     entropy: ArrayLike | None = None,
     phi: ArrayLike | None = None,
 ) -> Measured:
-    """What `_compute_loss` reports.
+    """Compute the metrics of `_compute_loss`.
 
     Args:
-        rows: the terms' rows.
-        loss_type: TRL's. sapo and vespo have no clip to report.
-        ratio: [M] theta / old at its level, of every term, whatever a gate has dropped: `Loss.per_term.ratio`.
-        epsilon, epsilon_high, delta: TRL's. In cispo epsilon_high is the cap itself.
-        clipped: [M] bool in place of `ratio`, for a clip of other bounds (GMPO): True at what TRL would count.
-        advantages: [M], whose sign says which side was clipped; needed with either.
-        sequence: the ratio is of the row (`importance_sampling_level="sequence"`): shares are then of rows.
+        rows: the rows of the trained tokens.
+        loss_type: as in TRL. sapo and vespo have no clip to report.
+        ratio: [M] theta / old at its level, of every trained token including rejected ones: `Loss.per_term.ratio`.
+        epsilon, epsilon_high, delta: as in TRL. In cispo, epsilon_high is the cap itself.
+        clipped: [M] bool instead of `ratio`, for a clip with other bounds (GMPO): True for tokens that TRL would count.
+        advantages: [M], whose sign decides which side was clipped; required with `ratio` or `clipped`.
+        sequence: whether the ratio is of the row (`importance_sampling_level="sequence"`). Shares are then of rows.
         theta, ref: [M] logprobs, for `kl`.
-        kl_weight: [M] theta / old at the ratio's level, where `use_bias_correction_kl` multiplies the KL by it.
+        kl_weight: [M] theta / old at the ratio's level, by which `use_bias_correction_kl` multiplies the KL.
         entropy: [M] nats.
         phi: [R] gamma weight of each row, of vespo.
 
@@ -120,19 +120,20 @@ def as_trl_rewards(
     scale_rewards: str | bool = "group",
     aggregation: str = "sum_then_normalize",
 ) -> Measured:
-    """Rewards of traces; parts are cut between groups.
+    """Compute the metrics of rewards of traces. Parts of a step must not split groups.
 
     Args:
-        rewards: [R, K], NaN where a function does not apply.
-        group: [R] ids. TRL's groups are of one size and stand in order; here neither is needed.
+        rewards: [R, K], NaN if a reward function does not apply.
+        group: [R] ids. Unlike in TRL, groups may have different sizes and any order.
         names: K names.
         weights: [K], default 1.
-        scale_rewards: "group" (True) or "none" (False) test the deviation of each group for 0, "batch" that of all.
-        aggregation: TRL's multi_objective_aggregation: with "normalize_then_sum" (GDPO) the deviation of all summed
-            rewards, each normalised within its group, is tested, and scale_rewards is not read, as in TRL.
+        scale_rewards: "group" (True) or "none" (False) test whether the deviation of each group is 0, "batch" whether
+            that of all rewards is 0.
+        aggregation: TRL's multi_objective_aggregation. With "normalize_then_sum" (GDPO), the deviation of all summed
+            rewards is tested, after each is normalised within its group. scale_rewards is then ignored, as in TRL.
 
     Raises:
-        ArgumentError: for an option that TRL does not have, or names that do not fit.
+        ArgumentError: for an option that TRL does not have, or if the number of names does not match.
 
     >>> named = as_trl_rewards([[1.0], [1.0], [0.0], [1.0]], [0, 0, 1, 1], names=["exact"]).named()
     >>> named["rewards/exact/mean"], named["reward_std"], named["frac_reward_zero_std"]
@@ -149,23 +150,23 @@ def as_trl_rewards(
         )
     weight = np.ones(len(names)) if weights is None else np.asarray(weights, np.float64)
     reward = np.where(np.isnan(table).all(1), np.nan, np.nansum(table * weight, 1))
-    found = Measured(Sums.of(), ())
+    result = Measured(Sums.of(), ())
     for name, column in zip(names, table.T, strict=True):
         sums = moments("reward", column[~np.isnan(column)]).at(f"rewards/{name}/")
-        found = found | Measured(sums, (Reading(NAMED_REWARD, f"rewards/{name}/", {"name": name}),))
+        result = result | Measured(sums, (Reading(NAMED_REWARD, f"rewards/{name}/", {"name": name}),))
     counts = {"rows": len(reward), "flat": np.count_nonzero(flat(reward, np.asarray(group)))}
     sums = moments("reward", reward[~np.isnan(reward)]) | Sums.of(counts=counts)
     rows = REWARD_BY_BATCH if scale_rewards == "batch" else REWARD
     if aggregation == "normalize_then_sum":
-        summed = normalize_then_sum(table, group, weights=weight, scale="std", ddof=1, eps=1e-4, singleton="zero")
-        sums, rows = sums | moments("summed", summed[~np.isnan(summed)]), REWARD_OF_GDPO
-    return found | Measured(sums.at("reward/"), (Reading(rows, "reward/"),))
+        totals = normalize_then_sum(table, group, weights=weight, scale="std", ddof=1, eps=1e-4, singleton="zero")
+        sums, rows = sums | moments("summed", totals[~np.isnan(totals)]), REWARD_OF_GDPO
+    return result | Measured(sums.at("reward/"), (Reading(rows, "reward/"),))
 
 
 def _outside(
     ratio: np.ndarray, loss_type: str, epsilon: float, epsilon_high: float | None, delta: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[M] below and above the bounds, as `_compute_loss` has them: held below `delta` before it looks."""
+    """Return [M] bool below and above the bounds, as in `_compute_loss`: ratios are capped at `delta` first."""
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo":
         return np.zeros(ratio.shape, bool), ratio > high
@@ -174,7 +175,7 @@ def _outside(
 
 
 def _clips(flags: np.ndarray, side: str, rows: Rows, sequence: bool) -> Sums:
-    """Shares of clipped terms: one value a row, and the mean over rows or over terms."""
+    """Return the sums of clipped shares: one value per row, and the mean over rows or over tokens."""
     by_row = rows.any(flags).astype(np.float64) if sequence else rows.mean(flags)[rows.filled]
     bottom = rows.count if sequence else rows.groups.terms
     counts = {f"{side}.hit": by_row.sum() if sequence else np.count_nonzero(flags), f"{side}.of": bottom}
@@ -182,7 +183,7 @@ def _clips(flags: np.ndarray, side: str, rows: Rows, sequence: bool) -> Sums:
 
 
 def _over(name: str, bottom: str) -> Callable[[Sums], float]:
-    """name / bottom, where TRL has max(bottom, 1)."""
+    """Return a function that computes name / max(bottom, 1)."""
     return lambda s: float(s[name]) / max(float(s[bottom]), 1.0)
 
 
@@ -240,7 +241,7 @@ _REWARD = (
 
 
 def _one_value(name: str, meaning: str) -> Metric:
-    """1 where two or more values lie within TRL's 1e-8 of one another."""
+    """Return the metric that is 1 if there are two or more values and they differ by at most TRL's 1e-8."""
     spread = reading(lambda m: float(m.n > 1 and m.largest - m.smallest <= 1e-8))
     return Metric("frac_reward_zero_std", "0 or 1", "", "", meaning, spread(name))
 
@@ -250,4 +251,4 @@ REWARD = (*_REWARD, Metric("frac_reward_zero_std", "share", "", "traces", _FLAT,
 REWARD_BY_BATCH = (*_REWARD, _one_value("reward", "All rewards are equal."))
 REWARD_OF_GDPO = (*_REWARD, _one_value("summed", "All normalised rewards are equal."))
 TRL: tuple[Metric, ...] = (*SAMPLING, *KL, *ENTROPY, *CLIP, *CISPO, *VESPO, *NAMED_REWARD, *REWARD)
-"""The table."""
+"""All metrics of TRL."""

@@ -1,4 +1,4 @@
-"""Give metrics under verl's names."""
+"""Metrics with verl's names and definitions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +22,9 @@ from tracegrad.metrics.aggregate import (
 from tracegrad.metrics.definition import Measured, Metric, Reading
 
 EPS = 1e-8
-"""verl adds this to the mean weight before it divides by it, and below it normalises by nothing."""
+"""verl adds this to the mean weight before it divides by it, and does not normalise if the mean is below it."""
 LIMIT = 20.0
-"""verl's bound of a log-ratio before exp."""
+"""verl's bound for a log-ratio before exp."""
 
 _OLD, _TERMS, _ROWS = "old / rollout", "terms", "rows, empty ones too"
 _FILLED = "rows with a term"
@@ -39,7 +39,7 @@ def _of(name: str, read: Callable[[Moments], Any]) -> Callable[[Sums], Any]:
 
 
 def _filled(read: Callable[[str], Callable[[Sums], float]], name: str = "row") -> Callable[[Sums], float]:
-    """A reading, 0 where there is no row with a term."""
+    """Return a reading that is 0 if there is no row with a trained token."""
     return lambda s: read(name)(s) if Moments(s, name).n else 0.0
 
 
@@ -137,7 +137,7 @@ BATCH_NORM = {
 
 
 def _rejection_rows(name: str, bottom: str, *, k1: bool) -> tuple[Metric, ...]:
-    """Rows of an option; extrema and shares are over terms at token level, over rows with a term above it."""
+    """Return the metrics of an option. Extrema and shares are over tokens at token level, else over filled rows."""
     x = "rollout_rs_{option}_"
     seq = _FILLED
     low = below(name) if k1 else lambda _: 0.0
@@ -174,7 +174,7 @@ REJECTION = {
     ("sequence", True): (*_rejection_rows("row", _FILLED, k1=True), _SEQUENCE_LOW),
     ("sequence", False): _rejection_rows("row", _FILLED, k1=False),
 }
-"""By level and whether the statistic is k1, which alone has a lower bound."""
+"""Metrics by level and whether the statistic is k1. Only k1 has a lower bound."""
 REJECTION_ALL = (
     _row(
         "rollout_rs_masked_fraction",
@@ -202,7 +202,7 @@ ACTOR = (
 )
 _CORRECTION = (*OFF_POLICY, *IMPORTANCE["token"], *ICEPOP, *BATCH_NORM["token"], *REJECTION["sequence", True])
 VERL = (*_CORRECTION, *REJECTION_ALL, *ACTOR)
-"""The table: where token and sequence differ, rollout_is is shown for tokens and rollout_rs for sequences."""
+"""All metrics of verl. If token and sequence differ, it has rollout_is of tokens and rollout_rs of sequences."""
 
 
 Bounds = tuple[float | None, float]
@@ -218,40 +218,40 @@ def as_verl(
     batch_normalize: bool = False,
     rollout_rs: Mapping[str, Bounds] | None = None,
 ) -> Measured:
-    """`compute_rollout_correction_and_rejection_mask`'s metrics of terms.
+    """Compute the metrics of `compute_rollout_correction_and_rejection_mask`.
 
     Args:
-        old, rollout: [M] finite logprobs of the terms of `rows`.
-        rows: the terms' rows.
+        old, rollout: [M] finite logprobs of the trained tokens of `rows`.
+        rows: the rows of the trained tokens.
         rollout_is: None, "token" or "sequence".
         rollout_is_bounds: (None, C) truncates at C, (low, high) is IcePop.
-        batch_normalize: adds verl's factor.
-        rollout_rs: option to bounds in verl's convention: k1 is -log(old / rollout), and (low, high) bounds the inverse
-            ratio; the others take (None, high).
+        batch_normalize: add the metric of verl's batch normalisation factor.
+        rollout_rs: bounds by option, in verl's convention: k1 is -log(old / rollout), and (low, high) bounds the
+            inverse ratio. Other options have bounds (None, high).
 
     Raises:
-        ArgumentError: if the arrays do not fit, or an option is not verl's.
+        ArgumentError: if the arrays do not match the rows, or verl does not have an option.
 
     >>> rows = Rows.of([0, 0, 1])
     >>> found = as_verl(np.log([0.5, 0.5, 0.2]), np.log([0.5, 0.1, 0.2]), rows, rollout_is="token").named()
     >>> round(found["rollout_corr/rollout_is_mean"], 6), round(found["rollout_corr/rollout_is_ratio_fraction_high"], 6)
     (1.333333, 0.333333)
     """
-    new, behind = (_terms(name, values, rows) for name, values in (("old", old), ("rollout", rollout)))
-    log = new - behind
-    found = Measured(_off_policy(new, behind, rows).at("off/"), (Reading(OFF_POLICY, "off/"),))
+    old_, rollout_ = (_terms(name, values, rows) for name, values in (("old", old), ("rollout", rollout)))
+    log = old_ - rollout_
+    result = Measured(_off_policy(old_, rollout_, rows).at("off/"), (Reading(OFF_POLICY, "off/"),))
     if rollout_is is not None:
         if rollout_is not in ("token", "sequence"):
             raise ArgumentError(f"rollout_is is {rollout_is!r}. verl has 'token' and 'sequence'. Pass one of them.")
         sums = _importance(log, rows, rollout_is == "sequence", rollout_is_bounds).at("is/")
-        found = found | Measured(sums, (Reading(IMPORTANCE[rollout_is], "is/"),))
+        result = result | Measured(sums, (Reading(IMPORTANCE[rollout_is], "is/"),))
         if rollout_is_bounds[0] is not None:
-            found = found | Measured(Sums.of(), (Reading(ICEPOP, "is/"),))
+            result = result | Measured(Sums.of(), (Reading(ICEPOP, "is/"),))
         if batch_normalize:
-            found = found | Measured(Sums.of(), (Reading(BATCH_NORM[rollout_is], "is/"),))
+            result = result | Measured(Sums.of(), (Reading(BATCH_NORM[rollout_is], "is/"),))
     if rollout_rs:
-        found = found | _rejection(log, rows, rollout_rs)
-    return found
+        result = result | _rejection(log, rows, rollout_rs)
+    return result
 
 
 def as_verl_actor(
@@ -263,17 +263,17 @@ def as_verl_actor(
     clipped: ArrayLike | None = None,
     clipped_lower: ArrayLike | None = None,
 ) -> Measured:
-    """`actor/*` of a policy loss of verl, over the terms that rejection left.
+    """Compute `actor/*` of a policy loss of verl, over the tokens that rejection kept.
 
-    Which terms a loss clips is the loss's own to say; here it is counted.
+    The loss decides which tokens it clips; this function only counts them.
 
     Args:
         theta, old: [M] logprobs.
-        rows: the terms' rows.
-        loss: verl's name, which decides how `ppo_kl` is bounded.
-        clipped: [M] bool, what `pg_clipfrac` counts: in vanilla max(-A r, -A clip(r)) took the clipped side; in cispo
-            the ratio was outside; in dppo_* the mask dropped it.
-        clipped_lower: [M] bool: in vanilla the dual clip's ceiling was the smaller; in geo_mean the clip where A < 0.
+        rows: the rows of the trained tokens.
+        loss: verl's name of the loss, which decides how `ppo_kl` is bounded.
+        clipped: [M] bool, the tokens that `pg_clipfrac` counts. In vanilla, max(-A r, -A clip(r)) is the clipped side;
+            in cispo, the ratio is outside of the bounds; in dppo_*, the mask dropped the token.
+        clipped_lower: [M] bool: in vanilla, the dual clip's ceiling is smaller; in geo_mean, tokens clipped with A < 0.
 
     >>> as_verl_actor(np.log([0.5]), np.log([0.25]), Rows.of([0]), clipped=[True], clipped_lower=[False]).named()
     {'actor/ppo_kl': -0.6931471805599453, 'actor/pg_clipfrac': 1.0, 'actor/pg_clipfrac_lower': 0.0}
@@ -281,9 +281,9 @@ def as_verl_actor(
     log = _terms("theta", theta, rows) - _terms("old", old, rows)
     kl = -(log if loss in _UNBOUNDED else np.clip(log, -LIMIT, LIMIT)) if loss != "kl_cov" else np.abs(log)
     flags = {"clipped": clipped, "clipped_lower": clipped_lower}
-    given = {name: np.asarray(values, bool) for name, values in flags.items() if values is not None}
-    counts = {"n": len(log)} | {name: np.count_nonzero(values) for name, values in given.items()}
-    reading = tuple(row for row in ACTOR if row.name == "actor/ppo_kl" or _FLAG[row.name] in given)
+    present = {name: np.asarray(values, bool) for name, values in flags.items() if values is not None}
+    counts = {"n": len(log)} | {name: np.count_nonzero(values) for name, values in present.items()}
+    reading = tuple(row for row in ACTOR if row.name == "actor/ppo_kl" or _FLAG[row.name] in present)
     return Measured(Sums.of({"kl": kl.sum()}, counts).at("actor/"), (Reading(reading, "actor/"),))
 
 
@@ -304,15 +304,15 @@ def _terms(name: str, values: ArrayLike, rows: Rows) -> NDArray[np.float64]:
 def _importance(log: NDArray, rows: Rows, sequence: bool, bounds: Bounds) -> Sums:
     low, high = bounds
     floor = 1.0 / high if low is None else low
-    summed = rows.total(log)
-    raw = np.exp(np.clip(rows.back(summed) if sequence else log, -LIMIT, LIMIT))
+    totals = rows.total(log)
+    raw = np.exp(np.clip(rows.back(totals) if sequence else log, -LIMIT, LIMIT))
     outside = (raw > high) | (raw < floor)
     weight = np.minimum(raw, high) if low is None else np.where(outside, 0.0, raw)
     by_row, raw_by_row = rows.mean(weight), rows.mean(raw)
     sums = moments("w", weight, low=0.0, high=high) | moments("raw", raw, low=floor, high=high)
     sums = sums | moments("row", by_row, about=1.0) | moments("away", np.abs(by_row - 1.0))
     sums = sums | moments("raw_row", raw_by_row, low=floor, high=high)
-    sums = sums | moments("filled", by_row[rows.filled]) | moments("sum", summed, low=np.log(floor), high=np.log(high))
+    sums = sums | moments("filled", by_row[rows.filled]) | moments("sum", totals, low=np.log(floor), high=np.log(high))
     return sums | Sums.of(counts={"outside": np.count_nonzero(outside)})
 
 
@@ -320,7 +320,7 @@ def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> Measu
     bounded = np.clip(log, -LIMIT, LIMIT)
     stats = {"k1": -bounded, "k2": 0.5 * bounded**2, "k3": np.exp(bounded) - 1.0 - bounded}
     keep = np.ones(len(log), bool)
-    found = Measured(Sums.of(), ())
+    result = Measured(Sums.of(), ())
     for option, (low, high) in options.items():
         level, _, stat = option.rpartition("_")
         if level not in _LEVELS or stat not in stats or option == "seq_max_k1":
@@ -341,10 +341,10 @@ def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> Measu
         sums = sums | moments("away", np.abs(by_row[rows.filled]))
         sums = sums | Sums.of(counts={"hit": np.count_nonzero(rows.any(~kept))})
         table = REJECTION["token" if level == "token" else "sequence", stat == "k1"]
-        found = found | Measured(sums.at(f"{option}/"), (Reading(table, f"{option}/", {"option": option}),))
+        result = result | Measured(sums.at(f"{option}/"), (Reading(table, f"{option}/", {"option": option}),))
     counts = {"kept": np.count_nonzero(keep), "n": len(keep), "hit": np.count_nonzero(rows.any(~keep))}
     sums = Sums.of(counts=counts | {"rows": rows.count}).at("rs/")
-    return found | Measured(sums, (Reading(REJECTION_ALL, "rs/"),))
+    return result | Measured(sums, (Reading(REJECTION_ALL, "rs/"),))
 
 
 _LEVELS: dict[str, Callable[[Rows, NDArray], NDArray]] = {
@@ -358,12 +358,12 @@ _LEVELS: dict[str, Callable[[Rows, NDArray], NDArray]] = {
 def _off_policy(old: NDArray, rollout: NDArray, rows: Rows) -> Sums:
     log = old - rollout
     bounded = np.exp(np.clip(log, -LIMIT, LIMIT))
-    mine, theirs = rows.mean(old), rows.mean(rollout)
-    gap, product = theirs - mine, np.clip(rows.total(log), -LIMIT, LIMIT)
+    old_mean, rollout_mean = rows.mean(old), rows.mean(rollout)
+    gap, product = rollout_mean - old_mean, np.clip(rows.total(log), -LIMIT, LIMIT)
     with np.errstate(over="ignore"):
         k3 = (np.exp(log) - log - 1).sum()
     totals = {"kl": -log.sum(), "k3": k3, "square": (bounded**2).sum(), "product": np.exp(2 * product).sum()}
-    totals |= {"old": -mine.sum(), "rollout": -theirs.sum(), "gap": gap.sum(), "abs": np.abs(gap).sum()}
-    totals |= {"ppl": np.exp(-mine).sum(), "rollout_ppl": np.exp(-theirs).sum(), "ratio": np.exp(gap).sum()}
+    totals |= {"old": -old_mean.sum(), "rollout": -rollout_mean.sum(), "gap": gap.sum(), "abs": np.abs(gap).sum()}
+    totals |= {"ppl": np.exp(-old_mean).sum(), "rollout_ppl": np.exp(-rollout_mean).sum(), "ratio": np.exp(gap).sum()}
     maxima = {"gap.max": gap.max(initial=-np.inf), "gap.-min": (-gap).max(initial=-np.inf)}
     return Sums.of(totals, {"n": len(log), "rows": rows.count}, maxima)
