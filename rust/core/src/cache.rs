@@ -1,67 +1,24 @@
-//! Caches bounded in bytes (approximate LRU), and JSON values as bytes for their keys: different values have different bytes.
+//! A cache bounded in bytes, and JSON values as bytes for cache keys: different values have different bytes.
 //!
-//! New entries go to the young table. When that is full it becomes the old one, and what the old one held is dropped; an
-//! entry that is read there moves back to the young table. Callers bring the locks and compare the keys. Every part of a
-//! key begins with its kind and its length, so that no text can look like another value.
+//! Every part of a key begins with its kind and its length, so that no text can look like another value.
 
 use crate::cancel;
-use hashbrown::HashTable;
+use quick_cache::Weighter;
+use quick_cache::unsync::{Cache, DefaultLifecycle};
 use serde_json::{Map, Number, Value};
-use std::mem;
+use std::hash::BuildHasher;
 
-/// Values by the hash of their keys; the caller's `fits` says whether a value with that hash has the key.
-#[derive(Debug)]
-pub(crate) struct Generations<T> {
-    young: HashTable<Entry<T>>,
-    old: HashTable<Entry<T>>,
-    bytes: usize,
-    limit: usize,
-}
+/// Values by keys of bytes. Threads share it behind a lock that gives up after a fork (`pool::soon`), which the
+/// crate's own lock does not.
+pub(crate) type ByteCache<V, W, S> = Cache<Box<[u8]>, V, W, S>;
 
-#[derive(Debug)]
-struct Entry<T> {
-    hash: u64,
-    bytes: usize,
-    value: T,
-}
-
-impl<T> Generations<T> {
-    /// An empty cache, each of whose two tables holds at most `limit` bytes.
-    pub fn new(limit: usize) -> Self {
-        Self { young: HashTable::new(), old: HashTable::new(), bytes: 0, limit }
-    }
-
-    /// What `read` returns for the value with this hash that fits, which counts as recently used.
-    pub fn read<R>(&mut self, hash: u64, fits: impl Fn(&T) -> bool, read: impl FnOnce(&T) -> R) -> Option<R> {
-        let fits = |entry: &Entry<T>| entry.hash == hash && fits(&entry.value);
-        if let Some(entry) = self.young.find(hash, fits) {
-            return Some(read(&entry.value));
-        }
-        let (entry, _) = self.old.find_entry(hash, fits).ok()?.remove();
-        let result = read(&entry.value);
-        self.insert(entry);
-        Some(result)
-    }
-
-    /// Adds a value that takes `bytes`.
-    pub fn put(&mut self, hash: u64, bytes: usize, value: T) {
-        self.insert(Entry { hash, bytes, value });
-    }
-
-    fn insert(&mut self, entry: Entry<T>) {
-        if self.bytes + entry.bytes > self.limit {
-            self.old = mem::take(&mut self.young);
-            self.bytes = 0;
-        }
-        self.bytes += entry.bytes;
-        self.young.insert_unique(entry.hash, entry, |entry| entry.hash);
-    }
-
-    /// How many values are held.
-    #[cfg(test)]
-    pub fn len(&self) -> usize {
-        self.young.len() + self.old.len()
-    }
+/// Returns an empty cache for entries of `limit` bytes in all, by their weights, and of `typical` bytes each.
+pub(crate) fn byte_cache<V, W, S>(limit: usize, typical: usize, weigher: W, state: S) -> ByteCache<V, W, S>
+where
+    W: Weighter<Box<[u8]>, V>,
+    S: BuildHasher,
+{
+    Cache::with(limit / typical, limit as u64, weigher, state, DefaultLifecycle::default())
 }
 
 /// A value.
