@@ -270,8 +270,8 @@ fn step_over(
     edits: &mut Vec<(Reason, usize, String)>,
 ) -> Option<(usize, usize)> {
     let continues =
-        |branch_at: usize, at: usize| branch_at == branch.len() || branch.ids.get(branch_at) == ids.get(ids_at);
-    let is_sampled = |ids_at: usize| branch.source[ids_at] == types::SAMPLED;
+        |branch_at: usize, ids_at: usize| branch_at == branch.len() || branch.ids.get(branch_at) == ids.get(ids_at);
+    let is_sampled = |at: usize| branch.source[at] == types::SAMPLED;
     let ends_turn =
         is_sampled(branch_at) && branch.source.get(branch_at + 1).is_none_or(|&next| next != types::SAMPLED);
     if ends_turn && is_stop(branch.ids[branch_at]) {

@@ -27,13 +27,13 @@ fn each<V: Vector, P: Pass<V, I, O>, const I: usize, const O: usize>(
     let mut outputs = outputs.map(|output| output[..size].as_chunks_mut::<LANES>());
     for chunk in 0..size / LANES {
         let results = pass.step(std::array::from_fn(|n| V::load(&inputs[n].0[chunk])));
-        for (output, result) in outputs.iter_mut().zip(result) {
+        for (output, result) in outputs.iter_mut().zip(results) {
             result.store(&mut output.0[chunk]);
         }
     }
     if !size.is_multiple_of(LANES) {
         let results = pass.step(std::array::from_fn(|n| V::load(&padded(inputs[n].1, padding[n]))));
-        for ((_, tail), result) in outputs.iter_mut().zip(result) {
+        for ((_, tail), result) in outputs.iter_mut().zip(results) {
             tail.copy_from_slice(&to_array(result)[..tail.len()]);
         }
     }

@@ -135,7 +135,7 @@ fn counts_of_groups_on_other_ranks_come_from_the_caller() {
 
 /// Columns of a random step, with some recorded logprobs missing.
 fn steps(max_terms: usize) -> impl Strategy<Value = (Vec<f32>, Vec<f32>, Vec<i64>)> {
-    prop::collection::vec((-8.0_f32..0.0, prop::option::weighted(0.9, -8.0_f32..0.0), 0_i64..9), 0..most).prop_map(
+    prop::collection::vec((-8.0_f32..0.0, prop::option::weighted(0.9, -8.0_f32..0.0), 0_i64..9), 0..max_terms).prop_map(
         |rows| {
             let mut traces: Vec<i64> = rows.iter().map(|row| row.2).collect();
             traces.sort_unstable();

@@ -342,7 +342,7 @@ fn entry(plan: &Resumable, state: &State) -> Vec<Value> {
     values
 }
 
-fn alike_all(one: &[Value], other: &[Value]) -> bool {
+fn alike_all(first: &[Value], second: &[Value]) -> bool {
     let mut budget = 256;
     first.len() == second.len() && first.iter().zip(second).all(|(first, second)| alike(first, second, &mut budget))
 }

@@ -87,7 +87,7 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> usize {
             next[at] = draw.message(at, seed.is_multiple_of(3));
         }
         let added = draw.below(4).max(usize::from(next.is_empty()));
-        (0..more).for_each(|_| next.push(draw.message(next.len(), seed.is_multiple_of(3))));
+        (0..added).for_each(|_| next.push(draw.message(next.len(), seed.is_multiple_of(3))));
         versions.push(next);
     }
     let mut session = Session::default();
