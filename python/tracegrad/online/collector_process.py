@@ -162,7 +162,7 @@ def _apply_state(player: Collector, admission: "_Known", state: State) -> None:
 
 
 class _Known:
-    """Admission of servers that were gone: a server is used again once it has the version that the trainer published."""
+    """Admits servers that were gone: one is used again once it has the published version."""
 
     def __init__(self, servers: Servers, state: State) -> None:
         self.servers, self.state, self.pool = servers, state, state.servers

@@ -61,13 +61,16 @@ class GroupScore:
                 `metadata.reward_failures`.
         """
         failures: list[dict[str, Failure]] = [{} for _ in played]
-        rows = [row for row, each in enumerate(played) if each.error is None]
+        rows = [row for row, rollout in enumerate(played) if rollout.error is None]
         if not rows:
             return failures
         tasks = [played[row].task for row in rows]
         prompts, completions = [played[row].prompt for row in rows], [played[row].completion for row in rows]
         if all(isinstance(_prompt(task), str) for task in tasks):
-            prompts, completions = list(map(_prompt, tasks)), [text_of(each, "assistant") for each in completions]
+            prompts, completions = (
+                list(map(_prompt, tasks)),
+                [text_of(completion, "assistant") for completion in completions],
+            )
         columns = columns_of(tasks, _PROMPTS) if all(isinstance(task, Mapping) for task in tasks) else {}
         scores = await self.rewards.score(prompts, completions, columns)
         if scores.metrics:
