@@ -74,6 +74,6 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            content_type = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": content_type})
             await send({"type": "http.response.body", "body": b'{"error": {"message": "no token, or another one"}}'})

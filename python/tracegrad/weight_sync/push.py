@@ -131,8 +131,8 @@ class Pusher:
                 await asyncio.sleep(0.05)
             try:
                 return await self.steps(url, True), None, True
-            except Refused as refused:
-                return 0.0, refused, True
+            except Refused as error:
+                return 0.0, error, True
 
     async def admit(self, url: str) -> bool:
         """Push the newest version to a server that is back; return whether it loaded it."""

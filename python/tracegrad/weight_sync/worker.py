@@ -61,16 +61,13 @@ class Reloading:
 
     def start_weight_update(self) -> None:
         """Prepare the model's layers to load a checkpoint."""
-        if not hasattr(
-            self, "heads"
-        ):  # later the layers may be prepared already, and tied heads can no longer be found
+        # Layers that are already prepared no longer show which heads are tied.
+        if not hasattr(self, "heads"):
             self.heads = tied_heads(self.model)
         initialize_layerwise_reload(self.model)
 
     def give_up(self) -> None:
-        """Discard what was loaded so far and restore the old tensors, so that the next update starts from the
-        beginning.
-        """
+        """Discard what was loaded so far and restore the old tensors, so that the next update can start over."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
