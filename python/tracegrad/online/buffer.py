@@ -327,8 +327,8 @@ class Ledger:
 
     def add(self, version: int, groups: Sequence[Place], dull: Sequence[int] = ()) -> Taken:
         """Write the line of the next step; it is on disk when this returns."""
-        taken = Taken(len(self.steps), version, tuple(groups), tuple(dull))
-        line = json.dumps(_to_json(taken), separators=(",", ":")) + "\n"
+        entry = Taken(len(self.steps), version, tuple(groups), tuple(dull))
+        line = json.dumps(_to_json(entry), separators=(",", ":")) + "\n"
         try:
             file = files.descriptor(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
@@ -341,9 +341,9 @@ class Ledger:
             raise TracegradError(
                 f"{self.path}: {error.strerror}. The step could not be made again. Make room and go on from here."
             ) from error
-        self.steps.append(taken)
+        self.steps.append(entry)
         self._read += len(line)
-        return taken
+        return entry
 
     def wait(self, step: int, stopped: Callable[[], bool], poll_s: float = 0.05) -> Taken | None:
         """Wait for the line of a step, on ranks that do not write. Return None if the run was stopped."""
@@ -356,24 +356,24 @@ class Ledger:
         return self.steps[step]
 
 
-def _to_json(taken: Taken) -> dict[str, Any]:
-    groups = [[place.file, place.offset, place.length] for place in taken.groups]
-    return {"step": taken.step, "version": taken.version, "groups": groups, "dull": list(taken.dull)}
+def _to_json(entry: Taken) -> dict[str, Any]:
+    groups = [[place.file, place.offset, place.length] for place in entry.groups]
+    return {"step": entry.step, "version": entry.version, "groups": groups, "dull": list(entry.dull)}
 
 
 def _parse_line(line: bytes, path: Path, number: int) -> Taken:
     try:
         record = json.loads(line)
         groups = tuple(_parse_place(*group) for group in record["groups"])
-        taken = Taken(count(record["step"]), count(record["version"]), groups, tuple(map(count, record["dull"])))
-        if taken.step != number or any(index >= len(groups) for index in taken.dull):
+        entry = Taken(count(record["step"]), count(record["version"]), groups, tuple(map(count, record["dull"])))
+        if entry.step != number or any(index >= len(groups) for index in entry.dull):
             raise ValueError("it is not the line that stands here")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path}:{number + 1}: not the line of a step ({str(error)[:80]!r}). Which groups it took is not known. "
             "Copy the run again."
         ) from error
-    return taken
+    return entry
 
 
 def _parse_place(file: Any, offset: Any, length: Any) -> Place:

@@ -222,8 +222,8 @@ class Signal:
         >>> [Signal().is_dull(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
         [True, True, False]
         """
-        known = rewards[~np.isnan(rewards)].astype(np.float64)
-        return not len(known) or (self.compared and bool(np.ptp(known) <= self.tolerance))
+        known_rewards = rewards[~np.isnan(rewards)].astype(np.float64)
+        return not len(known_rewards) or (self.compared and bool(np.ptp(known_rewards) <= self.tolerance))
 
 
 class Score(Protocol):
@@ -292,10 +292,13 @@ class Counts:
 
     def add(self, rewards: Floats, dull: bool, failed: int = 0) -> None:
         """Count one group by the rewards of its trajectories."""
-        known = rewards[~np.isnan(rewards)]
+        known_rewards = rewards[~np.isnan(rewards)]
         self.dull += dull
         self.trajectories, self.failed = self.trajectories + len(rewards), self.failed + failed
-        self.rewarded, self.rewards = self.rewarded + len(known), self.rewards + float(known.sum(dtype=np.float64))
+        self.rewarded, self.rewards = (
+            self.rewarded + len(known_rewards),
+            self.rewards + float(known_rewards.sum(dtype=np.float64)),
+        )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Coordinate with collectors in other processes; `state.json` tells them the weights and progress of the run."""
+"""Coordinate with collectors in other processes; `state.json` has the servers' weights and the run's progress."""
 
 import json
 import re

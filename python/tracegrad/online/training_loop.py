@@ -203,6 +203,7 @@ def replay(
         objective: default: the objective of the run. Needed if that has no name and cannot be written as text.
         config: default: the config of the run.
         out: folder for checkpoints and metrics; the folder of the run is not changed.
+        say: receives the log lines for the user.
 
     Raises:
         ArgumentError: if `out` is the folder of the run or contains another run, or the run had another objective.
@@ -345,19 +346,19 @@ class Loop:
     def _groups(self, step: int) -> tuple[Taken, Traces] | None:
         """Return the groups of a step: those in the ledger if the step was taken before, otherwise new rollouts."""
         if step < len(self.ledger.steps):
-            taken = self.ledger.steps[step]
-            return taken, Traces.concatenate(buffer.read(self.folder, place) for place in taken.trained)
+            entry = self.ledger.steps[step]
+            return entry, Traces.concatenate(buffer.read(self.folder, place) for place in entry.trained)
         if self.player is None:
             if self.ranks.alone:
                 return None
-            taken = self.ledger.wait(step, self.bond.over)
-            return None if taken is None else self._groups(taken.step)
-        chosen = self._wait_for_groups()
-        if chosen is None:
+            entry = self.ledger.wait(step, self.bond.over)
+            return None if entry is None else self._groups(entry.step)
+        groups = self._wait_for_groups()
+        if groups is None:
             return None
-        dull = [index for index, (_, _, is_dull) in enumerate(chosen) if is_dull]
-        taken = self.ledger.add(self.driven.taken, [place for place, _, _ in chosen], dull)
-        return taken, Traces.concatenate(traces for _, traces, is_dull in chosen if not is_dull)
+        dull = [index for index, (_, _, is_dull) in enumerate(groups) if is_dull]
+        entry = self.ledger.add(self.driven.taken, [place for place, _, _ in groups], dull)
+        return entry, Traces.concatenate(traces for _, traces, is_dull in groups if not is_dull)
 
     def _wait_for_groups(self) -> list[tuple[Place, Traces, bool]] | None:
         """Wait for enough groups with differing rewards, or for the most groups that a step may consume."""
@@ -386,22 +387,22 @@ class Loop:
             self.player.wait(POLL_S)
         return None
 
-    def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
+    def _step(self, entry: Taken, traces: Traces, *, waited: float) -> None:
         began = time.perf_counter()
         version = self.driven.taken
-        columns = {"groups": len(taken.groups), "groups_dull": len(taken.dull)}
+        columns = {"groups": len(entry.groups), "groups_dull": len(entry.dull)}
         # Align the rollouts of the step's groups.
         traces, sequences = self._align(traces)
         if not len(traces):
-            self.say(f"step {taken.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
+            self.say(f"step {entry.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
             return
         # Compute advantages and pack rows.
         try:
             step, rewards = self._pack(sequences)
         except NothingToLearn as reason:
-            self.say(f"step {taken.step + 1}: no update; {reason}")
+            self.say(f"step {entry.step + 1}: no update; {reason}")
             return
-        has_servers = self.proof is not None and taken.step >= self._replayed_steps
+        has_servers = self.proof is not None and entry.step >= self._replayed_steps
         if self.check.canary is not None and self.ranks.first:
             groups = dict(zip(traces.groups, range(len(traces)), strict=True))
             self.check.canary.prepare(traces[index].to_dict() for index in groups.values())
@@ -415,14 +416,14 @@ class Loop:
         def check(logprobs: Any) -> None:
             nonlocal gap
             gap = self.check.gap(
-                taken.step + 1, step, logprobs, own_tokens, Forks.of(step, sequences), sequences, mixed
+                entry.step + 1, step, logprobs, own_tokens, Forks.of(step, sequences), sequences, mixed
             )
 
         # Run the forward and backward passes, then the weight check, then `optimizer.step()`.
         packed_at, wait_s = time.perf_counter(), self._wait_s
         outcome = self.driven.step(step, version, rewards=rewards, endings=sequences.ending, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
-        self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - taken.step)
+        self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - entry.step)
         trained_at, wait_s, unreachable_s = time.perf_counter(), self._wait_s - wait_s, self._unreachable_s
         # Send the new weights to the servers.
         sync_result = self._push() if has_servers else None
@@ -441,8 +442,8 @@ class Loop:
             **gap.row(),
             **tools_of(traces),
         }
-        self._log(taken.step + 1, columns, functions_of(traces))
-        log_traces(self.sinks, (trace for trace in traces if trace.group == traces[0].group), taken.step + 1)
+        self._log(entry.step + 1, columns, functions_of(traces))
+        log_traces(self.sinks, (trace for trace in traces if trace.group == traces[0].group), entry.step + 1)
         every = self.driven.config.checkpoint.every
         if every and self.driven.taken % every == 0:
             self._save()

@@ -138,30 +138,30 @@ class Check:
         ranks, version = self.driven.ranks, self.driven.taken
         # Each rank has only its own tokens; join them, so that every rank checks all tokens.
         theta, rollout, here, odd = map(ranks.joined, (logprobs, step.rollout_logprobs, here, forks.terms & here))
-        own = Gap.of(theta, rollout, here)
+        step_gap = Gap.of(theta, rollout, here)
         if self.proof is None:
-            return own
+            return step_gap
         sample = None
-        if self.canary is not None and (self.proof.bf16 or own.terms < probes.TOKENS * self._servers()):
+        if self.canary is not None and (self.proof.bf16 or step_gap.terms < probes.TOKENS * self._servers()):
             sample = self.canary.ask()
-        holds = self.proof.holds(own)
+        holds = self.proof.holds(step_gap)
         if not holds:
-            others = Gap.of(theta, rollout, here & ~odd)
-            if others.terms and self.proof.holds(others):
-                raise self._fault(number, version, own, forks.words(int(odd.sum()), others.terms))
+            other_gap = Gap.of(theta, rollout, here & ~odd)
+            if other_gap.terms and self.proof.holds(other_gap):
+                raise self._fault(number, version, step_gap, forks.words(int(odd.sum()), other_gap.terms))
         if sample is not None and not self.proof.holds(sample.gap()):
             raise self._fault(number, version, sample.gap(), self._cause_of_probes(sample))
         if not holds:
             raise self._fault(
-                number, version, own, self._cause_of_rollouts(sequences, sequences.version == version, mixed)
+                number, version, step_gap, self._cause_of_rollouts(sequences, sequences.version == version, mixed)
             )
         if sample is not None:
             self._check_bias(number, sample)
             self.proof.note(sample.gap())
         self._compare_before(number, sequences, mixed)
-        if not own.terms and sample is not None:
+        if not step_gap.terms and sample is not None:
             return sample.gap()
-        return own
+        return step_gap
 
     def _servers(self) -> int:
         """Return the number of servers, from the first rank."""

@@ -334,7 +334,7 @@ class Events:
         self._wrong_in_chunk = wrong_in_chunk
         self._max_bytes = most
         self._events: list[bytes] = []
-        self._rest = bytearray()
+        self._buffer = bytearray()
 
     @property
     def text(self) -> str:
@@ -359,26 +359,26 @@ class Events:
         Raises:
             MalformedAnswer: as for `passed`.
         """
-        rest = bytes(self._rest)
-        self._rest.clear()
-        return self._process_event(rest) if rest.strip() else rest
+        remainder = bytes(self._buffer)
+        self._buffer.clear()
+        return self._process_event(remainder) if remainder.strip() else remainder
 
     def _split(self, data: bytes) -> Iterator[bytes]:
         """Yield complete events."""
-        rest = self._rest
+        buffer = self._buffer
         # The searched part contains no end of an event, but its last 3 bytes may be the start of one.
-        searched = max(len(rest) - 3, 0)
-        rest += data
+        searched = max(len(buffer) - 3, 0)
+        buffer += data
         start = 0
         while True:
-            newline_end = rest.find(b"\n\n", searched)
-            crlf_end = rest.find(b"\r\n\r\n", searched, newline_end if newline_end >= 0 else len(rest))
+            newline_end = buffer.find(b"\n\n", searched)
+            crlf_end = buffer.find(b"\r\n\r\n", searched, newline_end if newline_end >= 0 else len(buffer))
             if newline_end < 0 and crlf_end < 0:
                 break
             end = crlf_end + 4 if crlf_end >= 0 else newline_end + 2
-            yield bytes(rest[start:end])
+            yield bytes(buffer[start:end])
             start = searched = end
-        del rest[:start]
+        del buffer[:start]
 
     def _process_event(self, event: bytes) -> bytes:
         lines = event.splitlines() if event.find(b"\n", 0, -2) >= 0 else [event.strip()]

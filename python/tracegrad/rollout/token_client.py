@@ -172,7 +172,7 @@ def sampled(response: Any) -> dict[str, Any]:
         [choice] = response["choices"]
         ids = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if ids else []
-        exact = all(type(one) is int for one in ids) and all(isinstance(one, float | int) for one in logprobs)
+        exact = all(type(value) is int for value in ids) and all(isinstance(value, float | int) for value in logprobs)
         if exact and len(ids) == len(logprobs):
             return {**choice, "token_ids": ids, "logprobs": logprobs}
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
