@@ -66,7 +66,7 @@ def _flag_value(value: Any) -> list[str]:
 def _accepted_rank(rank: int) -> int:
     """Return the smallest rank that vLLM accepts and that fits adapters of this rank.
 
-    >>> _taken(4), _taken(16)
+    >>> _accepted_rank(4), _accepted_rank(16)
     (8, 16)
     """
     if not 1 <= rank <= RANKS[-1]:
