@@ -91,7 +91,7 @@ def metered() -> Meter:
     meter.wrap(training_loop.Loop, "_groups", "prepare")
     # Nothing is played meanwhile, so that threads of the core count as well.
     meter.wrap(training_loop, "align", "prepare", time.process_time)
-    meter.wrap(training_loop.Loop, "_pack", "prepare", time.process_time)
+    meter.wrap(training_loop.Loop, "_packed", "prepare", time.process_time)
     meter.wrap(training_loop.Loop, "_step", "prepare", time.process_time)
     meter.wrap(training_loop.Run, "step", "train", time.process_time)
     meter.wrap(training_loop.Loop, "_push", "sync", time.process_time)

@@ -398,7 +398,7 @@ class Loop:
             return
         # Compute advantages and pack rows.
         try:
-            step, rewards = self._pack(sequences)
+            step, rewards = self._packed(sequences)
         except NothingToLearn as reason:
             self.say(f"step {entry.step + 1}: no update; {reason}")
             return
@@ -467,7 +467,7 @@ class Loop:
         traces = traces[kept]
         return traces, align(traces, self.tokenizer)
 
-    def _pack(self, sequences: Sequences) -> tuple[Step, Any]:
+    def _packed(self, sequences: Sequences) -> tuple[Step, Any]:
         """Return the step of this rank, packed from all groups, and the rewards of its traces."""
         config = self.driven.config
         model = self.driven.model
