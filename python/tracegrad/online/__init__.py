@@ -1,7 +1,7 @@
 """Train online: roll out, score, write, train, sync weights, and check at every step that they arrived.
 
-A run is a folder of groups, checkpoints and a report. Rollouts are written by whole groups and the trainer reads what
-is written, so a run can be replayed bit for bit, looked at while it runs, and stopped anywhere. Needs
+A run is a folder of groups, checkpoints and a report. Rollouts are written group by group, and the trainer reads them
+from the files. A run can therefore be replayed bit for bit, inspected while it runs, and stopped at any time. Needs
 `pip install 'tracegrad[online]'`; torch is imported by `train` and `replay`, not by `record` and `collect`.
 """
 

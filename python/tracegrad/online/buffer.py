@@ -1,6 +1,6 @@
-"""Write rollouts to disk by whole groups, follow them from the trainer, and log which groups each step took.
+"""Write rollouts to disk group by group, follow them from the trainer, and log which groups each step consumed.
 
-`Writer` (one per process that rolls out) appends zstd frames; `Follower` reads what is new in the files of all writers;
+`Writer` (one per rollout process) appends zstd frames. `Follower` reads new frames from the files of all writers.
 `Unscored` keeps a group until it is scored. `steps.jsonl` makes a run resumable and replayable bit for bit.
 """
 
@@ -26,16 +26,16 @@ from tracegrad.storage.safetensors_file import flush, write_bytes
 FOLDER = "played"
 ENDING = ".jsonl.zst"
 MOST_BYTES = 1 << 30
-"""Bytes of the records of one group."""
+"""Maximum size of the records of one group, in bytes."""
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a group stands.
+    """Position of a group in the rollout folder.
 
     Args:
-        file: name within the folder.
-        offset, length: bytes of its frame.
+        file: file name in the folder.
+        offset, length: position and size of its frame, in bytes.
     """
 
     file: str
@@ -44,10 +44,10 @@ class Place:
 
 
 class Writer:
-    """Appends groups to a file of its own, which nobody else writes; threads may share it.
+    """Append groups to a new file that only this writer uses; threads may share the writer.
 
     Args:
-        folder: made if it is not there.
+        folder: rollout folder; created if it does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,41 +55,41 @@ class Writer:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.name, self._file = _new(folder)
+            self.name, self._file = _create_file(folder)
             flush(folder)
         except OSError as error:
-            raise _unwritten(folder, error) from error
+            raise _write_error(folder, error) from error
         self._end = 0
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
 
     def write(self, records: Sequence[dict[str, Any]]) -> Place:
-        """Appends one group; it is on the disk, whole, when this returns, or not there at all.
+        """Append one group. When this returns, the complete group is on disk; if it raises, none of it is.
 
         Raises:
-            ArgumentError: for a record that JSON cannot say, or a group beyond `MOST_BYTES`.
-            TracegradError: if it cannot be written.
+            ArgumentError: for a record that JSON cannot represent, or a group larger than `MOST_BYTES`.
+            TracegradError: if the file cannot be written.
         """
         text = _lines(records)
-        with self._alone:
+        with self._lock:
             return self._append(text)
 
     def _append(self, text: bytes) -> Place:
         frame = self._compressor.compress(text)
         try:
-            left = memoryview(frame)
-            while left:
-                left = left[os.write(self._file, left) :]
+            remaining = memoryview(frame)
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
             os.fsync(self._file)
         except OSError as error:
             os.ftruncate(self._file, self._end)
             os.lseek(self._file, self._end, os.SEEK_SET)
-            raise _unwritten(self.folder / self.name, error) from error
+            raise _write_error(self.folder / self.name, error) from error
         place = Place(self.name, self._end, len(frame))
         self._end += len(frame)
         return place
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Close the file."""
         os.close(self._file)
 
     def __enter__(self) -> "Writer":
@@ -100,9 +100,9 @@ class Writer:
 
 
 class Unscored:
-    """Groups that are played and not scored: a file for each, gone once its group is written with its rewards.
+    """Groups without scores: one file per group, deleted once the group is written with its rewards.
 
-    They are outside of the folder that is read while it grows, so that a reader finds a group there once.
+    The files are in a folder of their own, so that readers of the rollout folder find each group only once.
 
     Args:
         out: folder of the run.
@@ -113,29 +113,29 @@ class Unscored:
 
     @property
     def groups(self) -> set[int]:
-        """The numbers of the groups that are kept."""
+        """The numbers of the stored groups."""
         names = (path.name.removesuffix(ENDING) for path in self.folder.glob(f"*{ENDING}"))
         return {int(name) for name in names if name.isascii() and name.isdecimal()}
 
     def keep(self, number: int, records: Sequence[dict[str, Any]]) -> None:
-        """Writes a group; it is on the disk when this returns.
+        """Write a group; it is on disk when this returns.
 
         Raises:
             ArgumentError: as for `Writer.write`.
-            TracegradError: if it cannot be written.
+            TracegradError: if the file cannot be written.
         """
         text = _lines(records)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritten(self.folder, error) from error
+            raise _write_error(self.folder, error) from error
         write_bytes(self.path(number), [_compressor().compress(text)])
 
     def read(self, number: int) -> list[dict[str, Any]] | None:
-        """The records of a group; None where it is not kept.
+        """Return the records of a group; None if it is not stored.
 
         Raises:
-            ReadError: if the file is not what `keep` wrote.
+            ReadError: if the file is not one that `keep` wrote.
         """
         path = self.path(number)
         if not path.exists():
@@ -146,24 +146,24 @@ class Unscored:
             if zstandard.get_frame_parameters(data).content_size > MOST_BYTES:
                 raise ValueError(f"it claims more than {MOST_BYTES:,} bytes")
             records = [loads(line) for line in zstandard.ZstdDecompressor().decompress(data).splitlines()]
-            if not records or not all(isinstance(each, dict) for each in records):
+            if not records or not all(isinstance(record, dict) for record in records):
                 raise ValueError("it holds no records")
         except (OSError, ValueError, RecursionError, zstandard.ZstdError) as error:
             raise unusable(path, error) from error
         return records
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Takes groups away: they are written with their rewards."""
+        """Delete groups that are now written with their rewards."""
         for number in numbers:
             self.path(number).unlink(missing_ok=True)
 
     def path(self, number: int) -> Path:
-        """The file of a group."""
+        """Return the file of a group."""
         return self.folder / f"{number}{ENDING}"
 
 
 def unusable(path: Path, error: Exception) -> ReadError:
-    """What is said of a group that was kept and cannot be scored."""
+    """Build the error for a stored group that cannot be scored."""
     return ReadError(
         f"{path}: the group that was played before cannot be scored ({str(error)[:200]}). Its number would be played "
         "again and this file be replaced. Copy the file again, or move it out of the folder to have the task played."
@@ -171,24 +171,24 @@ def unusable(path: Path, error: Exception) -> ReadError:
 
 
 class Follower:
-    """Finds the groups of a folder in the order in which they came to be whole."""
+    """Reads the groups of a folder in the order in which they were completed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.without = ""
-        """The file that is not looked at: that of a writer who knows what it has written."""
+        """File name to skip: the file of a writer that tracks its own groups."""
         self._ends: dict[str, int] = {}
 
     def look(self) -> list[tuple[Place, Traces]]:
-        """The groups that are whole and were not there the last time.
+        """Return the complete groups that were not there at the last call.
 
         Raises:
-            ReadError: for a frame that was changed.
+            ReadError: for a damaged frame.
         """
         return list(self.each())
 
     def each(self) -> Iterator[tuple[Place, Traces]]:
-        """As `look`, one at a time."""
+        """Yield the groups of `look` one at a time."""
         for path in sorted(self.folder.glob(f"*{ENDING}")):
             if path.name == self.without:
                 continue
@@ -200,16 +200,16 @@ class Follower:
                 yield place, Traces(frame[0])
 
     def skip(self, places: Iterable[Place]) -> None:
-        """Leaves out groups that were taken before, and all before them in their files."""
+        """Skip groups that were consumed before, and all groups in front of them in their files."""
         for place in places:
             self._ends[place.file] = max(self._ends.get(place.file, 0), place.offset + place.length)
 
 
 def read(folder: Path, place: Place) -> Traces:
-    """One group.
+    """Read one group.
 
     Raises:
-        ReadError: if it is not there any more.
+        ReadError: if it is no longer there.
     """
     path = folder / place.file
     frame = _core.Frames(os.fspath(path), place.offset, MOST_BYTES).next()
@@ -222,7 +222,7 @@ def read(folder: Path, place: Place) -> Traces:
 
 
 def _lines(records: Sequence[dict[str, Any]]) -> bytes:
-    """The records of a group as lines."""
+    """Encode the records of a group as JSON lines."""
     try:
         text = b"".join(dumps(record) + b"\n" for record in records)
     except (TypeError, ValueError, RecursionError) as error:
@@ -242,13 +242,13 @@ def _compressor() -> Any:
     return _zstandard().ZstdCompressor(level=1, write_checksum=True, write_content_size=True)
 
 
-def _new(folder: Path) -> tuple[str, int]:
-    """A file that was not there, and is this process's alone."""
+def _create_file(folder: Path) -> tuple[str, int]:
+    """Create a file that did not exist and lock it for this process."""
     number = len(list(folder.glob(f"*{ENDING}")))
     while True:
         name = f"{number:05d}{ENDING}"
         try:
-            # O_EXCL follows no link.
+            # O_EXCL does not follow symbolic links.
             file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
             number += 1
@@ -257,7 +257,7 @@ def _new(folder: Path) -> tuple[str, int]:
         return name, file
 
 
-def _unwritten(path: Path, error: OSError) -> TracegradError:
+def _write_error(path: Path, error: OSError) -> TracegradError:
     return TracegradError(
         f"{path}: {error.strerror}. The group that was played is not kept. Make room and start the run again."
     )
@@ -279,13 +279,13 @@ NAME = "steps.jsonl"
 
 @dataclass(frozen=True)
 class Taken:
-    """The groups of one step, in their order.
+    """The groups that one step consumed, in order.
 
     Args:
-        step: from 0.
-        version: of the policy before it.
-        groups: where they stand.
-        dull: those of `groups` that are left out, as their rewards are equal or unknown.
+        step: number of the step, from 0.
+        version: policy version before the step.
+        groups: positions of the groups.
+        dull: indices into `groups` of those not trained on because their rewards are equal or unknown.
     """
 
     step: int
@@ -295,16 +295,16 @@ class Taken:
 
     @property
     def trained(self) -> tuple[Place, ...]:
-        """The groups that the step is made of."""
+        """The groups that the step trains on."""
         left_out = set(self.dull)
         return tuple(place for index, place in enumerate(self.groups) if index not in left_out)
 
 
 class Ledger:
-    """The steps of a run.
+    """Log of consumed groups: one line per step of a run, in `steps.jsonl`.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -314,25 +314,25 @@ class Ledger:
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes up the lines that others have added; a last line that was cut off is not there."""
+        """Read the lines that other processes have added; an incomplete last line is ignored."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
             file.seek(self._read)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            self.steps.append(_taken(line, self.path, len(self.steps)))
-        self._read += len(whole)
+        complete = data[: data.rfind(b"\n") + 1]
+        for line in complete.splitlines():
+            self.steps.append(_parse_line(line, self.path, len(self.steps)))
+        self._read += len(complete)
 
     def add(self, version: int, groups: Sequence[Place], dull: Sequence[int] = ()) -> Taken:
-        """Writes the line of the next step; it is on the disk when this returns."""
-        taken = Taken(len(self.steps), version, tuple(groups), tuple(dull))
-        line = json.dumps(_plain(taken), separators=(",", ":")) + "\n"
+        """Write the line of the next step; it is on disk when this returns."""
+        entry = Taken(len(self.steps), version, tuple(groups), tuple(dull))
+        line = json.dumps(_to_json(entry), separators=(",", ":")) + "\n"
         try:
             file = files.descriptor(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                os.ftruncate(file, self._read)  # a line that a killed run has begun
+                os.ftruncate(file, self._read)  # removes an incomplete line of a killed run
                 os.pwrite(file, line.encode(), self._read)
                 os.fsync(file)
             finally:
@@ -341,42 +341,42 @@ class Ledger:
             raise TracegradError(
                 f"{self.path}: {error.strerror}. The step could not be made again. Make room and go on from here."
             ) from error
-        self.steps.append(taken)
+        self.steps.append(entry)
         self._read += len(line)
-        return taken
+        return entry
 
     def wait(self, step: int, stopped: Callable[[], bool], poll_s: float = 0.05) -> Taken | None:
-        """The line of a step as soon as it is there: for ranks that do not write. None where the run was stopped."""
+        """Wait for the line of a step, on ranks that do not write. Return None if the run was stopped."""
         while len(self.steps) <= step:
             over = stopped()
-            self.refresh()  # a line may have come just before the end
+            self.refresh()  # a line may have been added just before the end
             if over and len(self.steps) <= step:
                 return None
             time.sleep(poll_s if len(self.steps) <= step else 0.0)
         return self.steps[step]
 
 
-def _plain(taken: Taken) -> dict[str, Any]:
-    groups = [[place.file, place.offset, place.length] for place in taken.groups]
-    return {"step": taken.step, "version": taken.version, "groups": groups, "dull": list(taken.dull)}
+def _to_json(entry: Taken) -> dict[str, Any]:
+    groups = [[place.file, place.offset, place.length] for place in entry.groups]
+    return {"step": entry.step, "version": entry.version, "groups": groups, "dull": list(entry.dull)}
 
 
-def _taken(line: bytes, path: Path, number: int) -> Taken:
+def _parse_line(line: bytes, path: Path, number: int) -> Taken:
     try:
-        told = json.loads(line)
-        groups = tuple(_place(*each) for each in told["groups"])
-        taken = Taken(count(told["step"]), count(told["version"]), groups, tuple(map(count, told["dull"])))
-        if taken.step != number or any(index >= len(groups) for index in taken.dull):
+        record = json.loads(line)
+        groups = tuple(_parse_place(*group) for group in record["groups"])
+        entry = Taken(count(record["step"]), count(record["version"]), groups, tuple(map(count, record["dull"])))
+        if entry.step != number or any(index >= len(groups) for index in entry.dull):
             raise ValueError("it is not the line that stands here")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path}:{number + 1}: not the line of a step ({str(error)[:80]!r}). Which groups it took is not known. "
             "Copy the run again."
         ) from error
-    return taken
+    return entry
 
 
-def _place(file: Any, offset: Any, length: Any) -> Place:
+def _parse_place(file: Any, offset: Any, length: Any) -> Place:
     if not isinstance(file, str) or not file.endswith(".jsonl.zst") or "/" in file:
         raise ValueError("a file leads out of the folder")
     return Place(file, count(offset), count(length))

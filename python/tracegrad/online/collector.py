@@ -1,7 +1,7 @@
-"""Roll out groups beside the trainer, and write each group when it is whole.
+"""Roll out groups while the trainer trains, and write each group once it is complete.
 
-Also the order of tasks, the limit of groups that may be started ahead of the trainer, and the filter of groups whose
-rewards do not differ. A group that was started is never dropped.
+Also the order of tasks, the limit on groups started ahead of the trainer, and the filter of groups with equal rewards.
+A started group is never dropped.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 class Tasks:
-    """Tasks by the number of their group.
+    """Tasks numbered by their group.
 
     >>> [task for _, task in zip(range(3), Tasks(["a", "b"], seed=0).after(set()))][2][0]
     2
 
     Args:
-        source: a list, whose tasks come again in another order, or what can be iterated once.
-        seed: of the orders.
+        source: a list, which is repeated in a new order each time, or an iterable that is read once.
+        seed: seed of the orders.
     """
 
     def __init__(self, source: Iterable[Any], seed: int = 0) -> None:
@@ -58,7 +58,7 @@ class Tasks:
         self.source, self.seed = source, seed
 
     def after(self, done: set[int]) -> Iterator[tuple[int, Any]]:
-        """(group, task) of all groups but those that are done, from the first."""
+        """Yield (group, task) of every group that is not in `done`, in order."""
         for number, task in enumerate(self._all()):
             if number not in done:
                 yield number, task
@@ -75,36 +75,36 @@ class Tasks:
 
 
 class Bound(Protocol):
-    """What says how many groups may be begun."""
+    """Limit on the number of started groups."""
 
     @property
     def groups(self) -> int:
-        """That are wanted at once."""
+        """Groups in flight at once."""
         ...
 
     @property
     def most(self) -> int:
-        """That are taken at once."""
+        """Maximum number of groups consumed at once."""
         ...
 
     def allowed(self, taken: int, dull: int) -> int:
-        """That may have been begun, when so many steps are done and so many groups teach nothing."""
+        """Return how many groups may have started after `taken` steps and `dull` groups without a training signal."""
         ...
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The bound on groups.
+    """Staleness limit of a run: how many groups may be started ahead of the trainer.
 
     >>> pace = Pace(groups=16, steps_ahead=1, refill=3)
     >>> pace.allowed(taken=0, dull=0), pace.allowed(taken=2, dull=0), pace.allowed(taken=0, dull=5)
     (32, 64, 37)
 
     Args:
-        groups: whose rewards differ, in one optimizer step.
-        steps_ahead: steps whose groups may be begun before they are needed; 0 plays and trains in turns.
-        refill: a step is given up to `refill` times as many groups, where the rewards of some are equal.
-        steps: of the run; for none after them is played.
+        groups: groups with differing rewards in one optimizer step.
+        steps_ahead: steps whose groups may be started before the trainer needs them; 0 alternates rollout and training.
+        refill: a step consumes at most `refill` times `groups` groups, if the rewards of some are equal.
+        steps: steps of the run; no group is rolled out for a later step.
     """
 
     groups: int
@@ -121,14 +121,14 @@ class Pace:
 
     @property
     def most(self) -> int:
-        """Groups of one step, those with equal rewards among them."""
+        """Maximum number of groups that one step consumes, including those with equal rewards."""
         return self.groups * self.refill
 
     def allowed(self, taken: int, dull: int) -> int:
-        """Groups that may have been begun since the run began.
+        """Return how many groups may have been started since the start of the run.
 
         Args:
-            taken: steps that are done, their weights pushed.
+            taken: completed steps whose weights have been pushed.
             dull: finished groups whose rewards are equal or unknown.
         """
         steps = min(self.steps_ahead + taken + 1, self.steps)
@@ -136,19 +136,19 @@ class Pace:
 
 
 Floats = NDArray[np.float32]
-_ENDED = ("stop", "tool_calls", "function_call")
+_COMPLETE_REASONS = ("stop", "tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
 class Signal:
-    """Which reward is trained on, and how.
+    """Reward that is trained on, and the filter of groups without a training signal.
 
     Args:
-        name: of the reward; "" is the scalar one, as for `train`.
-        compared: with the others of its group, so that equal ones teach nothing.
-        free: nobody trains on it yet, so that rewards may have any names.
-        tolerance: rewards within it of one another are equal.
-        zero_truncated: what was cut off, or does not say how it ended, has reward 0.
+        name: name of the reward; "" is the scalar reward, as for `train`.
+        compared: whether rewards are compared within their group, so that equal rewards have no gradient.
+        free: whether any reward names are accepted, since nothing is trained yet.
+        tolerance: rewards that differ by at most this count as equal.
+        zero_truncated: whether a trajectory that was truncated, or has no finish reason, gets reward 0.
     """
 
     name: str = ""
@@ -159,75 +159,82 @@ class Signal:
 
     @classmethod
     def of(cls, config: Config) -> Signal:
-        """As the config of a run says; groups that are to be masked are taken like others."""
-        told = config.filter
-        compared = config.advantage.baseline != "none" and not told.mask_even
-        return cls(config.data.reward, compared, tolerance=told.tolerance, zero_truncated=told.zero_truncated)
+        """Create the filter from a training config; zero-std groups that will be masked are kept."""
+        options = config.filter
+        compared = config.advantage.baseline != "none" and not options.mask_even
+        return cls(config.data.reward, compared, tolerance=options.tolerance, zero_truncated=options.zero_truncated)
 
     def of_records(self, records: Sequence[Mapping[str, Any]]) -> Floats:
-        """[n] float32, NaN where there is none.
+        """Return the reward of each record: [n] float32, NaN if unknown.
 
         >>> Signal().of_records([{"reward": 1}, {"reward": None}, {"rewards": {"a": 2}}]).tolist()
         [1.0, nan, nan]
         """
         if self.zero_truncated:
             return self.of_traces(Traces.from_records(records))
-        places = [{**(record.get("rewards") or {}), "reward": record.get("reward")} for record in records]
-        found = [self._of(place) for place in places]
-        return np.array([np.nan if value is None else value for value in found], np.float32)
+        mappings = [{**(record.get("rewards") or {}), "reward": record.get("reward")} for record in records]
+        values = [self._trained_reward(mapping) for mapping in mappings]
+        return np.array([np.nan if value is None else value for value in values], np.float32)
 
-    def _of(self, rewards: Mapping[str, Any]) -> Any:
-        """The one that is trained on, None where it is not known; of several names the first that there is."""
-        return next((each for each in map(rewards.get, self._names) if each is not None and math.isfinite(each)), None)
+    def _trained_reward(self, rewards: Mapping[str, Any]) -> Any:
+        """Return the trained reward, or None if it is unknown; if several names are set, the first that has a value."""
+        return next(
+            (value for value in map(rewards.get, self._names) if value is not None and math.isfinite(value)), None
+        )
 
     @property
     def _names(self) -> list[str]:
         return [self.name, *split_names(self.name)] if self.name else ["reward"]
 
     def of_traces(self, traces: Traces) -> Floats:
-        """The same of records that were read."""
-        found = traces.reward
+        """Return the reward of each trace: [n] float32, NaN if unknown."""
+        rewards = traces.reward
         if self.name:
-            told = [self._of({**trace.rewards, "reward": trace.reward}) for trace in traces]
-            found = np.array([np.nan if value is None else value for value in told], np.float32)
+            values = [self._trained_reward({**trace.rewards, "reward": trace.reward}) for trace in traces]
+            rewards = np.array([np.nan if value is None else value for value in values], np.float32)
         if self.zero_truncated:
-            ended = [any(each.finish_reason in _ENDED for each in trace.generations[-1:]) for trace in traces]
-            found = np.where(np.isnan(found) | ended, found, np.float32(0))
-        return found
+            ended = [
+                any(generation.finish_reason in _COMPLETE_REASONS for generation in trace.generations[-1:])
+                for trace in traces
+            ]
+            rewards = np.where(np.isnan(rewards) | ended, rewards, np.float32(0))
+        return rewards
 
     def check(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses rewards by other names than the one that is trained on: no group would ever teach anything.
+        """Raise an error if the rewards have other names than the trained one: no group would have a training signal.
 
-        One of that name that is not known, as its function failed or does not apply, is not refused.
+        A reward of that name without a value is accepted: its function may have failed or may not apply.
         """
         names = {name for record in records for name in record.get("rewards") or {}}
-        there = names | ({"reward"} if any("reward" in record for record in records) else set())
+        available = names | ({"reward"} if any("reward" in record for record in records) else set())
         wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
-        if not self.free and names and not there & {*self._names}:
+        if not self.free and names and not available & {*self._names}:
             raise ArgumentError(
                 f"the rewards are {', '.join(sorted(names))[:200]}, and {wanted}. Nothing would be trained on. "
                 "Set data.reward to the one that is, or return one number."
             )
 
     def is_dull(self, rewards: Floats) -> bool:
-        """Whether a group teaches nothing: no known reward, or where they are compared fewer than two unlike ones.
+        """Return whether a group has no training signal.
+
+        That is so if no reward is known. If rewards are compared, it is also so if all known rewards are equal.
 
         >>> [Signal().is_dull(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
         [True, True, False]
         """
-        known = rewards[~np.isnan(rewards)].astype(np.float64)
-        return not len(known) or (self.compared and bool(np.ptp(known) <= self.tolerance))
+        known_rewards = rewards[~np.isnan(rewards)].astype(np.float64)
+        return not len(known_rewards) or (self.compared and bool(np.ptp(known_rewards) <= self.tolerance))
 
 
 class Score(Protocol):
-    """Scores the trajectories of a group together, in their records."""
+    """Scores the trajectories of a group together and writes the rewards to their records."""
 
     def prepare(self, played: Sequence[Played]) -> None:
-        """Makes the records such as they are to be read where they are never scored."""
+        """Change the records to the form that they must have if they are read without ever being scored."""
         ...
 
     def __call__(self, played: Sequence[Played]) -> Awaitable[list[dict[str, Failure]]]:
-        """Sets their rewards; gives for each the functions that failed."""
+        """Set the rewards of the records; return for each trajectory the reward functions that failed."""
         ...
 
 
@@ -236,9 +243,9 @@ class Failures:
     """Failures of one function.
 
     Args:
-        count: trajectories without its reward; of playing, those that failed.
-        first: task, trajectory, function, what went wrong, and its line.
-        traceback: of the first, "" where there is none.
+        count: trajectories without its reward; for rollouts, the trajectories that failed.
+        first: task, trajectory, function, error and source line of the first failure.
+        traceback: traceback of the first failure, "" if there is none.
     """
 
     count: int
@@ -247,19 +254,21 @@ class Failures:
 
 
 IDS = 65_536
-"""Ids of answers that are remembered."""
+"""Number of response ids that are remembered."""
 
 
 @dataclass
 class Counts:
-    """What was played since the collector began; read by the trainer, which need not see one moment.
+    """Rollout counters since the start of the collector.
+
+    The trainer reads them without a lock, so different fields may be of slightly different moments.
 
     Args:
-        begun, finished, dull: groups, those on the disk already among them; one is finished when it is there.
-        trajectories, failed: of groups that are finished or about to be: who sees one on the disk sees it counted. What
-            could not be scored has failed too.
-        rewarded, rewards: those whose reward is known, and the sum of these.
-        failures: by what failed: "playing", or "reward function NAME".
+        begun, finished, dull: groups, including those already on disk. A group is finished once it is written.
+        trajectories, failed: trajectories of groups that are finished or about to be written. They are counted before
+            the group is on disk. A trajectory whose scoring failed counts as failed.
+        rewarded, rewards: trajectories with a known reward, and the sum of these rewards.
+        failures: by source of the failure: "playing", or "reward function NAME".
     """
 
     begun: int = 0
@@ -273,44 +282,48 @@ class Counts:
 
     @property
     def without_reward(self) -> int:
-        """Trajectories that did not fail, and to which no function gave a reward."""
+        """Trajectories that did not fail and got no reward from any function."""
         return max(self.trajectories - self.failed - self.rewarded, 0)
 
     @property
     def reward(self) -> float:
-        """Mean of the known ones; NaN where there is none."""
+        """Mean of the known rewards; NaN if there are none."""
         return self.rewards / self.rewarded if self.rewarded else math.nan
 
     def add(self, rewards: Floats, dull: bool, failed: int = 0) -> None:
-        """Counts what came of a group, by the rewards of its trajectories."""
-        known = rewards[~np.isnan(rewards)]
+        """Count one group by the rewards of its trajectories."""
+        known_rewards = rewards[~np.isnan(rewards)]
         self.dull += dull
         self.trajectories, self.failed = self.trajectories + len(rewards), self.failed + failed
-        self.rewarded, self.rewards = self.rewarded + len(known), self.rewards + float(known.sum(dtype=np.float64))
+        self.rewarded, self.rewards = (
+            self.rewarded + len(known_rewards),
+            self.rewards + float(known_rewards.sum(dtype=np.float64)),
+        )
 
 
 @dataclass
 class Collector:
-    """One player of groups.
+    """Rolls out groups in this process.
 
     Args:
-        contract: what plays a task.
-        tasks: (group, task) in order, without the groups that are there.
-        link: to the servers.
-        writer: where groups go; None for what evaluates alone.
-        pace: how many may be begun.
-        play: how.
-        score: of a group, for what scores trajectories together.
-        unscored: where groups are kept until they are scored; those that are there are not played again.
-        signal: which groups teach something.
-        counts: of the groups that are on the disk.
-        taken: steps that are done.
-        share: which of how many collectors this is; together they begin as many groups as one would.
-        by_address: give each trajectory an address that records, for agents that exist.
-        logprob_kind: what the servers' logprobs are of; None asks them (`measured_kind`).
-        for_training: sample what the trainer can follow: what the model's generation_config.json would change is off,
-            and requests with such options are refused, but in evaluations.
-        tokenizer: of the policy, for `play.ids` "tokens".
+        contract: agent, environment or function that does a rollout.
+        tasks: (group, task) in order, without the groups that exist already.
+        link: connection to the servers.
+        writer: writer of the groups; None for a collector that only evaluates.
+        pace: limit on started groups.
+        play: rollout options.
+        score: scores the trajectories of a group together.
+        unscored: store of groups until they are scored; stored groups are not rolled out again.
+        signal: filter of groups without a training signal.
+        counts: counters, which include the groups on disk.
+        taken: completed steps.
+        share: (index, number of collectors); all collectors together start as many groups as one would.
+        by_address: whether each trajectory gets a recording address, for existing agents with their own client.
+        logprob_kind: "raw" or "processed" logprobs of the servers; None measures it (`measured_kind`).
+        for_training: whether to sample only in ways that the trainer can reproduce. Overrides from the model's
+            generation_config.json are then disabled, and requests with other such options are refused, except in
+            evaluations.
+        tokenizer: tokenizer of the policy, for `play.ids` "tokens".
     """
 
     contract: Any
@@ -332,7 +345,7 @@ class Collector:
 
     def __post_init__(self) -> None:
         self._wake = asyncio.Event()
-        self._under_way: dict[str, float] = {}
+        self._started_at: dict[str, float] = {}
         self._chat: Any = None
         self._proxy: Proxy | None = None
         self._row: list[Played] = []
@@ -343,7 +356,11 @@ class Collector:
 
     @property
     def over(self) -> bool:
-        """Whether all tasks are played; raises `failing`, which is known before the last group counts as finished."""
+        """Whether all tasks are rolled out.
+
+        Raises:
+            TracegradError: `failing`, which is set before the last group counts as finished.
+        """
         ended = self.exhausted and self.counts.finished == self.counts.begun
         if ended and self.failing is not None:
             raise self.failing
@@ -351,21 +368,21 @@ class Collector:
 
     @property
     def file(self) -> Path:
-        """Where groups go."""
+        """File that the groups are written to."""
         assert self.writer is not None
         return self.writer.folder / self.writer.name
 
     @property
     def retried(self) -> int:
-        """Calls that were sent again since the link was made."""
+        """Requests that were sent again since the link was created."""
         return self.link.servers.retried
 
     def check(self) -> None:
-        """Raises what ended the link, and where nothing has finished for `play.patience` seconds."""
+        """Raise the error that ended the link, or an error if no group has finished for `play.patience` seconds."""
         self.link.check()
         idle = time.monotonic() - self.finished_at
-        if idle > self.play.patience and self._under_way:
-            name, began = min(self._under_way.items(), key=lambda each: each[1])
+        if idle > self.play.patience and self._started_at:
+            name, began = min(self._started_at.items(), key=lambda item: item[1])
             raise TracegradError(
                 f"no group has finished for {idle:.0f} s. The oldest trajectory under way is {name}, for "
                 f"{time.monotonic() - began:.0f} s. The trainer would wait for ever. Look at its environment and at "
@@ -373,56 +390,56 @@ class Collector:
             )
 
     def wait(self, seconds: float) -> None:
-        """Returns once a group has finished or playing has ended since the last call, at the latest after so long."""
+        """Wait until a group has finished or rollout has ended since the last call, at most this many seconds."""
         self.link.wait(seconds)
 
     def begin(self) -> None:
-        """Lets groups begin: the servers have the weights they are to have."""
+        """Start rollouts. Call this once the servers have the initial weights."""
         self.finished_at = time.monotonic()
-        self.link.begin(self._playing)
+        self.link.begin(self._roll_out_groups)
 
     def step_taken(self, steps: int) -> None:
-        """So many steps are done and their weights pushed: more groups may be begun."""
+        """Set the number of completed steps whose weights are pushed, which allows more groups to start."""
         self.taken = steps
         self.link.soon(self._wake.set)
 
     def others_dull(self, groups: int) -> None:
-        """So many more groups that others played teach nothing: more may be begun in their place."""
+        """Count groups of other collectors that have no training signal, so that more may start in their place."""
         self.counts.dull += groups
         self.link.soon(self._wake.set)
 
     def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[Played]:
-        """Plays each task once, for the record of an evaluation."""
+        """Roll out each task once and return the trajectories of the evaluation."""
 
         done = 0
 
         def progress(seconds: float) -> str:
-            rest = left(seconds, done, len(tasks))
-            return f"{name}: {done:,} of {len(tasks):,} tasks played in {seconds:.0f} s, {rest}"
+            time_left = left(seconds, done, len(tasks))
+            return f"{name}: {done:,} of {len(tasks):,} tasks played in {seconds:.0f} s, {time_left}"
 
-        async def played(*_: Any) -> list[Played]:
-            await self._opened()
-            some = asyncio.Semaphore(256)
+        async def roll_out_all(*_: Any) -> list[Played]:
+            await self._open()
+            limit = asyncio.Semaphore(256)
 
-            async def one(number: int, task: Any) -> Played:
+            async def roll_out_task(number: int, task: Any) -> Played:
                 nonlocal done
-                async with some:
-                    found = await self._play(contract, task, f"{name}-{number}", None)
-                [scored] = await self._scored([found])
+                async with limit:
+                    rollout = await self._play(contract, task, f"{name}-{number}", None)
+                [scored] = await self._score_rollouts([rollout])
                 done += 1
                 return scored
 
-            return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
+            return list(await asyncio.gather(*(roll_out_task(number, task) for number, task in enumerate(tasks))))
 
-        return self.link.run(played, progress)
+        return self.link.run(roll_out_all, progress)
 
-    async def _playing(self) -> None:
-        await self._opened()
+    async def _roll_out_groups(self) -> None:
+        await self._open()
         running: set[asyncio.Task[Any]] = set()
         wake = asyncio.create_task(self._wake.wait())
         try:
             while True:
-                running |= self._begun()
+                running |= self._start_groups()
                 done, _ = await asyncio.wait({wake, *running}, return_when=asyncio.FIRST_COMPLETED)
                 if wake in done:
                     self._wake.clear()
@@ -436,20 +453,23 @@ class Collector:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _opened(self) -> None:
+    async def _open(self) -> None:
         if self._chat is None:
-            self._chat = await self._road()
+            self._chat = await self._open_client()
             if self.logprob_kind is None:
-                heated = "raw" if self.play.temperature == 1.0 else "processed"
-                self.logprob_kind = await measured_kind(self.link.servers) or heated
-            if self.for_training and (why := refusal({"temperature": self.play.temperature}, self._kind)) is not None:
-                raise ArgumentError(f"play.temperature is {self.play.temperature}: {why}")
+                assumed = "raw" if self.play.temperature == 1.0 else "processed"
+                self.logprob_kind = await measured_kind(self.link.servers) or assumed
+            if (
+                self.for_training
+                and (reason := refusal({"temperature": self.play.temperature}, self._kind)) is not None
+            ):
+                raise ArgumentError(f"play.temperature is {self.play.temperature}: {reason}")
         if self.by_address and self._proxy is None and self.play.ids == "chat":
             self._proxy = await self.link.stack.enter_async_context(self._recorder())
 
-    def _begun(self) -> set[asyncio.Task[None]]:
-        found, (mine, of) = set(), self.share
-        allowed = -(-(self.pace.allowed(self.taken, self.counts.dull) - mine) // of)
+    def _start_groups(self) -> set[asyncio.Task[None]]:
+        started, (mine, collectors) = set(), self.share
+        allowed = -(-(self.pace.allowed(self.taken, self.counts.dull) - mine) // collectors)
         while not self.exhausted and self.counts.begun < allowed:
             entry = next(self.tasks, None)
             if entry is None:
@@ -457,28 +477,30 @@ class Collector:
                 self.link.news.set()
                 break
             self.counts.begun += 1
-            found.add(asyncio.create_task(self._group(*entry)))
-        return found
+            started.add(asyncio.create_task(self._group(*entry)))
+        return started
 
     async def _group(self, number: int, task: Any) -> None:
-        """Plays one group, keeps it, scores it and writes it."""
-        played = None if self.unscored is None else await asyncio.to_thread(self._kept, number, task, self.unscored)
-        if played is None:
+        """Roll out one group, store it unscored, score it and write it."""
+        rollouts = (
+            None if self.unscored is None else await asyncio.to_thread(self._read_unscored, number, task, self.unscored)
+        )
+        if rollouts is None:
             names = [f"{number}-{sample}" for sample in range(self.play.samples)]
-            plays = (self._play(self.contract, task, name, str(number)) for name in names)
-            played = list(await asyncio.gather(*plays))
+            pending = (self._play(self.contract, task, name, str(number)) for name in names)
+            rollouts = list(await asyncio.gather(*pending))
             if self.score is not None and self.unscored is not None:
-                self.score.prepare(played)
-                await asyncio.to_thread(self.unscored.keep, number, [each.record for each in played])
-        played = await self._scored(played)
-        records = [each.record for each in played]
+                self.score.prepare(rollouts)
+                await asyncio.to_thread(self.unscored.keep, number, [rollout.record for rollout in rollouts])
+        rollouts = await self._score_rollouts(rollouts)
+        records = [rollout.record for rollout in rollouts]
         rewards = self.signal.of_records(records)
-        self.counts.add(rewards, self.signal.is_dull(rewards), sum(each.error is not None for each in played))
-        self._note_failures(played)
+        self.counts.add(rewards, self.signal.is_dull(rewards), sum(rollout.error is not None for rollout in rollouts))
+        self._note_failures(rollouts)
         try:
             self.signal.check(records)
             self._check_ids(records)
-        except (ArgumentError, SyncFault) as error:  # what was played is written first
+        except (ArgumentError, SyncFault) as error:  # write the rollouts first
             self.failing = error
         await asyncio.to_thread(self._write, number, records)
         self.counts.finished += 1
@@ -488,7 +510,7 @@ class Collector:
             raise self.failing
 
     def _check_ids(self, records: list[dict[str, Any]]) -> None:
-        """Refuses an answer with the id of another one: it was sampled once, and would be trained twice."""
+        """Refuse a response with the id of an earlier one: it was sampled once and would be trained on twice."""
         for call in (call for record in records for call in record.get("calls") or []):
             response = call.get("response")
             name = response.get("id") if isinstance(response, Mapping) else None
@@ -500,8 +522,8 @@ class Collector:
         while len(self._ids) > IDS:
             self._ids.popitem(last=False)
 
-    def _kept(self, number: int, task: Any, unscored: Unscored) -> list[Played] | None:
-        """A group that was played before and not scored; None where it is to be played."""
+    def _read_unscored(self, number: int, task: Any, unscored: Unscored) -> list[Played] | None:
+        """Return a group that was rolled out before and not scored; None if it must be rolled out."""
         if (records := unscored.read(number)) is None:
             return None
         try:
@@ -515,40 +537,40 @@ class Collector:
         if self.unscored is not None:
             self.unscored.drop([number])
 
-    async def _scored(self, played: list[Played]) -> list[Played]:
-        """The trajectories with their rewards; those that failed, or whose scoring did, are counted and say why."""
-        for each in played:
-            if each.error is not None:
-                self._note("playing", each.error, each.failure)
+    async def _score_rollouts(self, rollouts: list[Played]) -> list[Played]:
+        """Return the trajectories with rewards. Failed rollouts and failed scoring are counted, and `error` is set."""
+        for rollout in rollouts:
+            if rollout.error is not None:
+                self._note("playing", rollout.error, rollout.failure)
         if self.score is None:
-            return played
-        self.score.prepare(played)
-        found = []
-        for each, failures in zip(played, await self.score(played), strict=True):
-            group = each.record.get("group")
-            where = f"{'' if group is None else f'task {group}, '}trajectory {each.record['id']}"
+            return rollouts
+        self.score.prepare(rollouts)
+        scored = []
+        for rollout, failures in zip(rollouts, await self.score(rollouts), strict=True):
+            group = rollout.record.get("group")
+            where = f"{'' if group is None else f'task {group}, '}trajectory {rollout.record['id']}"
             lines = {name: f"{where}: reward function {name}: {failure}" for name, failure in failures.items()}
             for name, line in lines.items():
                 self._note(f"reward function {name}", line, failures[name])
             first = next(iter(failures), None)
-            found.append(each if first is None else replace(each, error=lines[first], failure=failures[first]))
-        return found
+            scored.append(rollout if first is None else replace(rollout, error=lines[first], failure=failures[first]))
+        return scored
 
-    def _note(self, what: str, line: str, failure: Failure | None) -> None:
-        """Counts a failure; the first of each function is said with its traceback."""
-        if (known := self.counts.failures.get(what)) is not None:
-            known.count += 1
+    def _note(self, source: str, line: str, failure: Failure | None) -> None:
+        """Count a failure and log the first one of each function with its traceback."""
+        if (previous := self.counts.failures.get(source)) is not None:
+            previous.count += 1
             return
         traceback = "" if failure is None else failure.traceback
-        self.counts.failures[what] = Failures(1, line, traceback)
-        for said in (f"failed   {line}", *(f"         {each}" for each in traceback.splitlines())):
-            self.link.say(said)
+        self.counts.failures[source] = Failures(1, line, traceback)
+        for text in (f"failed   {line}", *(f"         {traceback_line}" for traceback_line in traceback.splitlines())):
+            self.link.say(text)
 
     async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> Played:
-        told = self.play
-        self._under_way[name] = time.monotonic()
+        options = self.play
+        self._started_at[name] = time.monotonic()
         try:
-            # An agent's own client may ask, and be asked again, for what the servers were called when it began.
+            # An agent's own client may use the model name from its start until it ends, also for retries.
             with self.link.servers.holding() if self._proxy is not None else nullcontext():
                 return await play(
                     contract,
@@ -556,7 +578,7 @@ class Collector:
                     chat=self._chat,
                     version=lambda: self.link.version,
                     received=lambda: self.link.coming,
-                    limits=Limits(turns=told.turns, seconds=told.seconds),
+                    limits=Limits(turns=options.turns, seconds=options.seconds),
                     id=name,
                     group=group,
                     sampling=self._sampling,
@@ -565,10 +587,10 @@ class Collector:
                     proxy=self._proxy,
                 )
         finally:
-            del self._under_way[name]
+            del self._started_at[name]
 
-    async def _road(self) -> Any:
-        """What trajectories ask."""
+    async def _open_client(self) -> Any:
+        """Return the function that sends the requests of trajectories."""
         if self.play.ids == "chat":
             return self.link.servers.chat
         if self.tokenizer is None:
@@ -581,7 +603,7 @@ class Collector:
         return tokens
 
     def _recorder(self) -> Proxy:
-        """What agents that bring their own client are given the address of."""
+        """Create the recording proxy, whose address agents with their own client get."""
         from tracegrad.rollout.proxy import Proxy
 
         return Proxy(
@@ -595,18 +617,18 @@ class Collector:
 
     @property
     def _sampling(self) -> dict[str, Any]:
-        told = {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
-        return {**NEUTRAL, **told} if self.for_training else told
+        options = {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
+        return {**NEUTRAL, **options} if self.for_training else options
 
     @property
     def _kind(self) -> str:
         assert self.logprob_kind is not None
         return self.logprob_kind
 
-    def _note_failures(self, played: list[Played]) -> None:
-        """Sets `failing` where nothing but failures has come for a while: the first says why."""
-        for each in played:
-            self._row = [*self._row, each] if each.error is not None else []
+    def _note_failures(self, rollouts: list[Played]) -> None:
+        """Set `failing` after `play.failures` failed trajectories in a row; its text quotes the first error."""
+        for rollout in rollouts:
+            self._row = [*self._row, rollout] if rollout.error is not None else []
         if len(self._row) >= self.play.failures:
             first = self._row[0]
             self.failing = TracegradError(
@@ -617,19 +639,19 @@ class Collector:
 
 
 def counted(follower: Follower, signal: Signal) -> tuple[set[int], Counts]:
-    """Which groups are on the disk and new to the follower, and their counts; they are not kept as unscored ones."""
+    """Return numbers and counts of groups that are new to the follower; delete their unscored copies."""
     done, counts = set(), Counts()
     for _, traces in follower.look():
         group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
         rewards = signal.of_traces(traces)
         counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
-        failed = sum(any(mark in trace.record for mark in _FAILED) for trace in traces)
+        failed = sum(any(mark in trace.record for mark in _FAILURE_MARKS) for trace in traces)
         counts.add(rewards, signal.is_dull(rewards), failed)
     unscored = Unscored(follower.folder.parent)
     unscored.drop(unscored.groups & done)
     return done, counts
 
 
-_FAILED = (b'"failure":{', b'"reward_failures":{')
-"""What the records say of trajectories that failed, or whose scoring did."""
+_FAILURE_MARKS = (b'"failure":{', b'"reward_failures":{')
+"""Bytes in the records of trajectories that failed or whose scoring failed."""

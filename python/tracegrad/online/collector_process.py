@@ -1,6 +1,6 @@
-"""`collect`: plays for a trainer that is another process, as one of several or alone.
+"""Roll out for a trainer in another process, alone or as one of several collectors: `collect`.
 
-What it plays goes into the run's folder, its pace and the weights' versions come from the run's `state.json`.
+Rollouts are written to the run's folder. The limit on groups and the weight versions come from the run's `state.json`.
 """
 
 import time
@@ -31,12 +31,12 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Collected:
-    """What a collector has played.
+    """Result of `collect`.
 
     Args:
-        groups, trajectories, failed: of this call, all whole.
-        stopped: "done" with the run, "tasks" where these ended first, or "signal".
-        exit_code: 0, or 128 + signal.
+        groups, trajectories, failed: counts of this call; all groups are complete.
+        stopped: "done" if the run ended, "tasks" if the tasks ended first, or "signal".
+        exit_code: 0, or 128 + signal number.
     """
 
     groups: int = 0
@@ -60,56 +60,60 @@ def collect(
     wait_s: float = 600.0,
     say: Callable[[str], None] = print,
 ) -> Collected:
-    """Plays for a run whose `train` was given no tasks, until that run ends, the tasks end, or a signal comes.
+    """Roll out for a run whose `train` has no tasks, until the run ends, the tasks end, or a signal comes.
 
     Args:
-        run: folder of the run, on a disk that both see.
+        run: folder of the run, on a disk that both processes can access.
         tasks, rewards, weights, tools, environment, agent: as for `train`.
-        share: (i, n): this is collector i of n, from 0. Each is given the same tasks, and plays every n-th of them.
+        share: (i, n): this is collector i of n, from 0. Each collector gets the same tasks and rolls out every n-th.
         key: token of the servers.
-        wait_s: how long to wait for a trainer that has not begun.
-        say: takes the sentences that a user should read.
+        wait_s: seconds to wait for a trainer that has not started.
+        say: receives the log lines for the user.
 
     Returns:
-        how much was played.
+        how much was rolled out.
 
     Raises:
         ArgumentError: if arguments do not fit together.
-        TracegradError: if no trainer begins, or what plays fails for good.
+        TracegradError: if no trainer starts, or the rollouts fail permanently.
     """
-    run, (mine, of) = place_here(run), share
-    if not 0 <= mine < of:
+    run, (mine, collectors) = place_here(run), share
+    if not 0 <= mine < collectors:
         raise ArgumentError(f"share is {share}. Collectors count from 0. Give (i, n) with i below n.")
     contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     with ExitStack() as stack, Interrupt() as interrupt:
-        state = _begun(run, wait_s, interrupt)
+        state = _wait_for_state(run, wait_s, interrupt)
         if state is None:
             return Collected(exit_code=interrupt.code("signal"))
         brief, config = Brief.read(run), load_config(run / "config.toml")
         folder, signal = run / buffer.FOLDER, Signal.of(config)
         others = Follower(folder)
-        done, there = counted(others, signal)
-        before = len([number for number in done if number % of == mine])
-        counts = Counts(begun=before, finished=before, dull=there.dull)
-        numbered = ((n, task) for n, task in Tasks(tasks, config.train.seed).after(done) if n % of == mine)
+        done, counts_on_disk = counted(others, signal)
+        before = len([number for number in done if number % collectors == mine])
+        counts = Counts(begun=before, finished=before, dull=counts_on_disk.dull)
+        numbered = (
+            (number, task)
+            for number, task in Tasks(tasks, config.train.seed).after(done)
+            if number % collectors == mine
+        )
         link = Link(partial(Servers, state.servers, model=state.model, key=key), version=state.version, say=say)
         tokenizer = Tokenizer.from_pretrained(brief.model) if brief.play.ids == "tokens" else None
         pace = pace_of(config, brief.online)
-        known = {"signal": signal, "counts": counts, "share": share, "tokenizer": tokenizer}
-        player = contract.collector(stack, numbered, link, folder, pace, brief.play, **known)
+        settings = {"signal": signal, "counts": counts, "share": share, "tokenizer": tokenizer}
+        player = contract.collector(stack, numbered, link, folder, pace, brief.play, **settings)
         stack.enter_context(link)
         others.without = player.file.name
-        say(f"collector {mine} of {of}, from 0, plays into {player.file}")
+        say(f"collector {mine} of {collectors}, from 0, plays into {player.file}")
         _follow(run, state, player, others, interrupt)
         if player.over:
-            write_bytes(folder / f"{mine}-of-{of}.ended", [b""])
+            write_bytes(folder / f"{mine}-of-{collectors}.ended", [b""])
         stopped = "tasks" if player.over else "done" if interrupt.received is None else "signal"
-    played = counts.finished - before, counts.trajectories, counts.failed
-    return Collected(*played, stopped, interrupt.code(stopped))
+    counters = counts.finished - before, counts.trajectories, counts.failed
+    return Collected(*counters, stopped, interrupt.code(stopped))
 
 
-def _begun(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
-    """The state of a run that has begun; None where a signal came first."""
+def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
+    """Wait for the state of a run that has started; None if a signal came first."""
     deadline = time.monotonic() + wait_s
     while interrupt.received is None:
         if (state := State.read(run)) is not None and state.servers:
@@ -124,47 +128,47 @@ def _begun(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
 
 
 def _follow(run: Path, state: State, player: Collector, others: Follower, interrupt: Interrupt) -> None:
-    """Keeps to the state of the run, until its end."""
-    known = _Known(player.link.servers, state)
-    player.link.servers.admission = known.admit
-    _take(player, known, state)
+    """Apply the states that the trainer publishes, until the run ends."""
+    admission = _Known(player.link.servers, state)
+    player.link.servers.admission = admission.admit
+    _apply_state(player, admission, state)
     player.begin()
-    while interrupt.received is None and not known.state.over and not player.over:
+    while interrupt.received is None and not admission.state.over and not player.over:
         player.check()
         state = State.read(run) or state
-        if not set(state.servers) <= set(known.pool):
+        if not set(state.servers) <= set(admission.pool):
             raise TracegradError(
                 f"{run}: the run has servers that it had not when this collector began. Start the collector again."
             )
-        if state != known.state:
-            _take(player, known, state)
+        if state != admission.state:
+            _apply_state(player, admission, state)
         dull = sum(player.signal.is_dull(player.signal.of_traces(traces)) for _, traces in others.look())
         if dull:
             player.others_dull(dull)
         time.sleep(POLL_S)
 
 
-def _take(player: Collector, known: "_Known", state: State) -> None:
-    """Takes up versions, steps, and which servers are not asked for now."""
+def _apply_state(player: Collector, admission: "_Known", state: State) -> None:
+    """Apply a state: versions, completed steps, and the servers that must not be used now."""
 
-    def take() -> None:
+    def apply() -> None:
         player.link.version, player.link.coming = state.version, state.coming
-        for url in set(known.state.servers) - set(state.servers):
-            known.servers.leave_out(url, f"the trainer's push of version {state.version} did not reach it")
-        known.state = state
+        for url in set(admission.state.servers) - set(state.servers):
+            admission.servers.leave_out(url, f"the trainer's push of version {state.version} did not reach it")
+        admission.state = state
 
-    player.link.soon(take)
+    player.link.soon(apply)
     player.step_taken(state.taken)
 
 
 class _Known:
-    """Which server may be asked again after it was gone: one that says it has the weights that the trainer says."""
+    """Admits servers that were gone: one is used again once it has the published version."""
 
     def __init__(self, servers: Servers, state: State) -> None:
         self.servers, self.state, self.pool = servers, state, state.servers
 
     async def admit(self, url: str) -> bool:
-        """Whether it may; where servers do not say, that the trainer counts on it."""
+        """Return whether the server may be used; if it reports no version, whether the trainer uses it."""
         info = await self.servers.ask(url, "/weight_info", method="GET")
         if info.ok and isinstance(info.body, dict) and "weight_version" in info.body:
             return info.body["weight_version"] == str(self.state.version)

@@ -1,7 +1,7 @@
 """Compare the servers' logprobs with the trainer's: `Gap`, `Proof` and the bounds for each precision.
 
 Tokens that the current version sampled must have the trainer's logprobs. `mismatch_causes` searches for the cause if
-they do not. No torch.
+they do not. Works without torch.
 """
 
 import math
@@ -16,28 +16,32 @@ from tracegrad.errors import TracegradError
 Floats = NDArray[np.float32]
 
 FP32_NATS = 1e-4
-"""What separates two clean float32 passes at most, per token."""
+"""Maximum difference of two correct float32 passes per token, in nats."""
 BF16_MEDIAN, BF16_P99 = 0.02, 0.3
-"""Nats beyond which no clean bf16 sync lies, whatever the run: benches/online/sync_noise.py measures clean and missed
-ones (TRL#5312 saw 0.015 clean and 0.201 stale)."""
+"""Bounds in nats that every correct bf16 sync stays within, in any run. benches/online/sync_noise.py measures correct
+and missed syncs (TRL#5312 saw 0.015 for a correct and 0.201 for a stale one)."""
 CERTAIN = 5.0
-"""Standard errors beyond which a difference is not by chance: once in three million checks."""
+"""Standard errors beyond which a difference is not random: once in three million checks."""
 FARTHEST = 5.0
-"""Nats that one token adds at most where logprobs are averaged."""
+"""Maximum contribution of one token to a mean of logprob differences, in nats."""
 FAR = 0.3
-"""The share of the way to other weights below which a slope is not a fault: if an update is as small as the rounding
-of bf16 weights, a part of the served weights has not moved. benches/online/sync_noise.py prints this share as `back`;
-it is larger where the update is so small that the slope is not certain."""
+"""Minimum slope towards other weights that counts as a fault. If an update is as small as the rounding of bf16 weights,
+part of the served weights does not change. benches/online/sync_noise.py prints this share as `back`; it is larger if
+the update is so small that the slope is not certain."""
 DOUBT = 0.05
-"""What is added, by squares, to 1 - p of a token for the size of its rounding: rounded logits move a logprob by as much
-as its token is in doubt, and a certain one by little."""
+"""Constant that is added, as a root of squares, to 1 - p of a token to estimate its rounding error. Rounded logits
+change a logprob in proportion to 1 - p, so likely tokens change little."""
 OUTLIERS, GIVEN, GIVEN_WITHOUT_OUTLIERS = 3, 0.55, 0.45
-"""Tokens that are left out, and shares of squares, in units of rounding, that a cause gives with and without them.
-benches/online/sync_noise.py measures those of clean pushes, benches/online/faults.py those of faults."""
+"""Number of tokens that are left out, and the minimum shares of squares, in units of rounding, that a cause must
+explain with and without them. benches/online/sync_noise.py measures these shares for correct syncs,
+benches/online/faults.py for faults."""
 
 
 class SyncFault(TracegradError):
-    """The servers do not sample from the policy that is trained: how far off, since when, and why as far as known."""
+    """The servers do not sample from the trained policy.
+
+    The message has the size of the gap, the step and version, and the cause if known.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Gap:
     """|theta - rollout| of tokens, in nats.
 
     Args:
-        terms: how many tokens there are.
-        p50, p99, max, mean: percentiles, the largest and the mean; NaN where there are none.
+        terms: number of tokens.
+        p50, p99, max, mean: percentiles, maximum and mean; NaN without tokens.
         square: mean of the squares.
     """
 
@@ -59,23 +63,31 @@ class Gap:
 
     @classmethod
     def of(cls, logprobs: Floats, rollout: Floats, here: NDArray[np.bool_] | None = None) -> "Gap":
-        """Compare [M] logprobs of both, of the tokens that count; those that either does not know do not.
+        """Compare [M] logprobs of both sides for the tokens in `here`.
 
-        A token that is impossible for one side alone is infinitely far off.
+        Tokens that are unknown to either side are left out. A token that is impossible for only one side has an
+        infinite difference.
 
         >>> Gap.of(np.float32([-1, -2, -3]), np.float32([-1, -2.5, np.nan]), np.array([True, True, True])).max
         0.5
         """
-        apart = np.asarray(logprobs, np.float64) - np.asarray(rollout, np.float64)
-        apart = np.abs(apart if here is None else apart[here])
-        apart = apart[~np.isnan(apart)]
-        if not len(apart):
+        differences = np.asarray(logprobs, np.float64) - np.asarray(rollout, np.float64)
+        differences = np.abs(differences if here is None else differences[here])
+        differences = differences[~np.isnan(differences)]
+        if not len(differences):
             return cls(0)
-        p50, p99 = (float(each) for each in np.percentile(apart, [50, 99], method="higher"))
-        return cls(len(apart), p50, p99, float(apart.max()), float(apart.mean()), float((apart**2).mean()))
+        p50, p99 = (float(value) for value in np.percentile(differences, [50, 99], method="higher"))
+        return cls(
+            len(differences),
+            p50,
+            p99,
+            float(differences.max()),
+            float(differences.mean()),
+            float((differences**2).mean()),
+        )
 
     def row(self) -> dict[str, float]:
-        """Name the figures as the metrics do."""
+        """Return the figures by their metric names."""
         if not self.terms:
             return {"sync_terms": 0}
         return {"sync_terms": self.terms, "sync_p50": self.p50, "sync_p99": self.p99, "sync_max": self.max}
@@ -83,11 +95,11 @@ class Gap:
 
 @dataclass
 class Proof:
-    """What a clean sync looks like, and whether this one is.
+    """Bounds of a correct sync, and the test against them.
 
     Args:
-        bf16: the forward pass of the trainer is bf16: then two clean ones differ, by bounds that no run changes.
-        square: mean squared nats of the noisiest sync that held, for `leans`.
+        bf16: whether the trainer's forward pass is bf16: then even correct syncs differ, within fixed bounds.
+        square: mean squared nats of the noisiest correct sync, for `leans`.
     """
 
     bf16: bool = False
@@ -95,11 +107,11 @@ class Proof:
 
     @property
     def words(self) -> str:
-        """What is clean."""
+        """The bounds in words."""
         return f"a median of {BF16_MEDIAN:g} and a 99th percentile of {BF16_P99:g}" if self.bf16 else f"{FP32_NATS:g}"
 
     def holds(self, gap: Gap) -> bool:
-        """Whether a gap is that of a clean sync.
+        """Return whether a gap is within the bounds of a correct sync.
 
         >>> Proof().holds(Gap.of(np.float32([-1.0]), np.float32([-1.01])))
         False
@@ -111,19 +123,19 @@ class Proof:
         return (gap.p50 <= BF16_MEDIAN and gap.p99 <= BF16_P99) if self.bf16 else gap.max <= FP32_NATS
 
     def note(self, gap: Gap) -> None:
-        """Remember the noise of a sync that held."""
+        """Remember the noise of a correct sync."""
         if gap.terms:
             self.square = max(self.square, gap.square)
 
     def leans(self, now: Floats, before: Floats, rollout: Floats) -> float:
-        """How far the servers' logprobs stand on the way from this version's to the one before, where that is certain.
+        """Return how far the servers' logprobs are on the way to the previous version, if that is certain.
 
-        The slope of rollout - now over before - now: 0 for the weights of now, 1 for those before. Rounding of `now` is
-        in both differences and lifts the slope; what it can lift it by at most, by the noise of syncs that held, is
-        taken off.
+        The slope of rollout - now over before - now is 0 for the current weights and 1 for the previous ones. Rounding
+        of `now` is in both differences and increases the slope. The largest possible increase, from the noise of
+        correct syncs, is subtracted before the test.
 
         Returns:
-            the slope; 0 where it is below `FAR`, or within `CERTAIN` standard errors of what rounding explains.
+            the slope; 0 if it is below `FAR`, or within `CERTAIN` standard errors of what rounding explains.
 
         >>> now, before = np.linspace(-2, -1, 64, dtype=np.float32), np.linspace(-1, -2, 64, dtype=np.float32)
         >>> round(Proof(bf16=True).leans(now, before, before), 6), Proof(bf16=True).leans(now, before, now)
@@ -137,12 +149,12 @@ class Proof:
 
 
 def above(now: Floats, rollout: Floats) -> float:
-    """How much likelier sampled tokens are to the servers than to the trainer on average, where that is certain.
+    """Return how much likelier sampled tokens are on average to the servers than to the trainer, if that is certain.
 
     Rounding makes as many tokens likelier as less likely. Truncated sampling makes all of them likelier.
 
     Returns:
-        nats; 0 where it is within `CERTAIN` standard errors of none.
+        nats; 0 if it is within `CERTAIN` standard errors of 0.
 
     >>> now = np.linspace(-3, -1, 64, dtype=np.float32)
     >>> round(above(now, now + np.float32(0.1)), 6), above(now, now + np.float32(0.1) * (-1) ** np.arange(64))
@@ -156,10 +168,10 @@ def above(now: Floats, rollout: Floats) -> float:
 
 
 def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
-    """Whether other logprobs give what separates the servers' from the trainer's, which rounding would not.
+    """Return whether other logprobs explain the difference between servers and trainer, which rounding would not.
 
-    They give most of the squared difference, also without the `OUTLIERS` tokens that differ most, and the way to them
-    is one that the servers' certainly went. Differences are in units of each token's rounding.
+    They must explain most of the squared difference, also without the `OUTLIERS` tokens that differ most. The slope
+    towards them must be certainly positive. Differences are in units of each token's rounding.
 
     >>> now, rounding = np.linspace(-3, -1, 64, dtype=np.float32), np.float32(0.01) * np.sin(np.arange(64))
     >>> other = now + np.float32(0.1) * np.cos(np.arange(64) ** 2)
@@ -173,14 +185,14 @@ def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
 
 
 def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
-    """Compute the share of the squared difference between server and trainer, in roundings, that other logprobs give.
+    """Compute the share of the squared server-trainer difference, in roundings, that other logprobs explain.
 
     Args:
-        now, rollout, other: [M] logprobs in nats: the trainer's, the servers', and those that a cause would give.
+        now, rollout, other: [M] logprobs in nats: the trainer's, the servers', and those under a cause.
 
     Returns:
-        the share for all tokens, and without the `OUTLIERS` tokens that differ most. 1 is all of it; below 0 the other
-        logprobs are farther off than the trainer's.
+        the share for all tokens, and without the `OUTLIERS` tokens that differ most. 1 is all of it. Below 0, the other
+            logprobs are farther from the servers' than the trainer's are.
 
     >>> now = np.zeros(4, np.float32)
     >>> share_given(now, now + np.float32(1), np.float32([2, 2, 2, 1]))
@@ -190,16 +202,16 @@ def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, flo
 
 
 def worse(one: Floats, other: Floats) -> float:
-    """By how many standard errors one set of differences ranks above another in size (Mann and Whitney 1947).
+    """Return by how many standard errors one set of differences ranks above another in size (Mann and Whitney 1947).
 
     Args:
-        one, other: nats, of different tokens.
+        one, other: differences in nats, of different tokens.
 
     >>> noise = np.sin(np.arange(64, dtype=np.float32))
     >>> worse(9 * noise, noise) > 3, abs(worse(noise, -noise)) < 1e-9
     (True, True)
     """
-    sizes = [np.abs(each[~np.isnan(each)]) for each in (one, other)]
+    sizes = [np.abs(values[~np.isnan(values)]) for values in (one, other)]
     m, n = map(len, sizes)
     if not m or not n:
         return 0.0
@@ -210,17 +222,21 @@ def worse(one: Floats, other: Floats) -> float:
 
 
 def _differences(now: Floats, *others: Floats) -> tuple[NDArray[np.float64], ...]:
-    """What separates each of `others` from `now`, nats, at most `FARTHEST`, of the tokens that all are known of."""
-    apart = [np.asarray(each, np.float64) - np.asarray(now, np.float64) for each in others]
-    known = ~np.isnan(apart).any(0)
-    return tuple(np.clip(each[known], -FARTHEST, FARTHEST) for each in apart)
+    """Return the differences of `others` from `now` in nats, clipped to `FARTHEST`.
+
+    Tokens without a value in any of them are left out.
+    """
+    differences = [np.asarray(values, np.float64) - np.asarray(now, np.float64) for values in others]
+    is_known = ~np.isnan(differences).any(0)
+    return tuple(np.clip(values[is_known], -FARTHEST, FARTHEST) for values in differences)
 
 
 def slope_of(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
-    """Fit how far the servers' logprobs are on the way from the trainer's to others: 0 is at the trainer's, 1 at those.
+    """Fit how far the servers' logprobs are on the way from the trainer's (0) to others (1).
 
     Returns:
-        the slope, and its standard error, which holds if one token has most of the weight (HC3: MacKinnon 1985).
+        the slope, and its standard error, which is valid even if one token has most of the weight (HC3: MacKinnon
+            1985).
 
     >>> now = np.zeros(4, np.float32)
     >>> slope, error = slope_of(now, np.float32([1, 2, 3, 4]), np.float32([0.5, 1, 1.5, 2]))
@@ -236,32 +252,32 @@ def _slope(off: NDArray[np.float64], way: NDArray[np.float64]) -> tuple[float, f
     if len(way) < 2 or total == 0:
         return 0.0, math.inf
     slope = float((off * way).sum()) / total
-    left = (off - slope * way) / np.maximum(1 - way**2 / total, 1e-9)
-    return slope, math.sqrt(float((left**2 * way**2).sum())) / total
+    residuals = (off - slope * way) / np.maximum(1 - way**2 / total, 1e-9)
+    return slope, math.sqrt(float((residuals**2 * way**2).sum())) / total
 
 
 def _in_roundings(now: Floats, rollout: Floats, other: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What separates the servers' and other logprobs from the trainer's, over the size of each token's rounding."""
-    known = ~np.isnan(now + rollout + other)
-    rounding = np.hypot(np.expm1(np.minimum(now[known], 0), dtype=np.float64), DOUBT)
+    """Return the differences of the servers' and the other logprobs from the trainer's, in each token's rounding."""
+    is_known = ~np.isnan(now + rollout + other)
+    rounding = np.hypot(np.expm1(np.minimum(now[is_known], 0), dtype=np.float64), DOUBT)
     off, way = _differences(now, rollout, other)
     return off / rounding, way / rounding
 
 
 def _shares(off: NDArray[np.float64], way: NDArray[np.float64]) -> tuple[float, float]:
-    """Compute the share of the squares of `off` that `way` takes away, for all tokens and without the outliers."""
-    most = np.argsort(-np.abs(off), kind="stable")[OUTLIERS:]
-    return _given(off, way), _given(off[most], way[most])
+    """Compute the share of the squares of `off` that `way` explains, for all tokens and without the outliers."""
+    without_outliers = np.argsort(-np.abs(off), kind="stable")[OUTLIERS:]
+    return _explained_share(off, way), _explained_share(off[without_outliers], way[without_outliers])
 
 
-def _given(off: NDArray[np.float64], way: NDArray[np.float64]) -> float:
-    """The share of the squares of `off` that `way` takes away."""
-    whole = float((off**2).sum())
-    return 1 - float(((off - way) ** 2).sum()) / whole if whole else 0.0
+def _explained_share(off: NDArray[np.float64], way: NDArray[np.float64]) -> float:
+    """Compute the share of the squares of `off` that `way` explains."""
+    total = float((off**2).sum())
+    return 1 - float(((off - way) ** 2).sum()) / total if total else 0.0
 
 
 def fault(step: int, version: int, gap: Gap, clean: str, why: str) -> SyncFault:
-    """The error that ends a run."""
+    """Build the error that ends a run."""
     return SyncFault(
         f"step {step}: the servers do not sample from version {version}, which is trained. Of {gap.terms} tokens "
         f"that they say are its own, the logprobs are off by up to {gap.max:.3g} nats (median {gap.p50:.2g}, 99th "
@@ -270,7 +286,7 @@ def fault(step: int, version: int, gap: Gap, clean: str, why: str) -> SyncFault:
 
 
 def cached_response(name: str | None, where: str) -> str:
-    """What is wrong where two answers have one id."""
+    """Build the error message for two answers with the same id."""
     return (
         f"{where} gave two answers with the id {name!r}. A cache of responses stands between the run and the model: an "
         "answer would be trained twice, as if it had been sampled twice. Turn it off for this run."
@@ -278,5 +294,5 @@ def cached_response(name: str | None, where: str) -> str:
 
 
 def own_terms(step: Any, version: int) -> NDArray[np.bool_]:
-    """[M] bool: the terms of a step that this version sampled."""
+    """Return [M] bool: the tokens of a step that this version sampled."""
     return np.asarray(step.version) == version

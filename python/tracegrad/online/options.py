@@ -1,4 +1,4 @@
-"""What an online run can be told beside the options of training; a run.toml holds them under [online] and [play]."""
+"""Options of an online run in addition to the training options; a run.toml keeps them under [online] and [play]."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,26 +6,31 @@ from typing import Literal
 from tracegrad.errors import ArgumentError
 
 IN_PROCESS = "in-process"
-"""What `servers=` says for vLLM in the trainer's process; alone, or as the only one of a list."""
+"""Value of `servers=` that runs vLLM in the trainer's process: the string itself, or a list with only this entry."""
 
 
 @dataclass(frozen=True)
 class Online:
-    """What the trainer does. Groups in a step are `pack.step_groups`; a checkpoint's cadence is `checkpoint.every`."""
+    """Options of the online training loop.
+
+    `pack.step_groups` sets the groups per step, and `checkpoint.every` sets how often checkpoints are written.
+    """
 
     steps: int = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     steps_ahead: int = 1
-    """Steps whose groups may be begun before the trainer needs them; 0 plays and trains in turns. It bounds what is
-    begun, and not how old a trained token may be: a group that is slower than others is trained when it has finished,
-    by its recorded logprobs, and `staleness_max` says by how many versions."""
+    """How many steps ahead of the trainer groups may be started; 0 alternates between rollout and training. It limits
+    when groups start. It does not limit the age of a trained token: a group slower than others is trained on once it
+    has finished, with its recorded logprobs, and `staleness_max` reports by how many versions."""
     refill: int = 3
-    """A step is given up to so many times its groups, where the rewards of some are equal and teach nothing."""
+    """Upper bound on the groups that a step consumes, as a multiple of its size. Extra groups replace those whose
+    rewards are all equal, which have no gradient."""
     eval_every: int = 0
-    """Steps between evaluations; 0: before the first step and after the last alone."""
+    """Steps between evaluations; 0 evaluates only before the first step and after the last."""
     sync: Literal["file", "lora", "nccl"] = "file"
-    """How weights reach the servers: whole by a file, adapters (`train.lora_rank`) by a name for each version, or whole
-    by NCCL from CUDA to CUDA, which has not run between two GPUs yet."""
+    """How weights reach the servers. "file" writes all weights to a file. "lora" loads an adapter (`train.lora_rank`)
+    under a new name for each version. "nccl" sends all weights from CUDA to CUDA; it has not run between two GPUs yet.
+    """
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("refill", 1), ("steps_ahead", 0), ("eval_every", 0)):
@@ -34,25 +39,26 @@ class Online:
 
 @dataclass(frozen=True)
 class Play:
-    """How a task is played, with or without training."""
+    """Rollout options, with or without training."""
 
     samples: int = 8
-    """Trajectories of each task: a group."""
+    """Trajectories per task; together they are one group."""
     temperature: float = 1.0
-    """Of the sampling."""
+    """Sampling temperature."""
     ids: Literal["chat", "tokens"] = "chat"
-    """How turns reach the servers: "chat" renders each anew, for any agent; "tokens" sends ids, so that no sampled
-    token is tokenised again: to servers with --enable-scale-out, for contracts that ask `policy.chat`."""
+    """How a turn is sent to the servers. "chat" renders the whole conversation again each turn and works with any
+    agent. "tokens" sends token ids, so no sampled token is tokenised again; it needs servers with --enable-scale-out
+    and contracts that call `policy.chat`."""
     max_tokens: int = 1024
-    """Sampled tokens of one call at most."""
+    """Maximum number of sampled tokens in one call."""
     turns: int = 16
-    """Calls of one trajectory at most."""
+    """Maximum number of calls in one trajectory."""
     seconds: float = 600.0
-    """Time of one trajectory at most."""
+    """Time limit of one trajectory, in seconds."""
     patience: float = 900.0
-    """Seconds without a finished group after which all stops and the oldest trajectory is named."""
+    """The run stops after this many seconds without a finished group, and the error names the oldest trajectory."""
     failures: int = 32
-    """Failed trajectories in a row after which all stops with the traceback of the first."""
+    """The run stops after this many failed trajectories in a row, and the error contains the first traceback."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_tokens", "turns", "failures"):

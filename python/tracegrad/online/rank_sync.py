@@ -1,6 +1,6 @@
-"""How the ranks of a run end together: the first one decides, the others hear of it while they wait for its steps.
+"""Stop all ranks of a run together.
 
-The sums are `trainer.distributed`'; the steps are the ledger's. Called by `loop`.
+The first rank decides. The other ranks check for its decision while they wait for the next line of the ledger.
 """
 
 import secrets
@@ -15,12 +15,12 @@ from tracegrad.trainer.signals import Interrupt
 
 @dataclass(frozen=True)
 class Bond:
-    """What ties this process to the other ranks of a run between their collective calls.
+    """Stop and error signals between the ranks of a run, outside of their collective calls.
 
     Args:
-        ranks: all of them.
-        interrupt: of this process.
-        name: of the run, as one group of processes may do several.
+        ranks: all ranks of the run.
+        interrupt: signal handler of this process.
+        name: unique name of the run, since one process group may run several.
     """
 
     ranks: Ranks
@@ -29,13 +29,20 @@ class Bond:
 
     @classmethod
     def of(cls, ranks: Ranks, interrupt: Interrupt) -> "Bond":
-        """Every rank calls this."""
+        """Create the object with a name shared by all ranks. Every rank must call this."""
         return cls(ranks, interrupt, ranks.shared(secrets.token_hex(4)))
 
     def over(self) -> bool:
-        """Whether the run is to end: the first rank is asked by a signal, its own or another's; it tells the others."""
-        if told := self.ranks.heard():
-            raise TracegradError(f"{told} This rank stops with it.")
+        """Return whether the run must end.
+
+        The first rank decides: it ends the run if it or another rank has received a signal. The other ranks learn this
+        through the store.
+
+        Raises:
+            TracegradError: if another rank has reported an error.
+        """
+        if message := self.ranks.heard():
+            raise TracegradError(f"{message} This rank stops with it.")
         signalled = self.interrupt.received is not None
         if self.ranks.first:
             return signalled or self.ranks.finds_word(f"signal {self.name}")
@@ -44,18 +51,18 @@ class Bond:
         return self.ranks.finds_word(f"over {self.name}")
 
     def end(self) -> None:
-        """No step follows: the first rank says so."""
+        """Let the first rank publish that no step follows."""
         if self.ranks.first:
             self.ranks.leave_word(f"over {self.name}")
 
     def first(self) -> AbstractContextManager[None]:
-        """As `telling`."""
+        """Return `telling` for these ranks."""
         return telling(self.ranks)
 
 
 @contextmanager
 def telling(ranks: Ranks) -> Iterator[None]:
-    """Around what the first rank does alone: where that fails, the others are told and stop too."""
+    """Wrap work of the first rank only: if it raises, its error is sent to the other ranks, which stop too."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""`record`: tasks played and scored into a folder by whole groups, and nothing trained.
+"""Roll out and score tasks into a folder, group by group, without training: `record`.
 
-The folder is that of a run: `tracegrad.read`, `doctor` and `train` take its files. Called by the command line.
+The folder has the layout of a run: `tracegrad.read`, `doctor` and `train` accept its files.
 """
 
 import time
@@ -27,15 +27,16 @@ POLL_S, LINE_S = 0.05, 10.0
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is in the folder afterwards.
+    """Result of `record`.
 
     Args:
-        file: the file of this call; None where there was nothing to play.
-        groups, trajectories, failed: of this call, all whole. What could not be scored has failed too.
-        without_reward: trajectories that did not fail, and to which no function gave a reward.
-        before: groups that were there already.
-        reward: mean of the known ones; NaN where there is none.
-        failures: by what failed, "playing" or "reward function NAME": how many trajectories, and the first.
+        file: file written by this call; None if there was nothing to roll out.
+        groups, trajectories, failed: counts of this call; all groups are complete. A trajectory whose scoring failed
+            counts as failed.
+        without_reward: trajectories that did not fail and got no reward from any function.
+        before: groups that existed before.
+        reward: mean of the known rewards; NaN if there are none.
+        failures: by source, "playing" or "reward function NAME": number of trajectories, and the first failure.
     """
 
     file: Path | None
@@ -50,18 +51,18 @@ class Recorded:
 
 @dataclass
 class Open:
-    """So many groups at once, whatever became of those before; what `Pace` is for a run."""
+    """Limit of `record`: a fixed number of groups in flight, whatever their rewards; `Pace` is the limit of a run."""
 
     groups: int
     counts: Counts
 
     @property
     def most(self) -> int:
-        """No more are taken at once."""
+        """Maximum number of groups consumed at once."""
         return self.groups
 
     def allowed(self, taken: int, dull: int) -> int:
-        """Groups that may have been begun."""
+        """Return how many groups may have been started."""
         return self.counts.finished + self.groups
 
 
@@ -83,24 +84,24 @@ def record(
     resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> Recorded:
-    """Plays each task once, as a group, and writes it when all of it is scored.
+    """Roll out each task once, as a group, and write the group once all of it is scored.
 
     Args:
-        tasks: a list, or what can be iterated, in its order; a task's number is its group's name.
+        tasks: a list or iterable, read in order; the number of a task is the name of its group.
         rewards, weights, tools, environment, agent: as for `train`.
-        play: how.
+        play: rollout options.
         servers: URLs of OpenAI-compatible servers that return token ids, such as vLLM.
-        key: their token.
-        logprob_kind: what their logprobs are of: "raw", vLLM's default, or "processed", after temperature and top-p.
-        groups: at most so many; default all tasks.
-        parallel: groups that are played at once.
-        out: the folder.
-        resume: leave out the groups that are in `out` already; those that are played and not scored are scored.
-        say: takes a line now and then.
+        key: token of the servers.
+        logprob_kind: kind of their logprobs: "raw", vLLM's default, or "processed", after temperature and top-p.
+        groups: maximum number of groups; default: all tasks.
+        parallel: groups in flight at once.
+        out: output folder.
+        resume: leave out the groups that are in `out` already; groups that are rolled out but not scored are scored.
+        say: receives log lines.
 
     Raises:
-        ArgumentError: if arguments do not fit together, or `out` holds groups and `resume` is False.
-        TracegradError: if a server, the folder or what plays fails for good.
+        ArgumentError: if arguments do not fit together, or `out` contains groups and `resume` is False.
+        TracegradError: if a server, the folder or the rollouts fail permanently.
     """
     out = place_here(out)
     for name, value in (("groups", 1 if groups is None else groups), ("parallel", parallel)):
@@ -110,9 +111,9 @@ def record(
     with Mirror(out).locked():
         folder, signal = out / buffer.FOLDER, Signal(free=True)
         done, _ = counted(Follower(folder), signal)
-        kept = len(Unscored(out).groups)
-        if (done or kept) and not resume:
-            unscored = f" and {kept:,} that are not scored" if kept else ""
+        stored = len(Unscored(out).groups)
+        if (done or stored) and not resume:
+            unscored = f" and {stored:,} that are not scored" if stored else ""
             raise ArgumentError(
                 f"{out} holds {len(done):,} groups{unscored}. Others of the same names would be added to them. Go on "
                 "with resume=True, or give another out."
@@ -121,20 +122,20 @@ def record(
         counts = Counts()
         with ExitStack() as stack:
             link = Link(lambda: Servers(servers, model="", key=key), say=say)
-            known = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind, "for_training": False}
+            settings = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind, "for_training": False}
             collector = contract.collector(
-                stack, entries, link, folder, Open(parallel, counts), play or Play(), **known
+                stack, entries, link, folder, Open(parallel, counts), play or Play(), **settings
             )
             stack.enter_context(link)
             collector.begin()
             _wait(collector, counts, say)
         file = collector.file if counts.finished else None
-        told = counts.finished, counts.trajectories, counts.failed, len(done), counts.reward
-        return Recorded(file, *told, counts.without_reward, counts.failures)
+        counters = counts.finished, counts.trajectories, counts.failed, len(done), counts.reward
+        return Recorded(file, *counters, counts.without_reward, counts.failures)
 
 
 def _wait(collector: Collector, counts: Counts, say: Callable[[str], None]) -> None:
-    """Until all is played, with a line now and then."""
+    """Wait until all tasks are rolled out, and print a line every `LINE_S` seconds."""
     next_line = time.monotonic() + LINE_S
     while not collector.over:
         collector.check()

@@ -1,4 +1,4 @@
-"""Work with collectors in other processes: `state.json` tells them the serving weights and the progress of the run."""
+"""Coordinate with collectors in other processes; `state.json` has the servers' weights and the run's progress."""
 
 import json
 import re
@@ -20,15 +20,15 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class State:
-    """A moment of a run.
+    """State of a run that the trainer publishes.
 
     Args:
-        version: of the weights that each of `servers` has.
-        coming: the version that a push is bringing, or the same.
-        taken: steps that are done, their weights pushed.
-        servers: URLs that may be asked.
-        model: the name by which they know the policy.
-        over: the run has ended; nothing more is to be played.
+        version: policy version that each of `servers` has.
+        coming: version that a running weight sync sends; otherwise equal to `version`.
+        taken: completed steps whose weights have been pushed.
+        servers: URLs that accept requests.
+        model: model name of the policy on the servers.
+        over: whether the run has ended and rollouts must stop.
     """
 
     version: int = 0
@@ -39,26 +39,30 @@ class State:
     over: bool = False
 
     def write(self, folder: Path) -> None:
-        """Replaces what the folder says."""
+        """Write state.json in the folder of the run, replacing an existing one."""
         write_bytes(folder / NAME, [json.dumps(asdict(self)).encode()])
 
     @classmethod
     def reopen(cls, folder: Path) -> None:
-        """Takes away what says that a run is over: it goes on, and its collectors wait for what it will say."""
+        """Delete a state.json that marks the run as ended: it is resumed, and its collectors wait for a new one."""
         if (state := cls.read(folder)) is not None and state.over:
             (folder / NAME).unlink()
 
     @classmethod
     def read(cls, folder: Path) -> "State | None":
-        """What the folder says; None where it says nothing yet."""
+        """Read state.json from the folder of a run; None if it does not exist yet.
+
+        Raises:
+            FormatError: if the file is not valid.
+        """
         path = folder / NAME
         if not path.exists():
             return None
         try:
-            told = json.loads(read_text(path, MOST_BYTES))
-            counts = {name: count(told[name]) for name in ("version", "coming", "taken")}
-            servers = tuple(map(text, told["servers"]))
-            return cls(**counts, servers=servers, model=text(told["model"]), over=told["over"] is True)
+            record = json.loads(read_text(path, MOST_BYTES))
+            counts = {name: count(record[name]) for name in ("version", "coming", "taken")}
+            servers = tuple(map(text, record["servers"]))
+            return cls(**counts, servers=servers, model=text(record["model"]), over=record["over"] is True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
                 f"{path}: not the state of a run ({str(error)[:80]!r}). Which weights serve is not known. Start the "
@@ -67,21 +71,21 @@ class State:
 
 
 LOOK_S = 2.0
-"""Seconds between looks at the servers, which nobody else asks from this process."""
+"""Seconds between status requests to the servers. Nothing else in this process sends them requests."""
 ENDED = re.compile(r"([0-9]{1,6})-of-([0-9]{1,6})\.ended")
-"""Files in the folder of what is played: collectors that have no more tasks."""
+"""File names in the rollout folder that mark collectors without remaining tasks."""
 
 
 @dataclass
 class Elsewhere:
-    """What the loop asks, where others play.
+    """Stand-in for `Collector` in the training loop if collectors in other processes do the rollouts.
 
     Args:
-        link: to the servers.
-        pace: of the run; each collector keeps its share of it.
-        folder: where they write.
+        link: connection to the servers.
+        pace: limit on started groups of the run; each collector applies its share of it.
+        folder: rollout folder that the collectors write to.
         patience: seconds without a new group after which the run stops.
-        state: as the collectors are to be told it first.
+        state: first state that is published to the collectors.
     """
 
     link: Link
@@ -90,32 +94,35 @@ class Elsewhere:
     patience: float
     state: State = field(default_factory=State)
     failing: ClassVar[None] = None
-    """Collectors stop by themselves where nothing but failures comes."""
+    """Always None: remote collectors stop by themselves after too many failures in a row."""
 
     def __post_init__(self) -> None:
         self.counts = Counts()
         self.finished_at = time.monotonic()
         self._size = -1
-        self._looked = time.monotonic()
+        self._looked_at = time.monotonic()
         self._playing = False
         self.link.told = self._weights
 
     @property
     def over(self) -> bool:
-        """Whether each of the collectors has said that it has no more tasks."""
-        ended = [found for path in self.folder.glob("*.ended") if (found := ENDED.fullmatch(path.name))]
-        return any(len({each[1] for each in ended if each[2] == of}) == int(of) > 0 for of in {m[2] for m in ended})
+        """Whether every collector has reported that it has no more tasks."""
+        matches = [match for path in self.folder.glob("*.ended") if (match := ENDED.fullmatch(path.name))]
+        return any(
+            len({match[1] for match in matches if match[2] == of}) == int(of) > 0
+            for of in {match[2] for match in matches}
+        )
 
     @property
     def retried(self) -> int:
-        """Requests to the servers that were sent again by the trainer; collectors say their own."""
+        """Requests that the trainer sent to the servers again; collectors count their own."""
         return self.link.servers.retried
 
     def check(self) -> None:
-        """Raises what ended the link, and where the folder has not grown for `patience` seconds."""
+        """Raise the error that ended the link, or an error if the folder has not grown for `patience` seconds."""
         self.link.check()
-        if time.monotonic() - self._looked > LOOK_S:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._looked_at > LOOK_S:
+            self._looked_at = time.monotonic()
             with suppress(Interrupted):
                 self.link.run(self._look)
         size = sum(path.stat().st_size for path in self.folder.glob("*.jsonl.zst"))
@@ -129,30 +136,30 @@ class Elsewhere:
             )
 
     def wait(self, seconds: float) -> None:
-        """Returns after so long: what others play is seen in the folder alone."""
+        """Sleep for this many seconds: new groups of other processes are only visible in the folder."""
         time.sleep(seconds)
 
     def begin(self) -> None:
-        """Lets collectors begin."""
+        """Publish the state, which lets collectors start."""
         self._playing, self.finished_at = True, time.monotonic()
         self._tell(model=self.link.servers.model)
 
     def step_taken(self, steps: int) -> None:
-        """Tells that so many steps are done and their weights pushed."""
+        """Publish that this many steps are done and their weights pushed."""
         self.finished_at = time.monotonic()
         self._tell(taken=steps)
 
     def end(self) -> None:
-        """Tells that nothing more is to be played."""
+        """Publish that the run has ended and rollouts must stop."""
         self._tell(over=True)
 
     async def _look(self, servers: Any, _: Any) -> None:
-        """Sets aside servers that are gone or began anew, so that they get the weights when they answer."""
+        """Stop using servers that are gone or were restarted, so that they get the weights once they answer again."""
         for url in servers.urls:
             info = await servers.ask(url, "/weight_info", method="GET")
-            told = info.body.get("weight_version") if info.ok and isinstance(info.body, dict) else None
-            if info.status == 0 or told not in (None, str(self.state.version)):
-                servers.leave_out(url, f"it says that it has version {told}")
+            version = info.body.get("weight_version") if info.ok and isinstance(info.body, dict) else None
+            if info.status == 0 or version not in (None, str(self.state.version)):
+                servers.leave_out(url, f"it says that it has version {version}")
 
     def _weights(self, link: Link, pushed: Any) -> None:
         servers = self.state.servers if pushed is None else tuple(pushed.ok)

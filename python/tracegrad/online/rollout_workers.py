@@ -1,6 +1,6 @@
-"""Who plays: what `train`, `collect` and `record` are told of it, made into collectors of this process or elsewhere.
+"""Build the collectors of `train`, `collect` and `record` from their arguments.
 
-Nothing is asked of a server here, and no torch is needed.
+Nothing here sends requests to servers or imports torch.
 """
 
 import math
@@ -30,67 +30,77 @@ _PROMPTS = ("prompt", "messages")
 
 
 class GroupScore:
-    """Scores the trajectories of a group together; `close` ends the processes of the functions.
+    """Scores the trajectories of a group together.
 
-    As in TRL, a task that is a text gives them texts, one of messages gives them messages. Keys of a task that is a
-    dict are columns. Trajectories that failed are left out. What a trajectory said of itself is kept as the reward
-    `own`, beside those of the functions, which alone are trained on. What functions log is kept in the `metadata` of
-    the records: `log_extra`, one value of each column, and in the first of a group `log_metric`, values by name.
+    As in TRL, functions receive texts if a task is a text, and messages if it is messages. The keys of a dict task are
+    columns. Failed trajectories are left out. A reward that the rollout itself returned is kept as the reward `own`;
+    only the rewards of the functions are trained on. Values that functions log are stored in the `metadata` of the
+    records: `log_extra` has one value per column, and `log_metric`, in the first record of a group, has values by name.
 
     Args:
         functions: `(prompts, completions, **columns) -> list[float | None]`.
-        weights: of the functions, 1 by default.
+        weights: weights of the functions, 1 by default.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
         self.rewards = Rewards(functions, weights)
 
     def prepare(self, played: Sequence[Played]) -> None:
-        """Makes `reward` unknown until it is scored, so that what a trajectory said of itself is not taken for it."""
-        for each in played:
-            if each.error is None:
-                own = {} if each.record.get("reward") is None else {"own": each.record["reward"]}
-                each.record["rewards"] = {**(each.record.get("rewards") or {}), **own}
-                each.record["reward"] = None
+        """Set `reward` to unknown until it is scored, and move a reward that the rollout returned to `own`."""
+        for rollout in played:
+            if rollout.error is None:
+                own = {} if rollout.record.get("reward") is None else {"own": rollout.record["reward"]}
+                rollout.record["rewards"] = {**(rollout.record.get("rewards") or {}), **own}
+                rollout.record["reward"] = None
 
     async def __call__(self, played: Sequence[Played]) -> list[dict[str, Failure]]:
-        """Sets `reward`, their weighted sum, and `rewards`, each by its name, of the records that did not fail.
+        """Set `reward`, the weighted sum, and `rewards`, one per function, in the records that did not fail.
 
         Returns:
-            for each of `played` the functions that failed, and why; in its record, `metadata.reward_failures` says so.
+            for each of `played`, the functions that failed and why; also stored in its record as
+                `metadata.reward_failures`.
         """
         failures: list[dict[str, Failure]] = [{} for _ in played]
-        rows = [row for row, each in enumerate(played) if each.error is None]
+        rows = [row for row, rollout in enumerate(played) if rollout.error is None]
         if not rows:
             return failures
         tasks = [played[row].task for row in rows]
         prompts, completions = [played[row].prompt for row in rows], [played[row].completion for row in rows]
         if all(isinstance(_prompt(task), str) for task in tasks):
-            prompts, completions = list(map(_prompt, tasks)), [text_of(each, "assistant") for each in completions]
+            prompts, completions = (
+                list(map(_prompt, tasks)),
+                [text_of(completion, "assistant") for completion in completions],
+            )
         columns = columns_of(tasks, _PROMPTS) if all(isinstance(task, Mapping) for task in tasks) else {}
-        found = await self.rewards.score(prompts, completions, columns)
-        if found.metrics:
-            _note(played[rows[0]].record, {"log_metric": found.metrics})
-        for at, row in enumerate(rows):
-            record, total = played[row].record, float(found.total[at])
+        scores = await self.rewards.score(prompts, completions, columns)
+        if scores.metrics:
+            _add_metadata(played[rows[0]].record, {"log_metric": scores.metrics})
+        for index, row in enumerate(rows):
+            record, total = played[row].record, float(scores.total[index])
             record["reward"] = None if math.isnan(total) else total
-            record["rewards"] = {**(record.get("rewards") or {}), **found.row(at)}
-            if found.extra:
-                _note(record, {"log_extra": {column: as_json(said[at]) for column, said in found.extra.items()}})
-            failed = [name for name, here in zip(found.names, found.failed[at].tolist(), strict=True) if here]
-            failures[row] = {name: found.failures[name] for name in failed}
-            if failed:
-                _note(record, {"reward_failures": {name: str(each) for name, each in failures[row].items()}})
+            record["rewards"] = {**(record.get("rewards") or {}), **scores.row(index)}
+            if scores.extra:
+                _add_metadata(
+                    record, {"log_extra": {column: as_json(values[index]) for column, values in scores.extra.items()}}
+                )
+            failed_names = [
+                name for name, failed in zip(scores.names, scores.failed[index].tolist(), strict=True) if failed
+            ]
+            failures[row] = {name: scores.failures[name] for name in failed_names}
+            if failed_names:
+                _add_metadata(
+                    record, {"reward_failures": {name: str(failure) for name, failure in failures[row].items()}}
+                )
         return failures
 
     def close(self) -> None:
-        """Ends the processes of the functions."""
+        """Stop the processes of the functions."""
         self.rewards.close()
 
 
-def _note(record: dict[str, Any], about: Mapping[str, Any]) -> None:
-    """Adds to the metadata of a record."""
-    record["metadata"] = {**(record.get("metadata") or {}), **about}
+def _add_metadata(record: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Add entries to the metadata of a record."""
+    record["metadata"] = {**(record.get("metadata") or {}), **entries}
 
 
 def _prompt(task: Any) -> Any:
@@ -101,13 +111,13 @@ def _prompt(task: Any) -> Any:
 
 @dataclass(frozen=True)
 class Contract:
-    """What is played, and what is good.
+    """How a task is rolled out and scored.
 
     Args:
-        plays: what plays a task.
-        rewards: functions that score whole groups afterwards; None where what plays says itself what is good.
-        weights: of the functions.
-        by_address: whether what plays may have a client of its own, which is given an address that records.
+        plays: agent, environment or function that does a rollout.
+        rewards: functions that score complete groups afterwards; None if the rollout returns its own reward.
+        weights: weights of the functions.
+        by_address: whether the rollout may use its own client, which then gets a recording address.
     """
 
     plays: Any
@@ -119,10 +129,10 @@ class Contract:
     def of(
         cls, *, agent: Any, environment: Any, tools: Any, rewards: Any, weights: Sequence[float] | None = None
     ) -> "Contract":
-        """By the arguments of `train`."""
-        given = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
-        if len(given) > 1:
-            raise ArgumentError(f"{given[0]} and {given[1]} are both given. Each says how a task is played. Pass one.")
+        """Create a contract from the arguments of `train`."""
+        names = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
+        if len(names) > 1:
+            raise ArgumentError(f"{names[0]} and {names[1]} are both given. Each says how a task is played. Pass one.")
         if agent is not None:
             return cls(agent, rewards, weights, by_address=True)
         if environment is not None:
@@ -144,18 +154,18 @@ class Contract:
         play: Play,
         **more: Any,
     ) -> Collector:
-        """What plays it.
+        """Build the collector of this contract.
 
         Args:
-            stack: ends its file and the processes of its reward functions; the link is to be entered after this, so
-                that nobody plays any more when they end.
-            tasks, link, pace, play, more: of the `Collector`.
-            folder: where groups go; None for what evaluates alone.
+            stack: closes the file and stops the processes of the reward functions. Enter the link after this call, so
+                that rollouts end first.
+            tasks, link, pace, play, more: fields of the `Collector`.
+            folder: rollout folder; None for a collector that only evaluates.
         """
         writer = unscored = None
         if folder is not None:
             writer = Writer(folder)
-            stack.callback(_let_go, writer)
+            stack.callback(_close_writer, writer)
         score = None
         if self.rewards is not None:
             score = GroupScore(self.rewards, self.weights)
@@ -170,12 +180,12 @@ class Contract:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Tasks that are played and not trained on.
+    """Tasks that are rolled out but not trained on.
 
     Args:
-        collector: plays them, as it plays others.
-        tasks: of every evaluation.
-        folder: where what they played goes.
+        collector: does the rollouts, as in training.
+        tasks: tasks of every evaluation.
+        folder: folder of the rollouts of evaluations.
     """
 
     collector: Collector
@@ -183,16 +193,16 @@ class Evaluation:
     folder: Path
 
     def __call__(self, step: int) -> dict[str, Any]:
-        """Plays them, and says how it went: mean reward with its 95 % interval, and what functions logged."""
-        played = self.collector.evaluate(self.collector.contract, self.tasks, f"evaluation-{step}")
-        records = [each.record for each in played]
+        """Run an evaluation and return its metrics: mean reward with a 95 % interval, and logged values."""
+        rollouts = self.collector.evaluate(self.collector.contract, self.tasks, f"evaluation-{step}")
+        records = [rollout.record for rollout in rollouts]
         with Writer(self.folder) as writer:
             writer.write(records)
-        known = self.collector.signal.of_records(records)
-        known = known[~np.isnan(known)]
-        mean = float(known.mean()) if len(known) else math.nan
-        error = 1.96 * float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
-        row = {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(known)}
+        rewards = self.collector.signal.of_records(records)
+        rewards = rewards[~np.isnan(rewards)]
+        mean = float(rewards.mean()) if len(rewards) else math.nan
+        error = 1.96 * float(rewards.std(ddof=1)) / math.sqrt(len(rewards)) if len(rewards) > 1 else math.nan
+        row = {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(rewards)}
         logged = mean_of(record.get("metadata") or {} for record in records)
         return beside(row, {f"eval_{name}": value for name, value in logged.items()})
 
@@ -211,29 +221,29 @@ def players_of(
     play: Play,
     tokenizer: Tokenizer,
 ) -> tuple[Collector | Elsewhere, Evaluation | None]:
-    """Who plays for a trainer, and what evaluates; the link is to be entered after this.
+    """Build the source of rollouts and the evaluation of a trainer; enter the link after this call.
 
     Args:
-        stack: ends them.
-        contract: None where nothing is played in this process, not even an evaluation.
-        tasks: None where collectors in other processes play them.
-        evaluation: tasks of it; none for no evaluation.
+        stack: closes them.
+        contract: None if this process does no rollouts, not even for an evaluation.
+        tasks: None if collectors in other processes do the rollouts.
+        evaluation: tasks of the evaluation; empty for no evaluation.
         out: folder of the run.
-        link: to the servers.
-        state: where the run is.
-        config, options, play: of the run.
-        tokenizer: of the policy.
+        link: connection to the servers.
+        state: state that is published to remote collectors.
+        config, options, play: options of the run.
+        tokenizer: tokenizer of the policy.
     """
     folder, signal, pace = out / buffer.FOLDER, Signal.of(config), pace_of(config, options)
-    here, evaluate = None, None
+    collector, evaluate = None, None
     if contract is not None:
         done, counts = counted(Follower(folder), signal)
         numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
-        known = {"signal": signal, "counts": counts, "taken": state.taken, "tokenizer": tokenizer}
-        here = contract.collector(stack, numbered, link, None if tasks is None else folder, pace, play, **known)
-        evaluate = Evaluation(here, evaluation, out / "evaluation") if len(evaluation) else None
-    if here is not None and tasks is not None:
-        return here, evaluate
+        settings = {"signal": signal, "counts": counts, "taken": state.taken, "tokenizer": tokenizer}
+        collector = contract.collector(stack, numbered, link, None if tasks is None else folder, pace, play, **settings)
+        evaluate = Evaluation(collector, evaluation, out / "evaluation") if len(evaluation) else None
+    if collector is not None and tasks is not None:
+        return collector, evaluate
     folder.mkdir(parents=True, exist_ok=True)
     State.reopen(out)
     elsewhere = Elsewhere(link, pace, folder, play.patience, state)
@@ -242,12 +252,12 @@ def players_of(
 
 
 def pace_of(config: Config, options: Online) -> Pace:
-    """How many groups of a run may be begun."""
+    """Return the limit on started groups of a run."""
     return Pace(config.pack.step_groups, options.steps_ahead, options.refill, options.steps)
 
 
-def _let_go(writer: Writer) -> None:
-    """Closes a file; nothing is left of one in which no group came to stand."""
+def _close_writer(writer: Writer) -> None:
+    """Close a file, and delete it if no group was written."""
     writer.close()
     path = writer.folder / writer.name
     with suppress(OSError):

@@ -1,6 +1,6 @@
-"""What a run was told, in its run.json: written by the trainer, read by collectors, replays and runs that go on.
+"""Store the settings of a run in its run.json, for collectors, replays and resumed runs.
 
-The config of training is beside it in config.toml; here it is written for whoever looks.
+The training config is in config.toml next to it. The copy of it in run.json is for people who read the file.
 """
 
 import json
@@ -21,13 +21,13 @@ MOST_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Brief:
-    """What a run was told.
+    """Settings of a run.
 
     Args:
-        model: folder of the model that it began with.
-        objective: its `repr`.
-        online, play: its options.
-        engine: vLLM's engine arguments, as far as the trainer knows them.
+        model: folder of the initial model.
+        objective: `repr` of the objective.
+        online, play: options of the run.
+        engine: vLLM's engine arguments, as far as the trainer has them.
     """
 
     model: str
@@ -37,19 +37,23 @@ class Brief:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, out: Path, config: Config) -> None:
-        """Replaces what the folder of the run says."""
-        known = {"model": self.model, "objective": self.objective, "online": asdict(self.online)}
-        known |= {"play": asdict(self.play), "engine": dict(self.engine), "config": as_dict(config)}
-        write_bytes(out / NAME, [(json.dumps(known, indent=1, default=str) + "\n").encode()])
+        """Write run.json in the folder of the run, replacing an existing one."""
+        record = {"model": self.model, "objective": self.objective, "online": asdict(self.online)}
+        record |= {"play": asdict(self.play), "engine": dict(self.engine), "config": as_dict(config)}
+        write_bytes(out / NAME, [(json.dumps(record, indent=1, default=str) + "\n").encode()])
 
     @classmethod
     def read(cls, out: Path) -> "Brief":
-        """What the folder of a run says."""
-        held = read_text(out / NAME, MOST_BYTES)
+        """Read run.json from the folder of a run.
+
+        Raises:
+            FormatError: if the file is not valid.
+        """
+        content = read_text(out / NAME, MOST_BYTES)
         try:
-            told = json.loads(held)
-            online, play = Online(**told["online"]), Play(**told["play"])
-            return cls(text(told["model"]), text(told["objective"]), online, play, dict(told["engine"]))
+            record = json.loads(content)
+            online, play = Online(**record["online"]), Play(**record["play"])
+            return cls(text(record["model"]), text(record["objective"]), online, play, dict(record["engine"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
                 f"{out / NAME}: not what a trainer writes ({str(error)[:80]!r}). What the run was told is not known. "

@@ -1,6 +1,6 @@
-"""Ask the servers of a run from a thread with its own event loop, beside the trainer: `Link`.
+"""Send requests to the servers of a run from a thread with its own event loop: `Link`.
 
-Weights are pushed and checks are asked through it, and rollouts of this process run in its event loop.
+Weight syncs and checks go through it, and rollouts of this process run in its event loop.
 """
 
 import asyncio
@@ -16,25 +16,26 @@ from tracegrad.rollout.progress import Progress
 
 T = TypeVar("T")
 PATIENCE_S = 10
-"""Seconds without an answer, and without a server that could give it, after which that is said."""
+"""Seconds without an answer and without a reachable server after which a line is printed."""
 
 
 class Interrupted(Exception):
-    """What was asked of the servers was given up, as a signal came."""
+    """A signal came, so a request to the servers was cancelled."""
 
 
 class Link:
-    """A thread that holds the pool of servers open; a context manager.
+    """Thread that keeps the pool of servers open; a context manager.
 
-    `version` is that of the weights that every server has, `coming` the one that a push is bringing, or the same.
+    `version` is the version of the weights that every server has. `coming` is the version that a running weight sync
+    sends, otherwise the same.
 
     Args:
-        servers: makes the pool; an async context manager.
-        sync: makes what pushes weights to it.
-        version: of the policy that the servers are given first.
-        told: called when `version` or `coming` has changed, with what came of a push or None.
-        ended: why the servers cannot come back, where that is known, as for one that was started here; else None.
-        say: takes a line where nothing can be asked and an answer is waited for, and from who plays here.
+        servers: creates the pool; an async context manager.
+        sync: creates the weight-sync backend for the pool.
+        version: policy version that the servers get first.
+        told: called when `version` or `coming` has changed, with the result of a weight sync or None.
+        ended: returns why the servers cannot come back, if that is known, as for a server started here; else None.
+        say: receives a line while no server is reachable and an answer is pending, and lines from rollouts here.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class Link:
         self.servers: Any = None
         self.sync: Any = None
         self.news = threading.Event()
-        """Set by who plays here when a group has finished or tasks have ended, and when the thread ends."""
+        """Set when a group has finished, when the tasks have ended, and when the thread ends."""
         self.stack = AsyncExitStack()
         self.error: BaseException | None = None
         self.interrupted: Callable[[], bool] = lambda: False
-        """Whether a signal has come: no server that is gone is waited for then."""
+        """Returns whether a signal has come; unreachable servers are then not waited for."""
         self.asked_s = self.gone_s = 0.0
-        """Seconds in which the trainer waited for answers; of these in which no server could be asked."""
+        """Seconds that the trainer waited for answers, and the part of them without a reachable server."""
         self._make_servers, self._make_sync = servers, sync
         self._ended, self.say = ended, say
         self._loop = asyncio.new_event_loop()
@@ -67,31 +68,31 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="tracegrad-servers", daemon=True)
 
     def __enter__(self) -> "Link":
-        """Returns when the servers can be asked; raises what opening them raised."""
+        """Return once the servers accept requests; raise the error if opening them failed."""
         self._thread.start()
         self._open.wait()
         self.check()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends: what is under way is let go."""
+        """Stop the thread and cancel its work."""
         self.soon(self._stopping.set)
         self._thread.join(30)
 
     def check(self) -> None:
-        """Raises what ended the thread, or that the servers have ended for good."""
+        """Raise the error that ended the thread, or an error if the servers have ended permanently."""
         if self.error is not None:
             raise self.error
-        if (why := self._ended()) is not None:
-            raise ServerError(why)
+        if (reason := self._ended()) is not None:
+            raise ServerError(reason)
 
     def wait(self, seconds: float) -> None:
-        """Returns once there has been news since the last call, at the latest after so long."""
+        """Wait for news since the last call, at most this many seconds."""
         self.news.wait(seconds)
         self.news.clear()
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Has the loop work until the link ends; what that raises ends the link, and `check` raises it."""
+        """Run a coroutine in the loop until the link ends; if it raises, the link ends and `check` raises the error."""
         self._work = work
         self.soon(self._wanted.set)
 
@@ -100,32 +101,32 @@ class Link:
         work: Callable[[Any, Any], Coroutine[Any, Any, T]],
         progress: Callable[[float], str] | None = None,
     ) -> T:
-        """Runs `work(servers, sync)` in the loop, and waits for what it gives.
+        """Run `work(servers, sync)` in the loop and return its result.
 
         Args:
-            progress: gives a line by the seconds, which is said now and then. What has one is given up at a signal,
-                anything else only while no server can be asked.
+            progress: returns a log line from the elapsed seconds; it is printed from time to time. Work with `progress`
+                is cancelled by a signal; other work is cancelled only while no server is reachable.
 
         Raises:
-            Interrupted: if it was given up.
+            Interrupted: if the work was cancelled.
         """
         coroutine = work(self.servers, self.sync)
         if not self._thread.is_alive():
             coroutine.close()
             self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        began = last = time.monotonic()
-        lines, said = Progress(self.say), False
+        started_at = last_at = time.monotonic()
+        lines, has_warned = Progress(self.say), False
         try:
             while not futures.wait([future], timeout=1.0).done:
-                gone, now = self._gone(), time.monotonic()
-                self.gone_s += now - last if gone else 0.0
-                last = now
-                if self.interrupted() and (gone or progress is not None):
+                unreachable, now = self._unreachable_reason(), time.monotonic()
+                self.gone_s += now - last_at if unreachable else 0.0
+                last_at = now
+                if self.interrupted() and (unreachable or progress is not None):
                     raise Interrupted
-                if gone and not said and now - began >= PATIENCE_S:
-                    said = True
-                    self.say(f"server   none can be asked, and one that comes back is waited for: {gone}")
+                if unreachable and not has_warned and now - started_at >= PATIENCE_S:
+                    has_warned = True
+                    self.say(f"server   none can be asked, and one that comes back is waited for: {unreachable}")
                 if progress is not None:
                     lines.tick(progress)
                 self.check()
@@ -135,33 +136,33 @@ class Link:
             future.cancel()
             raise
         finally:
-            self.asked_s += time.monotonic() - began
+            self.asked_s += time.monotonic() - started_at
         return future.result()
 
-    def _gone(self) -> str:
-        """Why none of the servers can be asked; "" where one can."""
+    def _unreachable_reason(self) -> str:
+        """Return why none of the servers is reachable; "" if one is."""
         rows = self.servers.state()
         if not all(row["out"] or row["evicted"] for row in rows):
             return ""
         return "; ".join(f"{row['url']}: {row['out'] or row['evicted']}" for row in rows)
 
     def push(self, weights: Any, version: int) -> Any:
-        """Brings weights to all servers; calls under way are sampled by two versions."""
+        """Sync weights to all servers; calls in flight are sampled by two versions."""
 
-        async def pushed(_: Any, sync: Any) -> Any:
+        async def push(_: Any, sync: Any) -> Any:
             self.coming = version
             self.told(self, None)
             try:
-                found = await sync.push(weights, version)
+                result = await sync.push(weights, version)
             finally:
                 self.version = version
-            self.told(self, found)
-            return found
+            self.told(self, result)
+            return result
 
-        return self.run(pushed)
+        return self.run(push)
 
     def soon(self, what: Callable[[], object]) -> None:
-        """Has the loop do something; where it has ended, `check` says why."""
+        """Schedule a function in the loop; if the loop has ended, `check` raises the cause."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(what)
 
@@ -187,15 +188,15 @@ class Link:
             self._open.set()
             stop = asyncio.create_task(self._stopping.wait())
             try:
-                await _first(stop, asyncio.create_task(self._wanted.wait()))
+                await _race(stop, asyncio.create_task(self._wanted.wait()))
                 if self._work is not None and not stop.done():
-                    await _first(stop, asyncio.create_task(self._work()))
+                    await _race(stop, asyncio.create_task(self._work()))
             finally:
                 stop.cancel()
 
 
-async def _first(stop: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
-    """Waits for either, and until both have ended where it is `other` that raises or `stop` that came."""
+async def _race(stop: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
+    """Wait until one task is done, then return or raise the result of `other`, or cancel it if `stop` came first."""
     await asyncio.wait({stop, other}, return_when=asyncio.FIRST_COMPLETED)
     if other.done():
         other.result()
@@ -205,9 +206,13 @@ async def _first(stop: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
 
 
 async def model_of(servers: Any) -> str:
-    """The name by which the servers know the policy: that of the first model that each of them lists."""
+    """Return the model name of the policy: the first model that each server lists.
+
+    Raises:
+        ArgumentError: if a server lists no model, or the servers list different ones.
+    """
     answers = await servers.each("/v1/models", method="GET")
-    names = [_listed(url, answer) for url, answer in zip(servers.urls, answers, strict=True)]
+    names = [_first_model(url, answer) for url, answer in zip(servers.urls, answers, strict=True)]
     if len(set(names)) > 1:
         raise ArgumentError(
             f"the servers list {', '.join(map(repr, names))} first. They would be asked for one name. Start all with "
@@ -216,7 +221,7 @@ async def model_of(servers: Any) -> str:
     return names[0]
 
 
-def _listed(url: str, answer: Any) -> str:
+def _first_model(url: str, answer: Any) -> str:
     try:
         return str(answer.body["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Start or connect the vLLM servers of a run, and choose how weights reach them: a file, NCCL or a LoRA adapter."""
+"""Start or connect to the vLLM servers of a run, and choose its weight-sync backend: file, NCCL or LoRA adapter."""
 
 import importlib.util
 import secrets
@@ -20,11 +20,11 @@ NAME = "policy"
 
 
 def sync_of(driven: Run, told: Online) -> Callable[[Any], Any]:
-    """What makes, for the servers of a run, what pushes to them."""
+    """Return a function that creates the weight-sync backend for the servers of a run."""
     folder = driven.out / FOLDER
     if told.sync == "file":
         for left in (*folder.glob("weights-*.safetensors"), *folder.glob(".weights-*.safetensors.*")):
-            left.unlink(missing_ok=True)  # of a run that was killed
+            left.unlink(missing_ok=True)  # left by a killed run
         return lambda servers: File(servers, folder)
     if told.sync == "nccl":
         _check_device(driven)
@@ -34,43 +34,43 @@ def sync_of(driven: Run, told: Online) -> Callable[[Any], Any]:
             "online.sync is 'lora', and the model has no adapters. There would be nothing to push. Set "
             "train.lora_rank, or use online.sync 'file'."
         )
-    shutil.rmtree(folder, ignore_errors=True)  # what a run that was killed has left: it has other names
+    shutil.rmtree(folder, ignore_errors=True)  # files of a killed run have other names
     config = driven.model.peft_config[driven.model.active_adapter].to_dict()
-    # Other runs may ask the same servers, whose caches go by the adapters' names.
+    # Other runs may use the same servers, whose caches are keyed by adapter name.
     name = f"{NAME}-{secrets.token_hex(4)}"
     return lambda servers: Lora(servers, folder, config=config, name=name, keep=adapters_kept(told))
 
 
 def weights_of(driven: Run, told: Online) -> Mapping[str, Any]:
-    """What is pushed, on the first rank; every rank calls this."""
+    """Return the weights to push, complete on the first rank. Every rank must call this."""
     if told.sync == "lora":
         return driven.weights(adapters="alone")
     return driven.weights(device=None if told.sync == "nccl" else "cpu")
 
 
 def adapters_kept(told: Online) -> int:
-    """Adapters that servers are asked for at once: the newest, those that the lag allows, and one to be loaded."""
+    """Return how many adapters the servers need at once: the newest, those of `steps_ahead`, and one to load."""
     return told.steps_ahead + 2
 
 
 def before(driven: Run, told: Online) -> tuple[Path, Callable[[str], str]] | None:
-    """The file that was pushed one version ago, and by which name it has a parameter; None where there is none."""
+    """Return the file of the last weight sync and a map from parameter names to its names; None if it is gone."""
     version = driven.taken - 1
     if told.sync == "lora":
-        found = list((driven.out / FOLDER).glob(f"{NAME}-*-v{version}/adapter_model.safetensors"))
-        return (found[0], _of_adapter) if found else None
+        paths = list((driven.out / FOLDER).glob(f"{NAME}-*-v{version}/adapter_model.safetensors"))
+        return (paths[0], _of_adapter) if paths else None
     path = driven.out / FOLDER / f"weights-{version:08d}.safetensors"
     return (path, of_whole) if path.is_file() else None
 
 
 def _of_adapter(name: str) -> str:
-    """As peft's files have it: without the name of the adapter."""
+    """Return the parameter name as in peft's files: without the name of the adapter."""
     parts = name.split(".")
-    return ".".join(part for at, part in enumerate(parts) if at < 1 or not parts[at - 1].startswith("lora_"))
+    return ".".join(part for index, part in enumerate(parts) if index < 1 or not parts[index - 1].startswith("lora_"))
 
 
 def of_whole(name: str) -> str:
-    """As the model without adapters has it, into which they are merged."""
+    """Return the parameter name as in the model without adapters, into which they are merged."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
@@ -96,30 +96,35 @@ def served(
     say: Callable[[str], None],
     rank: int = 0,
 ) -> Iterator[tuple[Callable[[], Any], Mapping[str, Any], Callable[[], str | None]]]:
-    """What makes the pool of servers, their engine arguments as far as they are known, and why they have ended if so.
+    """Open the servers of a run.
 
     Args:
-        key: token of the servers; one that is started here asks for it, or for one that is drawn and never written.
-        rank: of the adapters that are trained, for a server that is given them.
+        key: token of the servers. A server started here requires it; without `key` it requires a random one that is
+            never written to disk.
+        rank: rank of the trained adapters, for a server that loads them.
+
+    Yields:
+        a function that creates the pool of servers, their engine arguments as far as known, and a function that returns
+            why they have ended, or None.
     """
     from tracegrad.rollout.client import Servers
 
     for name, instead in (("api_key", "Pass key (key_file)"), ("hf_token", "Set HF_TOKEN in the environment")):
         if isinstance(engine.get(name), (str, list, tuple)):
             raise ArgumentError(f"engine.{name} would stand in command lines and in run.json. {instead}.")
-    # Processed logprobs are of the temperature of each request, as the trainer's are.
+    # Processed logprobs include the temperature of each request, as the trainer's do.
     arguments = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs", **engine}
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
     if urls == IN_PROCESS or list(urls) == [IN_PROCESS]:
-        with _inside(model, arguments, adapters, python, told) as made:
-            yield made, arguments, _unknown
+        with _in_process(model, arguments, adapters, python, told) as make_servers:
+            yield make_servers, arguments, _no_reason
         return
     if urls:
         if engine or python:
             raise ArgumentError("engine and python have no effect: servers are named. Leave them out.")
-        yield (lambda: Servers(urls, model="", key=key)), {}, _unknown
+        yield (lambda: Servers(urls, model="", key=key)), {}, _no_reason
         return
-    from tracegrad.rollout.launch import flags as spelt
+    from tracegrad.rollout.launch import flags as to_flags
     from tracegrad.rollout.launch import launch
     from tracegrad.rollout.token_client import FLAG
     from tracegrad.weight_sync import vllm_arguments
@@ -129,25 +134,29 @@ def served(
             "no server is named, and vLLM is not installed here to start one. Nothing could be played. Pass servers=, "
             "or python=, the interpreter of an environment that has vLLM."
         )
-    key = key or secrets.token_urlsafe(32)  # other users of this machine reach its loopback too
+    key = key or secrets.token_urlsafe(32)  # other users of this machine can reach its loopback too
     flags, environment = vllm_arguments(told.sync, beside=out / "package", guard=True, **adapters)
     flags += [FLAG] if play.ids == "tokens" else []
     out.mkdir(parents=True, exist_ok=True)
     say(f"server   vLLM is started; its log is {out / 'server.log'}")
-    started = {"arguments": [*flags, *spelt(arguments)], "environment": environment, "log": out / "server.log"}
-    with launch(python or sys.executable, model, name=NAME, key=key, say=say, **started) as server:
+    launch_options = {
+        "arguments": [*flags, *to_flags(arguments)],
+        "environment": environment,
+        "log": out / "server.log",
+    }
+    with launch(python or sys.executable, model, name=NAME, key=key, say=say, **launch_options) as server:
         yield (lambda: Servers([server.url], model=NAME, key=key)), arguments, server.ended
 
 
-def _unknown() -> None:
-    """Why servers that others have started cannot come back: nobody knows."""
+def _no_reason() -> None:
+    """Return None: the state of servers that were started elsewhere is unknown."""
 
 
 @contextmanager
-def _inside(
+def _in_process(
     model: Path, arguments: Mapping[str, Any], adapters: Mapping[str, Any], python: str | None, told: Online
 ) -> Iterator[Callable[[], Any]]:
-    """vLLM in this process, behind the type of servers."""
+    """Run vLLM in this process, with the interface of a pool of servers."""
     from tracegrad.rollout.in_process import Engine, Inside
     from tracegrad.weight_sync import engine_arguments
 

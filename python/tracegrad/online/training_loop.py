@@ -1,6 +1,6 @@
 """Train online (`train`), and repeat a run from its folder (`replay`).
 
-Roll out, score, check the servers' weights, update, sync: the steps of `train` in their order.
+A step of `train` rolls out groups, scores them, checks the servers' weights, updates the policy and syncs the weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tracegrad.trainer.token_log_writer import Keeper
 from tracegrad.trainer.verify_attention import describe_attention, settle_rows
 
 POLL_S = 0.5
-"""Until the folder is looked into again for what other processes have played."""
+"""Seconds between checks of the rollout folder for groups of other processes."""
 
 SHOWN_OPTIONS = 12
 
@@ -87,42 +87,47 @@ def train(
     sinks: Sequence[metrics.Sink] | None = None,
     say: Callable[[str], None] = print,
 ) -> Finished:
-    """Plays, scores, trains and pushes until the last step; under torchrun every rank calls this alike.
+    """Train a model online: roll out, score, update and sync weights until the last step.
+
+    Under torchrun, every rank must call this with the same arguments.
 
     Args:
-        model: folder of a causal language model with its tokenizer and chat template; or of LoRA adapters, which are
+        model: folder of a causal language model with its tokenizer and chat template, or of LoRA adapters, which are
             trained further.
-        tasks: a list, which comes again in another order, or what can be iterated once. A task is a text, a list of
-            messages, or a dict with either as `prompt` and what reward functions take. None: processes of their own
-            play into `out`, each by `collect`.
-        rewards: functions in TRL's convention, `(prompts, completions, **columns) -> list`; they score whole groups.
-        weights: of the reward functions.
-        tools: functions that the policy may call, or a function from the task to functions.
-        environment: a class of `rollout.Environment`, or one of TRL's environment_factory.
-        agent: `async (task, policy) -> float | dict`, which plays and scores, by `policy.chat` or by a client of its
-            own for `policy.base_url` and `policy.key`.
-        objective: a preset or another value of `Objective`; default that of `config`.
-        config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
-        online: what the trainer does.
-        play: how a task is played.
-        evaluation: tasks that are played before the first step and after the last, and not trained on.
+        tasks: a list, which is repeated in a new order each time, or an iterable that is read once. A task is a text, a
+            list of messages, or a dict with either as `prompt` and with the columns of the reward functions. None:
+            other processes write rollouts to `out`, each with `collect`.
+        rewards: functions in TRL's convention, `(prompts, completions, **columns) -> list`; they score complete groups.
+        weights: weights of the reward functions.
+        tools: functions that the policy may call, or a function that returns them for a task.
+        environment: a class of `rollout.Environment`, or one for TRL's environment_factory.
+        agent: `async (task, policy) -> float | dict`, which does a rollout and scores it. It calls `policy.chat`, or
+            uses its own client with `policy.base_url` and `policy.key`.
+        objective: a preset or another `Objective`; default: the one of `config`.
+        config: training options. `data.holdout`, `train.epochs` and the options of held-out estimates are only for
+            training on files and are ignored.
+        online: options of the online loop.
+        play: rollout options.
+        evaluation: tasks that are rolled out before the first step and after the last, and never trained on.
         servers: URLs of vLLM servers, started with the flags of `weight_sync.vllm_arguments`; or "in-process" for
-            `vllm.LLM` in this one; default: a server is started.
-        key: token of the servers; one that is started asks for it too, or for one that is drawn for the run.
-        python: interpreter of an environment that has vLLM, for the server that is started; default this one.
+            `vllm.LLM` in this process; default: start a server.
+        key: token of the servers. A server that is started here requires it too; without `key` it requires a random
+            token.
+        python: interpreter of an environment with vLLM, for the server that is started; default: this one.
         engine: vLLM's engine arguments by name, for the server that is started.
-        out: folder of the run, by its path.
-        resume: go on with the run in `out`.
-        sinks: where rows go beside metrics.jsonl; default a line each step, and the dashboards of `train.log_to`.
-        say: takes the sentences that a user should read.
+        out: folder of the run.
+        resume: continue the run in `out`.
+        sinks: receive the rows in addition to metrics.jsonl; default: one printed line per step, and the dashboards of
+            `train.log_to`.
+        say: receives the log lines for the user.
 
     Raises:
-        ArgumentError: if arguments do not fit together, or `out` holds a run and `resume` is False.
+        ArgumentError: if arguments do not fit together, or `out` contains a run and `resume` is False.
         SyncFault: if the servers do not sample from the policy that is trained.
-        TracegradError: if a server, the folder or what plays fails for good.
+        TracegradError: if a server, the folder or the rollouts fail permanently.
     """
-    told, play, out, model = online or Online(), play or Play(), place_here(out), Path(model)
-    if tasks is None and told.sync == "lora":
+    options, play, out, model = online or Online(), play or Play(), place_here(out), Path(model)
+    if tasks is None and options.sync == "lora":
         raise ArgumentError(
             "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
             "for it. Set online.sync to 'file', which merges adapters, or play the tasks here."
@@ -138,7 +143,7 @@ def train(
     config = _config(config or Config())
     if objective is None:
         objective = objective_of(config)
-    elif objective_of(config) != objective:  # what is recorded is what is trained
+    elif objective_of(config) != objective:  # record the objective that is trained
         config = update(replace(config, objective=Config().objective), named(objective))
     tokenizer = Tokenizer.from_pretrained(model)
     ranks, mirror = Ranks.join(), Mirror(out)
@@ -146,34 +151,36 @@ def train(
         with ranks.together():
             if ranks.first:
                 stack.enter_context(mirror.locked())
-        driven = Run(load_model(model), objective, config, out=mirror, tokenizer=model, ranks=ranks, steps=told.steps)
-        _take_up(driven, resume)
+        driven = Run(
+            load_model(model), objective, config, out=mirror, tokenizer=model, ranks=ranks, steps=options.steps
+        )
+        _restore_or_begin(driven, resume)
         ledger = Ledger(out)
         player, evaluate = None, None
         with telling(ranks):
             if ranks.first:
-                way, rank, below = sync_of(driven, told), config.train.lora_rank, model
-                if (adapted := Adapted.read(model)) is not None:  # a server is started with whole weights
-                    rank, below = adapted.rank, adapted.base
-                pool, engine_told, ended = stack.enter_context(
-                    served(below, servers, key, python, engine or {}, told, play, out, say, rank)
+                make_sync, rank, base = sync_of(driven, options), config.train.lora_rank, model
+                if (adapted := Adapted.read(model)) is not None:  # a server starts with the base model's weights
+                    rank, base = adapted.rank, adapted.base
+                pool, engine_arguments, ended_reason = stack.enter_context(
+                    served(base, servers, key, python, engine or {}, options, play, out, say, rank)
                 )
-                Brief(str(model), repr(objective), told, play, engine_told).write(out, config)
-                link = Link(pool, way, driven.taken, ended=ended, say=say)
+                Brief(str(model), repr(objective), options, play, engine_arguments).write(out, config)
+                link = Link(pool, make_sync, driven.taken, ended=ended_reason, say=say)
                 state = State(driven.taken, driven.taken, len(ledger.steps))
-                known = {"link": link, "state": state, "config": config, "tokenizer": tokenizer}
-                known |= {"options": told, "play": play}
-                player, evaluate = players_of(stack, contract, tasks, evaluation, out=out, **known)
+                settings = {"link": link, "state": state, "config": config, "tokenizer": tokenizer}
+                settings |= {"options": options, "play": play}
+                player, evaluate = players_of(stack, contract, tasks, evaluation, out=out, **settings)
                 stack.enter_context(link)
-        lines = _sinks(driven, told, sinks, say) if ranks.first else []
+        lines = _sinks(driven, options, sinks, say) if ranks.first else []
         for sink in lines:
             stack.callback(sink.close)
         proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
-        more = {"evaluate": evaluate, "apart": tasks is None, "play": play, "first": model}
-        loop = Loop(driven, tokenizer, told, ledger, player, lines, say, proof, **more)
+        loop_options = {"evaluate": evaluate, "apart": tasks is None, "play": play, "first": model}
+        loop = Loop(driven, tokenizer, options, ledger, player, lines, say, proof, **loop_options)
         with Interrupt() as interrupt, driven.together(ends=True):
             stopped = loop.run(interrupt)
-    return _finished(loop, model, stopped, interrupt)
+    return _build_result(loop, model, stopped, interrupt)
 
 
 def replay(
@@ -185,22 +192,23 @@ def replay(
     out: str | Path,
     say: Callable[[str], None] = print,
 ) -> Finished:
-    """Takes the steps of a run again, from its folder and the model that it began with: no server, nothing played.
+    """Repeat the steps of a run from its folder and its initial model, without servers or rollouts.
 
-    On the same machine the parameters are those of the run, bit for bit. Options that change the order of sums, such as
-    `pack.share_prefixes`, change them by rounding; `sync_max` in the rows says by how much.
+    On the same machine, the parameters equal those of the run bit for bit. Options that change the order of sums, such
+    as `pack.share_prefixes`, change them by rounding; `sync_max` in the rows shows by how much.
 
     Args:
         run: folder of the run.
-        model: the one that it had.
-        objective: default that of the run; needed for one that has no name and cannot be written as text.
-        config: default that of the run.
-        out: folder for checkpoints and metrics; the run's is not changed.
+        model: initial model of the run.
+        objective: default: the objective of the run. Needed if that has no name and cannot be written as text.
+        config: default: the config of the run.
+        out: folder for checkpoints and metrics; the folder of the run is not changed.
+        say: receives the log lines for the user.
 
     Raises:
-        ArgumentError: if `out` is the run's folder or holds another, or the run had another objective.
-        ReadError: if the folder holds no run.
-        FormatError: if it does not say what the run was told.
+        ArgumentError: if `out` is the folder of the run or contains another run, or the run had another objective.
+        ReadError: if the folder contains no run.
+        FormatError: if the settings of the run cannot be read.
     """
     run, out, model = Path(run), place_here(out), Path(model)
     if run.resolve() == out.resolve():
@@ -214,31 +222,31 @@ def replay(
         driven.begin()
         ledger = Ledger(run)
         lines = [metrics.JsonLines(out / "metrics.jsonl")]
-        told = Online(steps=max(len(ledger.steps), 1))
-        loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say, proof=None)
+        options = Online(steps=max(len(ledger.steps), 1))
+        loop = Loop(driven, Tokenizer.from_pretrained(model), options, ledger, None, lines, say, proof=None)
         loop.folder = run / buffer.FOLDER
         with Interrupt() as interrupt:
             stopped = loop.run(interrupt)
         lines[0].close()
-        return _finished(loop, model, stopped, interrupt)
+        return _build_result(loop, model, stopped, interrupt)
 
 
 @dataclass
 class Loop:
-    """A run between two steps.
+    """State of an online run between two steps.
 
     Args:
-        driven: the policy and its optimizer.
-        tokenizer: of the model.
-        options: of the run.
-        ledger: which groups each step took.
-        player: what plays; None on ranks that follow, and in a replay.
-        sinks: take a row each step.
-        say: takes the sentences that a user should read.
-        proof: what stops the run; None where there are no servers to be wrong.
-        apart: others play, in processes that go by the newest version that they were told.
-        play: of the run.
-        first: folder of the model that the run began with, where that is the one that servers start with.
+        driven: trainer with the policy and its optimizer.
+        tokenizer: tokenizer of the model.
+        options: options of the run.
+        ledger: log of the groups that each step consumed.
+        player: source of rollouts; None on ranks other than the first, and in a replay.
+        sinks: receive one row per step.
+        say: receives the log lines for the user.
+        proof: bounds of the weight-sync check, which can stop the run; None without servers.
+        apart: whether collectors in other processes do the rollouts; they use the newest version that was published.
+        play: rollout options of the run.
+        first: folder of the initial model, if servers start with that model.
     """
 
     driven: Run
@@ -263,12 +271,12 @@ class Loop:
         self.check = Check(self.driven, self.options, self.proof, first=self.first)
         self._settled = False
         self._shown: tuple[Sequences, TermRecord] | None = None
-        told = {"rank": self.ranks.rank, "world": self.ranks.world, "taken": self.driven.taken}
-        self.keeper = Keeper(self.driven.out, self.driven.config.terms, self.driven.objective, **told)
+        settings = {"rank": self.ranks.rank, "world": self.ranks.world, "taken": self.driven.taken}
+        self.keeper = Keeper(self.driven.out, self.driven.config.terms, self.driven.objective, **settings)
         self.signal = Signal.of(self.driven.config)
 
     def run(self, interrupt: Interrupt) -> str:
-        """Steps until the last, a signal, or the end of the tasks; "done", "signal" or "tasks"."""
+        """Take steps until the last step, a signal, or the end of the tasks; return "done", "signal" or "tasks"."""
         try:
             return self._run(interrupt)
         finally:
@@ -278,50 +286,51 @@ class Loop:
         self.bond = Bond.of(self.ranks, interrupt)
         if self.player is not None:
             self.player.link.interrupted = lambda: interrupt.received is not None
-        at = self._beginning()
-        for taken in self.ledger.steps:
-            self.follower.skip(taken.groups)
-        # What plays elsewhere knows the versions of all these steps: servers are given none before the last of them.
-        self._again = len(self.ledger.steps) if self.apart else 0
-        if at >= self._again:
-            self._begin(at)
+        at = self._first_open_step()
+        for entry in self.ledger.steps:
+            self.follower.skip(entry.groups)
+        # Remote collectors already have the versions of all these steps, so servers get no weights before the last of
+        # them.
+        self._replayed_steps = len(self.ledger.steps) if self.apart else 0
+        if at >= self._replayed_steps:
+            self._start_rollouts(at)
         while at < self.options.steps:
             began = time.perf_counter()
             with self.bond.first():
-                found = self._groups(at)
-            if found is None:
+                groups = self._groups(at)
+            if groups is None:
                 self.bond.end()
                 break
             try:
-                self._step(*found, waited=time.perf_counter() - began)
-            except Interrupted:  # while the weights in the servers were checked: no update was taken
+                self._step(*groups, waited=time.perf_counter() - began)
+            except Interrupted:  # during the weight check, so no update was made
                 break
             at += 1
-            if at == self._again:
-                self._begin(at)
-            elif at > self._again:
+            if at == self._replayed_steps:
+                self._start_rollouts(at)
+            elif at > self._replayed_steps:
                 if self.player is not None:
                     self.player.step_taken(at)
                 with self.bond.first():
-                    self._evaluated(at)
+                    self._evaluate_if_due(at)
         self._save()
         if interrupt.received is not None:
             return "signal"
         return "done" if at >= self.options.steps else "tasks"
 
-    def _begin(self, at: int) -> None:
-        """Gives the servers the weights that they are to have first, and lets groups begin."""
+    def _start_rollouts(self, at: int) -> None:
+        """Push the initial weights to the servers, then let groups start."""
         if self.proof is not None:
             self._push()
-            self._look()
+            self._check_server_answers()
             with self.bond.first():
-                self._evaluated(at)
+                self._evaluate_if_due(at)
         if self.player is not None:
             self.player.step_taken(len(self.ledger.steps))
             self.player.begin()
 
-    def _look(self) -> None:
-        """Looks at what the servers answer before anything is played."""
+    def _check_server_answers(self) -> None:
+        """Check the answers of the servers before the first rollout."""
         link = None if self.player is None else self.player.link
         canary = self.check.canary = Canary(self.driven, link, self.play, self.tokenizer)
         with self.bond.first():
@@ -329,221 +338,230 @@ class Loop:
                 if self.ranks.first:
                     self.say(f"server   {line}")
 
-    def _beginning(self) -> int:
-        """The first step of the ledger that the policy has not taken."""
+    def _first_open_step(self) -> int:
+        """Return the first step of the ledger that the policy has not taken."""
         steps = self.ledger.steps
-        return next((each.step for each in steps if each.version >= self.driven.taken), len(steps))
+        return next((entry.step for entry in steps if entry.version >= self.driven.taken), len(steps))
 
     def _groups(self, step: int) -> tuple[Taken, Traces] | None:
-        """The groups of a step: by the ledger where they were chosen before, else what has been played."""
+        """Return the groups of a step: those in the ledger if the step was taken before, otherwise new rollouts."""
         if step < len(self.ledger.steps):
-            taken = self.ledger.steps[step]
-            return taken, Traces.concatenate(buffer.read(self.folder, place) for place in taken.trained)
+            entry = self.ledger.steps[step]
+            return entry, Traces.concatenate(buffer.read(self.folder, place) for place in entry.trained)
         if self.player is None:
             if self.ranks.alone:
                 return None
-            taken = self.ledger.wait(step, self.bond.over)
-            return None if taken is None else self._groups(taken.step)
-        chosen = self._chosen()
-        if chosen is None:
+            entry = self.ledger.wait(step, self.bond.over)
+            return None if entry is None else self._groups(entry.step)
+        groups = self._wait_for_groups()
+        if groups is None:
             return None
-        dull = [index for index, (_, _, teaches_nothing) in enumerate(chosen) if teaches_nothing]
-        taken = self.ledger.add(self.driven.taken, [place for place, _, _ in chosen], dull)
-        return taken, Traces.concatenate(traces for _, traces, teaches_nothing in chosen if not teaches_nothing)
+        dull = [index for index, (_, _, is_dull) in enumerate(groups) if is_dull]
+        entry = self.ledger.add(self.driven.taken, [place for place, _, _ in groups], dull)
+        return entry, Traces.concatenate(traces for _, traces, is_dull in groups if not is_dull)
 
-    def _chosen(self) -> list[tuple[Place, Traces, bool]] | None:
-        """Waits for enough groups whose rewards differ, or as many as a step may have."""
+    def _wait_for_groups(self) -> list[tuple[Place, Traces, bool]] | None:
+        """Wait for enough groups with differing rewards, or for the most groups that a step may consume."""
         assert self.player is not None
         pace, progress = self.player.pace, Progress(self.say)
         while not self.bond.over():
             over = self.player.over
-            new, dull = self.follower.look(), self.signal.is_dull
-            if new and self.player.failing is not None:  # known before the last of them was there
+            new, is_dull = self.follower.look(), self.signal.is_dull
+            if new and self.player.failing is not None:  # set before the last group was written
                 raise self.player.failing
-            self.queue += [(place, traces, dull(self.signal.of_traces(traces))) for place, traces in new]
-            sharp = np.cumsum([not teaches_nothing for _, _, teaches_nothing in self.queue])
-            enough = int(np.searchsorted(sharp, pace.groups)) + 1
-            if (len(sharp) and sharp[-1] >= pace.groups) or len(self.queue) >= pace.most or over:
+            self.queue += [(place, traces, is_dull(self.signal.of_traces(traces))) for place, traces in new]
+            useful = np.cumsum([not no_signal for _, _, no_signal in self.queue])
+            enough = int(np.searchsorted(useful, pace.groups)) + 1
+            if (len(useful) and useful[-1] >= pace.groups) or len(self.queue) >= pace.most or over:
                 chosen = self.queue[: min(enough, pace.most)]
                 self.queue = self.queue[len(chosen) :]
                 return chosen or None
-            here = int(sharp[-1]) if len(sharp) else 0
+            count = int(useful[-1]) if len(useful) else 0
             progress.tick(
-                lambda seconds, here=here: (
-                    f"playing  {here} of {pace.groups} groups whose rewards differ, {seconds:.0f} s; "
-                    + left(seconds, here, pace.groups)
+                lambda seconds, count=count: (
+                    f"playing  {count} of {pace.groups} groups whose rewards differ, {seconds:.0f} s; "
+                    + left(seconds, count, pace.groups)
                 )
             )
             self.player.check()
             self.player.wait(POLL_S)
         return None
 
-    def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
+    def _step(self, entry: Taken, traces: Traces, *, waited: float) -> None:
         began = time.perf_counter()
         version = self.driven.taken
-        about = {"groups": len(taken.groups), "groups_dull": len(taken.dull)}
-        # Align the rollouts of the groups that this step takes.
-        traces, sequences = self._aligned(traces)
+        columns = {"groups": len(entry.groups), "groups_dull": len(entry.dull)}
+        # Align the rollouts of the step's groups.
+        traces, sequences = self._align(traces)
         if not len(traces):
-            self.say(f"step {taken.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
+            self.say(f"step {entry.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
             return
-        # Advantages, and packed rows.
+        # Compute advantages and pack rows.
         try:
             step, rewards = self._packed(sequences)
-        except NothingToLearn as nothing:
-            self.say(f"step {taken.step + 1}: no update; {nothing}")
+        except NothingToLearn as reason:
+            self.say(f"step {entry.step + 1}: no update; {reason}")
             return
-        served = self.proof is not None and taken.step >= self._again
+        has_servers = self.proof is not None and entry.step >= self._replayed_steps
         if self.check.canary is not None and self.ranks.first:
             groups = dict(zip(traces.groups, range(len(traces)), strict=True))
             self.check.canary.prepare(traces[index].to_dict() for index in groups.values())
-        # The tokens by which the servers' weights are checked: those that the version to be trained sampled.
-        here = own_terms(step, version)
-        mixed = _mixed(traces, sequences)
-        mixed &= self.options.sync != "lora"  # a call keeps the adapter that it began with
-        here &= ~mixed[step.trace]
+        # The check compares only tokens that the trained version sampled.
+        own_tokens = own_terms(step, version)
+        mixed = _mixed_version_traces(traces, sequences)
+        mixed &= self.options.sync != "lora"  # a LoRA call uses one adapter from start to end
+        own_tokens &= ~mixed[step.trace]
         gap = Gap(0)
 
         def check(logprobs: Any) -> None:
             nonlocal gap
-            gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences), sequences, mixed)
+            gap = self.check.gap(
+                entry.step + 1, step, logprobs, own_tokens, Forks.of(step, sequences), sequences, mixed
+            )
 
-        # Forward and backward passes, the check of the servers' weights, then `optimizer.step()`.
-        prepared, asked = time.perf_counter(), self._asked_s
+        # Run the forward and backward passes, then the weight check, then `optimizer.step()`.
+        packed_at, wait_s = time.perf_counter(), self._wait_s
         outcome = self.driven.step(step, version, rewards=rewards, endings=sequences.ending, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
-        self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - taken.step)
-        trained, asked, gone = time.perf_counter(), self._asked_s - asked, self._gone_s
+        self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - entry.step)
+        trained_at, wait_s, unreachable_s = time.perf_counter(), self._wait_s - wait_s, self._unreachable_s
         # Send the new weights to the servers.
-        pushed = self._push() if served else None
-        gone = self._gone_s - gone
-        # Metrics and checkpoint.
+        sync_result = self._push() if has_servers else None
+        unreachable_s = self._unreachable_s - unreachable_s
+        # Write metrics and a checkpoint.
         drift = sequences.drift
-        about |= {
+        columns |= {
             "version": version,
             "forks": sequences.branches - sequences.traces,
             "tokens_lost": drift.recorded - drift.exact,
-            "seconds_prepared": prepared - began,
-            "seconds_waited": waited + asked + gone,
-            "seconds_trained": trained - prepared - asked,
-            "seconds_pushed": time.perf_counter() - trained - gone,
-            "sync_pause": 0.0 if pushed is None else pushed.seconds,
+            "seconds_prepared": packed_at - began,
+            "seconds_waited": waited + wait_s + unreachable_s,
+            "seconds_trained": trained_at - packed_at - wait_s,
+            "seconds_pushed": time.perf_counter() - trained_at - unreachable_s,
+            "sync_pause": 0.0 if sync_result is None else sync_result.seconds,
             **gap.row(),
             **tools_of(traces),
         }
-        self._log(taken.step + 1, about, functions_of(traces))
-        log_traces(self.sinks, (trace for trace in traces if trace.group == traces[0].group), taken.step + 1)
+        self._log(entry.step + 1, columns, functions_of(traces))
+        log_traces(self.sinks, (trace for trace in traces if trace.group == traces[0].group), entry.step + 1)
         every = self.driven.config.checkpoint.every
         if every and self.driven.taken % every == 0:
             self._save()
 
     def _save(self) -> None:
-        """A checkpoint, and on the first rank the page of the run so far."""
+        """Write a checkpoint; on the first rank also update report.html."""
         self.driven.save()
         if self.ranks.first and self._shown is not None:
             sequences, terms = self._shown
             rows, out = metrics.read_rows(self.driven.out / "metrics.jsonl"), self.driven.out
-            told = {"rows": rows, "sequences": sequences, "tokenizer": self.tokenizer, "terms": [terms]}
-            write_report(out / "report.html", **told, title=f"{out.name}, the tokens of step {terms.step}")
+            contents = {"rows": rows, "sequences": sequences, "tokenizer": self.tokenizer, "terms": [terms]}
+            write_report(out / "report.html", **contents, title=f"{out.name}, the tokens of step {terms.step}")
 
-    def _aligned(self, traces: Traces) -> tuple[Traces, Sequences]:
-        """The traces in which anything was sampled: what failed before its first answer holds nothing to train on."""
+    def _align(self, traces: Traces) -> tuple[Traces, Sequences]:
+        """Align traces and leave out those without sampled tokens, which failed before their first answer."""
         sequences = align(traces, self.tokenizer, on_error="skip")
-        there = {sequences.trace_ids[index] for index in np.unique(sequences.trace)}
-        kept = [index for index, trace in enumerate(traces) if trace.id in there]
+        sampled = {sequences.trace_ids[index] for index in np.unique(sequences.trace)}
+        kept = [index for index, trace in enumerate(traces) if trace.id in sampled]
         if len(kept) == sequences.traces:
             return traces, sequences
         traces = traces[kept]
         return traces, align(traces, self.tokenizer)
 
     def _packed(self, sequences: Sequences) -> tuple[Step, Any]:
-        """One step of all groups, of this rank, with the rewards of its traces."""
+        """Return the step of this rank, packed from all groups, and the rewards of its traces."""
         config = self.driven.config
         model = self.driven.model
-        cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
-        told = config.filter
-        if told.tolerance and self.signal.compared:  # groups were chosen by it, as from a file with even_groups
-            config = replace(config, filter=replace(told, even_groups=True))
-        if told.truncated or told.zero_truncated:  # a call that its client left says no end, and was cut off by that
-            unsaid = sequences.ending == ENDINGS.index("unknown")
-            sequences = replace(sequences, ending=np.where(unsaid, CUT, sequences.ending).astype(np.uint8))
-        feed = Feed.of(sequences, self.driven.objective, config, ranks=self.ranks.world, rank=self.ranks.rank, **cut)
+        packing = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
+        options = config.filter
+        # The tolerance chose the groups, as `even_groups` does for files.
+        if options.tolerance and self.signal.compared:
+            config = replace(config, filter=replace(options, even_groups=True))
+        # A call without an ending was abandoned by its client, which truncated it.
+        if options.truncated or options.zero_truncated:
+            unknown_ending = sequences.ending == ENDINGS.index("unknown")
+            sequences = replace(sequences, ending=np.where(unknown_ending, CUT, sequences.ending).astype(np.uint8))
+        feed = Feed.of(
+            sequences, self.driven.objective, config, ranks=self.ranks.world, rank=self.ranks.rank, **packing
+        )
         if not self._settled:
             check_vocabulary(sequences, model)
             for sentence in [*feed.notes, *check_media(sequences, model)]:
                 self.say(f"note     {sentence}")
             longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
-            why = settle_rows(self.driven.target, longest, trees=feed.shares)
-            self._trees, self._settled = not why, True
+            reason = settle_rows(self.driven.target, longest, trees=feed.shares)
+            self._trees, self._settled = not reason, True
             self.say(f"note     {describe_attention(self.driven.target, trees=feed.shares and self._trees)}")
         [step] = replace(feed, trees=self._trees).steps(0)
         return step, feed.rewards
 
     @property
-    def _asked_s(self) -> float:
-        """Seconds in which servers were waited for, to check or to push."""
+    def _wait_s(self) -> float:
+        """Seconds spent waiting for servers, for checks and weight syncs."""
         return 0.0 if self.player is None else self.player.link.asked_s
 
     @property
-    def _gone_s(self) -> float:
-        """Those of them in which no server could be asked."""
+    def _unreachable_s(self) -> float:
+        """The part of `_wait_s` in which no server could be reached."""
         return 0.0 if self.player is None else self.player.link.gone_s
 
     def _push(self) -> Any:
-        """What came of a push; None on ranks without servers, and where a signal came while none could be asked."""
+        """Push the weights to the servers.
+
+        Return the result; None on ranks without servers, or if a signal came while no server could be reached.
+        """
         weights = weights_of(self.driven, self.options)
         if self.player is None:
             return None
         with self.bond.first():
             try:
-                pushed = self.player.link.push(weights, self.driven.taken)
+                result = self.player.link.push(weights, self.driven.taken)
             except Interrupted:
                 return None
-        for line in pushed.lines():
+        for line in result.lines():
             self.say(f"server   {line}")
-        return pushed
+        return result
 
-    def _evaluated(self, at: int) -> None:
-        """Evaluates before the first step, after the last, and at the cadence between."""
+    def _evaluate_if_due(self, at: int) -> None:
+        """Run the evaluation if it is due: before the first step, after the last, and every `eval_every` steps."""
         every = self.options.eval_every
         if self.evaluate is not None and (at in (0, self.options.steps) or (every and at % every == 0)):
             began = time.perf_counter()
             try:
-                found = self.evaluate(at)
+                results = self.evaluate(at)
             except Interrupted:
                 self.say(f"evaluation after step {at}: left out, as a signal came")
                 return
-            row = metrics.finite({"step": at, **found, "seconds_evaluated": time.perf_counter() - began})
+            row = metrics.finite({"step": at, **results, "seconds_evaluated": time.perf_counter() - began})
             self.rows.append(row)
             metrics.log_all(self.sinks, row)
 
-    def _log(self, number: int, about: dict[str, Any], said: Mapping[str, float]) -> None:
-        row = metrics.finite({**self.driven.row(), **about, "step": number})
+    def _log(self, number: int, columns: dict[str, Any], logged: Mapping[str, float]) -> None:
+        row = metrics.finite({**self.driven.row(), **columns, "step": number})
         if self.player is not None:
             counts = self.player.counts
             row |= {"trajectories": counts.trajectories, "trajectories_failed": counts.failed}
             row |= {"trajectories_without_reward": counts.without_reward, "calls_retried": self.player.retried}
-        row = beside(row, metrics.finite(said))
+        row = beside(row, metrics.finite(logged))
         self.rows.append(row)
         metrics.log_all(self.sinks, row)
 
 
-def _mixed(traces: Traces, sequences: Sequences) -> Any:
-    """[R] bool: traces with a call that was under way while weights changed, whose tokens are of two versions."""
-    told = {trace.id: b'"received_version"' in trace.record for trace in traces}
-    return np.array([told.get(name, False) for name in sequences.trace_ids], bool)
+def _mixed_version_traces(traces: Traces, sequences: Sequences) -> Any:
+    """Return [R] bool: traces with a call in flight during a weight sync, so their tokens may be of two versions."""
+    mixed = {trace.id: b'"received_version"' in trace.record for trace in traces}
+    return np.array([mixed.get(trace_id, False) for trace_id in sequences.trace_ids], bool)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run leaves for its caller.
+    """Result of `train` or `replay`.
 
     Args:
-        steps: of the ledger.
-        stopped: "done", "signal" or "tasks", where these ended first.
-        checkpoint: folder of the last one.
-        rows: of metrics, one for each step and each evaluation.
-        exit_code: 0, or 128 + signal.
+        steps: number of steps in the ledger.
+        stopped: "done", "signal", or "tasks" if the tasks ended first.
+        checkpoint: folder of the last checkpoint.
+        rows: metrics, one row per step and per evaluation.
+        exit_code: 0, or 128 + signal number.
     """
 
     steps: int
@@ -553,18 +571,18 @@ class Finished:
     exit_code: int = 0
 
 
-def _finished(loop: Loop, model: Path, stopped: str, interrupt: Interrupt) -> Finished:
+def _build_result(loop: Loop, model: Path, stopped: str, interrupt: Interrupt) -> Finished:
     driven, last = loop.driven, checkpoint.list_checkpoints(loop.driven.out)[-1]
     if loop.ranks.first:
         groups = [len(step.trained) for step in loop.ledger.steps]
         data = [f"played by the policy itself: {sum(groups):,} groups with unlike rewards in {len(groups):,} steps"]
-        about = {"base": model, "objective": driven.objective, "config": driven.config, "rows": loop.rows}
-        write_card(last, **about, data=data)
+        card = {"base": model, "objective": driven.objective, "config": driven.config, "rows": loop.rows}
+        write_card(last, **card, data=data)
     return Finished(len(loop.ledger.steps), stopped, last, loop.rows, interrupt.code(stopped))
 
 
 def _check_objective(run: Path, before: str, now: str) -> None:
-    """Refuse another objective than the run's, by the options that differ.
+    """Raise an error if the objective differs from the run's, and name the options that differ.
 
     Args:
         before, now: `repr` of the two objectives.
@@ -572,47 +590,54 @@ def _check_objective(run: Path, before: str, now: str) -> None:
     if before == now:
         return
     old, new = _options(before), _options(now)
-    differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-    said = [f"{name}: {old.get(name, 'none')}, now {new.get(name, 'none')}" for name in differ[:SHOWN_OPTIONS]]
-    more = f"; and {len(differ) - SHOWN_OPTIONS} more" if len(differ) > SHOWN_OPTIONS else ""
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    lines = [f"{name}: {old.get(name, 'none')}, now {new.get(name, 'none')}" for name in names[:SHOWN_OPTIONS]]
+    more = f"; and {len(names) - SHOWN_OPTIONS} more" if len(names) > SHOWN_OPTIONS else ""
     raise ArgumentError(
-        f"{run}: the run had another objective: {'; '.join(said)}{more}. The replay's parameters would be others. "
+        f"{run}: the run had another objective: {'; '.join(lines)}{more}. The replay's parameters would be others. "
         "Leave --objective out, or give that of the run."
     )
 
 
 def _options(objective: str) -> dict[str, str]:
-    """The fields of an objective by their dotted names, from its `repr`; one with a function in it is one text.
+    """Return the fields of an objective by dotted name, from its `repr`; one that contains a function is one text.
 
     >>> _options("Objective(ratio=Ratio(num='theta'), weights=(Weight(), 2))")
     {'': 'Objective', 'ratio': 'Ratio', 'ratio.num': "'theta'", 'weights.0': 'Weight', 'weights.1': '2'}
     """
-    found = dict[str, str]()
+    fields = dict[str, str]()
 
     def add(node: ast.expr, at: str) -> None:
         inner = lambda name: f"{at}.{name}" if at else str(name)  # noqa: E731
         if isinstance(node, ast.Call):
-            found[at] = ast.unparse(node.func)
-            for each in node.keywords:
-                add(each.value, inner(each.arg))
+            fields[at] = ast.unparse(node.func)
+            for child in node.keywords:
+                add(child.value, inner(child.arg))
         elif isinstance(node, ast.Tuple):
-            for number, each in enumerate(node.elts):
-                add(each, inner(number))
+            for number, child in enumerate(node.elts):
+                add(child, inner(number))
         else:
-            found[at] = ast.unparse(node)
+            fields[at] = ast.unparse(node)
 
     try:
         add(ast.parse(objective, mode="eval").body, "")
     except SyntaxError:
         return {"objective": objective}
-    return found
+    return fields
 
 
 def _config(config: Config) -> Config:
-    """Nothing is held out, as evaluations have tasks of their own; a trace whose whole group failed beside it is 0."""
-    told = (config.data.reward_weights, "data.reward_weights"), (config.train.iterations > 1, "train.iterations")
-    for is_told, name in told:
-        if is_told:
+    """Return the config for online training, or raise an error for options that only work with files.
+
+    Nothing is held out, since evaluations have their own tasks. A trace whose whole group otherwise failed gets
+    advantage 0.
+    """
+    file_options = (
+        (config.data.reward_weights, "data.reward_weights"),
+        (config.train.iterations > 1, "train.iterations"),
+    )
+    for is_set, name in file_options:
+        if is_set:
             raise ArgumentError(
                 f"{name} is of training from a file, and would do nothing here. Leave it out; `weights` is what "
                 "reward functions are weighed by."
@@ -628,7 +653,7 @@ def _config(config: Config) -> Config:
     return replace(config, advantage=replace(config.advantage, singleton="zero"))
 
 
-def _take_up(driven: Run, resume: bool) -> None:
+def _restore_or_begin(driven: Run, resume: bool) -> None:
     if resume:
         driven.restore()
     elif (driven.out / "steps.jsonl").exists():
@@ -639,26 +664,26 @@ def _take_up(driven: Run, resume: bool) -> None:
 
 
 def _sinks(
-    driven: Run, told: Online, sinks: Sequence[metrics.Sink] | None, say: Callable[[str], None]
+    driven: Run, options: Online, sinks: Sequence[metrics.Sink] | None, say: Callable[[str], None]
 ) -> list[metrics.Sink]:
     lines = metrics.JsonLines(driven.out / "metrics.jsonl", keep_to_step=driven.taken or None)
     if sinks is not None:
         return [lines, *sinks]
-    chosen = loggers.opened(driven.config.train.log_to, driven.out, as_dict(driven.config))
-    return [lines, *chosen, Line(told.steps, say)]
+    dashboards = loggers.opened(driven.config.train.log_to, driven.out, as_dict(driven.config))
+    return [lines, *dashboards, Line(options.steps, say)]
 
 
 class Line:
-    """One line for each step and each evaluation."""
+    """Prints one line per step and per evaluation."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
         self.total, self.say = total, say
 
     def log(self, row: metrics.Row) -> None:
-        """Says the row."""
+        """Print a row."""
         if "eval_reward" in row:
-            told = ("eval_reward", "eval_low", "eval_high")
-            mean, low, high = (float("nan") if row[name] is None else row[name] for name in told)
+            names = ("eval_reward", "eval_low", "eval_high")
+            mean, low, high = (float("nan") if row[name] is None else row[name] for name in names)
             self.say(f"evaluation after step {row['step']}: {mean:.1%} [{low:.1%}, {high:.1%}] of {row['eval_tasks']}")
             return
         parts = [f"step {row['step']}/{self.total}", f"reward {row.get('reward') or 0:.3f}"]
@@ -669,4 +694,4 @@ class Line:
         self.say("  ".join(parts))
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: lines are not buffered."""

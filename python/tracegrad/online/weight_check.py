@@ -1,6 +1,6 @@
-"""Check before each update that the servers sample from the policy being trained: `Check.gap`, by `logprob_gap`.
+"""Check before each update that the servers sample from the policy being trained: `Check.gap`, with `logprob_gap`.
 
-Every rank sees the same numbers and comes to the same verdict. `mismatch_causes` searches for the cause of a mismatch.
+Every rank computes the same numbers and the same result. `mismatch_causes` searches for the cause of a mismatch.
 """
 
 import time
@@ -20,26 +20,29 @@ from tracegrad.trainer import Run
 from tracegrad.weight_sync import probe_requests as probes
 
 BESIDE = 0.01
-"""The share of a run's time that comparing what claims to be of the version before may take."""
+"""Maximum share of the run's time spent on comparing tokens of the previous version, and on searches for rare causes.
+"""
 PUSHES = 3
-"""Pushes after which all causes are tried, whatever they cost."""
+"""Number of first weight syncs after which all causes are tried, whatever they cost."""
 STALE = (
     "On a prompt that they have never seen they agree with the trainer: keys and values of older weights are left in "
     "their caches. Pause with clear_cache, which is the default, or give each version its own cache_salt."
 )
 OF_PROMPTS = (7, *range(10, 22), 29, 31, 32)
-"""Reasons of drift, by number, that concern what stands before sampled tokens."""
+"""Numbers of the alignment reasons that concern the text before sampled tokens."""
 NAMED = 3
-"""Findings and traces that are named at most."""
+"""Maximum number of findings and traces in a message."""
 
 
 @dataclass(frozen=True)
 class Forks:
-    """The terms of a step whose prompts need not be what the server saw, and why: their gap may be of the trajectory.
+    """Tokens of a step whose prompt may differ from the one that the server saw.
+
+    Their gap may have its cause in the trajectory instead of the servers.
 
     Args:
         terms: [M] bool, of this rank.
-        told: what was found, in words.
+        told: description of the trajectories and findings, for messages.
     """
 
     terms: NDArray[np.bool_]
@@ -47,31 +50,31 @@ class Forks:
 
     @classmethod
     def of(cls, step: Step, sequences: Sequences) -> "Forks":
-        """Those of a step that is made of these sequences."""
+        """Find these tokens in a step that was packed from the sequences."""
         drift = sequences.drift
         first = np.unique(sequences.trace, return_index=True)[1]
         number = np.array([int(name[1:3]) for name in drift.reasons], np.int64)[drift.reason]
-        found = np.isin(number, OF_PROMPTS)
-        since = np.full(sequences.traces, np.iinfo(np.int32).max, np.int64)
-        np.minimum.at(since, drift.trace[found], drift.turn[found])
-        # A trace may have no branch: then no term is of it.
-        begins = np.full(sequences.traces, -1, np.int64)
-        begins[sequences.trace[first]] = first
-        terms = (step.branch != begins[step.trace]) | (step.turn >= since[step.trace])
-        reasons = sorted({drift.reasons[code] for code in drift.reason[found]})
+        matches = np.isin(number, OF_PROMPTS)
+        first_turn = np.full(sequences.traces, np.iinfo(np.int32).max, np.int64)
+        np.minimum.at(first_turn, drift.trace[matches], drift.turn[matches])
+        # A trace may have no branch; then none of the tokens belongs to it.
+        first_branch = np.full(sequences.traces, -1, np.int64)
+        first_branch[sequences.trace[first]] = first
+        terms = (step.branch != first_branch[step.trace]) | (step.turn >= first_turn[step.trace])
+        reasons = sorted({drift.reasons[code] for code in drift.reason[matches]})
         forked = np.flatnonzero(np.bincount(sequences.trace, minlength=sequences.traces) > 1)
-        traces = sorted({*forked.tolist(), *drift.trace[found].tolist()})
+        traces = sorted({*forked.tolist(), *drift.trace[matches].tolist()})
         names = ", ".join(sequences.trace_name(trace) for trace in traces[:NAMED])
-        more = f" and {len(traces) - NAMED} more" if len(traces) > NAMED else ""
-        why = f" ({', '.join(reasons[:NAMED])})" if reasons else ""
-        return cls(terms, f"{names}{more}{why}")
+        remainder = f" and {len(traces) - NAMED} more" if len(traces) > NAMED else ""
+        reason_text = f" ({', '.join(reasons[:NAMED])})" if reasons else ""
+        return cls(terms, f"{names}{remainder}{reason_text}")
 
     def words(self, count: int, off: int) -> str:
-        """The cause of a gap that is in these terms alone.
+        """Return the cause of a gap that only these tokens have.
 
         Args:
-            count: of these terms, on all ranks, whose version is the trained one.
-            off: of the others, which agree.
+            count: number of these tokens that the trained version sampled, on all ranks.
+            off: number of the other tokens, which agree.
         """
         return (
             f"The {off} other tokens agree, and these {count} follow a fork or a finding of the alignment, in the "
@@ -83,14 +86,14 @@ class Forks:
 
 @dataclass
 class Check:
-    """What looks at the logprobs of a step.
+    """Checks the servers with the logprobs of a step.
 
     Args:
-        driven: the policy.
-        options: of the run.
-        proof: what a clean sync looks like; None where there are no servers to be wrong.
-        canary: asks them; None where nobody can.
-        first: folder of the model that the run began with.
+        driven: trainer with the policy.
+        options: options of the run.
+        proof: bounds of a correct sync; None without servers.
+        canary: sends probes to the servers; None if that is impossible.
+        first: folder of the initial model.
     """
 
     driven: Run
@@ -113,91 +116,99 @@ class Check:
         sequences: Sequences,
         mixed: NDArray[np.bool_],
     ) -> Gap:
-        """How far the servers are from the version that is trained. Every rank calls this.
+        """Return the gap between the servers and the trained version. Every rank must call this.
 
-        Where the step holds fewer than `weight_sync.probe_requests.TOKENS` tokens of that version for each server, and
-        always in bf16, the servers are asked for as many. In bf16 these are also measured with the version before.
-        Tokens of the step that claim that version are compared with it, as often as takes one hundredth of the run's
-        time.
+        The servers are probed if the step has fewer than `weight_sync.probe_requests.TOKENS` tokens of that version per
+        server, and always in bf16. In bf16, the probes are also compared with the previous version. Tokens of the step
+        that claim the previous version are compared with it as often as one hundredth of the run's time allows.
 
         Args:
-            number: of the step, from 1.
-            logprobs: [M] of the policy before the update, as this rank knows them.
-            here: [M] bool, the terms that the trained version sampled.
-            forks: the terms whose prompts the servers may not have seen.
-            sequences: of the step, whole on every rank.
+            number: number of the step, from 1.
+            step: packed step of this rank.
+            logprobs: [M] logprobs of the policy before the update, of this rank.
+            here: [M] bool, the tokens that the trained version sampled.
+            forks: the tokens whose prompts the servers may not have seen.
+            sequences: all sequences of the step, on every rank.
             mixed: [R] bool, traces whose tokens may be of two versions.
 
         Raises:
-            SyncFault: if they sample from something else, with the cause as far as it is known.
+            SyncFault: if they sample from something else; the message has the cause if it is known.
             SyncError: if a server does not answer.
         """
         ranks, version = self.driven.ranks, self.driven.taken
-        # A rank holds its own terms; from here on all of them are looked at everywhere.
+        # Each rank has only its own tokens; join them, so that every rank checks all tokens.
         theta, rollout, here, odd = map(ranks.joined, (logprobs, step.rollout_logprobs, here, forks.terms & here))
-        own = Gap.of(theta, rollout, here)
+        step_gap = Gap.of(theta, rollout, here)
         if self.proof is None:
-            return own
-        asked = None
-        if self.canary is not None and (self.proof.bf16 or own.terms < probes.TOKENS * self._servers()):
-            asked = self.canary.ask()
-        held = self.proof.holds(own)
-        if not held:
-            others = Gap.of(theta, rollout, here & ~odd)
-            if others.terms and self.proof.holds(others):
-                raise self._fault(number, version, own, forks.words(int(odd.sum()), others.terms))
-        if asked is not None and not self.proof.holds(asked.gap()):
-            raise self._fault(number, version, asked.gap(), self._why_asked(asked))
-        if not held:
-            raise self._fault(number, version, own, self._why_played(sequences, sequences.version == version, mixed))
-        if asked is not None:
-            self._lean(number, asked)
-            self.proof.note(asked.gap())
+            return step_gap
+        sample = None
+        if self.canary is not None and (self.proof.bf16 or step_gap.terms < probes.TOKENS * self._servers()):
+            sample = self.canary.ask()
+        holds = self.proof.holds(step_gap)
+        if not holds:
+            other_gap = Gap.of(theta, rollout, here & ~odd)
+            if other_gap.terms and self.proof.holds(other_gap):
+                raise self._fault(number, version, step_gap, forks.words(int(odd.sum()), other_gap.terms))
+        if sample is not None and not self.proof.holds(sample.gap()):
+            raise self._fault(number, version, sample.gap(), self._cause_of_probes(sample))
+        if not holds:
+            raise self._fault(
+                number, version, step_gap, self._cause_of_rollouts(sequences, sequences.version == version, mixed)
+            )
+        if sample is not None:
+            self._check_bias(number, sample)
+            self.proof.note(sample.gap())
         self._compare_before(number, sequences, mixed)
-        if not own.terms and asked is not None:
-            return asked.gap()
-        return own
+        if not step_gap.terms and sample is not None:
+            return sample.gap()
+        return step_gap
 
     def _servers(self) -> int:
-        """How many servers there are, as the first rank knows them."""
+        """Return the number of servers, from the first rank."""
         link = None if self.canary is None else self.canary.link
         return int(self.driven.ranks.shared(1 if link is None else len(link.servers.urls)))
 
-    def _fault(self, number: int, version: int, gap: Gap, why: str) -> SyncFault:
+    def _fault(self, number: int, version: int, gap: Gap, cause: str) -> SyncFault:
         assert self.proof is not None
-        return fault(number, version, gap, self.proof.words, why)
+        return fault(number, version, gap, self.proof.words, cause)
 
-    def _why_asked(self, asked: Sample) -> str:
-        """Why what the servers say when they are asked is not the policy's."""
+    def _cause_of_probes(self, sample: Sample) -> str:
+        """Return why the answers to probes are not the policy's."""
         assert self.proof is not None
         assert self.canary is not None
-        before = previous(self.driven, self.options, asked) if self.proof.bf16 else None
-        off = [at for at in range(len(asked.urls)) if not self._agrees(asked, before, asked.server == at)]
-        where = ""
-        if off and len(off) < len(asked.urls):
-            where = f"Of {len(asked.urls)} servers it is {', '.join(asked.urls[at] for at in off)} alone. "
-            asked = asked.of_rows([row for row, each in enumerate(asked.rows) if each.server in off], self.driven)
-        # In bf16 new prompts may seem to agree by chance: a cause that is known comes first.
-        why = self._explained(asked) if self.proof.bf16 else ""
-        if why and UNKNOWN not in why:
-            return where + why
-        # Before the first push as well: a cache may hold those of a run before this one.
-        fresh = self._fresh()
+        before = previous(self.driven, self.options, sample) if self.proof.bf16 else None
+        faulty = [
+            server for server in range(len(sample.urls)) if not self._agrees(sample, before, sample.server == server)
+        ]
+        prefix = ""
+        if faulty and len(faulty) < len(sample.urls):
+            prefix = (
+                f"Of {len(sample.urls)} servers it is {', '.join(sample.urls[server] for server in faulty)} alone. "
+            )
+            sample = sample.of_rows(
+                [index for index, row in enumerate(sample.rows) if row.server in faulty], self.driven
+            )
+        # In bf16, new prompts may seem to agree by chance, so a known cause has priority.
+        cause = self._explain(sample) if self.proof.bf16 else ""
+        if cause and UNKNOWN not in cause:
+            return prefix + cause
+        # Also before the first push: a cache may contain keys and values of an earlier run.
+        fresh = self._probe_uncached()
         before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
-        if self._agrees(fresh, before) and (not self.proof.bf16 or worse(asked.off, fresh.off) > CERTAIN):
-            return where + STALE
-        return where + (why or self._explained(asked))
+        if self._agrees(fresh, before) and (not self.proof.bf16 or worse(sample.off, fresh.off) > CERTAIN):
+            return prefix + STALE
+        return prefix + (cause or self._explain(sample))
 
-    def _fresh(self) -> Sample:
-        """What the servers say of prompts that they have not cached."""
+    def _probe_uncached(self) -> Sample:
+        """Probe with a new salt, so that no keys and values are cached."""
         assert self.canary is not None
         return self.canary.ask(salt=f"check-{self.driven.taken}")
 
     def _agrees(self, sample: Sample, before: Floats | None, here: NDArray[np.bool_] | None = None) -> bool:
-        """Whether servers sample from the policy, or those of some tokens do.
+        """Return whether the servers sample from the policy, for all or some of the tokens.
 
         Args:
-            before: [M] logprobs of the version before, in bf16.
+            before: [M] logprobs of the previous version, in bf16.
             here: [M] bool.
         """
         assert self.proof is not None
@@ -209,91 +220,91 @@ class Check:
             return True
         return not above(now, rollout) and (before is None or not self.proof.leans(now, before[here], rollout))
 
-    def _explained(self, sample: Sample) -> str:
-        """The cause of a gap in all of the tokens; where there is none, that of the answers that are off."""
+    def _explain(self, sample: Sample) -> str:
+        """Return the cause for all of the tokens; if there is none, the cause for the answers outside of the bounds."""
         assert self.proof is not None
-        why = explain(self.driven, sample, self.options, self.proof, self.first)
-        if UNKNOWN not in why and why != ROUNDING:
-            return why
-        part, off = self._part(sample)
+        cause = explain(self.driven, sample, self.options, self.proof, self.first)
+        if UNKNOWN not in cause and cause != ROUNDING:
+            return cause
+        part, faulty = self._split_faulty(sample)
         if not part:
-            return why
-        of_part = explain(self.driven, off, self.options, self.proof, self.first)
-        return why if of_part == ROUNDING else part + of_part
+            return cause
+        cause_of_part = explain(self.driven, faulty, self.options, self.proof, self.first)
+        return cause if cause_of_part == ROUNDING else part + cause_of_part
 
-    def _part(self, asked: Sample) -> tuple[str, Sample]:
-        """What is to be said where some answers agree and others do not, and those that do not."""
+    def _split_faulty(self, sample: Sample) -> tuple[str, Sample]:
+        """Return a message if only some answers agree, and the answers that do not."""
         assert self.proof is not None
-        asked = asked.by_answer(self.driven)
-        off = [row for row in range(len(asked.rows)) if not self.proof.holds(asked.gap_of_row(row))]
-        if not off or len(off) == len(asked.rows):
-            return "", asked
-        more = (
-            f"{len(asked.rows) - len(off)} of {len(asked.rows)} answers agree: more than one server may stand behind "
+        sample = sample.by_answer(self.driven)
+        bad = [row for row in range(len(sample.rows)) if not self.proof.holds(sample.gap_of_row(row))]
+        if not bad or len(bad) == len(sample.rows):
+            return "", sample
+        message = (
+            f"{len(sample.rows) - len(bad)} of {len(sample.rows)} answers agree: more than one server may stand behind "
             "one address. Name each by its own, so that each gets the weights. "
         )
-        return more, asked.of_rows(off, self.driven)
+        return message, sample.of_rows(bad, self.driven)
 
-    def _why_played(self, sequences: Sequences, here: NDArray[np.bool_], mixed: NDArray[np.bool_]) -> str:
-        """Why what was played is not the policy's, while what the servers say when they are asked is."""
+    def _cause_of_rollouts(self, sequences: Sequences, here: NDArray[np.bool_], mixed: NDArray[np.bool_]) -> str:
+        """Return why rollouts are not the policy's although probe answers are."""
         assert self.proof is not None
         sample = sample_of(self.driven, sequences, here, mixed)
         if sample is None:
             return "Why is not known: the step holds pictures."
-        fresh = None if self.canary is None else self._fresh().gap()
-        why = self._explained(sample)
-        if fresh is not None and fresh.terms and self.proof.holds(fresh) and (UNKNOWN in why or ROUNDING in why):
+        fresh = None if self.canary is None else self._probe_uncached().gap()
+        cause = self._explain(sample)
+        if fresh is not None and fresh.terms and self.proof.holds(fresh) and (UNKNOWN in cause or ROUNDING in cause):
             return STALE
-        return why
+        return cause
 
-    def _why_then(self, claimed: Sample) -> str:
-        """Why tokens that claim the version before are not of it."""
+    def _cause_before(self, claimed: Sample) -> str:
+        """Return why tokens that claim the previous version are not of it."""
         assert self.proof is not None
         with previous_weights(self.driven, self.options):
-            part, off = self._part(claimed)
-            return part + explain(self.driven, off, self.options, self.proof, self.first)
+            part, faulty = self._split_faulty(claimed)
+            return part + explain(self.driven, faulty, self.options, self.proof, self.first)
 
-    def _lean(self, number: int, asked: Sample) -> None:
-        """In bf16 a mistake can be smaller than rounding, and goes one way, which rounding does not."""
+    def _check_bias(self, number: int, sample: Sample) -> None:
+        """Test for small mistakes in bf16: they shift logprobs in one direction, which rounding does not."""
         assert self.proof is not None
         if not self.proof.bf16:
             return
-        before = previous(self.driven, self.options, asked)
-        slope = 0.0 if before is None else self.proof.leans(asked.logprobs, before, asked.rollout)
+        before = previous(self.driven, self.options, sample)
+        slope = 0.0 if before is None else self.proof.leans(sample.logprobs, before, sample.rollout)
         if slope:
-            share = f"They stand {slope:.0%} of the way to the version before, which rounding does not explain. "
-            raise self._fault(number, self.driven.taken, asked.gap(), share + self._why_asked(asked))
-        if nats := above(asked.logprobs, asked.rollout):
-            share = f"The tokens are {nats:.2g} nats likelier to them on average, which rounding does not explain. "
-            raise self._fault(number, self.driven.taken, asked.gap(), share + self._why_asked(asked))
-        self._search(number, asked)
+            message = f"They stand {slope:.0%} of the way to the version before, which rounding does not explain. "
+            raise self._fault(number, self.driven.taken, sample.gap(), message + self._cause_of_probes(sample))
+        if nats := above(sample.logprobs, sample.rollout):
+            message = f"The tokens are {nats:.2g} nats likelier to them on average, which rounding does not explain. "
+            raise self._fault(number, self.driven.taken, sample.gap(), message + self._cause_of_probes(sample))
+        self._search(number, sample)
 
-    def _search(self, number: int, asked: Sample) -> None:
-        """Tries the causes of mistakes that neither bounds nor averages show, as often as `BESIDE` allows.
+    def _search(self, number: int, sample: Sample) -> None:
+        """Try the causes of mistakes that neither bounds nor averages show, as often as `BESIDE` allows.
 
-        And always before the first push and after each of the first `PUSHES`, and where the noise is twice that of
-        the last time.
+        The search always runs before the first push, after each of the first `PUSHES` pushes, and if the noise has
+        doubled since the last search.
         """
         assert self.proof is not None
         assert self.canary is not None
-        began, square = time.perf_counter(), asked.gap().square
+        began, square = time.perf_counter(), sample.gap().square
         pushes = min(self.driven.taken, PUSHES)
-        noisier, known = square > 2 * self._noise, self._searched_after == pushes
-        spent = self._spent > BESIDE * (began - self._began)
-        if self.driven.ranks.shared(not noisier and known and spent):
+        is_noisier, is_searched = square > 2 * self._noise, self._searched_after == pushes
+        is_over_budget = self._spent > BESIDE * (began - self._began)
+        if self.driven.ranks.shared(not is_noisier and is_searched and is_over_budget):
             return
         self._noise, self._searched_after = max(self._noise, square), pushes
-        why = explain(self.driven, asked, self.options, self.proof, self.first)
-        if UNKNOWN not in why:
-            raise self._fault(number, self.driven.taken, asked.gap(), why)
-        if noisier and self.driven.taken:
-            fresh = self._fresh()
-            if worse(asked.off, fresh.off) > CERTAIN:
-                raise self._fault(number, self.driven.taken, asked.gap(), STALE)
+        cause = explain(self.driven, sample, self.options, self.proof, self.first)
+        if UNKNOWN not in cause:
+            raise self._fault(number, self.driven.taken, sample.gap(), cause)
+        if is_noisier and self.driven.taken:
+            fresh = self._probe_uncached()
+            if worse(sample.off, fresh.off) > CERTAIN:
+                raise self._fault(number, self.driven.taken, sample.gap(), STALE)
         self._spent += time.perf_counter() - began
 
     def _compare_before(self, number: int, sequences: Sequences, mixed: NDArray[np.bool_]) -> None:
-        """Compares what claims to be of the version before with that, as often as `BESIDE` allows."""
+        """Compare tokens that claim the previous version with that version, as often as `BESIDE` allows."""
         assert self.proof is not None
         began, version = time.perf_counter(), self.driven.taken
         if self.driven.ranks.shared(self._spent > BESIDE * (began - self._began)) or not version:
@@ -302,7 +313,7 @@ class Check:
         if claimed is not None and (before := previous(self.driven, self.options, claimed)) is not None:
             gap = claimed.gap(before)
             if not self.proof.holds(gap):
-                why = self._why_then(claimed)
-                then = "These were played a version ago, and are compared with the weights of then. "
-                raise self._fault(number, version - 1, gap, then + why)
+                cause = self._cause_before(claimed)
+                note = "These were played a version ago, and are compared with the weights of then. "
+                raise self._fault(number, version - 1, gap, note + cause)
         self._spent += time.perf_counter() - began

@@ -1,7 +1,7 @@
-"""Ask the servers for tokens to compare, beside what the trainer says of them: `Canary` and `Sample`.
+"""Sample tokens from the servers and compute the trainer's logprobs for them: `Canary` and `Sample`.
 
-`Canary` asks every server for requests that the run has just made, and once, at the start, a plain one that shows what
-its logprobs are of and whether it reads text as the model's tokenizer does.
+`Canary` sends every server requests that the run has just made. Once, at the start, it sends a plain request that shows
+the kind of the logprobs and whether the server's tokenizer is the model's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ from tracegrad.weight_sync import SyncError, probe_requests
 from tracegrad.weight_sync.probe_requests import Probe, Said
 
 LENGTH = 16
-"""Sampled tokens of one request at most."""
+"""Maximum number of sampled tokens in one request."""
 PROBES = 64
-"""Requests that are taken from one step at most."""
+"""Maximum number of requests from one step."""
 ROWS = 32
-"""Branches of a step that are looked at again at most."""
+"""Maximum number of branches of a step that are compared again."""
 PLAIN = [{"role": "user", "content": "Please say a few words about the weather, and then stop."}]
 _UNSENT = ("stream", "stream_options", "n", "best_of", "model", "seed", "cache_salt", "max_tokens", "min_tokens")
 _UNSENT += ("max_completion_tokens", "use_beam_search", "echo", "prompt_logprobs", "ignore_eos", "user", "metadata")
@@ -38,13 +38,13 @@ _UNSENT += ("max_completion_tokens", "use_beam_search", "echo", "prompt_logprobs
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids with the logprobs that a server gave: NaN for tokens that are not compared.
+    """Token ids with the logprobs that a server returned: NaN for tokens that are not compared.
 
     Args:
         ids: [n].
         rollout: [n] float32, nats.
         inv_temperature: [n] float32: 1 for raw logprobs, 1/temperature for processed ones.
-        server: which server sampled it, by its place in `Sample.urls`.
+        server: index of the server in `Sample.urls`.
     """
 
     ids: NDArray[np.int64]
@@ -53,7 +53,7 @@ class Row:
     server: int = 0
 
     def answers(self) -> Iterator["Row"]:
-        """Each run of tokens that are compared, after everything that stands before it.
+        """Yield each run of compared tokens, after everything in front of it.
 
         >>> rollout = np.float32([np.nan, -1, -2, np.nan, -3])
         >>> [part.rollout.tolist() for part in Row(np.arange(5), rollout, np.ones(5, np.float32)).answers()]
@@ -67,13 +67,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens that servers sampled, whole on every rank, with what both sides say of them.
+    """Tokens that servers sampled, the same on every rank, with the logprobs of both sides.
 
     Args:
-        rows: as the servers sampled them.
-        step: the same, ready for a forward pass; its terms are the tokens that are compared.
+        rows: the tokens by answer.
+        step: the same tokens, packed for a forward pass; its terms are the compared tokens.
         logprobs: [M] float32, the trainer's, nats.
-        urls: of the servers.
+        urls: URLs of the servers.
     """
 
     rows: Sequence[Row]
@@ -83,12 +83,14 @@ class Sample:
 
     @classmethod
     def of(cls, driven: Run, rows: Sequence[Row], **more: Any) -> "Sample":
-        """Measure rows with the policy as it is. Every rank calls this with the same rows."""
+        """Compute the logprobs of rows with the current policy. Every rank must call this with the same rows."""
         ends = np.cumsum([0, *(len(row.ids) for row in rows)])
-        flat = [np.concatenate([getattr(row, name) for row in rows]) for name in ("ids", "rollout", "inv_temperature")]
-        there = ~np.isnan(flat[1])
-        kind = {"inv_temperature": flat[2], "logprob_kind": "processed"}
-        sequences = Sequences.from_arrays(flat[0], ends, flat[1], there, **kind)
+        arrays = [
+            np.concatenate([getattr(row, name) for row in rows]) for name in ("ids", "rollout", "inv_temperature")
+        ]
+        is_compared = ~np.isnan(arrays[1])
+        temperatures = {"inv_temperature": arrays[2], "logprob_kind": "processed"}
+        sequences = Sequences.from_arrays(arrays[0], ends, arrays[1], is_compared, **temperatures)
         budget = max(driven.config.pack.token_budget, max(len(row.ids) for row in rows))
         [step] = pack(sequences, np.zeros(len(rows)), token_budget=budget, per="trace")
         return cls(rows, step, driven.measure(step), **more)
@@ -105,37 +107,40 @@ class Sample:
 
     @property
     def server(self) -> NDArray[np.int64]:
-        """[M]: the place in `urls` of the server that sampled each token."""
+        """[M]: index in `urls` of the server that sampled each token."""
         return np.array([row.server for row in self.rows], np.int64)[self.step.trace]
 
     def gap(self, logprobs: Floats | None = None, server: int | None = None) -> Gap:
-        """How far the servers are from the policy, or from other logprobs [M]; of one server or of all."""
+        """Return the gap between the servers and the policy, or other logprobs [M]; of one server or of all."""
         here = np.ones(len(self.step), bool) if server is None else self.server == server
         return Gap.of(self.logprobs if logprobs is None else logprobs, self.rollout, here)
 
     def gap_of_row(self, row: int) -> Gap:
-        """How far the servers are from the policy in one row."""
+        """Return the gap between the servers and the policy in one row."""
         return Gap.of(self.logprobs, self.rollout, self.step.trace == row)
 
     def of_rows(self, rows: Sequence[int], driven: Run) -> "Sample":
-        """Some of the rows alone. Every rank calls this."""
+        """Return a sample of only these rows. Every rank must call this."""
         return Sample.of(driven, [self.rows[row] for row in rows], urls=self.urls)
 
     def by_answer(self, driven: Run) -> "Sample":
-        """One row for each answer, since those of one conversation may be of several servers. Every rank calls this."""
+        """Return a sample with one row per answer, since a conversation may use several servers.
+
+        Every rank must call this.
+        """
         return Sample.of(driven, [part for row in self.rows for part in row.answers()], urls=self.urls)
 
 
 @dataclass
 class Canary:
-    """What asks the servers of a run. Over ranks the first one asks, and all run the forward pass.
+    """Sends probe requests to the servers of a run. The first rank sends them; all ranks run the forward pass.
 
     Args:
-        driven: the policy.
-        link: to the servers; None on the ranks that follow.
-        play: of the run.
-        tokenizer: of the policy.
-        processed: the servers' logprobs are of the distribution that was sampled from, temperature included.
+        driven: trainer with the policy.
+        link: connection to the servers; None on other ranks.
+        play: rollout options of the run.
+        tokenizer: tokenizer of the policy.
+        processed: whether the servers' logprobs are of the sampled distribution, including the temperature.
     """
 
     driven: Run
@@ -146,63 +151,65 @@ class Canary:
     probes: list[Probe] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._before: list[Probe] = []
+        self._repeated_probes: list[Probe] = []
         self._answers: list[Said] = []
 
     def prepare(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take the requests that are asked from what has been played: the first of each trajectory, as it was sent."""
-        found = [probe for record in records if (probe := probe_of(record, self.play)) is not None]
-        self.probes = found[:PROBES] or self.probes or [self._plain()]
+        """Choose the probes: the first request of each trajectory, as it was sent."""
+        matches = [probe for record in records if (probe := probe_of(record, self.play)) is not None]
+        self.probes = matches[:PROBES] or self.probes or [self._plain_probe()]
 
     def ask(self, salt: str | None = None) -> Sample:
-        """Ask every server for at least `weight_sync.probe_requests.TOKENS` tokens, and measure them.
+        """Probe every server for at least `weight_sync.probe_requests.TOKENS` tokens and compute their logprobs.
 
-        One request is sent twice, so that a cache of responses is found: the first time at the end of the asking, later
-        by one of the asking before.
+        One request is sent twice to detect a cache of responses: in the first call at its end, later with one of the
+        call before.
 
         Args:
-            salt: of the requests' caches; a new one finds nothing cached.
+            salt: salt of the requests' caches; with a new one, nothing is cached.
 
         Raises:
-            SyncError: if a server does not answer as it should.
+            SyncError: if a server does not answer correctly.
             SyncFault: if two answers have one id.
         """
 
-        probes, answers = [*self._before, *self.probes], self._answers
-        length = sum(len(one.ids) for one in answers) / len(answers) if answers else None
+        probes, answers = [*self._repeated_probes, *self.probes], self._answers
+        length = sum(len(answer.ids) for answer in answers) / len(answers) if answers else None
 
-        async def asked(servers: Any, _: Any) -> tuple[list[Said], list[float]]:
-            said = await probe_requests.ask(servers, probes, length=length, again=not self._before, salt=salt)
-            return said, [probes[one.number].temperature for one in said]
+        async def send_probes(servers: Any, _: Any) -> tuple[list[Said], list[float]]:
+            results = await probe_requests.ask(
+                servers, probes, length=length, again=not self._repeated_probes, salt=salt
+            )
+            return results, [probes[answer.number].temperature for answer in results]
 
-        said, temperatures = self._shared(asked)
-        if (twice := probe_requests.repeated([*answers, *said])) is not None:
-            raise SyncFault(cached_response(twice.id, twice.url))
+        results, temperatures = self._run_on_first_rank(send_probes)
+        if (duplicate := probe_requests.repeated([*answers, *results])) is not None:
+            raise SyncFault(cached_response(duplicate.id, duplicate.url))
         if salt is None:
-            self._before, self._answers = self.probes[:1], said
-        return self._measured(said, temperatures)
+            self._repeated_probes, self._answers = self.probes[:1], results
+        return self._measured(results, temperatures)
 
     def look(self) -> list[str]:
-        """Ask every server one plain request, and say what a user should know of the answers.
+        """Send one plain request to every server and return what the user should know about the answers.
 
         Sets `processed`.
 
         Raises:
             SyncFault: for a server with another tokenizer.
-            ArgumentError: where some servers give raw logprobs and others processed ones.
+            ArgumentError: if some servers return raw logprobs and others processed ones.
         """
-        probe = self._plain()
+        probe = self._plain_probe()
 
-        async def asked(servers: Any, _: Any) -> tuple[str | None, list[Said]]:
-            said = [await probe_requests.ask_one(servers, url, probe) for url in servers.ready]
-            return await measured_kind(servers), [one for one in said if one is not None]
+        async def send_probe(servers: Any, _: Any) -> tuple[str | None, list[Said]]:
+            answers = [await probe_requests.ask_one(servers, url, probe) for url in servers.ready]
+            return await measured_kind(servers), [answer for answer in answers if answer is not None]
 
         try:
-            kind, said = self._shared(asked)
+            kind, answers = self._run_on_first_rank(send_probe)
         except SyncError as error:
             return [f"a plain request was refused, so it is not known how the server writes a conversation: {error}"]
         self.processed = (kind or ("raw" if self.play.temperature == 1.0 else "processed")) == "processed"
-        lines = [line for one in said if (line := self._template_differs(one))]
+        lines = [line for answer in answers if (line := self._template_differs(answer))]
         if self.processed:
             return lines
         return [
@@ -212,84 +219,84 @@ class Canary:
             "processed_logprobs.",
         ]
 
-    def _template_differs(self, one: Said) -> str:
-        """What a user should know of how a server writes a conversation; raises for another tokenizer."""
+    def _template_differs(self, answer: Said) -> str:
+        """Return what the user should know about a server's chat template; raise SyncFault for another tokenizer."""
         if self.play.ids == "tokens":
             return ""
         text = self.tokenizer.render(PLAIN, add_generation_prompt=True).text
-        own = self.tokenizer.encode(text).tolist()
-        if one.prompt_ids == own:
+        local = self.tokenizer.encode(text).tolist()
+        if answer.prompt_ids == local:
             return ""
         try:
-            theirs = self.tokenizer.decode(np.asarray(one.prompt_ids, np.int32))
+            theirs = self.tokenizer.decode(np.asarray(answer.prompt_ids, np.int32))
         except TracegradError:
             theirs = text
-        if theirs == text or self._reads_otherwise(one.url, text, own):
+        if theirs == text or self._encodes_differently(answer.url, text, local):
             raise SyncFault(
-                f"{one.url} has another tokenizer than the policy: the same conversation is the ids "
-                f"{one.prompt_ids[:12]}... there and {own[:12]}... here. Every logprob would be of another token. "
+                f"{answer.url} has another tokenizer than the policy: the same conversation is the ids "
+                f"{answer.prompt_ids[:12]}... there and {local[:12]}... here. Every logprob would be of another token. "
                 "Start the server with the policy's own folder, or its --tokenizer."
             )
         return (
-            f"{one.url} has another chat template than the policy's folder: for a plain conversation it reads "
+            f"{answer.url} has another chat template than the policy's folder: for a plain conversation it reads "
             f"{theirs[:120]!r}, and the folder's gives {text[:120]!r}. The run trains on what the server reads."
         )
 
-    def _reads_otherwise(self, url: str, text: str, own: list[int]) -> bool:
-        """Whether the server makes other ids of a text, where it can be asked."""
+    def _encodes_differently(self, url: str, text: str, local: list[int]) -> bool:
+        """Return whether the server encodes a text to other ids, if it has /tokenize."""
 
-        async def asked(servers: Any, _: Any) -> list[int] | None:
-            told = {"model": servers.model, "prompt": text, "add_special_tokens": False}
-            answer = await servers.ask(url, "/tokenize", told)
+        async def tokenize(servers: Any, _: Any) -> list[int] | None:
+            request = {"model": servers.model, "prompt": text, "add_special_tokens": False}
+            answer = await servers.ask(url, "/tokenize", request)
             return answer.body.get("tokens") if answer.ok and isinstance(answer.body, dict) else None
 
-        found = self._shared(asked)
-        return found is not None and found != own
+        ids = self._run_on_first_rank(tokenize)
+        return ids is not None and ids != local
 
-    def _plain(self) -> Probe:
+    def _plain_probe(self) -> Probe:
         temperature = self.play.temperature
-        told: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "max_tokens": LENGTH}
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "max_tokens": LENGTH}
         if self.play.ids == "tokens":
             ids = self.tokenizer.render_ids(PLAIN, add_generation_prompt=True).tolist()
             return Probe(
-                probe_requests.GENERATE, {"token_ids": ids, "sampling_params": {**told, "logprobs": 0}}, temperature
+                probe_requests.GENERATE, {"token_ids": ids, "sampling_params": {**sampling, "logprobs": 0}}, temperature
             )
-        return Probe(probe_requests.CHAT, {"messages": PLAIN, **told}, temperature)
+        return Probe(probe_requests.CHAT, {"messages": PLAIN, **sampling}, temperature)
 
-    def _shared(self, work: Any) -> Any:
-        """What the first rank hears from the servers, on every rank."""
-        said, error = None, None
+    def _run_on_first_rank(self, work: Any) -> Any:
+        """Run work with the servers on the first rank, and return its result or raise its error on every rank."""
+        result, error = None, None
         if self.link is not None:
             try:
-                said = self.link.run(work)
+                result = self.link.run(work)
             except TracegradError as raised:
                 error = raised
-        said, told = self.driven.ranks.shared((said, error and str(error)))
-        if told:
-            raise error or SyncError(told)
-        return said
+        result, message = self.driven.ranks.shared((result, error and str(error)))
+        if message:
+            raise error or SyncError(message)
+        return result
 
-    def _measured(self, said: Sequence[Said], temperatures: Sequence[float]) -> Sample:
-        urls = tuple(dict.fromkeys(one.url for one in said))
+    def _measured(self, answers: Sequence[Said], temperatures: Sequence[float]) -> Sample:
+        urls = tuple(dict.fromkeys(answer.url for answer in answers))
         rows = []
-        for one, temperature in zip(said, temperatures, strict=True):
-            ids = np.array([*one.prompt_ids, *one.ids], np.int64)
-            rollout = np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs].astype(np.float32)
-            warmth = np.full(len(ids), 1 / temperature if self.processed else 1.0, np.float32)
-            if one.ids:
-                rows.append(Row(ids, rollout, warmth, urls.index(one.url)))
+        for answer, temperature in zip(answers, temperatures, strict=True):
+            ids = np.array([*answer.prompt_ids, *answer.ids], np.int64)
+            rollout = np.r_[np.full(len(answer.prompt_ids), np.nan), answer.logprobs].astype(np.float32)
+            inv_temperature = np.full(len(ids), 1 / temperature if self.processed else 1.0, np.float32)
+            if answer.ids:
+                rows.append(Row(ids, rollout, inv_temperature, urls.index(answer.url)))
         if not rows:
             raise SyncError(
-                f"{', '.join(urls)} sampled no token for {len(said)} requests of the run. What they serve cannot be "
+                f"{', '.join(urls)} sampled no token for {len(answers)} requests of the run. What they serve cannot be "
                 "compared with the trainer. Look at their logs."
             )
         return Sample.of(self.driven, rows, urls=urls)
 
 
 def probe_of(record: Mapping[str, Any], play: Play) -> Probe | None:
-    """The first request of a trajectory, as it is asked again: short, alone, and at the path that it was played at.
+    """Return the first request of a trajectory as a probe: short, single, and at the same path.
 
-    None for one that cannot be compared: with pictures, or with options that the trainer cannot follow.
+    Return None for a request that cannot be compared: with images, or with options that the trainer cannot reproduce.
 
     >>> request = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 0.5, "stream": True}
     >>> probe_of({"calls": [{"request": request, "response": {}}]}, Play()).body["max_tokens"]
@@ -300,22 +307,22 @@ def probe_of(record: Mapping[str, Any], play: Play) -> Probe | None:
         request = {name: value for name, value in call["request"].items() if name not in _UNSENT and value is not None}
     except (KeyError, IndexError, TypeError, AttributeError):
         return None
-    if mismatch(request, "processed") or not _text_alone(request.get("messages")):
+    if mismatch(request, "processed") or not _is_text_only(request.get("messages")):
         return None
     temperature = float(request.get("temperature", 1.0))
     request["max_tokens"] = LENGTH
     if play.ids == "tokens":
         response = call.get("response")
         prompt = response.get("prompt_token_ids") if isinstance(response, Mapping) else None
-        told = {"token_ids": prompt, "sampling_params": {**sampling_params(request), "logprobs": 0}}
-        return Probe(probe_requests.GENERATE, told, temperature) if prompt else None
+        body = {"token_ids": prompt, "sampling_params": {**sampling_params(request), "logprobs": 0}}
+        return Probe(probe_requests.GENERATE, body, temperature) if prompt else None
     if "messages" in request:
         return Probe(probe_requests.CHAT, request, temperature)
     return Probe(probe_requests.COMPLETIONS, request, temperature) if isinstance(request.get("prompt"), str) else None
 
 
-def _text_alone(messages: Any) -> bool:
-    """Whether messages hold no picture, sound or video."""
+def _is_text_only(messages: Any) -> bool:
+    """Return whether messages contain only text: no images, sound or video."""
     parts = [
         part
         for message in messages or []
@@ -326,10 +333,11 @@ def _text_alone(messages: Any) -> bool:
 
 
 def sample_of(driven: Run, sequences: Sequences, here: NDArray[np.bool_], without: NDArray[np.bool_]) -> Sample | None:
-    """Tokens of a step once more, from at most `ROWS` of its branches; None where there are none.
+    """Sample tokens of a step again, from at most `ROWS` of its branches; None if there are none.
 
     Args:
-        sequences: of the step, the same on every rank.
+        driven: trainer with the policy.
+        sequences: sequences of the step, the same on every rank.
         here: [T] bool, tokens that are compared.
         without: [R] bool, traces that are left out.
     """
@@ -348,6 +356,6 @@ def sample_of(driven: Run, sequences: Sequences, here: NDArray[np.bool_], withou
         part = slice(cu[branch], cu[branch + 1])
         rollout = np.where(here[part], sequences.rollout_logprobs[part], np.float32(np.nan))
         last = int(np.flatnonzero(here[part])[-1]) + 1
-        ids, warmth = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
-        rows.append(Row(ids[:last], rollout[:last], warmth[:last]))
+        ids, inv_temperature = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
+        rows.append(Row(ids[:last], rollout[:last], inv_temperature[:last]))
     return Sample.of(driven, rows) if rows else None

@@ -1,7 +1,7 @@
 """Roll out agents, tools and environments against a served policy, and record every trajectory exactly.
 
-An agent is `async (task, policy) -> float | dict | None`; `play` runs one, and the record is what `tracegrad.read`
-takes. `proxy` records programs in any language. No torch.
+An agent is `async (task, policy) -> float | dict | None`. `play` runs one and returns a record for `tracegrad.read`.
+`proxy` records programs in any language. Works without torch.
 """
 
 from tracegrad.rollout.env import Environment, environment, trl_environment

@@ -1,7 +1,8 @@
-"""Send requests to one or several OpenAI-compatible servers, bounded in time and bytes.
+"""Send requests to one or several OpenAI-compatible servers, with limits on time and bytes.
 
-A session stays with its server. `Server` retries, routes and takes a failing server out of use. Bodies are JSON by
-orjson, or by the standard library for what orjson refuses (lone surrogates, NaN, integers over 64 bits).
+All requests of a session go to the same server. `Servers` retries, routes and stops using a failing server. Bodies are
+encoded by orjson, or by the standard library for values that orjson refuses (lone surrogates, NaN, integers over 64
+bits).
 """
 
 import asyncio
@@ -26,18 +27,18 @@ try:
 except ImportError as error:
     raise ImportError("Playing needs orjson. Run: pip install 'tracegrad[online]'.") from error
 
-# What the standard library refuses is refused, not told in a way that a reader would have to know of.
+# Refuse the types that the standard library refuses, so that no type gets an encoding of its own.
 STRICT = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 
 def loads(raw: bytes) -> Any:
-    """The value of a text.
+    """Decode JSON.
 
     >>> loads(b'{"logprob": -0.25, "half": "\\\\ud83d"}')
     {'logprob': -0.25, 'half': '\\ud83d'}
 
     Raises:
-        ValueError: if it is no JSON.
+        ValueError: if it is not JSON.
         RecursionError: if it is nested too deep.
     """
     try:
@@ -47,20 +48,20 @@ def loads(raw: bytes) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """A value as one line. NaN, for which JSON has no word, is null.
+    """Encode a value as one line of JSON. NaN, which JSON cannot represent, becomes null.
 
     >>> dumps({"logprob": float("nan"), "half": "\\ud83d"})
     b'{"logprob":null,"half":"\\\\ud83d"}'
 
     Raises:
-        TypeError, ValueError: for what JSON cannot say.
+        TypeError, ValueError: for values that JSON cannot represent.
         RecursionError: if it is nested too deep.
     """
     try:
         return orjson.dumps(value, option=STRICT)
     except TypeError:
-        told = json.loads(json.dumps(value), parse_constant=lambda _: None)
-        return json.dumps(told, separators=(",", ":")).encode()
+        without_nan = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(without_nan, separators=(",", ":")).encode()
 
 
 try:
@@ -68,18 +69,18 @@ try:
 except ImportError as error:
     raise ImportError("Asking servers needs aiohttp. Run: pip install 'tracegrad[online]'.") from error
 
-# Servers close connections that were idle for 5 s (uvicorn's default); ours are given up before.
+# Servers close connections after 5 s without requests (uvicorn's default), so the client closes them earlier.
 IDLE_S = 3.0
 SHOWN = 500
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request.
+    """Result of one request.
 
-    `status` is 0 where there was no answer, and `error` says why. `body` is what the JSON held, or the text where it
-    was none. `dropped` is true where the connection was closed before an answer, as servers do with idle ones;
-    `silent` where the time was over.
+    `status` is 0 if there was no answer, and `error` contains the reason. `body` is the decoded JSON, or the text if it
+    is not JSON. `dropped` is true if the connection was closed before an answer, as servers do with idle connections.
+    `silent` is true after a timeout.
     """
 
     url: str
@@ -93,28 +94,31 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether the server did what it was asked: 2xx, and no `"success": false` in the body."""
+        """Whether the request succeeded: 2xx, and no `"success": false` in the body."""
         refused = isinstance(self.body, dict) and self.body.get("success") is False
         return self.error is None and 200 <= self.status < 300 and not refused
 
     @property
     def words(self) -> str:
-        """The server's own words, or why there are none, at most 500 characters."""
+        """The error message of the server, or the reason for a missing answer; at most 500 characters."""
         if self.error is not None:
             return shown(self.error)[:SHOWN]
-        found: Any = self.body
-        while isinstance(found, dict) and (inner := found.get("error") or found.get("message") or found.get("detail")):
-            found = inner
-        return f"{self.status}: {shown(found)[:SHOWN]}"
+        message: Any = self.body
+        while isinstance(message, dict) and (
+            inner := message.get("error") or message.get("message") or message.get("detail")
+        ):
+            message = inner
+        return f"{self.status}: {shown(message)[:SHOWN]}"
 
 
 def checked_url(url: str) -> str:
-    """The base URL of a server without a slash or `/v1` at its end.
+    """Return the base URL of a server without a trailing slash or `/v1`.
 
     >>> checked_url("http://127.0.0.1:8000/v1/")
     'http://127.0.0.1:8000'
 
-    Raises: ArgumentError for what is no such URL, or holds a name and password.
+    Raises:
+        ArgumentError: if it is not such a URL, or contains a user name or password.
     """
     try:
         parts = urlsplit(url)
@@ -131,9 +135,10 @@ def checked_url(url: str) -> str:
 
 
 def encoded(body: Mapping[str, Any], path: str) -> bytes:
-    """A body as JSON.
+    """Encode a request body as JSON.
 
-    Raises: ArgumentError for what JSON cannot hold, with the path that it was meant for.
+    Raises:
+        ArgumentError: for values that JSON cannot represent; the message names the request path.
     """
     try:
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
@@ -145,14 +150,14 @@ def encoded(body: Mapping[str, Any], path: str) -> bytes:
 
 
 class Wire:
-    """The connections to all servers: kept ones for what is asked often, fresh ones for control requests.
+    """HTTP connections to all servers: a pool for frequent requests, and new connections for control requests.
 
     Args:
-        key: sent as a bearer token, if given.
-        connect_s: how long a connection may take.
-        read_s: how long a server may be silent within one request.
-        answer_bytes: the largest answer that is read.
-        connections: how many are kept at once; further requests wait for one.
+        key: sent as a bearer token, if set.
+        connect_s: time limit to connect, in seconds.
+        read_s: longest silence of a server within one request, in seconds.
+        answer_bytes: maximum size of an answer.
+        connections: maximum number of pooled connections; further requests wait for one.
     """
 
     def __init__(self, *, key: str | None, connect_s: float, read_s: float, answer_bytes: int, connections: int):
@@ -160,7 +165,7 @@ class Wire:
         self._answer_bytes = answer_bytes
         self._token = {} if key is None else {"Authorization": f"Bearer {key}"}
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        # Nothing of the environment (proxies, .netrc) and no cookies: what is sent is what the caller told.
+        # Ignore proxies and .netrc of the environment, and use no cookies: requests contain only what the caller set.
         common: dict[str, Any] = {"headers": headers, "auto_decompress": False}
         kept = aiohttp.TCPConnector(limit=connections, keepalive_timeout=IDLE_S)
         self._kept = aiohttp.ClientSession(connector=kept, cookie_jar=aiohttp.DummyCookieJar(), **common)
@@ -183,7 +188,7 @@ class Wire:
         fresh: bool = False,
         token: bool = True,
     ) -> Answer:
-        """The answer of one server, or why there is none; raises nothing but cancellation."""
+        """Send one request and return the answer, or why there is none. Raises only on cancellation."""
         session = self._fresh if fresh else self._kept
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s, sock_read=self._read_s)
         started = time.monotonic()
@@ -201,13 +206,13 @@ class Wire:
             seconds = time.monotonic() - started
             dropped = isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError))
             silent = isinstance(error, asyncio.TimeoutError)
-            why = f"no answer within {seconds:.1f} s" if silent else f"{type(error).__name__}: {error}"
-            return Answer(url, 0, None, seconds, why, dropped, silent)
+            reason = f"no answer within {seconds:.1f} s" if silent else f"{type(error).__name__}: {error}"
+            return Answer(url, 0, None, seconds, reason, dropped, silent)
 
     async def _read(self, url: str, response: aiohttp.ClientResponse, started: float) -> Answer:
         def answer(body: Any, error: str | None = None) -> Answer:
-            told = response.headers.get("Retry-After", "")
-            wait_s = float(told) if told.isascii() and told.isdigit() else None
+            retry_after = response.headers.get("Retry-After", "")
+            wait_s = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
             return Answer(url, response.status, body, time.monotonic() - started, error, retry_after_s=wait_s)
 
         if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -229,7 +234,7 @@ class Wire:
             return answer(raw[: 4 * SHOWN].decode(errors="replace"))
 
 
-# Too early, too busy: said of the moment, not of the request.
+# Status codes of temporary states: the same request may succeed later.
 AGAIN = {408, 425, 429}
 SESSIONS = 65_536
 BACKOFF_S, LONGEST_BACKOFF_S = 0.25, 8.0
@@ -237,7 +242,10 @@ BACKOFF_S, LONGEST_BACKOFF_S = 0.25, 8.0
 
 @dataclass
 class _Server:
-    """What is known of one server. `out` says why it is not asked for now, `evicted` why it never is again."""
+    """State of one server.
+
+    `out` is the reason why it is temporarily not used, `evicted` the reason why it is never used again.
+    """
 
     url: str
     failures: int = 0
@@ -254,7 +262,7 @@ class _Server:
 
 
 class Transport(Protocol):
-    """How one request reaches a server: `Wire`, or `in_process.EngineWire` for an engine of this process."""
+    """Way to send a request to a server: `Wire`, or `in_process.EngineWire` for an engine of this process."""
 
     async def request(
         self,
@@ -277,22 +285,22 @@ class Servers:
     ...     async with Servers(["http://127.0.0.1:8000"], model="clerk") as servers:
     ...         return await servers.chat({"messages": [{"role": "user", "content": "hi"}]}, session="g0-0")
 
-    A session stays with its server, whose cache holds its prefix; a new one goes to the server with the least in
-    flight. A request without an answer (a connection that ends, silence, 5xx, 408, 425, 429) is sent again, after a
-    wait that doubles; what the server judged (every other 4xx) is an error at once. A server that fails
-    `failures` times in a row is not asked until /health answers and `admission`, where set, agrees.
+    All requests of a session go to the same server, whose cache has its prefix. A new session goes to the server with
+    the fewest requests in flight. A request without an answer (a closed connection, a timeout, 5xx, 408, 425, 429) is
+    sent again after a wait that doubles each time. Every other 4xx is an error at once. A server that fails `failures`
+    times in a row is not used until /health answers and `admission`, if set, agrees.
 
     Args:
         urls: base URLs, with or without /v1.
-        model: the name that every request gets; `servers.model` may be changed while it runs.
+        model: model name in every request; `servers.model` may be changed during the run.
         key: sent as a bearer token.
-        timeout_s: how long one call may take, retries and waits for a server included.
-        connect_s, read_s: how long a connection may take, and a server be silent; `read_s` is `timeout_s` unless given.
-        retries: how often a call is sent again.
-        failures: after how many in a row a server is left out.
-        probe_s: how often a server that is out is asked for its health.
-        answer_bytes: the largest answer that is taken.
-        connections: how many are open at once; further calls wait.
+        timeout_s: time limit of one call, including retries and waits for a server.
+        connect_s, read_s: time limit to connect, and longest silence of a server; `read_s` defaults to `timeout_s`.
+        retries: maximum number of times a call is sent again.
+        failures: a server is no longer used after this many failures in a row.
+        probe_s: seconds between health requests to a server that is out of use.
+        answer_bytes: maximum size of an answer.
+        connections: maximum number of open connections; further calls wait.
     """
 
     def __init__(
@@ -314,8 +322,8 @@ class Servers:
             raise ArgumentError(f"urls is {urls!r}. A run needs a list of at least one server. Give its URL in a list.")
         names = [checked_url(url) for url in urls]
         if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ArgumentError(f"{twice} is named twice. Each server counts its own load. Name it once.")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise ArgumentError(f"{duplicate} is named twice. Each server counts its own load. Name it once.")
         limits = {"timeout_s": timeout_s, "connect_s": connect_s, "read_s": read_s or timeout_s, "probe_s": probe_s}
         limits |= {"failures": failures, "answer_bytes": answer_bytes, "connections": connections}
         for name, value in limits.items():
@@ -350,24 +358,24 @@ class Servers:
         for server in self._servers.values():
             if server.probe is not None:
                 server.probe.cancel()
-            for asked in server.asked:
-                asked.cancel()
+            for request in server.asked:
+                request.cancel()
         if self._wire is not None:
             wire, self._wire = self._wire, None
             await wire.close()
 
     @property
     def urls(self) -> list[str]:
-        """The base URLs of the servers that are not evicted."""
+        """Base URLs of the servers that are not evicted."""
         return [server.url for server in self._servers.values() if server.evicted is None]
 
     @property
     def ready(self) -> list[str]:
-        """The base URLs of the servers that may be asked now."""
+        """Base URLs of the servers that accept requests now."""
         return [server.url for server in self._servers.values() if server.usable]
 
     def state(self) -> list[dict[str, Any]]:
-        """One row for each server: url, in flight, answered, failures in a row, and why it is out or evicted."""
+        """Return one row per server: URL, requests in flight, answers, failures in a row, and why it is not used."""
         return [
             {
                 "url": server.url,
@@ -382,12 +390,12 @@ class Servers:
 
     @property
     def in_use(self) -> set[str]:
-        """The names of models that somebody still asks for, as after a push of another."""
+        """Model names that requests in flight still use, for example after a weight sync under a new name."""
         return set(+self._in_use)
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[str]:
-        """The model's name as it is now, which is `in_use` until this is left."""
+        """Yield the current model name, and keep it in `in_use` until the context is left."""
         name = self.model
         self._in_use[name] += 1
         try:
@@ -396,47 +404,48 @@ class Servers:
             self._in_use[name] -= 1
 
     async def chat(self, body: Mapping[str, Any], *, session: str, salt: str | None = None) -> dict[str, Any]:
-        """The answer to a chat completion, asked of the session's server.
+        """Send a chat completion to the server of the session and return the answer.
 
         Args:
-            body: as the API has it; goes through unchanged but for `model` and `cache_salt`.
-            session: what stays together on one server.
-            salt: sent as `cache_salt`: keys and values are shared only between requests of one salt.
+            body: request body of the API; sent unchanged except for `model` and `cache_salt`.
+            session: requests with the same value go to one server.
+            salt: sent as `cache_salt`: keys and values are shared only between requests with the same salt.
 
-        Raises: ServerError where a server refuses, or none answers in time.
+        Raises:
+            ServerError: if a server refuses the request, or none answers in time.
         """
         return await self.post("/v1/chat/completions", body, session=session, salt=salt)
 
     async def post(
         self, path: str, body: Mapping[str, Any], *, session: str, salt: str | None = None
     ) -> dict[str, Any]:
-        """As `chat`, for any path that takes a JSON object and answers with one."""
+        """Send a JSON object to any path, as `chat` does, and return the JSON object of the answer."""
         with self.holding() as model:
             sent = {**body, "model": model}
             if salt is not None:
                 sent["cache_salt"] = salt
             neutral = [name for name, value in NEUTRAL.items() if name in body and body[name] == value]
-            if known := [name for name in neutral if name in self._refused]:
-                raise RefusedFields(f"the servers refuse {', '.join(known)}", known)
+            if refused := [name for name in neutral if name in self._refused]:
+                raise RefusedFields(f"the servers refuse {', '.join(refused)}", refused)
             try:
-                return await self._answered(path, encoded(sent, path), session)
+                return await self._post_with_retries(path, encoded(sent, path), session)
             except ServerError as error:
-                if not (named := refused_fields(str(error), neutral) if isinstance(error, _Refused) else ()):
+                if not (names := refused_fields(str(error), neutral) if isinstance(error, _Refused) else ()):
                     raise
-                self._refused.update(named)
-                raise RefusedFields(str(error), named) from error
+                self._refused.update(names)
+                raise RefusedFields(str(error), names) from error
 
-    async def _answered(self, path: str, data: bytes, session: str) -> dict[str, Any]:
-        """The first answer of the session's server that is one, by as many tries as a call has."""
+    async def _post_with_retries(self, path: str, data: bytes, session: str) -> dict[str, Any]:
+        """Return the first successful answer of the session's server, within the limits of one call."""
         deadline = time.monotonic() + self.timeout_s
         fresh, tries = False, 0
         while True:
             server = await self._server(session, deadline)
             answer = await self._ask(server, path, data, deadline - time.monotonic(), fresh)
-            if answer is None:  # evicted while asked: another server answers
+            if answer is None:  # evicted during the request: another server answers
                 continue
             if answer.dropped and not fresh:
-                # Servers close idle connections just when they are used: no failure yet.
+                # A server may close an idle connection while a request is sent: not a failure yet.
                 fresh = True
                 continue
             fresh = False
@@ -463,7 +472,7 @@ class Servers:
             await asyncio.sleep(max(0.0, min(wait_s, deadline - time.monotonic())))
 
     async def where(self, session: str) -> str:
-        """The base URL of the session's server, for who asks it by another road; waits until one can be asked."""
+        """Return the base URL of the session's server, for clients with own connections; wait until one is usable."""
         return (await self._server(session, time.monotonic() + self.timeout_s)).url
 
     async def ask(
@@ -476,9 +485,9 @@ class Servers:
         method: str = "POST",
         token: bool = True,
     ) -> Answer:
-        """One control request to one server, once, on a connection of its own; never raises for what comes back.
+        """Send one control request to one server, once, on a new connection; never raises because of the answer.
 
-        `token=False` leaves the key out, to see whether the server asks for it.
+        `token=False` leaves out the key, to test whether the server requires it.
         """
         data = None if body is None else encoded(body, path)
         return await self._open.request(method, url, path, data, timeout_s=timeout_s, fresh=True, token=token)
@@ -486,19 +495,19 @@ class Servers:
     async def each(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0, method: str = "POST"
     ) -> list[Answer]:
-        """One control request to every server that is not evicted, at once; the answers in the order of `urls`."""
-        asked = [self.ask(url, path, body, timeout_s=timeout_s, method=method) for url in self.urls]
-        return list(await asyncio.gather(*asked))
+        """Send one control request to every server that is not evicted; return the answers in the order of `urls`."""
+        requests = [self.ask(url, path, body, timeout_s=timeout_s, method=method) for url in self.urls]
+        return list(await asyncio.gather(*requests))
 
     def leave_out(self, url: str, why: str) -> None:
-        """Ask this server no more until its /health answers and `admission` agrees."""
+        """Stop using a server until its /health answers and `admission` agrees."""
         server = self._servers[url]
         if server.usable:
             server.out = why
             server.probe = asyncio.ensure_future(self._probe(server))
 
     async def usable(self, timeout_s: float) -> bool:
-        """Whether a server can be asked, now or within `timeout_s`."""
+        """Return whether a server is usable, now or within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not any(server.usable for server in self._servers.values()):
             if not self.urls or not await self._change(deadline):
@@ -506,13 +515,13 @@ class Servers:
         return True
 
     def evict(self, url: str, why: str) -> None:
-        """Never ask this server again; what it was asked is asked of others."""
+        """Never use this server again; its requests in flight are sent to other servers."""
         server = self._servers[url]
         server.evicted = why
         if server.probe is not None:
             server.probe.cancel()
-        for asked in list(server.asked):
-            asked.cancel()
+        for request in list(server.asked):
+            request.cancel()
         self._changed.set()
 
     @property
@@ -522,23 +531,23 @@ class Servers:
         return self._wire
 
     async def _ask(self, server: _Server, path: str, data: bytes, timeout_s: float, fresh: bool) -> Answer | None:
-        """The server's answer, or None where it was evicted meanwhile."""
+        """Return the server's answer, or None if it was evicted during the request."""
         request = self._open.request("POST", server.url, path, data, timeout_s=max(timeout_s, 1e-3), fresh=fresh)
-        asked = asyncio.ensure_future(request)
-        server.asked.add(asked)
+        future = asyncio.ensure_future(request)
+        server.asked.add(future)
         try:
-            await asyncio.wait({asked})
+            await asyncio.wait({future})
         finally:
-            server.asked.discard(asked)
-            asked.cancel()  # does nothing to what is done
-        if asked.cancelled():
+            server.asked.discard(future)
+            future.cancel()  # has no effect on a finished request
+        if future.cancelled():
             if server.evicted is None:
                 raise ServerError(f"{server.url}{path} was being asked while its servers were closed. Close them last.")
             return None
-        return asked.result()
+        return future.result()
 
     async def _server(self, session: str, deadline: float) -> _Server:
-        """The session's server, or the least loaded one where it has none that can be asked; waits until one can be."""
+        """Return the session's server, or the least loaded one if it is not usable; wait for a usable one."""
         while True:
             server = self._sessions.get(session)
             if server is not None and server.usable:
@@ -546,13 +555,13 @@ class Servers:
                 return server
             usable = [server for server in self._servers.values() if server.usable]
             if usable:
-                server = min(usable, key=lambda one: (len(one.asked), one.placed))
+                server = min(usable, key=lambda server: (len(server.asked), server.placed))
                 server.placed += 1
                 self._sessions[session] = server
                 if len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)
                 return server
-            why = "; ".join(f"{one.url}: {one.evicted or one.out}" for one in self._servers.values())
+            why = "; ".join(f"{server.url}: {server.evicted or server.out}" for server in self._servers.values())
             if not self.urls:
                 raise ServerError(f"No server is left: {why}. Start them again, and the run from its folder.")
             if not await self._change(deadline):
@@ -562,19 +571,19 @@ class Servers:
                 )
 
     async def _change(self, deadline: float) -> bool:
-        """Wait until a server comes back or is evicted; whether that was before the deadline."""
+        """Wait until a server comes back or is evicted; return whether that was before the deadline."""
         self._changed.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
         return False
 
-    def _count_failure(self, server: _Server, why: str) -> None:
+    def _count_failure(self, server: _Server, reason: str) -> None:
         server.failures += 1
         if server.failures >= self._failures:
-            self.leave_out(server.url, f"failed {server.failures} times in a row, the last time: {why}")
+            self.leave_out(server.url, f"failed {server.failures} times in a row, the last time: {reason}")
 
     async def _probe(self, server: _Server) -> None:
-        """Ask a server that is out for its health until it may be asked again."""
+        """Send health requests to a server that is out, until it may be used again."""
         while True:
             await asyncio.sleep(self._probe_s)
             healthy = await self.ask(server.url, "/health", timeout_s=self._connect_s, method="GET")
@@ -583,39 +592,40 @@ class Servers:
             if self.admission is not None and not await self.admission(server.url):
                 continue
             server.out = None
-            server.failures = self._failures - 1  # the next failure shuts it out again
+            server.failures = self._failures - 1  # the next failure takes it out of use again
             self._changed.set()
             return
 
 
 class _Refused(ServerError):
-    """A request that a server finds fault with."""
+    """A request that a server rejects as invalid."""
 
 
 def _refusal(url: str, path: str, answer: Answer) -> ServerError:
-    cures = {
+    fixes = {
         401: "Pass the `key` that this server was started with.",
         403: "Pass the `key` that this server was started with.",
         404: "Look whether the model's name and the URL are right.",
         413: "Shorten the conversation, or raise the server's limit.",
     }
-    cure = cures.get(answer.status, "Change the request; it is never sent again as it is.")
+    fix = fixes.get(answer.status, "Change the request; it is never sent again as it is.")
     if answer.error is not None:
-        cure = ""
-    kind = _Refused if answer.status in (400, 422) else ServerError
-    return kind(f"{url}{path} answered {answer.status}, not what was asked for: {answer.words}. {cure}".rstrip())
+        fix = ""
+    error_type = _Refused if answer.status in (400, 422) else ServerError
+    return error_type(f"{url}{path} answered {answer.status}, not what was asked for: {answer.words}. {fix}".rstrip())
 
 
 async def measured_kind(servers: Servers) -> str | None:
-    """Return what the logprobs of the servers are of, "raw" or "processed"; None if none of them shows it.
+    """Return the kind of the servers' logprobs, "raw" or "processed"; None if no server reveals it.
 
-    Each is asked for one token where only one is allowed: processed logprobs then say 0, for either of two tokens.
+    Each server samples one token while only one token is allowed, for two different tokens. Processed logprobs are then
+    0 for both tokens.
 
     Raises:
         ArgumentError: if the servers differ.
     """
-    found = dict[str, str]()
-    told = {
+    kinds = dict[str, str]()
+    body = {
         "model": servers.model,
         "prompt": [1],
         "max_tokens": 1,
@@ -623,17 +633,19 @@ async def measured_kind(servers: Servers) -> str | None:
         "logprobs": 0,
         "ignore_eos": True,
     }
-    asked = [await servers.each("/v1/completions", {**told, "allowed_token_ids": [one]}) for one in (1, 2)]
-    for url, *answers in zip(servers.urls, *asked, strict=False):
+    answers_by_token = [
+        await servers.each("/v1/completions", {**body, "allowed_token_ids": [token]}) for token in (1, 2)
+    ]
+    for url, *answers in zip(servers.urls, *answers_by_token, strict=False):
         try:
-            sums = sum(float(each.body["choices"][0]["logprobs"]["token_logprobs"][0]) for each in answers)
+            sums = sum(float(answer.body["choices"][0]["logprobs"]["token_logprobs"][0]) for answer in answers)
         except (KeyError, IndexError, TypeError, ValueError):
             continue
-        found[url] = "processed" if sums > -1e-3 else "raw"
-    if len(set(found.values())) > 1:
-        kinds = ", ".join(f"{kind} at {url}" for url, kind in found.items())
+        kinds[url] = "processed" if sums > -1e-3 else "raw"
+    if len(set(kinds.values())) > 1:
+        descriptions = ", ".join(f"{kind} at {url}" for url, kind in kinds.items())
         raise ArgumentError(
-            f"the servers' logprobs are {kinds}. One ratio would be of two kinds. Start all with the same "
+            f"the servers' logprobs are {descriptions}. One ratio would be of two kinds. Start all with the same "
             "--logprobs-mode."
         )
-    return next(iter(found.values()), None)
+    return next(iter(kinds.values()), None)

@@ -1,7 +1,6 @@
-"""Environments as contracts: ours, with `reset`, `step` and `reward`; and the classes of TRL's `environment_factory`.
+"""Make contracts from environments: `Environment` classes, and classes for TRL's `environment_factory`.
 
-An environment lives for one trajectory, and its plain methods run in one thread of its own. Made into contracts here,
-played by `play`.
+An environment exists for one trajectory, and its plain methods run in a thread of its own.
 """
 
 import inspect
@@ -19,10 +18,10 @@ Score = Callable[[Any, list[Message], list[Message]], Any]
 
 
 class Environment:
-    """A world of many turns; methods may be asynchronous or plain.
+    """Multi-turn environment; methods may be asynchronous or plain.
 
-    `tools` are functions or schemas that the model is told of; `step` answers its calls. Where a limit of turns or
-    tokens is met, `step` is called no more and `reward` is asked. `finish` is called at the end, whatever happened.
+    `tools` are functions or schemas for the tool list of the model; `step` answers its calls. If a limit of turns or
+    tokens is reached, `step` is not called again, and `reward` is called. `finish` is always called at the end.
 
     >>> class Guess(Environment):
     ...     def reset(self, task):
@@ -38,30 +37,30 @@ class Environment:
     tools: Any = ()
 
     def reset(self, task: Any) -> list[Message] | Awaitable[list[Message]]:
-        """The messages that the trajectory begins with."""
+        """Return the first messages of the trajectory."""
         raise NotImplementedError
 
     def step(self, message: Message) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """What the world answers to a message of the policy; None where the trajectory ends.
+        """Return the environment's answer to a message of the policy; None ends the trajectory.
 
         Args:
-            message: role, content, `finish_reason`, and where there are any tool_calls and reasoning.
+            message: role, content, `finish_reason`, and tool_calls and reasoning if there are any.
         """
         raise NotImplementedError
 
     def reward(self) -> Any:
-        """One number, or some by name, once the trajectory has ended."""
+        """Return one number, or several by name, after the trajectory has ended."""
         return None
 
     def finish(self) -> Any:
-        """Gives back what the environment holds."""
+        """Release the resources of the environment."""
 
 
 def environment(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None = None) -> Any:
-    """The contract of an environment class, or of whatever makes one.
+    """Return the contract of an environment class or factory.
 
     Args:
-        make: makes an environment for each trajectory.
+        make: creates an environment for each trajectory.
         sampling: fields of its requests.
     """
 
@@ -69,15 +68,15 @@ def environment(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None =
         thread = Thread()
 
         async def ask(function: Callable[..., Any], *args: Any) -> Any:
-            return await _either(thread, function, *args)
+            return await _call(thread, function, *args)
 
         world: Any = None
         try:
             world = await ask(make)
             messages = [dict(message) for message in _messages(await ask(world.reset, task), "reset")]
             while True:
-                told = getattr(world, "tools", ())
-                tools = [one if isinstance(one, Mapping) else schema(one) for one in told]
+                declared = getattr(world, "tools", ())
+                tools = [tool if isinstance(tool, Mapping) else schema(tool) for tool in declared]
                 try:
                     message = await policy.chat(messages, tools=tools, **(sampling or {}))
                 except LimitReached:
@@ -95,23 +94,25 @@ def environment(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None =
     return contract
 
 
-async def _either(thread: Thread, function: Callable[..., Any], *args: Any) -> Any:
-    """The value of a function, awaited here where it is asynchronous, run in the thread where it is not."""
+async def _call(thread: Thread, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function: await it here if it is asynchronous, run it in the thread if it is not."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     value = await thread.call(function, *args, seconds=None, what=getattr(function, "__name__", "a function"))
     return await value if inspect.isawaitable(value) else value
 
 
-def _messages(value: Any, what: str) -> list[Message]:
+def _messages(value: Any, method: str) -> list[Message]:
     if isinstance(value, Mapping):
         value = [value]
-    if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) and "role" in one for one in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(message, Mapping) and "role" in message for message in value
+    ):
         raise ArgumentError(
-            f"{what} returned {value!r:.200}. The policy is asked with messages. Return a list of "
+            f"{method} returned {value!r:.200}. The policy is asked with messages. Return a list of "
             '{"role": ..., "content": ...}.'
         )
-    return [dict(one) for one in value]
+    return [dict(message) for message in value]
 
 
 def trl_environment(
@@ -123,17 +124,17 @@ def trl_environment(
     seconds: float = 30.0,
     sampling: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The contract of a class made for TRL's `environment_factory`, as it is.
+    """Return the contract of a class made for TRL's `environment_factory`, unchanged.
 
-    `reset(**row)` may return what is appended to the last message of the prompt; public methods are tools, one call
-    after the other; `get_reward()`, where there is one, is the reward by the name of the class. Instances are made
-    once and used again. A failed trajectory's is not.
+    `reset(**row)` may return content that is appended to the last message of the prompt. Public methods are tools,
+    called one after the other. `get_reward()`, if it exists, returns the reward, named after the class. Instances are
+    created once and used again, except those of failed trajectories.
 
     Args:
-        make: makes one.
-        tools: more functions.
-        score: `(task, prompt, completion)` to a reward, where the class has none.
-        turns: tool answers at most; TRL's max_tool_calling_iterations.
+        make: creates an instance.
+        tools: additional functions.
+        score: `(task, prompt, completion)` to a reward, if the class has none.
+        turns: maximum number of tool answers; TRL's max_tool_calling_iterations.
         seconds: time limit of one tool call.
         sampling: fields of its requests.
     """
@@ -142,43 +143,49 @@ def trl_environment(
     async def contract(task: Any, policy: Policy) -> Any:
         row = dict(task) if isinstance(task, Mapping) else {"prompt": task}
         world, thread = idle.pop() if idle else (None, Thread())
-        opened: Tools | None = None
+        all_tools: Tools | None = None
         try:
             if world is None:
-                world = await _either(thread, make)
-            seen = await _either(thread, lambda: world.reset(**row))
-            prompt = _with(prompt_of(row) if row.get("prompt") else [{"role": "user", "content": ""}], seen)
+                world = await _call(thread, make)
+            observation = await _call(thread, lambda: world.reset(**row))
+            prompt = _append_observation(
+                prompt_of(row) if row.get("prompt") else [{"role": "user", "content": ""}], observation
+            )
             functions = [*tools, *public_methods(world)]
-            opened = Tools(functions, seconds=seconds, run="order", text=str, thread=thread)
-            messages, _ = await converse(policy, prompt, opened, turns, sampling)
+            all_tools = Tools(functions, seconds=seconds, run="order", text=str, thread=thread)
+            messages, _ = await converse(policy, prompt, all_tools, turns, sampling)
             if hasattr(world, "get_reward"):
-                found = {type(world).__name__: await _either(thread, world.get_reward)}
+                rewards = {type(world).__name__: await _call(thread, world.get_reward)}
             else:
-                found = await scored(score, task, prompt, messages[len(prompt) :])
+                rewards = await scored(score, task, prompt, messages[len(prompt) :])
         except BaseException:
             thread.close()
             raise
         idle.append((world, thread))
-        return found
+        return rewards
 
     return contract
 
 
 def public_methods(world: Any) -> list[Callable[..., Any]]:
-    """The methods of an instance that TRL takes for tools."""
+    """Return the methods of an instance that TRL uses as tools."""
     names = [name for name, _ in inspect.getmembers(type(world), predicate=inspect.isfunction)]
     return [getattr(world, name) for name in names if name not in ("reset", "get_reward") and not name.startswith("_")]
 
 
-def _with(prompt: list[Message], seen: Any) -> list[Message]:
-    """A prompt whose last message ends with what `reset` returned."""
-    if seen is None:
+def _append_observation(prompt: list[Message], observation: Any) -> list[Message]:
+    """Return a prompt with the result of `reset` appended to its last message."""
+    if observation is None:
         return prompt
     content: Any = prompt[-1].get("content") or ""
-    if isinstance(seen, list) and isinstance(content, str):
+    if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    added: Any = [{"type": "text", "text": seen}] if isinstance(seen, str) and isinstance(content, list) else seen
-    return [*prompt[:-1], {**prompt[-1], "content": content + added}]
+    suffix: Any = (
+        [{"type": "text", "text": observation}]
+        if isinstance(observation, str) and isinstance(content, list)
+        else observation
+    )
+    return [*prompt[:-1], {**prompt[-1], "content": content + suffix}]
 
 
 async def converse(
@@ -188,22 +195,25 @@ async def converse(
     turns: int | None = None,
     sampling: Mapping[str, Any] | None = None,
 ) -> tuple[list[Message], Message]:
-    """The policy asked again and again, its tool calls answered, until a message calls no tool or a limit is met.
+    """Call the policy and answer its tool calls, until a message calls no tool or a limit is reached.
 
-    Returns: all messages, and the last with its `finish_reason`.
+    Returns:
+        all messages, and the last message of the policy with its `finish_reason`.
     """
     messages = list(prompt)
     last: Message = {}
     answered = 0
-    policy.counts["called"] += 0  # so that a trajectory with tools that calls none says so
+    policy.counts["called"] += 0  # so that a trajectory that has tools but calls none is counted
     while True:
         try:
             last = await policy.chat(messages, tools=tools.schemas, **(sampling or {}))
         except LimitReached:
             if not last:
                 raise
-            # Answers that the policy never saw are no part of what it did.
-            return messages[: max(n for n, one in enumerate(messages, 1) if one["role"] == "assistant")], last
+            # Tool answers that the policy never saw are not part of the trajectory.
+            return messages[
+                : max(number for number, message in enumerate(messages, 1) if message["role"] == "assistant")
+            ], last
         messages.append({key: value for key, value in last.items() if key != "finish_reason"})
         if not last.get("tool_calls") or answered == turns:
             return messages, last
@@ -212,11 +222,11 @@ async def converse(
 
 
 async def scored(score: Score | None, task: Any, prompt: list[Message], completion: list[Message]) -> Any:
-    """What a score says; None without one."""
+    """Return the result of a score function; None without one."""
     if score is None:
         return None
     thread = Thread()
     try:
-        return await _either(thread, score, task, prompt, completion)
+        return await _call(thread, score, task, prompt, completion)
     finally:
         thread.close()

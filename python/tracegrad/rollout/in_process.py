@@ -1,7 +1,7 @@
 """Run `vllm.LLM` in this process behind the interface of HTTP servers.
 
-Bodies and answers are made by vLLM's own serving classes. `vllm.LLM` is synchronous and must not be used by two
-threads, so one thread drives it. vLLM is imported on use; written against vLLM 0.32.
+Request and response bodies are handled by vLLM's own serving classes. `vllm.LLM` is synchronous and must not be used by
+two threads, so one thread drives it. vLLM is imported on use. Written against vLLM 0.32.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from tracegrad.rollout.client import Answer, Servers
 
 T = TypeVar("T")
 OF_SERVING = ("enable_auto_tool_choice", "tool_call_parser")
-"""Arguments of vLLM's server that are none of its engine's; the rest goes to `vllm.LLM` as it is."""
+"""Arguments of vLLM's server that its engine does not have; all others are passed to `vllm.LLM`."""
 STOP_S = 30.0
 
 
 class Engine:
-    """One `vllm.LLM` and the thread that alone uses it.
+    """One `vllm.LLM` and the only thread that uses it.
 
     Args:
         model: folder or name of the model.
-        arguments: of vLLM's EngineArgs by name, and those of `OF_SERVING`.
+        arguments: arguments of vLLM's EngineArgs by name, and those of `OF_SERVING`.
 
     Raises:
-        ArgumentError: if vLLM is not installed here, or does not take the arguments.
+        ArgumentError: if vLLM is not installed here, or does not accept the arguments.
     """
 
     def __init__(self, model: str | Path, arguments: Mapping[str, Any]) -> None:
@@ -45,9 +45,9 @@ class Engine:
                 "played. Install vllm here, or pass python=, the interpreter of an environment that has it."
             ) from error
         self.arguments = dict(arguments)
-        told = {name: value for name, value in arguments.items() if name not in OF_SERVING}
+        engine_arguments = {name: value for name, value in arguments.items() if name not in OF_SERVING}
         try:
-            self.llm: Any = LLM(model=str(model), **told)
+            self.llm: Any = LLM(model=str(model), **engine_arguments)
         except (TypeError, ValueError) as error:
             raise ArgumentError(
                 f"vllm.LLM does not take its arguments: {str(error)[:500]}. Nothing could be played. Look at engine=."
@@ -60,34 +60,34 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and the engine; may be called again."""
+        """Stop the thread and the engine; may be called again."""
         self._work.put(None)
         self._thread.join(STOP_S)
         with suppress(Exception):
             self.llm.llm_engine.engine_core.shutdown()
 
     def do(self, work: Callable[[Any], T]) -> Future[T]:
-        """What `work(llm)` gives, done between two steps."""
-        found: Future[T] = Future()
+        """Run `work(llm)` between two engine steps and return its future."""
+        future: Future[T] = Future()
 
-        def done() -> None:
-            if not found.set_running_or_notify_cancel():
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
                 return
             try:
-                found.set_result(work(self.llm))
+                future.set_result(work(self.llm))
             except BaseException as error:
-                found.set_exception(error)
+                future.set_exception(error)
 
         if self.error is not None:
-            found.set_exception(self.dead_error)
+            future.set_exception(self.dead_error)
         else:
-            self._work.put(done)
-        return found
+            self._work.put(run)
+        return future
 
     def pause(self, clear: bool) -> Future[None]:
-        """Stops sampling; what is under way is kept, and computed anew where caches are cleared."""
+        """Stop sampling; requests in flight are kept, and recomputed if caches are cleared."""
 
-        def paused(llm: Any) -> None:
+        def pause(llm: Any) -> None:
             llm.sleep(level=0, mode="keep")
             self.paused = True
             if clear:
@@ -96,85 +96,85 @@ class Engine:
                 llm.reset_mm_cache()
                 llm.llm_engine.reset_encoder_cache()
 
-        return self.do(paused)
+        return self.do(pause)
 
     def resume(self) -> Future[None]:
-        """Goes on sampling."""
+        """Continue sampling."""
 
-        def resumed(llm: Any) -> None:
+        def resume(llm: Any) -> None:
             llm.wake_up(tags=["scheduling"])
             self.paused = False
 
-        return self.do(resumed)
+        return self.do(resume)
 
-    # What vLLM's serving classes ask of an engine, by their names.
+    # Attributes that vLLM's serving classes read from an engine, with vLLM's names.
 
     @property
     def model_config(self) -> Any:
-        """As vLLM made it of the arguments."""
+        """Model config that vLLM built from the arguments."""
         return self.llm.llm_engine.model_config
 
     @property
     def vllm_config(self) -> Any:
-        """All configs together."""
+        """All of vLLM's configs together."""
         return self.llm.llm_engine.vllm_config
 
     @property
     def renderer(self) -> Any:
-        """Makes ids of messages."""
+        """Renders messages to ids."""
         return self.llm.llm_engine.renderer
 
     @property
     def input_processor(self) -> Any:
-        """Makes requests of ids."""
+        """Builds requests from ids."""
         return self.llm.llm_engine.input_processor
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has failed for good."""
+        """Whether the engine has failed permanently."""
         return self.error is not None
 
     @property
     def dead_error(self) -> ServerError:
-        """Why."""
+        """Error with the cause of the failure."""
         return ServerError(
             f"vLLM in this process has ended: {type(self.error).__name__}: {self.error}. It cannot be asked. Look at "
             "what it printed, and start the run again from its folder."
         )
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Everything is taken; vLLM queues it."""
+        """Accept every request; vLLM queues it."""
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Loads an adapter."""
+        """Load an adapter."""
         return await asyncio.wrap_future(self.do(lambda llm: llm.llm_engine.add_lora(lora_request)))
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **_: Any
     ) -> AsyncIterator[Any]:
-        """The whole answer to one request, once; a request that nobody waits for any more is let go."""
+        """Yield the complete answer to one request, once; a request whose caller is gone is aborted."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
-        def found(output: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed
+        def set_answer(output: Any) -> None:
+            with suppress(RuntimeError):  # the loop may be closed
                 loop.call_soon_threadsafe(_settle, answer, output)
 
-        def added(llm: Any) -> str:
-            known = llm.llm_engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request)
-            self._answers[request_id] = found
-            return known
+        def add(llm: Any) -> str:
+            engine_id = llm.llm_engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request)
+            self._answers[request_id] = set_answer
+            return engine_id
 
-        known = await asyncio.wrap_future(self.do(added))
+        engine_id = await asyncio.wrap_future(self.do(add))
         try:
             yield await answer
         finally:
             if not answer.done() or answer.cancelled():
-                self.do(lambda llm: self._let_go(llm, request_id, known))
+                self.do(lambda llm: self._abort(llm, request_id, engine_id))
 
-    def _let_go(self, llm: Any, request_id: str, known: str) -> None:
+    def _abort(self, llm: Any, request_id: str, engine_id: str) -> None:
         if self._answers.pop(request_id, None) is not None:
-            llm.llm_engine.abort_request([known], internal=True)
+            llm.llm_engine.abort_request([engine_id], internal=True)
 
     def _run(self) -> None:
         engine = self.llm.llm_engine
@@ -185,16 +185,16 @@ class Engine:
                     work = self._work.get(block=not busy)
                 except queue.Empty:
                     for output in engine.step():
-                        if output.finished and (found := self._answers.pop(output.request_id, None)) is not None:
-                            found(output)
+                        if output.finished and (set_answer := self._answers.pop(output.request_id, None)) is not None:
+                            set_answer(output)
                     continue
                 if work is None:
                     return
                 work()
         except BaseException as error:
             self.error = error
-            for found in self._answers.values():
-                found(self.dead_error)
+            for set_answer in self._answers.values():
+                set_answer(self.dead_error)
             while not self._work.empty():
                 if (work := self._work.get()) is not None:
                     work()
@@ -210,7 +210,7 @@ def _settle(answer: asyncio.Future[Any], output: Any) -> None:
 
 
 HERE = "http://localhost:0"
-"""What stands where others have a URL; nothing can be asked there."""
+"""Placeholder URL of the engine; it accepts no connections."""
 REFUSED = 400
 
 
@@ -218,9 +218,9 @@ class Inside(Servers):
     """An engine of this process as the only server of a run.
 
     Args:
-        engine: with the policy.
-        model: the name that it is asked for.
-        limits: as of `Servers`: timeout_s, retries, failures.
+        engine: engine with the policy.
+        model: model name in requests.
+        limits: timeout_s, retries and failures, as for `Servers`.
     """
 
     def __init__(self, engine: Engine, *, model: str, **limits: Any) -> None:
@@ -232,22 +232,22 @@ class Inside(Servers):
         return self
 
     async def where(self, session: str) -> str:
-        """Refused: an agent that brings its own client needs an address."""
+        """Raise an error: agents with their own client need an address, which an engine does not have."""
         raise ServerError(
             "the policy is served in this process and has no address. An agent that asks by policy.base_url cannot "
             "reach it. Ask by policy.chat, or leave out servers='in-process'."
         )
 
     async def sleep(self, level: int = 1) -> None:
-        """Gives the device's memory back while nothing is played: level 1 keeps the weights in the host's.
+        """Free device memory between rollouts: level 1 keeps the weights in host memory.
 
         Raises:
-            ArgumentError: where there is no CUDA: vLLM would say yes and keep all of it.
+            ArgumentError: without CUDA, since vLLM would report success but keep all of the memory.
         """
         await self._on_cuda("sleep", lambda llm: llm.sleep(level=level))
 
     async def wake(self) -> None:
-        """Takes it back."""
+        """Allocate the device memory again."""
         await self._on_cuda("wake_up", lambda llm: llm.wake_up())
 
     async def _on_cuda(self, name: str, work: Callable[[Any], Any]) -> None:
@@ -262,18 +262,18 @@ class Inside(Servers):
 
 
 class EngineWire:
-    """What answers requests in place of a connection.
+    """Answers requests from an engine instead of a connection.
 
     Args:
-        engine: asked.
-        model: the name of the model below any adapter.
+        engine: engine that answers.
+        model: name of the base model of any adapters.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
         self.engine = engine
         self.serving = _Serving(engine, model)
         do = engine.do
-        self._roads: dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any] | Any]] = {
+        self._handlers: dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any] | Any]] = {
             "/v1/chat/completions": lambda body, _: self.serving.chat(body),
             "/v1/completions": lambda body, _: self.serving.complete(body),
             "/inference/v1/generate": lambda body, _: self.serving.generate(body),
@@ -295,33 +295,36 @@ class EngineWire:
         }
 
     async def close(self) -> None:
-        """Nothing is open; the engine is its maker's to close."""
+        """Do nothing: there are no connections, and the creator of the engine closes it."""
 
     async def request(
         self, method: str, url: str, path: str, data: bytes | None, *, timeout_s: float, **_: Any
     ) -> Answer:
-        """As `client.Wire.request`: an answer or why there is none, in time; raises nothing but cancellation."""
+        """Answer a request in time, or return why there is no answer, as `client.Wire.request`.
+
+        Raises only on cancellation.
+        """
         started = time.monotonic()
         parts = urlsplit(path)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        road = self._roads.get(parts.path)
-        if road is None:
+        handler = self._handlers.get(parts.path)
+        if handler is None:
             return Answer(url, 404, {"error": f"{parts.path} is not served in this process"}, 0.0)
         try:
-            found = await asyncio.wait_for(_given(road(json.loads(data) if data else {}, query)), timeout_s)
+            result = await asyncio.wait_for(_result(handler(json.loads(data) if data else {}, query)), timeout_s)
         except asyncio.TimeoutError:
             seconds = time.monotonic() - started
             return Answer(url, 0, None, seconds, f"no answer within {seconds:.1f} s", silent=True)
-        except Exception as error:  # of vLLM, which raises what it likes
+        except Exception as error:  # vLLM may raise any exception
             status = REFUSED if isinstance(error, (ValueError, TypeError, ArgumentError)) else 500
             words = f"{type(error).__name__}: {error}"
             return Answer(url, status, {"error": words}, time.monotonic() - started)
-        status, body = found if isinstance(found, tuple) else (200, found)
+        status, body = result if isinstance(result, tuple) else (200, result)
         return Answer(url, status, body, time.monotonic() - started)
 
 
 class _Serving:
-    """vLLM's own serving classes over the engine: what it answers is what its server would."""
+    """vLLM's own serving classes over the engine, so that answers equal those of its server."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -333,8 +336,8 @@ class _Serving:
         from vllm.renderers.online_derenderer import OnlineDerenderer
         from vllm.renderers.online_renderer import OnlineRenderer
 
-        known: Any = engine
-        told: dict[str, Any] = {"request_logger": None}
+        vllm_engine: Any = engine
+        common: dict[str, Any] = {"request_logger": None}
         chat: dict[str, Any] = {
             "chat_template": None,
             "chat_template_content_format": "auto",
@@ -343,14 +346,16 @@ class _Serving:
             "reasoning_parser": engine.vllm_config.structured_outputs_config.reasoning_parser,
         }
         name = str(engine.model_config.model)
-        self.models = OpenAIServingModels(known, [BaseModelPath(name=model, model_path=name)])
-        renderer = OnlineRenderer(engine.model_config, engine.renderer, **told, **chat)
-        parser = OnlineDerenderer(engine.model_config, engine.renderer, **told, **chat)
+        self.models = OpenAIServingModels(vllm_engine, [BaseModelPath(name=model, model_path=name)])
+        renderer = OnlineRenderer(engine.model_config, engine.renderer, **common, **chat)
+        parser = OnlineDerenderer(engine.model_config, engine.renderer, **common, **chat)
         chat["reasoning_parser"] = chat["reasoning_parser"] or ""
-        self._chat = OpenAIServingChat(known, self.models, "assistant", online_renderer=renderer, **told, **chat)
-        self._complete = OpenAIServingCompletion(known, self.models, online_renderer=renderer, **told)
-        self._generate = ServingTokens(known, self.models, renderer, **told)
-        self._derender = ServingDerender(self.models, parser, **told)
+        self._chat = OpenAIServingChat(
+            vllm_engine, self.models, "assistant", online_renderer=renderer, **common, **chat
+        )
+        self._complete = OpenAIServingCompletion(vllm_engine, self.models, online_renderer=renderer, **common)
+        self._generate = ServingTokens(vllm_engine, self.models, renderer, **common)
+        self._derender = ServingDerender(self.models, parser, **common)
 
     async def chat(self, body: dict[str, Any]) -> tuple[int, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -387,22 +392,22 @@ class _Serving:
 
 
 def _pause(engine: Engine) -> Callable[[dict[str, Any], dict[str, str]], Any]:
-    def paused(_: dict[str, Any], query: dict[str, str]) -> Any:
+    def pause(_: dict[str, Any], query: dict[str, str]) -> Any:
         if query.get("mode") != "keep":
             raise ArgumentError(f"mode is {query.get('mode')!r}. Requests under way would be lost. Pause with keep.")
         return engine.pause(query.get("clear_cache", "true") != "false")
 
-    return paused
+    return pause
 
 
-async def _given(found: Any) -> Any:
-    if isinstance(found, (dict, tuple)):
-        return found
-    return await (found if asyncio.iscoroutine(found) else asyncio.wrap_future(found))
+async def _result(value: Any) -> Any:
+    if isinstance(value, (dict, tuple)):
+        return value
+    return await (value if asyncio.iscoroutine(value) else asyncio.wrap_future(value))
 
 
 def _body(response: Any) -> tuple[int, Any]:
-    """Status and JSON of what a serving class gives; an error says its own status."""
+    """Return status and JSON of a serving class's response; an error has its own status."""
     if isinstance(response, str):
         return 200, {"message": response}
     error = getattr(response, "error", None)

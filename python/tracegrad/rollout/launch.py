@@ -1,7 +1,4 @@
-"""A vLLM server as a child process: started, waited for, its log kept, and surely stopped.
-
-What is asked of it is `client`'s. `make online`, tests and the loop call this.
-"""
+"""Run a vLLM server as a child process: start it, wait until it is healthy, keep its log, and stop it reliably."""
 
 import contextlib
 import json
@@ -26,43 +23,43 @@ READ_BACK = 65_536
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """vLLM's engine arguments, by the names of its EngineArgs, as its command line takes them.
+    """Return command-line flags for vLLM's engine arguments, which are given by the names of its EngineArgs.
 
     >>> flags({"max_model_len": 1024, "enforce_eager": True, "seed": None})
     ['--max-model-len=1024', '--enforce-eager']
     >>> flags({"hf_overrides": {"rope_theta": 1e6}, "enable_prefix_caching": False})
     ['--hf-overrides={"rope_theta": 1000000.0}', '--no-enable-prefix-caching']
     """
-    found = []
+    result = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is None:
             continue
         if isinstance(value, bool):
-            found.append(flag if value else "--no-" + flag[2:])
+            result.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, Mapping):
-            found.append(f"{flag}={json.dumps(value)}")
-        elif name == "device_ids":  # the one list that vLLM wants in one text
-            found.append(f"{flag}={','.join(map(str, value))}")
+            result.append(f"{flag}={json.dumps(value)}")
+        elif name == "device_ids":  # the only list that vLLM expects as one text
+            result.append(f"{flag}={','.join(map(str, value))}")
         elif isinstance(value, (list, tuple, set, frozenset)):
-            found += [flag, *map(str, value)]
+            result += [flag, *map(str, value)]
         else:
-            found.append(f"{flag}={value}")
-    return found
+            result.append(f"{flag}={value}")
+    return result
 
 
 class Launched:
     """A vLLM server that runs as a child of this process.
 
     Args:
-        python: the interpreter of an environment that holds vLLM.
+        python: interpreter of an environment that has vLLM.
         model: folder or name of the model.
-        port: on loopback; refused where something listens on it. None takes a free one.
-        name: the name that requests give as `model`.
-        arguments: more of vLLM's engine arguments, by name, see `flags`; or a list of flags as they are.
-        environment: variables beside this process's own.
-        key: the token that it asks for, given by VLLM_API_KEY, as command lines are public.
-        log: where it writes.
+        port: port on loopback; refused if it is in use. None selects a free one.
+        name: model name in requests.
+        arguments: further engine arguments of vLLM by name, see `flags`; or a list of flags.
+        environment: variables in addition to those of this process.
+        key: token that the server requires, passed in VLLM_API_KEY because command lines are public.
+        log: file for its output.
     """
 
     def __init__(
@@ -80,27 +77,28 @@ class Launched:
         port = _free_port(port)
         self.url = f"http://127.0.0.1:{port}"
         self.log = Path(log)
-        more = flags(arguments) if isinstance(arguments, Mapping) else list(arguments)
+        extra_flags = flags(arguments) if isinstance(arguments, Mapping) else list(arguments)
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *more]
-        keep = [sys.executable, str(KEEPER), str(os.getpid()), str(GRACE_S)]
-        told = {**os.environ, **(environment or {})}
+        command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *extra_flags]
+        watchdog = [sys.executable, str(KEEPER), str(os.getpid()), str(GRACE_S)]
+        variables = {**os.environ, **(environment or {})}
         if key is not None:
-            told["VLLM_API_KEY"] = key
+            variables["VLLM_API_KEY"] = key
         with files.append(self.log) as output:
             self.process = subprocess.Popen(
-                [*keep, *command],
+                [*watchdog, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=told,
+                env=variables,
                 start_new_session=True,
             )
 
     def wait(self, timeout_s: float = 600.0, say: Callable[[str], None] | None = None) -> str:
-        """Return the URL once /health answers; `say` takes a line every ten seconds until then.
+        """Return the URL once /health answers; until then, `say` receives a line every ten seconds.
 
-        Raises: ServerError where the server ends, or is not healthy within `timeout_s`; with the end of its log.
+        Raises:
+            ServerError: if the server ends, or is not healthy within `timeout_s`; the message quotes its log.
         """
         deadline = time.monotonic() + timeout_s
         progress = Progress(say or (lambda _: None))
@@ -111,8 +109,8 @@ class Launched:
                     f"its log ends: {shown(self._tail()[-1].strip())[:100]}"
                 )
             )
-            if (why := self.ended()) is not None:
-                raise ServerError(why)
+            if (reason := self.ended()) is not None:
+                raise ServerError(reason)
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return self.url
             time.sleep(0.5)
@@ -122,7 +120,7 @@ class Launched:
         )
 
     def ended(self) -> str | None:
-        """Why the server cannot be asked any more, with the end of its log; None while it runs."""
+        """Return why the server cannot be used any more, with the end of its log; None while it runs."""
         if (status := self.process.poll()) is None:
             return None
         return (
@@ -131,20 +129,20 @@ class Launched:
         )
 
     def last_words(self) -> str:
-        """The last line of the log that names an error, or its last line."""
+        """Return the last line of the log that names an error, or its last line."""
         tail = self._tail()
         errors = [line for line in tail if "Error" in line or "error:" in line]
         return shown((errors or tail)[-1].strip())
 
     def _tail(self) -> list[str]:
-        """The last lines of the log; "nothing" if there is none."""
+        """Return the last lines of the log; "nothing" if it is empty."""
         with self.log.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - READ_BACK))
             tail = [line for line in lines.read().decode(errors="replace").splitlines() if line.strip()]
         return tail or ["nothing"]
 
     def stop(self) -> None:
-        """End the server and all that it started; may be called again."""
+        """Stop the server and all processes that it started; may be called again."""
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(GRACE_S + 30)
@@ -158,10 +156,10 @@ def launch(
     *,
     timeout_s: float = 600.0,
     say: Callable[[str], None] | None = None,
-    **told: Any,
+    **options: Any,
 ) -> Iterator[Launched]:
-    """Start a vLLM server, yield it once it is healthy, and stop it in the end; arguments as `Launched` takes them."""
-    launched = Launched(python, model, port, **told)
+    """Start a vLLM server, yield it once it is healthy, and stop it at the end; arguments as for `Launched`."""
+    launched = Launched(python, model, port, **options)
     try:
         launched.wait(timeout_s, say)
         yield launched
@@ -170,13 +168,13 @@ def launch(
 
 
 def _free_port(port: int | None) -> int:
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind(("127.0.0.1", port or 0))
+            probe.bind(("127.0.0.1", port or 0))
         except OSError as error:
             raise ArgumentError(
                 f"Port {port} of 127.0.0.1 cannot be had: {error}. Another server may stand there, and would be taken "
                 "for this one. Stop it, or give another port."
             ) from error
-        return tried.getsockname()[1]
+        return probe.getsockname()[1]

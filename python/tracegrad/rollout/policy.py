@@ -1,6 +1,6 @@
-"""The policy as an episode sees it: one chat call, recorded; or an address for agents that bring their own client.
+"""Policy of a rollout: a recorded chat call, or a recording address for agents with their own client.
 
-Limits of turns and tokens are kept here. Called by whoever writes a contract; made by `play`.
+It enforces the limits on turns and tokens.
 """
 
 from collections import Counter
@@ -13,13 +13,16 @@ from tracegrad.rollout.session import Call, Message, Session
 
 
 class Chat(Protocol):
-    """A chat completions request and its response, as JSON; requests of one session go to one server."""
+    """Function that sends a chat completions request and returns the response, as JSON.
+
+    Requests of a session go to one server.
+    """
 
     def __call__(self, body: dict[str, Any], *, session: str, salt: str | None) -> Awaitable[dict[str, Any]]: ...
 
 
 class LimitReached(TracegradError):
-    """An episode asked for more turns or tokens than it has; `which` is "turns" or "tokens"."""
+    """An episode needs more turns or tokens than its limit; `which` is "turns" or "tokens"."""
 
     def __init__(self, which: str, words: str) -> None:
         super().__init__(words)
@@ -27,17 +30,17 @@ class LimitReached(TracegradError):
 
 
 class NoAnswer(TracegradError):
-    """A server answered with something that holds no message."""
+    """A server's answer contains no message."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long one trajectory may become.
+    """Limits of one trajectory.
 
     Args:
-        turns: calls of the policy.
-        tokens: sampled tokens of all calls together.
-        seconds: from its beginning to its reward.
+        turns: maximum number of policy calls.
+        tokens: maximum number of sampled tokens in all calls together.
+        seconds: time limit from start to reward.
     """
 
     turns: int = 32
@@ -52,10 +55,10 @@ class Limits:
 
 
 class Policy:
-    """What a contract gets beside its task.
+    """Policy that a contract receives together with its task.
 
-    `base_url` and `key` are for agents that exist: an OpenAI-compatible address whose calls are recorded in this
-    trajectory. `ended` says which limit was met, None before one is; `counts` are what became of tool calls.
+    Existing agents use `base_url` and `key`: an OpenAI-compatible address whose calls are recorded in this trajectory.
+    `ended` is the limit that was reached, None before that. `counts` counts tool calls by outcome.
     """
 
     def __init__(
@@ -79,38 +82,40 @@ class Policy:
 
     @property
     def base_url(self) -> str:
-        """Of a server that records, ending in /v1.
+        """Address of the recording proxy for this trajectory, ending in /v1.
 
         Raises:
-            ArgumentError: where no proxy runs.
+            ArgumentError: if no proxy runs.
         """
-        return self._of_proxy()[0]
+        return self._proxy_address()[0]
 
     @property
     def key(self) -> str:
-        """What the server at `base_url` asks for."""
-        return self._of_proxy()[1]
+        """Token for `base_url`."""
+        return self._proxy_address()[1]
 
     @property
     def version(self) -> int | None:
-        """Of the weights that serve now."""
+        """Version of the weights that the servers have now."""
         return self.session.version
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **sampling: Any
     ) -> Message:
-        """The policy's next message: role, content, and where there are any tool_calls and reasoning; and its
-        `finish_reason`, which is taken out again where the message is sent back.
+        """Return the policy's next message.
+
+        It has role, content and `finish_reason`, and tool_calls and reasoning if there are any. `finish_reason` is
+        removed again when the message is sent back.
 
         Args:
             messages: the conversation.
-            tools: schemas, as requests carry them.
-            sampling: fields of the request, before those of the run.
+            tools: tool schemas, as in requests.
+            sampling: request fields that override those of the run.
 
         Raises:
             LimitReached: no turn or token is left.
             UnfitRequest: an option's answer cannot be recorded or trained on, such as n=2; or top_p in a run.
-            ServerError, NoAnswer: the server gave no message.
+            ServerError, NoAnswer: the server returned no message.
         """
         if sampling.get("stream"):
             raise ArgumentError("policy.chat gives whole messages. Leave out stream, or use policy.base_url.")
@@ -118,9 +123,9 @@ class Policy:
         if tools:
             body["tools"] = list(tools)
         call = self.session.open(body)
-        left = self.left()
-        if left is not None:
-            self.bound(call.request, left)
+        tokens_left = self.left()
+        if tokens_left is not None:
+            self.bound(call.request, tokens_left)
         self.turns += 1
         try:
             response = await self._answer(call)
@@ -133,13 +138,13 @@ class Policy:
             call.lose(str(error))
             raise
         call.close(response)
-        cut = message["finish_reason"] == "length"
-        if cut and self.limits.tokens is not None and self.session.tokens >= self.limits.tokens:
+        truncated = message["finish_reason"] == "length"
+        if truncated and self.limits.tokens is not None and self.session.tokens >= self.limits.tokens:
             self.ended = "tokens"
         return message
 
     async def _answer(self, call: Call) -> dict[str, Any]:
-        """The server's answer; a request that it refuses for fields which the session filled in goes without them."""
+        """Return the server's answer; if it refuses fields that the session filled in, retry without them."""
         while True:
             try:
                 return await self._chat(dict(call.request), session=self.sticky, salt=self.salt())
@@ -148,10 +153,10 @@ class Policy:
                     raise
 
     def left(self) -> int | None:
-        """How many tokens may still be sampled; None where there is no limit.
+        """Return how many tokens may still be sampled; None without a limit.
 
         Raises:
-            LimitReached: none, or no turn is left.
+            LimitReached: no token or no turn is left.
         """
         if self.turns >= self.limits.turns:
             self.ended = "turns"
@@ -164,19 +169,19 @@ class Policy:
         return self.limits.tokens - self.session.tokens
 
     def salt(self) -> str | None:
-        """The `cache_salt` of a request that is sent now."""
+        """Return the `cache_salt` for a request that is sent now."""
         return None if self._salt is None else self._salt()
 
     def at(self, address: tuple[str, str] | None) -> None:
-        """Says where a proxy records for this trajectory: its base URL and key."""
+        """Set the recording address of this trajectory: base URL and key."""
         self._address = address
 
     def bound(self, request: dict[str, Any], left: int) -> None:
-        """Lets a request sample at most so many tokens."""
-        name = next((one for one in ("max_completion_tokens", "max_output_tokens") if one in request), "max_tokens")
+        """Limit the sampled tokens of a request to `left`."""
+        name = next((name for name in ("max_completion_tokens", "max_output_tokens") if name in request), "max_tokens")
         request[name] = min(request.get(name) or left, left)
 
-    def _of_proxy(self) -> tuple[str, str]:
+    def _proxy_address(self) -> tuple[str, str]:
         if self._address is None:
             raise ArgumentError(
                 "policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to play, or leave a run's "
@@ -186,20 +191,24 @@ class Policy:
 
 
 def said(response: Any) -> Message:
-    """The message of a response, as a conversation carries it on."""
+    """Return the message of a response in the form that a conversation contains.
+
+    Raises:
+        NoAnswer: if the response contains no message.
+    """
     try:
         choice = response["choices"][0]
-        told = choice["message"]
-        message: Message = {"role": "assistant", "content": told.get("content")}
-        if calls := told.get("tool_calls"):
+        reply = choice["message"]
+        message: Message = {"role": "assistant", "content": reply.get("content")}
+        if calls := reply.get("tool_calls"):
             message["tool_calls"] = [dict(call) for call in calls]
         for key in ("reasoning_content", "reasoning"):
-            if told.get(key):
-                message[key] = told[key]
+            if reply.get(key):
+                message[key] = reply[key]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        found = repr(response)
+        text = repr(response)
         raise NoAnswer(
-            f"a server answered {found[:200]}, which holds no message. There is nothing to go on with. "
+            f"a server answered {text[:200]}, which holds no message. There is nothing to go on with. "
             "Look at the server's log."
         ) from None
     message["finish_reason"] = choice.get("finish_reason")
@@ -207,5 +216,5 @@ def said(response: Any) -> Message:
 
 
 def sent(message: Mapping[str, Any]) -> Message:
-    """A message without what only its answer says."""
+    """Return a message without `finish_reason`, which only answers have."""
     return {key: value for key, value in message.items() if key != "finish_reason"}

@@ -1,4 +1,4 @@
-"""Lines about something that takes long: plain ones, a few seconds apart, so that a log shows that it goes on."""
+"""Print plain lines about long operations, a few seconds apart, so that a log shows progress."""
 
 import time
 from collections.abc import Callable
@@ -7,26 +7,26 @@ EVERY_S = 10.0
 
 
 class Progress:
-    """Says a line at most every `EVERY_S` seconds, the first one after so long.
+    """Prints a line at most every `EVERY_S` seconds; the first one after `EVERY_S` seconds.
 
     Args:
-        say: takes the lines.
+        say: receives the lines.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._began = self._last = time.monotonic()
+        self._started_at = self._last_at = time.monotonic()
 
     def tick(self, words: Callable[[float], str]) -> None:
-        """Say `words(seconds since the beginning)` if it is time."""
+        """Print `words(seconds since the start)` if it is time."""
         now = time.monotonic()
-        if now - self._last >= EVERY_S:
-            self._last = now
-            self._say(words(now - self._began))
+        if now - self._last_at >= EVERY_S:
+            self._last_at = now
+            self._say(words(now - self._started_at))
 
 
 def left(seconds: float, done: int, total: int) -> str:
-    """Return how long the rest will take if it goes on as before.
+    """Return an estimate of the remaining time, from the pace so far.
 
     >>> left(30.0, 10, 40), left(30.0, 0, 40)
     ('about 90 s left', 'none is done yet')

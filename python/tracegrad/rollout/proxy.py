@@ -1,6 +1,6 @@
-"""Record any OpenAI client: a proxy that adds ids and logprobs to requests and hides them from answers.
+"""Record any OpenAI client: a proxy that adds ids and logprobs to requests and removes them from answers.
 
-One session per trajectory; requests and responses are recorded whole, and the client gets what it would have got
+There is one session per trajectory. Requests and responses are recorded completely. The client gets the same answers as
 without the proxy.
 """
 
@@ -34,42 +34,42 @@ from tracegrad.rollout.run_agent import checked
 from tracegrad.rollout.session import CHAT, COMPLETIONS, Call, Session, UnfitRequest
 
 HEAD_S, HEAD_BYTES = 20.0, 1 << 16
-"""How long the head of a request may take, from its connection or its first byte, and how large it may be."""
+"""Limits on the head of a request: seconds from the connection or its first byte, and size in bytes."""
 BODY_S = 60.0
-"""How long a body may take."""
+"""Time limit to receive a body, in seconds."""
 
 
 class Connection(H11Protocol):
-    """A connection of a client, closed if no request's head has come whole within `HEAD_S` seconds."""
+    """Connection of a client, closed if no complete request head has arrived within `HEAD_S` seconds."""
 
-    _late: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
-        self._late = self.loop.call_later(HEAD_S, transport.close)
+        self._timer = self.loop.call_later(HEAD_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, which may begin a head or end it."""
-        if self._late is None and self.conn.their_state is h11.IDLE:
-            self._late = self.loop.call_later(HEAD_S, self.transport.close)
+        """Process received bytes, which may start or complete a request head."""
+        if self._timer is None and self.conn.their_state is h11.IDLE:
+            self._timer = self.loop.call_later(HEAD_S, self.transport.close)
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._in_time()
+            self._cancel_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
-        self._in_time()
+        """Cancel the timer."""
+        self._cancel_timer()
         super().connection_lost(exc)
 
-    def _in_time(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Refusal(Exception):
-    """A request that is answered by the proxy itself."""
+    """A request that the proxy answers itself with an error."""
 
     def __init__(self, status: int, words: str, kind: str = "invalid_request_error") -> None:
         super().__init__(words)
@@ -77,20 +77,20 @@ class Refusal(Exception):
 
 
 class Pool(Protocol):
-    """Several servers, as `rollout.server.Servers` gives them."""
+    """Several servers, for example `rollout.client.Servers`."""
 
     async def where(self, session: str) -> str: ...
     def leave_out(self, url: str, why: str) -> None: ...
 
 
 class Upstream:
-    """The server, or several, that a proxy asks; an asynchronous context manager.
+    """The server or servers behind a proxy; an asynchronous context manager.
 
     Args:
-        url: base URL; or several servers, of which one that cannot be asked is left out until it is healthy, and its
-            sessions ask another, or wait.
-        key: what the server asks for.
-        timeout_s: of one request.
+        url: base URL, or a pool of servers. An unreachable server of a pool is not used until it is healthy; its
+            sessions use another server, or wait.
+        key: token that the server requires.
+        timeout_s: time limit of one request.
     """
 
     def __init__(self, url: str | Pool, key: str | None, timeout_s: float) -> None:
@@ -111,13 +111,13 @@ class Upstream:
             await self._client.close()
 
     async def ask(self, method: str, session: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
-        """The server's answer, once its head is there; the caller closes it.
+        """Send a request and return the response once its head has arrived; the caller closes it.
 
         Raises:
-            Refusal: 502, 503 or 504, where there is none.
+            Refusal: 502, 503 or 504, if there is no response.
         """
         assert self._client is not None
-        again, deadline = True, time.monotonic() + self._timeout_s
+        may_retry, deadline = True, time.monotonic() + self._timeout_s
         while True:
             base = await self._where(session)
             url = base.rstrip("/").removesuffix("/v1") + path
@@ -126,10 +126,10 @@ class Upstream:
             except asyncio.TimeoutError:
                 raise Refusal(504, f"the server was silent for {self._timeout_s:g} s", "upstream_error") from None
             except aiohttp.ClientError as error:
-                # Servers close idle connections just when they are used.
+                # A server may close an idle connection while a request is sent.
                 dropped = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
-                if again and dropped and not isinstance(error, aiohttp.ClientConnectorError):
-                    again = False
+                if may_retry and dropped and not isinstance(error, aiohttp.ClientConnectorError):
+                    may_retry = False
                     continue
                 if not isinstance(self._url, str) and time.monotonic() < deadline:
                     self._url.leave_out(base, f"it cannot be asked: {error}")
@@ -146,28 +146,32 @@ class Upstream:
 
 
 async def answer(send: Any, status: int, body: bytes, kind: str = "application/json", *, close: bool = False) -> None:
-    """Sends a whole answer; `close` ends the connection, on which an unread body may still come."""
-    more = [(b"connection", b"close")] if close else []
-    await start(send, status, kind, (b"content-length", str(len(body)).encode()), *more)
+    """Send a complete response; `close` ends the connection, since unread parts of the request may still arrive."""
+    headers = [(b"connection", b"close")] if close else []
+    await start(send, status, kind, (b"content-length", str(len(body)).encode()), *headers)
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def start(send: Any, status: int, kind: str, *headers: tuple[bytes, bytes]) -> None:
-    """Sends the head of an answer, whatever a server calls its content."""
+    """Send the head of a response; any content type of a server is accepted."""
     headers = ((b"content-type", kind.encode("latin-1", "replace")), *headers)
     await send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
 
 async def disconnected(receive: Any) -> None:
-    """Returns once the client is gone."""
+    """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> bytes:
-    """A request's body, read within `BODY_S` seconds."""
-    told = headers.get(b"content-length", "0")
-    if told.isdigit() and int(told) > most:
+    """Read the body of a request within `BODY_S` seconds.
+
+    Raises:
+        Refusal: 400, 408 or 413, if the client closes, is too slow, or sends more than `most` bytes.
+    """
+    length = headers.get(b"content-length", "0")
+    if length.isdigit() and int(length) > most:
         raise Refusal(413, f"the request has more than {most} bytes")
 
     async def read() -> bytes:
@@ -190,18 +194,26 @@ async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> byte
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """A body as a JSON object."""
+    """Decode a body as a JSON object.
+
+    Raises:
+        Refusal: 400, if it is not one.
+    """
     try:
-        told = parsed(body, halves=True)
+        value = parsed(body, halves=True)
     except ValueError as error:
         raise Refusal(400, f"the request is not JSON: {error}") from None
-    if not isinstance(told, dict):
+    if not isinstance(value, dict):
         raise Refusal(400, "the request is not a JSON object")
-    return told
+    return value
 
 
 async def whole(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body of a server's answer."""
+    """Read the body of a server's response.
+
+    Raises:
+        Refusal: 502, if it has more than `most` bytes.
+    """
     data = await response.content.read(most + 1)
     parts = [data]
     size = len(data)
@@ -215,12 +227,12 @@ async def whole(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"data", b"event", b"id", b"retry")
-"""How lines of an event begin; a name alone has an empty value."""
+"""Line prefixes of server-sent events; a name without a colon has an empty value."""
 Wrong = Callable[[Mapping[str, Any]], str | None]
 
 
 class MalformedAnswer(ValueError):
-    """An answer of a server that is not what its API says; the text says what is wrong with it."""
+    """A server's answer does not follow its API; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -228,9 +240,9 @@ class Road:
     """One kind of request.
 
     Args:
-        path: at the server.
-        asked: what is asked whatever the client says; empty where the request goes as it came.
-        wrong_in, wrong_in_chunk: say what is wrong with a whole answer, and with a chunk of a stream.
+        path: path at the server.
+        asked: fields that are set in every request; empty if requests are passed on unchanged.
+        wrong_in, wrong_in_chunk: return what is wrong with a complete answer, or with a chunk of a stream.
     """
 
     path: str
@@ -239,7 +251,7 @@ class Road:
     wrong_in_chunk: Wrong
 
     def error(self, message: str) -> bytes:
-        """Return the event that ends a stream by an error, in the form that clients of this API read."""
+        """Return the event that ends a stream with an error, in the format that clients of this API read."""
         error: dict[str, Any] = {"message": shown(message)[:1000], "type": "upstream_error", "param": None, "code": 502}
         if self.path == "/v1/messages":
             return b"event: error\ndata: " + dumped({"type": "error", "error": error}) + b"\n\n"
@@ -260,7 +272,7 @@ ROADS = {
 
 
 class Added:
-    """What a client did not ask for, by its request.
+    """Fields of an answer that the client did not request, derived from its request.
 
     >>> Added({"messages": []}, CHAT).taken_out({"choices": [{"token_ids": [1], "logprobs": {}}], "prompt_token_ids": [2]})
     {'choices': [{'token_ids': None, 'logprobs': None}], 'prompt_token_ids': None}
@@ -268,8 +280,8 @@ class Added:
 
     def __init__(self, body: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         chat = "top_logprobs" in asked
-        told = body.get("logprobs")
-        self.logprobs = "logprobs" in asked and not (told if chat else told is not None)
+        logprobs = body.get("logprobs")
+        self.logprobs = "logprobs" in asked and not (logprobs if chat else logprobs is not None)
         self.ids = "return_token_ids" in asked and not body.get("return_token_ids")
         self._chat = chat
 
@@ -277,12 +289,12 @@ class Added:
         return self.logprobs or self.ids
 
     def taken_out(self, response: dict[str, Any]) -> dict[str, Any]:
-        """A response, or a chunk of one, as the client would have got it; what is given is not changed."""
+        """Return a response, or a chunk, as the client would get it without the proxy; the input is not changed."""
         out = dict(response)
         if self.ids and "prompt_token_ids" in out:
             out["prompt_token_ids"] = None
         if isinstance(choices := out.get("choices"), list):
-            out["choices"] = [self._choice(one) if isinstance(one, dict) else one for one in choices]
+            out["choices"] = [self._choice(choice) if isinstance(choice, dict) else choice for choice in choices]
         return out
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +307,7 @@ class Added:
         return out
 
     def alone(self, chunk: dict[str, Any]) -> bool:
-        """Whether a chunk carries nothing but what was added: the server would not have sent it."""
+        """Return whether a chunk has only added fields: without them the server would not have sent it."""
         choices = chunk.get("choices")
         if not (self._chat and self.ids and self.logprobs and choices):
             return False
@@ -303,15 +315,15 @@ class Added:
 
 
 class Events:
-    """A stream of server-sent events while it passes: what the client gets, what is recorded, how many tokens.
+    """Server-sent events on their way to the client: what is sent on, what is recorded, and the number of tokens.
 
-    `text` is what came, whole events only; `tokens` how many ids its chunks list. An event that is not what the API
-    says is not in `text`: whoever reads on gets `MalformedAnswer`.
+    `text` is the recorded stream, complete events only; `tokens` is the number of ids in its chunks. A malformed event
+    is not part of `text` and raises `MalformedAnswer`.
 
     Args:
-        added: what the client did not ask for.
-        wrong_in_chunk: says what is wrong with a chunk.
-        most: bytes of the stream.
+        added: fields that the client did not request.
+        wrong_in_chunk: returns what is wrong with a chunk.
+        most: maximum size of the stream, in bytes.
     """
 
     def __init__(self, added: Added, wrong_in_chunk: Wrong, most: int) -> None:
@@ -320,72 +332,72 @@ class Events:
         self._size = 0
         self._added = added
         self._wrong_in_chunk = wrong_in_chunk
-        self._most = most
-        self._kept: list[bytes] = []
-        self._rest = bytearray()
+        self._max_bytes = most
+        self._events: list[bytes] = []
+        self._buffer = bytearray()
 
     @property
     def text(self) -> str:
-        """The events that came."""
-        return b"".join(self._kept).decode(errors="replace")
+        """The recorded events."""
+        return b"".join(self._events).decode(errors="replace")
 
     def passed(self, data: bytes) -> Iterator[bytes]:
-        """Return what the client gets for a piece of the stream, event by event.
+        """Yield what the client gets for a piece of the stream, event by event.
 
         Raises:
-            MalformedAnswer: for an event that is no chunk of this API, and for a stream of too many bytes.
+            MalformedAnswer: for an event that is not a chunk of this API, or a stream of more than `most` bytes.
         """
         self._size += len(data)
         for event in self._split(data):
-            yield self._passed(event)
-        if self._size > self._most:
-            raise MalformedAnswer(f"the server's answer has more than {self._most} bytes")
+            yield self._process_event(event)
+        if self._size > self._max_bytes:
+            raise MalformedAnswer(f"the server's answer has more than {self._max_bytes} bytes")
 
     def ended(self) -> bytes:
-        """Return what the client gets for an end without a blank line.
+        """Return what the client gets for a last event without a blank line.
 
         Raises:
             MalformedAnswer: as for `passed`.
         """
-        rest = bytes(self._rest)
-        self._rest.clear()
-        return self._passed(rest) if rest.strip() else rest
+        remainder = bytes(self._buffer)
+        self._buffer.clear()
+        return self._process_event(remainder) if remainder.strip() else remainder
 
     def _split(self, data: bytes) -> Iterator[bytes]:
-        """Events that are whole."""
-        rest = self._rest
-        # What was searched before holds no end of an event, but may hold the beginning of one.
-        searched = max(len(rest) - 3, 0)
-        rest += data
+        """Yield complete events."""
+        buffer = self._buffer
+        # The searched part contains no end of an event, but its last 3 bytes may be the start of one.
+        searched = max(len(buffer) - 3, 0)
+        buffer += data
         start = 0
         while True:
-            lines = rest.find(b"\n\n", searched)
-            carriage = rest.find(b"\r\n\r\n", searched, lines if lines >= 0 else len(rest))
-            if lines < 0 and carriage < 0:
+            newline_end = buffer.find(b"\n\n", searched)
+            crlf_end = buffer.find(b"\r\n\r\n", searched, newline_end if newline_end >= 0 else len(buffer))
+            if newline_end < 0 and crlf_end < 0:
                 break
-            end = carriage + 4 if carriage >= 0 else lines + 2
-            yield bytes(rest[start:end])
+            end = crlf_end + 4 if crlf_end >= 0 else newline_end + 2
+            yield bytes(buffer[start:end])
             start = searched = end
-        del rest[:start]
+        del buffer[:start]
 
-    def _passed(self, event: bytes) -> bytes:
+    def _process_event(self, event: bytes) -> bytes:
         lines = event.splitlines() if event.find(b"\n", 0, -2) >= 0 else [event.strip()]
         if self.chunks == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
             lines[0] = lines[0][3:]
-        said, others = [], []
+        payload_lines, other_lines = [], []
         for line in lines:
             if line.startswith(b"data:"):
-                said.append(line[6:] if line[5:6] == b" " else line[5:])
+                payload_lines.append(line[6:] if line[5:6] == b" " else line[5:])
             elif not line or line in _FIELDS or line.startswith(_FIELDS[:5]):
-                others.append(line)
+                other_lines.append(line)
             else:
                 raise MalformedAnswer(f"the server sent a line that is no event: {_quoted(line)}")
-        payload = b"\n".join(said).strip()
+        payload = b"\n".join(payload_lines).strip()
         if not payload or payload == b"[DONE]":
-            self._kept.append(event)
+            self._events.append(event)
             return event
         chunk = self._chunk(payload)
-        self._kept.append(event)
+        self._events.append(event)
         self.chunks += 1
         if chunk.get("error") is not None:
             return event
@@ -395,22 +407,22 @@ class Events:
             return event
         if self._added.alone(chunk):
             return b""
-        head = b"".join(line + b"\n" for line in others if line)
+        head = b"".join(line + b"\n" for line in other_lines if line)
         return head + b"data: " + dumped(self._added.taken_out(chunk)) + b"\n\n"
 
     def _chunk(self, payload: bytes) -> dict[str, Any]:
         chunk = _object(payload, "the server sent a chunk that is")
-        # An error of the server passes as it is.
-        if chunk.get("error") is None and (why := self._wrong_in_chunk(chunk)) is not None:
-            raise MalformedAnswer(f"the server sent a chunk of another shape: {why}")
+        # An error from the server is passed on unchanged.
+        if chunk.get("error") is None and (problem := self._wrong_in_chunk(chunk)) is not None:
+            raise MalformedAnswer(f"the server sent a chunk of another shape: {problem}")
         return chunk
 
 
 def dumped(value: Any) -> bytes:
-    """JSON as vLLM writes it: no blanks, no escapes but for what UTF-8 cannot say."""
+    """Encode JSON as vLLM does: no spaces, and escapes only for what UTF-8 cannot represent."""
     try:
         return orjson.dumps(value)
-    except TypeError:  # integers of more than 64 bits, and half a character
+    except TypeError:  # integers of more than 64 bits, and lone surrogates
         pass
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
@@ -419,27 +431,27 @@ def dumped(value: Any) -> bytes:
 
 
 def response_of(data: bytes, wrong_in: Wrong) -> dict[str, Any] | None:
-    """Return a server's answer; None if it says that it failed.
+    """Return a server's answer; None if it reports an error.
 
     Raises:
-        MalformedAnswer: if it is not what the API says.
+        MalformedAnswer: if it does not follow the API.
     """
-    told = _object(data, "the server's answer is")
-    if told.get("error") is not None:
+    response = _object(data, "the server's answer is")
+    if response.get("error") is not None:
         return None
-    if (why := wrong_in(told)) is not None:
-        raise MalformedAnswer(f"the server's answer has another shape: {why}")
-    return told
+    if (problem := wrong_in(response)) is not None:
+        raise MalformedAnswer(f"the server's answer has another shape: {problem}")
+    return response
 
 
-def _object(data: bytes, what: str) -> dict[str, Any]:
-    """The JSON object of these bytes; `what` begins the error if they are none."""
+def _object(data: bytes, prefix: str) -> dict[str, Any]:
+    """Decode a JSON object; `what` starts the error message if it is not one."""
     try:
         value = responses.parsed(data)
     except ValueError as error:
-        raise MalformedAnswer(f"{what} not JSON: {error}: {_quoted(data)}") from None
+        raise MalformedAnswer(f"{prefix} not JSON: {error}: {_quoted(data)}") from None
     if not isinstance(value, dict):
-        raise MalformedAnswer(f"{what} not a JSON object: {_quoted(data)}")
+        raise MalformedAnswer(f"{prefix} not a JSON object: {_quoted(data)}")
     return value
 
 
@@ -454,7 +466,7 @@ LAST_CALLS_S = 30.0
 
 @dataclass
 class Seat:
-    """One session while it is open."""
+    """One open session."""
 
     policy: Policy
     group: str | None = None
@@ -467,23 +479,23 @@ class Seat:
 
 
 class Proxy:
-    """Serves and records, as an asynchronous context manager.
+    """Recording proxy; an asynchronous context manager.
 
     Args:
-        upstream: base URL of the server, or an open `Servers`, where there are several.
-        key: what clients show, as a bearer token or x-api-key; one is drawn where it is None.
-        upstream_key: what the server asks for.
-        model: name that every request gets, or a function that gives it; the client's own where it is None.
-        finished: called with the record of each session that a client opened, when it gets its reward, is not used
-            any more, or the proxy ends. Where it raises, the session stays open and the client is told.
-        journal: keeps the sessions that clients opened, with their calls, until they are finished; those that a proxy
-            before this one left open are open again.
-        version, sampling, salt, limits, logprob_kind: of sessions that clients open; as for `play`.
-        host, port: where it listens; a free port by default.
-        request_bytes, response_bytes: larger bodies are refused.
-        timeout_s: of one request to the server.
-        sessions: at most so many open at once.
-        idle_s: a session that a client opened and does not use is finished without a reward.
+        upstream: base URL of the server, or an open `Servers` if there are several.
+        key: token of the clients, sent as a bearer token or x-api-key; None draws a random one.
+        upstream_key: token that the server requires.
+        model: model name in every request, or a function that returns it; None keeps the client's.
+        finished: called with the record of each session that a client opened, once it gets its reward, is idle for too
+            long, or the proxy stops. If it raises, the session stays open and the client gets an error.
+        journal: stores the sessions that clients opened, with their calls, until they are finished. Sessions that an
+            earlier proxy left open are opened again.
+        version, sampling, salt, limits, logprob_kind: settings of sessions that clients open; as for `play`.
+        host, port: address to listen on; a free port by default.
+        request_bytes, response_bytes: maximum sizes of bodies; larger ones are refused.
+        timeout_s: time limit of one request to the server, in seconds.
+        sessions: maximum number of open sessions.
+        idle_s: a session that a client opened is finished without a reward after this many seconds without a request.
     """
 
     def __init__(
@@ -513,19 +525,19 @@ class Proxy:
         self.key = key or secrets.token_urlsafe(24)
         self._upstream, self._model = Upstream(upstream, upstream_key, timeout_s), model
         self._finished, self._journal = finished, journal
-        self._new = {"version": version, "sampling": sampling, "logprob_kind": logprob_kind}
+        self._session_options = {"version": version, "sampling": sampling, "logprob_kind": logprob_kind}
         self._refused: set[str] = set()
         self._salt, self._limits = salt, limits or Limits(turns=1 << 20, seconds=idle_s)
         self._address = (host, port)
         self._request_bytes, self._response_bytes = request_bytes, response_bytes
-        self._most, self._idle_s = sessions, idle_s
+        self._max_sessions, self._idle_s = sessions, idle_s
         self._seats: dict[str, Seat] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._count = 0
 
     async def __aenter__(self) -> "Proxy":
         for entry, calls, lost in () if self._journal is None else self._journal.found():
-            seat = self._seats[entry.name] = self._opened(entry.name, entry.group)
+            seat = self._seats[entry.name] = self._new_seat(entry.name, entry.group)
             seat.entry, seat.policy.turns = entry, len(calls) + len(lost)
             seat.policy.session.take_up(calls, lost)
         await self._upstream.__aenter__()
@@ -553,25 +565,25 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Address that the proxy listens on."""
         host, port = self._address
         return f"http://{host if ':' not in host else f'[{host}]'}:{port}"
 
     def open(self, policy: Policy) -> tuple[str, str]:
-        """Opens a session for a trajectory that is played here: its base URL and key. `close` ends it."""
+        """Open a session for a rollout of this process and return its base URL and key; `close` ends it."""
         self._count += 1
         name = f"{self._count}.{secrets.token_hex(4)}"
         self._seats[name] = Seat(policy)
         return f"{self.url}/s/{name}/v1", self.key
 
     async def close(self, base_url: str) -> Any:
-        """Ends a session that `open` opened, and gives the reward that was posted to it, if one was."""
+        """End a session that `open` opened, and return the reward that was posted to it, if any."""
         seat = self._seats.pop(base_url.split("/")[-2])
-        await self._landed(seat)
+        await self._wait_for_calls(seat)
         return seat.rewards
 
-    async def _landed(self, seat: Seat) -> None:
-        """Waits for calls that are under way."""
+    async def _wait_for_calls(self, seat: Seat) -> None:
+        """Wait for calls in flight, at most `LAST_CALLS_S` seconds."""
         while seat.flying:
             seat.landed.clear()
             try:
@@ -584,26 +596,26 @@ class Proxy:
             return
         begun = False
 
-        async def sending(message: Any) -> None:
+        async def send_and_note(message: Any) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         try:
             try:
-                await self._answer(scope, receive, sending)
+                await self._answer(scope, receive, send_and_note)
             except Exception as error:
                 if begun or isinstance(error, Refusal):
                     raise
                 raise Refusal(500, f"the proxy failed: {type(error).__name__}: {error}", "server_error") from error
-        except Refusal as refused:
-            body = {"error": {"message": shown(refused), "type": refused.kind, "param": None, "code": refused.status}}
-            await answer(send, refused.status, dumped(body), close=True)
+        except Refusal as refusal:
+            body = {"error": {"message": shown(refusal), "type": refusal.kind, "param": None, "code": refusal.status}}
+            await answer(send, refusal.status, dumped(body), close=True)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         self._check_key(headers)
-        name, path = _named(scope["path"], headers)
+        name, path = _split_session(scope["path"], headers)
         method = scope["method"]
         if path == "/v1/models" and method == "GET":
             return await self._models(send)
@@ -619,9 +631,9 @@ class Proxy:
             )
         body = object_of(await body_of(receive, self._request_bytes, headers))
         seat = self._seat(name, headers)
-        call = self._asked(seat, road, body)
+        call = self._new_call(seat, road, body)
         if name not in self._seats:
-            self._begin(str(name), seat)
+            self._register(str(name), seat)
         seat.flying += 1
         try:
             await self._call(seat, road, call, Added(body, road.asked), receive, send)
@@ -637,7 +649,7 @@ class Proxy:
             raise Refusal(401, "no key, or a wrong one; send Authorization: Bearer KEY", "authentication_error")
 
     def _seat(self, name: str | None, headers: Mapping[bytes, str]) -> Seat:
-        """The session of a request; a new one if a client names it, which is kept once its request is taken."""
+        """Return the session of a request, or a new one for a new name; it is stored once its request is accepted."""
         if name is None:
             raise Refusal(400, "no session: use /s/NAME/v1/... as the base URL, or send x-tracegrad-session: NAME")
         if (seat := self._seats.get(name)) is not None:
@@ -648,12 +660,12 @@ class Proxy:
             raise Refusal(404, f"no session {name} is open here")
         if not NAME.fullmatch(name):
             raise Refusal(400, "a session's name has 1 to 128 letters, digits, '.', '_', ':' and '-'")
-        if len(self._seats) >= self._most:
-            raise Refusal(503, f"{self._most} sessions are open; finish some with a reward", "overloaded_error")
-        return self._opened(name, headers.get(b"x-tracegrad-group"))
+        if len(self._seats) >= self._max_sessions:
+            raise Refusal(503, f"{self._max_sessions} sessions are open; finish some with a reward", "overloaded_error")
+        return self._new_seat(name, headers.get(b"x-tracegrad-group"))
 
-    def _begin(self, name: str, seat: Seat) -> None:
-        """Keeps a session that a client opened."""
+    def _register(self, name: str, seat: Seat) -> None:
+        """Store a session that a client opened."""
         if self._journal is not None:
             try:
                 seat.entry = self._journal.begin(name, seat.group)
@@ -661,13 +673,13 @@ class Proxy:
                 raise Refusal(507, f"session {name} could not be kept: {error.strerror}") from None
         self._seats[name] = seat
 
-    def _opened(self, name: str, group: str | None) -> Seat:
-        """A session that a client opens."""
-        policy = Policy(Session(name, **self._new), _unused, limits=self._limits, salt=self._salt)
+    def _new_seat(self, name: str, group: str | None) -> Seat:
+        """Create a session that a client opens."""
+        policy = Policy(Session(name, **self._session_options), _unused, limits=self._limits, salt=self._salt)
         return Seat(policy, group=group, own=False)
 
     def _keep(self, seat: Seat) -> None:
-        """Writes what the journal has not of a session, before its client hears of it."""
+        """Write calls that are not in the journal yet, before the client gets its answer."""
         if self._journal is not None and seat.entry is not None:
             try:
                 self._journal.keep(seat.entry, seat.policy.session)
@@ -675,19 +687,19 @@ class Proxy:
                 raise Refusal(507, f"the call could not be kept, send it again: {error.strerror}") from None
 
     async def _reward(self, name: str | None, body: dict[str, Any], send: Any) -> None:
-        """Finishes a session."""
+        """Set the reward of a session and finish it."""
         seat = self._seats.get(name or "")
         if seat is None:
             status = 409 if name in self._ended else 404
             raise Refusal(status, f"session {name} is finished" if status == 409 else f"session {name} had no calls")
         try:
-            told = checked(body["rewards"]) if "rewards" in body else checked(body["reward"])
+            rewards = checked(body["rewards"]) if "rewards" in body else checked(body["reward"])
         except KeyError:
             raise Refusal(400, 'send {"reward": 1.0} or {"rewards": {"name": 1.0}}') from None
         except ArgumentError as error:
             raise Refusal(400, str(error)) from None
-        await self._landed(seat)
-        seat.rewards = told
+        await self._wait_for_calls(seat)
+        seat.rewards = rewards
         calls = len(seat.policy.session.calls)
         if not seat.own and name in self._seats:
             if isinstance(group := body.get("group"), str | int):
@@ -699,36 +711,36 @@ class Proxy:
         await answer(send, 200, dumped({"calls": calls}))
 
     async def _finish(self, name: str, seat: Seat, metadata: Any, ended: str) -> int:
-        """Hands on the record of a session, which is open again where that fails; gives the number of its calls."""
+        """Pass on the record of a session and return its number of calls; if that fails, the session is open again."""
         del self._seats[name]
         self._ended[name] = None
-        about = {**(metadata if isinstance(metadata, dict) else {}), "ended": ended}
+        session_metadata = {**(metadata if isinstance(metadata, dict) else {}), "ended": ended}
         if seat.entry is not None:
-            about["session"] = seat.entry.token
+            session_metadata["session"] = seat.entry.token
         try:
-            record = seat.policy.session.record(name, seat.group, seat.rewards, about)
-            done = self._finished(record) if self._finished is not None else None
-            if inspect.isawaitable(done):
-                await done
+            record = seat.policy.session.record(name, seat.group, seat.rewards, session_metadata)
+            result = self._finished(record) if self._finished is not None else None
+            if inspect.isawaitable(result):
+                await result
         except BaseException:
             del self._ended[name]
             self._seats[name] = seat
             raise
         if self._journal is not None and seat.entry is not None:
-            with contextlib.suppress(OSError):  # the next proxy finds its record
+            with contextlib.suppress(OSError):  # the next proxy finds that it is recorded
                 self._journal.end(seat.entry)
         if len(self._ended) > ENDED_NAMES:
             self._ended.popitem(last=False)
         return len(record.get("calls", ()))
 
     async def _sweep(self) -> None:
-        """Finishes sessions that nobody uses."""
+        """Finish sessions without requests for `idle_s` seconds."""
         while True:
             await asyncio.sleep(min(self._idle_s / 4, 60.0))
             before = time.monotonic() - self._idle_s
             for name, seat in list(self._seats.items()):
                 if not seat.own and not seat.flying and seat.used < before:
-                    with contextlib.suppress(Exception):  # it stays open, and is tried again
+                    with contextlib.suppress(Exception):  # it stays open; the next sweep tries again
                         await self._finish(name, seat, None, "idle")
 
     async def _models(self, send: Any) -> None:
@@ -737,97 +749,98 @@ class Proxy:
             data = await whole(response, self._response_bytes)
         await answer(send, response.status, data, response.content_type)
 
-    def _asked(self, seat: Seat, road: Road, body: dict[str, Any]) -> Call:
-        """The call that a request makes, within the session's limits; nothing is kept of one that is refused."""
+    def _new_call(self, seat: Seat, road: Road, body: dict[str, Any]) -> Call:
+        """Create the call of a request within the limits of its session; a refused request leaves no trace."""
         policy = seat.policy
         try:
-            left = policy.left()
+            tokens_left = policy.left()
             call = policy.session.open(body, road.asked)
             call.drop(self._refused)
         except LimitReached as limit:
             raise Refusal(400, str(limit), "limit_reached") from None
-        except UnfitRequest as unfit:
-            raise Refusal(400, str(unfit)) from None
-        if left is not None:
-            policy.bound(call.request, left)
+        except UnfitRequest as error:
+            raise Refusal(400, str(error)) from None
+        if tokens_left is not None:
+            policy.bound(call.request, tokens_left)
         if self._model is not None:
             call.request["model"] = self._model if isinstance(self._model, str) else self._model()
         return call
 
     async def _call(self, seat: Seat, road: Road, call: Call, added: Added, receive: Any, send: Any) -> None:
-        """One request of a client, recorded."""
+        """Process one request of a client and record it."""
         policy = seat.policy
         self._keep(seat)
         policy.turns += 1
         sent = dict(call.request)
         if road.asked and (salt := policy.salt()) is not None:
             sent["cache_salt"] = salt
-        closed = asyncio.ensure_future(disconnected(receive))
-        passing = asyncio.ensure_future(self._pass(seat, call, road, added, sent, send))
+        closing = asyncio.ensure_future(disconnected(receive))
+        answering = asyncio.ensure_future(self._pass(seat, call, road, added, sent, send))
         try:
-            await asyncio.wait({closed, passing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({closing, answering}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            closed.cancel()
-            if not passing.done():
-                passing.cancel()
+            closing.cancel()
+            if not answering.done():
+                answering.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await passing
+            await answering
 
     async def _pass(self, seat: Seat, call: Call, road: Road, added: Added, sent: dict[str, Any], send: Any) -> None:
-        """The server's answer to the client; recorded whole, or as far as it came."""
+        """Send the server's answer to the client, and record it completely or as far as it arrived."""
         events: Events | None = None
-        why = "the client closed before the answer"
+        reason = "the client closed before the answer"
         try:
-            response, data = await self._sent(seat, call, road, sent)
+            response, data = await self._send_upstream(seat, call, road, sent)
             with contextlib.closing(response):
                 if response.status == 200 and response.content_type == "text/event-stream":
                     events = Events(added, road.wrong_in_chunk, self._response_bytes)
-                    why = "the server's stream has no chunk"
+                    reason = "the server's stream has no chunk"
                     return await self._stream(seat, call, response, events, send)
                 data = await whole(response, self._response_bytes) if data is None else data
-            told = response_of(data, road.wrong_in) if response.status == 200 else None
-            if told is None:
-                why = f"the server answered {response.status}: {data[:500].decode(errors='replace')}"
+            parsed_response = response_of(data, road.wrong_in) if response.status == 200 else None
+            if parsed_response is None:
+                reason = f"the server answered {response.status}: {data[:500].decode(errors='replace')}"
             else:
-                call.close(told)
+                call.close(parsed_response)
                 self._keep(seat)
-                data = dumped(added.taken_out(told)) if added else data
+                data = dumped(added.taken_out(parsed_response)) if added else data
             if not 200 <= response.status < 600:
-                raise Refusal(502, why, "upstream_error")
+                raise Refusal(502, reason, "upstream_error")
             await answer(send, response.status, data, response.content_type)
-        except Refusal as refused:
-            why = str(refused)
+        except Refusal as refusal:
+            reason = str(refusal)
             if events is None:
                 raise
-            await self._break_off(road, why, send)
+            await self._break_off(road, reason, send)
         except MalformedAnswer as error:
-            why = str(error)
+            reason = str(error)
             if events is None:
-                raise Refusal(502, why, "upstream_error") from None
-            await self._break_off(road, why, send)
+                raise Refusal(502, reason, "upstream_error") from None
+            await self._break_off(road, reason, send)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            why = f"the server's answer broke off: {type(error).__name__}: {error}"
+            reason = f"the server's answer broke off: {type(error).__name__}: {error}"
             if events is None:
-                raise Refusal(502, why, "upstream_error") from None
-            await self._break_off(road, why, send)
+                raise Refusal(502, reason, "upstream_error") from None
+            await self._break_off(road, reason, send)
         except Exception as error:
-            why = f"the proxy failed: {type(error).__name__}: {error}"
+            reason = f"the proxy failed: {type(error).__name__}: {error}"
             if events is None:
-                raise Refusal(500, why, "server_error") from error
-            await self._break_off(road, why, send)
+                raise Refusal(500, reason, "server_error") from error
+            await self._break_off(road, reason, send)
         finally:
             if events is not None and events.chunks and not call.closed:
                 call.close(events.text, tokens=events.tokens)
             elif not call.closed:
-                call.lose(why)
-            with contextlib.suppress(Refusal):  # the next call tries again
+                call.lose(reason)
+            with contextlib.suppress(Refusal):  # the next call tries to write it again
                 self._keep(seat)
 
-    async def _sent(
+    async def _send_upstream(
         self, seat: Seat, call: Call, road: Road, sent: dict[str, Any]
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """The server's response, with its body if that was read: a request that it refuses for fields which the session
-        filled in is sent again without them.
+        """Return the server's response, with its body if that was read.
+
+        If the server refuses fields that the session filled in, the request is sent again without them.
         """
         while True:
             response = await self._upstream.ask("POST", seat.policy.sticky, road.path, dumped(sent))
@@ -835,42 +848,42 @@ class Proxy:
                 return response, None
             with contextlib.closing(response):
                 data = await whole(response, self._response_bytes)
-            named = refused_fields(data.decode(errors="replace"), call.filled)
-            if not call.drop(named):
+            names = refused_fields(data.decode(errors="replace"), call.filled)
+            if not call.drop(names):
                 return response, data
-            self._refused.update(named)
-            sent = {key: value for key, value in sent.items() if key not in named}
+            self._refused.update(names)
+            sent = {key: value for key, value in sent.items() if key not in names}
 
     async def _stream(
         self, seat: Seat, call: Call, response: aiohttp.ClientResponse, events: Events, send: Any
     ) -> None:
-        """A stream of events to the client; what it was is recorded before its end is sent."""
+        """Stream events to the client; the call is recorded before the end of the stream is sent."""
         await start(send, 200, response.headers["Content-Type"])
         async for data in response.content.iter_any():
-            passed: list[bytes] = []
+            chunks: list[bytes] = []
             try:
-                passed.extend(events.passed(data))
-            finally:  # the events before one that is malformed
-                if any(passed):
-                    await send({"type": "http.response.body", "body": b"".join(passed), "more_body": True})
-        rest = events.ended()
+                chunks.extend(events.passed(data))
+            finally:  # also send the events before a malformed one
+                if any(chunks):
+                    await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
+        last_chunk = events.ended()
         if events.chunks:
             call.close(events.text, tokens=events.tokens)
             self._keep(seat)
-        await send({"type": "http.response.body", "body": rest, "more_body": False})
+        await send({"type": "http.response.body", "body": last_chunk, "more_body": False})
 
-    async def _break_off(self, road: Road, why: str, send: Any) -> None:
-        """Ends a stream that has begun by an error."""
-        await send({"type": "http.response.body", "body": road.error(why), "more_body": False})
+    async def _break_off(self, road: Road, reason: str, send: Any) -> None:
+        """End a started stream with an error."""
+        await send({"type": "http.response.body", "body": road.error(reason), "more_body": False})
 
 
 async def _unused(body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:
     raise ArgumentError("sessions of clients are asked through the proxy")
 
 
-def _named(path: str, headers: Mapping[bytes, str]) -> tuple[str | None, str]:
-    """The session that a request names, and what it asks for."""
+def _split_session(path: str, headers: Mapping[bytes, str]) -> tuple[str | None, str]:
+    """Return the session that a request names, and the path."""
     if path.startswith("/s/"):
-        name, slash, rest = path[3:].partition("/")
-        return name, slash + rest
+        name, slash, remainder = path[3:].partition("/")
+        return name, slash + remainder
     return headers.get(b"x-tracegrad-session"), path

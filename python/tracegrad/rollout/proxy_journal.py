@@ -1,6 +1,6 @@
-"""What a proxy knows of the sessions that clients opened, on the disk while they are open: a killed one loses no call.
+"""Keep the open sessions of a proxy on disk, so that a killed proxy loses no call.
 
-One file for each session grows by a line for each call and is gone once the session is recorded. Called by `proxy`.
+Each session has one file. It grows by a line per call and is deleted once the session is recorded.
 """
 
 import fcntl
@@ -24,12 +24,12 @@ class Entry:
     """One open session.
 
     Args:
-        name, group: as its client says them.
-        token: of this session alone, as names come again. Its record has it, which tells a session that was recorded
-            from one that was not, where both names are found.
-        messages: of the last request that stands there.
-        tools: likewise.
-        calls, lost: how many stand there.
+        name, group: set by its client.
+        token: unique id of this session, since names can be used again. The record of the session contains it, so a
+            recorded session can be distinguished from an open one of the same name.
+        messages: messages of the last request in the file.
+        tools: tools of the last request in the file.
+        calls, lost: number of calls and of lost calls in the file.
     """
 
     name: str
@@ -42,20 +42,20 @@ class Entry:
 
 
 class Journal:
-    """The open sessions of a proxy.
+    """Open sessions of a proxy.
 
-    What a request has in common with the one before it is written once. Nothing is flushed to the disk itself: what is
-    written survives the process, not the machine.
+    The part that a request shares with the previous one is written once. Writes are not flushed to disk: they survive a
+    killed process, but not a crash of the machine.
 
     Args:
-        folder: made on entering, and one proxy's alone while it is entered.
+        folder: created on entering; only one proxy may use it at a time.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __enter__(self) -> "Journal":
-        """Takes the folder."""
+        """Create and lock the folder."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -78,24 +78,24 @@ class Journal:
 
     @property
     def files(self) -> list[Path]:
-        """Those of the sessions that are open."""
+        """Files of the open sessions."""
         return sorted(self.folder.glob("*" + ENDING))
 
     def begin(self, name: str, group: str | None) -> Entry:
-        """A session that a client opens."""
+        """Create the file of a session that a client opens."""
         entry = Entry(name, group, secrets.token_hex(8), [])
         self._path(name).unlink(missing_ok=True)
         self._append(entry, {"name": name, "group": group, "token": entry.token})
         return entry
 
     def keep(self, entry: Entry, session: Session) -> None:
-        """Writes the calls that do not stand there yet.
+        """Write the calls that are not in the file yet.
 
         Raises:
-            OSError: if they cannot be written; the next call of this writes them too.
+            OSError: if they cannot be written; the next call of this method writes them too.
         """
         for call in session.calls[entry.calls :]:
-            self._append(entry, {"call": {**call, "request": None}, **_shortened(call["request"], entry)})
+            self._append(entry, {"call": {**call, "request": None}, **_shorten(call["request"], entry)})
             entry.calls += 1
             _remember(call["request"], entry)
         for lost in session.lost[max(0, len(session.lost) - (session.losses - entry.lost)) :]:
@@ -103,29 +103,33 @@ class Journal:
         entry.lost = session.losses
 
     def end(self, entry: Entry) -> None:
-        """The session is recorded."""
+        """Delete the file of a session that is recorded."""
         self._path(entry.name).unlink(missing_ok=True)
 
     def forget(self, tokens: Collection[str]) -> None:
-        """Ends the sessions of these tokens: a proxy was killed after their records were written."""
+        """End the sessions with these tokens, whose records were written before their proxy was killed."""
         for entry, _, _ in self.found():
             if entry.token in tokens:
                 self.end(entry)
 
     def found(self) -> Iterator[tuple[Entry, list[dict[str, Any]], list[dict[str, Any]]]]:
-        """The sessions that a proxy before this one left open: calls, and calls that were lost."""
+        """Yield the sessions that an earlier proxy left open: entry, calls, and lost calls.
+
+        Raises:
+            FormatError: if a file is not valid.
+        """
         for path in self.files:
             try:
-                told = _read(path)
+                session = _read(path)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise FormatError(
                     f"{path}: not what a proxy writes ({str(error)[:80]!r}). The session that it was cannot go on. "
                     "Move it out of the folder, and start the proxy again."
                 ) from error
-            if told is None:
-                path.unlink()  # killed before the first line was whole
+            if session is None:
+                path.unlink()  # killed before the first line was complete
             else:
-                yield told
+                yield session
 
     def _path(self, name: str) -> Path:
         return self.folder / (name + ENDING)
@@ -134,19 +138,19 @@ class Journal:
         data = memoryview(dumps(line) + b"\n")
         file = outputs.descriptor(self._path(entry.name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            whole = os.fstat(file).st_size
+            size = os.fstat(file).st_size
             try:
                 while data:
                     data = data[os.write(file, data) :]
             except OSError:
-                os.ftruncate(file, whole)
+                os.ftruncate(file, size)
                 raise
         finally:
             os.close(file)
 
 
-def _shortened(request: dict[str, Any], entry: Entry) -> dict[str, Any]:
-    """A request without what it shares with the one before it."""
+def _shorten(request: dict[str, Any], entry: Entry) -> dict[str, Any]:
+    """Return the line of a request without the part that it shares with the previous one."""
     messages = request.get("messages")
     if not isinstance(messages, list):
         return {"request": request}
@@ -154,11 +158,11 @@ def _shortened(request: dict[str, Any], entry: Entry) -> dict[str, Any]:
     while same < min(len(messages), len(entry.messages)) and messages[same] is entry.messages[same]:
         same += 1
     short = {**request, "messages": messages[same:]}
-    told: dict[str, Any] = {"request": short, "same": same}
+    line: dict[str, Any] = {"request": short, "same": same}
     if "tools" in short and short["tools"] is entry.tools:
         short["tools"] = None
-        told["tools"] = "same"
-    return told
+        line["tools"] = "same"
+    return line
 
 
 def _remember(request: dict[str, Any], entry: Entry) -> None:
@@ -168,7 +172,7 @@ def _remember(request: dict[str, Any], entry: Entry) -> None:
 
 
 def _read(path: Path) -> tuple[Entry, list[dict[str, Any]], list[dict[str, Any]]] | None:
-    """A session as its file says it; a last line that was cut is taken away. None without a whole line."""
+    """Read the file of a session and cut off an incomplete last line. Return None if no line is complete."""
     calls: list[dict[str, Any]] = []
     lost: list[dict[str, Any]] = []
     entry, end = None, 0
@@ -179,27 +183,27 @@ def _read(path: Path) -> tuple[Entry, list[dict[str, Any]], list[dict[str, Any]]
                 os.truncate(path, end)
                 break
             end += len(line)
-            told = loads(line)
+            record = loads(line)
             if entry is None:
-                if told["name"] != path.name.removesuffix(ENDING):
+                if record["name"] != path.name.removesuffix(ENDING):
                     raise ValueError("it has the name of another session")
-                entry = Entry(told["name"], told["group"], str(told["token"]), [])
-            elif "lost" in told:
-                lost.append(told["lost"])
+                entry = Entry(record["name"], record["group"], str(record["token"]), [])
+            elif "lost" in record:
+                lost.append(record["lost"])
             else:
-                calls.append({**told["call"], "request": _whole(told, entry)})
+                calls.append({**record["call"], "request": _restore_request(record, entry)})
     if entry is not None:
         entry.calls, entry.lost = len(calls), len(lost)
         return entry, calls, lost
     return None
 
 
-def _whole(told: dict[str, Any], entry: Entry) -> dict[str, Any]:
-    """A request with what it shares with the one before it."""
-    request = dict(told["request"])
-    if "same" in told:
-        request["messages"] = [*entry.messages[: told["same"]], *request["messages"]]
-    if told.get("tools") == "same":
+def _restore_request(record: dict[str, Any], entry: Entry) -> dict[str, Any]:
+    """Restore the part of a request that it shares with the previous one."""
+    request = dict(record["request"])
+    if "same" in record:
+        request["messages"] = [*entry.messages[: record["same"]], *request["messages"]]
+    if record.get("tools") == "same":
         request["tools"] = entry.tools
     _remember(request, entry)
     return request

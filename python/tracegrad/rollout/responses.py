@@ -1,7 +1,7 @@
-"""The shape of a server's answer: which field of a response, or of a chunk of a stream, is not what the API says.
+"""Check the shape of a server's answer and name the first field of a response or stream chunk that is invalid.
 
-Only what clients and the record read is looked at. Fields may be absent or null, and unknown fields are passed over.
-Sources: openai `types/chat/chat_completion{,_chunk}.py`, `types/completion.py`, vLLM's token ids beside them.
+Only fields that clients and the record read are checked. Fields may be absent or null, and unknown fields are ignored.
+Sources: openai `types/chat/chat_completion{,_chunk}.py`, `types/completion.py`, and vLLM's token ids.
 """
 
 import json
@@ -11,30 +11,32 @@ from typing import Any
 from tracegrad.rollout.client import orjson
 
 MOST_LEVELS = 100
-"""Of lists and objects in one another; the core reads records of 127, in which an answer stands some levels deep."""
+"""Maximum nesting of lists and objects; the core reads records with 127 levels, which contain answers a few levels
+deep."""
 MOST_CHOICES, MOST_CALLS = 1 << 10, 1 << 12
-"""Choices of a response, and tool calls of a message."""
+"""Maximum numbers of choices in a response and of tool calls in a message."""
 MOST_ID = (1 << 31) - 1
 Check = Callable[[Any], str | None]
-"""Says what is wrong with a value, which is not None, as it follows the name of its field; None if nothing is."""
+"""Function that returns what is wrong with a value that is not None, worded to follow the field name; None if it is
+valid."""
 
 
 def parsed(raw: bytes, *, halves: bool = False) -> Any:
-    """Return the value of a JSON text.
+    """Decode JSON strictly.
 
     Args:
-        halves: take half a character (a lone surrogate), which JSON can say and UTF-8 cannot.
+        halves: accept lone surrogates, which JSON can represent and UTF-8 cannot.
 
     >>> parsed(b'{"choices": []}')
     {'choices': []}
 
     Raises:
-        ValueError: if it is not UTF-8 or no JSON, has NaN, an infinity, half a character or an integer of more digits
-            than Python reads, or is nested deeper than `MOST_LEVELS`.
+        ValueError: if it is not UTF-8 or not JSON, contains NaN, an infinity, a lone surrogate or an integer with more
+            digits than Python reads, or is nested deeper than `MOST_LEVELS`.
     """
     try:
         value = orjson.loads(raw)
-    except orjson.JSONDecodeError:  # it also refuses 1e999 and half a character, of which not every one is alone
+    except orjson.JSONDecodeError:  # orjson also refuses 1e999, and lone surrogates together with valid pairs
         try:
             value = json.loads(raw.decode("utf-8"), parse_constant=_no_number, parse_float=_finite)
             if not halves:
@@ -49,21 +51,21 @@ def parsed(raw: bytes, *, halves: bool = False) -> Any:
 
 
 def is_deep(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Return whether lists and objects are nested deeper than so many levels.
+    """Return whether lists and objects are nested deeper than `levels`.
 
     >>> is_deep([[1]], 2), is_deep([[{}]], 2)
     (False, True)
     """
     level = [value] if isinstance(value, dict | list) else []
     while level and levels:
-        inner = (each.values() if type(each) is dict else each for each in level)
-        level = [each for values in inner for each in values if type(each) is dict or type(each) is list]
+        inner = (item.values() if type(item) is dict else item for item in level)
+        level = [item for values in inner for item in values if type(item) is dict or type(item) is list]
         levels -= 1
     return bool(level)
 
 
 def wrong_in_chat(answer: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a chat completion.
+    """Return what is wrong with a chat completion; None if it is valid.
 
     >>> wrong_in_chat({"choices": [{"message": {"content": "4"}, "token_ids": [True]}]})
     'choices[0].token_ids is not a list of token ids'
@@ -72,12 +74,12 @@ def wrong_in_chat(answer: Mapping[str, Any]) -> str | None:
 
 
 def wrong_in_completion(answer: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a completion of a text."""
+    """Return what is wrong with a text completion; None if it is valid."""
     return _wrong(answer, _COMPLETION) or _no_choice(answer)
 
 
 def wrong_in_chat_chunk(chunk: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a chunk of a streamed chat completion.
+    """Return what is wrong with a chunk of a streamed chat completion; None if it is valid.
 
     >>> wrong_in_chat_chunk({"choices": [{"index": "0", "delta": {}}]})
     "choices[0].index is '0', not an integer from 0 to 1023"
@@ -86,29 +88,29 @@ def wrong_in_chat_chunk(chunk: Mapping[str, Any]) -> str | None:
 
 
 def wrong_in_completion_chunk(chunk: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a chunk of a streamed completion."""
+    """Return what is wrong with a chunk of a streamed completion; None if it is valid."""
     return _null_choices(chunk) or _wrong(chunk, _COMPLETION)
 
 
 def wrong_in_message(answer: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with an answer of Anthropic's Messages API, or with an event of its stream."""
+    """Return what is wrong with an answer or stream event of Anthropic's Messages API; None if it is valid."""
     return _wrong(answer, _MESSAGE)
 
 
 def wrong_in_response(answer: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with an answer of the Responses API, or with an event of its stream."""
+    """Return what is wrong with an answer or stream event of the Responses API; None if it is valid."""
     return _wrong(answer, _RESPONSE)
 
 
 def _wrong(value: Mapping[str, Any], fields: Mapping[str, Check]) -> str | None:
-    for name, found in value.items():
-        if found is not None and (check := fields.get(name)) is not None and (why := check(found)) is not None:
-            return name + why
+    for name, content in value.items():
+        if content is not None and (check := fields.get(name)) is not None and (problem := check(content)) is not None:
+            return name + problem
     return None
 
 
 def _null_choices(chunk: Mapping[str, Any]) -> str | None:
-    """Clients go through the choices of every chunk that has them."""
+    """Refuse a null `choices` field: clients iterate over the choices of every chunk that has the field."""
     return "choices is null, not a list" if chunk.get("choices", ()) is None else None
 
 
@@ -125,8 +127,8 @@ def _text(value: Any) -> str | None:
     return None if type(value) is str else f" is {_brief(value)}, not a text"
 
 
-def _said(value: Any) -> str | None:
-    """A text, or a list of its parts."""
+def _text_or_parts(value: Any) -> str | None:
+    """Check for a text, or a list of its parts."""
     return None if type(value) is str else _parts(value)
 
 
@@ -135,7 +137,7 @@ def _arguments(value: Any) -> str | None:
 
 
 def _stop(value: Any) -> str | None:
-    """A string that ended it, or the id of a token."""
+    """Check for a stop string, or the id of a stop token."""
     return None if type(value) is str or _is_count(value, MOST_ID) else f" is {_brief(value)}, not a text"
 
 
@@ -163,13 +165,13 @@ def _bytes(value: Any) -> str | None:
 
 
 def _numbers(value: Any) -> str | None:
-    """Logprobs, of which some may be null."""
-    fine = type(value) is list and all(one is None or _is_number(one) for one in value)
-    return None if fine else " is not a list of numbers"
+    """Check for a list of logprobs, some of which may be null."""
+    is_valid = type(value) is list and all(number is None or _is_number(number) for number in value)
+    return None if is_valid else " is not a list of numbers"
 
 
 def _texts(value: Any) -> str | None:
-    return None if type(value) is list and all(type(one) is str for one in value) else " is not a list of texts"
+    return None if type(value) is list and all(type(text) is str for text in value) else " is not a list of texts"
 
 
 def _list(value: Any) -> str | None:
@@ -180,7 +182,7 @@ def _object(fields: Mapping[str, Check]) -> Check:
     def check(value: Any) -> str | None:
         if type(value) is not dict:
             return f" is {_brief(value)}, not an object"
-        return None if (why := _wrong(value, fields)) is None else f".{why}"
+        return None if (problem := _wrong(value, fields)) is None else f".{problem}"
 
     return check
 
@@ -191,18 +193,18 @@ def _objects(fields: Mapping[str, Check], most: int) -> Check:
             return f" is {_brief(value)}, not a list"
         if len(value) > most:
             return f" has {len(value):,} entries, more than {most:,}"
-        for number, one in enumerate(value):
-            if type(one) is not dict:
-                return f"[{number}] is {_brief(one)}, not an object"
-            if (why := _wrong(one, fields)) is not None:
-                return f"[{number}].{why}"
+        for number, entry in enumerate(value):
+            if type(entry) is not dict:
+                return f"[{number}] is {_brief(entry)}, not an object"
+            if (problem := _wrong(entry, fields)) is not None:
+                return f"[{number}].{problem}"
         return None
 
     return check
 
 
 def _delta(value: Any) -> str | None:
-    """What an event of the Messages or the Responses API adds: an object there, mostly a text here."""
+    """Check a delta: an object in events of the Messages API, mostly a text in events of the Responses API."""
     return None if isinstance(value, str | dict) else f" is {_brief(value)}, not an object or a text"
 
 
@@ -211,7 +213,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_counts(value: Any, most: int) -> bool:
-    return type(value) is list and all(type(one) is int and 0 <= one <= most for one in value)
+    return type(value) is list and all(type(number) is int and 0 <= number <= most for number in value)
 
 
 def _is_count(value: Any, most: int) -> bool:
@@ -241,9 +243,9 @@ def _finite(text: str) -> float:
 _parts = _objects({}, 1 << 20)
 _FUNCTION: dict[str, Check] = {"name": _text, "arguments": _arguments}
 _CALL: dict[str, Check] = {"index": _count(MOST_CALLS), "id": _text, "type": _text, "function": _object(_FUNCTION)}
-_SAID: dict[str, Check] = {
+_MESSAGE_FIELDS: dict[str, Check] = {
     "role": _text,
-    "content": _said,
+    "content": _text_or_parts,
     "reasoning": _text,
     "reasoning_content": _text,
     "refusal": _text,
@@ -267,29 +269,35 @@ _ANY_CHOICE: dict[str, Check] = {
     "prompt_token_ids": _ids,
 }
 _USAGE = _object({"prompt_tokens": _count(), "completion_tokens": _count(), "total_tokens": _count()})
-_ANY: dict[str, Check] = {"usage": _USAGE, "prompt_token_ids": _ids, "id": _text, "model": _text, "object": _text}
+_ANY_RESPONSE: dict[str, Check] = {
+    "usage": _USAGE,
+    "prompt_token_ids": _ids,
+    "id": _text,
+    "model": _text,
+    "object": _text,
+}
 _CHAT: dict[str, Check] = {
-    "choices": _objects({**_ANY_CHOICE, "message": _object(_SAID), "logprobs": _ENTRIES}, MOST_CHOICES),
-    **_ANY,
+    "choices": _objects({**_ANY_CHOICE, "message": _object(_MESSAGE_FIELDS), "logprobs": _ENTRIES}, MOST_CHOICES),
+    **_ANY_RESPONSE,
 }
 _CHAT_CHUNK: dict[str, Check] = {
-    "choices": _objects({**_ANY_CHOICE, "delta": _object(_SAID), "logprobs": _ENTRIES}, MOST_CHOICES),
-    **_ANY,
+    "choices": _objects({**_ANY_CHOICE, "delta": _object(_MESSAGE_FIELDS), "logprobs": _ENTRIES}, MOST_CHOICES),
+    **_ANY_RESPONSE,
 }
 _TOKENS = _object({"tokens": _texts, "token_logprobs": _numbers, "text_offset": _counts, "top_logprobs": _list})
 _COMPLETION: dict[str, Check] = {
     "choices": _objects({**_ANY_CHOICE, "text": _text, "logprobs": _TOKENS}, MOST_CHOICES),
-    **_ANY,
+    **_ANY_RESPONSE,
 }
-_USED = _object({"input_tokens": _count(), "output_tokens": _count()})
-_EVENT: dict[str, Check] = {"type": _text, "index": _count(MOST_CALLS), "usage": _USED, "delta": _delta}
-# Neither API has choices, but what a server sends under their name is counted, and read of the record.
+_TOKEN_USAGE = _object({"input_tokens": _count(), "output_tokens": _count()})
+_EVENT: dict[str, Check] = {"type": _text, "index": _count(MOST_CALLS), "usage": _TOKEN_USAGE, "delta": _delta}
+# Neither API has choices. If a server sends them, their tokens are counted and the record is read with them.
 _EVENT |= {"id": _text, "model": _text, "role": _text, "choices": _CHAT_CHUNK["choices"], "prompt_token_ids": _ids}
 _PARTS = _objects({"type": _text, "text": _text, "thinking": _text, "id": _text, "name": _text}, 1 << 20)
-_TURN: dict[str, Check] = {"content": _PARTS, "stop_reason": _text, "usage": _USED, "role": _text}
+_TURN: dict[str, Check] = {"content": _PARTS, "stop_reason": _text, "usage": _TOKEN_USAGE, "role": _text}
 _MESSAGE: dict[str, Check] = {**_EVENT, **_TURN, "message": _object(_TURN), "content_block": _object({"type": _text})}
 _ITEM: dict[str, Check] = {"type": _text, "role": _text, "content": _PARTS, "name": _text, "arguments": _text}
-_OUTPUT: dict[str, Check] = {"output": _objects(_ITEM, 1 << 20), "status": _text, "usage": _USED}
+_OUTPUT: dict[str, Check] = {"output": _objects(_ITEM, 1 << 20), "status": _text, "usage": _TOKEN_USAGE}
 _RESPONSE: dict[str, Check] = {
     **_EVENT,
     **_OUTPUT,

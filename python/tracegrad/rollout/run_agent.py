@@ -1,7 +1,7 @@
-"""Run one trajectory of an agent or environment against the policy, within limits, into a record.
+"""Run one trajectory of an agent or environment against the policy, within limits, and record it.
 
-Whatever the agent does, there is a record: an exception, a timeout or a value that is no reward gives the reward None
-(never 0) and says which line failed. Also the agents for one turn and for plain functions as tools.
+There is always a record. An exception, a timeout or an invalid reward sets the reward None (never 0) and stores the
+line that failed. Also contracts for one turn and for plain functions as tools.
 """
 
 import contextlib
@@ -29,18 +29,19 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Played:
-    """One trajectory.
+    """Result of one rollout.
 
     Args:
-        record: what `tracegrad.read` takes; its reward is None where it failed or is scored later.
-        error: which trajectory failed, or its scoring, how and where, in one line; None where none did.
-        failure: the same in parts, with the traceback.
-        seconds: from beginning to end.
+        record: record for `tracegrad.read`; its reward is None if the rollout failed or is scored later.
+        error: one line with the trajectory and what failed in its rollout or scoring, and where; None without a
+            failure.
+        failure: the same as fields, with the traceback.
+        seconds: duration.
         ended: "done", or the limit that ended it: "turns", "tokens", "seconds"; or "failed".
-        prompt: the messages it began with.
-        completion: the messages that came after them, as reward functions take them.
-        finish_reason: of the last message.
-        task: what was played.
+        prompt: first messages.
+        completion: messages after the prompt, as reward functions receive them.
+        finish_reason: finish reason of the last message.
+        task: task of the rollout.
     """
 
     record: dict[str, Any]
@@ -71,31 +72,33 @@ async def play(
     logprob_kind: str = "raw",
     for_training: bool = False,
 ) -> Played:
-    """Plays one trajectory.
+    """Roll out one trajectory.
 
     Args:
-        contract: `async (task, policy) -> float | dict | None`, a plain function alike, or an `Environment` class.
-        task: given to it.
-        chat: asks the policy; `Servers.chat`, or `Tokens` to ask with ids, so that no sampled token is tokenised again.
-        version: of the weights that serve now; each call records it.
-        received: the newest version that may have sampled an answer that comes now; default `version`.
-        limits: of turns, sampled tokens and seconds.
-        id: of the record; one is made up where it is None.
-        group: of the record. Its requests go to the server of the group, where the prompt is cached.
-        sampling: what requests say where the contract does not, such as {"max_tokens": 512}.
-        salt: gives the `cache_salt` of a request.
+        contract: `async (task, policy) -> float | dict | None`, a plain function with the same arguments, or an
+            `Environment` class.
+        task: passed to the contract.
+        chat: sends requests to the policy: `Servers.chat`, or `Tokens` to send ids, so that no sampled token is
+            tokenised again.
+        version: returns the version of the servers' weights; each call records it.
+        received: returns the newest version that may have sampled an answer that arrives now; default `version`.
+        limits: limits on turns, sampled tokens and seconds.
+        id: id of the record; None creates one.
+        group: group of the record. All its requests go to one server, whose cache has the prompt.
+        sampling: defaults for request fields that the contract does not set, such as {"max_tokens": 512}.
+        salt: returns the `cache_salt` of a request.
         proxy: a running `rollout.proxy.Proxy`, for contracts that use `policy.base_url`.
-        metadata: of the record, beside `task`, `ended`, `seconds` and `turns`.
-        logprob_kind: what the server's logprobs are of.
-        for_training: refuse requests whose tokens the trainer could not compute the probability of, such as by top_p.
+        metadata: metadata of the record, in addition to `task`, `ended`, `seconds` and `turns`.
+        logprob_kind: kind of the server's logprobs.
+        for_training: refuse requests whose token probabilities the trainer cannot compute, for example with top_p.
     """
     limits = limits or Limits()
     name = f"trajectory-{next(_numbers)}" if id is None else id
-    kinds: dict[str, Any] = {"logprob_kind": logprob_kind, "for_training": for_training}
-    session = Session(name, version=version, received=received, sampling=sampling, **kinds)
+    settings: dict[str, Any] = {"logprob_kind": logprob_kind, "for_training": for_training}
+    session = Session(name, version=version, received=received, sampling=sampling, **settings)
     sticky = name if group is None else group
-    asked = chat.trajectory() if isinstance(chat, Tokens) else chat
-    policy = Policy(session, asked, limits=limits, sticky=sticky, salt=salt)
+    trajectory_chat = chat.trajectory() if isinstance(chat, Tokens) else chat
+    policy = Policy(session, trajectory_chat, limits=limits, sticky=sticky, salt=salt)
     async with _address(proxy, policy) as posted:
         started = time.monotonic()
         rewards, failure, ended = await _run(as_contract(contract), task, policy)
@@ -105,16 +108,16 @@ async def play(
     if rewards is None and failure is None:
         rewards = posted.get("rewards")
     prompt, completion, finish_reason = conversation(session.calls)
-    about = {"task": as_json(task), "ended": ended, "turns": len(session.calls), "seconds": round(seconds, 3)}
+    summary = {"task": as_json(task), "ended": ended, "turns": len(session.calls), "seconds": round(seconds, 3)}
     if policy.counts:
-        about["tools"] = dict(policy.counts)
+        summary["tools"] = dict(policy.counts)
     if session.without_ids:
-        about["calls_without_ids"] = session.without_ids
+        summary["calls_without_ids"] = session.without_ids
     record = session.record(
         name,
         group,
         rewards,
-        metadata={**(metadata or {}), **about},
+        metadata={**(metadata or {}), **summary},
         failure=None if failure is None else failure.as_dict(),
         messages=_prompt_or_none(task),
     )
@@ -123,11 +126,11 @@ async def play(
 
 
 async def _run(contract: Contract, task: Any, policy: Policy) -> tuple[Any, Failure | None, str]:
-    """The rewards, or why there are none; and what ended the trajectory."""
+    """Return the rewards or the failure, and what ended the trajectory."""
     try:
         value = await within(policy.limits.seconds, contract(task, policy), "the trajectory")
-    except Failed as failed:
-        return None, failed.failure, "seconds" if failed.failure.kind == "late" else policy.ended or "failed"
+    except Failed as error:
+        return None, error.failure, "seconds" if error.failure.kind == "late" else policy.ended or "failed"
     try:
         return checked(value), None, policy.ended or "done"
     except ArgumentError as error:
@@ -135,23 +138,23 @@ async def _run(contract: Contract, task: Any, policy: Policy) -> tuple[Any, Fail
 
 
 def checked(value: Any) -> float | dict[str, float | None] | None:
-    """Rewards as a record takes them.
+    """Return rewards in the form of a record.
 
     Raises:
-        ArgumentError: what is neither a number, nor numbers by name, nor None.
+        ArgumentError: if it is not a number, numbers by name, or None.
     """
     if not isinstance(value, Mapping):
         return known(value)
-    if wrong := [name for name in value if not isinstance(name, str)]:
-        raise ArgumentError(f"a reward is named {wrong[0]!r:.100}. Records name rewards by strings. Use one.")
-    return {name: known(each) for name, each in value.items()}
+    if invalid := [name for name in value if not isinstance(name, str)]:
+        raise ArgumentError(f"a reward is named {invalid[0]!r:.100}. Records name rewards by strings. Use one.")
+    return {name: known(reward) for name, reward in value.items()}
 
 
 def as_contract(thing: Any) -> Any:
-    """A contract from what users pass: a coroutine function, a plain function, a class of ours or of TRL's."""
+    """Return a contract for a coroutine function, plain function, `Environment` class or TRL environment class."""
     if isinstance(thing, type) and hasattr(thing, "reset"):
-        theirs = hasattr(thing, "get_reward") or not hasattr(thing, "step")
-        return trl_environment(thing) if theirs else environment(thing)
+        is_trl = hasattr(thing, "get_reward") or not hasattr(thing, "step")
+        return trl_environment(thing) if is_trl else environment(thing)
     if not callable(thing):
         raise ArgumentError(
             f"the contract is a {type(thing).__name__}. It is called with (task, policy). Pass a function or an "
@@ -173,26 +176,26 @@ def as_contract(thing: Any) -> Any:
 
 
 def restored(record: dict[str, Any], task: Any) -> Played:
-    """Return a trajectory from its record, as it was played, to be scored again.
+    """Return a rollout from its record, to score it again.
 
     Args:
-        record: what `Played.record` was.
-        task: what was played.
+        record: the `Played.record` of the rollout.
+        task: task of the rollout.
 
     Raises:
-        KeyError, TypeError, ValueError: if it is no record of a trajectory, or one of another task.
+        KeyError, TypeError, ValueError: if it is not the record of a rollout, or the record of another task.
     """
-    metadata, told = record["metadata"], record.get("failure")
+    metadata, failure_record = record["metadata"], record.get("failure")
     if as_json(task) != metadata["task"] and not (isinstance(metadata["task"], str) and not isinstance(task, str)):
         raise ValueError("it is of another task")
-    failure = None if told is None else Failure(**told)
+    failure = None if failure_record is None else Failure(**failure_record)
     error = None if failure is None else f"task {record['id']}: {failure}"
-    said = conversation(record.get("calls") or [])
-    return Played(record, error, failure, metadata["seconds"], metadata["ended"], *said, task)
+    messages = conversation(record.get("calls") or [])
+    return Played(record, error, failure, metadata["seconds"], metadata["ended"], *messages, task)
 
 
 def conversation(calls: Sequence[dict[str, Any]]) -> tuple[list[Message], list[Message], str | None]:
-    """What a trajectory began with, what came after, and why its last message ended."""
+    """Return the prompt, the completion and the last finish reason of a trajectory."""
     if not calls:
         return [], [], None
     first, last = calls[0]["request"].get("messages"), calls[-1]
@@ -208,8 +211,12 @@ def conversation(calls: Sequence[dict[str, Any]]) -> tuple[list[Message], list[M
         messages, reason = trace.messages, trace.generations[-1].finish_reason
         first = messages[: len(trace.generations[0].context or ())]
     count = len(first or ())
-    kept = messages[:count] == first
-    return messages[:count] if kept else messages[:-1], messages[count:] if kept else messages[-1:], reason
+    keeps_prompt = messages[:count] == first
+    return (
+        messages[:count] if keeps_prompt else messages[:-1],
+        messages[count:] if keeps_prompt else messages[-1:],
+        reason,
+    )
 
 
 def _prompt_or_none(task: Any) -> list[Message]:
@@ -220,7 +227,10 @@ def _prompt_or_none(task: Any) -> list[Message]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as a record keeps it: unchanged if JSON has a word for it, else as text; cut if it is long."""
+    """Return a value in the form of a record: unchanged if JSON can represent it, else as text.
+
+    Long values are truncated.
+    """
     try:
         text = json.dumps(value, allow_nan=False)
         if len(text) <= TASK_CHARACTERS:
@@ -235,7 +245,7 @@ def as_json(value: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def _address(proxy: Any, policy: Policy) -> AsyncIterator[dict[str, Any]]:
-    """The proxy's address of a trajectory for as long as it is played; then the rewards that were posted to it."""
+    """Open the proxy address of a rollout; on exit, set the rewards that were posted to it."""
     posted: dict[str, Any] = {}
     if proxy is None:
         yield posted
@@ -249,11 +259,11 @@ async def _address(proxy: Any, policy: Policy) -> AsyncIterator[dict[str, Any]]:
 
 
 def one_turn(score: Score | None = None, *, sampling: Mapping[str, Any] | None = None) -> Contract:
-    """One question, one answer.
+    """Return a contract with one question and one answer.
 
     Args:
-        score: `(task, prompt, completion)` to a number, numbers by name or None; plain or asynchronous. Without one the
-            reward is None, for whoever scores whole groups.
+        score: `(task, prompt, completion)` to a number, numbers by name or None; plain or asynchronous. Without it the
+            reward is None, and functions for complete groups can score it later.
         sampling: fields of the request.
     """
 
@@ -273,14 +283,14 @@ def with_tools(
     run: Any = "thread",
     sampling: Mapping[str, Any] | None = None,
 ) -> Contract:
-    """A question, tool calls and their answers, until a message calls no tool.
+    """Return a contract that answers tool calls until a message calls no tool.
 
-    What became of the calls is counted in the record's `metadata` as `tools`.
+    The calls are counted by outcome in the record's `metadata` as `tools`.
 
     Args:
-        tools: functions; or a function from the task to functions, for those that need to know it.
+        tools: functions, or a function that returns them for a task.
         score: as for `one_turn`.
-        turns: how often tools are answered; beside the limits of `play`.
+        turns: maximum number of tool answers, in addition to the limits of `play`.
         seconds: time limit of one tool call.
         run: where plain functions run; see `Tools`.
         sampling: fields of the requests.
@@ -291,12 +301,12 @@ def with_tools(
 
     async def contract(task: Any, policy: Policy) -> Any:
         prompt = prompt_of(task)
-        opened = shared or Tools(tools(task), seconds=seconds, run=run)  # type: ignore[operator]
+        task_tools = shared or Tools(tools(task), seconds=seconds, run=run)  # type: ignore[operator]
         try:
-            messages, _ = await converse(policy, prompt, opened, turns, sampling)
+            messages, _ = await converse(policy, prompt, task_tools, turns, sampling)
         finally:
-            if opened is not shared:
-                opened.close()
+            if task_tools is not shared:
+                task_tools.close()
         return await scored(score, task, prompt, messages[len(prompt) :])
 
     return contract

@@ -1,7 +1,8 @@
-"""Token in, token out: the policy is asked with ids, and no sampled token is ever tokenised again.
+"""Token in, token out: requests contain token ids, so no sampled token is tokenised again.
 
-Prompts are a `Conversation`'s, over /inference/v1/generate; the message is what /v1/chat/completions/derender parses.
-What comes back is a chat completion with ids, so that contracts and records know no difference. `play` calls this.
+Prompts come from a `Conversation` and are sent to /inference/v1/generate. /v1/chat/completions/derender parses the
+sampled ids into a message. The result is a chat completion with ids, so contracts and records work as with chat
+requests.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ if TYPE_CHECKING:
 
 GENERATE, DERENDER = "/inference/v1/generate", "/v1/chat/completions/derender"
 FLAG = "--enable-scale-out"
-# Fields of a chat request that are sampling parameters by the same name.
+# Sampling parameters with the same name in a chat request.
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "stop_token_ids", "logit_bias", "bad_words", "ignore_eos", "seed",
 )  # fmt: skip
-# What is sent to the parsers, and what every answer has whether it is asked or not.
+# Fields that are sent to the parsers, and fields that every answer has, requested or not.
 PARSED = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 ALWAYS = ("logprobs", "top_logprobs", "return_token_ids", "model", "max_completion_tokens")
-# Ends of conversations that a trajectory may go on from: calls that are made again on an earlier history.
+# Number of recent conversations kept, since a call may be repeated on an earlier history.
 ENDS = 8
 
 
 class Tokens:
-    """Servers that are asked with ids; passed to `play` as its `chat`.
+    """Servers that receive token ids; passed to `play` as `chat`.
 
     Args:
-        servers: started with --enable-scale-out; `check` asks them.
-        tokenizer: of the served model, with its chat template.
+        servers: servers started with --enable-scale-out, which `check` tests.
+        tokenizer: tokenizer of the served model, with its chat template.
 
     >>> async def example(servers, tokenizer):
     ...     tokens = Tokens(servers, tokenizer)
@@ -51,15 +52,15 @@ class Tokens:
         self.tokenizer = tokenizer
 
     async def check(self) -> None:
-        """Asks whether every server has the two paths.
+        """Test that every server has both paths.
 
         Raises:
-            ArgumentError: for one that has not, with the flag that it needs.
+            ArgumentError: for a server without them; the message names the flag that it needs.
         """
         for path in (GENERATE, DERENDER):
             answers = await self.servers.each(path, {})
             for url, answer in zip(self.servers.urls, answers, strict=True):
-                # A server that knows the path finds fault with the empty body.
+                # A server with this path rejects the empty body.
                 if answer.status in (400, 422):
                     continue
                 raise ArgumentError(
@@ -68,115 +69,129 @@ class Tokens:
                 )
 
     def trajectory(self) -> Trajectory:
-        """The chat of one trajectory."""
+        """Return the chat function of one trajectory."""
         return Trajectory(self)
 
     async def __call__(self, body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:
-        """One call that belongs to no trajectory."""
+        """Send one call that belongs to no trajectory."""
         return await self.trajectory()(body, session=session, salt=salt)
 
 
 class Trajectory:
-    """The conversations of one trajectory: a request goes on in the one whose messages it begins with."""
+    """The conversations of one trajectory; a request continues the one whose messages it starts with."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._servers, self._tokenizer = tokens.servers, tokens.tokenizer
-        self._ends: list[tuple[Any, Conversation]] = []
+        self._conversations: list[tuple[Any, Conversation]] = []
 
     async def __call__(self, body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:
-        """The answer to a chat request, as a chat completion with `prompt_token_ids` and `token_ids`.
+        """Answer a chat request with a chat completion that has `prompt_token_ids` and `token_ids`.
 
         Raises:
-            ArgumentError: for what a request with ids cannot say, such as stop strings.
-            ServerError, NoAnswer: the servers gave nothing to go on with.
+            ArgumentError: for fields that a request with ids does not support, such as stop strings.
+            ServerError, NoAnswer: the servers returned no usable answer.
         """
         params = sampling_params(body)
-        scaffold, talk = self._begun(body)
-        prompt = talk.prompt_ids().tolist()
-        asked = {"token_ids": prompt, "sampling_params": params}
-        choice = sampled(await self._servers.post(GENERATE, asked, session=session, salt=salt))
+        scaffold, conversation = self._continue_conversation(body)
+        prompt = conversation.prompt_ids().tolist()
+        request = {"token_ids": prompt, "sampling_params": params}
+        choice = sampled(await self._servers.post(GENERATE, request, session=session, salt=salt))
         answer = await self._message(body, prompt, choice, session)
         message = said(answer)
         message.pop("finish_reason")
-        talk.append(choice["token_ids"], message)
-        self._ends = [*self._ends[1 - ENDS :], (scaffold, talk)]
+        conversation.append(choice["token_ids"], message)
+        self._conversations = [*self._conversations[1 - ENDS :], (scaffold, conversation)]
         return recorded(answer, prompt, choice)
 
-    def _begun(self, body: Mapping[str, Any]) -> tuple[Any, Conversation]:
-        """The conversation that a request continues, or a new one; and its tools and template variables."""
+    def _continue_conversation(self, body: Mapping[str, Any]) -> tuple[Any, Conversation]:
+        """Return the conversation that a request continues, or a new one, with its tools and template variables."""
         messages = list(body["messages"])
         scaffold = (body.get("tools"), body.get("chat_template_kwargs"))
-        ends = [talk for own, talk in self._ends if own == scaffold and len(talk) <= len(messages)]
-        known = [talk for talk in ends if talk.messages == messages[: len(talk)]]
-        if not known:
+        ends = [
+            conversation
+            for key, conversation in self._conversations
+            if key == scaffold and len(conversation) <= len(messages)
+        ]
+        matches = [conversation for conversation in ends if conversation.messages == messages[: len(conversation)]]
+        if not matches:
             tools, kwargs = scaffold
             return scaffold, Conversation(self._tokenizer, messages, tools, **(kwargs or {}))
-        longest = max(known, key=len)
-        # A copy, as another call may go on from there too.
+        longest = max(matches, key=len)
+        # Copy it, since another call may continue from it too.
         return scaffold, copy(longest).append(messages[len(longest) :])
 
     async def _message(
         self, body: Mapping[str, Any], prompt: list[int], choice: dict[str, Any], session: str
     ) -> dict[str, Any]:
-        """What the server's parsers make of the sampled ids: a chat completion."""
+        """Return the chat completion that the server's parsers make from the sampled ids."""
         ids = choice["token_ids"]
-        # The text of the stop token would stand in the content.
-        by_token = choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str)
-        if not (shown := ids[:-1] if by_token else ids):
+        # The content would otherwise contain the text of the stop token.
+        ends_with_stop_token = choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str)
+        if not (visible := ids[:-1] if ends_with_stop_token else ids):
             return {"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": ""}}]}
-        generated = {"choices": [{"index": 0, "token_ids": shown}], "prompt_token_ids": prompt}
-        told = {key: body[key] for key in PARSED if body.get(key) is not None}
-        asked = {"generate_response": generated, "chat_request": told, "prompt_tokens": len(prompt)}
-        return await self._servers.post(DERENDER, asked, session=session)
+        generated = {"choices": [{"index": 0, "token_ids": visible}], "prompt_token_ids": prompt}
+        chat_request = {key: body[key] for key in PARSED if body.get(key) is not None}
+        request = {"generate_response": generated, "chat_request": chat_request, "prompt_tokens": len(prompt)}
+        return await self._servers.post(DERENDER, request, session=session)
 
 
 def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that a chat request says.
+    """Return the sampling parameters of a chat request.
 
     >>> sampling_params({"messages": [], "temperature": 1.0, "max_completion_tokens": 8, "logprobs": True})
     {'temperature': 1.0, 'max_tokens': 8, 'logprobs': 0}
+
+    Raises:
+        ArgumentError: for a field that a request with ids does not support.
     """
     for key, value in body.items():
-        passed = key in SAMPLING or key in PARSED or key in ALWAYS
-        if passed and not (key == "tool_choice" and value not in ("auto", "none", None)):
+        is_supported = key in SAMPLING or key in PARSED or key in ALWAYS
+        if is_supported and not (key == "tool_choice" and value not in ("auto", "none", None)):
             continue
         if value is None or value is False or (key == "n" and value == 1):
             continue
         raise ArgumentError(
             f"the request says {key}={value!r:.100}, which a request with ids cannot say. It would have no effect. "
-            + (f"{nearest(key, SAMPLING)} " if not passed else "")
+            + (f"{nearest(key, SAMPLING)} " if not is_supported else "")
             + "Leave it out, or ask by chat."
         )
     params = {key: body[key] for key in SAMPLING if body.get(key) is not None}
     if body.get("max_completion_tokens") is not None:
         params["max_tokens"] = body["max_completion_tokens"]
-    top = body.get("top_logprobs")
-    return {**params, "logprobs": top if isinstance(top, int) else 0}
+    top_logprobs = body.get("top_logprobs")
+    return {**params, "logprobs": top_logprobs if isinstance(top_logprobs, int) else 0}
 
 
 def sampled(response: Any) -> dict[str, Any]:
-    """The choice of a generate response, with `logprobs` as a list of floats."""
+    """Return the choice of a generate response, with `logprobs` as a list of floats.
+
+    Raises:
+        NoAnswer: if the response has no ids with a logprob each.
+    """
     try:
         [choice] = response["choices"]
         ids = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if ids else []
-        exact = all(type(one) is int for one in ids) and all(isinstance(one, float | int) for one in logprobs)
+        exact = all(type(value) is int for value in ids) and all(isinstance(value, float | int) for value in logprobs)
         if exact and len(ids) == len(logprobs):
             return {**choice, "token_ids": ids, "logprobs": logprobs}
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         pass
-    found = repr(response)
+    text = repr(response)
     raise NoAnswer(
-        f"a server answered {found[:200]}, which holds no ids with a logprob each. There is nothing to go on with. "
+        f"a server answered {text[:200]}, which holds no ids with a logprob each. There is nothing to go on with. "
         "Look at the server's log."
     )
 
 
 def recorded(answer: Mapping[str, Any], prompt: list[int], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """A parsed answer with its tokens, as `tracegrad.read` takes chat completions; versions as SGLang writes them."""
+    """Return a parsed answer with its tokens, in the format of chat completions that `tracegrad.read` reads.
+
+    Weight versions are written as SGLang does.
+    """
     [parsed] = answer["choices"]
-    listed = zip(choice["token_ids"], choice["logprobs"], strict=True)
-    content = [{"token": f"token_id:{id}", "logprob": logprob} for id, logprob in listed]
+    pairs = zip(choice["token_ids"], choice["logprobs"], strict=True)
+    content = [{"token": f"token_id:{id}", "logprob": logprob} for id, logprob in pairs]
     reason = choice.get("finish_reason")
     if reason == "stop" and parsed["message"].get("tool_calls"):
         reason = "tool_calls"
@@ -187,11 +202,11 @@ def recorded(answer: Mapping[str, Any], prompt: list[int], choice: Mapping[str, 
         "logprobs": {"content": content},
     }
     response = {**answer, "prompt_token_ids": prompt, "choices": [{**parsed, "index": 0, **tokens}]}
-    if spans := [span for span in choice.get("weight_versions") or () if _numbered(span)]:
+    if spans := [span for span in choice.get("weight_versions") or () if _has_version(span)]:
         response["metadata"] = {"weight_versions": spans}
     return response
 
 
-def _numbered(span: Any) -> bool:
-    """Whether a span says which version it is of; a server to which none was pushed says "default"."""
+def _has_version(span: Any) -> bool:
+    """Return whether a span has a numbered version; a server that got no weight sync reports "default"."""
     return isinstance(span, Mapping) and str(span.get("version")).removeprefix("v").isdecimal()

@@ -1,7 +1,8 @@
-"""Make the JSON schema of a plain Python function from its signature and docstring, as chat templates show it.
+"""Derive the JSON schema of a plain Python function from its signature and docstring, for chat templates.
 
-Equal to `transformers.utils.get_json_schema` where that gives one, but for `return`, which servers do not know. That
-function is not called because it refuses an argument without a description, and recording needs no transformers.
+The schema equals that of `transformers.utils.get_json_schema`, except that `return` is left out, which servers do not
+support. That function is not used because it refuses arguments without a description, and recording works without
+transformers.
 """
 
 import inspect
@@ -32,13 +33,13 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The tool that a function is, as requests carry it.
+    """Return the tool schema of a function, as in requests.
 
     Args:
-        function: with type hints; its docstring gives the descriptions, in Google's style.
+        function: function with type hints; its docstring supplies the descriptions, in Google's style.
 
     Raises:
-        ArgumentError: for `*args`, `**kwargs`, and hints that no JSON value has.
+        ArgumentError: for `*args`, `**kwargs`, and type hints without a JSON schema.
 
     >>> def price(item: str, pieces: int = 1) -> int:
     ...     '''Price of one item.
@@ -50,7 +51,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     {'item': {'type': 'string', 'description': 'its name'}, 'pieces': {'type': 'integer'}}
     """
     name = getattr(function, "__name__", type(function).__name__)
-    description, described = _docstring(inspect.getdoc(function) or "")
+    description, descriptions = _docstring(inspect.getdoc(function) or "")
     try:
         hints = get_type_hints(function)
     except Exception as error:
@@ -63,31 +64,31 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
                 f"tool {name} takes {parameter}. A model is told each argument by its name. Name them in the signature."
             )
         properties[parameter.name] = _property(
-            name, parameter.name, hints.get(parameter.name, Any), described.get(parameter.name)
+            name, parameter.name, hints.get(parameter.name, Any), descriptions.get(parameter.name)
         )
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    told: dict[str, Any] = {"type": "object", "properties": properties}
+    parameter_schema: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
-        told["required"] = required
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": told}}
+        parameter_schema["required"] = required
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameter_schema}}
 
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a caller passes: `self` and `cls` left out where they have no hint."""
-    found = list(inspect.signature(function).parameters.values())
-    if found and found[0].name in ("self", "cls") and found[0].annotation is found[0].empty:
-        return found[1:]
-    return found
+    """Return the parameters that a caller passes: without `self` and `cls`, unless they have a type hint."""
+    result = list(inspect.signature(function).parameters.values())
+    if result and result[0].name in ("self", "cls") and result[0].annotation is result[0].empty:
+        return result[1:]
+    return result
 
 
 def _property(tool: str, name: str, hint: Any, description: str | None) -> dict[str, Any]:
     try:
-        told = type_of(hint)
+        result = type_of(hint)
     except ArgumentError as error:
         raise ArgumentError(f"tool {tool}, argument {name}: {error}") from None
     if description is None:
-        return told
+        return result
     if choices := _CHOICES.search(description):
         try:
             values = json.loads(choices.group(1))
@@ -96,28 +97,31 @@ def _property(tool: str, name: str, hint: Any, description: str | None) -> dict[
                 f"tool {tool}, argument {name}: choices {choices.group(1)!r} are not JSON. "
                 'Write them as (choices: ["tea", "coffee"]).'
             ) from None
-        told["enum"] = [value.strip() if isinstance(value, str) else value for value in values]
+        result["enum"] = [value.strip() if isinstance(value, str) else value for value in values]
         description = description[: choices.start()].strip()
-    told["description"] = description
-    return told
+    result["description"] = description
+    return result
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The description before the sections, and that of each argument."""
+    """Return the description before the sections, and the description of each argument."""
     text = text.strip()
-    found = _DESCRIPTION.search(text)
+    match = _DESCRIPTION.search(text)
     arguments = _ARGUMENTS.search(text)
     lines = arguments.group(1).split("\n") if arguments else []
     body = "\n".join(line for line in lines if line.strip())
-    described = {name: re.sub(r"\s*\n+\s*", " ", words.strip()) for name, words in _ARGUMENT.findall(body)}
-    return (found.group(1).strip() if found else ""), described
+    descriptions = {name: re.sub(r"\s*\n+\s*", " ", words.strip()) for name, words in _ARGUMENT.findall(body)}
+    return (match.group(1).strip() if match else ""), descriptions
 
 
 def type_of(hint: Any) -> dict[str, Any]:
-    """The schema of a type hint.
+    """Return the schema of a type hint.
 
     >>> type_of(list[int] | None)
     {'type': 'array', 'items': {'type': 'integer'}, 'nullable': True}
+
+    Raises:
+        ArgumentError: if the hint has no JSON schema.
     """
     origin, args = get_origin(hint), get_args(hint)
     if origin is None:
@@ -139,18 +143,18 @@ def type_of(hint: Any) -> dict[str, Any]:
 
 
 def _union(args: tuple[Any, ...]) -> dict[str, Any]:
-    each = [type_of(arg) for arg in args if arg is not type(None)]
-    told: dict[str, Any]
-    if len(each) == 1:
-        told = each[0]
-    elif all(one.keys() == {"type"} for one in each):
-        names = sorted({one["type"] for one in each})
-        told = {"type": names[0] if len(names) == 1 else names}
+    schemas = [type_of(arg) for arg in args if arg is not type(None)]
+    result: dict[str, Any]
+    if len(schemas) == 1:
+        result = schemas[0]
+    elif all(item.keys() == {"type"} for item in schemas):
+        names = sorted({item["type"] for item in schemas})
+        result = {"type": names[0] if len(names) == 1 else names}
     else:
-        told = {"anyOf": each}
+        result = {"anyOf": schemas}
     if type(None) in args:
-        told["nullable"] = True
-    return told
+        result["nullable"] = True
+    return result
 
 
 def _literal(args: tuple[Any, ...]) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def _literal(args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def misfit(value: Any, told: dict[str, Any]) -> str | None:
-    """Why a value is not of a schema made here; None where it is.
+    """Return why a value does not match a schema of this module; None if it does.
 
     >>> misfit("3", {"type": "integer"})
     "'3' is not of type integer"
@@ -172,32 +176,32 @@ def misfit(value: Any, told: dict[str, Any]) -> str | None:
     if value is None and told.get("nullable"):
         return None
     if "anyOf" in told:
-        reasons = [misfit(value, one) for one in told["anyOf"]]
+        reasons = [misfit(value, item) for item in told["anyOf"]]
         return None if None in reasons else reasons[0]
-    if "enum" in told and not any(type(value) is type(one) and value == one for one in told["enum"]):
-        return f"{_short(value)} is none of {json.dumps(told['enum'], ensure_ascii=False)}"
+    if "enum" in told and not any(type(value) is type(item) and value == item for item in told["enum"]):
+        return f"{_shorten(value)} is none of {json.dumps(told['enum'], ensure_ascii=False)}"
     names = told.get("type")
     names = [names] if isinstance(names, str) else names
-    if names and not any(_is(value, name) for name in names):
-        return f"{_short(value)} is not of type {' or '.join(names)}"
+    if names and not any(_has_type(value, name) for name in names):
+        return f"{_shorten(value)} is not of type {' or '.join(names)}"
     if isinstance(value, list):
         parts = zip(value, told.get("prefixItems") or [told.get("items", {})] * len(value), strict=False)
     elif isinstance(value, dict):
-        parts = ((one, told.get("additionalProperties", {})) for one in value.values())
+        parts = ((item, told.get("additionalProperties", {})) for item in value.values())
     else:
         return None
-    return next((reason for one, schema in parts if (reason := misfit(one, schema))), None)
+    return next((reason for item, schema in parts if (reason := misfit(item, schema))), None)
 
 
-def _is(value: Any, name: str) -> bool:
+def _has_type(value: Any, name: str) -> bool:
     if name == "number":
         return isinstance(value, int | float) and not isinstance(value, bool)
     if name == "integer":
         return isinstance(value, int) and not isinstance(value, bool)
-    kinds = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
-    return isinstance(value, kinds.get(name, object))
+    python_types = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
+    return isinstance(value, python_types.get(name, object))
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"

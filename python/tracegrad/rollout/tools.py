@@ -1,7 +1,7 @@
-"""Plain Python functions as tools: the calls of one message run together, each within a time limit.
+"""Offer plain Python functions as tools: the calls of one message run together, each within a time limit.
 
-Whatever goes wrong (unknown name, wrong arguments, an exception, the time limit) is a tool message that says so, and is
-counted; nothing is raised into the episode. Called by `env` and by whoever plays episodes of their own.
+Every failure (unknown name, wrong arguments, an exception, the time limit) becomes a tool message with the error and is
+counted. Nothing is raised into the episode.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ class Tools:
     """Functions that a model may call.
 
     Args:
-        functions: plain or asynchronous functions, or bound methods; none twice by one name.
+        functions: plain or asynchronous functions, or bound methods; their names must be unique.
         seconds: time limit of one call.
-        run: where plain functions run: "thread", each in one of its own; "order", one after another in one thread, for
-            functions that share what they change; "process", from which a hanging one can be removed.
-        text: a result as text; JSON by default, a string as it is.
-        thread: the one for "order"; one is started where it is None.
+        run: where plain functions run. "thread": each in a new thread. "order": one after another in one thread, for
+            functions that share mutable state. "process": in processes, which can be killed if a function hangs.
+        text: converts a result to text; default: JSON, with strings unchanged.
+        thread: thread for "order"; None starts one.
 
-    `counts` holds how many calls were answered ("called") and what became of the others ("unknown", "arguments",
-    "raised", "late", "died", "wrong", "too_many"); `failures` the last of each.
+    `counts` counts the answered calls ("called") and the others by cause ("unknown", "arguments", "raised", "late",
+    "died", "wrong", "too_many"). `failures` has the last failure of each cause.
 
     >>> def price(item: str) -> int:
     ...     '''Price of one item.'''
@@ -62,21 +62,23 @@ class Tools:
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, Failure] = {}
         self.seconds = seconds
-        self._told = {one["function"]["name"]: one["function"]["parameters"] for one in self.schemas}
+        self._parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.schemas}
         self._text = text or _text
-        plain = {name: each for name, each in self.functions.items() if not inspect.iscoroutinefunction(each)}
+        plain = {
+            name: function for name, function in self.functions.items() if not inspect.iscoroutinefunction(function)
+        }
         self._processes = Processes(plain, count=4) if run == "process" and plain else None
         self._order = (thread or Thread()) if run == "order" else None
 
     async def answers(self, message: Mapping[str, Any], counts: Counter[str] | None = None) -> list[Message]:
-        """The tool messages for all calls of an assistant message, in their order; `counts` are counted up as well."""
+        """Return the tool messages for all calls of an assistant message, in order; `counts` is updated too."""
         calls = list(enumerate(message.get("tool_calls") or []))
         if self._order is not None:
             return [await self.answer(call, number, counts) for number, call in calls]
         return await asyncio.gather(*(self.answer(call, number, counts) for number, call in calls))
 
     async def answer(self, call: Mapping[str, Any], number: int = 0, counts: Counter[str] | None = None) -> Message:
-        """The tool message for one call."""
+        """Return the tool message for one call."""
         kinds, content = await self._content(call, number)
         for counter in (self.counts, counts):
             if counter is not None:
@@ -84,7 +86,7 @@ class Tools:
         return {"role": "tool", "tool_call_id": call.get("id") or "", "content": content}
 
     async def _content(self, call: Mapping[str, Any], number: int) -> tuple[list[str], str]:
-        """What becomes of a call, and what is answered."""
+        """Run a call; return the counters to increase and the content of the answer."""
         function = call.get("function") or {}
         name = str(function.get("name"))
         try:
@@ -92,18 +94,18 @@ class Tools:
                 raise _Refused("too_many", f"at most {CALLS} calls are answered in one message")
             arguments = self._arguments(name, function.get("arguments"))
             result = self._text(await self._run(name, arguments)).encode(errors="replace").decode()
-        except _Refused as refused:
-            return self._failed(refused.kind, Failure("wrong", str(refused)))
-        except Failed as failed:
-            return self._failed(failed.failure.kind, failed.failure)
-        except Exception as error:  # the text of a stranger's result
+        except _Refused as refusal:
+            return self._failed(refusal.kind, Failure("wrong", str(refusal)))
+        except Failed as error:
+            return self._failed(error.failure.kind, error.failure)
+        except Exception as error:  # converting a user's result to text may raise anything
             return self._failed("raised", located(error))
         if len(result) <= RESULT_CHARACTERS:
             return ["called"], result
         return ["called", "cut"], f"{result[:RESULT_CHARACTERS]}… ({len(result)} characters, cut)"
 
     def close(self) -> None:
-        """Ends threads and processes."""
+        """Stop threads and processes."""
         if self._processes is not None:
             self._processes.close()
         if self._order is not None:
@@ -113,47 +115,51 @@ class Tools:
         self.failures[kind] = failure
         return [kind], json.dumps({"error": failure.words}, ensure_ascii=False)
 
-    def _arguments(self, name: str, given: Any) -> dict[str, Any]:
-        """The arguments of a call, as the function takes them."""
+    def _arguments(self, name: str, arguments: Any) -> dict[str, Any]:
+        """Check the arguments of a call and return them as a dict."""
         if name not in self.functions:
             raise _Refused("unknown", f"there is no tool {name}; there are {', '.join(self.functions)}")
-        if isinstance(given, str):
+        if isinstance(arguments, str):
             try:
-                given = json.loads(given or "{}")
+                arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 raise _Refused("arguments", f"the arguments of {name} are not JSON") from None
-        given = {} if given is None else given
-        if not isinstance(given, dict):
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, dict):
             raise _Refused("arguments", f"the arguments of {name} are not a JSON object")
-        told = self._told[name]
-        if more := [key for key in given if key not in told["properties"]]:
-            raise _Refused("arguments", f"{name} has no argument {more[0]}")
-        if missing := [key for key in told.get("required", ()) if key not in given]:
+        expected = self._parameters[name]
+        if extra := [key for key in arguments if key not in expected["properties"]]:
+            raise _Refused("arguments", f"{name} has no argument {extra[0]}")
+        if missing := [key for key in expected.get("required", ()) if key not in arguments]:
             raise _Refused("arguments", f"{name} lacks its argument {missing[0]}")
-        for key, value in given.items():
-            if reason := misfit(value, told["properties"][key]):
+        for key, value in arguments.items():
+            if reason := misfit(value, expected["properties"][key]):
                 raise _Refused("arguments", f"{name}, argument {key}: {reason}")
-        return given
+        return arguments
 
     async def _run(self, name: str, arguments: dict[str, Any]) -> Any:
-        function, what = self.functions[name], f"tool {name}"
-        alone = [one.name for one in parameters(function) if one.kind is one.POSITIONAL_ONLY and one.name in arguments]
-        args = tuple(arguments.pop(key) for key in alone)
+        function, label = self.functions[name], f"tool {name}"
+        positional_only = [
+            parameter.name
+            for parameter in parameters(function)
+            if parameter.kind is parameter.POSITIONAL_ONLY and parameter.name in arguments
+        ]
+        args = tuple(arguments.pop(key) for key in positional_only)
         if inspect.iscoroutinefunction(function):
-            return await within(self.seconds, function(*args, **arguments), what)
+            return await within(self.seconds, function(*args, **arguments), label)
         if self._processes is not None:
             return await self._processes.call(name, args, arguments, seconds=self.seconds)
         thread = self._order or Thread()
         try:
-            value = await thread.call(lambda: function(*args, **arguments), seconds=self.seconds, what=what)
+            value = await thread.call(lambda: function(*args, **arguments), seconds=self.seconds, what=label)
         finally:
             if thread is not self._order:
                 thread.close()
-        return await within(self.seconds, value, what) if inspect.isawaitable(value) else value
+        return await within(self.seconds, value, label) if inspect.isawaitable(value) else value
 
 
 class _Refused(Exception):
-    """A call that no function gets to see."""
+    """A call that is refused before its function runs."""
 
     def __init__(self, kind: str, words: str) -> None:
         super().__init__(words)

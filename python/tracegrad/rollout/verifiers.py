@@ -1,7 +1,8 @@
-"""Environments of verifiers as contracts: played in a process of their own, by an interpreter of their own.
+"""Run environments of the `verifiers` package as contracts, in their own process and interpreter.
 
-verifiers pins what others need otherwise, so that nothing of it is imported here: `verifiers_worker` is started, and
-its agents talk to the proxy of the trajectory, which records them. Its rewards are what is trained on.
+verifiers pins dependency versions that conflict with others, so this process imports nothing from it.
+`verifiers_worker` runs in its interpreter, and its agents send their calls to the recording proxy of the trajectory.
+Its rewards are trained on.
 """
 
 import asyncio
@@ -20,18 +21,19 @@ from tracegrad.errors import ArgumentError, TracegradError, shown
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 LONGEST_LINE = 16 << 20
 SAFE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-"""A chat with the task's tools, on this machine; harnesses that run what a model writes must be named."""
+"""Default: a chat with the task's tools on this machine. Harnesses that run code of the model must be requested by
+name."""
 
 
 class Verifiers:
-    """The contract of one of verifiers' environments, for `agent=` of `tg.online.train`.
+    """Contract of an environment of verifiers, for `agent=` of `tg.online.train`.
 
     Args:
-        env_id: of its taskset: the module that holds it, as `verifiers` finds it.
-        python: the interpreter of an environment where `verifiers` (0.4, its v1) and the taskset are installed.
-        config: of the environment, by verifiers' own names, such as {"taskset": {"split": "train"}}.
-        paths: folders where it looks for modules beside those that are installed.
-        ready_s: how long it may take to start.
+        env_id: id of its taskset: the module that contains it, as `verifiers` finds it.
+        python: interpreter of an environment with `verifiers` (0.4, its v1) and the taskset.
+        config: config of the environment with verifiers' own names, such as {"taskset": {"split": "train"}}.
+        paths: folders where it looks for modules, in addition to installed ones.
+        ready_s: time limit to start, in seconds.
 
     Raises:
         ArgumentError: if the interpreter cannot be run.
@@ -46,14 +48,14 @@ class Verifiers:
         paths: Sequence[str | Path] = (),
         ready_s: float = 300.0,
     ) -> None:
-        told = dict(config or {})
-        self._config = {"agent": SAFE, **told, "taskset": {**(told.get("taskset") or {}), "id": env_id}}
+        options = dict(config or {})
+        self._config = {"agent": SAFE, **options, "taskset": {**(options.get("taskset") or {}), "id": env_id}}
         self._python, self._ready_s, self.env_id = python, ready_s, env_id
-        before = os.environ.get("PYTHONPATH")
-        found = [*(str(Path(path).resolve()) for path in paths), *([before] if before else [])]
-        # The interpreter's own programs stand beside it; uv, which verifiers calls, is one.
+        python_path = os.environ.get("PYTHONPATH")
+        folders = [*(str(Path(path).resolve()) for path in paths), *([python_path] if python_path else [])]
+        # Programs of the environment, such as uv, which verifiers calls, are in the interpreter's folder.
         path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PATH": path}
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PATH": path}
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
@@ -61,26 +63,30 @@ class Verifiers:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the contract
 
     def tasks(self, count: int = 1024) -> list[dict[str, Any]]:
-        """The first tasks of the taskset, at most so many."""
+        """Return the first `count` tasks of the taskset, or fewer if it has fewer.
+
+        Raises:
+            ArgumentError: if the interpreter cannot be run or returns no tasks.
+        """
         command = [self._python, "-P", str(WORKER), json.dumps(self._config), str(count)]
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 command, env=self._environment, capture_output=True, timeout=self._ready_s, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ArgumentError(
                 f"{self._python}: {error}. No task of {self.env_id} is known. Correct python."
             ) from error
-        if done.returncode or not done.stdout:
+        if result.returncode or not result.stdout:
             raise ArgumentError(
-                f"verifiers gives no tasks of {self.env_id}: {_last(done.stderr)}. Nothing could be played. Look "
+                f"verifiers gives no tasks of {self.env_id}: {_tail(result.stderr)}. Nothing could be played. Look "
                 f"whether {self._python} can import it."
             )
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        return [{"prompt": each.get("prompt", ""), "task": number, "data": each} for number, each in enumerate(lines)]
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        return [{"prompt": data.get("prompt", ""), "task": number, "data": data} for number, data in enumerate(lines)]
 
     async def __call__(self, task: Mapping[str, Any], policy: Any) -> float:
-        """Plays one of `tasks()`, and gives its reward.
+        """Roll out one of `tasks()` and return its reward.
 
         Raises:
             TracegradError: if the episode failed, or the process ended.
@@ -91,27 +97,27 @@ class Verifiers:
         request = {"id": number, "task": task["task"], "base_url": policy.base_url, "key": policy.key}
         self._send(process, request)
         try:
-            found = await answer
+            reply = await answer
         finally:
             del self._waiting[number]
             if answer.cancelled():
                 self._send(process, {"cancel": number})
-        if "error" in found:
-            raise TracegradError(f"the episode of {self.env_id} failed: {found['error']}")
-        return float(found["reward"])
+        if "error" in reply:
+            raise TracegradError(f"the episode of {self.env_id} failed: {reply['error']}")
+        return float(reply["reward"])
 
     async def _process(self) -> asyncio.subprocess.Process:
-        """The process, started by whoever needs it first; it ends with the loop of whoever that was."""
+        """Return the worker process, and start it on first use; it ends with the event loop that started it."""
         task, loop = self._starting, asyncio.get_running_loop()
         ended = task is None or task.get_loop() is not loop
         if task is None or ended or (task.done() and (task.exception() or task.result().returncode is not None)):
-            task = self._starting = asyncio.ensure_future(self._started())
+            task = self._starting = asyncio.ensure_future(self._start())
         return await asyncio.shield(task)
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             self._python,
-            "-P",  # or the modules beside the script would hide those of their names
+            "-P",  # otherwise modules in the script's folder would shadow others of the same name
             str(WORKER),
             json.dumps(self._config),
             stdin=subprocess.PIPE,
@@ -134,13 +140,13 @@ class Verifiers:
         return process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Hands answers to those who wait; where the process ends, all are told."""
+        """Pass replies to the waiting calls; if the process ends, all of them get an error."""
         assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line without end
+        with contextlib.suppress(ValueError):  # a line that is too long
             while line := await process.stdout.readline():
-                told = json.loads(line)
-                if (waiting := self._waiting.get(told.get("id"))) is not None and not waiting.done():
-                    waiting.set_result(told)
+                reply = json.loads(line)
+                if (waiting := self._waiting.get(reply.get("id"))) is not None and not waiting.done():
+                    waiting.set_result(reply)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
@@ -156,11 +162,11 @@ class Verifiers:
     def _words(self) -> str:
         end = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, end - 65_536))
-        return _last(self._log.read())
+        return _tail(self._log.read())
 
 
 async def _until_the_loop_ends(process: asyncio.subprocess.Process) -> AsyncGenerator[None, None]:
-    """Ends the process: a loop closes the generators that were begun in it before it is closed itself."""
+    """Kill the process when the loop closes: a loop first closes the async generators that were started in it."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -168,14 +174,14 @@ async def _until_the_loop_ends(process: asyncio.subprocess.Process) -> AsyncGene
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        with contextlib.suppress(RuntimeError):  # `_read` reads to the end
+        with contextlib.suppress(RuntimeError):  # `_read` may be reading to the end
             await process.stdout.read()
         await process.wait()
         process.stdin.close()
-        with contextlib.suppress(OSError):  # nobody has read the last of it
+        with contextlib.suppress(OSError):  # the last data may be unread
             await process.stdin.wait_closed()
 
 
-def _last(text: bytes) -> str:
+def _tail(text: bytes) -> str:
     lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
     return shown((lines or ["it said nothing"])[-1][:500])

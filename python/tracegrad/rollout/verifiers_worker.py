@@ -1,9 +1,10 @@
-"""Plays episodes of verifiers: a script run by the interpreter that has it, started by `verifiers`.
+"""Run episodes of verifiers: a script for the interpreter that has it, started by `verifiers`.
 
     python verifiers_worker.py CONFIG [COUNT]
 
-CONFIG is the environment's as JSON. With COUNT it writes so many tasks, one JSON line each, and ends. Else it takes a
-request a line and answers each with a line, in any order, until its input ends. Nothing of tracegrad is imported.
+CONFIG is the config of the environment as JSON. With COUNT, the script writes that many tasks, one JSON line each, and
+ends. Without it, the script reads one request per line and answers each with a line, in any order, until its input
+ends. It imports nothing from tracegrad.
 """
 
 import asyncio
@@ -14,14 +15,14 @@ import sys
 
 
 def environment(config):
-    """The environment of a config: the taskset's own, or verifiers' single agent."""
+    """Return the environment of a config: the taskset's own, or verifiers' single agent."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     return load_environment(resolve_env_config(config))
 
 
 class Tasks:
-    """Tasks by their number, made as far as they are asked for."""
+    """Tasks by number, created when they are needed."""
 
     def __init__(self, taskset):
         self.more, self.known = iter(taskset), []
@@ -33,15 +34,19 @@ class Tasks:
 
 
 def told(task):
-    """A task as JSON."""
+    """Return a task as JSON."""
     return json.loads(task.data.model_dump_json(exclude_none=True, exclude_defaults=True))
 
 
 async def played(environment, tasks, request):
-    """The reward of one episode, or why there is none."""
+    """Run one episode and return its rewards.
+
+    Raises:
+        RuntimeError: if the episode failed, or has more than one agent.
+    """
     import verifiers.v1 as vf
 
-    name = f"_POLICY_KEY_{abs(hash(request['key']))}"  # verifiers reads keys from the environment alone
+    name = f"_POLICY_KEY_{abs(hash(request['key']))}"  # verifiers reads keys only from the environment
     os.environ[name] = request["key"]
     client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=name)
     episode = await environment.run_episode(tasks[request["task"]], vf.ModelContext(model="policy", client=client))
@@ -55,39 +60,39 @@ async def played(environment, tasks, request):
 
 
 async def serve(config, answers):
-    """Answers requests until the input ends."""
+    """Answer requests until the input ends."""
     world = environment(config)
     tasks, running = Tasks(world.taskset), {}
     lines = asyncio.StreamReader(limit=1 << 20)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
 
-    def said(value):
+    def send(value):
         os.write(answers, json.dumps(value).encode() + b"\n")
 
-    async def one(request):
+    async def answer(request):
         try:
-            said({"id": request["id"], **await played(world, tasks, request)})
+            send({"id": request["id"], **await played(world, tasks, request)})
         except Exception as error:
-            said({"id": request["id"], "error": f"{type(error).__name__}: {error}"[:4000]})
+            send({"id": request["id"], "error": f"{type(error).__name__}: {error}"[:4000]})
         finally:
             running.pop(request["id"], None)
 
     async with world.serving():
-        said({"ready": True})
+        send({"ready": True})
         while line := await lines.readline():
             request = json.loads(line)
             if "cancel" in request:
                 if (task := running.get(request["cancel"])) is not None:
                     task.cancel()
                 continue
-            running[request["id"]] = asyncio.ensure_future(one(request))
+            running[request["id"]] = asyncio.ensure_future(answer(request))
         for task in running.values():
             task.cancel()
 
 
 def main():
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever an environment prints is no answer
+    os.dup2(2, 1)  # output of an environment must not mix with the answers
     config = json.loads(sys.argv[1])
     if len(sys.argv) > 2:
         for task in itertools.islice(environment(config).taskset, int(sys.argv[2])):

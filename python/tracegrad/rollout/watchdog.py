@@ -1,9 +1,9 @@
-"""Keeps one command running as long as its parent lives: a script of the standard library, started by `launch`.
+"""Keep a command running only while its parent lives: a standard-library script, started by `launch`.
 
     python watchdog.py PARENT GRACE_S COMMAND...
 
-Ends the command with all it started when it is told to (SIGTERM), or when the process PARENT is gone, even if that was
-killed. Gives the command GRACE_S seconds to end by itself.
+The script stops the command and all processes that it started on SIGTERM, or when the process PARENT is gone, even if
+that was killed. The command has GRACE_S seconds to end by itself.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ import time
 
 
 def main(parent: int, grace_s: float, command: "list[str]") -> int:
-    """Run the command until it ends, or until it must; the status it ended with."""
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    """Run the command until it ends or must be stopped; return its exit status."""
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen(command, start_new_session=True)
     try:
-        while child.poll() is None and not told and os.getppid() == parent:
+        while child.poll() is None and not signals and os.getppid() == parent:
             time.sleep(0.1)
         if child.poll() is None:
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(grace_s)
     finally:
-        # Its group: engines and workers that did not end with it.
+        # Also kill its process group: engines and workers that did not end with it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
     return child.wait()

@@ -1,6 +1,6 @@
-"""Send new weights to vLLM servers, by a file, by NCCL or as a LoRA adapter, and repair or refuse what fails.
+"""Send new weights to vLLM servers: by a file, by NCCL, or as a LoRA adapter. Failures are retried or reported.
 
-Whether a server then samples from them is checked by `online.weight_check`. Imports neither torch nor a client.
+`online.weight_check` checks whether a server then samples from them. Imports neither torch nor an HTTP client.
 """
 
 from tracegrad.weight_sync.file import File

@@ -1,7 +1,8 @@
-"""Who may change a server's weights: nobody from outside, or who knows its token.
+"""Restrict who may change a server's weights: only this machine, or clients with its token.
 
-`refuse_open` is the trainer's half. `Guard` is the server's: vLLM asks for its key on /v1 and /inference alone, so that
-whoever reaches the port may pause it, load weights and call methods of its workers. Imports nothing but this package.
+`refuse_open` is the check of the trainer. `Guard` protects the server: vLLM requires its key only on /v1 and
+/inference, so anyone who can reach the port could otherwise pause it, load weights and call methods of its workers.
+Imports only this package.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FREE = {"/health", "/ping"}
 
 
 def loopback(url: str) -> bool:
-    """Whether a URL can be reached from this machine alone.
+    """Return whether a URL is only reachable from this machine.
 
     >>> loopback("http://127.0.0.1:8000"), loopback("http://[::1]:80"), loopback("http://10.0.0.5:8000")
     (True, True, False)
@@ -36,10 +37,14 @@ def loopback(url: str) -> bool:
 
 
 async def refuse_open(servers: Servers, path: str) -> None:
-    """Raise ArgumentError for a server beyond this machine that answers control requests without a token."""
-    far = [url for url in servers.urls if not loopback(url)]
-    answers = await asyncio.gather(*(servers.ask(url, path, method="GET", token=False) for url in far))
-    for url, answer in zip(far, answers, strict=True):
+    """Raise ArgumentError for a server on another machine that answers control requests without a token.
+
+    Raises:
+        ArgumentError: also if such a server requires a token and `servers.key` is None.
+    """
+    remote = [url for url in servers.urls if not loopback(url)]
+    answers = await asyncio.gather(*(servers.ask(url, path, method="GET", token=False) for url in remote))
+    for url, answer in zip(remote, answers, strict=True):
         if answer.status not in (401, 403):
             raise ArgumentError(
                 f"{url} lies beyond this machine and answered {path} without a token ({answer.words}). Whoever reaches "
@@ -52,7 +57,7 @@ async def refuse_open(servers: Servers, path: str) -> None:
 
 
 class Guard:
-    """A middleware for vLLM, by `--middleware`: every path but /health asks for VLLM_API_KEY."""
+    """Middleware for vLLM's `--middleware`: every path except `FREE` requires VLLM_API_KEY."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         if not (key := os.environ.get("VLLM_API_KEY", "")):
@@ -61,14 +66,14 @@ class Guard:
         self.token = f"Bearer {key}".encode()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass on what has the token; answer 401 to the rest, and close websockets."""
+        """Pass on requests with the token; answer all others with 401, and close websockets."""
         headers = dict(scope.get("headers") or ())
-        known = hmac.compare_digest(headers.get(b"authorization", b""), self.token)
-        if scope["type"] not in ("http", "websocket") or scope["path"] in FREE or known:
+        is_authorized = hmac.compare_digest(headers.get(b"authorization", b""), self.token)
+        if scope["type"] not in ("http", "websocket") or scope["path"] in FREE or is_authorized:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            kind = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 401, "headers": kind})
+            content_type = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": content_type})
             await send({"type": "http.response.body", "body": b'{"error": {"message": "no token, or another one"}}'})

@@ -1,6 +1,6 @@
-"""Whole weights by a file, over vLLM's own protocol of weight updates: pause, start, update, finish, resume.
+"""Sync all weights by a file, with vLLM's own weight-update protocol: pause, start, update, finish, resume.
 
-The server's half is `worker`. Works on CPU and GPU; servers must see the folder under the same path.
+The server side is `worker`. Works on CPU and GPU. Servers must see the folder under the same path.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class File:
-    """Pushes whole weights as one safetensors file.
+    """Pushes all weights as one safetensors file.
 
-    A push holds what the server is generating (`mode=keep`), empties its caches, loads the file and goes on: requests
-    in flight survive and continue under the new weights. An update that fails leaves the server paused, as one with
-    half its weights dies at the next request, and is sent once more; then the server is evicted. A server that was
-    restarted gets the weights before it is asked.
+    A push pauses the server (`mode=keep`), empties its caches, loads the file and resumes: requests in flight survive
+    and continue with the new weights. If an update fails, the server stays paused, because a server with half of the
+    weights would crash at the next request. The update is sent once more; if it fails again, the server is evicted. A
+    restarted server gets the weights before it gets requests.
 
     Args:
         servers: started with the flags of `vllm_arguments("file")`.
-        folder: where the files go. One on memory (/dev/shm) is quickest.
-        timeout_s: how long one request of a push may take.
-        keep: how many files stay.
-        clear_cache: False leaves keys and values of the old weights in the cache, where requests would find them;
-            only for runs whose every request has the version as its `cache_salt`.
+        folder: folder of the files. A folder in memory (/dev/shm) is fastest.
+        timeout_s: time limit of each request of a push.
+        keep: number of files to keep.
+        clear_cache: False keeps keys and values of the old weights in the cache, where requests would use them. Only
+            for runs in which every request has the version as its `cache_salt`.
     """
 
     def __init__(
@@ -50,22 +50,24 @@ class File:
         self._written: list[Path] = []
         self._ready: set[str] = set()
         self._pusher = Pusher(servers, self._steps, timeout_s)
-        self._closed = False
+        self._is_protected = False
         servers.admission = self._admit
 
     async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
-        """Bring weights to every server.
+        """Push weights to every server.
 
         Args:
-            weights: name -> tensor, whole, under the names of the checkpoint; or a safetensors file that has them.
-            version: what servers say of tokens sampled with these.
+            weights: name -> complete tensor, with the names of the checkpoint; or a safetensors file with them.
+            version: version that servers report for tokens sampled with these weights.
 
-        Raises: SyncError where no server took them; ArgumentError for an open server, or weights that are none.
+        Raises:
+            SyncError: if no server loaded them.
+            ArgumentError: for an unprotected server, or invalid weights.
         """
         checked_version(version)
-        if not self._closed:
+        if not self._is_protected:
             await refuse_open(self.servers, "/is_paused")
-            self._closed = True
+            self._is_protected = True
         started = time.monotonic()
         if isinstance(weights, (str, Path)):
             path = Path(weights).absolute()
@@ -77,27 +79,27 @@ class File:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"weights-{version:08d}.safetensors"
             await asyncio.to_thread(write, path, weights, version)
-            self._written = [*(each for each in self._written if each != path), path]
+            self._written = [*(old for old in self._written if old != path), path]
         self._newest = path, version
         pushed = await self._pusher.push(version, time.monotonic() - started)
         self._written = remove_old(self._written, self.keep)
         return pushed
 
     async def _steps(self, url: str, repeat: bool) -> float:
-        """The requests of one push to one server; the seconds from pause to resume."""
+        """Send the requests of one push to one server; return the seconds from pause to resume."""
         assert self._newest is not None
-        path, version = self._newest  # of this push, whatever comes meanwhile
+        path, version = self._newest  # a later push may replace `_newest`
         if repeat or url not in self._ready:
             await self._do(url, "/init_weight_transfer_engine", {"init_info": {}})
             self._ready.add(url)
         started = time.monotonic()
         await self._do(url, self.pause, None)
         if repeat:
-            # An update that was left open, by a timeout or a trainer that died, is closed first; there may be none.
+            # First close an update that was left open by a timeout or a killed trainer; there may be none.
             await self.servers.ask(url, "/finish_weight_update", {}, timeout_s=self.timeout_s)
         await self._do(url, "/start_weight_update", None)
-        told = {"path": str(path), "bytes": path.stat().st_size}
-        await self._do(url, "/update_weights", {"update_info": told})
+        update = {"path": str(path), "bytes": path.stat().st_size}
+        await self._do(url, "/update_weights", {"update_info": update})
         await self._do(url, "/finish_weight_update", {"weight_version": str(version)})
         await self._do(url, "/resume", None)
         return time.monotonic() - started
@@ -106,7 +108,7 @@ class File:
         await do(self.servers, url, path, body, self.timeout_s)
 
     async def _admit(self, url: str) -> bool:
-        """Whether a server that is back has the newest weights, now at the latest."""
+        """Return whether a server that is back has the newest weights; push them if it has not."""
         if self._newest is None:
             return True
         version = str(self._newest[1])

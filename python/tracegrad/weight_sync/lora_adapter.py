@@ -1,7 +1,7 @@
-"""LoRA adapters to the servers: a name for each version, unloaded when nobody asks for it.
+"""Sync LoRA adapters: each version gets its own name and is unloaded once no request uses it.
 
-Nothing is paused: a request keeps the adapter that it named, and keys and values belong to that name. Called by
-`online`; whole weights go by `file` or `nccl`.
+Servers are not paused. A request keeps the adapter that it named, and cached keys and values belong to that name.
+`file` and `nccl` sync all weights.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Lora:
-    """Pushes an adapter under a name of its own, `NAME-vVERSION`, which every new request then gives as its model.
+    """Pushes an adapter under a new name, `NAME-vVERSION`, which every new request then uses as its model.
 
     Args:
-        servers: started with the flags of `vllm_arguments("lora", versions=keep)`; `servers.model` follows the pushes.
-        folder: where adapters go; servers must see it under the same path.
-        config: what PEFT's adapter_config.json holds; needed where weights are given as tensors.
-        name: what the names of the adapters begin with.
-        keep: how many versions stay loaded at least. One that a request still names stays, and those after it.
-        timeout_s: how long one request may take.
+        servers: started with the flags of `vllm_arguments("lora", versions=keep)`; each push updates `servers.model`.
+        folder: folder of the adapters; servers must see it under the same path.
+        config: contents of PEFT's adapter_config.json; required if weights are given as tensors.
+        name: prefix of the adapter names.
+        keep: minimum number of versions that stay loaded. A version that a request still uses stays loaded, and all
+            later ones.
+        timeout_s: time limit of each request.
     """
 
     def __init__(
@@ -55,21 +56,24 @@ class Lora:
         self.name, self.keep, self.timeout_s = name, keep, timeout_s
         self.loaded: list[tuple[str, Path]] = []
         self._pusher = Pusher(servers, self._steps, timeout_s)
-        self._closed = False
+        self._is_protected = False
         servers.admission = self._admit
 
     async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
-        """Load an adapter into every server; new requests name it from then on.
+        """Load an adapter into every server; new requests then use it.
 
         Args:
             weights: PEFT's name -> tensor; or the folder of a saved adapter.
+            version: policy version of the adapter.
 
-        Raises: SyncError where no server took it; ArgumentError for an open server, or an adapter that is none.
+        Raises:
+            SyncError: if no server loaded it.
+            ArgumentError: for an unprotected server, or an invalid adapter.
         """
         name = f"{self.name}-v{checked_version(version)}"
-        if not self._closed:
+        if not self._is_protected:
             await refuse_open(self.servers, "/v1/models")
-            self._closed = True
+            self._is_protected = True
         started = time.monotonic()
         if isinstance(weights, (str, Path)):
             path = Path(weights).absolute()
@@ -80,42 +84,42 @@ class Lora:
         else:
             path = self.folder / name
             await asyncio.to_thread(self._write, path, weights, version)
-        self.loaded = [*(each for each in self.loaded if each[0] != name), (name, path)]
+        self.loaded = [*(adapter for adapter in self.loaded if adapter[0] != name), (name, path)]
         pushed = await self._pusher.push(version, time.monotonic() - started)
         await self._forget()
-        self.servers.model = name  # last, so that who counts versions sees name and version change together
+        self.servers.model = name  # last, so that readers of name and version see both change together
         return pushed
 
     def _write(self, path: Path, weights: Mapping[str, Any], version: int) -> None:
-        """The adapter's folder, whole or not at all."""
+        """Write the folder of an adapter, completely or not at all."""
         if self.config is None:
             raise ArgumentError("Tensors of an adapter are nothing without its rank. Pass Lora PEFT's `config`.")
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            files.make_folder(beside)
-            write(beside / WEIGHTS, weights, version)
-            files.write(beside / CONFIG, json.dumps(dict(self.config), default=_plain))
+            files.make_folder(temporary)
+            write(temporary / WEIGHTS, weights, version)
+            files.write(temporary / CONFIG, json.dumps(dict(self.config), default=_to_json))
             if path.exists():
                 shutil.rmtree(path)
-            os.replace(beside, path)
+            os.replace(temporary, path)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
     async def _steps(self, url: str, repeat: bool) -> float:
-        """Load the newest adapter into one server; nothing is paused, so it takes no time from requests."""
+        """Load the newest adapter into one server. Return 0.0 seconds, since nothing is paused."""
         name, path = self.loaded[-1]
-        if repeat:  # it may have been loaded by an answer that was lost
+        if repeat:  # it may be loaded already if only the answer was lost
             await self._unload(url, name)
-        await do(self.servers, url, "/v1/load_lora_adapter", _told(name, path), self.timeout_s)
+        await do(self.servers, url, "/v1/load_lora_adapter", _load_request(name, path), self.timeout_s)
         return 0.0
 
     async def _unload(self, url: str, name: str) -> None:
         await self.servers.ask(url, "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=self.timeout_s)
 
     async def _forget(self) -> None:
-        """Unload all but the newest adapters and those still asked for, and remove the folders written for them."""
-        asked = [index for index, (name, _) in enumerate(self.loaded) if name in self.servers.in_use]
-        first = min([max(len(self.loaded) - self.keep, 0), *asked])
+        """Unload all adapters except the newest and those in use, and delete the folders written for them."""
+        in_use = [index for index, (name, _) in enumerate(self.loaded) if name in self.servers.in_use]
+        first = min([max(len(self.loaded) - self.keep, 0), *in_use])
         old, self.loaded = self.loaded[:first], self.loaded[first:]
         await asyncio.gather(*(self._unload(url, name) for url in self.servers.urls for name, _ in old))
         for _, path in old:
@@ -123,16 +127,16 @@ class Lora:
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
     async def _admit(self, url: str) -> bool:
-        """Whether a server that is back has the newest adapter, now at the latest, and those still asked for."""
+        """Return whether a server that is back has the newest adapter; load it, and those in use, if it has not."""
         for name, path in self.loaded[:-1]:
-            await self.servers.ask(url, "/v1/load_lora_adapter", _told(name, path), timeout_s=self.timeout_s)
+            await self.servers.ask(url, "/v1/load_lora_adapter", _load_request(name, path), timeout_s=self.timeout_s)
         return not self.loaded or await self._pusher.admit(url)
 
 
-def _told(name: str, path: Path) -> dict[str, str]:
+def _load_request(name: str, path: Path) -> dict[str, str]:
     return {"lora_name": name, "lora_path": str(path)}
 
 
-def _plain(value: Any) -> Any:
-    """PEFT's enums and sets as JSON has them."""
+def _to_json(value: Any) -> Any:
+    """Convert PEFT's enums and sets to JSON values."""
     return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))

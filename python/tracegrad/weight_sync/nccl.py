@@ -1,7 +1,7 @@
-"""Whole weights from GPU to GPUs, by vLLM's own NCCL engine on both sides.
+"""Sync all weights from GPU to GPUs, with vLLM's own NCCL engine on both sides.
 
-Written against vLLM 0.32's classes and not run on a GPU yet: the handshake is tested against them, the broadcast is
-vLLM's. The trainer's interpreter must hold vLLM. Servers need the flags of `vllm_arguments("nccl")`.
+Written against the classes of vLLM 0.32 and not run on a GPU yet: the handshake is tested against them, the broadcast
+is vLLM's. The trainer's interpreter must have vLLM. Servers need the flags of `vllm_arguments("nccl")`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Meta:
 
 
 class Source:
-    """The weights of the push that is under way, as vLLM's engine reads them: announced, then one by one."""
+    """Weights of the current push, in the form that vLLM's engine reads: first metadata, then one tensor at a time."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
 
     def metadata(self) -> list[Meta]:
-        """Name, dtype and shape of what iteration gives, in the same order."""
+        """Return name, dtype and shape of the tensors, in the order of iteration."""
         return [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -47,9 +47,9 @@ class Source:
 
 
 class Client:
-    """What vLLM's engine asks servers by, from threads of its own: each request goes to all of them.
+    """Client that vLLM's engine uses from its own threads; each request is sent to all servers.
 
-    `worlds` says how many ranks each server has; the ranks of one follow those of the server before.
+    `worlds` is the number of ranks of each server; the ranks of a server follow those of the previous one.
     """
 
     def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop, worlds: Mapping[str, int], timeout_s: float):
@@ -58,24 +58,24 @@ class Client:
         self.refused: dict[str, Refused] = {}
 
     def _all(self, path: str, body: Callable[[str], Mapping[str, Any] | None]) -> None:
-        async def one(url: str) -> None:
+        async def send(url: str) -> None:
             try:
                 await do(self.servers, url, path, body(url), self.timeout_s)
-            except Refused as refused:
-                self.refused[url] = refused
+            except Refused as error:
+                self.refused[url] = error
                 raise
 
-        async def every() -> None:
-            # All answers are waited for, so that every server that refused is known.
-            for error in await asyncio.gather(*map(one, self.worlds), return_exceptions=True):
+        async def send_all() -> None:
+            # Wait for all answers, so that every server that refused is known.
+            for error in await asyncio.gather(*map(send, self.worlds), return_exceptions=True):
                 if isinstance(error, BaseException):
                     raise error
 
-        asked: Coroutine[Any, Any, None] = every()
-        asyncio.run_coroutine_threadsafe(asked, self.loop).result()
+        coroutine: Coroutine[Any, Any, None] = send_all()
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Tell each server how to join the group, and which ranks are its own."""
+        """Tell each server how to join the group, and its ranks."""
         offsets, offset = {}, int(init_info["rank_offset"])
         for url, world in self.worlds.items():
             offsets[url] = offset
@@ -83,28 +83,29 @@ class Client:
         self._all("/init_weight_transfer_engine", lambda url: {"init_info": {**init_info, "rank_offset": offsets[url]}})
 
     def start_weight_update(self) -> None:
-        """Make the models ready for weights."""
+        """Prepare the models for new weights."""
         self._all("/start_weight_update", lambda url: None)
 
     def update_weights(self, update_info: Any) -> None:
-        """Announce what is broadcast; servers answer once they have it."""
+        """Announce the broadcast; servers answer once they have the weights."""
         self._all("/update_weights", lambda url: {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish, and name the version; vLLM's engine does not pass it on."""
+        """Finish the update and set the version, which vLLM's engine does not pass on."""
         self._all("/finish_weight_update", lambda url: {"weight_version": weight_version or self.version})
 
 
 class Nccl:
-    """Pushes whole weights by NCCL; the process that calls it is rank 0 of a group with all ranks of all servers.
+    """Pushes all weights by NCCL; the calling process is rank 0 of a group with all ranks of all servers.
 
-    One server that fails breaks the group for all. So a push that fails evicts those that refused, makes a new group of
-    the others, and is sent once more to them, all paused meanwhile.
+    One failing server breaks the group for all. A push that fails therefore evicts the servers that refused, creates a
+    new group of the others, and is sent once more to them. All of them stay paused until then.
 
     Args:
-        servers: each with a GPU of its own.
-        address, port: where the group meets: an address of this machine that every server reaches.
-        timeout_s: how long one request, and a whole broadcast, may take.
+        servers: servers, each with its own GPU.
+        address, port: address of the group: one of this machine that every server can reach.
+        timeout_s: time limit of each request, and of a complete broadcast.
+        packed: option of vLLM's NCCL engine.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Nccl:
         self._groups = 0
 
     async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
-        """Broadcast weights to every server; as `File.push`, but tensors alone, on this process's device."""
+        """Broadcast weights to every server; as `File.push`, but only for tensors on this process's device."""
         checked_version(version)
         if isinstance(weights, (str, Path)):
             raise ArgumentError(
@@ -132,26 +133,26 @@ class Nccl:
         if self._groups == 0:
             await refuse_open(self.servers, "/is_paused")
         self.source.weights = distinct(weights)
-        if other := next((name for name, tensor in self.source.weights.items() if not tensor.is_cuda), None):
+        if cpu_tensor_name := next((name for name, tensor in self.source.weights.items() if not tensor.is_cuda), None):
             raise ArgumentError(
-                f"{other} is not on a GPU, and NCCL sends from GPUs alone. Use weight_sync.File elsewhere."
+                f"{cpu_tensor_name} is not on a GPU, and NCCL sends from GPUs alone. Use weight_sync.File elsewhere."
             )
         started = time.monotonic()
         evicted: list[Evicted] = []
-        wrong = await self._once(version, evicted)
-        repeated = int(wrong is not None)
-        if wrong is not None and self.servers.urls:
-            wrong = await self._once(version, evicted)
-        if wrong is not None:
+        error = await self._once(version, evicted)
+        repeated = int(error is not None)
+        if error is not None and self.servers.urls:
+            error = await self._once(version, evicted)
+        if error is not None:
             raise SyncError(
-                f"Version {version} reached no server by NCCL: {type(wrong).__name__}: {wrong}. The servers stay "
+                f"Version {version} reached no server by NCCL: {type(error).__name__}: {error}. The servers stay "
                 "paused. Look at their logs, start them again, and the run from its folder."
-            ) from wrong
+            ) from error
         seconds = time.monotonic() - started
         return Pushed(version, seconds, 0.0, tuple(self.servers.urls), tuple(evicted), repeated=repeated)
 
     async def _once(self, version: int, evicted: list[Evicted]) -> Exception | None:
-        """Send to all; what went wrong, with the group ended and who refused left out."""
+        """Send to all servers once. On failure, evict the servers that refused, end the group and return the error."""
         try:
             await self._send(str(version))
         except Exception as error:
@@ -167,12 +168,12 @@ class Nccl:
             self.engine = await self._join(urls)
         if self.client is not None:
             self.client.version = version
-        # A rank that never comes leaves vLLM's thread waiting in NCCL: it is left behind, not waited for.
+        # If a rank never joins, vLLM's thread stays blocked in NCCL; it is abandoned after the timeout.
         await asyncio.wait_for(asyncio.to_thread(self.engine.send_weights), self.timeout_s)
         await asyncio.gather(*(do(self.servers, url, "/resume", None, self.timeout_s) for url in urls))
 
     async def _join(self, urls: list[str]) -> Any:
-        """vLLM's engine, in a group of this process and all workers."""
+        """Return vLLM's engine in a group of this process and all workers."""
         try:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -190,7 +191,7 @@ class Nccl:
         self.client = Client(self.servers, asyncio.get_running_loop(), worlds, self.timeout_s)
         info = NCCLTrainerInitInfo(
             master_address=self.address,
-            # A group that broke may still hold its port.
+            # A broken group may still occupy its port.
             master_port=self.port + self._groups,
             world_size=1 + sum(worlds.values()),
             packed=self.packed,
@@ -204,13 +205,15 @@ class Nccl:
 
     def _evict(self, version: int) -> list[Evicted]:
         refused = {} if self.client is None else self.client.refused
-        told = [Evicted(url, f"version {version} did not reach it by NCCL: {why}") for url, why in refused.items()]
-        for one in told:
-            self.servers.evict(one.url, one.why)
-        return told
+        evictions = [
+            Evicted(url, f"version {version} did not reach it by NCCL: {error}") for url, error in refused.items()
+        ]
+        for eviction in evictions:
+            self.servers.evict(eviction.url, eviction.why)
+        return evictions
 
     async def _end_group(self) -> None:
-        """Leave the group; the servers that are left leave it too, and close the update that they are in."""
+        """Leave the group; the remaining servers leave it too and close their open update."""
         engine, self.engine = self.engine, None
         if engine is not None:
             with contextlib.suppress(Exception):

@@ -1,7 +1,6 @@
-"""Requests that are asked of every server right after a push, so that the trainer can compare the answers with its own.
+"""Send probe requests to every server right after a weight sync, so that the trainer can compare the answers.
 
-A request is one that the run itself plays, at the path that it is played through. What the answers prove is `online`'s
-to say.
+A probe is a request of the run itself, at the path that the run uses. `online` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 TOKENS = 256
-"""Sampled tokens that every server is asked for."""
+"""Sampled tokens requested from every server."""
 AT_ONCE, MOST_AT_ONCE = 16, 64
-"""Requests of the first round to one server, if it is not known how long answers are, and of any round."""
+"""Concurrent requests to one server: in the first round if the length of answers is unknown, and the maximum of any
+round."""
 ROUNDS = 8
-"""After which no more is asked of a server whose answers are short."""
+"""Maximum number of rounds for a server with short answers."""
 _ALWAYS = {
     CHAT: {"logprobs": True, "top_logprobs": 0, "return_token_ids": True},
     COMPLETIONS: {"logprobs": 0, "return_token_ids": True},
@@ -36,12 +36,12 @@ _ALWAYS = {
 
 @dataclass(frozen=True)
 class Probe:
-    """One request, without the model's name.
+    """One request, without the model name.
 
     Args:
-        path: of the server: `CHAT`, `COMPLETIONS` or `GENERATE`.
-        body: as it is sent.
-        temperature: of the sampling that it asks for.
+        path: path at the server: `CHAT`, `COMPLETIONS` or `GENERATE`.
+        body: request body.
+        temperature: sampling temperature of the request.
     """
 
     path: str
@@ -51,9 +51,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Said:
-    """What a server sampled after `prompt_ids`: [n] ids and their logprobs, nats, for the request of that number.
+    """Answer of a server to the probe with this number: prompt ids, [n] sampled ids and their logprobs in nats.
 
-    `id` is what the server calls its answer; None where it gives none.
+    `id` is the server's id of the answer; None if it has none.
     """
 
     url: str
@@ -75,18 +75,22 @@ async def ask(
     timeout_s: float = 60.0,
     wait_s: float = 600.0,
 ) -> list[Said]:
-    """Ask every server for at least so many tokens; those that are gone get the weights when they are back.
+    """Send probes to every server until each has sampled enough tokens.
+
+    Servers that are gone are not probed; they get the weights when they are back.
 
     Args:
-        probes: requests in turn.
-        tokens: sampled tokens of each server, default `TOKENS`; fewer where `ROUNDS` rounds give fewer.
-        length: sampled tokens of an answer, as far as known: the first round asks for a tenth more than that takes.
-        again: in the end, send the first request once more: a server samples another answer, a cache gives the same.
-        salt: sent as `cache_salt`: a new one finds no keys and values in a cache.
-        wait_s: how long to wait for a server where none is there, s.
+        servers: the servers.
+        probes: requests, sent in turn.
+        tokens: sampled tokens per server, default `TOKENS`; fewer if `ROUNDS` rounds give fewer.
+        length: expected sampled tokens per answer, if known: the first round requests a tenth more than needed.
+        again: send the first request once more at the end: a server samples another answer, a cache returns the same.
+        salt: sent as `cache_salt`; with a new one, no keys and values are cached.
+        timeout_s: time limit of one request, in seconds.
+        wait_s: seconds to wait for a server if none is reachable.
 
     Raises:
-        SyncError: for a server that does not answer as it should, or where none is back in time.
+        SyncError: for a server with an invalid answer, or if none is back in time.
     """
     if not probes:
         raise ArgumentError("There is no request to ask the servers. What they serve cannot be compared. Pass some.")
@@ -94,11 +98,11 @@ async def ask(
     while True:
         wanted = TOKENS if tokens is None else tokens
         first = min(MOST_AT_ONCE, math.ceil(1.1 * wanted / length)) if length else AT_ONCE
-        each = (_rounds(servers, url, probes, wanted, first, again, salt, timeout_s) for url in servers.ready)
-        asked = await asyncio.gather(*each)
-        said = [one for answers in asked for one in answers]
-        if said:
-            return said
+        pending = (_rounds(servers, url, probes, wanted, first, again, salt, timeout_s) for url in servers.ready)
+        answers_by_server = await asyncio.gather(*pending)
+        answers = [answer for server_answers in answers_by_server for answer in server_answers]
+        if answers:
+            return answers
         if not await servers.usable(deadline - time.monotonic()):
             raise SyncError(
                 f"No server was there to be asked after a push, within {wait_s:g} s: {', '.join(servers.urls)}. "
@@ -116,29 +120,31 @@ async def _rounds(
     salt: str | None,
     timeout_s: float,
 ) -> list[Said]:
-    """What one server says; nothing where it is gone."""
-    said: list[Said] = []
+    """Return the answers of one server; nothing if it is gone."""
+    results: list[Said] = []
     count = first
     for _ in range(ROUNDS):
-        numbers = [number % len(probes) for number in range(len(said), len(said) + count)]
-        answers = await asyncio.gather(*(ask_one(servers, url, probes[n], n, salt, timeout_s) for n in numbers))
+        numbers = [number % len(probes) for number in range(len(results), len(results) + count)]
+        answers = await asyncio.gather(
+            *(ask_one(servers, url, probes[number], number, salt, timeout_s) for number in numbers)
+        )
         if None in answers:
             return []
-        said += [one for one in answers if one is not None]
-        sampled = sum(len(one.ids) for one in said)
+        results += [answer for answer in answers if answer is not None]
+        sampled = sum(len(answer.ids) for answer in results)
         if sampled >= tokens:
             break
-        count = min(MOST_AT_ONCE, math.ceil((tokens - sampled) * len(said) / max(sampled, 1)))
+        count = min(MOST_AT_ONCE, math.ceil((tokens - sampled) * len(results) / max(sampled, 1)))
     if not again:
-        return said
+        return results
     last = await ask_one(servers, url, probes[0], 0, salt, timeout_s)
-    return [] if last is None else [*said, last]
+    return [] if last is None else [*results, last]
 
 
 async def ask_one(
     servers: Servers, url: str, probe: Probe, number: int = 0, salt: str | None = None, timeout_s: float = 60.0
 ) -> Said | None:
-    """Ask one server one request; None for a server that is gone, which is left out.
+    """Send one probe to one server; None if it is gone, and it is then no longer used.
 
     Raises:
         SyncError: for an answer that cannot be compared.
@@ -174,18 +180,18 @@ async def ask_one(
 
 
 def repeated(said: Sequence[Said]) -> Said | None:
-    """Return an answer whose id another one has too, None where there is none: a server gives each its own.
+    """Return an answer whose id another answer has too, None if there is none: servers use each id once.
 
     >>> one, two = (Said("http://a", 0, [1], [2], [-0.5], name) for name in ("chat-1", "chat-2"))
     >>> repeated([one, two]), repeated([one, two, one]) is one
     (None, True)
     """
-    counts = Counter((one.url, one.id) for one in said if one.id is not None)
-    return next((one for one in said if one.id is not None and counts[one.url, one.id] > 1), None)
+    counts = Counter((answer.url, answer.id) for answer in said if answer.id is not None)
+    return next((answer for answer in said if answer.id is not None and counts[answer.url, answer.id] > 1), None)
 
 
-def _logprobs(told: Mapping[str, Any]) -> list[float]:
-    """As completions, or as chat completions and /generate list them."""
-    if "token_logprobs" in told:
-        return [float(each) for each in told["token_logprobs"]]
-    return [float(each["logprob"]) for each in told["content"]]
+def _logprobs(listed: Mapping[str, Any]) -> list[float]:
+    """Return the logprobs in the format of completions, or of chat completions and /generate."""
+    if "token_logprobs" in listed:
+        return [float(entry) for entry in listed["token_logprobs"]]
+    return [float(entry["logprob"]) for entry in listed["content"]]

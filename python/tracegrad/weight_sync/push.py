@@ -1,6 +1,6 @@
-"""What every way of pushing has in common: its result, its servers, a second try, and who is left out.
+"""Shared parts of the weight-sync backends: the result, a second try, and the eviction of servers.
 
-The ways themselves are `file`, `lora_adapter` and `nccl`.
+The backends are `file`, `lora_adapter` and `nccl`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class SyncError(TracegradError):
-    """New weights reached no server: which servers, what they said, and what to do."""
+    """New weights reached no server; the message has the servers, their answers and what to do."""
 
 
 @dataclass(frozen=True)
 class Evicted:
-    """A server that is not asked again, and why."""
+    """A server that gets no more requests, and why."""
 
     url: str
     why: str
@@ -34,10 +34,11 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What came of a push.
+    """Result of a weight sync.
 
-    `seconds` is the longest that a server was paused, `write_s` what came before. `ok` has the new weights; `evicted`
-    is never asked again; `away` was gone, and gets them when it is back, before it is asked anything else.
+    `seconds` is the longest pause of a server, `write_s` the time before. Servers in `ok` have the new weights. Servers
+    in `evicted` get no more requests. Servers in `away` were gone; when they are back, they get the weights before any
+    other request.
     """
 
     version: int
@@ -49,7 +50,7 @@ class Pushed:
     repeated: int = 0
 
     def lines(self) -> list[str]:
-        """What a user must be told: one line for each server that did not take the weights, none where all did."""
+        """Return one line for the user per server that did not load the weights; empty if all did."""
         waiting = [
             f"{url} was gone when version {self.version} was pushed; it is asked again once back" for url in self.away
         ]
@@ -57,15 +58,15 @@ class Pushed:
 
 
 class Sync(Protocol):
-    """A way to bring weights to the servers."""
+    """Weight-sync backend."""
 
     async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
-        """Bring the weights to every server; raises SyncError where none took them."""
+        """Push the weights to every server; raises SyncError if none loaded them."""
         ...
 
 
 class Refused(Exception):
-    """One request of a push that a server did not do. `gone` is true where nothing answered at all."""
+    """A request of a push that a server did not execute. `gone` is true if there was no answer."""
 
     def __init__(self, path: str, answer: Answer):
         super().__init__(f"{path.split('?')[0]} {answer.words}")
@@ -73,23 +74,23 @@ class Refused(Exception):
 
 
 async def do(servers: Servers, url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> None:
-    """Ask one server to do something; raises Refused unless it said that it did."""
+    """Send one control request to one server; raises Refused unless it succeeds."""
     answer = await servers.ask(url, path, body, timeout_s=timeout_s)
     if not answer.ok:
         raise Refused(path, answer)
 
 
 def checked_version(version: int) -> int:
-    """A version that may be pushed; raises ArgumentError for any other."""
+    """Return a valid version; raises ArgumentError for any other value."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ArgumentError(f"version is {version!r}. Versions count the trainer's updates. Give an integer from 0.")
     return version
 
 
 class Pusher:
-    """Brings one version at a time to all servers, each by `steps(url, repeat)`, twice at most.
+    """Pushes one version at a time to all servers with `steps(url, repeat)`, at most twice each.
 
-    A server that comes back after it was gone passes through `admit` first: it may hold older weights, or the first.
+    A server that comes back must first pass `admit`, since it may have older or initial weights.
     """
 
     def __init__(self, servers: Servers, steps: Callable[[str, bool], Awaitable[float]], timeout_s: float):
@@ -97,30 +98,32 @@ class Pusher:
         self._busy: dict[str, asyncio.Lock] = {}
 
     async def push(self, version: int, write_s: float) -> Pushed:
-        """Push to all servers at once; what became of each."""
+        """Push to all servers at once and return the result."""
         urls = list(self.servers.urls)
-        done = await asyncio.gather(*map(self._one, urls))
+        results = await asyncio.gather(*map(self._push_to, urls))
         evicted, away = [], []
-        for url, found in zip(urls, done, strict=True):
-            if isinstance(found[1], Refused) and found[1].gone:
+        for url, result in zip(urls, results, strict=True):
+            if isinstance(result[1], Refused) and result[1].gone:
                 away.append(url)
-                self.servers.leave_out(url, f"gone when version {version} was pushed: {found[1]}")
-            elif isinstance(found[1], Refused):
-                evicted.append(Evicted(url, f"version {version} did not reach it in two tries: {found[1]}"))
+                self.servers.leave_out(url, f"gone when version {version} was pushed: {result[1]}")
+            elif isinstance(result[1], Refused):
+                evicted.append(Evicted(url, f"version {version} did not reach it in two tries: {result[1]}"))
                 self.servers.evict(url, evicted[-1].why)
-        ok = tuple(url for url, found in zip(urls, done, strict=True) if found[1] is None)
+        ok = tuple(url for url, result in zip(urls, results, strict=True) if result[1] is None)
         if not ok and not await self.servers.usable(self.timeout_s):
-            told = "; ".join([*(f"{one.url}: {one.why}" for one in evicted), *(f"{url}: gone" for url in away)])
+            reasons = "; ".join(
+                [*(f"{server.url}: {server.why}" for server in evicted), *(f"{url}: gone" for url in away)]
+            )
             raise SyncError(
-                f"Version {version} reached no server: {told or 'none was left'}. They cannot be asked with weights "
+                f"Version {version} reached no server: {reasons or 'none was left'}. They cannot be asked with weights "
                 "that are unknown. Look at their logs, start them again, and the run from its folder."
             )
-        seconds = max((found[0] for found in done if found[1] is None), default=0.0)
-        repeated = sum(found[2] for found in done)
+        seconds = max((result[0] for result in results if result[1] is None), default=0.0)
+        repeated = sum(result[2] for result in results)
         return Pushed(version, seconds, write_s, ok, tuple(evicted), tuple(away), repeated)
 
-    async def _one(self, url: str) -> tuple[float, Refused | None, bool]:
-        """Seconds that it was paused, what went wrong in the end if anything did, and whether it was sent twice."""
+    async def _push_to(self, url: str) -> tuple[float, Refused | None, bool]:
+        """Return the seconds that a server was paused, the final error or None, and whether it was sent twice."""
         async with self._busy.setdefault(url, asyncio.Lock()):
             try:
                 return await self.steps(url, False), None, False
@@ -128,9 +131,9 @@ class Pusher:
                 await asyncio.sleep(0.05)
             try:
                 return await self.steps(url, True), None, True
-            except Refused as refused:
-                return 0.0, refused, True
+            except Refused as error:
+                return 0.0, error, True
 
     async def admit(self, url: str) -> bool:
-        """Bring the newest version to a server that is back; whether it took it."""
-        return (await self._one(url))[1] is None
+        """Push the newest version to a server that is back; return whether it loaded it."""
+        return (await self._push_to(url))[1] is None

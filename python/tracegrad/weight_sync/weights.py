@@ -1,6 +1,6 @@
-"""Weights as one safetensors file for each version: written whole or not at all, old ones removed.
+"""Write weights as one safetensors file per version, completely or not at all, and delete old files.
 
-Imports torch and safetensors on use.
+torch and safetensors are imported on use.
 """
 
 import os
@@ -13,9 +13,10 @@ from tracegrad.storage import files
 
 
 def distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors that are stored: one of each that share memory whole (tied heads), the first by order.
+    """Return the tensors to store: of tensors that share all of their memory (tied heads), only the first.
 
-    Raises: ArgumentError for no weights, for what is no tensor, and for shards of one (FSDP).
+    Raises:
+        ArgumentError: for no weights, for values that are not tensors, and for shards of a tensor (FSDP).
     """
     import torch
 
@@ -35,7 +36,7 @@ def distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
             continue
         seen.add(memory)
         stored[name] = tensor.detach().contiguous()
-    # Parts of one memory, as views of a fused weight are, are stored apart.
+    # Views of one memory, such as parts of a fused weight, are stored separately.
     storages: set[int] = set()
     for name, tensor in stored.items():
         storage = tensor.untyped_storage().data_ptr()
@@ -45,21 +46,21 @@ def distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, weights: Mapping[str, Any], version: int) -> int:
-    """Write the weights to `path`: whoever opens it finds all of them or no file. Returns bytes."""
+    """Write the weights to `path` atomically: readers find all of them or no file. Return the size in bytes."""
     from safetensors.torch import save_file
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        files.create(beside).close()
-        save_file(distinct(weights), beside, metadata={"format": "pt", "version": str(version)})
-        files.replace(beside, path)
+        files.create(temporary).close()
+        save_file(distinct(weights), temporary, metadata={"format": "pt", "version": str(version)})
+        files.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return path.stat().st_size
 
 
 def remove_old(paths: list[Path], keep: int) -> list[Path]:
-    """Remove all but the newest `keep` files of a list in order; the list that is left."""
+    """Delete all but the newest `keep` files of an ordered list; return the remaining list."""
     for path in paths[:-keep]:
         path.unlink(missing_ok=True)
     return paths[-keep:]

@@ -1,4 +1,4 @@
-"""Load weights on the server: vLLM's half of `file` and `nccl`.
+"""Load weights on the server: the vLLM side of `file` and `nccl`.
 
 `--worker-extension-cls tracegrad.weight_sync.worker.Worker` makes vLLM load it.
 
@@ -22,44 +22,52 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 
 class Worker:
-    """The extension of vLLM's worker. Empty: what counts is that this module is imported where the engine is made."""
+    """Extension of vLLM's worker. It is empty: it makes vLLM import this module where the engine is created."""
 
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing is agreed upon before the first update."""
+    """Initial settings of the transfer; there are none."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """A safetensors file, and how long it is where that is known."""
+    """Path of a safetensors file, and its size in bytes if known."""
 
     path: str
     bytes: int | None = None
 
 
 def tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
-    """Heads whose weight is an embedding's. A reload loads nothing into them, but what was packed from them is old."""
+    """Return the heads whose weight is an embedding's.
+
+    A reload loads nothing into them, but tensors that were packed from their weight are out of date.
+    """
     modules = list(model.modules())
-    embeddings = [m for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
+    embeddings = [
+        module
+        for module in modules
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    ]
     owned = {id(getattr(embedding, "weight", None)) for embedding in embeddings}
-    return [m for m in modules if isinstance(m, ParallelLMHead) and id(m.weight) in owned]
+    return [module for module in modules if isinstance(module, ParallelLMHead) and id(module.weight) in owned]
 
 
 class Reloading:
-    """What both engines do around an update: what failed leaves nothing behind, and tied heads are packed again."""
+    """Update steps of both engines: a failed update leaves no trace, and tied heads are packed again."""
 
     model: Any
     model_config: Any
 
     def start_weight_update(self) -> None:
-        """Put the model's layers into the state that takes a checkpoint."""
-        if not hasattr(self, "heads"):  # later the layers may be in that state already, where nothing is tied
+        """Prepare the model's layers to load a checkpoint."""
+        # Layers that are already prepared no longer show which heads are tied.
+        if not hasattr(self, "heads"):
             self.heads = tied_heads(self.model)
         initialize_layerwise_reload(self.model)
 
     def give_up(self) -> None:
-        """Forget what was taken so far and put the old tensors back, so that the next update starts anew."""
+        """Discard what was loaded so far and restore the old tensors, so that the next update can start over."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -68,29 +76,33 @@ class Reloading:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
-        """Finish the layers, pack tied heads again, and raise where the weights were not all there."""
-        lacking = self._lacking()
+        """Finish the layers, pack tied heads again, and raise ValueError if weights are missing."""
+        missing = self._incomplete_layers()
         finalize_layerwise_reload(self.model, self.model_config)
         for head in self.heads:
             head.quant_method.process_weights_after_loading(head)
-        if lacking:
-            shown = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
-            raise ValueError(f"the update held nothing, or only a part, for {shown}. Push the whole model")
+        if missing:
+            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise ValueError(f"the update held nothing, or only a part, for {names}. Push the whole model")
 
-    def _lacking(self) -> list[str]:
-        """Layers for which something is missing. Quantised ones load what they like, embeddings are padded."""
+    def _incomplete_layers(self) -> list[str]:
+        """Return the names of layers with missing weights.
+
+        Quantised layers load any number of values, so they are not checked. Embeddings are padded, so they may get
+        fewer.
+        """
         if self.model_config.quantization is not None:
             return []
-        found = []
+        names = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            own = any(True for _ in layer.parameters(recurse=False))
-            if not info.can_load() or not own or layer in self.heads or is_deferred_attention_layer(layer):
+            has_parameters = any(True for _ in layer.parameters(recurse=False))
+            if not info.can_load() or not has_parameters or layer in self.heads or is_deferred_attention_layer(layer):
                 continue
-            padded = isinstance(layer, VocabParallelEmbedding)
-            if info.load_numel <= 0 or (not padded and info.load_numel < (info.load_numel_total or 0)):
-                found.append(name)
-        return found
+            is_padded = isinstance(layer, VocabParallelEmbedding)
+            if info.load_numel <= 0 or (not is_padded and info.load_numel < (info.load_numel_total or 0)):
+                names.append(name)
+        return names
 
 
 class FileEngine(Reloading, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -100,10 +112,14 @@ class FileEngine(Reloading, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no connection."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load one file; the model is as before, and takes another update, where that fails."""
+        """Load one file; if that fails, the model is unchanged and accepts another update.
+
+        Raises:
+            ValueError: if the file has another size than when it was written.
+        """
         try:
             size = os.path.getsize(update_info.path)
             if update_info.bytes is not None and size != update_info.bytes:
@@ -117,14 +133,14 @@ class FileEngine(Reloading, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             raise
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
 
 class NcclEngine(Reloading, NCCLWeightTransferEngine):
-    """vLLM's own NCCL engine, and what `Reloading` adds."""
+    """vLLM's own NCCL engine with the steps of `Reloading`."""
 
     def receive_weights(self, update_info: Any) -> None:
-        """As vLLM's; the model takes another update where that fails."""
+        """Receive weights as vLLM does; if that fails, the model accepts another update."""
         try:
             super().receive_weights(update_info)
         except BaseException:
@@ -133,7 +149,7 @@ class NcclEngine(Reloading, NCCLWeightTransferEngine):
 
 
 def tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file, one at a time."""
+    """Yield the tensors of a safetensors file, one at a time."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
             yield name, file.get_tensor(name)
