@@ -111,9 +111,11 @@ def flat(array: Array, name: str, length: int | None = None) -> Array:
         ArgumentError: for another shape or length.
     """
     if array.ndim != 1:
-        raise ArgumentError(f"{name} has shape {array.shape}. It must be flat: one entry per element.")
+        raise ArgumentError(f"TG-ARGS-001: {name} has shape {array.shape}. It must be flat: one entry per element.")
     if length is not None and len(array) != length:
-        raise ArgumentError(f"{name} has {len(array)} entries but {length} are needed. Pass arrays of equal length.")
+        raise ArgumentError(
+            f"TG-ARGS-002: {name} has {len(array)} entries but {length} are needed. Pass arrays of equal length."
+        )
     return array
 
 
@@ -129,8 +131,8 @@ def narrowed(array: Array, dtype: DTypeLike, name: str) -> Array:
         is_inf = np.isinf(cast) & np.isfinite(array)
         if is_inf.any():
             raise ArgumentError(
-                f"{name} holds {array[is_inf].flat[0]:.6g}, which {cast.dtype} cannot hold. It would become infinite. "
-                "Pass numbers below 3.4e38, or NaN where one is not known."
+                f"TG-ARGS-003: {name} holds {array[is_inf].flat[0]:.6g}, which {cast.dtype} cannot hold. It would "
+                "become infinite. Pass numbers below 3.4e38, or NaN where one is not known."
             )
     return cast
 
@@ -150,8 +152,8 @@ def whole(array: Array, dtype: DTypeLike, name: str) -> Array:
         if low < limits.min or high > limits.max:
             extreme = low if low < limits.min else high
             raise ArgumentError(
-                f"{name} holds {extreme}, beyond {limits.min} to {limits.max}. It would become another number. "
-                f"Pass integers that {result.dtype} holds."
+                f"TG-ARGS-004: {name} holds {extreme}, beyond {limits.min} to {limits.max}. It would become another "
+                f"number. Pass integers that {result.dtype} holds."
             )
     return result
 
@@ -176,7 +178,7 @@ def integer(value: Any, name: str, *, least: int, most: int = (1 << 63) - 1) -> 
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
     if not is_integer or not least <= value <= most:
         bounds = f"at least {least}" if most >= (1 << 31) else f"from {least} to {most}"
-        raise ArgumentError(f"{name} is {described(value)}. It must be an integer of {bounds}.")
+        raise ArgumentError(f"TG-ARGS-005: {name} is {described(value)}. It must be an integer of {bounds}.")
     return int(value)
 
 
@@ -188,7 +190,9 @@ def number(value: Any, name: str, *, least: float = -np.inf, most: float = np.in
     """
     is_real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_real or not abs(value) < 1e300 or not least <= value <= most:
-        raise ArgumentError(f"{name} is {described(value)}. It must be a finite number from {least} to {most}.")
+        raise ArgumentError(
+            f"TG-ARGS-006: {name} is {described(value)}. It must be a finite number from {least} to {most}."
+        )
     return float(value)
 
 
@@ -199,7 +203,7 @@ def flag(value: Any, name: str) -> bool:
         ArgumentError: for any other value.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentError(f"{name} is {described(value)}. It must be True or False.")
+        raise ArgumentError(f"TG-ARGS-007: {name} is {described(value)}. It must be True or False.")
     return bool(value)
 
 
@@ -210,7 +214,9 @@ def one_of(value: Any, name: str, choices: Iterable[str | None]) -> Any:
         ArgumentError: for any other value.
     """
     if not (value is None or isinstance(value, str)) or value not in (choices := tuple(choices)):
-        raise ArgumentError(f"{name} is {described(value)}. It must be one of {', '.join(map(repr, choices))}.")
+        raise ArgumentError(
+            f"TG-ARGS-008: {name} is {described(value)}. It must be one of {', '.join(map(repr, choices))}."
+        )
     return value
 
 
@@ -222,7 +228,7 @@ def instance(value: Any, name: str, kinds: type | tuple[type, ...], cure: str) -
     """
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise ArgumentError(f"{name} is {described(value)}, no {wanted}. {cure}")
+        raise ArgumentError(f"TG-ARGS-018: {name} is {described(value)}, no {wanted}. {cure}")
     return value
 
 
@@ -246,7 +252,7 @@ def rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
     """
     has_rows = isinstance(values, Iterable) and not (isinstance(values, np.ndarray) and values.ndim == 0)
     if not has_rows or isinstance(values, not_these):
-        raise ArgumentError(f"{name} is {described(values)}. Pass a list, with one entry for each.")
+        raise ArgumentError(f"TG-ARGS-009: {name} is {described(values)}. Pass a list, with one entry for each.")
 
 
 def described(value: Any) -> str:
@@ -267,7 +273,7 @@ def _kind(value: Any) -> str:
 
 
 def _refuse(name: str, problem: str, cure: str = "Pass a list, a numpy array or a tensor of real numbers.") -> NoReturn:
-    raise ArgumentError(f"{name} is {problem}. What it means as numbers would have to be guessed. {cure}")
+    raise ArgumentError(f"TG-ARGS-010: {name} is {problem}. What it means as numbers would have to be guessed. {cure}")
 
 
 def _from_tensor(tensor: Any) -> Array:
@@ -296,7 +302,7 @@ def _check_bytes(array: Array, name: str) -> None:
 
 def check_choice(name: str, value: object, valid: tuple[object, ...]) -> None:
     if value not in valid:
-        raise ArgumentError(f"{name} is {value!r}. It must be one of {', '.join(map(repr, valid))}.")
+        raise ArgumentError(f"TG-ARGS-011: {name} is {value!r}. It must be one of {', '.join(map(repr, valid))}.")
 
 
 def kind_of(name: str, value: object, kind: type) -> None:
@@ -307,19 +313,20 @@ def kind_of(name: str, value: object, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise ArgumentError(
-            f"{name} is a {type(value).__name__}, and no evaluator knows its formula. Another would be computed in its "
-            f"place, or none. Take a {kind.__name__}, or a frozen dataclass of your own below it (docs/extending.md)."
+            f"TG-ARGS-012: {name} is a {type(value).__name__}, and no evaluator knows its formula. Another would be "
+            f"computed in its place, or none. Take a {kind.__name__}, or a frozen dataclass of your own below it "
+            "(docs/extending.md)."
         )
 
 
 def no_effect(idle: bool, name: str, why: str) -> None:
     if idle:
-        raise ArgumentError(f"{name} has no effect here: {why}. Leave it out.")
+        raise ArgumentError(f"TG-ARGS-013: {name} has no effect here: {why}. Leave it out.")
 
 
 def rising(name: str, low: float, high: float) -> None:
     if not low <= high:
-        raise ArgumentError(f"{name} has low {low} above high {high}. Nothing lies between.")
+        raise ArgumentError(f"TG-ARGS-014: {name} has low {low} above high {high}. Nothing lies between.")
 
 
 def around(name: str, low: float, high: float, centre: float, cure: str) -> None:
@@ -331,8 +338,8 @@ def around(name: str, low: float, high: float, centre: float, cure: str) -> None
     rising(name, low, high)
     if not low <= centre <= high:
         raise ArgumentError(
-            f"{name} has bounds [{low:g}, {high:g}], and terms on which the policies agree lie at {centre:g}, outside. "
-            f"{cure}"
+            f"TG-ARGS-015: {name} has bounds [{low:g}, {high:g}], and terms on which the policies agree lie at "
+            f"{centre:g}, outside. {cure}"
         )
 
 
@@ -344,11 +351,12 @@ def around_one(name: str, low: float, high: float) -> None:
     """
     if low < 0:
         raise ArgumentError(
-            f"{name}.low is {low:g}, and no ratio is negative. Bounds are ratios, not distances from 1: write 1 - 0.2."
+            f"TG-ARGS-016: {name}.low is {low:g}, and no ratio is negative. Bounds are ratios, not distances "
+            f"from 1: write 1 - 0.2."
         )
     around(name, low, high, 1.0, "Bounds are ratios, not distances from 1: write 0.8 and 1.28 for 0.2 and 0.28.")
 
 
 def positive(name: str, value: float, cure: str = "") -> None:
     if not 0 < value < float("inf"):
-        raise ArgumentError(f"{name} is {value}. It must be positive{'; ' + cure if cure else ''}.")
+        raise ArgumentError(f"TG-ARGS-017: {name} is {value}. It must be positive{'; ' + cure if cure else ''}.")

@@ -288,7 +288,7 @@ class Processes:
         self, functions: Mapping[str, Callable[..., Any]], *, count: int = 2, bytes_held: int = 64 << 20
     ) -> None:
         if count < 1:
-            raise ArgumentError(f"count is {count}. No process would run anything. Pass 1 or more.")
+            raise ArgumentError(f"TG-CODE-001: count is {count}. No process would run anything. Pass 1 or more.")
         self._functions = dict(functions)
         self._bytes = bytes_held
         self._slots = asyncio.Semaphore(count)

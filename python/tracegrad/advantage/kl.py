@@ -70,7 +70,9 @@ def kl_in_reward(
     _validation.one_of(kind, "kind", ("k1", "k2", "k3", "abs"))
     for name, value in (("coef", coef), ("cap", cap)):
         if value is not None and not value >= 0:
-            raise ArgumentError(f"{name} is {value}. A trace would be paid for leaving the reference. Pass 0 or more.")
+            raise ArgumentError(
+                f"TG-ADV-001: {name} is {value}. A trace would be paid for leaving the reference. Pass 0 or more."
+            )
     reward = _validation.real(rewards, "rewards")
     refuse_infinite(reward)
     owner = rows(trace, len(reward))
@@ -80,7 +82,7 @@ def kl_in_reward(
     unknown = np.flatnonzero(np.isnan(gap))
     if len(unknown):
         raise ArgumentError(
-            f"term {unknown[0]} of trace {owner[unknown[0]]}: old {old_logprob[unknown[0]]}, "
+            f"TG-ADV-002: term {unknown[0]} of trace {owner[unknown[0]]}: old {old_logprob[unknown[0]]}, "
             f"ref {ref_logprob[unknown[0]]}. What its trace pays is "
             "not known. Measure both policies at every term, or leave the trace out."
         )
@@ -116,7 +118,9 @@ class AdaptiveKl:
     def __post_init__(self) -> None:
         for name, value in (("target", self.target), ("horizon", self.horizon)):
             if not value > 0:
-                raise ArgumentError(f"AdaptiveKl.{name} is {value}. It divides the error. Pass a number above 0.")
+                raise ArgumentError(
+                    f"TG-ADV-003: AdaptiveKl.{name} is {value}. It divides the error. Pass a number above 0."
+                )
 
     def after(self, kl: float, traces: int) -> "AdaptiveKl":
         """Return the coefficient after a batch of `traces` traces with this divergence (`Penalised.kl`)."""

@@ -81,13 +81,13 @@ def _table(rewards: ArrayLike, weights: ArrayLike | None) -> tuple[Floats, Float
     table = _validation.real(rewards, "rewards")
     if table.ndim != 2 or table.shape[1] == 0:
         raise ArgumentError(
-            f"rewards have shape {table.shape}. Several rewards are a table. Pass [R, K], a row per trace."
+            f"TG-ADV-004: rewards have shape {table.shape}. Several rewards are a table. Pass [R, K], a row per trace."
         )
     refuse_infinite(np.where(np.isinf(table).any(axis=1), np.inf, 0.0))
     weight = np.ones(table.shape[1]) if weights is None else _validation.real(weights, "weights")
     if weight.shape != (table.shape[1],) or not np.isfinite(weight).all():
         raise ArgumentError(
-            f"weights are {weight.tolist()} for {table.shape[1]} rewards. Each reward has one weight. "
+            f"TG-ADV-005: weights are {weight.tolist()} for {table.shape[1]} rewards. Each reward has one weight. "
             "Pass a finite number for each column."
         )
     return table, weight
@@ -117,7 +117,7 @@ def overlong(lengths: ArrayLike, *, longest: int, buffer: int, penalty: float = 
     """
     if not 0 < buffer <= longest or not 0 < penalty < np.inf:
         raise ArgumentError(
-            f"overlong with longest {longest}, buffer {buffer}, penalty {penalty}. No line leads from 0 "
+            f"TG-ADV-006: overlong with longest {longest}, buffer {buffer}, penalty {penalty}. No line leads from 0 "
             "to the penalty. The buffer lies within the budget, and the penalty is above 0."
         )
     left = (longest - buffer) - np.asarray(lengths, np.float64)

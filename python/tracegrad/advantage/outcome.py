@@ -101,8 +101,8 @@ class Grouped:
         reward, group = _validation.real(rewards, "rewards"), _validation.labels(groups, "groups")
         if reward.ndim != 1 or group.shape != reward.shape:
             raise ArgumentError(
-                f"rewards are {reward.shape} and groups {group.shape}. Each trace is compared with its own group. "
-                "Pass one of each per trace, both flat."
+                f"TG-ADV-007: rewards are {reward.shape} and groups {group.shape}. Each trace is compared with its own "
+                "group. Pass one of each per trace, both flat."
             )
         refuse_infinite(reward)
         names, index = np.unique(group, return_inverse=True)
@@ -144,14 +144,14 @@ class Grouped:
         """
         if not isinstance(singleton, str) or singleton not in ("refuse", "zero", "keep"):
             raise ArgumentError(
-                f"singleton is {_validation.described(singleton)}. It says what becomes of a group of one. "
+                f"TG-ADV-008: singleton is {_validation.described(singleton)}. It says what becomes of a group of one. "
                 "It must be 'refuse', 'zero' or 'keep'."
             )
         alone = self.alone
         if singleton == "refuse" and alone.any():
             first = int(np.flatnonzero(alone)[0])
             raise ArgumentError(
-                f"trace {first}: group {self.names[self.index[first]]!s} has one scorable trace; there are "
+                f"TG-ADV-009: trace {first}: group {self.names[self.index[first]]!s} has one scorable trace; there are "
                 f"{int(alone.sum())} such groups. A baseline needs two. Pass singleton='zero' or 'keep', or use "
                 "batch_mean for one sample a prompt."
             )
@@ -164,7 +164,7 @@ def refuse_infinite(reward: Floats) -> None:
     bad = np.flatnonzero(np.isinf(reward))
     if len(bad):
         raise ArgumentError(
-            f"trace {bad[0]}: the reward is {reward[bad[0]]}. It would make the whole group infinite. "
+            f"TG-ADV-010: trace {bad[0]}: the reward is {reward[bad[0]]}. It would make the whole group infinite. "
             "Pass NaN for a trace that could not be scored."
         )
 
@@ -183,13 +183,13 @@ def check_scale(scale: str, ddof: int | None, eps: float | None) -> float:
     """
     if not isinstance(scale, str) or scale not in ("none", "std", "batch_std"):
         raise ArgumentError(
-            f"scale is {_validation.described(scale)}. It says what a difference is divided by. "
+            f"TG-ADV-011: scale is {_validation.described(scale)}. It says what a difference is divided by. "
             "It must be 'none' or 'std' (of the group) or 'batch_std'."
         )
     if scale == "none" and (ddof is not None or eps is not None):
         raise ArgumentError(
-            "ddof and eps have no effect with scale='none': nothing is divided. An option that does nothing hides a "
-            "mistake. Leave them out, or pass scale='std'."
+            "TG-ADV-012: ddof and eps have no effect with scale='none': nothing is divided. An option that does "
+            "nothing hides a mistake. Leave them out, or pass scale='std'."
         )
     if scale != "none":
         check_ddof(ddof, f"scale={scale!r}")
@@ -200,7 +200,7 @@ def check_ddof(ddof: int | None, where: str) -> None:
     """Raise ArgumentError unless ddof is 0 or 1."""
     if ddof not in (0, 1):
         raise ArgumentError(
-            f"ddof is {ddof} with {where}. Peers differ here, by a factor of sqrt(n / (n - 1)): "
+            f"TG-ADV-013: ddof is {ddof} with {where}. Peers differ here, by a factor of sqrt(n / (n - 1)): "
             "pass 1 (TRL, verl, SkyRL) or 0 (ART)."
         )
 
@@ -247,7 +247,7 @@ def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
     """Return `whiten` in float64."""
     if eps_in not in ("variance", "deviation"):
         raise ArgumentError(
-            f"eps_in is {eps_in!r}. Peers differ in where eps stands. "
+            f"TG-ADV-014: eps_in is {eps_in!r}. Peers differ in where eps stands. "
             "It must be 'variance' (verl, SkyRL) or 'deviation' (TRL)."
         )
     check_ddof(ddof, "whiten")
@@ -255,8 +255,8 @@ def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
     present = values[known]
     if len(present) == 1 or np.isinf(present).any():
         raise ArgumentError(
-            f"{len(present)} of {values.size} values are known and {int(np.isinf(present).sum())} of these are "
-            "infinite. Their deviation is not defined. Whiten two or more finite values."
+            f"TG-ADV-015: {len(present)} of {values.size} values are known and {int(np.isinf(present).sum())} of these "
+            "are infinite. Their deviation is not defined. Whiten two or more finite values."
         )
     if not len(present) or present.min() == present.max():
         return np.zeros_like(values)
@@ -289,13 +289,15 @@ def by_mean_size(
     ([1.5, -0.5], [2.0, 0.0])
     """
     if not -1 <= balance <= 1:
-        raise ArgumentError(f"balance is {balance}. More than all of one sign cannot be taken off. Pass -1 to 1.")
+        raise ArgumentError(
+            f"TG-ADV-016: balance is {balance}. More than all of one sign cannot be taken off. Pass -1 to 1."
+        )
     value = _validation.real(advantages, "advantages")
     weight = np.ones_like(value) if weights is None else _validation.real(weights, "weights")
     if weight.shape != value.shape or not np.isfinite(value + weight).all() or (weight < 0).any():
         raise ArgumentError(
-            f"advantages have shape {value.shape} and weights {weight.shape}; a value may not be finite, or a weight "
-            "is below 0. Their mean size would mean nothing. Pass one of each for every term."
+            f"TG-ADV-017: advantages have shape {value.shape} and weights {weight.shape}; a value may not be finite, "
+            "or a weight is below 0. Their mean size would mean nothing. Pass one of each for every term."
         )
     factor = np.where(value > 0, 1 + min(balance, 0.0), 1 - max(balance, 0.0))
     value = value * factor + 0.0
@@ -435,7 +437,7 @@ def opo(
     group, length = Grouped.of(rewards, groups), _validation.real(lengths, "lengths")
     if length.shape != group.reward.shape or not (length >= 0).all():
         raise ArgumentError(
-            f"lengths have shape {length.shape} for {len(group.reward)} traces, the least is "
+            f"TG-ADV-018: lengths have shape {length.shape} for {len(group.reward)} traces, the least is "
             f"{length.min() if length.size else None}. They weigh the baseline. Pass how many terms each trace has."
         )
     total_length = group.sum(length)
@@ -471,7 +473,8 @@ def gpg(
     """
     if nonzero not in ("rewards", "advantages"):
         raise ArgumentError(
-            f"nonzero is {nonzero!r}. It says which zeros alpha makes up for. It must be 'rewards' or 'advantages'."
+            f"TG-ADV-019: nonzero is {nonzero!r}. It says which zeros alpha makes up for. It must be 'rewards' "
+            f"or 'advantages'."
         )
     group = Grouped.of(rewards, groups)
     advantage = centred(group, "none", None, None, singleton)
@@ -571,7 +574,9 @@ def a_star(
     [0.5, -0.5]
     """
     if not 0 < beta < np.inf:
-        raise ArgumentError(f"beta is {beta}. V* is a mean of exp(reward / beta). Pass a number above 0, such as 0.5.")
+        raise ArgumentError(
+            f"TG-ADV-020: beta is {beta}. V* is a mean of exp(reward / beta). Pass a number above 0, such as 0.5."
+        )
     group = Grouped.of(rewards, groups)
     highest = np.where(group.count > 0, group.extent[1], 0.0)
     mean = group.sum(

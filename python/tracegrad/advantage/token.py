@@ -45,14 +45,14 @@ def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int
     array, owner = _validation.real(raw, name), _validation.numbers(trace, "trace")
     if array.ndim != 1 or owner.shape != array.shape or (owner.dtype.kind not in "iu" and owner.size):
         raise ArgumentError(
-            f"{name} have shape {array.shape}, trace has shape {owner.shape} of {owner.dtype}. Each term has one value "
-            "and the number of its trace. Pass flat arrays of equal length, trace as integers."
+            f"TG-ADV-021: {name} have shape {array.shape}, trace has shape {owner.shape} of {owner.dtype}. Each term "
+            "has one value and the number of its trace. Pass flat arrays of equal length, trace as integers."
         )
     bad = np.flatnonzero(np.isinf(array))
     if len(bad):
         raise ArgumentError(
-            f"term {bad[0]} of trace {owner[bad[0]]}: {name} hold {array[bad[0]]}. It would make the whole trace "
-            "infinite. Pass NaN where it is not known."
+            f"TG-ADV-022: term {bad[0]} of trace {owner[bad[0]]}: {name} hold {array[bad[0]]}. It would make the whole "
+            "trace infinite. Pass NaN where it is not known."
         )
     return array, owner.astype(np.int64)
 
@@ -62,7 +62,7 @@ def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
     owner = _validation.integers(trace, "trace")
     if len(owner) and not 0 <= owner.min() <= owner.max() < total:
         raise ArgumentError(
-            f"trace runs from {owner.min()} to {owner.max()}, of {total} traces. "
+            f"TG-ADV-023: trace runs from {owner.min()} to {owner.max()}, of {total} traces. "
             "A term would have another trace's reward. Pass the row, from 0, of each term's trace."
         )
     return owner
@@ -71,7 +71,9 @@ def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
 def check_share(value: float, name: str) -> None:
     """Raise ArgumentError unless 0 <= value <= 1."""
     if not 0 <= value <= 1:
-        raise ArgumentError(f"{name} is {value}. Beyond 0 to 1 far rewards count more than near ones. Pass a share.")
+        raise ArgumentError(
+            f"TG-ADV-024: {name} is {value}. Beyond 0 to 1 far rewards count more than near ones. Pass a share."
+        )
 
 
 def _in_original_order(values: Floats, order: NDArray[np.intp]) -> Floats:
@@ -220,8 +222,8 @@ def gae(rewards: ArrayLike, values: ArrayLike, trace: ArrayLike, *, gamma: float
     bad = np.flatnonzero(np.isnan(reward + value))
     if len(bad):
         raise ArgumentError(
-            f"term {bad[0]}: reward {reward[bad[0]]}, value {value[bad[0]]}. Terms before it would have no advantage. "
-            "Pass 0 where a term has no reward, and leave out traces without a value."
+            f"TG-ADV-025: term {bad[0]}: reward {reward[bad[0]]}, value {value[bad[0]]}. Terms before it would have no "
+            "advantage. Pass 0 where a term has no reward, and leave out traces without a value."
         )
     advantages = discounted(reward + gamma * following(value, owner) - value, owner, gamma * lam)
     return Gae(advantages, advantages + value)
@@ -279,7 +281,7 @@ def optimal_token_baseline(
     """
     if tail not in ("keep", "zero"):
         raise ArgumentError(
-            f"tail is {tail!r}. It says what the last trace of a group keeps. It must be 'keep' or 'zero'."
+            f"TG-ADV-026: tail is {tail!r}. It says what the last trace of a group keeps. It must be 'keep' or 'zero'."
         )
     reward, owner = terms(trace, rewards=rewards)
     group = _validation.labels(groups, "groups")
@@ -304,8 +306,8 @@ def _energy(owner: NDArray[np.int64], logprobs: ArrayLike, squares: ArrayLike, w
     bad = np.flatnonzero(np.isnan(energy))
     if len(bad):
         raise ArgumentError(
-            f"term {bad[0]} of trace {owner[bad[0]]}: a logprob, sum_pi_squared or weight is NaN. All later steps of "
-            "its group would have no baseline. Compute them for every term."
+            f"TG-ADV-027: term {bad[0]} of trace {owner[bad[0]]}: a logprob, sum_pi_squared or weight is NaN. All "
+            "later steps of its group would have no baseline. Compute them for every term."
         )
     return energy
 
@@ -322,7 +324,8 @@ def _steps(owner: NDArray[np.int64], position: ArrayLike | None) -> NDArray[np.i
     else:
         where = f"position has shape {step.shape} for {len(owner)} terms, or is negative"
     raise ArgumentError(
-        f"{where}. Terms would be compared at the wrong step. Pass the offset of each term within its trace."
+        f"TG-ADV-028: {where}. Terms would be compared at the wrong step. Pass the offset of each term within "
+        f"its trace."
     )
 
 
@@ -445,8 +448,8 @@ def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
     rises = cu.ndim == 1 and len(cu) > 0 and cu[0] == 0 and bool((np.diff(cu) >= 0).all())
     if not rises or values.shape != (cu[-1],):
         raise ArgumentError(
-            f"cu_turns is {cu.reshape(-1)[:6].tolist()}... for values of shape {values.shape}. It says which turns are "
-            "of which trace. Pass offsets that rise from 0 to the number of turns."
+            f"TG-ADV-029: cu_turns is {cu.reshape(-1)[:6].tolist()}... for values of shape {values.shape}. It says "
+            "which turns are of which trace. Pass offsets that rise from 0 to the number of turns."
         )
     return cu
 
@@ -456,12 +459,13 @@ def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) ->
     owner, number = rows(trace, len(offsets) - 1), _validation.integers(turn, "turn")
     if number.shape != owner.shape:
         raise ArgumentError(
-            f"turn has shape {number.shape} for {len(owner)} terms. Each term is of one turn. Pass one number per term."
+            f"TG-ADV-030: turn has shape {number.shape} for {len(owner)} terms. Each term is of one turn. Pass "
+            f"one number per term."
         )
     bad = np.flatnonzero((number < 0) | (number >= np.diff(offsets)[owner]))
     if len(bad):
         raise ArgumentError(
-            f"term {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. Its reward is "
-            "not known. Pass the turn of each term as `Sequences.turn` has it, from 0."
+            f"TG-ADV-031: term {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. "
+            "Its reward is not known. Pass the turn of each term as `Sequences.turn` has it, from 0."
         )
     return offsets[owner] + number

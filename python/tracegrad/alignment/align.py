@@ -176,7 +176,7 @@ def _defaults(sampling_defaults: Mapping[str, Any] | None) -> str | None:
     try:
         return json.dumps(dict(sampling_defaults), default=str) if sampling_defaults else None
     except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"sampling_defaults is not what JSON can say: {error}") from None
+        raise ArgumentError(f"TG-ALIGN-001: sampling_defaults is not what JSON can say: {error}") from None
 
 
 def _rule(tokenizer: Tokenizer) -> Rule | None:
@@ -200,8 +200,11 @@ def _check_mode(mode: str, merge: str, strict: bool, of_splice: bool) -> None:
     _validation.one_of(mode, "mode", ("splice", "align"))
     _validation.one_of(merge, "merge", ("mask", "sum"))
     if mode == "splice" and (merge != "mask" or not strict):
-        raise ArgumentError("merge and strict have no effect in splice mode, which keeps sampled ids. Leave them out.")
+        raise ArgumentError(
+            "TG-ALIGN-002: merge and strict have no effect in splice mode, which keeps sampled ids. Leave them out."
+        )
     if mode == "align" and of_splice:
         raise ArgumentError(
-            "lenient, text_only and assume_canonical have no effect in align mode. Leave them out, or splice."
+            "TG-ALIGN-003: lenient, text_only and assume_canonical have no effect in align mode. Leave them "
+            "out, or splice."
         )

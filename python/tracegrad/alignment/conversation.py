@@ -69,7 +69,7 @@ class Conversation:
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
             raise ArgumentError(
-                f"tokenizer is a {type(tokenizer).__name__}. Ids are its own. Pass tracegrad.Tokenizer's."
+                f"TG-ALIGN-004: tokenizer is a {type(tokenizer).__name__}. Ids are its own. Pass tracegrad.Tokenizer's."
             )
         self._tokenizer = tokenizer
         self._messages: list[Any] = _as_list(messages, "messages")
@@ -144,7 +144,9 @@ class Conversation:
 
 def _as_list(values: Any, name: str) -> list[Any]:
     if not isinstance(values, list | tuple):
-        raise ArgumentError(f"{name} is a {type(values).__name__}. What it holds is not known. Pass a list of dicts.")
+        raise ArgumentError(
+            f"TG-ALIGN-005: {name} is a {type(values).__name__}. What it holds is not known. Pass a list of dicts."
+        )
     return list(values)
 
 
@@ -152,7 +154,8 @@ def _is_ids(said: Any) -> bool:
     """Return whether the argument of `append` is ids, not messages. Raise an ArgumentError for text."""
     if isinstance(said, str | bytes):
         raise ArgumentError(
-            f"a text, {said!r:.100}, is appended. Who said it is not known. Append ids, or messages with their roles."
+            f"TG-ALIGN-006: a text, {said!r:.100}, is appended. Who said it is not known. Append ids, or "
+            f"messages with their roles."
         )
     if isinstance(said, Mapping):
         return False

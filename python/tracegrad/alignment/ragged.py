@@ -36,7 +36,7 @@ class Ragged:
         fits = offsets.ndim == 1 and values.ndim == 1 and len(offsets) > 0 and offsets[0] == 0
         if not fits or offsets[-1] != len(values) or np.any(np.diff(offsets) < 0):
             raise ArgumentError(
-                f"offsets {offsets[:8].tolist()}... do not rise from 0 to the {values.size} values. "
+                f"TG-ALIGN-007: offsets {offsets[:8].tolist()}... do not rise from 0 to the {values.size} values. "
                 "Rows would be cut elsewhere. Pass the ends of the rows behind a 0."
             )
 

@@ -34,7 +34,7 @@ def check_numbers(values: NDArray[np.int32], name: str, least: int, count: int) 
     most = max(count, 1 << 16)
     if len(values) and not least <= values.min() <= values.max() <= most:
         raise ArgumentError(
-            f"{name} runs from {values.min()} to {values.max()}. A table would have as many rows. "
+            f"TG-ALIGN-008: {name} runs from {values.min()} to {values.max()}. A table would have as many rows. "
             f"Number them from 0: at least {least}, at most {most}."
         )
 
@@ -42,7 +42,7 @@ def check_numbers(values: NDArray[np.int32], name: str, least: int, count: int) 
 def check_offsets(cu: Array, count: int) -> None:
     if len(cu) < 2 or cu[0] != 0 or cu[-1] != count or np.any(cu[1:] < cu[:-1]):
         raise ArgumentError(
-            f"cu_seqlens must rise from 0 to the {count} ids, with an end for at least one sequence. "
+            f"TG-ALIGN-009: cu_seqlens must rise from 0 to the {count} ids, with an end for at least one sequence. "
             f"It is {cu[:8].tolist()}... Pass where each sequence begins, and the number of ids."
         )
 
@@ -51,8 +51,8 @@ def check_logprobs(logprobs: Array, keep: Array) -> None:
     bad = np.flatnonzero(keep & (logprobs > 1e-3))
     if len(bad):
         raise ArgumentError(
-            f"token {bad[0]}: the rollout logprob {logprobs[bad[0]]:.4g} is positive, and {len(bad)} are. "
-            "A logprob is at most 0, so these are something else. Pass NaN where a logprob is not known."
+            f"TG-ALIGN-010: token {bad[0]}: the rollout logprob {logprobs[bad[0]]:.4g} is positive, and {len(bad)} "
+            "are. A logprob is at most 0, so these are something else. Pass NaN where a logprob is not known."
         )
 
 
@@ -64,7 +64,7 @@ def rewards_of(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> A
     table = _validation.narrowed(_validation.numbers(rewards, "rewards"), np.float32, "rewards")
     if table.shape != (total, len(names)) and not (table.shape == (total,) and len(names) == 1):
         raise ArgumentError(
-            f"rewards has shape {table.shape} for {total} traces and the names {names!r}. "
+            f"TG-ALIGN-011: rewards has shape {table.shape} for {total} traces and the names {names!r}. "
             "Each trace has one number a name. Pass [R], or [R, K] with K reward_names."
         )
     return table.reshape(total, -1)
@@ -79,14 +79,16 @@ def extras_of(extras: Mapping[str, Array | Ragged] | None, count: int) -> dict[s
             values if isinstance(values, Ragged) else _validation.numbers(values, f"extras[{name!r}]")
         )
         if (not isinstance(column, Ragged) and column.ndim == 0) or len(column) != count:
-            raise ArgumentError(f"extras[{name!r}] has not one row for each of the {count} ids. Pass [T, ...].")
+            raise ArgumentError(
+                f"TG-ALIGN-012: extras[{name!r}] has not one row for each of the {count} ids. Pass [T, ...]."
+            )
     return columns
 
 
 def check_traces(trace: Array) -> None:
     steps = np.diff(trace.astype(np.int64))
     if len(trace) and (trace[0] != 0 or np.any((steps != 0) & (steps != 1))):
-        raise ArgumentError("trace must count up from 0 without gaps, branches of a trace side by side.")
+        raise ArgumentError("TG-ALIGN-013: trace must count up from 0 without gaps, branches of a trace side by side.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,7 +221,7 @@ class Sequences:
         {'position': 1, 'id': 6, 'rollout_logprob': -0.5}
         """
         if per not in ("trace", "token"):
-            raise ArgumentError(f"per is {per!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
+            raise ArgumentError(f"TG-ALIGN-014: per is {per!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
         return to_arrow.arrow().table(to_arrow.by_trace(self) if per == "trace" else to_arrow.by_token(self))
 
     def to_pandas(self, per: Literal["trace", "token"] = "trace") -> Any:
@@ -315,7 +317,7 @@ class Sequences:
         ending_ = integers(np.zeros(total, np.int32) if ending is None else ending, "ending", total)
         if len(ending_) and not 0 <= ending_.min() <= ending_.max() < len(ENDINGS):
             raise ArgumentError(
-                f"ending runs from {ending_.min()} to {ending_.max()}. It says how each trace ended. "
+                f"TG-ALIGN-015: ending runs from {ending_.min()} to {ending_.max()}. It says how each trace ended. "
                 "Pass 0 where it is unknown, 1 where it ended by itself, 2 where it was cut off."
             )
         return cls(

@@ -298,8 +298,8 @@ def read(folder: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
         fits &= arrays[name].dtype == dtype and arrays[name].shape == shapes.get(name, (rows,))
     if not fits:
         raise FormatError(
-            f"{folder / NAME}: not the columns of traces that `save` writes. A plan made from it would be of other "
-            "traces. Prepare the traces again."
+            f"TG-ALIGN-016: {folder / NAME}: not the columns of traces that `save` writes. A plan made from it would "
+            "be of other traces. Prepare the traces again."
         )
     return {name: arrays[name] for name in TRACE_COLUMNS}, tuple(names)
 
@@ -325,7 +325,9 @@ def save(folder: Path, stored: Stored) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
+        raise ReadError(
+            f"TG-ALIGN-017: {folder}: cannot be written ({error.strerror}). Choose another folder."
+        ) from error
     with manifest.lock(folder):
         manifest.clear_drafts(folder, _ARRAYS, _TABLE, image_files.MEDIA, NAME, manifest.NAME)
         write(folder, stored)
@@ -335,12 +337,14 @@ def write(folder: Path, stored: Stored) -> None:
     """Write the sequences to an existing folder that no other process uses; the manifest is written last."""
     if problem := misfit(stored):
         raise ArgumentError(
-            f"{problem} These sequences cannot be trained on, so they are not saved. Correct the array."
+            f"TG-ALIGN-018: {problem} These sequences cannot be trained on, so they are not saved. Correct the array."
         )
     try:
         (folder / manifest.NAME).unlink(missing_ok=True)
     except OSError as error:
-        raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
+        raise ReadError(
+            f"TG-ALIGN-019: {folder}: cannot be written ({error.strerror}). Choose another folder."
+        ) from error
     arrays = dict(stored.columns)
     for name, extra in stored.extras.items():
         if isinstance(extra, Ragged):
@@ -395,7 +399,10 @@ def load(folder: Path, verify: bool = False) -> Stored:
     if contents.files:
         return opened(folder, contents)
     if not contents.shards:
-        raise ReadError(f"{folder}: no trace was prepared into it. There is nothing to train on. Prepare other traces.")
+        raise ReadError(
+            f"TG-ALIGN-020: {folder}: no trace was prepared into it. There is nothing to train on. Prepare "
+            f"other traces."
+        )
     return joined([opened(folder / name, shard) for name, shard in contents.shards.items()])
 
 
@@ -412,7 +419,7 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
     """
     # Earlier versions did not write the columns of traces, and media.bin exists only if there are images.
     if set(told.files) - {NAME, image_files.MEDIA} != {_ARRAYS, _TABLE}:
-        raise FormatError(f"{folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
+        raise FormatError(f"TG-ALIGN-021: {folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
     arrays, _ = safetensors_file.read(folder / _ARRAYS)
     try:
         text = safetensors_file.read_text(folder / _TABLE, told.files[_TABLE].bytes).decode("utf-8", "surrogatepass")
@@ -431,12 +438,12 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
     except (ReadError, FormatError):
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"{folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
+        raise FormatError(f"TG-ALIGN-022: {folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
     problem = misfit(stored) if checked else ""
     if not problem and checked and counts(stored) != dict(told.counts):
         problem = "the counts of its manifest are not those of its arrays."
     if problem:
-        raise FormatError(f"{folder}: {problem} {_CURE}")
+        raise FormatError(f"TG-ALIGN-029: {folder}: {problem} {_CURE}")
     return stored
 
 
@@ -479,11 +486,11 @@ def joined(parts: Sequence[Stored]) -> Stored:
     names = {name: tuple(chain(*(part.names[name] for part in parts))) for name in ("trace_ids", "group_names")}
     for name in ("trace_ids", "group_names"):
         if len({bool(part.names[name]) for part in parts if len(part.columns["group"])}) > 1:
-            raise FormatError(f"some shards have {name} and others have none. {_CURE}")
+            raise FormatError(f"TG-ALIGN-023: some shards have {name} and others have none. {_CURE}")
     if any(part.names["reward_names"] != first.names["reward_names"] for part in parts):
-        raise FormatError("the shards have different rewards. Prepare them with the same options.")
+        raise FormatError("TG-ALIGN-024: the shards have different rewards. Prepare them with the same options.")
     if any(part.drift["reasons"] != first.drift["reasons"] for part in parts):
-        raise FormatError("the shards were written by different versions. Prepare them with one.")
+        raise FormatError("TG-ALIGN-025: the shards were written by different versions. Prepare them with one.")
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
     rows = np.cumsum([0, *(len(part.columns["group"]) for part in parts)]).astype(np.int32)
     for name in ("trace", "drift.trace"):
@@ -534,5 +541,5 @@ def _concatenate_extra(name: str, parts: Sequence[Stored]) -> Array | Ragged:
     if all(isinstance(column, Ragged) for column in columns):
         return Ragged.concatenate(columns)
     if len({None if isinstance(column, Ragged) else column.shape[1:] for column in columns}) > 1:
-        raise FormatError(f"the shards have rows of unlike shapes in {name}. Prepare the traces at once.")
+        raise FormatError(f"TG-ALIGN-026: the shards have rows of unlike shapes in {name}. Prepare the traces at once.")
     return np.concatenate(columns)

@@ -166,8 +166,8 @@ class Tokenizer:
             directory = _cached_directory(os.fspath(path)) or directory
         if vocab_size is not None and not (isinstance(vocab_size, int) and 0 < vocab_size < 1 << 31):
             raise ArgumentError(
-                f"vocab_size is {vocab_size!r}. It is the number of rows of the model's embedding, an integer from 1. "
-                "Leave it out where config.json says it."
+                f"TG-ALIGN-027: vocab_size is {vocab_size!r}. It is the number of rows of the model's embedding, an "
+                "integer from 1. Leave it out where config.json says it."
             )
         loaded = cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None), directory)
         if rebuilt := loaded._core.rebuilt:
@@ -315,8 +315,8 @@ def _cached_directory(name: str) -> Path | None:
     if isinstance(path, str):
         return Path(path).parent
     raise TokenizerError(
-        f"'{name}' is no directory, and no model of that name with a tokenizer.json is in the local Hugging Face "
-        f"cache. Nothing is downloaded here. Run `hf download {name}` first, or name a directory."
+        f"TG-ALIGN-028: '{name}' is no directory, and no model of that name with a tokenizer.json is in the local "
+        f"Hugging Face cache. Nothing is downloaded here. Run `hf download {name}` first, or name a directory."
     )
 
 

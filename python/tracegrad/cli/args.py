@@ -31,10 +31,12 @@ def read_key(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ArgumentError(
-            f"{path}: {reason}. The servers would refuse every request. Write their token there."
+            f"TG-CLI-001: {path}: {reason}. The servers would refuse every request. Write their token there."
         ) from error
     if not key or "\n" in key or not key.isprintable():
-        raise ArgumentError(f"{path}: one line with a token is wanted. The servers would refuse what it holds.")
+        raise ArgumentError(
+            f"TG-CLI-002: {path}: one line with a token is wanted. The servers would refuse what it holds."
+        )
     return key
 
 
@@ -400,7 +402,7 @@ def folder_of(model: Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ArgumentError(
-            f"{prefix}, and huggingface_hub is not installed. A Hub id cannot be looked up. pip install "
+            f"TG-CLI-003: {prefix}, and huggingface_hub is not installed. A Hub id cannot be looked up. pip install "
             "'tracegrad[cloud]', or give a folder."
         ) from None
     try:
@@ -408,8 +410,8 @@ def folder_of(model: Path) -> Path:
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".split("\n")[0][:160]
         raise ArgumentError(
-            f"{prefix}, and the Hub does not give it ({cause}). Without a tokenizer nothing is read. Give a folder, or "
-            "run huggingface-cli download where there is a network."
+            f"TG-CLI-004: {prefix}, and the Hub does not give it ({cause}). Without a tokenizer nothing is read. Give "
+            "a folder, or run huggingface-cli download where there is a network."
         ) from error
 
 
@@ -435,7 +437,9 @@ def told_recipe(told: argparse.Namespace) -> recipes.Recipe | None:
         ArgumentError: for both flags, or if there is no such recipe.
     """
     if told.recipe and told.like:
-        raise ArgumentError("--recipe and --like are both told. Each is the whole start of a run. Give one of them.")
+        raise ArgumentError(
+            "TG-CLI-005: --recipe and --like are both told. Each is the whole start of a run. Give one of them."
+        )
     if told.recipe:
         return recipes.find(told.recipe)
     return recipes.like(str(told.like)) if told.like else None

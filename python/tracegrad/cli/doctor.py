@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     options.model = folder_of(options.model)
     if idle := [name for name, _ in overrides if not name.startswith("map.")]:
-        raise ArgumentError(f"{idle[0]} has no effect on doctor, which trains nothing. Leave it for train.")
+        raise ArgumentError(f"TG-CLI-006: {idle[0]} has no effect on doctor, which trains nothing. Leave it for train.")
     diagnosis = doctor.examine(
         options.traces,
         options.model,

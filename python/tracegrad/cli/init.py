@@ -29,9 +29,13 @@ def add_to(commands: Any) -> None:
 def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     run_config = config.load(overrides=overrides)
     if options.traces == ["-"]:
-        raise ArgumentError("standard input cannot be read twice. Nothing of it could be filled in. Name a file.")
+        raise ArgumentError(
+            "TG-CLI-007: standard input cannot be read twice. Nothing of it could be filled in. Name a file."
+        )
     if options.out.exists():
-        raise ArgumentError(f"{options.out} is there already. It would be lost. Give another --out, or remove it.")
+        raise ArgumentError(
+            f"TG-CLI-008: {options.out} is there already. It would be lost. Give another --out, or remove it."
+        )
     candidates = infer_fields.find(options.traces, run_config.map)
     best = {candidate.field: candidate for candidate in reversed(candidates.found)}
     field_map = run_config.map.told()
@@ -47,7 +51,9 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     try:
         files.write(options.out, text)
     except OSError as error:
-        raise ArgumentError(f"{options.out}: {error.strerror}. It is not written. Give another --out.") from error
+        raise ArgumentError(
+            f"TG-CLI-009: {options.out}: {error.strerror}. It is not written. Give another --out."
+        ) from error
     command = [
         "tracegrad",
         "train",

@@ -21,12 +21,15 @@ def add_to(commands: Any) -> None:
 
 def _merge(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if overrides:
-        raise ArgumentError(f"{overrides[0][0]} has no effect on merge, which trains nothing. Leave it for train.")
+        raise ArgumentError(
+            f"TG-CLI-010: {overrides[0][0]} has no effect on merge, which trains nothing. Leave it for train."
+        )
     try:
         from tracegrad.trainer import merge_adapters
     except ImportError as error:
         raise ArgumentError(
-            f"merge needs {error.name}, which is not installed. No weights can be read. pip install 'tracegrad[lora]'"
+            f"TG-CLI-011: merge needs {error.name}, which is not installed. No weights can be read. pip install "
+            f"'tracegrad[lora]'"
         ) from error
     out = merge_adapters(options.checkpoint, options.out, options.base)
     if options.json:

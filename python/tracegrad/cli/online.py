@@ -62,7 +62,9 @@ def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     from tracegrad.objective import override_all, presets
 
     if idle := [name for name, _ in overrides if not name.startswith("objective")]:
-        raise ArgumentError(f"{idle[0]} has no effect on replay, which takes what the run was told. Leave it out.")
+        raise ArgumentError(
+            f"TG-CLI-012: {idle[0]} has no effect on replay, which takes what the run was told. Leave it out."
+        )
     objective_config = config.load(overrides=overrides).objective
     objective = (
         override_all(presets.find(objective_config.preset), dict(objective_config.overrides)) if overrides else None
@@ -137,12 +139,14 @@ def _collect(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
     trainers = ("model", "server", "python", "objective", "recipe", "like", "resume", "trainer_only", "dry_run")
     idle = [name.replace("_", "-") for name in trainers if getattr(options, name)] + [name for name, _ in overrides]
     if idle:
-        raise ArgumentError(f"--{idle[0]} has no effect on a collector: the trainer says how is played. Leave it out.")
+        raise ArgumentError(
+            f"TG-CLI-013: --{idle[0]} has no effect on a collector: the trainer says how is played. Leave it out."
+        )
     share = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", options.collect)
     if share is None or int(share[1]) >= int(share[2]):
         raise ArgumentError(
-            f"--collect is {options.collect!r:.40}. Which tasks it plays is not known. Collectors count from 0: write "
-            "0/2 and 1/2 for two."
+            f"TG-CLI-014: --collect is {options.collect!r:.40}. Which tasks it plays is not known. Collectors count "
+            "from 0: write 0/2 and 1/2 for two."
         )
     flags = {key: value for key, value in (("out", options.out), ("tasks", options.tasks)) if value is not None}
     run = run_file.read(options.run_file, flags, [], False)
@@ -173,7 +177,8 @@ def needs(module: str) -> None:
         importlib.import_module("tracegrad.rollout.proxy")
     except ImportError as error:
         raise ArgumentError(
-            f"it needs {error.name}, which is not installed. Nothing can be played. pip install 'tracegrad[online]'"
+            f"TG-CLI-015: it needs {error.name}, which is not installed. Nothing can be played. pip install "
+            f"'tracegrad[online]'"
         ) from error
 
 
@@ -210,7 +215,8 @@ def _rollout_arguments(run: RunFile) -> dict[str, Any]:
         found["weights"] = run.named["weights"]
         if len(found["weights"]) != len(found.get("rewards", ())):
             raise ArgumentError(
-                f"{run.path}: weights has {len(found['weights'])} numbers for {len(found.get('rewards', ()))} rewards. "
+                f"TG-CLI-016: {run.path}: weights has {len(found['weights'])} numbers for "
+                f"{len(found.get('rewards', ()))} rewards. "
                 "Each reward function has one. Write as many."
             )
     Contract.of(**{key: found.get(key) for key in ("agent", "environment", "tools", "rewards")})
@@ -264,10 +270,13 @@ def _check_interpreter(run: RunFile) -> str:
     try:
         has_vllm = subprocess.run([python, "-c", probe], capture_output=True, timeout=60, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ArgumentError(f"{python}: it cannot be run: {error}. No server would start. Correct python.") from error
+        raise ArgumentError(
+            f"TG-CLI-017: {python}: it cannot be run: {error}. No server would start. Correct python."
+        ) from error
     if not has_vllm:
         raise ArgumentError(
-            f"{python} has no vLLM. No server would start. Name servers, or as python an interpreter that has it."
+            f"TG-CLI-018: {python} has no vLLM. No server would start. Name servers, or as python an "
+            f"interpreter that has it."
         )
     return f"one is started by {python}"
 

@@ -31,10 +31,14 @@ def _prepare(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
     reading_sections = ("data.", "map.")
     unused = ("data.reward", "data.holdout", "data.accept_truncated_sampling")
     if idle := [name for name, _ in overrides if not name.startswith(reading_sections) or name in unused]:
-        raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
+        raise ArgumentError(
+            f"TG-CLI-019: {idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train."
+        )
     for flag in ("shard_traces", "workers", "part_bytes"):
         if getattr(options, flag) < 1:
-            raise ArgumentError(f"--{flag.replace('_', '-')} is {getattr(options, flag)}. At least 1 is. Leave it out.")
+            raise ArgumentError(
+                f"TG-CLI-020: --{flag.replace('_', '-')} is {getattr(options, flag)}. At least 1 is. Leave it out."
+            )
     run_config = config.load(overrides=overrides)
     settings = {name: getattr(options, name) for name in ("shard_traces", "resume", "workers", "ray", "part_bytes")}
     settings |= {"map": run_config.map, "progress": Bar()}

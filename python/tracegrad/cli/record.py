@@ -67,7 +67,9 @@ def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
 
     base = Path.cwd()
     if idle := [name for name, _ in overrides if name.partition(".")[0] != "play"]:
-        raise ArgumentError(f"{idle[0]} has no effect on record, which trains nothing. Leave it for tracegrad online.")
+        raise ArgumentError(
+            f"TG-CLI-021: {idle[0]} has no effect on record, which trains nothing. Leave it for tracegrad online."
+        )
     rollout_arguments: dict[str, Any] = {}
     if options.contract is not None:
         result = user_functions.contract(options.contract, base, "")
@@ -115,7 +117,9 @@ def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
 def _proxy(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     needs("recording")
     if overrides:
-        raise ArgumentError(f"{overrides[0][0]} has no effect on proxy: a program says itself how it samples.")
+        raise ArgumentError(
+            f"TG-CLI-022: {overrides[0][0]} has no effect on proxy: a program says itself how it samples."
+        )
     return asyncio.run(_serve_proxy(options))
 
 
@@ -155,7 +159,7 @@ async def _serve_proxy(args: argparse.Namespace) -> int:
             proxy = await Proxy(servers, finished=finished, **proxy_options).__aenter__()
         except OSError as error:
             raise TracegradError(
-                f"port {args.port}: {error.strerror}. Nothing can be recorded. Give another --port."
+                f"TG-CLI-023: port {args.port}: {error.strerror}. Nothing can be recorded. Give another --port."
             ) from error
         try:
             if open_count := len(journal.files):

@@ -65,8 +65,8 @@ class RunFile:
         """
         if key not in self.named:
             raise ArgumentError(
-                f'{self.path}: {key} is missing. The run cannot begin without it. Write {key} = "..." above the '
-                f"first [section], or --{key}."
+                f'TG-CLI-024: {self.path}: {key} is missing. The run cannot begin without it. Write {key} = "..." '
+                f"above the first [section], or --{key}."
             )
         return self.base / path_of(self.named[key])
 
@@ -131,7 +131,9 @@ def read(
     ]
     for name, _ in [*file_options, *training_overrides]:
         if name in OF_FILES:
-            raise ArgumentError(f"{name} has no effect on an online run: it is of training from a file. Leave it out.")
+            raise ArgumentError(
+                f"TG-CLI-025: {name} has no effect on an online run: it is of training from a file. Leave it out."
+            )
     start, previous = (
         _previous_options(path.parent / named["out"]) if resume and "out" in named else (config.Config(), PLAYING)
     )
@@ -151,15 +153,15 @@ def _check_servers(named: Mapping[str, Any], engine: Mapping[str, Any], path: Pa
     servers = named.get("servers", [])
     if servers and servers != [IN_PROCESS] and (idle := [*(f"engine.{key}" for key in engine), *{"python"} & {*named}]):
         raise ArgumentError(
-            f"{path}: servers are named, so that none is started, and {idle[0]} has no effect. Leave out one of them; "
-            "--server goes over both [engine] and python of a file, --python over its servers."
+            f"TG-CLI-026: {path}: servers are named, so that none is started, and {idle[0]} has no effect. Leave out "
+            "one of them; --server goes over both [engine] and python of a file, --python over its servers."
         )
 
 
 def _checked(key: str, value: Any, path: Path) -> Any:
     if key not in KEYS:
         raise ArgumentError(
-            f"{path}: {key} is no key here. It would have no effect. "
+            f"TG-CLI-027: {path}: {key} is no key here. It would have no effect. "
             f"{config.nearest(key, [*KEYS, *PLAYING, 'engine', *config.SECTIONS])}"
         )
     is_list = isinstance(value, list) and value and key in LISTS
@@ -169,7 +171,7 @@ def _checked(key: str, value: Any, path: Path) -> Any:
     ):
         return value
     kind = "a list of numbers" if key == "weights" else "a list of URLs" if key == "servers" else "a text"
-    raise ArgumentError(f"{path}: {key} is {value!r:.80}. It must be {kind}. Correct it or leave it out.")
+    raise ArgumentError(f"TG-CLI-028: {path}: {key} is {value!r:.80}. It must be {kind}. Correct it or leave it out.")
 
 
 def _previous_options(out: Path) -> tuple[config.Config, Mapping[str, Any]]:

@@ -52,9 +52,11 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     from tracegrad import rewards
 
     if idle := [name for name, _ in overrides if not name.startswith(("map.", "data.on_error"))]:
-        raise ArgumentError(f"{idle[0]} has no effect on score, which trains nothing. Leave it for train.")
+        raise ArgumentError(f"TG-CLI-029: {idle[0]} has no effect on score, which trains nothing. Leave it for train.")
     if bool(options.reward) == bool(options.judge):
-        raise ArgumentError("what scores is not told. Give --reward file.py:name, or --judge URL, one of the two.")
+        raise ArgumentError(
+            "TG-CLI-030: what scores is not told. Give --reward file.py:name, or --judge URL, one of the two."
+        )
     source = options.traces
     if options.model is not None:
         options.model = folder_of(options.model)
@@ -111,7 +113,7 @@ async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any
         from tracegrad.rollout.client import Servers
     except ImportError as error:
         raise ArgumentError(
-            f"--judge needs {error.name}. No server can be asked. pip install 'tracegrad[online]'"
+            f"TG-CLI-031: --judge needs {error.name}. No server can be asked. pip install 'tracegrad[online]'"
         ) from error
     from tracegrad import rewards
 
@@ -120,9 +122,13 @@ async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any
         try:
             rubric = options.rubric.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"{options.rubric}: {error}. The judge has no rubric. Correct the path.") from error
+            raise ArgumentError(
+                f"TG-CLI-032: {options.rubric}: {error}. The judge has no rubric. Correct the path."
+            ) from error
     if not options.judge_model:
-        raise ArgumentError("--judge-model is missing. The server answers by a model's name. Give the one it serves.")
+        raise ArgumentError(
+            "TG-CLI-033: --judge-model is missing. The server answers by a model's name. Give the one it serves."
+        )
     key = read_key(options.key_file) if options.key_file else None
     async with Servers([options.judge], model=options.judge_model, key=key, timeout_s=300) as servers:
         settings = {"rubric": rubric, "votes": options.votes, "parallel": options.parallel or 8}
@@ -136,7 +142,7 @@ def _price(value: str | None) -> tuple[float, float] | None:
         read, written = map(float, value.split(","))
     except ValueError:
         raise ArgumentError(
-            f"--price is {value!r:.40}. The cost would not be known. Write two numbers: 0.5,1.5"
+            f"TG-CLI-034: --price is {value!r:.40}. The cost would not be known. Write two numbers: 0.5,1.5"
         ) from None
     return read, written
 

@@ -51,8 +51,8 @@ def add_to(commands: Any) -> None:
 def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         raise ArgumentError(
-            f"--ranks {options.ranks} is for --dry-run, and at least 1. A run has as many ranks as torchrun starts. "
-            "Leave it out, or add --dry-run."
+            f"TG-CLI-035: --ranks {options.ranks} is for --dry-run, and at least 1. A run has as many ranks as "
+            "torchrun starts. Leave it out, or add --dry-run."
         )
     options.model = folder_of(options.model)
     run_config, recipe_lines = _config(options, overrides)

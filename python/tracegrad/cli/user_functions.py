@@ -30,24 +30,31 @@ def find(named: str, base: Path) -> Any:
     """
     match = NAMED.fullmatch(named) if isinstance(named, str) else None
     if match is None:
-        raise ArgumentError(f"{named!r:.200} names nothing. Write file.py:name, or module:name of what is installed.")
+        raise ArgumentError(
+            f"TG-CLI-036: {named!r:.200} names nothing. Write file.py:name, or module:name of what is installed."
+        )
     module = _module(match["place"], base, named)
     try:
         return getattr(module, match["name"])
     except AttributeError:
         names = [name for name in vars(module) if not name.startswith("_")]
-        raise ArgumentError(f"{named}: there is no {match['name']} in it. {nearest(match['name'], names)}") from None
+        raise ArgumentError(
+            f"TG-CLI-037: {named}: there is no {match['name']} in it. {nearest(match['name'], names)}"
+        ) from None
 
 
 def _module(place: str, base: Path, named: str) -> ModuleType:
     path = base / place
     if place.endswith(".py") and not path.is_file():
-        raise ArgumentError(f"{named}: there is no file {path}. Nothing of it could be played. Correct the path.")
+        raise ArgumentError(
+            f"TG-CLI-038: {named}: there is no file {path}. Nothing of it could be played. Correct the path."
+        )
     try:
         return module_of(path) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise ArgumentError(
-            f"{named}: it cannot be imported: {located(error)}. Nothing of it could be played. Run it by Python alone."
+            f"TG-CLI-039: {named}: it cannot be imported: {located(error)}. Nothing of it could be played. Run "
+            f"it by Python alone."
         ) from error
 
 
@@ -60,7 +67,7 @@ def tasks(named: str, base: Path) -> Any:
         ArgumentError: if there are no tasks, or a line is not valid JSON.
     """
     if not isinstance(named, str):
-        raise ArgumentError(f"tasks is {named!r:.100}. Write a file of JSON lines, or file.py:name.")
+        raise ArgumentError(f"TG-CLI-040: tasks is {named!r:.100}. Write a file of JSON lines, or file.py:name.")
     if not NAMED.fullmatch(named):
         return _lines(base / named)
     source = find(named, base)
@@ -68,14 +75,16 @@ def tasks(named: str, base: Path) -> Any:
         try:
             source = source()
         except Exception as error:
-            raise ArgumentError(f"{named}: it gives no tasks: {located(error)}. Nothing could be played.") from error
+            raise ArgumentError(
+                f"TG-CLI-041: {named}: it gives no tasks: {located(error)}. Nothing could be played."
+            ) from error
     if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
         raise ArgumentError(
-            f"{named} is a {type(source).__name__}. Each of its entries would be played. Name a list, or a function "
-            "without arguments that gives one."
+            f"TG-CLI-042: {named} is a {type(source).__name__}. Each of its entries would be played. Name a list, or a "
+            "function without arguments that gives one."
         )
     if isinstance(source, Sequence) and not source:
-        raise ArgumentError(f"{named} is empty. There is nothing to play. Put at least one task into it.")
+        raise ArgumentError(f"TG-CLI-043: {named} is empty. There is nothing to play. Put at least one task into it.")
     return source if isinstance(source, Sequence) else _iterated(source, named)
 
 
@@ -85,7 +94,7 @@ def _iterated(task_source: Iterable[Any], named: str) -> Iterator[Any]:
         yield from task_source
     except Exception as error:
         raise ArgumentError(
-            f"{named}: it failed while it gave tasks: {located(error)}. No more can be played."
+            f"TG-CLI-044: {named}: it failed while it gave tasks: {located(error)}. No more can be played."
         ) from error
 
 
@@ -98,7 +107,8 @@ def evaluated(named: str, base: Path) -> list[Any]:
     task_list = list(islice(tasks(named, base), MOST_EVALUATED + 1))
     if len(task_list) > MOST_EVALUATED:
         raise ArgumentError(
-            f"evaluation: {named} has more than {MOST_EVALUATED:,} tasks. All are played each time. Name fewer."
+            f"TG-CLI-045: evaluation: {named} has more than {MOST_EVALUATED:,} tasks. All are played each time. "
+            f"Name fewer."
         )
     return task_list
 
@@ -112,9 +122,11 @@ def _lines(path: Path) -> list[Any]:
                     values.append(_value(line, path, number))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
-        raise ArgumentError(f"{path}: {reason}. There are no tasks to play. Name a file of JSON lines.") from error
+        raise ArgumentError(
+            f"TG-CLI-046: {path}: {reason}. There are no tasks to play. Name a file of JSON lines."
+        ) from error
     if not values:
-        raise ArgumentError(f"{path} has no line. There is nothing to play. Write a task into each line.")
+        raise ArgumentError(f"TG-CLI-047: {path} has no line. There is nothing to play. Write a task into each line.")
     return values
 
 
@@ -127,7 +139,8 @@ def _value(line: str, path: Path, number: int) -> Any:
     except (ValueError, RecursionError) as error:
         why = str(error)[:100]
     raise ArgumentError(
-        f"{path}:{number}: no task: {why}. Which task is which group's would change. Write a JSON text, list or object."
+        f"TG-CLI-048: {path}:{number}: no task: {why}. Which task is which group's would change. Write a JSON "
+        f"text, list or object."
     )
 
 
@@ -144,12 +157,13 @@ def contract(named: str, base: Path, what: str) -> Any:
     is_class = isinstance(thing, type) and hasattr(thing, "reset")
     if what == "environment" and not (is_class or _takes(thing, "task", "policy")):
         raise ArgumentError(
-            f"{named} is {_kind(thing)}. An environment is a class with reset. Name one, or call it an agent."
+            f"TG-CLI-049: {named} is {_kind(thing)}. An environment is a class with reset. Name one, or call it "
+            f"an agent."
         )
     if not is_class and (isinstance(thing, type) or not _takes(thing, "task", "policy")):
         raise ArgumentError(
-            f"{named} is {_kind(thing)}. It would be called with (task, policy). Name a function of these two, or a "
-            "class of environments."
+            f"TG-CLI-050: {named} is {_kind(thing)}. It would be called with (task, policy). Name a function of these "
+            "two, or a class of environments."
         )
     return thing
 
@@ -162,14 +176,16 @@ def functions(named: Any, base: Path, what: str) -> list[Callable[..., Any]]:
     """
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not names:
-        raise ArgumentError(f'{what} is {named!r:.100}. Write {what} = ["file.py:name"].')
+        raise ArgumentError(f'TG-CLI-051: {what} is {named!r:.100}. Write {what} = ["file.py:name"].')
     result: list[Callable[..., Any]] = []
     for name in names:
         thing = find(name, base)
         members = list(thing) if isinstance(thing, (list, tuple)) else [thing]
         for function in members:
             if not callable(function) or isinstance(function, type):
-                raise ArgumentError(f"{name} is {_kind(function)}. {what} are functions. Name one, or a list of them.")
+                raise ArgumentError(
+                    f"TG-CLI-052: {name} is {_kind(function)}. {what} are functions. Name one, or a list of them."
+                )
         result += members
     return result
 

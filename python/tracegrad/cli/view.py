@@ -31,15 +31,18 @@ def add_to(commands: Any) -> None:
 
 def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if idle := [name for name, _ in overrides if not name.startswith("map.")]:
-        raise ArgumentError(f"{idle[0]} has no effect on view, which trains nothing. Leave it for train.")
+        raise ArgumentError(f"TG-CLI-053: {idle[0]} has no effect on view, which trains nothing. Leave it for train.")
     if options.export is None and (options.where or options.search or options.sort):
-        raise ArgumentError("--where, --search, --sort choose what --export writes. Add --export FILE, or leave them.")
+        raise ArgumentError(
+            "TG-CLI-054: --where, --search, --sort choose what --export writes. Add --export FILE, or leave them."
+        )
     try:
         from tracegrad import view
         from tracegrad.view import app as app
     except ModuleNotFoundError as error:
         raise ArgumentError(
-            f"view needs {error.name}, which is not installed. Nothing can be shown. pip install 'tracegrad[view]'"
+            f"TG-CLI-055: view needs {error.name}, which is not installed. Nothing can be shown. pip install "
+            f"'tracegrad[view]'"
         ) from error
     field_map = config.load(overrides=overrides).map
     with view.Session(options.paths, options.index or cache.folder() / "view", options.model, field_map) as session:

@@ -57,7 +57,9 @@ def changed(
     except _Unknown as error:
         name = str(error)
         hint = (moved or {}).get(name) or nearest(name, leaves(root, at))
-        raise ArgumentError(f"{opening}{brief(name)} is no option. It would have no effect. {hint}") from None
+        raise ArgumentError(
+            f"TG-CONFIG-001: {opening}{brief(name)} is no option. It would have no effect. {hint}"
+        ) from None
 
 
 def leaves(root: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
@@ -180,7 +182,9 @@ def _rebuilt(node: Any, values: Mapping[str, Any], at: str, opening: str, finite
         if None not in head_values:
             changes[head] = _rebuilt(entry, head_values, name, opening, finite)
         elif len(head_values) > 1:
-            raise ArgumentError(f"{opening}{name} is one value already, and {name}.{tail} too. Leave one out.")
+            raise ArgumentError(
+                f"TG-CONFIG-002: {opening}{name} is one value already, and {name}.{tail} too. Leave one out."
+            )
         elif isinstance(entry, tuple) and head_values[None] in ("none", ()):
             changes[head] = ()
         else:
@@ -212,4 +216,6 @@ def _wrong(name: str, value: Any, rule: object, opening: str) -> ArgumentError:
     description = "huge" if isinstance(value, int) and abs(value) >= _HIGHEST else brief(repr(value))
     if isinstance(value, (list, Mapping)):
         description = f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
-    return ArgumentError(f"{opening}{brief(name)} is {description}. It must be {rule}. Correct it or leave it out.")
+    return ArgumentError(
+        f"TG-CONFIG-003: {opening}{brief(name)} is {description}. It must be {rule}. Correct it or leave it out."
+    )

@@ -89,7 +89,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             import tomli as tomllib
         except ImportError:
             raise ArgumentError(
-                f"{path}: this Python reads no TOML. No option of it is known. pip install tomli, or use Python 3.11."
+                f"TG-CONFIG-004: {path}: this Python reads no TOML. No option of it is known. pip install "
+                f"tomli, or use Python 3.11."
             ) from None
     try:
         with open(path, "rb") as file:
@@ -98,17 +99,20 @@ def read_toml(path: Path) -> dict[str, Any]:
         dots = max(line.count(b".") for line in data.split(b"\n"))
         if len(data) > _MOST_BYTES or dots > _MOST_MARKS or data.count(b"[") + data.count(b"{") > _MOST_MARKS:
             raise ArgumentError(
-                f"{path}: more than {_MOST_BYTES:,} bytes, {_MOST_MARKS:,} brackets or as many dots in a line. All "
-                "options together take 2,000 bytes: it is no config. Nothing of it was used. Give --config another."
+                f"TG-CONFIG-005: {path}: more than {_MOST_BYTES:,} bytes, {_MOST_MARKS:,} brackets or as many dots in "
+                "a line. All options together take 2,000 bytes: it is no config. Nothing of it was used. Give "
+                "--config another."
             )
         return tomllib.loads(data.decode("utf-8"))
     except ArgumentError:
         raise
     except OSError as error:
-        raise ArgumentError(f"{path}: {error.strerror}. The run has no config. Give --config a TOML file.") from error
+        raise ArgumentError(
+            f"TG-CONFIG-006: {path}: {error.strerror}. The run has no config. Give --config a TOML file."
+        ) from error
     except (ValueError, RecursionError) as error:  # Python raises ValueError for an integer of 5,000 digits.
         raise ArgumentError(
-            f"{path}: not TOML: {brief(str(error), 200)}. Nothing of it was used. Correct that place."
+            f"TG-CONFIG-007: {path}: not TOML: {brief(str(error), 200)}. Nothing of it was used. Correct that place."
         ) from error
 
 

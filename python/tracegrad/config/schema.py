@@ -44,11 +44,13 @@ class Map:
         for name, path in self.told().items():
             if not isinstance(path, str) or len(path) > MOST_CHARACTERS or not all(path.split(".")):
                 raise ArgumentError(
-                    f"map.{name} is {path!r:.80}. It would name nothing. Give a dotted path such as metadata.score."
+                    f"TG-CONFIG-008: map.{name} is {path!r:.80}. It would name nothing. Give a dotted path such "
+                    f"as metadata.score."
                 )
         if self.order and not self.session:
             raise ArgumentError(
-                "map.order is told and map.session is not. Without sessions there is nothing to order. Tell both."
+                "TG-CONFIG-009: map.order is told and map.session is not. Without sessions there is nothing to "
+                "order. Tell both."
             )
 
     def told(self) -> dict[str, str]:
@@ -433,5 +435,5 @@ FEATURES = ("map", "mixture", "filter", "reward_kl", "schedule", "stop", "terms"
 def _require(is_valid: bool, name: str, value: Any, rule: str) -> None:
     if not is_valid:
         raise ArgumentError(
-            f"{name} is {value!r}: {rule}. A run with it would mean nothing. Correct it or leave it out."
+            f"TG-CONFIG-010: {name} is {value!r}: {rule}. A run with it would mean nothing. Correct it or leave it out."
         )

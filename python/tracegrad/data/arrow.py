@@ -216,8 +216,8 @@ class RowStream(Iterator[Traces]):
     ) -> None:
         if on_error not in ("raise", "skip"):
             raise ArgumentError(
-                f"on_error is {on_error!r} for {name}, whose records are rows. A row has no bytes of its own to write "
-                "aside. Pass 'raise' or 'skip', or write the traces as JSONL first."
+                f"TG-DATA-001: on_error is {on_error!r} for {name}, whose records are rows. A row has no bytes of its "
+                "own to write aside. Pass 'raise' or 'skip', or write the traces as JSONL first."
             )
         self.read_report = ReadReport()
         self._batches, self._path = iter(batches), name
@@ -273,8 +273,9 @@ class RowStream(Iterator[Traces]):
             self._spent += size
             if self._most is not None and self._spent > self._most:
                 raise FormatError(
-                    f"{self._path}:{first + start}: its records have more than {self._most:,} bytes up to here, far "
-                    "more than the file. Values that rows share are written out for each of them. Split the file."
+                    f"TG-DATA-002: {self._path}:{first + start}: its records have more than {self._most:,} bytes up to "
+                    "here, far more than the file. Values that rows share are written out for each of them. Split the "
+                    "file."
                 )
             yield start, end, size
 
@@ -361,8 +362,9 @@ def _spans(batch: Any, name: str, first: int) -> Iterator[tuple[int, int, int]]:
             else f"more than {max_bytes:,} bytes of records"
         )
         raise FormatError(
-            f"{name}:{first + row}: the columns, which have {batch.nbytes:,} bytes, become {excess}. Values that rows "
-            "or lists share are written out for each of them. Write fewer rows in a batch, or the values themselves."
+            f"TG-DATA-003: {name}:{first + row}: the columns, which have {batch.nbytes:,} bytes, become {excess}. "
+            "Values that rows or lists share are written out for each of them. Write fewer rows in a batch, or the "
+            "values themselves."
         )
     start = 0
     while start < batch.num_rows:
@@ -381,8 +383,8 @@ def _heads(batch: Any, name: str) -> list[dict[str, Any]]:
         return batch.to_pylist()
     except (ValueError, OverflowError, pyarrow("pyarrow").ArrowException) as error:
         raise FormatError(
-            f"{name}: {error}. A value of a column has no form in JSON, so a record cannot be made of it. Convert the "
-            "column to text or numbers."
+            f"TG-DATA-004: {name}: {error}. A value of a column has no form in JSON, so a record cannot be made of it. "
+            "Convert the column to text or numbers."
         ) from None
 
 
@@ -394,18 +396,20 @@ def check_batch(batch: Any, name: str) -> None:
     """
     if duplicates := [field for field in batch.schema.names if batch.schema.names.count(field) > 1]:
         raise FormatError(
-            f"{name}: two columns are called {duplicates[0]!r}. Which of them counts cannot be known. Rename one."
+            f"TG-DATA-005: {name}: two columns are called {duplicates[0]!r}. Which of them counts cannot be "
+            f"known. Rename one."
         )
     if any(_depth(field.type) > DEPTH for field in batch.schema):
         raise FormatError(
-            f"{name}: a column is nested deeper than {DEPTH} levels. A record so deep is not a trace and would exhaust "
-            "the stack. Store the nested part as text."
+            f"TG-DATA-006: {name}: a column is nested deeper than {DEPTH} levels. A record so deep is not a trace and "
+            "would exhaust the stack. Store the nested part as text."
         )
     try:
         batch.validate(full=True)
     except pyarrow("pyarrow").ArrowInvalid as error:
         raise FormatError(
-            f"{name}: {error}. Its columns contradict themselves, and what they hold cannot be known. Write it again."
+            f"TG-DATA-007: {name}: {error}. Its columns contradict themselves, and what they hold cannot be "
+            f"known. Write it again."
         ) from None
 
 
@@ -430,7 +434,7 @@ def pyarrow(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ArgumentError(
-            f"{error}. Arrow tables and Parquet files need it. pip install 'tracegrad[arrow]'"
+            f"TG-DATA-008: {error}. Arrow tables and Parquet files need it. pip install 'tracegrad[arrow]'"
         ) from error
 
 
@@ -452,8 +456,8 @@ def batches_of(table: Any) -> Iterable[Any]:
     if not isinstance(table, pa.Table):
         if not hasattr(table, "__arrow_c_stream__"):
             raise ArgumentError(
-                f"{type(table).__name__} is no Arrow table. Give a pyarrow.Table, a datasets.Dataset, or what has "
-                "__arrow_c_stream__."
+                f"TG-DATA-009: {type(table).__name__} is no Arrow table. Give a pyarrow.Table, a datasets.Dataset, or "
+                "what has __arrow_c_stream__."
             )
         table = pa.table(table)
     yield from table.to_batches(max_chunksize=ROWS)

@@ -222,7 +222,7 @@ def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
     except TracegradError:
         raise
     except (OSError, ValueError, pyarrow("pyarrow").ArrowException) as error:
-        raise ReadError(f"{path}: {error}. It cannot be read as Parquet. Write it again.") from None
+        raise ReadError(f"TG-DATA-010: {path}: {error}. It cannot be read as Parquet. Write it again.") from None
 
 
 def arrow_batches(path: str) -> Iterator[Any]:
@@ -246,7 +246,7 @@ def arrow_batches(path: str) -> Iterator[Any]:
     except TracegradError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise ReadError(f"{path}: {error}. It cannot be read as Arrow. Write it again.") from None
+        raise ReadError(f"TG-DATA-011: {path}: {error}. It cannot be read as Arrow. Write it again.") from None
 
 
 def saved_files(folder: str) -> list[str]:
@@ -267,7 +267,9 @@ def saved_files(folder: str) -> list[str]:
             refuse_special(Path(file))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error!r} in its state.json" if isinstance(error, (KeyError, TypeError, AttributeError)) else error
-        raise FormatError(f"{folder}: {reason}. It cannot be read as a saved dataset. Save it again.") from None
+        raise FormatError(
+            f"TG-DATA-012: {folder}: {reason}. It cannot be read as a saved dataset. Save it again."
+        ) from None
     return files
 
 

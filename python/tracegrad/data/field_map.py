@@ -104,7 +104,8 @@ class Mapper:
             if self.records and path and name not in self.seen and path not in self.paths:
                 count = f"any of {self.records:,} records" if self.records > 1 else "the record"
                 raise ArgumentError(
-                    f"--map.{name} {path} matches nothing in {count}. {nearest(path, list(self.paths)[:MOST_PATHS])}"
+                    f"TG-DATA-013: --map.{name} {path} matches nothing in {count}. "
+                    f"{nearest(path, list(self.paths)[:MOST_PATHS])}"
                 )
 
     def _reward(self, value: Any, path: str) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class Options:
         _validation.instance(self.quarantine or "", "quarantine", (str, os.PathLike), "Pass a path.")
         if self.quarantine is not None and self.on_error != "quarantine":
             raise ArgumentError(
-                f"quarantine is given but on_error is {self.on_error!r}. Pass on_error='quarantine' as well."
+                f"TG-DATA-024: quarantine is given but on_error is {self.on_error!r}. Pass "
+                f"on_error='quarantine' as well."
             )
         for name in ("batch", "chunk_bytes", "max_record_bytes"):
             _validation.integer(getattr(self, name), name, least=1)

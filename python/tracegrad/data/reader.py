@@ -281,7 +281,8 @@ def stream(
     field_map = Map(**map) if isinstance(map, Mapping) else map or Map()
     if field_map.session and format != "auto":
         raise ArgumentError(
-            f"format is {format!r} and sessions are joined. What is joined is a call log. Leave format out."
+            f"TG-DATA-025: format is {format!r} and sessions are joined. What is joined is a call log. Leave "
+            f"format out."
         )
     return InputStream(source, field_map, options, progress)
 
@@ -326,8 +327,8 @@ class InputStream(Iterator[Traces]):
     def __next__(self) -> Traces:
         if self._stopped:
             raise ArgumentError(
-                "the stream was stopped while it was read. Traces that it had read are gone, and the next ones would "
-                "follow as if there were none. Open it again."
+                "TG-DATA-026: the stream was stopped while it was read. Traces that it had read are gone, and the "
+                "next ones would follow as if there were none. Open it again."
             )
         try:
             for traces in self._traces:
@@ -560,7 +561,7 @@ class InputStream(Iterator[Traces]):
         place = self._places[number] if self._places else None
         if place is None or place.kind != "file":
             subject = "standard input" if place is not None and place.kind == "stdin" else "it"
-            raise ArgumentError(f"{subject} has no name for its quarantine. Pass quarantine=PREFIX.")
+            raise ArgumentError(f"TG-DATA-027: {subject} has no name for its quarantine. Pass quarantine=PREFIX.")
         return place.path + end
 
     def _report_progress(self, done: bool = False) -> None:

@@ -59,8 +59,8 @@ def refuse_other(path: str) -> None:
     kind, reader = format_info
     line = _CONVERSION.format(reader, path, f"{os.path.splitext(path)[0]}.jsonl")
     raise ReadError(
-        f"{path}: it is {kind}. Rows of text hold no messages and no lists of logprobs, so they are not read. Convert "
-        f"it, and look at what came of it: python -c {line!r}"
+        f"TG-DATA-028: {path}: it is {kind}. Rows of text hold no messages and no lists of logprobs, so they are not "
+        f"read. Convert it, and look at what came of it: python -c {line!r}"
     )
 
 
@@ -84,14 +84,16 @@ def listed(address: str) -> list[tuple[str, int]]:
             below = files.find(path, detail=True)
             if f"{path.rstrip('/')}/manifest.json" in below:
                 raise ArgumentError(
-                    f"{address} holds prepared shards. They are aligned already. Give that address to train alone, or "
-                    "those of the traces."
+                    f"TG-DATA-029: {address} holds prepared shards. They are aligned already. Give that address to "
+                    "train alone, or those of the traces."
                 )
             file_info = {name: info for name, info in below.items() if suffix(name) in SUFFIXES}
         else:
             file_info = {path: files.info(path)}
     if not file_info:
-        raise ReadError(f"{address}: nothing there has such a name. There are no traces to read. Check the address.")
+        raise ReadError(
+            f"TG-DATA-030: {address}: nothing there has such a name. There are no traces to read. Check the address."
+        )
     for name in file_info:
         refuse_other(name)
     return [
@@ -178,7 +180,9 @@ class Piece(Pipe):
         try:
             file = open(path, "rb", buffering=0)  # noqa: SIM115 (the thread that copies closes it)
         except OSError as error:
-            raise ReadError(f"{path}: cannot be read ({error.strerror}). Check that the file is there.") from error
+            raise ReadError(
+                f"TG-DATA-031: {path}: cannot be read ({error.strerror}). Check that the file is there."
+            ) from error
         file.seek(start)
         self._begin(file, path)
 
@@ -244,10 +248,14 @@ def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
     """
     names = [os.fspath(path) for path in paths]
     if "-" in names and len(names) > 1:
-        raise ArgumentError("standard input is named beside other inputs. Its end is not known. Read it alone.")
+        raise ArgumentError(
+            "TG-DATA-032: standard input is named beside other inputs. Its end is not known. Read it alone."
+        )
     places = [place for name in names for place in _places_of(name)]
     if len(places) > MOST_PLACES:
-        raise ArgumentError(f"{len(places):,} files are named. At most {MOST_PLACES:,} are read. Name fewer.")
+        raise ArgumentError(
+            f"TG-DATA-033: {len(places):,} files are named. At most {MOST_PLACES:,} are read. Name fewer."
+        )
     return _numbered(places)
 
 
@@ -289,7 +297,7 @@ def named(source: Any) -> tuple[list[Place], Any]:
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, os.PathLike)) for item in source):
         return expand(source), None
     if isinstance(source, Sequence) and not source and not hasattr(source, "features"):
-        raise ReadError("no input is named. There are no traces to read. Name a file.")
+        raise ReadError("TG-DATA-034: no input is named. There are no traces to read. Name a file.")
     return [], source
 
 
@@ -311,7 +319,9 @@ def _places_of(name: str) -> list[Place]:
         ]
         if places:
             return places
-        raise ReadError(f"{name}: no file has such a name. There are no traces to read. Check the pattern.")
+        raise ReadError(
+            f"TG-DATA-035: {name}: no file has such a name. There are no traces to read. Check the pattern."
+        )
     return [Place("file", name)]  # The reader reports that the file does not exist.
 
 
@@ -320,8 +330,8 @@ def _folder(folder: Path) -> list[Place]:
         return [Place("saved", str(folder))]
     if (folder / "manifest.json").is_file():
         raise ArgumentError(
-            f"{folder} holds prepared shards. They are aligned already. Give that folder to train alone, or the files "
-            "of traces."
+            f"TG-DATA-036: {folder} holds prepared shards. They are aligned already. Give that folder to train alone, "
+            "or the files of traces."
         )
     paths, others = [], set()
     for root, folders, files in os.walk(folder):
@@ -337,8 +347,8 @@ def _folder(folder: Path) -> list[Place]:
     if not paths:
         content = f"it holds {', '.join(sorted(others)[:5])}" if others else "it is empty"
         raise ReadError(
-            f"{folder}: {content}. There are no traces to read. Name the files themselves; of a folder are read: "
-            f"{', '.join(SUFFIXES)}, also as .gz or .zst."
+            f"TG-DATA-037: {folder}: {content}. There are no traces to read. Name the files themselves; of a folder "
+            f"are read: {', '.join(SUFFIXES)}, also as .gz or .zst."
         )
     return [_place_in_folder(path) for path in paths]
 
@@ -349,7 +359,8 @@ def _place_in_folder(path: str) -> Place:
         refuse_special(path)
     except OSError as error:
         raise ReadError(
-            f"{path}: {error.strerror}. Of folders and patterns files alone are read. Remove it, or name the files."
+            f"TG-DATA-038: {path}: {error.strerror}. Of folders and patterns files alone are read. Remove it, "
+            f"or name the files."
         ) from error
     return _file(path)
 
@@ -630,7 +641,7 @@ def of_object(given: Any, options: Options) -> Source:
         rows = JsonRows(given, "<records>", **settings)
     else:
         raise ArgumentError(
-            f"{type(given).__name__} holds no traces. Nothing can be read from it. Give a path, several, a table, a "
-            "dataset, or records as dicts."
+            f"TG-DATA-039: {type(given).__name__} holds no traces. Nothing can be read from it. Give a path, several, "
+            "a table, a dataset, or records as dicts."
         )
     return RowSource(rows, rows._path, 0, options)

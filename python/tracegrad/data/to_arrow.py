@@ -28,7 +28,7 @@ def arrow() -> Any:
         import pyarrow
     except ImportError as error:
         raise ArgumentError(
-            "pyarrow is not installed. Without it there are no tables. pip install 'tracegrad[arrow]'"
+            "TG-DATA-040: pyarrow is not installed. Without it there are no tables. pip install 'tracegrad[arrow]'"
         ) from error
     return pyarrow
 

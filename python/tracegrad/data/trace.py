@@ -654,12 +654,12 @@ def to_json(record: Any, number: int) -> bytes:
         text = json.dumps(record, ensure_ascii=False, default=_plain)
     except RecursionError:
         raise FormatError(
-            f"<records>:{number}: JSON nested deeper than 128 levels. A record so deep is not a trace and would "
-            "exhaust the stack. Flatten it, or store the nested part as a string."
+            f"TG-DATA-041: <records>:{number}: JSON nested deeper than 128 levels. A record so deep is not a trace and "
+            "would exhaust the stack. Flatten it, or store the nested part as a string."
         ) from None
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise FormatError(
-            f"<records>:{number}: not JSON: {error}. A record is kept as JSON. "
+            f"TG-DATA-042: <records>:{number}: not JSON: {error}. A record is kept as JSON. "
             "Convert it to dicts, lists, strings and numbers."
         ) from None
     try:

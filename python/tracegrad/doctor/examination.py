@@ -345,11 +345,15 @@ def examine(
         ArgumentError: if an argument has an invalid value.
     """
     if max_tokens is not None and max_tokens < 1:
-        raise ArgumentError(f"max_tokens is {max_tokens}. A trace holds at least one token. Leave it out.")
+        raise ArgumentError(
+            f"TG-DOCTOR-001: max_tokens is {max_tokens}. A trace holds at least one token. Leave it out."
+        )
     paths, model = [os.fspath(source)] if isinstance(source, (str, os.PathLike)) else list(source), Path(model)
     source = ", ".join(paths)
     if rescored < 0:
-        raise ArgumentError(f"rescored is {rescored}. It is a number of traces. Leave it out, or give one from 1.")
+        raise ArgumentError(
+            f"TG-DOCTOR-002: rescored is {rescored}. It is a number of traces. Leave it out, or give one from 1."
+        )
     tokenizer = Tokenizer.from_pretrained(model)
     options = Options(max_tokens or positions(model), _held_out(held_out))
     vocabulary = Vocabulary.of(tokenizer)
@@ -388,8 +392,9 @@ def examine(
     if not whole.traces and not findings:
         notes = "; ".join(" ".join(line.split()) for line in traces.lines())
         raise ReadError(
-            f"{source}: no trace was found in it{f' ({notes})' if notes else ''}. Its records hold no call of a model "
-            "with an answer. Check that it is the right file, and that what wrote it did not break off."
+            f"TG-DOCTOR-003: {source}: no trace was found in it{f' ({notes})' if notes else ''}. Its records hold no "
+            "call of a model with an answer. Check that it is the right file, and that what wrote it did not break "
+            "off."
         )
     map, names = map or Map(), {finding.name for finding in results if finding is not None}
     missing = _unspecified(map, names, whole)

@@ -276,7 +276,7 @@ def _recomputed(sequences: Sequences, model: Path) -> Array:
         from tracegrad.trainer.lora import load_model
     except ImportError as error:
         raise ArgumentError(
-            f"--rescore needs {error.name}, which is not installed. The other checks work without it. "
+            f"TG-DOCTOR-004: --rescore needs {error.name}, which is not installed. The other checks work without it. "
             "pip install 'tracegrad[train]', or leave --rescore out."
         ) from error
     out = np.full(sequences.tokens, np.nan)

@@ -71,8 +71,9 @@ def lag_test(recorded: ArrayLike, reference: ArrayLike, cu_turns: ArrayLike, lag
     cu = np.asarray(cu_turns, np.int64)
     if 0 not in lags or actual.ndim != 1 or actual.shape != expected.shape or len(cu) == 0 or cu[-1] != len(actual):
         raise ArgumentError(
-            f"recorded {actual.shape}, reference {expected.shape}, cu_turns to {cu[-1:].tolist()}, lags {list(lags)}. "
-            "They must be flat, of one length, which cu_turns ends at, and lag 0 must be among the lags. Pass them so."
+            f"TG-DOCTOR-005: recorded {actual.shape}, reference {expected.shape}, cu_turns to {cu[-1:].tolist()}, lags "
+            f"{list(lags)}. They must be flat, of one length, which cu_turns ends at, and lag 0 must be among the "
+            "lags. Pass them so."
         )
     turn = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
     position = np.arange(len(actual))

@@ -66,12 +66,13 @@ class MediaFile:
                 data = file.read(min(end, size) - min(start, size))
         except OSError as error:
             raise ReadError(
-                f"{self.path}: {error.strerror}. The pictures of these traces are in it. Copy the folder again."
+                f"TG-IMAGE-001: {self.path}: {error.strerror}. The pictures of these traces are in it. Copy the "
+                f"folder again."
             ) from error
         if _core.picture_digest(data) != digest:
             raise ReadError(
-                f"{self.path}: the bytes of picture {digest.hex()} are not those that were written. A policy would see "
-                "another picture. Copy the folder again, or prepare the records again."
+                f"TG-IMAGE-002: {self.path}: the bytes of picture {digest.hex()} are not those that were written. A "
+                "policy would see another picture. Copy the folder again, or prepare the records again."
             )
         return data
 
@@ -127,13 +128,13 @@ def images_of(arrays: Mapping[str, NDArray[Any]], rule: Rule, folder: Path) -> I
     for name, dtype in _DTYPES.items():
         shape = (count, 32) if name == "digest" else (len(columns[name]),)
         if columns[name].dtype != dtype or columns[name].shape != shape:
-            raise FormatError(f"{PREFIX}{name} is {columns[name].dtype} of shape {columns[name].shape}.")
+            raise FormatError(f"TG-IMAGE-003: {PREFIX}{name} is {columns[name].dtype} of shape {columns[name].shape}.")
     if len({count, *(len(columns[name]) for name in ("digest", "width", "height", "media_type"))}) > 1:
-        raise FormatError("the columns of its pictures have unlike lengths.")
+        raise FormatError("TG-IMAGE-004: the columns of its pictures have unlike lengths.")
     if count and (
         columns["media_type"].max() >= len(MEDIA_TYPES) or np.any(np.diff(columns["media_end"], prepend=0) < 1)
     ):
-        raise FormatError("the kinds or ends of its pictures are none.")
+        raise FormatError("TG-IMAGE-005: the kinds or ends of its pictures are none.")
     media_types = tuple(MEDIA_TYPES[code] for code in columns["media_type"].tolist())
     source = MediaFile(folder / MEDIA, columns["digest"], columns["media_end"])
     pictures = Pictures(columns["digest"], columns["width"], columns["height"], media_types, (source,))

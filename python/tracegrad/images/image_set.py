@@ -87,8 +87,8 @@ class Pictures:
         source = next((source for source in self.sources if source.has_picture(digest)), None)
         if source is None:
             raise ReadError(
-                f"the picture {digest.hex()} is not here: only its digest is known. A policy cannot see it. Read or "
-                "prepare the records that hold it."
+                f"TG-IMAGE-006: the picture {digest.hex()} is not here: only its digest is known. A policy cannot see "
+                "it. Read or prepare the records that hold it."
             )
         return source.picture_bytes(digest)
 

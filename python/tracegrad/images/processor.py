@@ -55,17 +55,19 @@ def pixels(
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise ArgumentError("pictures are decoded by Pillow, which is not installed: pip install pillow.") from None
+        raise ArgumentError(
+            "TG-IMAGE-007: pictures are decoded by Pillow, which is not installed: pip install pillow."
+        ) from None
     width, height = size
     if width * height > most:
         raise ReadError(
-            f"{name}: {width:,} x {height:,} pixels, and at most {most:,} are decoded. One picture would take all "
-            "memory. Leave its trace out."
+            f"TG-IMAGE-008: {name}: {width:,} x {height:,} pixels, and at most {most:,} are decoded. One picture would "
+            "take all memory. Leave its trace out."
         )
     if media_type == "image/jpeg" and (scans := file.count(b"\xff\xda")) > MOST_SCANS:
         raise ReadError(
-            f"{name}: a JPEG of {scans:,} scans, and at most {MOST_SCANS} are decoded. Each of them takes as long as a "
-            "whole picture. Leave its trace out."
+            f"TG-IMAGE-009: {name}: a JPEG of {scans:,} scans, and at most {MOST_SCANS} are decoded. Each of them "
+            "takes as long as a whole picture. Leave its trace out."
         )
     try:
         with warnings.catch_warnings():
@@ -75,8 +77,8 @@ def pixels(
             image = ImageOps.exif_transpose(image)
             if image.size != size:
                 raise ReadError(
-                    f"{name}: decodes to {image.size[0]} x {image.size[1]} pixels (stored as {stored[0]} x "
-                    f"{stored[1]}), and its header was read as {width} x {height}. Its ids would be another "
+                    f"TG-IMAGE-010: {name}: decodes to {image.size[0]} x {image.size[1]} pixels (stored as {stored[0]} "
+                    f"x {stored[1]}), and its header was read as {width} x {height}. Its ids would be another "
                     "picture's. Leave its trace out."
                 )
             image.load()
@@ -91,8 +93,8 @@ def pixels(
         raise
     except Exception as error:  # a decoder may raise anything for an untrusted file
         raise ReadError(
-            f"{name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy saw it whole, or the "
-            "server refused it. Leave its trace out."
+            f"TG-IMAGE-011: {name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy saw it "
+            "whole, or the server refused it. Leave its trace out."
         ) from error
 
 
@@ -191,9 +193,9 @@ class Processor:
         if grid is not None and (computed := int(grid.prod()) // merge**2) != features:
             size = f"{pictures.width[row]} x {pictures.height[row]}"
             raise ArgumentError(
-                f"{_name(digest)} of {size} pixels has {features} ids in its prompt, and {self.folder} makes "
-                f"{computed} features of it. The server had other options of the image processor. Align the traces "
-                "with the folder that served them."
+                f"TG-IMAGE-012: {_name(digest)} of {size} pixels has {features} ids in its prompt, and {self.folder} "
+                f"makes {computed} features of it. The server had other options of the image processor. Align the "
+                "traces with the folder that served them."
             )
         return tensors
 
@@ -235,15 +237,17 @@ def _load(name: str, folder: Path) -> Any:
         import transformers
     except ImportError:
         raise ArgumentError(
-            "pictures are made ready by transformers, which is not installed: pip install 'tracegrad[images]'."
+            "TG-IMAGE-013: pictures are made ready by transformers, which is not installed: pip install "
+            "'tracegrad[images]'."
         ) from None
     try:
         return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything for untrusted files
         message = (str(error).strip().splitlines() or [""])[0][:200]
         raise ReadError(
-            f"{folder}: transformers makes no {name} of it ({message}). What the policy sees of a picture is not "
-            "known. Give a model folder with its preprocessor_config.json, and install 'tracegrad[images]'."
+            f"TG-IMAGE-014: {folder}: transformers makes no {name} of it ({message}). What the policy sees of a "
+            "picture is not known. Give a model folder with its preprocessor_config.json, and install "
+            "'tracegrad[images]'."
         ) from error
 
 
@@ -315,8 +319,8 @@ class Rule:
         """
         if self.folder is None:
             raise ArgumentError(
-                "it is not known which image processor makes these pictures ready. The tower takes what it makes. Pass "
-                "sequences.of_model(folder)."
+                "TG-IMAGE-015: it is not known which image processor makes these pictures ready. The tower takes what "
+                "it makes. Pass sequences.of_model(folder)."
             )
         return _processor(self.folder)
 
@@ -365,7 +369,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         contents = read_json(path)
     except (OSError, ValueError) as error:
-        raise ReadError(f"{path}: {error}. How the model writes pictures is not known without it.") from error
+        raise ReadError(
+            f"TG-IMAGE-016: {path}: {error}. How the model writes pictures is not known without it."
+        ) from error
     if not isinstance(contents, dict):
-        raise ReadError(f"{path}: no JSON object. How the model writes pictures is not known without it.")
+        raise ReadError(f"TG-IMAGE-017: {path}: no JSON object. How the model writes pictures is not known without it.")
     return contents

@@ -57,8 +57,8 @@ class Images:
         if rule is None or rule.digest != self.rule.digest:
             problem = "has no image processor" if rule is None else f"differs in {self.rule.difference(rule)}"
             raise ArgumentError(
-                f"{folder} {problem}, and these traces were aligned with one. Pictures would have other features than "
-                "ids. Prepare the traces with this model."
+                f"TG-IMAGE-018: {folder} {problem}, and these traces were aligned with one. Pictures would have other "
+                "features than ids. Prepare the traces with this model."
             )
         return replace(self, rule=rule)
 
@@ -101,8 +101,8 @@ class Images:
             return None
         if len({images.rule.digest for images in present}) > 1:
             raise ArgumentError(
-                "pictures are written in unlike ways in what is joined: other ids, or other options of the image "
-                "processor. Their lengths would be of two models. Align all of it with the same model."
+                "TG-IMAGE-019: pictures are written in unlike ways in what is joined: other ids, or other options of "
+                "the image processor. Their lengths would be of two models. Align all of it with the same model."
             )
         pictures, rows = joined([images.pictures for images in present])
         counts = [np.zeros(n, np.int64) if images is None else np.diff(images.cu_images) for images, n in parts]
@@ -127,8 +127,8 @@ class Images:
         starts = offsets(self.features)
         if first + int(starts[-1]) > MOST_KEYS:
             raise ArgumentError(
-                f"the pictures of these traces have {int(starts[-1]):,} features together. Each needs a number beside "
-                "the ids of the model, and there are 2^31. Train on parts of the data."
+                f"TG-IMAGE-020: the pictures of these traces have {int(starts[-1]):,} features together. Each needs a "
+                "number beside the ids of the model, and there are 2^31. Train on parts of the data."
             )
         keys = ids.copy()
         feature = np.arange(len(self.at)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))

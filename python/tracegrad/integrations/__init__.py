@@ -27,7 +27,7 @@ def peer(module: str, versions: str, *attributes: str) -> Any:
         imported = importlib.import_module(module)
     except ImportError as error:
         raise ArgumentError(
-            f"{module} cannot be imported: {error}. This integration works inside that trainer. "
+            f"TG-INTEG-001: {module} cannot be imported: {error}. This integration works inside that trainer. "
             f"pip install '{versions}', which it was run against."
         ) from error
     for attribute in attributes:
@@ -36,7 +36,8 @@ def peer(module: str, versions: str, *attributes: str) -> Any:
             value = getattr(value, part, None)
         if value is None:
             raise ArgumentError(
-                f"{module} has no {attribute}, which this integration calls or replaces. This version is of another "
-                f"shape, and training would go on without us. pip install '{versions}', which it was run against."
+                f"TG-INTEG-002: {module} has no {attribute}, which this integration calls or replaces. This version is "
+                f"of another shape, and training would go on without us. pip install '{versions}', which it was run "
+                "against."
             )
     return imported

@@ -68,7 +68,7 @@ class Gives:
         if missing:
             reasons = dict.fromkeys(f"'{part}' takes {TAKES[thing]}" for thing, part in missing)
             cures = dict.fromkeys(self.cures.get(thing, self.cure) for thing, _ in missing)
-            raise ArgumentError(f"{'; '.join(reasons)}. {self.why} {' '.join(cures)}")
+            raise ArgumentError(f"TG-INTEG-029: {'; '.join(reasons)}. {self.why} {' '.join(cures)}")
 
 
 def takes(objective: Objective, detached: bool = True) -> Iterator[tuple[str, str]]:
@@ -128,8 +128,8 @@ def same_scale(option: str, value: str, modes: Mapping[str, tuple[str, str | Non
     """
     if modes.get(value) != (objective.reduce.per, objective.reduce.inner):
         raise ArgumentError(
-            f"{option} is {value}, the objective's scale {objective.reduce}. One of them would have no effect. Make "
-            "them the same."
+            f"TG-INTEG-003: {option} is {value}, the objective's scale {objective.reduce}. One of them would have no "
+            "effect. Make them the same."
         )
 
 
@@ -196,16 +196,16 @@ class Recorded:
         """
         if sequences.images is not None:
             raise ArgumentError(
-                f"the traces hold {len(sequences.images)} pictures, and padded rows of ids carry none. The model would "
-                "not see what the policy saw. Train with tracegrad.train, or leave these traces out."
+                f"TG-INTEG-004: the traces hold {len(sequences.images)} pictures, and padded rows of ids carry none. "
+                "The model would not see what the policy saw. Train with tracegrad.train, or leave these traces out."
             )
         objective.check_missing(missing)
         starts = sequences.cu_seqlens[:-1][np.diff(sequences.cu_seqlens) > 0]
         first = starts[sequences.trainable[starts]]
         if len(first):
             raise ArgumentError(
-                f"token {first[0]} is trainable and the first of its branch, and {len(first)} are. No token before it "
-                "predicts it. Begin each branch with a token that is not trained."
+                f"TG-INTEG-005: token {first[0]} is trainable and the first of its branch, and {len(first)} are. No "
+                "token before it predicts it. Begin each branch with a token that is not trained."
             )
         return cls(sequences, advantages_by_token(sequences, advantages), objective, missing)
 

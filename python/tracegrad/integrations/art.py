@@ -121,8 +121,8 @@ def to_groups(traces: Traces, sequences: Sequences) -> list[Any]:
     art = peer("art", VERSIONS, "Trajectory", "TrajectoryGroup", "trajectories.History", "types.Choice")
     if sequences.traces != len(traces):
         raise ArgumentError(
-            f"{len(traces)} traces, {sequences.traces} of them aligned. Their tokens would be mixed up. Take out first "
-            "those that could not be aligned (sequences.drift.errors)."
+            f"TG-INTEG-006: {len(traces)} traces, {sequences.traces} of them aligned. Their tokens would be mixed up. "
+            "Take out first those that could not be aligned (sequences.drift.errors)."
         )
     trajectories_of_group: dict[str, list[Any]] = {}
     for row, trace in enumerate(traces):

@@ -74,13 +74,13 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
         same_scale("loss_reduction", config.loss_reduction, _REDUCTIONS, objective)
         if corrects(config.off_policy_correction):
             raise ArgumentError(
-                "off_policy_correction is on, and the registered objective corrects by itself: SkyRL's would have no "
-                "effect. Leave it at its defaults, and say weights and gates in the objective."
+                "TG-INTEG-014: off_policy_correction is on, and the registered objective corrects by itself: SkyRL's "
+                "would have no effect. Leave it at its defaults, and say weights and gates in the objective."
             )
         if rollout_logprobs is None and objective.needs.rollout:
             raise ArgumentError(
-                "the objective takes recorded logprobs, and the batch has no rollout_logprobs. The ratio would be made "
-                "up. Set generator.sampling_params.logprobs=0, or take an objective on theta/old."
+                "TG-INTEG-015: the objective takes recorded logprobs, and the batch has no rollout_logprobs. The "
+                "ratio would be made up. Set generator.sampling_params.logprobs=0, or take an objective on theta/old."
             )
         mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask > 0
         rollout = (
@@ -97,7 +97,8 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
     if name in registry.list_available():
         if not hasattr(registry.get(name), "objective"):
             raise ArgumentError(
-                f"{name} is a policy loss of SkyRL's or another's, which would be gone. Take another name."
+                f"TG-INTEG-016: {name} is a policy loss of SkyRL's or another's, which would be gone. Take "
+                f"another name."
             )
         registry.unregister(name)
     registry.register(name, loss)
@@ -112,9 +113,9 @@ def _check_rows(objective: Objective, config: Any) -> None:
     over_traces += [f"a mean over traces, {objective.reduce}"] if objective.reduce.per in ("trace", "group") else []
     if options.get("step_wise_trajectories") and over_traces:
         raise ArgumentError(
-            f"generator.step_wise_trajectories makes a row of each turn, and the objective takes {over_traces[0]}: a "
-            "turn would be taken for a trace. Take ratios, weights and gates of tokens, and Reduce('token') or "
-            "Reduce('prompt', ...), or train whole trajectories."
+            "TG-INTEG-017: generator.step_wise_trajectories makes a row of each turn, and the objective takes "
+            f"{over_traces[0]}: a turn would be taken for a trace. Take ratios, weights and gates of tokens, and "
+            "Reduce('token') or Reduce('prompt', ...), or train whole trajectories."
         )
 
 

@@ -79,8 +79,9 @@ class TraceLoss:
         padded = self.recorded.padded(labels[labels != _IGNORED].unique_consecutive().tolist(), "right")
         if num_items_in_batch is None or logits.shape[:2] != padded.ids.shape:
             raise ArgumentError(
-                f"logits are {tuple(logits.shape)}, rows {tuple(padded.ids.shape)}, items {num_items_in_batch}. The "
-                "terms would not be found or counted. Pass data_collator=x.collate with compute_loss_func=x."
+                f"TG-INTEG-018: logits are {tuple(logits.shape)}, rows {tuple(padded.ids.shape)}, items "
+                f"{num_items_in_batch}. The terms would not be found or counted. Pass data_collator=x.collate with "
+                "compute_loss_func=x."
             )
         padded = padded.to(logits.device)
         scores = logits[padded.row, padded.column - 1].float() * padded.inv_temperature[:, None]

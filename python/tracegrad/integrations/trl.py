@@ -52,7 +52,7 @@ def check_steps(args: Any) -> None:
     """Raise ArgumentError if a generation batch ends inside an optimizer step."""
     if args.steps_per_generation % args.gradient_accumulation_steps:
         raise ArgumentError(
-            f"steps_per_generation is {args.steps_per_generation}, gradient_accumulation_steps "
+            f"TG-INTEG-019: steps_per_generation is {args.steps_per_generation}, gradient_accumulation_steps "
             f"{args.gradient_accumulation_steps}: optimizer steps would come in pieces, and denominators are of the "
             "whole. Make the first a multiple of the second."
         )
@@ -174,8 +174,9 @@ class WithObjective(_Base):
         old, rollout, ref = (inputs.get(f"{name}_per_token_logps") for name in ("old", "sampling", "ref"))
         if needs.rollout and rollout is None:
             raise ArgumentError(
-                "the objective takes recorded logprobs, and this generation of GRPOTrainer has none. Their ratio would "
-                "be made up. Return 'logprobs' from rollout_func, or take an objective on theta/old."
+                "TG-INTEG-020: the objective takes recorded logprobs, and this generation of GRPOTrainer has none. "
+                "Their ratio would be made up. Return 'logprobs' from rollout_func, or take an objective on "
+                "theta/old."
             )
         needs_old_before_step = any(
             part.detached and "old" in ratio for part in self.objective.parts for ratio, _ in part.ratios()
@@ -230,13 +231,13 @@ def _check_live(args: Any, objective: Objective) -> None:
     for name in _OBJECTIVE_OPTIONS:
         if name in defaults and getattr(args, name) != defaults[name]:
             raise ArgumentError(
-                f"GRPOConfig.{name} is {getattr(args, name)!r}, and nothing reads it: the objective is\n{objective}\n"
-                "Leave the option out, and say it in the objective."
+                f"TG-INTEG-021: GRPOConfig.{name} is {getattr(args, name)!r}, and nothing reads it: the objective "
+                f"is\n{objective}\nLeave the option out, and say it in the objective."
             )
     if args.beta != 0 and not objective.needs.ref:
         raise ArgumentError(
-            f"GRPOConfig.beta is {args.beta}, which loads a reference, and the objective takes none. Leave it out, or "
-            f"pass objective=with_beta(objective, {args.beta})."
+            f"TG-INTEG-022: GRPOConfig.beta is {args.beta}, which loads a reference, and the objective takes none. "
+            f"Leave it out, or pass objective=with_beta(objective, {args.beta})."
         )
 
 
@@ -332,7 +333,9 @@ class FromTraces(_Base):
 
 
 def _recorded_reward(**_: Any) -> list[float]:
-    raise ArgumentError("evaluation generates, and has no reward for it. Pass reward_funcs=, or no eval_dataset.")
+    raise ArgumentError(
+        "TG-INTEG-023: evaluation generates, and has no reward for it. Pass reward_funcs=, or no eval_dataset."
+    )
 
 
 def _check(args: Any, recorded: Recorded) -> None:
@@ -341,11 +344,13 @@ def _check(args: Any, recorded: Recorded) -> None:
     temperatures = 1 / np.unique(s.inv_temperature[s.trainable])
     if len(recorded.traces) < args.generation_batch_size:
         raise ArgumentError(
-            f"{len(recorded.traces)} traces have a term, and generation_batch_size is {args.generation_batch_size}. "
-            "TRL drops what does not fill one, so nothing would be trained. Lower it, or its factors."
+            f"TG-INTEG-024: {len(recorded.traces)} traces have a term, and generation_batch_size is "
+            f"{args.generation_batch_size}. TRL drops what does not fill one, so nothing would be trained. Lower it, "
+            "or its factors."
         )
     if not np.allclose(temperatures, args.temperature):
         raise ArgumentError(
-            f"the recorded logprobs are of temperature {temperatures.tolist()}, and TRL divides all logits by "
-            f"GRPOConfig.temperature, {args.temperature}: a ratio of two distributions. Set it to the recorded one."
+            f"TG-INTEG-025: the recorded logprobs are of temperature {temperatures.tolist()}, and TRL divides all "
+            f"logits by GRPOConfig.temperature, {args.temperature}: a ratio of two distributions. Set it to the "
+            "recorded one."
         )

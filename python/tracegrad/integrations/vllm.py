@@ -59,7 +59,9 @@ def traces_from_outputs(
     outputs = list(outputs)
     for name, values in (("messages", messages), ("rewards", rewards), ("groups", groups)):
         if values is not None and len(values) != len(outputs):
-            raise ArgumentError(f"{name} has {len(values)} entries for {len(outputs)} requests. Give one for each.")
+            raise ArgumentError(
+                f"TG-INTEG-026: {name} has {len(values)} entries for {len(outputs)} requests. Give one for each."
+            )
     options = {
         "logprob_kind": logprob_kind,
         "temperature": temperature,
@@ -83,7 +85,7 @@ def _check(output: Any, number: int) -> None:
     missing = [name for name in ("request_id", "prompt_token_ids", "outputs") if not hasattr(output, name)]
     if missing:
         raise ArgumentError(
-            f"outputs[{number}] is {type(output).__name__} without {', '.join(missing)}. "
+            f"TG-INTEG-027: outputs[{number}] is {type(output).__name__} without {', '.join(missing)}. "
             "Pass the list that LLM.generate or LLM.chat returned."
         )
 
@@ -92,7 +94,8 @@ def _rewards(values: Any, output: Any, number: int) -> list[float | None]:
     rewards = np.atleast_1d(np.asarray(values, np.float64)).tolist()
     if len(rewards) != len(output.outputs):
         raise ArgumentError(
-            f"rewards[{number}] has {len(rewards)} entries for {len(output.outputs)} completions. Give one for each."
+            f"TG-INTEG-028: rewards[{number}] has {len(rewards)} entries for {len(output.outputs)} completions. "
+            f"Give one for each."
         )
     return [None if np.isnan(value) else value for value in rewards]
 

@@ -162,8 +162,8 @@ class Rows:
         count = int(ids.max(initial=-1)) + 1 if rows is None else rows
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             raise ArgumentError(
-                f"trace has ids from {ids.min()} to {ids.max()} with {count} rows. A row would be missing in a peer's "
-                "means over rows. Number the rows from 0, and say rows= if some are empty."
+                f"TG-METRIC-001: trace has ids from {ids.min()} to {ids.max()} with {count} rows. A row would be "
+                "missing in a peer's means over rows. Number the rows from 0, and say rows= if some are empty."
             )
         starts = _runs(ids)
         groups = Groups(starts, ids[starts], count, len(ids))
@@ -273,8 +273,9 @@ class Sums:
             if shapes[0] != shapes[1]:
                 names = sorted({k for k, _ in set(shapes[0].items()) ^ set(shapes[1].items())})
                 raise ArgumentError(
-                    f"these parts were not measured alike: {', '.join(names[:5])} is not in both, or not of one shape. "
-                    "Their sum would mix two definitions. Give every part the same options and the same arrays."
+                    f"TG-METRIC-002: these parts were not measured alike: {', '.join(names[:5])} is not in both, or "
+                    "not of one shape. Their sum would mix two definitions. Give every part the same options and the "
+                    "same arrays."
                 )
         return Sums(
             {name: value + other.totals[name] for name, value in self.totals.items()},

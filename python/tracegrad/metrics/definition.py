@@ -71,8 +71,8 @@ class Measured:
         """Return both parts together."""
         if self.readings != other.readings:
             raise ArgumentError(
-                "these parts are read by different names. Their sums would mix two definitions. Measure every part "
-                "with the same options."
+                "TG-METRIC-003: these parts are read by different names. Their sums would mix two definitions. "
+                "Measure every part with the same options."
             )
         return Measured(self.sums + other.sums, self.readings)
 

@@ -62,7 +62,7 @@ class JsonLines:
             self._file.flush()
         except OSError as error:
             raise TracegradError(
-                f"{self.path}: {error.strerror}. The metrics of step {row.get('step')} are lost. "
+                f"TG-METRIC-004: {self.path}: {error.strerror}. The metrics of step {row.get('step')} are lost. "
                 "Free space there and resume with --resume."
             ) from error
 
@@ -91,8 +91,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         row = _parse_row(line)
         if row is None:
             raise ReadError(
-                f"{path}:{number}: no row of metrics. The file was changed after it was written, and the curves of the "
-                "run cannot be gone on with. Move it away to go on without its rows."
+                f"TG-METRIC-005: {path}:{number}: no row of metrics. The file was changed after it was written, and "
+                "the curves of the run cannot be gone on with. Move it away to go on without its rows."
             )
         rows.append(row)
     return rows
@@ -360,6 +360,6 @@ def _id(out: Path) -> str:
 
 def _missing_package(name: str) -> ArgumentError:
     return ArgumentError(
-        f"train.log_to names {name}, and that package is not installed. Nothing can be written for it. "
+        f"TG-METRIC-006: train.log_to names {name}, and that package is not installed. Nothing can be written for it. "
         f"pip install 'tracegrad[{name}]', or leave the name out: metrics.jsonl is always written."
     )

@@ -628,17 +628,20 @@ def _check_arrays(arrays: Mapping[str, NDArray], terms: int) -> None:
     for name, values in arrays.items():
         if values.shape != (terms,):
             raise ArgumentError(
-                f"{name} is {values.shape} but trace has {terms} terms. Each term needs its own entry. "
+                f"TG-METRIC-007: {name} is {values.shape} but trace has {terms} terms. Each term needs its own entry. "
                 "Pass flat arrays of one length."
             )
         if name in ("old", "rollout", "theta", "ref") and np.isinf(values).any():
             raise ArgumentError(
-                f"{name} has {int(np.isinf(values).sum())} infinite logprobs. A sum with one of them says nothing of "
-                "the others. Pass NaN where a logprob is not known."
+                f"TG-METRIC-008: {name} has {int(np.isinf(values).sum())} infinite logprobs. A sum with one of them "
+                "says nothing of the others. Pass NaN where a logprob is not known."
             )
     if "weight" in arrays and not (np.isfinite(arrays["weight"]) & (arrays["weight"] >= 0)).all():
-        raise ArgumentError("weight holds what is negative or not finite. Factors are not. Pass Corrected.weight.")
+        raise ArgumentError(
+            "TG-METRIC-009: weight holds what is negative or not finite. Factors are not. Pass Corrected.weight."
+        )
     if "gradient" in arrays and "advantages" not in arrays:
         raise ArgumentError(
-            "gradient without advantages. Which sign a term pulls with is not known. Pass advantages= too."
+            "TG-METRIC-010: gradient without advantages. Which sign a term pulls with is not known. Pass "
+            "advantages= too."
         )

@@ -43,8 +43,8 @@ class Rewards:
         reward, ids = _validation.real(rewards, "rewards"), _validation.labels(group, "group")
         if reward.ndim != 1 or reward.shape != ids.shape:
             raise ArgumentError(
-                f"rewards are {reward.shape} and groups {ids.shape}. Which traces share a baseline is not known. "
-                "Pass one of each per trace, both flat."
+                f"TG-METRIC-011: rewards are {reward.shape} and groups {ids.shape}. Which traces share a baseline is "
+                "not known. Pass one of each per trace, both flat."
             )
         known = ~np.isnan(reward)
         counts = {"traces": len(reward), "flat": np.count_nonzero(flat(reward, ids))}
@@ -380,5 +380,6 @@ class Tally:
 def _check_name(name: str) -> None:
     if name not in _NAMES:
         raise ArgumentError(
-            f"metric {name!r} is not in the table. A number without a definition is not logged. Add it to TRAINING."
+            f"TG-METRIC-012: metric {name!r} is not in the table. A number without a definition is not logged. "
+            f"Add it to TRAINING."
         )

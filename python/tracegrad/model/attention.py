@@ -135,10 +135,10 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         except FailOnRecompileLimitHit as error:
             name = getattr(function, "__qualname__", str(function))
             raise TracegradError(
-                f"torch has compiled {name} {limit} times in this process, and a call needs another graph. torch would "
-                "run it uncompiled from here on, with float32 tables of [heads, T, T] in attention. Call "
-                "torch.compiler.reset() between models that one process trains; TORCH_LOGS=recompiles prints what "
-                "differed, and torch._dynamo.config.recompile_limit raises the limit."
+                f"TG-MODEL-001: torch has compiled {name} {limit} times in this process, and a call needs another "
+                "graph. torch would run it uncompiled from here on, with float32 tables of [heads, T, T] in "
+                "attention. Call torch.compiler.reset() between models that one process trains; TORCH_LOGS=recompiles "
+                "prints what differed, and torch._dynamo.config.recompile_limit raises the limit."
             ) from error
 
     return call
@@ -287,8 +287,8 @@ def _attend(
     """
     if dropout or others.get("position_bias") is not None:
         raise ArgumentError(
-            f"{type(module).__name__}: flex_attention has no dropout and no position bias here. The logprobs would be "
-            "others. Set attention_dropout to 0 in the model's configuration, or load it with sdpa."
+            f"TG-MODEL-002: {type(module).__name__}: flex_attention has no dropout and no position bias here. The "
+            "logprobs would be others. Set attention_dropout to 0 in the model's configuration, or load it with sdpa."
         )
     if torch.is_autocast_enabled(value.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -316,8 +316,8 @@ def _flex(
 
     if not torch.compiler.is_dynamo_compiling():
         raise TracegradError(
-            "flex_attention would run uncompiled, with a float32 table of [heads, T, T] for each layer. torch does not "
-            "compile within a TorchDispatchMode whose ignore_compile_internals is False, under "
+            "TG-MODEL-003: flex_attention would run uncompiled, with a float32 table of [heads, T, T] for each layer. "
+            "torch does not compile within a TorchDispatchMode whose ignore_compile_internals is False, under "
             "torch.compiler.set_stance, or with TORCHDYNAMO_DISABLE=1. Leave that, or load the model with sdpa."
         )
     blocks = mask if isinstance(mask, BlockMask) else None

@@ -89,8 +89,8 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
             return "flex"
         if reason and must_be_fused(batch.ids.device):
             raise ArgumentError(
-                f"flex_attention cannot run a packed row: {reason}. Other attention is slower and takes tables of "
-                "[T, T]. To accept that, load the model with attn_implementation='sdpa'; in a run, set "
+                f"TG-MODEL-004: flex_attention cannot run a packed row: {reason}. Other attention is slower and takes "
+                "tables of [T, T]. To accept that, load the model with attn_implementation='sdpa'; in a run, set "
                 "attention.implementation sdpa."
             )
         return "alone" if _why_not(model, Road("stack"), batch) else "stack"
@@ -103,19 +103,20 @@ def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
         impact = "A branch would read what is its sibling's, or stand at another position."
         if tree:
             raise ArgumentError(
-                f"prefixes cannot be shared: {reason}. {impact} Pack with share_prefixes=False; in a run, leave out "
-                "pack.share_prefixes."
+                f"TG-MODEL-005: prefixes cannot be shared: {reason}. {impact} Pack with share_prefixes=False; in a "
+                "run, leave out pack.share_prefixes."
             )
         raise ArgumentError(
-            f"a row cannot run as the plan {plan!r}: {reason}. {impact} Leave plan out, so that another way is taken."
+            f"TG-MODEL-006: a row cannot run as the plan {plan!r}: {reason}. {impact} Leave plan out, so that "
+            f"another way is taken."
         )
 
 
 def _check_media(model: nn.Module, batch: Batch) -> None:
     if (media := media_ids(model)) and bool(torch.isin(batch.ids, batch.ids.new_tensor(media)).any()):
         raise ArgumentError(
-            f"the batch holds ids that stand for a picture, video or sound ({', '.join(map(str, media))} of "
-            f"{type(model).__name__}). The decoder would run without what was seen: logprobs would be nats off. "
+            f"TG-MODEL-007: the batch holds ids that stand for a picture, video or sound ({', '.join(map(str, media))} "
+            f"of {type(model).__name__}). The decoder would run without what was seen: logprobs would be nats off. "
             "Leave such traces out; align holds what was sampled behind media."
         )
 
@@ -153,7 +154,9 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     """
     if batch.images is not None:
         if plan is not None:
-            raise ArgumentError("plan is given for a row with pictures, which has no choice of plans. Leave it out.")
+            raise ArgumentError(
+                "TG-MODEL-008: plan is given for a row with pictures, which has no choice of plans. Leave it out."
+            )
         return vision.states(model, batch)
     _check_media(model, batch)
     if plan in ("flex", "mask") and _why_not(model, Road(plan, tree=True), batch):

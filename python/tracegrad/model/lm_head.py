@@ -160,7 +160,7 @@ def _impossible_plan_message(name: Name, wants: Wants, unfit: str) -> str:
     }[name]
     if not wants.any:
         reason = "nothing takes a gradient"
-    return f"the plan {name!r} is not possible: {reason}. Leave plan=None, and one that is will be taken."
+    return f"TG-MODEL-025: the plan {name!r} is not possible: {reason}. Leave plan=None, and one that is will be taken."
 
 
 def _plan_with_costs(size: Size, wants: Wants, chunk_rows: int, name: Name, reason: str) -> HeadPlan:
@@ -370,20 +370,22 @@ def chunk_kind(hidden: Tensor, dtype: torch.dtype | None, epilogue: Epilogue | N
         return Chunk
     if not is_float32:
         raise ArgumentError(
-            f"the epilogue {epilogue!r} sums in float32 and the hidden states are float64. Use 'torch'."
+            f"TG-MODEL-009: the epilogue {epilogue!r} sums in float32 and the hidden states are float64. Use 'torch'."
         )
     if epilogue == "compile":
         from tracegrad.model.lm_head_chunked import CompiledChunk
 
         return CompiledChunk
     if epilogue != "triton" or not find_spec("triton"):
-        raise ArgumentError(f"there is no epilogue {epilogue!r} here. Use 'torch', 'compile', or 'triton' on CUDA.")
+        raise ArgumentError(
+            f"TG-MODEL-010: there is no epilogue {epilogue!r} here. Use 'torch', 'compile', or 'triton' on CUDA."
+        )
     from tracegrad.model.lm_head_triton import INTERPRETED, TritonChunk
 
     if not hidden.is_cuda and not INTERPRETED:
         raise ArgumentError(
-            f"the hidden states are on {hidden.device} and Triton kernels run on CUDA. Use 'torch' or 'compile'. "
-            "TRITON_INTERPRET=1 tries the kernels on CPU."
+            f"TG-MODEL-011: the hidden states are on {hidden.device} and Triton kernels run on CUDA. Use 'torch' or "
+            "'compile'. TRITON_INTERPRET=1 tries the kernels on CPU."
         )
     return TritonChunk
 
@@ -407,7 +409,8 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
     if not fits or target.shape != hidden.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = ", ".join(str(list(x.shape)) for x in (hidden, weight, target))
         raise ArgumentError(
-            f"hidden, weight and target have shapes {shapes}, bias {None if bias is None else list(bias.shape)}. "
+            f"TG-MODEL-012: hidden, weight and target have shapes {shapes}, bias "
+            f"{None if bias is None else list(bias.shape)}. "
             "They must be [U, H], [V, H], [U] and [V]. Select the rows to score before the call."
         )
 

@@ -112,8 +112,8 @@ def policy_loss(
     check_shapes(hidden, weight, batch.target, bias)
     if len(batch.row) != len(terms.advantages):
         raise ArgumentError(
-            f"the batch has {len(batch.row)} terms and `terms` {len(terms.advantages)}. Each term needs its own "
-            "arrays. Pass step.terms(batch, corrected) of the same batch."
+            f"TG-MODEL-013: the batch has {len(batch.row)} terms and `terms` {len(terms.advantages)}. Each term needs "
+            "its own arrays. Pass step.terms(batch, corrected) of the same batch."
         )
     setting = Setting(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
     rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden))

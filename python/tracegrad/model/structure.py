@@ -57,7 +57,7 @@ def head_of(model: nn.Module) -> Head:
     linear = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(linear, nn.Linear) or hasattr(linear, "base_layer"):
         raise ArgumentError(
-            f"the head of {type(model).__name__} is {type(linear).__name__}, not a linear layer. "
+            f"TG-MODEL-014: the head of {type(model).__name__} is {type(linear).__name__}, not a linear layer. "
             "Its logits cannot be computed a chunk at a time. Take adapters and wrappers off the head."
         )
     config = config_of(model)
@@ -99,15 +99,17 @@ def _check_head(model: nn.Module, head: Head) -> None:
         raise
     except Exception as error:  # the forward pass of a third-party model may raise anything
         raise ArgumentError(
-            f"{name} cannot be run as body and head ({type(error).__name__}: {str(error).strip().splitlines()[:1]}). "
+            f"TG-MODEL-015: {name} cannot be run as body and head ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[:1]}). "
             "Its logits are not known without that. Pass its hidden states and head to token_logprobs."
         ) from error
     finally:
         model.train(training)
     if not max(gaps) <= 0.02:
         raise ArgumentError(
-            f"{name} does something to its logits that is not known here: they differ by {max(gaps):.3g} of the "
-            "largest. Logprobs computed without it would be wrong. Pass its hidden states and head to token_logprobs."
+            f"TG-MODEL-016: {name} does something to its logits that is not known here: they differ by {max(gaps):.3g} "
+            "of the largest. Logprobs computed without it would be wrong. Pass its hidden states and head to "
+            "token_logprobs."
         )
 
 
@@ -129,7 +131,9 @@ def body_of(model: nn.Module) -> nn.Module:
     for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):  # type: ignore[operator]
         if isinstance(body, nn.Module) and body is not model and hasattr(body, "get_input_embeddings"):
             return body
-    raise ArgumentError(f"{type(model).__name__} has no decoder below its head. Pass a causal LM of transformers.")
+    raise ArgumentError(
+        f"TG-MODEL-017: {type(model).__name__} has no decoder below its head. Pass a causal LM of transformers."
+    )
 
 
 def tower_of(model: nn.Module) -> list[nn.Module]:

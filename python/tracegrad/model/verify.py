@@ -154,8 +154,9 @@ class _Probe:
         change = apart(states[2][:length], self._states(self.branches[2][None, :length])[0])
         if change > allowed:
             raise ArgumentError(
-                f"{type(self.model).__name__}: what follows a token changes its hidden state by {change:.2g}. A policy "
-                "sees only what stands before: these are no logprobs of one. Pass a causal LM, configured as a decoder."
+                f"TG-MODEL-018: {type(self.model).__name__}: what follows a token changes its hidden state by "
+                f"{change:.2g}. A policy sees only what stands before: these are no logprobs of one. Pass a causal LM, "
+                "configured as a decoder."
             )
         return states, allowed
 

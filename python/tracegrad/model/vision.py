@@ -44,13 +44,13 @@ def states(model: nn.Module, batch: Batch) -> Tensor:
         return _run_row(model, batch)
     if reason[False]:
         raise ArgumentError(
-            f"{type(unwrapped(model)).__name__} gives other numbers on pictures than its own forward: {reason[False]}. "
-            "What it would learn from is not what was sampled. Leave traces with pictures out."
+            f"TG-MODEL-019: {type(unwrapped(model)).__name__} gives other numbers on pictures than its own forward: "
+            f"{reason[False]}. What it would learn from is not what was sampled. Leave traces with pictures out."
         )
     if not is_plain:
         raise ArgumentError(
-            f"prefixes with pictures cannot be shared: {reason[True]}. A branch would read what is its sibling's. Pack "
-            "with share_prefixes=False; in a run, leave out pack.share_prefixes."
+            f"TG-MODEL-020: prefixes with pictures cannot be shared: {reason[True]}. A branch would read what is its "
+            "sibling's. Pack with share_prefixes=False; in a run, leave out pack.share_prefixes."
         )
     return _run_branches(model, batch, branches)
 
@@ -122,8 +122,8 @@ def _body(model: nn.Module) -> Any:
     body = inner.base_model
     if not hasattr(body, "get_image_features"):
         raise ArgumentError(
-            f"{type(inner).__name__} takes no pictures: it has no get_image_features. Traces with pictures cannot be "
-            "trained with it. Load an image-text model."
+            f"TG-MODEL-021: {type(inner).__name__} takes no pictures: it has no get_image_features. Traces with "
+            "pictures cannot be trained with it. Load an image-text model."
         )
     return body
 
@@ -133,7 +133,7 @@ def _inputs(images: RowImages | None) -> dict[str, Tensor]:
     if images is None:
         return {}
     if images.inputs is None:
-        raise ArgumentError("the pictures of a batch are not processed. Move the batch with to() first.")
+        raise ArgumentError("TG-MODEL-022: the pictures of a batch are not processed. Move the batch with to() first.")
     indices = np.searchsorted(np.unique(images.picture), images.picture)
     per_image = [images.inputs[number] for number in indices.tolist()]
     # Model families that split an image have pixel values of shape (1, pieces, channels, height, width).
@@ -170,8 +170,8 @@ def _positions(body: Any, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
         rows, columns = height // merge, width // merge
         if rows * columns != len(tokens) or tokens[-1] - tokens[0] != len(tokens) - 1:
             raise ArgumentError(
-                f"a picture has {len(tokens)} ids and {rows} x {columns} features. Its place in the prompt is not that "
-                "of this model. Align the traces with the model that is trained."
+                f"TG-MODEL-023: a picture has {len(tokens)} ids and {rows} x {columns} features. Its place in the "
+                "prompt is not that of this model. Align the traces with the model that is trained."
             )
         first, last = int(tokens[0]), int(tokens[-1])
         start = depth[first] - offset[first]
@@ -205,8 +205,8 @@ def _with_image_positions(body: Any, batch: Batch) -> Iterator[None]:
     if original is None:
         if bool((pads != mask).any()):
             raise ArgumentError(
-                f"a prompt holds the id of a picture where none stands, and {type(body).__name__} would see one there. "
-                "Leave such traces out."
+                f"TG-MODEL-024: a prompt holds the id of a picture where none stands, and {type(body).__name__} would "
+                "see one there. Leave such traces out."
             )
         yield
         return

@@ -57,9 +57,9 @@ def core_of(name: str, part: Any) -> Any:
     """
     if "core" not in vars(type(part)):
         raise ArgumentError(
-            f"{name} is a {type(part).__name__}, and no evaluator knows its formula: what is known before the step the "
-            "core evaluates, and it would compute another in its place. Put theta in its ratio, so that its own "
-            "formula runs, or teach the core (docs/extending.md)."
+            f"TG-OBJ-001: {name} is a {type(part).__name__}, and no evaluator knows its formula: what is known before "
+            "the step the core evaluates, and it would compute another in its place. Put theta in its ratio, so that "
+            "its own formula runs, or teach the core (docs/extending.md)."
         )
     return part.core()
 
@@ -130,8 +130,8 @@ class View:
         """
         if self.objective.ratio is None:
             raise ArgumentError(
-                f"the surrogate {self.objective.surrogate} reads a ratio, and its objective has none. Pass one: "
-                "Objective(surrogate, Ratio('theta', 'old'))."
+                f"TG-OBJ-002: the surrogate {self.objective.surrogate} reads a ratio, and its objective has none. Pass "
+                "one: Objective(surrogate, Ratio('theta', 'old'))."
             )
         return self.objective.ratio
 
@@ -148,7 +148,9 @@ class View:
             ArgumentError: if no entropy was passed.
         """
         if self._entropy is None:
-            raise ArgumentError("a part of the objective reads the entropy, and it is None. Pass it, and declare it.")
+            raise ArgumentError(
+                "TG-OBJ-003: a part of the objective reads the entropy, and it is None. Pass it, and declare it."
+            )
         return self._entropy
 
     def array(self, name: str) -> Any:
@@ -160,7 +162,8 @@ class View:
         values = self.arrays[name]
         if values is None:
             raise ArgumentError(
-                f"the objective needs {name} of every term, and the terms have none. Pass Terms({name}=...)."
+                f"TG-OBJ-004: the objective needs {name} of every term, and the terms have none. Pass "
+                f"Terms({name}=...)."
             )
         return values
 
@@ -223,8 +226,8 @@ class View:
         reduction = reduce or self.objective.reduce
         if reduction not in self._scales:
             raise ArgumentError(
-                f"a penalty or bonus has its own denominators, {reduction}, and the terms have no scale for them. "
-                "Pass correct(reductions=objective.reductions) and Terms(scales=corrected.scales)."
+                f"TG-OBJ-005: a penalty or bonus has its own denominators, {reduction}, and the terms have no scale "
+                "for them. Pass correct(reductions=objective.reductions) and Terms(scales=corrected.scales)."
             )
         return self._scales[reduction].to(self._theta.dtype)
 

@@ -41,22 +41,22 @@ class Layout:
     def of(cls, like: Any, mask: Any, trace: Any) -> "Layout":
         """Return the layout of logprobs and their mask."""
         if like is None:
-            raise ArgumentError("old and rollout are both None. Pass the logprobs that are known.")
+            raise ArgumentError("TG-OBJ-006: old and rollout are both None. Pass the logprobs that are known.")
         array = _validation.numbers(like, "the logprobs")
         flags = None if mask is None else _validation.as_flags(_validation.numbers(mask, "mask"), "mask")
         if flags is not None and flags.shape != array.shape:
             raise ArgumentError(
-                f"mask is {flags.shape} but the logprobs are {array.shape}. Pass one flag per position."
+                f"TG-OBJ-007: mask is {flags.shape} but the logprobs are {array.shape}. Pass one flag per position."
             )
         if array.ndim == 0:
-            raise ArgumentError("the logprobs are one number, no array. Pass one entry per term.")
+            raise ArgumentError("TG-OBJ-008: the logprobs are one number, no array. Pass one entry per term.")
         if array.ndim > 1 and flags is None:
             raise ArgumentError(
-                f"logprobs of shape {array.shape} need mask=. Which positions are terms is not in them."
+                f"TG-OBJ-009: logprobs of shape {array.shape} need mask=. Which positions are terms is not in them."
             )
         if array.ndim == 1 and trace is None:
             raise ArgumentError(
-                "flat logprobs need trace=, one id per term. Which terms belong together is not in them."
+                "TG-OBJ-010: flat logprobs need trace=, one id per term. Which terms belong together is not in them."
             )
         flat = None if flags is None else flags.reshape(-1)
         return cls(array.shape, flat, np.float64 if array.dtype == np.float64 else np.float32, like)
@@ -111,7 +111,9 @@ class Layout:
 
     def _check(self, array: NDArray[Any], name: str) -> None:
         if array.shape != self.shape:
-            raise ArgumentError(f"{name} is {array.shape} but the logprobs are {self.shape}. Pass one entry per term.")
+            raise ArgumentError(
+                f"TG-OBJ-011: {name} is {array.shape} but the logprobs are {self.shape}. Pass one entry per term."
+            )
 
 
 def proximal_alpha(version: ArrayLike, proximal: int, current: int) -> NDArray[np.float32]:
@@ -249,12 +251,13 @@ def correct(
     _validation.one_of(missing, "missing", get_args(Missing))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
-            f"all_reduce is {_validation.described(all_reduce)}. Pass a function of an array and 'sum' or 'max'."
+            f"TG-OBJ-012: all_reduce is {_validation.described(all_reduce)}. Pass a function of an array and "
+            f"'sum' or 'max'."
         )
     if missing == "neutral" and old is None and rollout is not None:
         raise ArgumentError(
-            "missing='neutral' without old means theta/rollout in the surrogate, and a ratio of 1 where none is known. "
-            "Use missing='mask', or pass old."
+            "TG-OBJ-013: missing='neutral' without old means theta/rollout in the surrogate, and a ratio of 1 where "
+            "none is known. Use missing='mask', or pass old."
         )
     layout = Layout.of(rollout if rollout is not None else old, mask, trace)
     trace = np.arange(layout.shape[0]) if trace is None else trace

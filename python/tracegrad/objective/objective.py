@@ -153,7 +153,7 @@ class Objective:
         for part in self._added:
             if (part.reduce or self.reduce).denominator == "kept" and not part.gated:
                 raise ArgumentError(
-                    "a penalty with gated=False runs over terms that denominator='kept' does not count. "
+                    "TG-OBJ-014: a penalty with gated=False runs over terms that denominator='kept' does not count. "
                     "Use gated=True, gated='detached' or denominator='all'."
                 )
 
@@ -164,8 +164,8 @@ class Objective:
         kind_of("Objective.surrogate", self.surrogate, Surrogate)
         if not getattr(getattr(self.surrogate, "__dataclass_params__", None), "frozen", False):
             raise ArgumentError(
-                f"the surrogate {type(self.surrogate).__name__} is no frozen dataclass. A run that is resumed could "
-                "not tell it from another one. Write @dataclass(frozen=True) above its class."
+                f"TG-OBJ-015: the surrogate {type(self.surrogate).__name__} is no frozen dataclass. A run that is "
+                "resumed could not tell it from another one. Write @dataclass(frozen=True) above its class."
             )
         kind_of("Objective.reduce", self.reduce, Reduce)
         kinds = {"weights": Weight, "gates": AnyGate, "penalties": Penalty, "shifts": Shift}
@@ -185,12 +185,13 @@ class Objective:
             no_effect(self.ratio is not None, "Objective.ratio", f"{name} takes no ratio")
         elif (takes or self.ratio) and (self.ratio is None or self.ratio.num != "theta" or "ref" in self.ratio):
             raise ArgumentError(
-                f"{name} needs theta/old or theta/rollout, not {self.ratio}. Without theta nothing is trained."
+                f"TG-OBJ-016: {name} needs theta/old or theta/rollout, not {self.ratio}. Without theta nothing "
+                f"is trained."
             )
         if self.level.wide:
             raise ArgumentError(
-                f"the surrogate's level is the {self.level.over}. Its ratio would mix traces with different "
-                "advantages. Take the token, turn or trace."
+                f"TG-OBJ-017: the surrogate's level is the {self.level.over}. Its ratio would mix traces with "
+                "different advantages. Take the token, turn or trace."
             )
 
     def _check_product(self, ratios: list[Ratio]) -> None:
@@ -201,7 +202,7 @@ class Objective:
             allowed.append({"old": 1, "rollout": -1})  # score function with one update per batch
         if left_over(ratios) not in allowed:
             raise ArgumentError(
-                f"{' * '.join(map(str, ratios))} does not telescope to theta/rollout, theta/old or 1. "
+                f"TG-OBJ-018: {' * '.join(map(str, ratios))} does not telescope to theta/rollout, theta/old or 1. "
                 "The same mismatch would be corrected twice, or one that is not there. "
                 "Weigh theta/old by old/rollout, or take theta/rollout without a weight."
             )
@@ -211,8 +212,8 @@ class Objective:
         for gate in self.gates:
             if gate.detached and has_trained:
                 raise ArgumentError(
-                    f"the gate '{gate}' is known before the step and stands after one that is not. They are applied in "
-                    "order. Put it first."
+                    f"TG-OBJ-019: the gate '{gate}' is known before the step and stands after one that is not. They "
+                    "are applied in order. Put it first."
                 )
             has_trained |= not gate.detached
 
@@ -311,8 +312,9 @@ class Objective:
         recorded = "rollout" in self.surrogate.reads or any(ratio.recorded for ratio in trained if ratio)
         if missing == "neutral" and recorded:
             raise ArgumentError(
-                "missing='neutral' with rollout beside the policy being trained would assume a ratio of 1 where none "
-                "is known. Use missing='mask', or an objective on theta/old, or one without a ratio (TOPR_POSITIVE)."
+                "TG-OBJ-020: missing='neutral' with rollout beside the policy being trained would assume a ratio of 1 "
+                "where none is known. Use missing='mask', or an objective on theta/old, or one without a ratio "
+                "(TOPR_POSITIVE)."
             )
 
     def __call__(self, logprobs: Any, entropy: Any, terms: Any) -> Any:

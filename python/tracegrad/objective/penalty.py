@@ -60,13 +60,15 @@ class Penalty(Part):
         check_choice("Penalty.kind", self.kind, tuple(KINDS))
         check_choice("Penalty.gated", self.gated, tuple(_GATED))
         if self.ratio.num != "theta":
-            raise ArgumentError(f"the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
+            raise ArgumentError(
+                f"TG-OBJ-021: the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...)."
+            )
         positive("Penalty.coef", self.coef, "leave the penalty out for none")
         no_effect(self.straight_through and self.kind == "k2", "Penalty.straight_through", "k2 has its own gradient")
         if self.importance is not None and self.importance.num != "theta":
             raise ArgumentError(
-                f"Penalty.importance is {self.importance}. It corrects for the policy that drew the tokens: "
-                "Ratio('theta', 'old') or Ratio('theta', 'rollout')."
+                f"TG-OBJ-022: Penalty.importance is {self.importance}. It corrects for the policy that drew the "
+                "tokens: Ratio('theta', 'old') or Ratio('theta', 'rollout')."
             )
         no_effect(
             self.importance is None and self.importance_level != TOKEN, "Penalty.importance_level", "there is no ratio"
@@ -159,12 +161,12 @@ class Entropy:
     def __post_init__(self) -> None:
         check_choice("Entropy.gated", self.gated, tuple(_GATED))
         if not 0 <= self.coef < float("inf"):
-            raise ArgumentError(f"Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
+            raise ArgumentError(f"TG-OBJ-023: Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
         no_effect(self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt")
         if self.adapt is not None and self.gated == "detached":
             raise ArgumentError(
-                "Entropy.gated is 'detached', and its coefficient adapts to the entropy of what all gates left, or of "
-                "all terms. Take gated=True or gated=False."
+                "TG-OBJ-024: Entropy.gated is 'detached', and its coefficient adapts to the entropy of what all gates "
+                "left, or of all terms. Take gated=True or gated=False."
             )
 
     def __str__(self) -> str:
@@ -194,7 +196,9 @@ class Shift(Part):
         check_choice("Shift.center", self.center, ("microbatch", None))
         positive("Shift.coef", self.coef, "leave the shift out for none")
         if self.ratio.num != "theta":
-            raise ArgumentError(f"the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
+            raise ArgumentError(
+                f"TG-OBJ-025: the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...)."
+            )
 
     def of(self, view: View) -> Any:
         """Return what is subtracted from the advantage of each kept term."""

@@ -511,11 +511,11 @@ def named(name: str, kind: type[_T], room: str, what: str) -> _T:
         namespace = vars(module_of(module) if module.endswith(".py") else importlib.import_module(module or room))
     except Exception as error:
         raise ArgumentError(
-            f"{what} {name!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Nothing is known of "
-            "the loss. Write module:NAME, or file.py:NAME."
+            f"TG-OBJ-026: {what} {name!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Nothing is "
+            "known of the loss. Write module:NAME, or file.py:NAME."
         ) from error
     value = namespace.get(attribute)
     if isinstance(value, kind):
         return value
     names = sorted(key for key, match in namespace.items() if isinstance(match, kind) and not key.startswith("_"))
-    raise ArgumentError(f"no {what} is called {name!r}. {nearest(attribute, names)}")
+    raise ArgumentError(f"TG-OBJ-027: no {what} is called {name!r}. {nearest(attribute, names)}")

@@ -67,7 +67,7 @@ class Ratio:
         check_choice("Ratio.num", self.num, POLICIES)
         check_choice("Ratio.den", self.den, POLICIES)
         if self.num == self.den:
-            raise ArgumentError(f"the ratio {self} is always 1. Name two different policies.")
+            raise ArgumentError(f"TG-OBJ-028: the ratio {self} is always 1. Name two different policies.")
 
     def __str__(self) -> str:
         return f"{self.num}/{self.den}"
@@ -241,9 +241,9 @@ def check_reach(name: str, ratio: Ratio, level: Level) -> None:
     """Refuse a statistic of the trained policy over more than one micro-batch, unless its scope allows that."""
     if level.wide and not ratio.detached and level.scope == "step":
         raise ArgumentError(
-            f"{name}: {ratio} depends on the policy being trained, which sees one micro-batch at a time, and the level "
-            f"is the whole {level.over}. The gradient would depend on how the step was cut. "
-            "Say Level(..., scope='microbatch') to accept that, or take old in place of theta."
+            f"TG-OBJ-029: {name}: {ratio} depends on the policy being trained, which sees one micro-batch at a time, "
+            f"and the level is the whole {level.over}. The gradient would depend on how the step was cut. Say "
+            "Level(..., scope='microbatch') to accept that, or take old in place of theta."
         )
     no_effect(level.scope != "step" and ratio.detached, f"{name}.level.scope", f"{ratio} is known for the whole step")
 
@@ -286,7 +286,9 @@ class Reduce:
         if self.per == "constant":
             no_effect(self.denominator == "kept", "Reduce.denominator", "a constant counts nothing")
             if self.norm is None:
-                raise ArgumentError("Reduce(per='constant') without norm. Say the constant; 1.0 is a plain sum.")
+                raise ArgumentError(
+                    "TG-OBJ-030: Reduce(per='constant') without norm. Say the constant; 1.0 is a plain sum."
+                )
         else:
             no_effect(self.norm is not None and self.inner != "sum", "Reduce.norm", "it divides an inner sum")
         if self.norm is not None:

@@ -95,14 +95,14 @@ class Gate(AnyGate):
         check_reach("Gate", self.ratio, self.level)
         if self.drops == "group" and not self.detached:
             raise ArgumentError(
-                "Gate.drops is 'group' on a ratio of the policy being trained. The traces of a group stand in several "
-                "micro-batches. Take drops='trace', or old in place of theta."
+                "TG-OBJ-031: Gate.drops is 'group' on a ratio of the policy being trained. The traces of a group "
+                "stand in several micro-batches. Take drops='trace', or old in place of theta."
             )
         self._check_bounds()
 
     def _check_bounds(self) -> None:
         if self.low is None and self.high is None:
-            raise ArgumentError("a Gate without low and high keeps everything. Give at least one bound.")
+            raise ArgumentError("TG-OBJ-032: a Gate without low and high keeps everything. Give at least one bound.")
         low, high = self.bounds
         if self.stat == "ratio":
             around_one("Gate", max(low, 0.0) if self.low is None else low, high)
@@ -204,8 +204,8 @@ class Budget(AnyGate):
         positive("Budget.mean", self.mean)
         if not self.ratio.detached:
             raise ArgumentError(
-                f"Budget on {self.ratio}: the budget is of the whole step, and the policy being trained sees one "
-                "micro-batch at a time. Take old in place of theta."
+                f"TG-OBJ-033: Budget on {self.ratio}: the budget is of the whole step, and the policy being trained "
+                "sees one micro-batch at a time. Take old in place of theta."
             )
 
     @property
@@ -280,7 +280,9 @@ class DropCovariance(AnyGate):
 
     def check(self, objective: "Objective") -> None:
         if not objective.surrogate.clips:
-            raise ArgumentError("DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate.")
+            raise ArgumentError(
+                "TG-OBJ-034: DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate."
+            )
 
     def keeps(self, view: View, keep: Any) -> Any:
         counted = keep & view.counted
@@ -347,4 +349,6 @@ def _check_share(part: TopEntropy | DropCovariance | TopCovariance, *, zero: boo
     name = type(part).__name__
     check_choice(f"{name}.scope", part.scope, ("microbatch",))
     if not (0 < part.share < 1 or (zero and part.share == 0)):
-        raise ArgumentError(f"{name}.share is {part.share}. It is a share of the terms and lies between 0 and 1.")
+        raise ArgumentError(
+            f"TG-OBJ-035: {name}.share is {part.share}. It is a share of the terms and lies between 0 and 1."
+        )

@@ -91,7 +91,8 @@ def unspell(text: str, classes: Mapping[str, Any]) -> Any:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
-            f"{text[:80]!r} is no objective: {str(error)[:200]}. No loss is known. Write it as docs/losses.md does."
+            f"TG-OBJ-036: {text[:80]!r} is no objective: {str(error)[:200]}. No loss is known. Write it as "
+            f"docs/losses.md does."
         ) from error
 
 

@@ -205,21 +205,25 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
     def __post_init__(self) -> None:
         for name, value in (("low", self.low), ("high", self.high)):
             if not value >= 0:
-                raise ArgumentError(f"Clip.{name} is {value}. It is a distance from 1 and must not be negative.")
+                raise ArgumentError(
+                    f"TG-OBJ-037: Clip.{name} is {value}. It is a distance from 1 and must not be negative."
+                )
         if self.low > 1:
             raise ArgumentError(
-                f"Clip.low is {self.low}: no ratio is below 1 - {self.low}. It is a distance from 1, at most 1."
+                f"TG-OBJ-038: Clip.low is {self.low}: no ratio is below 1 - {self.low}. It is a distance from "
+                f"1, at most 1."
             )
         if 0.5 <= self.low < 1 < self.high <= 1.5:
             raise ArgumentError(
-                f"Clip({self.low}, {self.high}) reads like bounds of the ratio. As distances from 1 they would let it "
-                f"run from {1 - self.low:g} to {1 + self.high:g}. Write Clip({1 - self.low:g}, {self.high - 1:g})."
+                f"TG-OBJ-039: Clip({self.low}, {self.high}) reads like bounds of the ratio. As distances from 1 they "
+                f"would let it run from {1 - self.low:g} to {1 + self.high:g}. Write Clip({1 - self.low:g}, "
+                f"{self.high - 1:g})."
             )
         for name, value in (("dual", self.dual), ("delta", self.delta)):
             if value is not None and not value > 1:
-                raise ArgumentError(f"Clip.{name} is {value}. It is a ratio and must be above 1.")
+                raise ArgumentError(f"TG-OBJ-040: Clip.{name} is {value}. It is a ratio and must be above 1.")
         if self.dual is not None and self.delta is not None:
-            raise ArgumentError("Clip.dual and Clip.delta bound the same branch. Give one of them.")
+            raise ArgumentError("TG-OBJ-041: Clip.dual and Clip.delta bound the same branch. Give one of them.")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -295,7 +299,7 @@ class Regress(Surrogate, locality="term", ratio=True):
 
     def check(self, objective: "Objective") -> None:
         if objective.weights:
-            raise ArgumentError("Regress fits a residual, which no weight corrects. Leave the weights out.")
+            raise ArgumentError("TG-OBJ-042: Regress fits a residual, which no weight corrects. Leave the weights out.")
 
     def loss(self, view: View) -> Any:
         return (self.beta * view.log_ratio - view.advantages).square()

@@ -88,8 +88,8 @@ class Terms:
         """
         if objective.needs.entropy:
             raise ArgumentError(
-                "the objective takes the entropy of the next-token distribution, whose gradient does not go through "
-                "the sampled token's logprob. Take the bonus or gate out, or train through objective(...)."
+                "TG-OBJ-043: the objective takes the entropy of the next-token distribution, whose gradient does not "
+                "go through the sampled token's logprob. Take the bonus or gate out, or train through objective(...)."
             )
         value = torch.as_tensor(logprobs).detach()
         leaf = value.to(torch.promote_types(value.dtype, torch.float32)).clone().requires_grad_()
@@ -150,7 +150,8 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
     if getattr(value, "shape", None) != view.keep.shape:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ArgumentError(
-            f"the loss of {objective.surrogate} is {shape} and the terms are {tuple(view.keep.shape)}. It would count "
+            f"TG-OBJ-044: the loss of {objective.surrogate} is {shape} and the terms are "
+            f"{tuple(view.keep.shape)}. It would count "
             "for other terms than its own. Return one value for each term."
         )
     keep, detached = view.keep, view.detached()
@@ -195,9 +196,10 @@ def _check_detached(objective: Objective, arrays: Mapping[str, Any]) -> None:
         if detached and arrays[name] is None:
             does = "weighs its terms by" if name == "weight" else "has the gate"
             raise ArgumentError(
-                f"the objective {does} '{detached[0]}', which is known before the step, and the terms have no {name}. "
-                f"It would be passed over without a word. Pass Terms({name}=corrected.{name}) of correct(...), or an "
-                f"objective without it: replace(objective, {'weights' if name == 'weight' else 'gates'}=())."
+                f"TG-OBJ-045: the objective {does} '{detached[0]}', which is known before the step, and the terms have "
+                f"no {name}. It would be passed over without a word. Pass Terms({name}=corrected.{name}) of "
+                "correct(...), or an objective without it: replace(objective, "
+                f"{'weights' if name == 'weight' else 'gates'}=())."
             )
 
 
@@ -206,17 +208,18 @@ def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None
     for name, value in arrays.items():
         if value is not None and value.shape != logprobs.shape:
             raise ArgumentError(
-                f"terms.{name} is {tuple(value.shape)} but logprobs are {tuple(logprobs.shape)}. "
+                f"TG-OBJ-046: terms.{name} is {tuple(value.shape)} but logprobs are {tuple(logprobs.shape)}. "
                 "Pass one entry per term in every tensor."
             )
     if objective.needs.entropy and entropy is None:
         raise ArgumentError(
-            "the objective takes the entropy of the next-token distribution, and entropy is None. "
+            "TG-OBJ-047: the objective takes the entropy of the next-token distribution, and entropy is None. "
             "Pass it, as policy.logprobs_and_entropy returns it."
         )
     if entropy is not None and entropy.shape != logprobs.shape:
         raise ArgumentError(
-            f"entropy is {tuple(entropy.shape)} but logprobs are {tuple(logprobs.shape)}. Pass one entry per term."
+            f"TG-OBJ-048: entropy is {tuple(entropy.shape)} but logprobs are {tuple(logprobs.shape)}. Pass one "
+            f"entry per term."
         )
 
 

@@ -63,7 +63,7 @@ class Clamp(Shape):
         if not (self.below_one and 0 <= self.low <= self.high and 0 < self.high < 1):
             around_one("Clamp", self.low, self.high)
             if self.below_one:
-                raise ArgumentError(f"Clamp.below_one has no effect: high is {self.high:g}. Leave it out.")
+                raise ArgumentError(f"TG-OBJ-049: Clamp.below_one has no effect: high is {self.high:g}. Leave it out.")
 
     def of(self, log_ratio: Any) -> Any:
         return log_ratio.exp().clamp(self.low, self.high)
@@ -144,7 +144,9 @@ class Gamma(Shape):
     def __post_init__(self) -> None:
         for name, value in (("power", self.power), ("rate", self.rate)):
             if not 0 < value < INFINITY:
-                raise ArgumentError(f"Gamma.{name} is {value}. The weight would not be bounded. It must be positive.")
+                raise ArgumentError(
+                    f"TG-OBJ-050: Gamma.{name} is {value}. The weight would not be bounded. It must be positive."
+                )
 
     def of(self, log_ratio: Any) -> Any:
         return (self.rate + self.power * log_ratio - self.rate * log_ratio.exp()).exp()
@@ -170,7 +172,9 @@ class Gaussian(Shape):
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma < INFINITY:
-            raise ArgumentError(f"Gaussian.sigma is {self.sigma} nats. No weight has it. It must be positive.")
+            raise ArgumentError(
+                f"TG-OBJ-051: Gaussian.sigma is {self.sigma} nats. No weight has it. It must be positive."
+            )
 
     def of(self, log_ratio: Any) -> Any:
         return (-log_ratio.square() / (2 * self.sigma**2)).exp()
@@ -218,15 +222,20 @@ class Weight(Part):
         if self.detached:
             core_of("Weight.shape", self.shape)
         if self.normalize and self.when != "always":
-            raise ArgumentError("Weight.normalize with when != 'always' has no defined mean. Use one of the two.")
+            raise ArgumentError(
+                "TG-OBJ-052: Weight.normalize with when != 'always' has no defined mean. Use one of the two."
+            )
         if self.normalize and not self.detached:
             raise ArgumentError(
-                f"Weight.normalize on {self.ratio} needs a mean over the step, and the policy being trained sees one "
-                "micro-batch at a time. The gradient would depend on how the step was cut. Take old in place of theta."
+                f"TG-OBJ-053: Weight.normalize on {self.ratio} needs a mean over the step, and the policy being "
+                "trained sees one micro-batch at a time. The gradient would depend on how the step was cut. Take old "
+                "in place of theta."
             )
         no_effect(self.absorbs and self.detached, "Weight.absorbs", "detached weights are one product already")
         if self.absorbs and not self.shape.absorbing:
-            raise ArgumentError("Weight.absorbs belongs to a Gamma shape. Use weights that multiply for the others.")
+            raise ArgumentError(
+                "TG-OBJ-054: Weight.absorbs belongs to a Gamma shape. Use weights that multiply for the others."
+            )
 
     @property
     def reach(self) -> str:

@@ -165,8 +165,9 @@ class Unscored:
 def unusable(path: Path, error: Exception) -> ReadError:
     """Build the error for a stored group that cannot be scored."""
     return ReadError(
-        f"{path}: the group that was played before cannot be scored ({str(error)[:200]}). Its number would be played "
-        "again and this file be replaced. Copy the file again, or move it out of the folder to have the task played."
+        f"TG-ONLINE-001: {path}: the group that was played before cannot be scored ({str(error)[:200]}). Its number "
+        "would be played again and this file be replaced. Copy the file again, or move it out of the folder to have "
+        "the task played."
     )
 
 
@@ -215,8 +216,8 @@ def read(folder: Path, place: Place) -> Traces:
     frame = _core.Frames(os.fspath(path), place.offset, MOST_BYTES).next()
     if frame is None or frame[1] != place.length:
         raise ReadError(
-            f"{path}: the group at byte {place.offset} is not whole. The step that took it cannot be made again. "
-            "Copy the file again."
+            f"TG-ONLINE-002: {path}: the group at byte {place.offset} is not whole. The step that took it cannot be "
+            "made again. Copy the file again."
         )
     return Traces(frame[0])
 
@@ -227,13 +228,13 @@ def _lines(records: Sequence[dict[str, Any]]) -> bytes:
         text = b"".join(dumps(record) + b"\n" for record in records)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"a record of group {records[0].get('group')!r} is no JSON: {error}. It could not be read again. "
-            "Keep numbers, strings, lists and dicts in metadata and rewards."
+            f"TG-ONLINE-003: a record of group {records[0].get('group')!r} is no JSON: {error}. It could not be read "
+            "again. Keep numbers, strings, lists and dicts in metadata and rewards."
         ) from error
     if len(text) > MOST_BYTES:
         raise ArgumentError(
-            f"group {records[0].get('group')!r} has {len(text):,} bytes of records. A group is read at once. "
-            f"Limit its turns or tokens: at most {MOST_BYTES:,}."
+            f"TG-ONLINE-004: group {records[0].get('group')!r} has {len(text):,} bytes of records. A group is read at "
+            f"once. Limit its turns or tokens: at most {MOST_BYTES:,}."
         )
     return text
 
@@ -259,7 +260,8 @@ def _create_file(folder: Path) -> tuple[str, int]:
 
 def _write_error(path: Path, error: OSError) -> TracegradError:
     return TracegradError(
-        f"{path}: {error.strerror}. The group that was played is not kept. Make room and start the run again."
+        f"TG-ONLINE-005: {path}: {error.strerror}. The group that was played is not kept. Make room and start "
+        f"the run again."
     )
 
 
@@ -268,7 +270,7 @@ def _zstandard() -> Any:
         import zstandard
     except ImportError as error:
         raise ArgumentError(
-            "the package zstandard is not installed. What is played could not be written. "
+            "TG-ONLINE-006: the package zstandard is not installed. What is played could not be written. "
             "pip install 'tracegrad[online]'."
         ) from error
     return zstandard
@@ -339,7 +341,8 @@ class Ledger:
                 os.close(file)
         except OSError as error:
             raise TracegradError(
-                f"{self.path}: {error.strerror}. The step could not be made again. Make room and go on from here."
+                f"TG-ONLINE-007: {self.path}: {error.strerror}. The step could not be made again. Make room and "
+                f"go on from here."
             ) from error
         self.steps.append(entry)
         self._read += len(line)
@@ -370,8 +373,8 @@ def _parse_line(line: bytes, path: Path, number: int) -> Taken:
             raise ValueError("it is not the line that stands here")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
-            f"{path}:{number + 1}: not the line of a step ({str(error)[:80]!r}). Which groups it took is not known. "
-            "Copy the run again."
+            f"TG-ONLINE-008: {path}:{number + 1}: not the line of a step ({str(error)[:80]!r}). Which groups it took "
+            "is not known. Copy the run again."
         ) from error
     return entry
 

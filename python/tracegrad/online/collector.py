@@ -52,9 +52,11 @@ class Tasks:
 
     def __init__(self, source: Iterable[Any], seed: int = 0) -> None:
         if isinstance(source, (str, bytes)) or not isinstance(source, Iterable):
-            raise ArgumentError(f"tasks is a {type(source).__name__}. Each of its entries is played. Pass a list.")
+            raise ArgumentError(
+                f"TG-ONLINE-009: tasks is a {type(source).__name__}. Each of its entries is played. Pass a list."
+            )
         if isinstance(source, Sequence) and not len(source):
-            raise ArgumentError("tasks is empty. There is nothing to play. Pass at least one.")
+            raise ArgumentError("TG-ONLINE-010: tasks is empty. There is nothing to play. Pass at least one.")
         self.source, self.seed = source, seed
 
     def after(self, done: set[int]) -> Iterator[tuple[int, Any]]:
@@ -116,7 +118,8 @@ class Pace:
         for name, least in (("groups", 1), ("steps_ahead", 0), ("refill", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(
-                    f"online.{name} is {getattr(self, name)}. Nothing could be played. It must be at least {least}."
+                    f"TG-ONLINE-011: online.{name} is {getattr(self, name)}. Nothing could be played. It must "
+                    f"be at least {least}."
                 )
 
     @property
@@ -210,8 +213,8 @@ class Signal:
         wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
         if not self.free and names and not available & {*self._names}:
             raise ArgumentError(
-                f"the rewards are {', '.join(sorted(names))[:200]}, and {wanted}. Nothing would be trained on. "
-                "Set data.reward to the one that is, or return one number."
+                f"TG-ONLINE-012: the rewards are {', '.join(sorted(names))[:200]}, and {wanted}. Nothing would be "
+                "trained on. Set data.reward to the one that is, or return one number."
             )
 
     def is_dull(self, rewards: Floats) -> bool:
@@ -384,9 +387,9 @@ class Collector:
         if idle > self.play.patience and self._started_at:
             name, began = min(self._started_at.items(), key=lambda item: item[1])
             raise TracegradError(
-                f"no group has finished for {idle:.0f} s. The oldest trajectory under way is {name}, for "
-                f"{time.monotonic() - began:.0f} s. The trainer would wait for ever. Look at its environment and at "
-                "the servers, or raise play.patience."
+                f"TG-ONLINE-013: no group has finished for {idle:.0f} s. The oldest trajectory under way is {name}, "
+                f"for {time.monotonic() - began:.0f} s. The trainer would wait for ever. Look at its environment and "
+                "at the servers, or raise play.patience."
             )
 
     def wait(self, seconds: float) -> None:
@@ -463,7 +466,7 @@ class Collector:
                 self.for_training
                 and (reason := refusal({"temperature": self.play.temperature}, self._kind)) is not None
             ):
-                raise ArgumentError(f"play.temperature is {self.play.temperature}: {reason}")
+                raise ArgumentError(f"TG-ONLINE-014: play.temperature is {self.play.temperature}: {reason}")
         if self.by_address and self._proxy is None and self.play.ids == "chat":
             self._proxy = await self.link.stack.enter_async_context(self._recorder())
 
@@ -595,8 +598,8 @@ class Collector:
             return self.link.servers.chat
         if self.tokenizer is None:
             raise ArgumentError(
-                'play.ids is "tokens", and the policy\'s tokenizer is not known here. No prompt could be written. '
-                'Leave it at "chat".'
+                'TG-ONLINE-015: play.ids is "tokens", and the policy\'s tokenizer is not known here. No prompt '
+                'could be written. Leave it at "chat".'
             )
         tokens = Tokens(self.link.servers, self.tokenizer)
         await tokens.check()
@@ -632,9 +635,9 @@ class Collector:
         if len(self._row) >= self.play.failures:
             first = self._row[0]
             self.failing = TracegradError(
-                f"{len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. They are on the "
-                f"disk; rewards that failed can be scored anew (tracegrad score). The first: {first.error}\n"
-                f"{getattr(first.failure, 'traceback', '') or ''}"
+                f"TG-ONLINE-016: {len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. "
+                "They are on the disk; rewards that failed can be scored anew (tracegrad score). The first: "
+                f"{first.error}\n{getattr(first.failure, 'traceback', '') or ''}"
             )
 
 

@@ -79,7 +79,7 @@ def collect(
     """
     run, (mine, collectors) = place_here(run), share
     if not 0 <= mine < collectors:
-        raise ArgumentError(f"share is {share}. Collectors count from 0. Give (i, n) with i below n.")
+        raise ArgumentError(f"TG-ONLINE-017: share is {share}. Collectors count from 0. Give (i, n) with i below n.")
     contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     with ExitStack() as stack, Interrupt() as interrupt:
         state = _wait_for_state(run, wait_s, interrupt)
@@ -120,8 +120,8 @@ def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> State | N
             return state
         if time.monotonic() > deadline:
             raise TracegradError(
-                f"{run}: no trainer has begun within {wait_s:.0f} s. There is nobody to play for. Start train with "
-                "tasks=None and this folder as out."
+                f"TG-ONLINE-018: {run}: no trainer has begun within {wait_s:.0f} s. There is nobody to play for. Start "
+                "train with tasks=None and this folder as out."
             )
         time.sleep(POLL_S)
     return None
@@ -138,7 +138,8 @@ def _follow(run: Path, state: State, player: Collector, others: Follower, interr
         state = State.read(run) or state
         if not set(state.servers) <= set(admission.pool):
             raise TracegradError(
-                f"{run}: the run has servers that it had not when this collector began. Start the collector again."
+                f"TG-ONLINE-019: {run}: the run has servers that it had not when this collector began. Start "
+                f"the collector again."
             )
         if state != admission.state:
             _apply_state(player, admission, state)

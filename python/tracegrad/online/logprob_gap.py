@@ -279,17 +279,17 @@ def _explained_share(off: NDArray[np.float64], way: NDArray[np.float64]) -> floa
 def fault(step: int, version: int, gap: Gap, clean: str, why: str) -> SyncFault:
     """Build the error that ends a run."""
     return SyncFault(
-        f"step {step}: the servers do not sample from version {version}, which is trained. Of {gap.terms} tokens "
-        f"that they say are its own, the logprobs are off by up to {gap.max:.3g} nats (median {gap.p50:.2g}, 99th "
-        f"percentile {gap.p99:.2g}; at most {clean} is clean). Ratios would be wrong. {why}"
+        f"TG-ONLINE-020: step {step}: the servers do not sample from version {version}, which is trained. Of "
+        f"{gap.terms} tokens that they say are its own, the logprobs are off by up to {gap.max:.3g} nats (median "
+        f"{gap.p50:.2g}, 99th percentile {gap.p99:.2g}; at most {clean} is clean). Ratios would be wrong. {why}"
     )
 
 
 def cached_response(name: str | None, where: str) -> str:
     """Build the error message for two answers with the same id."""
     return (
-        f"{where} gave two answers with the id {name!r}. A cache of responses stands between the run and the model: an "
-        "answer would be trained twice, as if it had been sampled twice. Turn it off for this run."
+        f"TG-ONLINE-049: {where} gave two answers with the id {name!r}. A cache of responses stands between the run "
+        "and the model: an answer would be trained twice, as if it had been sampled twice. Turn it off for this run."
     )
 
 

@@ -70,4 +70,4 @@ class Play:
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
-        raise ArgumentError(f"{name} is {value!r}. A run with it would play nothing. It must be {rule}.")
+        raise ArgumentError(f"TG-ONLINE-021: {name} is {value!r}. A run with it would play nothing. It must be {rule}.")

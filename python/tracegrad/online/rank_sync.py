@@ -42,7 +42,7 @@ class Bond:
             TracegradError: if another rank has reported an error.
         """
         if message := self.ranks.heard():
-            raise TracegradError(f"{message} This rank stops with it.")
+            raise TracegradError(f"TG-ONLINE-022: {message} This rank stops with it.")
         signalled = self.interrupt.received is not None
         if self.ranks.first:
             return signalled or self.ranks.finds_word(f"signal {self.name}")

@@ -106,7 +106,7 @@ def record(
     out = place_here(out)
     for name, value in (("groups", 1 if groups is None else groups), ("parallel", parallel)):
         if value < 1:
-            raise ArgumentError(f"{name} is {value}. Nothing would be played. It must be at least 1.")
+            raise ArgumentError(f"TG-ONLINE-023: {name} is {value}. Nothing would be played. It must be at least 1.")
     contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     with Mirror(out).locked():
         folder, signal = out / buffer.FOLDER, Signal(free=True)
@@ -115,8 +115,8 @@ def record(
         if (done or stored) and not resume:
             unscored = f" and {stored:,} that are not scored" if stored else ""
             raise ArgumentError(
-                f"{out} holds {len(done):,} groups{unscored}. Others of the same names would be added to them. Go on "
-                "with resume=True, or give another out."
+                f"TG-ONLINE-024: {out} holds {len(done):,} groups{unscored}. Others of the same names would be added "
+                "to them. Go on with resume=True, or give another out."
             )
         entries = ((number, task) for number, task in enumerate(islice(tasks, groups)) if number not in done)
         counts = Counts()

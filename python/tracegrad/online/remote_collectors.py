@@ -65,8 +65,8 @@ class State:
             return cls(**counts, servers=servers, model=text(record["model"]), over=record["over"] is True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
-                f"{path}: not the state of a run ({str(error)[:80]!r}). Which weights serve is not known. Start the "
-                "trainer again, which writes it anew."
+                f"TG-ONLINE-025: {path}: not the state of a run ({str(error)[:80]!r}). Which weights serve is not "
+                "known. Start the trainer again, which writes it anew."
             ) from error
 
 
@@ -131,8 +131,8 @@ class Elsewhere:
         idle = time.monotonic() - self.finished_at
         if self._playing and idle > self.patience:
             raise TracegradError(
-                f"{self.folder}: no group has come for {idle:.0f} s. The trainer would wait for ever. Look whether the "
-                "collectors run and what they say, or raise play.patience."
+                f"TG-ONLINE-026: {self.folder}: no group has come for {idle:.0f} s. The trainer would wait for ever. "
+                "Look whether the collectors run and what they say, or raise play.patience."
             )
 
     def wait(self, seconds: float) -> None:

@@ -132,15 +132,17 @@ class Contract:
         """Create a contract from the arguments of `train`."""
         names = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
         if len(names) > 1:
-            raise ArgumentError(f"{names[0]} and {names[1]} are both given. Each says how a task is played. Pass one.")
+            raise ArgumentError(
+                f"TG-ONLINE-027: {names[0]} and {names[1]} are both given. Each says how a task is played. Pass one."
+            )
         if agent is not None:
             return cls(agent, rewards, weights, by_address=True)
         if environment is not None:
             return cls(environment, rewards, weights)
         if not rewards:
             raise ArgumentError(
-                "neither an agent, an environment nor rewards are given. What is good would not be known. Give one of "
-                "them."
+                "TG-ONLINE-028: neither an agent, an environment nor rewards are given. What is good would not be "
+                "known. Give one of them."
             )
         return cls(with_tools(tools) if tools else one_turn(), rewards, weights)
 

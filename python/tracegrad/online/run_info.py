@@ -56,6 +56,6 @@ class Brief:
             return cls(text(record["model"]), text(record["objective"]), online, play, dict(record["engine"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
-                f"{out / NAME}: not what a trainer writes ({str(error)[:80]!r}). What the run was told is not known. "
-                "Copy it again, or start the trainer again, which writes it anew."
+                f"TG-ONLINE-029: {out / NAME}: not what a trainer writes ({str(error)[:80]!r}). What the run was told "
+                "is not known. Copy it again, or start the trainer again, which writes it anew."
             ) from error

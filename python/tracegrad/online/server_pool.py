@@ -131,7 +131,9 @@ class Link:
                     lines.tick(progress)
                 self.check()
                 if not self._thread.is_alive():
-                    raise TracegradError("what plays has ended. The servers cannot be asked. Start the run again.")
+                    raise TracegradError(
+                        "TG-ONLINE-030: what plays has ended. The servers cannot be asked. Start the run again."
+                    )
         except BaseException:
             future.cancel()
             raise
@@ -215,8 +217,8 @@ async def model_of(servers: Any) -> str:
     names = [_first_model(url, answer) for url, answer in zip(servers.urls, answers, strict=True)]
     if len(set(names)) > 1:
         raise ArgumentError(
-            f"the servers list {', '.join(map(repr, names))} first. They would be asked for one name. Start all with "
-            "the same --served-model-name."
+            f"TG-ONLINE-031: the servers list {', '.join(map(repr, names))} first. They would be asked for one name. "
+            "Start all with the same --served-model-name."
         )
     return names[0]
 
@@ -226,6 +228,6 @@ def _first_model(url: str, answer: Any) -> str:
         return str(answer.body["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise ArgumentError(
-            f"{url} lists no model under /v1/models ({answer.words}). What to ask it for is not known. Look at its "
-            "log, and whether the URL is right."
+            f"TG-ONLINE-032: {url} lists no model under /v1/models ({answer.words}). What to ask it for is not known. "
+            "Look at its log, and whether the URL is right."
         ) from error

@@ -31,7 +31,7 @@ def sync_of(driven: Run, told: Online) -> Callable[[Any], Any]:
         return Nccl
     if not has_adapters(driven.model):
         raise ArgumentError(
-            "online.sync is 'lora', and the model has no adapters. There would be nothing to push. Set "
+            "TG-ONLINE-033: online.sync is 'lora', and the model has no adapters. There would be nothing to push. Set "
             "train.lora_rank, or use online.sync 'file'."
         )
     shutil.rmtree(folder, ignore_errors=True)  # files of a killed run have other names
@@ -78,8 +78,8 @@ def _check_device(driven: Run) -> None:
     device = driven.target.device
     if device.type != "cuda":
         raise ArgumentError(
-            f"online.sync is 'nccl', and the policy is trained on {device}. NCCL sends from one CUDA device to "
-            "another, and no server would get anything. Use online.sync 'file'."
+            f"TG-ONLINE-034: online.sync is 'nccl', and the policy is trained on {device}. NCCL sends from one CUDA "
+            "device to another, and no server would get anything. Use online.sync 'file'."
         )
 
 
@@ -111,7 +111,9 @@ def served(
 
     for name, instead in (("api_key", "Pass key (key_file)"), ("hf_token", "Set HF_TOKEN in the environment")):
         if isinstance(engine.get(name), (str, list, tuple)):
-            raise ArgumentError(f"engine.{name} would stand in command lines and in run.json. {instead}.")
+            raise ArgumentError(
+                f"TG-ONLINE-035: engine.{name} would stand in command lines and in run.json. {instead}."
+            )
     # Processed logprobs include the temperature of each request, as the trainer's do.
     arguments = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs", **engine}
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
@@ -121,7 +123,7 @@ def served(
         return
     if urls:
         if engine or python:
-            raise ArgumentError("engine and python have no effect: servers are named. Leave them out.")
+            raise ArgumentError("TG-ONLINE-036: engine and python have no effect: servers are named. Leave them out.")
         yield (lambda: Servers(urls, model="", key=key)), {}, _no_reason
         return
     from tracegrad.rollout.launch import flags as to_flags
@@ -131,8 +133,8 @@ def served(
 
     if python is None and importlib.util.find_spec("vllm") is None:
         raise ArgumentError(
-            "no server is named, and vLLM is not installed here to start one. Nothing could be played. Pass servers=, "
-            "or python=, the interpreter of an environment that has vLLM."
+            "TG-ONLINE-037: no server is named, and vLLM is not installed here to start one. Nothing could be played. "
+            "Pass servers=, or python=, the interpreter of an environment that has vLLM."
         )
     key = key or secrets.token_urlsafe(32)  # other users of this machine can reach its loopback too
     flags, environment = vllm_arguments(told.sync, beside=out / "package", guard=True, **adapters)
@@ -161,10 +163,13 @@ def _in_process(
     from tracegrad.weight_sync import engine_arguments
 
     if python is not None:
-        raise ArgumentError(f"python has no effect: vLLM runs in this process, servers={IN_PROCESS!r}. Leave it out.")
+        raise ArgumentError(
+            f"TG-ONLINE-038: python has no effect: vLLM runs in this process, servers={IN_PROCESS!r}. Leave it out."
+        )
     if told.sync == "nccl":
         raise ArgumentError(
-            f"online.sync is 'nccl', and servers={IN_PROCESS!r}. NCCL has no two ranks on one device. Use 'file'."
+            f"TG-ONLINE-039: online.sync is 'nccl', and servers={IN_PROCESS!r}. NCCL has no two ranks on one "
+            f"device. Use 'file'."
         )
     engine = Engine(model, {**engine_arguments(told.sync, **adapters), **arguments})
     try:

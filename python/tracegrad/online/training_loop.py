@@ -129,13 +129,14 @@ def train(
     options, play, out, model = online or Online(), play or Play(), place_here(out), Path(model)
     if tasks is None and options.sync == "lora":
         raise ArgumentError(
-            "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
-            "for it. Set online.sync to 'file', which merges adapters, or play the tasks here."
+            "TG-ONLINE-040: tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector "
+            "elsewhere asks for it. Set online.sync to 'file', which merges adapters, or play the tasks here."
         )
     if tasks is None and not servers and key is None:
         raise ArgumentError(
-            "tasks is None, and no server is named. One that is started asks for a token on every path, which "
-            "collectors in other processes would not have. Pass key= (key_file) here and to them, or name servers."
+            "TG-ONLINE-041: tasks is None, and no server is named. One that is started asks for a token on every "
+            "path, which collectors in other processes would not have. Pass key= (key_file) here and to them, or name "
+            "servers."
         )
     contract = None
     if tasks is not None or len(evaluation):
@@ -212,7 +213,9 @@ def replay(
     """
     run, out, model = Path(run), place_here(out), Path(model)
     if run.resolve() == out.resolve():
-        raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
+        raise ArgumentError(
+            f"TG-ONLINE-042: {out} is the run's own folder. The replay would overwrite it. Give another out."
+        )
     before, config_before = Brief.read(run), load_config(run / "config.toml")
     objective = objective_of(config_before) if objective is None else objective
     _check_objective(run, before.objective, repr(objective))
@@ -594,8 +597,8 @@ def _check_objective(run: Path, before: str, now: str) -> None:
     lines = [f"{name}: {old.get(name, 'none')}, now {new.get(name, 'none')}" for name in names[:SHOWN_OPTIONS]]
     more = f"; and {len(names) - SHOWN_OPTIONS} more" if len(names) > SHOWN_OPTIONS else ""
     raise ArgumentError(
-        f"{run}: the run had another objective: {'; '.join(lines)}{more}. The replay's parameters would be others. "
-        "Leave --objective out, or give that of the run."
+        f"TG-ONLINE-043: {run}: the run had another objective: {'; '.join(lines)}{more}. The replay's parameters would "
+        "be others. Leave --objective out, or give that of the run."
     )
 
 
@@ -639,13 +642,14 @@ def _config(config: Config) -> Config:
     for is_set, name in file_options:
         if is_set:
             raise ArgumentError(
-                f"{name} is of training from a file, and would do nothing here. Leave it out; `weights` is what "
-                "reward functions are weighed by."
+                f"TG-ONLINE-044: {name} is of training from a file, and would do nothing here. Leave it out; `weights` "
+                "is what reward functions are weighed by."
             )
     if config.reward_kl.coef:
         raise ArgumentError(
-            "reward_kl.coef is of training from a file. A step that is played is compared before anything of it is "
-            "measured, and nothing would be charged. Take objective.kl, or train on what was recorded."
+            "TG-ONLINE-045: reward_kl.coef is of training from a file. A step that is played is compared before "
+            "anything of it is measured, and nothing would be charged. Take objective.kl, or train on what was "
+            "recorded."
         )
     config = replace(config, data=replace(config.data, holdout=0.0))
     if config.advantage.baseline == "none" or config.advantage.singleton != "refuse":
@@ -658,7 +662,8 @@ def _restore_or_begin(driven: Run, resume: bool) -> None:
         driven.restore()
     elif (driven.out / "steps.jsonl").exists():
         raise ArgumentError(
-            f"{driven.out} holds a run. A new one would be mixed with it. Go on with resume=True, or give another out."
+            f"TG-ONLINE-046: {driven.out} holds a run. A new one would be mixed with it. Go on with "
+            f"resume=True, or give another out."
         )
     driven.begin()
 

@@ -233,7 +233,7 @@ class Canary:
             theirs = text
         if theirs == text or self._encodes_differently(answer.url, text, local):
             raise SyncFault(
-                f"{answer.url} has another tokenizer than the policy: the same conversation is the ids "
+                f"TG-ONLINE-047: {answer.url} has another tokenizer than the policy: the same conversation is the ids "
                 f"{answer.prompt_ids[:12]}... there and {local[:12]}... here. Every logprob would be of another token. "
                 "Start the server with the policy's own folder, or its --tokenizer."
             )
@@ -287,8 +287,8 @@ class Canary:
                 rows.append(Row(ids, rollout, inv_temperature, urls.index(answer.url)))
         if not rows:
             raise SyncError(
-                f"{', '.join(urls)} sampled no token for {len(answers)} requests of the run. What they serve cannot be "
-                "compared with the trainer. Look at their logs."
+                f"TG-ONLINE-048: {', '.join(urls)} sampled no token for {len(answers)} requests of the run. What they "
+                "serve cannot be compared with the trainer. Look at their logs."
             )
         return Sample.of(self.driven, rows, urls=urls)
 

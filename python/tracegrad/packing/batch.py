@@ -155,12 +155,14 @@ class Batch:
             ArgumentError: if the dtype or shape is different, or the batch was moved to a device.
         """
         if not isinstance(self.row, np.ndarray):
-            raise ArgumentError("the batch was moved to a device already. Call without() before to(), on the host.")
+            raise ArgumentError(
+                "TG-PACK-001: the batch was moved to a device already. Call without() before to(), on the host."
+            )
         mask = np.asarray(dropped)
         if mask.dtype != np.bool_ or mask.shape != self.term.shape:
             raise ArgumentError(
-                f"dropped is {mask.dtype} of shape {mask.shape}, but the batch has {len(self.term)} terms. "
-                "Pass one bool per term: dropped[batch.term] of an array in the step's order."
+                f"TG-PACK-002: dropped is {mask.dtype} of shape {mask.shape}, but the batch has {len(self.term)} "
+                "terms. Pass one bool per term: dropped[batch.term] of an array in the step's order."
             )
         rows, row = np.unique(self.row[~mask], return_inverse=True)
         logit_rows = {name: getattr(self, name)[rows] for name in ("read", "target", "inv_temperature")}
@@ -251,8 +253,9 @@ class Step:
         newest = int(np.max(self.version, initial=-1))
         if newest > version:
             raise ArgumentError(
-                f"version is {version}, and a term was sampled by version {newest}. A policy samples after it was "
-                "trained, so one of the two counts otherwise. Pass the version that the servers were given last."
+                f"TG-PACK-003: version is {version}, and a term was sampled by version {newest}. A policy samples "
+                "after it was trained, so one of the two counts otherwise. Pass the version that the servers were "
+                "given last."
             )
         return np.where(self.version < 0, -1, version - self.version.astype(np.int64))
 
@@ -356,8 +359,8 @@ class Step:
     def _check(self, name: str, lengths: list[int], expected: list[int]) -> None:
         if lengths != expected:
             raise ArgumentError(
-                f"{name} has {lengths} entries but the step has {expected}. Each term needs its own logprob. "
-                "Pass one array per batch, each of the batch's terms, or one array in the step's order."
+                f"TG-PACK-004: {name} has {lengths} entries but the step has {expected}. Each term needs its own "
+                "logprob. Pass one array per batch, each of the batch's terms, or one array in the step's order."
             )
 
 

@@ -53,7 +53,9 @@ class ModelShape:
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name.startswith("tower_") else 1
             if not isinstance(value, int) or value < least:
-                raise ArgumentError(f"ModelShape.{field.name} is {value!r}. It must be an integer of at least {least}.")
+                raise ArgumentError(
+                    f"TG-PACK-005: ModelShape.{field.name} is {value!r}. It must be an integer of at least {least}."
+                )
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -133,6 +135,7 @@ def _required_size(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if value is None:
         raise ArgumentError(
-            f"{type(config).__name__} has no {name}, so the cost of a pass is not known. Pass ModelShape(...) by hand."
+            f"TG-PACK-006: {type(config).__name__} has no {name}, so the cost of a pass is not known. Pass "
+            f"ModelShape(...) by hand."
         )
     return int(value)

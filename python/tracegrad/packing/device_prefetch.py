@@ -32,7 +32,9 @@ def prefetch(batches: Iterable[Batch], device: Any, ahead: int = 1) -> Iterator[
     [[5, 6]]
     """
     if ahead < 0:
-        raise ArgumentError(f"ahead is {ahead}. It is how many batches are moved before they are asked for.")
+        raise ArgumentError(
+            f"TG-PACK-007: ahead is {ahead}. It is how many batches are moved before they are asked for."
+        )
     return _prefetch(batches, device, ahead)
 
 

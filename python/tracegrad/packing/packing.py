@@ -125,7 +125,7 @@ def steps_of(
 def nothing_to_train() -> ArgumentError:
     """Create the error for sequences in which no trace has a trained token that is laid out."""
     return ArgumentError(
-        "no token can be trained. Every trace is without a trainable token or longer than token_budget. "
+        "TG-PACK-008: no token can be trained. Every trace is without a trainable token or longer than token_budget. "
         "Look at the tiers and the drift of the sequences, or raise token_budget."
     )
 
@@ -386,15 +386,15 @@ def advantages_by_token(
     else:
         where = f"per={per!r} and there" if per else "there"
         raise ArgumentError(
-            f"advantages has shape {values.shape}, but {where} are {sequences.traces} traces and {len(terms)} terms. "
-            "Pass one per trace, or one per trainable token."
+            f"TG-PACK-009: advantages has shape {values.shape}, but {where} are {sequences.traces} traces and "
+            f"{len(terms)} terms. Pass one per trace, or one per trainable token."
         )
     bad = terms[~np.isfinite(out[terms])]
     if len(bad):
         name = sequences.trace_name(int(owner[bad[0]]))
         raise ArgumentError(
-            f"trace '{name}': the advantage of a trained token is {out[bad[0]]}, and {len(bad)} are not finite. "
-            "The gradient would not be a number. Give every trained trace a reward, or leave it out."
+            f"TG-PACK-010: trace '{name}': the advantage of a trained token is {out[bad[0]]}, and {len(bad)} are not "
+            "finite. The gradient would not be a number. Give every trained trace a reward, or leave it out."
         )
     return out
 
@@ -470,7 +470,7 @@ def _check_types(
 ) -> None:
     _validation.instance(sequences, "sequences", Sequences, "Pass what align() gave.")
     if needs is not None and not hasattr(needs, "trace_ratio"):
-        raise ArgumentError(f"needs is {_validation.described(needs)}. Pass objective.needs.")
+        raise ArgumentError(f"TG-PACK-011: needs is {_validation.described(needs)}. Pass objective.needs.")
     if shape is not None:
         _validation.instance(shape, "shape", ModelShape, "Pass ModelShape.of(model.config).")
     _validation.one_of(too_long, "too_long", ("refuse", "drop", "truncate"))
@@ -487,13 +487,14 @@ def _check(
     if step_groups is not None:
         _validation.integer(step_groups, "step_groups", least=1)
     if _validation.integer(rank, "rank", least=0) >= ranks:
-        raise ArgumentError(f"rank is {rank} of {ranks}. Ranks count from 0.")
+        raise ArgumentError(f"TG-PACK-012: rank is {rank} of {ranks}. Ranks count from 0.")
     _validation.flag(skip, "skip_zero_advantage")
     if skip and (needs is None or needs.zero_advantage):
         reason = "it is not known what the objective looks at" if needs is None else needs.zero_advantage
         fix = "Pass needs=objective.needs" if needs is None else "Pass skip_zero_advantage=False"
         raise ArgumentError(
-            f"skip_zero_advantage=True, but {reason}. A trace whose advantage is 0 could still matter. {fix}."
+            f"TG-PACK-013: skip_zero_advantage=True, but {reason}. A trace whose advantage is 0 could still "
+            f"matter. {fix}."
         )
 
 

@@ -42,7 +42,7 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TracegradError(
-                f"{self.path}: {error.strerror}. Nothing can be written there. Give another --out."
+                f"TG-PREPARE-001: {self.path}: {error.strerror}. Nothing can be written there. Give another --out."
             ) from error
 
     @contextmanager
@@ -91,7 +91,7 @@ class Folder:
             flush(self.path)
         except OSError as error:
             raise TracegradError(
-                f"{shard}: {error.strerror}. It is not written. Make room and go on with --resume."
+                f"TG-PREPARE-002: {shard}: {error.strerror}. It is not written. Make room and go on with --resume."
             ) from error
         return manifest.read(shard)
 

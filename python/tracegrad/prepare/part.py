@@ -76,8 +76,8 @@ def shard(
     chosen = data or Data()
     if chosen.on_error == "quarantine":
         raise ArgumentError(
-            "data.on_error is 'quarantine', and `shard` writes nothing but its shard. Bad records would be lost. "
-            "Pass 'skip', or read with tracegrad.read(..., quarantine=PREFIX) and pass what it gives."
+            "TG-PREPARE-003: data.on_error is 'quarantine', and `shard` writes nothing but its shard. Bad records "
+            "would be lost. Pass 'skip', or read with tracegrad.read(..., quarantine=PREFIX) and pass what it gives."
         )
     tokenizer = model if isinstance(model, Tokenizer) else _tokenizer(os.fspath(model))
     if isinstance(records, Part):
@@ -102,7 +102,8 @@ def _check_names(sequences: Sequences) -> None:
     unnamed = next((name for name in sequences.trace_ids if name.startswith("<records>:")), None)
     if unnamed is not None:
         raise ArgumentError(
-            f"{unnamed} has no id. Records of other shards would be called the same, and taken for one group. Give "
+            f"TG-PREPARE-004: {unnamed} has no id. Records of other shards would be called the same, and taken "
+            f"for one group. Give "
             "each record an `id`, or map={'id': PATH}."
         )
 

@@ -76,8 +76,8 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
             ray.init(address=address or None, log_to_driver=False, logging_level="warning")
         except Exception as error:
             raise ArgumentError(
-                f"--ray {address}: {type(error).__name__}: {str(error)[:200]}. No part can be done there. Start the "
-                "cluster, or leave the address out."
+                f"TG-PREPARE-005: --ray {address}: {type(error).__name__}: {str(error)[:200]}. No part can be done "
+                "there. Start the cluster, or leave the address out."
             ) from error
     try:
         most = workers or int(ray.cluster_resources().get("CPU", 1))
@@ -100,8 +100,8 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
             raise failed[min(failed)]
     except ray.exceptions.RayError as error:
         raise TracegradError(
-            f"Ray: {_last_line(str(error))}. Its parts are not done; those that were are kept. Install tracegrad "
-            f"{_core.__version__} on every node, mend what is named, and go on with --resume."
+            f"TG-PREPARE-006: Ray: {_last_line(str(error))}. Its parts are not done; those that were are kept. Install "
+            f"tracegrad {_core.__version__} on every node, mend what is named, and go on with --resume."
         ) from error
     finally:
         if is_own:
@@ -120,12 +120,12 @@ def check(address: str) -> None:
     resolved = address or os.environ.get("RAY_ADDRESS", "")
     setting = f"--ray {address}" if address else f"RAY_ADDRESS is {resolved}" if resolved else "--ray"
     if reason := _connection_error(resolved):
-        raise ArgumentError(f"{setting}: nobody answers there ({reason}). {_CURE}")
+        raise ArgumentError(f"TG-PREPARE-007: {setting}: nobody answers there ({reason}). {_CURE}")
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.data")
     except ImportError as error:
-        raise ArgumentError(f"{error}. --ray needs it. pip install 'tracegrad[ray]'") from error
+        raise ArgumentError(f"TG-PREPARE-008: {error}. --ray needs it. pip install 'tracegrad[ray]'") from error
     if resolved == "local" or ray.is_initialized():
         return
     try:
@@ -139,10 +139,10 @@ def check(address: str) -> None:
     except subprocess.TimeoutExpired as error:
         where = "" if resolved else " a cluster that was started here, and is gone without `ray stop`, or is busy:"
         raise ArgumentError(
-            f"{setting}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
+            f"TG-PREPARE-009: {setting}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
         ) from error
     if joined.returncode and resolved:  # Without an address and without a running cluster, Ray starts a local one.
-        raise ArgumentError(f"{setting}: {_last_line(joined.stderr)}. {_CURE}")
+        raise ArgumentError(f"TG-PREPARE-021: {setting}: {_last_line(joined.stderr)}. {_CURE}")
 
 
 _CURE = (

@@ -108,14 +108,14 @@ def check_prepared(source: str, data: Data, map: Map) -> None:
     default = Data()
     if map.told():
         raise ArgumentError(
-            f"map.{next(iter(map.told()))} has no effect on {source}, which is read already. It is of prepare. "
-            "Leave it out, or give the file of traces."
+            f"TG-PREPARE-010: map.{next(iter(map.told()))} has no effect on {source}, which is read already. It is of "
+            "prepare. Leave it out, or give the file of traces."
         )
     for name in OF_ALIGNING:
         if getattr(data, name) != getattr(default, name):
             raise ArgumentError(
-                f"data.{name} has no effect on {source}, which is aligned already. It is an option of prepare. "
-                "Leave it out, or give the file of traces."
+                f"TG-PREPARE-011: data.{name} has no effect on {source}, which is aligned already. It is an option of "
+                "prepare. Leave it out, or give the file of traces."
             )
 
 
@@ -223,8 +223,8 @@ def _by_processes(
 def _check(place: Folder | Bucket, workers: int, ray: str | None) -> None:
     if isinstance(place, Bucket) and place.address.startswith("memory://") and (workers > 1 or ray is not None):
         raise ArgumentError(
-            f"{place} is in the memory of this process. Shards of other processes would be lost. Leave --workers and "
-            "--ray out, or give another --out."
+            f"TG-PREPARE-012: {place} is in the memory of this process. Shards of other processes would be lost. Leave "
+            "--workers and --ray out, or give another --out."
         )
 
 
@@ -243,8 +243,8 @@ def _check_own(place: Folder | Bucket) -> None:
     alien = sorted(name for name in names if not _ASIDE.search(name))
     if alien and not is_ours:
         raise ArgumentError(
-            f"{place} holds {shown(alien[0])[:80]!r} and is not a folder of `prepare`. Files of it could be replaced. "
-            "Give another --out."
+            f"TG-PREPARE-013: {place} holds {shown(alien[0])[:80]!r} and is not a folder of `prepare`. Files of it "
+            "could be replaced. Give another --out."
         )
 
 
@@ -297,13 +297,13 @@ def _begin(place: Folder | Bucket, plan: dict[str, Any], resume: bool) -> None:
     if has_shards and not resume:
         state = "of a `prepare` that is done" if manifest.NAME in names else "of a `prepare` that was stopped"
         raise ArgumentError(
-            f"{place} holds shards {state}. New ones among them would be read as one set. Go on with --resume, or give "
-            "another --out."
+            f"TG-PREPARE-014: {place} holds shards {state}. New ones among them would be read as one set. Go on with "
+            "--resume, or give another --out."
         )
     if has_shards and plan["source"] == "-":
         raise ArgumentError(
-            f"{place} holds shards of standard input, which cannot be known to be the same again. The shards would not "
-            "be those of one run. Give a file, or another --out."
+            f"TG-PREPARE-015: {place} holds shards of standard input, which cannot be known to be the same again. The "
+            "shards would not be those of one run. Give a file, or another --out."
         )
     if has_shards:
         _check_plan(place, plan)
@@ -318,14 +318,14 @@ def _check_plan(place: Folder | Bucket, plan: dict[str, Any]) -> None:
         differing = [name for name in {**previous, **plan} if previous.get(name) != plan.get(name)]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArgumentError(
-            f"{place}/{PLAN}: does not say what the shards beside it were made of ({str(error)[:80]!r}). They cannot "
-            "be gone on with. Give another --out."
+            f"TG-PREPARE-016: {place}/{PLAN}: does not say what the shards beside it were made of "
+            f"({str(error)[:80]!r}). They cannot be gone on with. Give another --out."
         ) from error
     if differing:
         name = differing[0]
         raise ArgumentError(
-            f"{place}/{PLAN}: {name} was {str(previous.get(name))[:80]!r} and is now {str(plan.get(name))[:80]!r}. The "
-            f"shards would not be those of one run. {remedy}"
+            f"TG-PREPARE-017: {place}/{PLAN}: {name} was {str(previous.get(name))[:80]!r} and is now "
+            f"{str(plan.get(name))[:80]!r}. The shards would not be those of one run. {remedy}"
         )
 
 
@@ -337,7 +337,9 @@ def _plan(
     if names != ["-"]:
         places = expand(names)
         if missing := [place.path for place in places if place.kind == "file" and not os.path.exists(place.path)]:
-            raise TracegradError(f"{missing[0]}: No such file or directory. Nothing is read. Check the path.")
+            raise TracegradError(
+                f"TG-PREPARE-018: {missing[0]}: No such file or directory. Nothing is read. Check the path."
+            )
         sizes, times = [place.size for place in places], [place.modified for place in places]
         source |= {"source_bytes": sizes[0], "source_mtime_ns": times[0]} if len(places) == 1 else {}
         source |= {"source_bytes": sizes, "source_mtime_ns": times} if len(places) > 1 else {}

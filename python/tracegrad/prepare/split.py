@@ -40,7 +40,9 @@ def pieces(place: Place, part_bytes: int, told: Map) -> list[Place]:
                     bounds.append(bound)
             return _with_lines(file, place, [*bounds, place.size]) if len(bounds) > 1 else [place]
     except OSError as error:
-        raise ReadError(f"{place.path}: cannot be read ({error.strerror}). Check that the file is there.") from error
+        raise ReadError(
+            f"TG-PREPARE-019: {place.path}: cannot be read ({error.strerror}). Check that the file is there."
+        ) from error
 
 
 def _is_of_lines(file: BinaryIO) -> bool:

@@ -205,6 +205,6 @@ class _Worker:
 def _lost(part: Part, times: int, status: int) -> TracegradError:
     end = f"by signal {-status}" if status < 0 else f"with exit status {status}"
     return TracegradError(
-        f"{part}: the process that did it ended {end}, {times} times. The part is not done; the others are kept. Where "
-        "memory was short, give fewer --workers or smaller --shard-traces, and go on with --resume."
+        f"TG-PREPARE-020: {part}: the process that did it ended {end}, {times} times. The part is not done; the others "
+        "are kept. Where memory was short, give fewer --workers or smaller --shard-traces, and go on with --resume."
     )

@@ -33,7 +33,8 @@ def find(name: str) -> Recipe:
         return verl.named(name)
     if isinstance(getattr(presets, name, None), Objective) and name not in __all__:
         raise ArgumentError(
-            f"{name} is an objective without a recipe: its source leaves open how rewards become advantages. Nothing "
-            f"but the loss would be set. Say --objective {name}, and --advantage.scale as you need it."
+            f"TG-RECIPE-001: {name} is an objective without a recipe: its source leaves open how rewards become "
+            f"advantages. Nothing but the loss would be set. Say --objective {name}, and --advantage.scale as you need "
+            "it."
         )
     return presets.named(name, Recipe, __name__, "recipe")

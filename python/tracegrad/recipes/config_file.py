@@ -25,7 +25,7 @@ def like(told: str) -> Recipe:
     peer, _, file = told.partition(":")
     if peer not in _IMPORTERS or not file:
         raise ArgumentError(
-            f"--like {told!r:.100} names no config. Write {', '.join(f'{p}:FILE' for p in _IMPORTERS)}."
+            f"TG-RECIPE-002: --like {told!r:.100} names no config. Write {', '.join(f'{p}:FILE' for p in _IMPORTERS)}."
         )
     try:
         return _IMPORTERS[peer](_read(Path(file)))
@@ -40,15 +40,19 @@ def _read(path: Path) -> Any:
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ArgumentError(f"{reason}. The recipe is not known. Give a YAML or JSON file.") from error
+        raise ArgumentError(f"TG-RECIPE-003: {reason}. The recipe is not known. Give a YAML or JSON file.") from error
     if len(data) > _MOST_BYTES:
-        raise ArgumentError(f"more than {_MOST_BYTES:,} bytes. It is no config. Give another.")
+        raise ArgumentError(f"TG-RECIPE-004: more than {_MOST_BYTES:,} bytes. It is no config. Give another.")
     try:
         options = json.loads(text) if path.suffix == ".json" else _yaml(text)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"it cannot be read: {str(error)[:200]!r}. Nothing of it was used. Correct it.") from error
+        raise ArgumentError(
+            f"TG-RECIPE-005: it cannot be read: {str(error)[:200]!r}. Nothing of it was used. Correct it."
+        ) from error
     if not isinstance(options, dict):
-        raise ArgumentError(f"it holds a {type(options).__name__}, and options have names. Give a file of options.")
+        raise ArgumentError(
+            f"TG-RECIPE-006: it holds a {type(options).__name__}, and options have names. Give a file of options."
+        )
     return options
 
 
@@ -56,7 +60,9 @@ def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ArgumentError("YAML needs pyyaml, which is not installed. pip install pyyaml, or give JSON.") from None
+        raise ArgumentError(
+            "TG-RECIPE-007: YAML needs pyyaml, which is not installed. pip install pyyaml, or give JSON."
+        ) from None
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:

@@ -86,7 +86,7 @@ class Peer:
     def refuse(self, refused: list[str], unmet: Sequence[str] = ()) -> None:
         """Raise an ArgumentError about all refused options, if any, and about the options that a run would reject."""
         if refused:
-            raise ArgumentError(f"{self.name}: {refusal([*refused, *unmet])}")
+            raise ArgumentError(f"TG-RECIPE-015: {self.name}: {refusal([*refused, *unmet])}")
 
 
 @dataclass
@@ -162,7 +162,8 @@ def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, An
     """
     if not isinstance(config, Mapping) and not (is_dataclass(config) and not isinstance(config, type)):
         raise ArgumentError(
-            f"the config is {type(config).__name__}, and its options have no names. Pass its own class, or a dict."
+            f"TG-RECIPE-008: the config is {type(config).__name__}, and its options have no names. Pass its own "
+            f"class, or a dict."
         )
     items = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
     values: dict[str, Any] = {}
@@ -173,7 +174,9 @@ def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, An
         elif key != "_target_":
             values[name] = value
         if len(values) > _MOST:
-            raise ArgumentError(f"the config has more than {_MOST:,} options. It is none of a trainer's. Pass another.")
+            raise ArgumentError(
+                f"TG-RECIPE-009: the config has more than {_MOST:,} options. It is none of a trainer's. Pass another."
+            )
     return values
 
 

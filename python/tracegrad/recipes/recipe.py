@@ -57,7 +57,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, _ in self.config:
             if name.startswith(("objective", "advantage.")) or name == "train.missing":
-                raise ArgumentError(f"Recipe.config has {name}, which would be said twice. Write it as a field.")
+                raise ArgumentError(
+                    f"TG-RECIPE-010: Recipe.config has {name}, which would be said twice. Write it as a field."
+                )
         config.update(Config(), self.config, where="Recipe.config")
         if self.missing is not None:
             self.objective.check_missing(self.missing)
@@ -103,7 +105,7 @@ class Recipe:
         ('std', ('advantage.ddof = 0 (not 1)',))
         """
         if self.unmet:
-            raise ArgumentError(f"{refusal(self.unmet)}. The objective alone is recipe.objective.")
+            raise ArgumentError(f"TG-RECIPE-011: {refusal(self.unmet)}. The objective alone is recipe.objective.")
         start, overrides, own_options = start or Config(), tuple(overrides), self.options
         chosen = config.load(path, overrides, start=_with_options(start, own_options))
         for key, members in _DEPENDENT_OPTIONS.items():

@@ -146,7 +146,8 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
     terms = sequences.terms
     if not len(terms):
         raise ArgumentError(
-            "no token of these traces is trained, so nothing says which loss fits. Look at drift and the doctor."
+            "TG-RECIPE-012: no token of these traces is trained, so nothing says which loss fits. Look at drift "
+            "and the doctor."
         )
     rollout = sequences.rollout_logprobs[terms]
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms]
@@ -165,8 +166,8 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
         old_ = _validation.floats(old, "old", np.float64)
         if len(old_) not in (len(terms), sequences.tokens):
             raise ArgumentError(
-                f"old has {len(old_)} logprobs, and there are {len(terms)} terms of {sequences.tokens} tokens. Which "
-                "is which is not known. Pass one for each term, or for each token."
+                f"TG-RECIPE-013: old has {len(old_)} logprobs, and there are {len(terms)} terms of {sequences.tokens} "
+                "tokens. Which is which is not known. Pass one for each term, or for each token."
             )
         old_ = (old_ if len(old_) == len(terms) else old_[terms])[known]
         ratio = np.exp(np.clip(old_ - rollout[known], -20.0, 20.0))

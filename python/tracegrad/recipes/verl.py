@@ -467,7 +467,7 @@ def named(name: str) -> Recipe:
     Ratio(num='theta', den='rollout')
     """
     if name not in NAMES:
-        raise ArgumentError(f"verl has no correction {name!r}. There are {', '.join(NAMES)}.")
+        raise ArgumentError(f"TG-RECIPE-014: verl has no correction {name!r}. There are {', '.join(NAMES)}.")
     correction = {f"{C}{key}": value for key, value in CORRECTIONS[name.removeprefix("VERL_")].items()}
     recipe = VERL.recipe({f"{G}adv_estimator": "grpo", **correction})
     return Recipe(recipe.objective, recipe.advantage)

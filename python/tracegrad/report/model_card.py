@@ -65,7 +65,7 @@ def write_card(
         files.write(checkpoint / NAME, "\n".join(lines) + "\n")
     except OSError as error:
         raise TracegradError(
-            f"{checkpoint / NAME}: {error.strerror}. The model has no card. Free space there."
+            f"TG-REPORT-001: {checkpoint / NAME}: {error.strerror}. The model has no card. Free space there."
         ) from error
 
 

@@ -145,11 +145,11 @@ def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: 
     try:
         page = path.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise ReadError(f"{path}: cannot be read ({error}). Write the report first.") from error
+        raise ReadError(f"TG-REPORT-002: {path}: cannot be read ({error}). Write the report first.") from error
     head, start_mark, rest = page.partition(_MARKS[0])
     _, end_mark, tail = rest.partition(_MARKS[1])
     if not start_mark or not end_mark:
-        raise ReadError(f"{path}: it is not a page of write_report. Write the report first.")
+        raise ReadError(f"TG-REPORT-003: {path}: it is not a page of write_report. Write the report first.")
     write_page(path, (head + start_mark + _success(before, after) + end_mark + tail).encode())
 
 
@@ -308,4 +308,6 @@ def write_page(path: Path, page: bytes) -> None:
         with outputs.whole(path) as file:
             file.write(page)
     except OSError as error:
-        raise ReadError(f"{path}: cannot be written ({error.strerror}). Free space there or choose another.") from error
+        raise ReadError(
+            f"TG-REPORT-004: {path}: cannot be written ({error.strerror}). Free space there or choose another."
+        ) from error

@@ -86,12 +86,14 @@ class Rewards:
         for function in functions:
             if not callable(function) or hasattr(function, "state_dict"):
                 raise ArgumentError(
-                    f"a reward function is a {type(function).__name__}. Models and names of models are not run here. "
-                    "Pass a function that asks them."
+                    f"TG-REWARD-001: a reward function is a {type(function).__name__}. Models and names of models are "
+                    "not run here. Pass a function that asks them."
                 )
         self.weights = np.ones(len(functions)) if weights is None else np.asarray(weights, np.float64)
         if self.weights.shape != (len(functions),) or not np.isfinite(self.weights).all():
-            raise ArgumentError(f"weights are {weights!r:.100} for {len(functions)} functions. Pass a number for each.")
+            raise ArgumentError(
+                f"TG-REWARD-002: weights are {weights!r:.100} for {len(functions)} functions. Pass a number for each."
+            )
         self.names = _names(functions)
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, Failure] = {}
@@ -126,7 +128,9 @@ class Rewards:
         columns = {name: column_values for name, column_values in (columns or {}).items() if name not in RESERVED}
         for name, column_values in {"completions": completions, **columns}.items():
             if len(column_values) != count:
-                raise ArgumentError(f"{name} has {len(column_values)} values for {count} prompts. Pass one for each.")
+                raise ArgumentError(
+                    f"TG-REWARD-003: {name} has {len(column_values)} values for {count} prompts. Pass one for each."
+                )
         ids = [None] * count if completion_ids is None else list(completion_ids)
         arguments = {"prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
         arguments |= {**columns, "trainer_state": trainer_state}

@@ -265,7 +265,7 @@ class Judge:
         told: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         if votes < 1:
-            raise ArgumentError(f"votes is {votes}. Nothing would be judged. Pass 1 or more.")
+            raise ArgumentError(f"TG-REWARD-004: votes is {votes}. Nothing would be judged. Pass 1 or more.")
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, Failure] = {}
         self._chat, self._rubric, self._votes, self._seed = chat, rubric, votes, seed
@@ -395,7 +395,8 @@ def _messages(trajectory: Any) -> list[dict[str, Any]]:
     messages = trajectory.messages if isinstance(trajectory, Trace) else trajectory
     if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
         raise ArgumentError(
-            f"a trajectory is a {type(trajectory).__name__}. A judge reads messages. Pass a Trace or a list of them."
+            f"TG-REWARD-005: a trajectory is a {type(trajectory).__name__}. A judge reads messages. Pass a "
+            f"Trace or a list of them."
         )
     return [{key: message[key] for key in _SHOWN if message.get(key) not in (None, [], "")} for message in messages]
 

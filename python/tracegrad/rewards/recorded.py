@@ -71,7 +71,7 @@ class Cache:
                     offset += len(line)
         except OSError as error:
             raise ArgumentError(
-                f"{path}: {error.strerror}. What was scored before is not known. Give another --cache."
+                f"TG-REWARD-006: {path}: {error.strerror}. What was scored before is not known. Give another --cache."
             ) from error
 
     def get(self, key: str) -> Any:
@@ -107,7 +107,8 @@ class Cache:
                 file.write(line.encode())
         except OSError as error:
             raise ArgumentError(
-                f"{self._path}: {error.strerror}. What was scored would be scored again. Give another --cache."
+                f"TG-REWARD-007: {self._path}: {error.strerror}. What was scored would be scored again. Give "
+                f"another --cache."
             ) from error
 
 
@@ -154,8 +155,8 @@ def _naming_folder() -> Iterator[None]:
     except OSError as error:
         where = tempfile.tempdir or os.environ.get("TMPDIR") or "the folder of temporary files"
         raise TracegradError(
-            f"{where}: {error.strerror}. What is scored is kept there meanwhile, as large as the traces. Make room, or "
-            "set TMPDIR to another folder."
+            f"TG-REWARD-008: {where}: {error.strerror}. What is scored is kept there meanwhile, as large as the "
+            "traces. Make room, or set TMPDIR to another folder."
         ) from error
 
 

@@ -125,12 +125,16 @@ def checked_url(url: str) -> str:
         host, _ = parts.hostname, parts.port
     except (ValueError, TypeError, AttributeError) as error:
         raise ArgumentError(
-            f"{redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
+            f"TG-ROLLOUT-001: {redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
         ) from error
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ArgumentError(f"{redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000.")
+        raise ArgumentError(
+            f"TG-ROLLOUT-002: {redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
+        )
     if parts.username or parts.password:
-        raise ArgumentError(f"The URL of {host} holds a name or password, which logs would show. Pass `key` instead.")
+        raise ArgumentError(
+            f"TG-ROLLOUT-003: The URL of {host} holds a name or password, which logs would show. Pass `key` instead."
+        )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -144,8 +148,8 @@ def encoded(body: Mapping[str, Any], path: str) -> bytes:
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"The body for {path} is no JSON: {error}. A server would not take it. Pass dicts, lists, texts and finite "
-            "numbers."
+            f"TG-ROLLOUT-004: The body for {path} is no JSON: {error}. A server would not take it. Pass dicts, lists, "
+            "texts and finite numbers."
         ) from error
 
 
@@ -319,16 +323,22 @@ class Servers:
         connections: int = 512,
     ):
         if isinstance(urls, str) or not urls:
-            raise ArgumentError(f"urls is {urls!r}. A run needs a list of at least one server. Give its URL in a list.")
+            raise ArgumentError(
+                f"TG-ROLLOUT-005: urls is {urls!r}. A run needs a list of at least one server. Give its URL in a list."
+            )
         names = [checked_url(url) for url in urls]
         if len(set(names)) != len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
-            raise ArgumentError(f"{duplicate} is named twice. Each server counts its own load. Name it once.")
+            raise ArgumentError(
+                f"TG-ROLLOUT-006: {duplicate} is named twice. Each server counts its own load. Name it once."
+            )
         limits = {"timeout_s": timeout_s, "connect_s": connect_s, "read_s": read_s or timeout_s, "probe_s": probe_s}
         limits |= {"failures": failures, "answer_bytes": answer_bytes, "connections": connections}
         for name, value in limits.items():
             if not 0 < value < float("inf"):
-                raise ArgumentError(f"{name} is {value}. Without a bound a server that hangs holds the run. Give one.")
+                raise ArgumentError(
+                    f"TG-ROLLOUT-007: {name} is {value}. Without a bound a server that hangs holds the run. Give one."
+                )
         self.model = model
         self.key = key
         self.timeout_s = timeout_s
@@ -426,7 +436,7 @@ class Servers:
                 sent["cache_salt"] = salt
             neutral = [name for name, value in NEUTRAL.items() if name in body and body[name] == value]
             if refused := [name for name in neutral if name in self._refused]:
-                raise RefusedFields(f"the servers refuse {', '.join(refused)}", refused)
+                raise RefusedFields(f"TG-ROLLOUT-008: the servers refuse {', '.join(refused)}", refused)
             try:
                 return await self._post_with_retries(path, encoded(sent, path), session)
             except ServerError as error:
@@ -463,8 +473,9 @@ class Servers:
             tries += 1
             if tries > self._retries or time.monotonic() >= deadline:
                 raise ServerError(
-                    f"{server.url}{path} gave no answer in {tries} tries, the last time: {answer.words}. The session "
-                    f"{session!r} cannot go on. Look at that server's log, or raise retries and timeout_s."
+                    f"TG-ROLLOUT-009: {server.url}{path} gave no answer in {tries} tries, the last time: "
+                    f"{answer.words}. The session {session!r} cannot go on. Look at that server's log, or raise "
+                    "retries and timeout_s."
                 )
             self.retried += 1
             backoff_s = min(BACKOFF_S * 2 ** (tries - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1.5)
@@ -527,7 +538,9 @@ class Servers:
     @property
     def _open(self) -> Transport:
         if self._wire is None:
-            raise ArgumentError("These servers are not open. Use them inside `async with Servers(...) as servers:`.")
+            raise ArgumentError(
+                "TG-ROLLOUT-010: These servers are not open. Use them inside `async with Servers(...) as servers:`."
+            )
         return self._wire
 
     async def _ask(self, server: _Server, path: str, data: bytes, timeout_s: float, fresh: bool) -> Answer | None:
@@ -542,7 +555,10 @@ class Servers:
             future.cancel()  # has no effect on a finished request
         if future.cancelled():
             if server.evicted is None:
-                raise ServerError(f"{server.url}{path} was being asked while its servers were closed. Close them last.")
+                raise ServerError(
+                    f"TG-ROLLOUT-011: {server.url}{path} was being asked while its servers were closed. Close "
+                    f"them last."
+                )
             return None
         return future.result()
 
@@ -563,11 +579,13 @@ class Servers:
                 return server
             why = "; ".join(f"{server.url}: {server.evicted or server.out}" for server in self._servers.values())
             if not self.urls:
-                raise ServerError(f"No server is left: {why}. Start them again, and the run from its folder.")
+                raise ServerError(
+                    f"TG-ROLLOUT-012: No server is left: {why}. Start them again, and the run from its folder."
+                )
             if not await self._change(deadline):
                 raise ServerError(
-                    f"No server was up for session {session!r} within {self.timeout_s:g} s: {why}. Start them again; "
-                    "they are asked for their health all the time."
+                    f"TG-ROLLOUT-013: No server was up for session {session!r} within {self.timeout_s:g} s: {why}. "
+                    "Start them again; they are asked for their health all the time."
                 )
 
     async def _change(self, deadline: float) -> bool:
@@ -645,7 +663,7 @@ async def measured_kind(servers: Servers) -> str | None:
     if len(set(kinds.values())) > 1:
         descriptions = ", ".join(f"{kind} at {url}" for url, kind in kinds.items())
         raise ArgumentError(
-            f"the servers' logprobs are {descriptions}. One ratio would be of two kinds. Start all with the same "
-            "--logprobs-mode."
+            f"TG-ROLLOUT-014: the servers' logprobs are {descriptions}. One ratio would be of two kinds. Start all "
+            "with the same --logprobs-mode."
         )
     return next(iter(kinds.values()), None)

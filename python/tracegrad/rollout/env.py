@@ -109,7 +109,7 @@ def _messages(value: Any, method: str) -> list[Message]:
         isinstance(message, Mapping) and "role" in message for message in value
     ):
         raise ArgumentError(
-            f"{method} returned {value!r:.200}. The policy is asked with messages. Return a list of "
+            f"TG-ROLLOUT-015: {method} returned {value!r:.200}. The policy is asked with messages. Return a list of "
             '{"role": ..., "content": ...}.'
         )
     return [dict(message) for message in value]

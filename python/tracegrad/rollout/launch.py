@@ -115,8 +115,8 @@ class Launched:
                 return self.url
             time.sleep(0.5)
         raise ServerError(
-            f"vLLM was not healthy within {timeout_s:.0f} s; it cannot be asked. It said: {self.last_words()}. "
-            f"A loaded machine takes minutes: raise the time, or look into {self.log}."
+            f"TG-ROLLOUT-023: vLLM was not healthy within {timeout_s:.0f} s; it cannot be asked. It said: "
+            f"{self.last_words()}. A loaded machine takes minutes: raise the time, or look into {self.log}."
         )
 
     def ended(self) -> str | None:
@@ -124,8 +124,8 @@ class Launched:
         if (status := self.process.poll()) is None:
             return None
         return (
-            f"vLLM at {self.url} ended with status {status}; it cannot be asked. It said: {self.last_words()}. "
-            f"All of it stands in {self.log}."
+            f"TG-ROLLOUT-054: vLLM at {self.url} ended with status {status}; it cannot be asked. It said: "
+            f"{self.last_words()}. All of it stands in {self.log}."
         )
 
     def last_words(self) -> str:
@@ -174,7 +174,7 @@ def _free_port(port: int | None) -> int:
             probe.bind(("127.0.0.1", port or 0))
         except OSError as error:
             raise ArgumentError(
-                f"Port {port} of 127.0.0.1 cannot be had: {error}. Another server may stand there, and would be taken "
-                "for this one. Stop it, or give another port."
+                f"TG-ROLLOUT-024: Port {port} of 127.0.0.1 cannot be had: {error}. Another server may stand there, and "
+                "would be taken for this one. Stop it, or give another port."
             ) from error
         return probe.getsockname()[1]

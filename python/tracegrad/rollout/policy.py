@@ -51,7 +51,9 @@ class Limits:
         for name in ("turns", "tokens", "seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ArgumentError(f"limits: {name} is {value}. Nothing could be played. Pass more than 0.")
+                raise ArgumentError(
+                    f"TG-ROLLOUT-025: limits: {name} is {value}. Nothing could be played. Pass more than 0."
+                )
 
 
 class Policy:
@@ -118,7 +120,9 @@ class Policy:
             ServerError, NoAnswer: the server returned no message.
         """
         if sampling.get("stream"):
-            raise ArgumentError("policy.chat gives whole messages. Leave out stream, or use policy.base_url.")
+            raise ArgumentError(
+                "TG-ROLLOUT-026: policy.chat gives whole messages. Leave out stream, or use policy.base_url."
+            )
         body: dict[str, Any] = {"messages": [sent(message) for message in messages], **sampling}
         if tools:
             body["tools"] = list(tools)
@@ -160,12 +164,16 @@ class Policy:
         """
         if self.turns >= self.limits.turns:
             self.ended = "turns"
-            raise LimitReached("turns", f"the episode has had its {self.limits.turns} turns. Raise limits.turns.")
+            raise LimitReached(
+                "turns", f"TG-ROLLOUT-055: the episode has had its {self.limits.turns} turns. Raise limits.turns."
+            )
         if self.limits.tokens is None:
             return None
         if self.session.tokens >= self.limits.tokens:
             self.ended = "tokens"
-            raise LimitReached("tokens", f"the episode has had its {self.limits.tokens} tokens. Raise limits.tokens.")
+            raise LimitReached(
+                "tokens", f"TG-ROLLOUT-056: the episode has had its {self.limits.tokens} tokens. Raise limits.tokens."
+            )
         return self.limits.tokens - self.session.tokens
 
     def salt(self) -> str | None:
@@ -184,7 +192,8 @@ class Policy:
     def _proxy_address(self) -> tuple[str, str]:
         if self._address is None:
             raise ArgumentError(
-                "policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to play, or leave a run's "
+                "TG-ROLLOUT-027: policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to "
+                "play, or leave a run's "
                 'play.ids at "chat".'
             )
         return self._address
@@ -208,7 +217,7 @@ def said(response: Any) -> Message:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         text = repr(response)
         raise NoAnswer(
-            f"a server answered {text[:200]}, which holds no message. There is nothing to go on with. "
+            f"TG-ROLLOUT-028: a server answered {text[:200]}, which holds no message. There is nothing to go on with. "
             "Look at the server's log."
         ) from None
     message["finish_reason"] = choice.get("finish_reason")

@@ -521,7 +521,9 @@ class Proxy:
         idle_s: float = 3600.0,
     ) -> None:
         if key is not None and len(key) < 8:
-            raise ArgumentError("the proxy's key has fewer than 8 characters. It could be guessed. Leave it out.")
+            raise ArgumentError(
+                "TG-ROLLOUT-029: the proxy's key has fewer than 8 characters. It could be guessed. Leave it out."
+            )
         self.key = key or secrets.token_urlsafe(24)
         self._upstream, self._model = Upstream(upstream, upstream_key, timeout_s), model
         self._finished, self._journal = finished, journal
@@ -878,7 +880,7 @@ class Proxy:
 
 
 async def _unused(body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:
-    raise ArgumentError("sessions of clients are asked through the proxy")
+    raise ArgumentError("TG-ROLLOUT-030: sessions of clients are asked through the proxy")
 
 
 def _split_session(path: str, headers: Mapping[bytes, str]) -> tuple[str | None, str]:

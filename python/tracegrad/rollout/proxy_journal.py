@@ -61,15 +61,16 @@ class Journal:
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise TracegradError(
-                f"{self.folder}: {error.strerror}. Sessions could not be kept. Make room, or give another folder."
+                f"TG-ROLLOUT-031: {self.folder}: {error.strerror}. Sessions could not be kept. Make room, or "
+                f"give another folder."
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
             raise ArgumentError(
-                f"{self.folder} is another proxy's, which runs. Its sessions would be taken for lost. Give another "
-                "folder, or one proxy several servers."
+                f"TG-ROLLOUT-032: {self.folder} is another proxy's, which runs. Its sessions would be taken for lost. "
+                "Give another folder, or one proxy several servers."
             ) from error
         return self
 
@@ -123,8 +124,8 @@ class Journal:
                 session = _read(path)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise FormatError(
-                    f"{path}: not what a proxy writes ({str(error)[:80]!r}). The session that it was cannot go on. "
-                    "Move it out of the folder, and start the proxy again."
+                    f"TG-ROLLOUT-033: {path}: not what a proxy writes ({str(error)[:80]!r}). The session that it was "
+                    "cannot go on. Move it out of the folder, and start the proxy again."
                 ) from error
             if session is None:
                 path.unlink()  # killed before the first line was complete

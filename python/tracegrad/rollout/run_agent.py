@@ -146,7 +146,9 @@ def checked(value: Any) -> float | dict[str, float | None] | None:
     if not isinstance(value, Mapping):
         return known(value)
     if invalid := [name for name in value if not isinstance(name, str)]:
-        raise ArgumentError(f"a reward is named {invalid[0]!r:.100}. Records name rewards by strings. Use one.")
+        raise ArgumentError(
+            f"TG-ROLLOUT-034: a reward is named {invalid[0]!r:.100}. Records name rewards by strings. Use one."
+        )
     return {name: known(reward) for name, reward in value.items()}
 
 
@@ -157,8 +159,8 @@ def as_contract(thing: Any) -> Any:
         return trl_environment(thing) if is_trl else environment(thing)
     if not callable(thing):
         raise ArgumentError(
-            f"the contract is a {type(thing).__name__}. It is called with (task, policy). Pass a function or an "
-            "Environment class."
+            f"TG-ROLLOUT-035: the contract is a {type(thing).__name__}. It is called with (task, policy). Pass a "
+            "function or an Environment class."
         )
     call = thing if inspect.isfunction(thing) or inspect.ismethod(thing) else type(thing).__call__
     if inspect.iscoroutinefunction(call):
@@ -296,7 +298,9 @@ def with_tools(
         sampling: fields of the requests.
     """
     if isinstance(tools, type) or not (callable(tools) or isinstance(tools, Sequence)):
-        raise ArgumentError(f"tools is {tools!r:.100}. Pass functions, or a function from the task to functions.")
+        raise ArgumentError(
+            f"TG-ROLLOUT-036: tools is {tools!r:.100}. Pass functions, or a function from the task to functions."
+        )
     shared = None if callable(tools) else Tools(tools, seconds=seconds, run=run)
 
     async def contract(task: Any, policy: Policy) -> Any:

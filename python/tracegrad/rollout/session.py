@@ -121,7 +121,7 @@ class Session:
         request = {**filled, **_without_none(body)}
         if (reason := refusal(request, self._kind if self._for_training else None)) is not None:
             self.refused = reason
-            raise UnfitRequest(reason)
+            raise UnfitRequest(f"TG-ROLLOUT-057: {reason}")
         for key, value in asked.items():
             # The sender may request more logprobs than a record needs.
             if key not in ("top_logprobs", "logprobs") or not request.get(key):
@@ -265,8 +265,8 @@ def prompt_of(task: Any) -> list[Message]:
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(message, Mapping) for message in prompt):
         return [dict(message) for message in prompt]
     raise ArgumentError(
-        f"a task is {task!r:.200}. It has no prompt to begin with. Pass a text, a list of messages, or a dict that has "
-        "one as `prompt`."
+        f"TG-ROLLOUT-037: a task is {task!r:.200}. It has no prompt to begin with. Pass a text, a list of messages, or "
+        "a dict that has one as `prompt`."
     )
 
 
@@ -287,7 +287,7 @@ def known(reward: Any) -> float | None:
         value = None
     if value is None or math.isinf(value):
         raise ArgumentError(
-            f"a reward is {reward!r:.100}. It would spread over every trace it is averaged with. "
+            f"TG-ROLLOUT-038: a reward is {reward!r:.100}. It would spread over every trace it is averaged with. "
             "Return a finite number, or None where there is none."
         )
     return None if math.isnan(value) else value

@@ -64,8 +64,8 @@ class Tokens:
                 if answer.status in (400, 422):
                     continue
                 raise ArgumentError(
-                    f"{url}{path} answered {answer.words}. Ids cannot be sent to a server without this path. Start it "
-                    f"with {FLAG}, or ask by chat."
+                    f"TG-ROLLOUT-039: {url}{path} answered {answer.words}. Ids cannot be sent to a server without this "
+                    f"path. Start it with {FLAG}, or ask by chat."
                 )
 
     def trajectory(self) -> Trajectory:
@@ -151,7 +151,8 @@ def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value is False or (key == "n" and value == 1):
             continue
         raise ArgumentError(
-            f"the request says {key}={value!r:.100}, which a request with ids cannot say. It would have no effect. "
+            f"TG-ROLLOUT-040: the request says {key}={value!r:.100}, which a request with ids cannot say. It "
+            f"would have no effect. "
             + (f"{nearest(key, SAMPLING)} " if not is_supported else "")
             + "Leave it out, or ask by chat."
         )
@@ -179,8 +180,8 @@ def sampled(response: Any) -> dict[str, Any]:
         pass
     text = repr(response)
     raise NoAnswer(
-        f"a server answered {text[:200]}, which holds no ids with a logprob each. There is nothing to go on with. "
-        "Look at the server's log."
+        f"TG-ROLLOUT-041: a server answered {text[:200]}, which holds no ids with a logprob each. There is nothing to "
+        "go on with. Look at the server's log."
     )
 
 

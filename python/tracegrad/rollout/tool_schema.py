@@ -55,13 +55,16 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = get_type_hints(function)
     except Exception as error:
-        raise ArgumentError(f"tool {name}: its type hints cannot be read: {error}. Import what they name.") from None
+        raise ArgumentError(
+            f"TG-ROLLOUT-042: tool {name}: its type hints cannot be read: {error}. Import what they name."
+        ) from None
     properties: dict[str, Any] = {}
     required = []
     for parameter in parameters(function):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ArgumentError(
-                f"tool {name} takes {parameter}. A model is told each argument by its name. Name them in the signature."
+                f"TG-ROLLOUT-043: tool {name} takes {parameter}. A model is told each argument by its name. "
+                f"Name them in the signature."
             )
         properties[parameter.name] = _property(
             name, parameter.name, hints.get(parameter.name, Any), descriptions.get(parameter.name)
@@ -94,7 +97,7 @@ def _property(tool: str, name: str, hint: Any, description: str | None) -> dict[
             values = json.loads(choices.group(1))
         except ValueError:
             raise ArgumentError(
-                f"tool {tool}, argument {name}: choices {choices.group(1)!r} are not JSON. "
+                f"TG-ROLLOUT-044: tool {tool}, argument {name}: choices {choices.group(1)!r} are not JSON. "
                 'Write them as (choices: ["tea", "coffee"]).'
             ) from None
         result["enum"] = [value.strip() if isinstance(value, str) else value for value in values]
@@ -137,8 +140,8 @@ def type_of(hint: Any) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", **({"additionalProperties": type_of(args[1])} if len(args) == 2 else {})}
     raise ArgumentError(
-        f"the type hint {hint} has no JSON schema. Use str, int, float, bool, Literal, list, dict, a tuple of fixed "
-        "length, or a union of these."
+        f"TG-ROLLOUT-045: the type hint {hint} has no JSON schema. Use str, int, float, bool, Literal, list, dict, a "
+        "tuple of fixed length, or a union of these."
     )
 
 
@@ -161,7 +164,9 @@ def _literal(args: tuple[Any, ...]) -> dict[str, Any]:
     names = []
     for arg in args:
         if type(arg) not in (int, float, str, bool, type(None)):
-            raise ArgumentError(f"{arg!r} in a Literal is no JSON value. Use strings, numbers, booleans or None.")
+            raise ArgumentError(
+                f"TG-ROLLOUT-046: {arg!r} in a Literal is no JSON value. Use strings, numbers, booleans or None."
+            )
         if (name := _PLAIN[type(arg)]["type"]) not in names:
             names.append(name)
     return {"type": names[0] if len(names) == 1 else names, "enum": list(args)}

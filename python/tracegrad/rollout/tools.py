@@ -51,12 +51,14 @@ class Tools:
         thread: Thread | None = None,
     ) -> None:
         if run not in ("thread", "order", "process"):
-            raise ArgumentError(f"run is {run!r}. Pass 'thread', 'order' or 'process'.")
+            raise ArgumentError(f"TG-ROLLOUT-047: run is {run!r}. Pass 'thread', 'order' or 'process'.")
         self.functions: dict[str, Callable[..., Any]] = {}
         for function in functions:
             name = getattr(function, "__name__", type(function).__name__)
             if name in self.functions:
-                raise ArgumentError(f"two tools are named {name}. A model calls them by name. Rename one.")
+                raise ArgumentError(
+                    f"TG-ROLLOUT-048: two tools are named {name}. A model calls them by name. Rename one."
+                )
             self.functions[name] = function
         self.schemas = [schema(function) for function in self.functions.values()]
         self.counts: Counter[str] = Counter()

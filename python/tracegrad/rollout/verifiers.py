@@ -75,12 +75,12 @@ class Verifiers:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ArgumentError(
-                f"{self._python}: {error}. No task of {self.env_id} is known. Correct python."
+                f"TG-ROLLOUT-049: {self._python}: {error}. No task of {self.env_id} is known. Correct python."
             ) from error
         if result.returncode or not result.stdout:
             raise ArgumentError(
-                f"verifiers gives no tasks of {self.env_id}: {_tail(result.stderr)}. Nothing could be played. Look "
-                f"whether {self._python} can import it."
+                f"TG-ROLLOUT-050: verifiers gives no tasks of {self.env_id}: {_tail(result.stderr)}. Nothing could be "
+                f"played. Look whether {self._python} can import it."
             )
         lines = [json.loads(line) for line in result.stdout.splitlines()]
         return [{"prompt": data.get("prompt", ""), "task": number, "data": data} for number, data in enumerate(lines)]
@@ -103,7 +103,7 @@ class Verifiers:
             if answer.cancelled():
                 self._send(process, {"cancel": number})
         if "error" in reply:
-            raise TracegradError(f"the episode of {self.env_id} failed: {reply['error']}")
+            raise TracegradError(f"TG-ROLLOUT-051: the episode of {self.env_id} failed: {reply['error']}")
         return float(reply["reward"])
 
     async def _process(self) -> asyncio.subprocess.Process:
@@ -133,9 +133,11 @@ class Verifiers:
             ready = await asyncio.wait_for(process.stdout.readline(), self._ready_s)
         except asyncio.TimeoutError:
             process.kill()
-            raise TracegradError(f"verifiers has not started {self.env_id} within {self._ready_s:g} s.") from None
+            raise TracegradError(
+                f"TG-ROLLOUT-052: verifiers has not started {self.env_id} within {self._ready_s:g} s."
+            ) from None
         if not ready:
-            raise TracegradError(f"verifiers cannot play {self.env_id}: {self._words()}.")
+            raise TracegradError(f"TG-ROLLOUT-053: verifiers cannot play {self.env_id}: {self._words()}.")
         self._reading = asyncio.ensure_future(self._read(process))
         return process
 

@@ -35,7 +35,9 @@ def local(address: str, shard: str | None = None, *, into: Path | None = None) -
     folder = into or _cache_folder(address, folder_manifest)
     if shard is not None:
         if shard not in folder_manifest.shards:
-            raise ReadError(f"{address}: no {shard} is in its manifest. Ask for one of those that it names.")
+            raise ReadError(
+                f"TG-STORE-001: {address}: no {shard} is in its manifest. Ask for one of those that it names."
+            )
         return _download_shard(remote.joined(address, shard), folder_manifest.shards[shard], folder / shard)
     if folder_manifest.files:
         return _download_shard(address, folder_manifest, folder)
@@ -70,8 +72,8 @@ def _download_shard(address: str, shard_manifest: manifest.Folder, folder: Path)
             _download_file(remote.joined(address, name), expected, folder / name)
     except OSError as error:
         raise ReadError(
-            f"{folder}: {error.strerror}. What {address} holds has no place here. Make room, or name another folder "
-            "with TRACEGRAD_CACHE."
+            f"TG-STORE-002: {folder}: {error.strerror}. What {address} holds has no place here. Make room, or name "
+            "another folder with TRACEGRAD_CACHE."
         ) from error
     manifest.put(folder, shard_manifest)
     return folder
@@ -86,8 +88,8 @@ def _download_file(address: str, expected: safetensors_file.Written, path: Path)
         actual = safetensors_file.measure(draft)
         if actual != expected:
             raise FormatError(
-                f"{address}: {actual.bytes:,} bytes with checksum {actual.crc32:08x}, and the manifest says "
-                f"{expected.bytes:,} with {expected.crc32:08x}. {_REMEDY}"
+                f"TG-STORE-003: {address}: {actual.bytes:,} bytes with checksum {actual.crc32:08x}, and the manifest "
+                f"says {expected.bytes:,} with {expected.crc32:08x}. {_REMEDY}"
             )
         files.replace(draft, path)
     finally:

@@ -77,8 +77,8 @@ def check(path: Path) -> None:
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
             raise ReadError(
-                f"{path}: cannot be written, it is {kind_of(mode)}. tracegrad neither follows nor replaces it. "
-                "Remove it, or give another path."
+                f"TG-STORE-004: {path}: cannot be written, it is {kind_of(mode)}. tracegrad neither follows nor "
+                "replaces it. Remove it, or give another path."
             )
 
 
@@ -94,7 +94,7 @@ def descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
     if not stat.S_ISREG(os.fstat(handle).st_mode):  # It was replaced after `check`.
         os.close(handle)
         check(path)
-        raise ReadError(f"{path}: cannot be written, it is not a regular file. Give another path.")
+        raise ReadError(f"TG-STORE-005: {path}: cannot be written, it is not a regular file. Give another path.")
     return handle
 
 
@@ -208,7 +208,8 @@ def check_not_read(
             if (name := names_by_identity.get(_identity(candidate) or (-1, -1))) is not None:
                 shown = "standard input" if name == "-" else os.fspath(name)
                 raise ArgumentError(
-                    f"{what} {os.fspath(path)} is read, as {shown}. What it holds would be lost. Give another path."
+                    f"TG-STORE-006: {what} {os.fspath(path)} is read, as {shown}. What it holds would be lost. "
+                    f"Give another path."
                 )
 
 

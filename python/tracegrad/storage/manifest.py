@@ -120,7 +120,7 @@ def parsed(name: str, told: bytes) -> Folder:
     try:
         return _parse_folder(json.loads(told))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{name}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
+        raise FormatError(f"TG-STORE-034: {name}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
 
 
 def _read_remote(address: str) -> Folder:
@@ -133,7 +133,7 @@ def _read_remote(address: str) -> Folder:
 
     def size(name: str) -> int:
         if name not in file_sizes:
-            raise ReadError(f"{address}: {name} is missing, and the manifest names it. {_CHANGED}")
+            raise ReadError(f"TG-STORE-007: {address}: {name} is missing, and the manifest names it. {_CHANGED}")
         return file_sizes[name]
 
     return _checked(address, folder_manifest, shards, size)
@@ -147,7 +147,9 @@ def _checked(
     for name, expected in _all_files(folder_manifest):
         if (actual := size(name)) != expected.bytes:
             where = remote.joined(str(folder), name)
-            raise FormatError(f"{where}: {actual:,} bytes, and the manifest says {expected.bytes:,}. {_CHANGED}")
+            raise FormatError(
+                f"TG-STORE-008: {where}: {actual:,} bytes, and the manifest says {expected.bytes:,}. {_CHANGED}"
+            )
     return folder_manifest
 
 
@@ -160,7 +162,9 @@ def verify(folder: Path, found: Folder) -> None:
     """
     for name, expected in _all_files(found):
         if measure(folder / name) != expected:
-            raise FormatError(f"{folder / name}: not the bytes that were written, by their checksum. {_CHANGED}")
+            raise FormatError(
+                f"TG-STORE-009: {folder / name}: not the bytes that were written, by their checksum. {_CHANGED}"
+            )
 
 
 @contextmanager
@@ -179,19 +183,21 @@ def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
     try:
         handle = outputs.descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
+        raise ReadError(
+            f"TG-STORE-010: {folder}: cannot be written ({error.strerror}). Choose another folder."
+        ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         raise ArgumentError(
-            f"{folder}: another process is writing there. Files of both would be read as one set. Wait until it is "
-            "done, or give another folder."
+            f"TG-STORE-011: {folder}: another process is writing there. Files of both would be read as one set. Wait "
+            "until it is done, or give another folder."
         ) from None
     except OSError as error:
         os.close(handle)
         raise ReadError(
-            f"{folder}: cannot be locked ({error.strerror}). Two writers could not be kept apart. "
+            f"TG-STORE-012: {folder}: cannot be locked ({error.strerror}). Two writers could not be kept apart. "
             "Choose a folder on another file system."
         ) from error
     try:
@@ -216,15 +222,15 @@ _CHANGED = "It was changed or cut after it was written. Copy it again, go on wit
 def _unsealed(folder: Path | str, shards: int, is_one: bool) -> str:
     if shards:
         return (
-            f"{folder}: holds {shards} shards and no {NAME}. `prepare` was stopped before it was done, or still runs, "
-            "and what is there is a part of the traces. Go on with `tracegrad prepare` and --resume."
+            f"TG-STORE-035: {folder}: holds {shards} shards and no {NAME}. `prepare` was stopped before it was done, "
+            "or still runs, and what is there is a part of the traces. Go on with `tracegrad prepare` and --resume."
         )
     if is_one:
         return (
-            f"{folder}: no {NAME} there. It was not written to its end, or by a version that wrote none. "
+            f"TG-STORE-036: {folder}: no {NAME} there. It was not written to its end, or by a version that wrote none. "
             "Save it again, or prepare the traces again."
         )
-    return f"{folder}: holds no {NAME} and no shards. Give a folder that `prepare` or `save` wrote."
+    return f"TG-STORE-037: {folder}: holds no {NAME} and no shards. Give a folder that `prepare` or `save` wrote."
 
 
 def put(folder: Path, whole: Folder) -> None:
@@ -327,7 +333,7 @@ def _check_order(folder: Path | str, shards: Mapping[str, Folder]) -> None:
             part, index = shard_part, 0
         expected = shard_name(index, None if shard_part is None else part)
         if name != expected:
-            raise FormatError(f"{folder}: {expected} is missing before {name[:40]!r}. {_CHANGED}")
+            raise FormatError(f"TG-STORE-013: {folder}: {expected} is missing before {name[:40]!r}. {_CHANGED}")
         index += 1
 
 
@@ -335,16 +341,18 @@ def _check_links(folder: Path, shards: Iterable[str]) -> None:
     """Raise if a shard is a symbolic link."""
     for name in shards:
         if (folder / name).is_symlink():
-            raise ReadError(f"{folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
+            raise ReadError(f"TG-STORE-014: {folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
 
 
 def _check_names(folder: Path | str, shards: Mapping[str, Folder], existing: Collection[str]) -> None:
     """Raise if shards are out of order, or are not the existing ones."""
     _check_order(folder, shards)
     if missing := next((name for name in shards if name not in existing), None):
-        raise ReadError(f"{folder}: {missing} is missing, and the manifest names it. {_CHANGED}")
+        raise ReadError(f"TG-STORE-015: {folder}: {missing} is missing, and the manifest names it. {_CHANGED}")
     if shards and (extra := set(existing) - shards.keys()):
-        raise FormatError(f"{folder}: holds {min(extra)[:40]!r}, which the manifest does not name. {_CHANGED}")
+        raise FormatError(
+            f"TG-STORE-016: {folder}: holds {min(extra)[:40]!r}, which the manifest does not name. {_CHANGED}"
+        )
 
 
 def _all_files(folder_manifest: Folder) -> Iterator[tuple[str, Written]]:

@@ -55,8 +55,8 @@ def place_here(name: Any) -> Path:
     """
     if is_address(name):
         raise ArgumentError(
-            f"out is {name}, an address. What is written there is read and added to meanwhile, which buckets do not "
-            "do. Give a path, on a disk that all processes see, and copy it to the bucket afterwards."
+            f"TG-STORE-017: out is {name}, an address. What is written there is read and added to meanwhile, which "
+            "buckets do not do. Give a path, on a disk that all processes see, and copy it to the bucket afterwards."
         )
     return path_of(name)
 
@@ -78,13 +78,13 @@ def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
         import fsspec
     except ImportError as error:
         raise ArgumentError(
-            f"{error}. Addresses such as {address[:60]} need it. pip install 'tracegrad[cloud]'"
+            f"TG-STORE-018: {error}. Addresses such as {address[:60]} need it. pip install 'tracegrad[cloud]'"
         ) from error
     try:
         yield fsspec.core.url_to_fs(address)
     except ImportError as error:
         raise ArgumentError(
-            f"{address}: {error}. It cannot be {done} without it. pip install what it names."
+            f"TG-STORE-019: {address}: {error}. It cannot be {done} without it. pip install what it names."
         ) from error
     except (ArgumentError, ReadError, FormatError):
         raise
@@ -96,7 +96,8 @@ def unreadable(address: str, error: Exception, done: str = "read") -> ReadError:
     """Convert an error of fsspec to a ReadError that names the address."""
     reason = f"{type(error).__name__}: {shown(str(error))[:200]}".rstrip(": ")
     return ReadError(
-        f"{address}: {reason}. It cannot be {done}. Check the address, and the credentials of fsspec for it."
+        f"TG-STORE-020: {address}: {reason}. It cannot be {done}. Check the address, and the credentials of "
+        f"fsspec for it."
     )
 
 
@@ -138,7 +139,9 @@ def read(address: str, limit: int) -> bytes:
     with system(address) as (files, path), files.open(path, "rb") as file:
         text = bytes(file.read(limit + 1))
     if len(text) > limit:
-        raise FormatError(f"{address}: longer than {limit:,} bytes. tracegrad writes none that long. Write it again.")
+        raise FormatError(
+            f"TG-STORE-021: {address}: longer than {limit:,} bytes. tracegrad writes none that long. Write it again."
+        )
     return text
 
 

@@ -66,8 +66,8 @@ class Mirror:
                 self._path = Path(tempfile.mkdtemp(prefix="tracegrad-run-"))
             except OSError as error:
                 raise TracegradError(
-                    f"{tempfile.gettempdir()}: {error.strerror}. A run at {self.address} needs a folder here to work "
-                    "in. Make room, or name another one with TMPDIR."
+                    f"TG-STORE-022: {tempfile.gettempdir()}: {error.strerror}. A run at {self.address} needs a folder "
+                    "here to work in. Make room, or name another one with TMPDIR."
                 ) from error
             atexit.register(_remove, os.getpid(), self._path)
         return self._path
@@ -88,8 +88,8 @@ class Mirror:
         foreign = sorted(name for name in names if name != manifest.LOCK and not _PRELIMINARY.search(name))
         if foreign and not is_run:
             raise ArgumentError(
-                f"{self} holds {shown(foreign[0])[:80]!r} and is not the folder of a run. Its files could be replaced. "
-                "Give another out."
+                f"TG-STORE-023: {self} holds {shown(foreign[0])[:80]!r} and is not the folder of a run. Its files "
+                "could be replaced. Give another out."
             )
 
     @contextmanager
@@ -111,7 +111,9 @@ class Mirror:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ReadError(f"{self.path}: {error.strerror}. A run has no place there. Give another out.") from error
+            raise ReadError(
+                f"TG-STORE-024: {self.path}: {error.strerror}. A run has no place there. Give another out."
+            ) from error
         with manifest.lock(self.path, _MARK):
             self._is_locked = True
             try:
@@ -152,8 +154,8 @@ class Mirror:
             _for_all(lambda name: remote.download(self._address_of(name), self.path / name), names)
         except OSError as error:
             raise ReadError(
-                f"{self.path}: {error.strerror}. What {self.address} holds has no place here. Make room, or name "
-                "another folder with TMPDIR."
+                f"TG-STORE-025: {self.path}: {error.strerror}. What {self.address} holds has no place here. Make room, "
+                "or name another folder with TMPDIR."
             ) from error
         self._transferred.update({name: _state(self.path / name) for name in names})
 

@@ -79,7 +79,8 @@ def write(
         array = columns[name]
         if array.dtype.name not in _CODES:
             raise FormatError(
-                f"array '{name}' has dtype {array.dtype}. Files hold {', '.join(_CODES)}. Convert it first."
+                f"TG-STORE-026: array '{name}' has dtype {array.dtype}. Files hold {', '.join(_CODES)}. Convert "
+                f"it first."
             )
         end = offset + array.nbytes
         header[name] = {"dtype": _CODES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, end]}
@@ -104,7 +105,7 @@ def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
         flush(path.parent)
     except OSError as error:
         raise ReadError(
-            f"{path}: cannot be written ({error.strerror}). Free space there or choose another folder."
+            f"TG-STORE-027: {path}: cannot be written ({error.strerror}). Free space there or choose another folder."
         ) from error
     return Written(size, checksum)
 
@@ -129,12 +130,17 @@ def open_file(path: Path) -> BinaryIO:
     except OSError as error:
         if path.is_symlink():
             raise ReadError(
-                f"{path}: a link. What it leads to may be any file of this machine. Copy the file there (cp -L)."
+                f"TG-STORE-028: {path}: a link. What it leads to may be any file of this machine. Copy the file "
+                f"there (cp -L)."
             ) from error
-        raise ReadError(f"{path}: cannot be read ({error.strerror}). Check that the file is there.") from error
+        raise ReadError(
+            f"TG-STORE-029: {path}: cannot be read ({error.strerror}). Check that the file is there."
+        ) from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise ReadError(f"{path}: no file but a folder, a pipe or a device. Nothing is read from it. Remove it.")
+        raise ReadError(
+            f"TG-STORE-030: {path}: no file but a folder, a pipe or a device. Nothing is read from it. Remove it."
+        )
     return os.fdopen(handle, "rb")
 
 
@@ -161,7 +167,9 @@ def read_text(path: Path, limit: int) -> bytes:
     with open_file(path) as file:
         text = _part(path, file, min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(text) > limit:
-        raise FormatError(f"{path}: longer than {limit:,} bytes. tracegrad writes none that long. Write it again.")
+        raise FormatError(
+            f"TG-STORE-031: {path}: longer than {limit:,} bytes. tracegrad writes none that long. Write it again."
+        )
     return text
 
 
@@ -169,7 +177,7 @@ def _part(path: Path, file: BinaryIO, size: int) -> bytes:
     try:
         return file.read(size)
     except OSError as error:
-        raise ReadError(f"{path}: cannot be read ({error.strerror}). Check the disk.") from error
+        raise ReadError(f"TG-STORE-032: {path}: cannot be read ({error.strerror}). Check the disk.") from error
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
@@ -271,5 +279,6 @@ def _view(data: Array, entry: dict[str, Any]) -> Array:
 
 def _broken(path: Path, what: str) -> FormatError:
     return FormatError(
-        f"{path}: {what}. It is not a safetensors file, or it was cut or changed. Write it again from its source."
+        f"TG-STORE-033: {path}: {what}. It is not a safetensors file, or it was cut or changed. Write it again "
+        f"from its source."
     )

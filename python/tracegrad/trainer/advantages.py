@@ -38,19 +38,22 @@ def reward_column(traces: Sequences | Catalog, name: str, weights: str = "") -> 
     names = traces.reward_names
     selected = [candidate for candidate in ([name] if name in names else split_names(name)) if candidate in names]
     if name and not selected:
-        raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
+        raise ArgumentError(
+            f"TG-TRAIN-001: data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}"
+        )
     if not names or not np.isfinite(traces.rewards).any():
         raise ArgumentError(
-            "no trace has a reward. Without one no trace is better than another. Say where the records hold it: "
-            "--map.reward PATH; tracegrad doctor names what may be meant."
+            "TG-TRAIN-002: no trace has a reward. Without one no trace is better than another. Say where the records "
+            "hold it: --map.reward PATH; tracegrad doctor names what may be meant."
         )
     has_values = np.asarray(np.isfinite(traces.rewards).any(axis=0))
     columns = [names.index(candidate) for candidate in selected] or [int(np.argmax(has_values))]
     if not name and not has_values[0] and has_values.sum() > 1:
         named_rewards = [candidate for candidate, is_known in zip(names, has_values, strict=True) if is_known]
         raise ArgumentError(
-            f"no trace has a total reward, and {len(named_rewards)} have names: {', '.join(named_rewards[:8])}. Which "
-            f"of them is trained on is not told. Say it: --data.reward {named_rewards[0]}."
+            f"TG-TRAIN-003: no trace has a total reward, and {len(named_rewards)} have names: "
+            f"{', '.join(named_rewards[:8])}. Which of them is trained on is not told. Say it: --data.reward "
+            f"{named_rewards[0]}."
         )
     values = traces.rewards[:, columns]
     return np.ascontiguousarray(values[np.arange(len(values)), np.isfinite(values).argmax(axis=1)])
@@ -67,7 +70,8 @@ def reward_table(traces: Sequences | Catalog, name: str, weights: str) -> tuple[
     for reward_name in names:
         if reward_name not in available:
             raise ArgumentError(
-                f"data.reward lists {reward_name!r}, and no trace has such a reward. {nearest(reward_name, available)}"
+                f"TG-TRAIN-004: data.reward lists {reward_name!r}, and no trace has such a reward. "
+                f"{nearest(reward_name, available)}"
             )
     try:
         numbers = [float(number) for number in split_names(weights)]
@@ -75,7 +79,8 @@ def reward_table(traces: Sequences | Catalog, name: str, weights: str) -> tuple[
         numbers = []
     if len(numbers) != len(names) or not names or not np.isfinite(numbers).all():
         raise ArgumentError(
-            f"data.reward_weights is {weights!r:.80}, and the rewards are {', '.join(names[:8]) or 'none by a name'}. "
+            f"TG-TRAIN-005: data.reward_weights is {weights!r:.80}, and the rewards are "
+            f"{', '.join(names[:8]) or 'none by a name'}. "
             "What a trace is worth is not known. Give one finite number for each, with commas between."
         )
     return traces.rewards[:, [available.index(reward_name) for reward_name in names]], numbers
@@ -124,8 +129,8 @@ def _check_singletons(
         else "Pass --advantage.singleton zero."
     )
     raise ArgumentError(
-        f"trace '{first}' is alone in its group, as in {counts.singletons:,} of {counts.groups:,} groups. A baseline "
-        f"needs two traces. {advice}"
+        f"TG-TRAIN-006: trace '{first}' is alone in its group, as in {counts.singletons:,} of {counts.groups:,} "
+        f"groups. A baseline needs two traces. {advice}"
     )
 
 

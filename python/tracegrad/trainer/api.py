@@ -131,8 +131,8 @@ def aligned(
     if folders and len(folders) < len(names):
         other = next(name for name in names if name not in folders)
         raise ArgumentError(
-            f"{folders[0]} is prepared and {other} is not. What is trained on at once is aligned at once, or in "
-            "folders. Prepare all of them."
+            f"TG-TRAIN-007: {folders[0]} is prepared and {other} is not. What is trained on at once is aligned at "
+            "once, or in folders. Prepare all of them."
         )
     if folders:
         for name in folders:
@@ -182,8 +182,8 @@ def learn(
             from tracegrad.trainer.lora import load_model
     except ImportError as error:
         raise ArgumentError(
-            f"train needs {error.name}, which is not installed. Reading and aligning work without it, training does "
-            "not. pip install 'tracegrad[train]'"
+            f"TG-TRAIN-008: train needs {error.name}, which is not installed. Reading and aligning work without it, "
+            "training does not. pip install 'tracegrad[train]'"
         ) from error
     with watch("load"):
         loaded = load_model(model)

@@ -147,7 +147,9 @@ def marked(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ReadError):
             raise
-        raise ReadError(f"{folder / MARK}: {error}. It is not known what the checkpoint holds. Delete it.") from error
+        raise ReadError(
+            f"TG-TRAIN-009: {folder / MARK}: {error}. It is not known what the checkpoint holds. Delete it."
+        ) from error
 
 
 def verify(folder: Path) -> None:
@@ -217,8 +219,9 @@ def _read_marker(folder: Path) -> dict[str, Any]:
         raise ValueError(f"its {MARK} is no table")
     if marker["format"] != FORMAT:
         raise OtherRunError(
-            f"{folder.parent}: a checkpoint of format {str(marker['format'])[:40]!r}, and this version reads {FORMAT}. "
-            "Its state cannot be taken up. Resume with the version that wrote it, or start anew from it with --model."
+            f"TG-TRAIN-010: {folder.parent}: a checkpoint of format {str(marker['format'])[:40]!r}, and this version "
+            f"reads {FORMAT}. Its state cannot be taken up. Resume with the version that wrote it, or start anew from "
+            "it with --model."
         )
     if marker != sealed(marker):
         raise ValueError(f"{MARK!r} is not as it was written, by its checksum")
@@ -371,7 +374,8 @@ def _templates(folder: Path, metadata: Mapping[str, Any], parameters: Mapping[st
     ]
     if unlike:
         raise OtherRunError(
-            f"{folder}: its parameters are not those of the model given: {unlike[0].partition(':')[2]} is not in both, "
+            f"TG-TRAIN-011: {folder}: its parameters are not those of the model given: "
+            f"{unlike[0].partition(':')[2]} is not in both, "
             "or of another shape or type. The run cannot go on from it. Resume with the --model and options that the "
             "run began with."
         )
@@ -400,8 +404,9 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> tupl
                 continue
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise ArgumentError(
-                    f"{type(optimizer).__name__} keeps {key} of a sharded parameter as a plain tensor. A checkpoint "
-                    "could not tell what each rank's part is of. Use parallel.mode ddp, or an optimizer of DTensors."
+                    f"TG-TRAIN-012: {type(optimizer).__name__} keeps {key} of a sharded parameter as a plain tensor. A "
+                    "checkpoint could not tell what each rank's part is of. Use parallel.mode ddp, or an optimizer of "
+                    "DTensors."
                 )
             tensors[state_key] = value.detach()
     groups = [{k: v for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups]
@@ -724,7 +729,8 @@ def writable(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TracegradError(
-            f"{error.filename or out}: {error.strerror}. Checkpoints have no place there. Give another --out."
+            f"TG-TRAIN-013: {error.filename or out}: {error.strerror}. Checkpoints have no place there. Give "
+            f"another --out."
         ) from error
 
 
@@ -822,7 +828,7 @@ def _all_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]:
             shutil.rmtree(staged, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise TracegradError(
-            f"{final}: {reason}. This checkpoint is not written; those before it are as they were. "
+            f"TG-TRAIN-014: {final}: {reason}. This checkpoint is not written; those before it are as they were. "
             "Make room or give a folder that can be written, and go on with --resume."
         ) from error
 
@@ -855,6 +861,6 @@ def _reading_errors(path: Path) -> Iterator[None]:
             f"go on from {earlier[-1].name}, which is before it" if earlier else "start anew: there is none before it"
         )
         raise ReadError(
-            f"{path}: damaged: {first_line(error)[:300]}. The run cannot be taken up exactly from it. "
+            f"TG-TRAIN-015: {path}: damaged: {first_line(error)[:300]}. The run cannot be taken up exactly from it. "
             f"Delete this folder to {advice}."
         ) from error

@@ -417,7 +417,7 @@ class Shards:
         names = tuple(os.fspath(folder) for folder in paths)
         if not names or len({os.path.realpath(name) for name in names}) < len(names):
             raise ArgumentError(
-                f"{', '.join(names[:8]) or 'no folder'}: each trace is trained on once an epoch. "
+                f"TG-TRAIN-016: {', '.join(names[:8]) or 'no folder'}: each trace is trained on once an epoch. "
                 "Give folders that prepare wrote, each once."
             )
         shards = [
@@ -527,8 +527,8 @@ class Shards:
         for name in ("branches", "tokens", "longest", "terms", "max_id"):
             if not np.array_equal(counted[name], getattr(self.catalog, name)[here]):
                 raise FormatError(
-                    f"{self.shards[number].folder}: {store.NAME} is not of its tokens, by the column {name}. "
-                    f"The plan would be of other traces. {_ADVICE}"
+                    f"TG-TRAIN-017: {self.shards[number].folder}: {store.NAME} is not of its tokens, by the column "
+                    f"{name}. The plan would be of other traces. {_ADVICE}"
                 )
 
 
@@ -537,7 +537,10 @@ def _shards_of(folder: Path, source: int, verify: bool) -> list[Shard]:
     if verify:
         manifest.verify(folder, contents)
     if not contents.files and not contents.shards:
-        raise ReadError(f"{folder}: no trace was prepared into it. There is nothing to train on. Prepare other traces.")
+        raise ReadError(
+            f"TG-TRAIN-018: {folder}: no trace was prepared into it. There is nothing to train on. Prepare "
+            f"other traces."
+        )
     if contents.files:
         return [Shard(folder, contents, source)]
     return [Shard(folder / name, entry, source) for name, entry in contents.shards.items()]
@@ -558,8 +561,8 @@ def _catalog(shards: Sequence[Shard]) -> Catalog:
             columns["source"] = np.empty(rows, np.int32)
         if shard_names != names:
             raise FormatError(
-                f"{shard.folder}: its rewards are {', '.join(shard_names)[:80]!r} and not {', '.join(names)[:80]!r} as "
-                "in the first shard. Prepare all with the same options."
+                f"TG-TRAIN-019: {shard.folder}: its rewards are {', '.join(shard_names)[:80]!r} and not "
+                f"{', '.join(names)[:80]!r} as in the first shard. Prepare all with the same options."
             )
         here = slice(end, end + shard.told.counts["traces"])
         _check_shard_counts(shard, shard_columns)
@@ -582,7 +585,9 @@ def _check_shard_counts(shard: Shard, columns: dict[str, NDArray[Any]]) -> None:
     counted = {name: int(columns[name].sum(dtype=np.int64)) for name in ("branches", "tokens", "terms")}
     low = min((int(columns[name].min(initial=0)) for name in counted), default=0)
     if {"traces": len(columns["terms"]), **counted} != dict(shard.told.counts) or low < 0:
-        raise FormatError(f"{shard.folder}: the counts of its manifest are not those of {store.NAME}. {_ADVICE}")
+        raise FormatError(
+            f"TG-TRAIN-020: {shard.folder}: the counts of its manifest are not those of {store.NAME}. {_ADVICE}"
+        )
 
 
 def _release_pages(sequences: Sequences) -> None:

@@ -306,8 +306,8 @@ def _open_group(timeout_s: float) -> None:
     except (ValueError, RuntimeError) as error:
         reason = f"{missing} did not come within train.timeout" if missing else str(error).splitlines()[0]
         raise ArgumentError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and the process group does not open: {reason}. The ranks cannot "
-            "share a gradient. Start the run with torchrun."
+            f"TG-TRAIN-021: WORLD_SIZE is {os.environ['WORLD_SIZE']} and the process group does not open: {reason}. "
+            "The ranks cannot share a gradient. Start the run with torchrun."
         ) from error
 
 
@@ -336,7 +336,7 @@ def said_together(error: Exception, step: int, config: Config, ranks: Ranks, end
         ends: no step follows, so an error that only this rank has is sent to the others.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        reason = f"step {step}: {out_of_memory(error, config)}"
+        reason = f"TG-TRAIN-095: step {step}: {out_of_memory(error, config)}"
         ranks.tell(reason)
         return TracegradError(reason)
     if isinstance(error, (TracegradError, OtherRankFailed)):  # All ranks raise these.
@@ -344,9 +344,9 @@ def said_together(error: Exception, step: int, config: Config, ranks: Ranks, end
     if not (ends or isinstance(error, RuntimeError)):
         return error
     if reason := ranks.heard():
-        return TracegradError(f"{reason} This rank stops with it.")
+        return TracegradError(f"TG-TRAIN-022: {reason} This rank stops with it.")
     if reason := ranks.absent(error):
-        return TracegradError(f"step {step}: {reason}. This rank stops with it.")
+        return TracegradError(f"TG-TRAIN-023: step {step}: {reason}. This rank stops with it.")
     if ends:
         ranks.tell(f"step {step}: {type(error).__name__}: {error}"[:2000])
     return error
@@ -455,8 +455,9 @@ def placed(model: Any) -> Placed:
     if isinstance(model, DistributedDataParallel):
         if not isinstance(model.module, Policy):
             raise ArgumentError(
-                f"DistributedDataParallel stands around {type(model.module).__name__}, whose forward gives logits. Its "
-                "gradients would not be exchanged. Wrap before: accelerator.prepare(tracegrad.trainer.Policy(model))."
+                f"TG-TRAIN-024: DistributedDataParallel stands around {type(model.module).__name__}, whose forward "
+                "gives logits. Its gradients would not be exchanged. Wrap before: "
+                "accelerator.prepare(tracegrad.trainer.Policy(model))."
             )
         return Placed(model.module.model, model, "ddp", ranks, scale=float(ranks.world))
     inner = model.model if isinstance(model, Policy) else model
@@ -470,9 +471,10 @@ def check_exchanged(target: Placed) -> None:
     """Reject a model whose gradients would not be exchanged between ranks."""
     if target.mode == "none" and not target.ranks.alone:
         raise ArgumentError(
-            f"{type(target.model).__name__} is not wrapped, and a process group of {target.ranks.world} ranks is open. "
-            "Each rank would train a model of its own, as no gradient is exchanged. Pass tracegrad.trainer.prepare("
-            "model, 'ddp') or 'fsdp', or accelerator.prepare(tracegrad.trainer.Policy(model))."
+            f"TG-TRAIN-025: {type(target.model).__name__} is not wrapped, and a process group of {target.ranks.world} "
+            "ranks is open. Each rank would train a model of its own, as no gradient is exchanged. Pass "
+            "tracegrad.trainer.prepare(model, 'ddp') or 'fsdp', or "
+            "accelerator.prepare(tracegrad.trainer.Policy(model))."
         )
 
 
@@ -526,7 +528,7 @@ def prepare(
     device = device or next(model.parameters()).device
     if ranks.alone != (mode == "none"):
         raise ArgumentError(
-            f"parallel.mode is {mode!r} on {ranks.world} rank{'' if ranks.alone else 's'}. "
+            f"TG-TRAIN-026: parallel.mode is {mode!r} on {ranks.world} rank{'' if ranks.alone else 's'}. "
             "none is for one process; fsdp and ddp are for several, which torchrun starts. Leave it out for auto."
         )
     if mode == "fsdp":
@@ -562,8 +564,9 @@ def device_named(name: str) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     elif (local_world := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
         raise ArgumentError(
-            f"train.device is {name!r}, and {local_world} processes run on this machine. All of them would take that "
-            "one device. Set train.device cuda, or leave it out: each takes the device of its local rank."
+            f"TG-TRAIN-027: train.device is {name!r}, and {local_world} processes run on this machine. All of them "
+            "would take that one device. Set train.device cuda, or leave it out: each takes the device of its local "
+            "rank."
         )
     torch.cuda.set_device(device)
     return device

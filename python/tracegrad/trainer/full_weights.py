@@ -33,11 +33,14 @@ def whole_weights(
         ArgumentError: for any other value, or for "alone" if the model has no adapters.
     """
     if adapters not in ("merged", "alone"):
-        raise ArgumentError(f"adapters is {adapters!r}. What is wanted of them is not known. Say merged or alone.")
+        raise ArgumentError(
+            f"TG-TRAIN-028: adapters is {adapters!r}. What is wanted of them is not known. Say merged or alone."
+        )
     if not has_adapters(model):
         if adapters == "alone":
             raise ArgumentError(
-                f"adapters is 'alone', and {type(model).__name__} has none. There is nothing to give. Leave it out."
+                f"TG-TRAIN-029: adapters is 'alone', and {type(model).__name__} has none. There is nothing to "
+                f"give. Leave it out."
             )
         return whole_state(model, ranks, device)
     return _adapters_only(model, ranks, device) if adapters == "alone" else _merged(model, ranks, device)

@@ -51,8 +51,8 @@ def load_whole(path: Path) -> Any:
     if not any((path / name).is_file() for name in WEIGHTS):
         contents = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ReadError(
-            f"{path}: no model.safetensors there ({contents}). Without weights there is no policy to train. "
-            "Give --model a folder written by save_pretrained."
+            f"TG-TRAIN-030: {path}: no model.safetensors there ({contents}). Without weights there is no policy to "
+            "train. Give --model a folder written by save_pretrained."
         )
     advice = "There is no policy to train. Give --model a causal model whose config.json and weights belong together"
     with refused(f"{path}: transformers cannot load it as a causal language model", advice), quiet():
@@ -106,8 +106,8 @@ def _check_size(path: Path, model: Any) -> None:
     # The smallest stored weights have four bits.
     if weight_count > 2 * stored_bytes + (1 << 20):
         raise ReadError(
-            f"{path}: config.json describes {weight_count:,} weights, and the files of weights have {stored_bytes:,} "
-            "bytes. They do not belong together. Give --model a folder written by save_pretrained."
+            f"TG-TRAIN-031: {path}: config.json describes {weight_count:,} weights, and the files of weights have "
+            f"{stored_bytes:,} bytes. They do not belong together. Give --model a folder written by save_pretrained."
         )
 
 
@@ -127,7 +127,7 @@ def refused(what: str, because: str) -> Iterator[None]:
     except TracegradError:
         raise
     except Exception as error:
-        raise ReadError(f"{what}: {first_line(error)}. {because}.") from error
+        raise ReadError(f"TG-TRAIN-096: {what}: {first_line(error)}. {because}.") from error
 
 
 def _auto_class(architectures: list[str]) -> Any:
@@ -167,13 +167,14 @@ def model_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise ReadError(
-            f"{path}: no such folder. Without it there is no model. Give --model a folder of save_pretrained."
+            f"TG-TRAIN-032: {path}: no such folder. Without it there is no model. Give --model a folder of "
+            f"save_pretrained."
         )
     try:
         config = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         raise ReadError(
-            f"{path / 'config.json'}: {first_line(error)}. The architecture is not known without it. "
+            f"TG-TRAIN-033: {path / 'config.json'}: {first_line(error)}. The architecture is not known without it. "
             "Give --model a folder written by save_pretrained."
         ) from error
     _check_values(path / "config.json", config)
@@ -189,7 +190,9 @@ def _check_values(path: Path, config: Any) -> None:
     """
 
     def invalid(what: str) -> ReadError:
-        return ReadError(f"{path}: {what}. It describes no model. Copy the file again from where the model came from.")
+        return ReadError(
+            f"TG-TRAIN-034: {path}: {what}. It describes no model. Copy the file again from where the model came from."
+        )
 
     if not isinstance(config, dict):
         raise invalid("it holds no JSON object")
@@ -240,8 +243,9 @@ def _check_implementations(path: Path, config: Any) -> None:
             for implementation in value.values() if isinstance(value, dict) else [value]:
                 if implementation is not None and implementation not in _IMPLEMENTATIONS:
                     raise ReadError(
-                        f"{path}: {name} is {str(implementation)[:80]!r}, which may be code of a hub. It is never "
-                        f"loaded. Remove {name} from the file, or set it to one of {', '.join(_IMPLEMENTATIONS)}."
+                        f"TG-TRAIN-035: {path}: {name} is {str(implementation)[:80]!r}, which may be code of a hub. It "
+                        f"is never loaded. Remove {name} from the file, or set it to one of "
+                        f"{', '.join(_IMPLEMENTATIONS)}."
                     )
 
 
@@ -257,7 +261,7 @@ def _refuse_architecture(path: Path, class_name: str, architectures: list[str], 
     elif unexpected:
         detail = f"{len(unexpected)} tensors have no place in {class_name}, {unexpected[0]} first"
     raise ReadError(
-        f"{path}: {detail}. What was loaded would be another policy than the one that sampled. "
+        f"TG-TRAIN-036: {path}: {detail}. What was loaded would be another policy than the one that sampled. "
         "Give --model a causal model whose config.json and weights belong together."
     )
 

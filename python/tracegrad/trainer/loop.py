@@ -169,7 +169,8 @@ class _Loop:
         checkpoints = checkpoint.list_checkpoints(out)
         if checkpoints and not resume:
             raise ArgumentError(
-                f"{self.driven.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would "
+                f"TG-TRAIN-037: {self.driven.away} holds a run, its newest checkpoint is "
+                f"{checkpoints[-1].name}. A new run would "
                 "overwrite it. Go on with --resume, or give another --out."
             )
         progress = self.driven.restore(fingerprint=self.fingerprint)
@@ -323,8 +324,8 @@ def scratch(terms: int, folder: Path | None) -> NDArray[np.float32]:
             values = np.memmap(file, np.float32, "r+", shape=(terms,))
     except OSError as error:
         raise TracegradError(
-            f"{folder}: {error.strerror}. The logprobs of {terms:,} terms have no place there. Make room, or give "
-            "another --out."
+            f"TG-TRAIN-038: {folder}: {error.strerror}. The logprobs of {terms:,} terms have no place there. Make "
+            "room, or give another --out."
         ) from error
     return values
 
@@ -399,8 +400,8 @@ class Epochs:
         if ranks.largest(int(differs)):
             who = f"rank {ranks.rank} plans" if differs else "another rank plans"
             raise ArgumentError(
-                f"{who} other steps than the first: its traces or options are others. Each would wait for steps that "
-                "never come. Give every rank the same."
+                f"TG-TRAIN-039: {who} other steps than the first: its traces or options are others. Each would wait "
+                "for steps that never come. Give every rank the same."
             )
 
     def packed(self, index: int) -> Planned:

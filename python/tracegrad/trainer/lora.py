@@ -36,8 +36,8 @@ def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -
     peft = imported_peft("train.lora_rank")
     if has_adapters(model):
         raise ArgumentError(
-            f"train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. Leave it "
-            "out to go on with them, or merge them first: tracegrad merge CHECKPOINT --out DIR."
+            f"TG-TRAIN-040: train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. "
+            "Leave it out to go on with them, or merge them first: tracegrad merge CHECKPOINT --out DIR."
         )
     excluded = {id(module) for part in without for module in part.modules()}
     names = [name for name, module in model.named_modules() if id(module) in excluded and isinstance(module, nn.Linear)]
@@ -68,7 +68,7 @@ def imported_peft(what: str) -> Any:
         import peft
     except ImportError as error:
         raise ArgumentError(
-            f"{what} needs peft, which is not installed. Without it there are no adapters. "
+            f"TG-TRAIN-041: {what} needs peft, which is not installed. Without it there are no adapters. "
             "pip install 'tracegrad[lora]'"
         ) from error
     return peft
@@ -169,15 +169,15 @@ class Adapted:
                 raise ValueError("it does not name the model that the adapters are of")
         except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError, ReadError) as error:
             raise ReadError(
-                f"{path / CONFIG}: {first_line(error)[:300]}. The adapters beside it cannot be put on a model. Give a "
-                "checkpoint of a run with train.lora_rank, or merge them with what made them."
+                f"TG-TRAIN-042: {path / CONFIG}: {first_line(error)[:300]}. The adapters beside it cannot be put on a "
+                "model. Give a checkpoint of a run with train.lora_rank, or merge them with what made them."
             ) from error
         adapted = cls(path, base or Path(base_name), options)
         if not (adapted.base / "config.json").is_file():
             raise ReadError(
-                f"{path}: its adapters are of the model {str(adapted.base)[:200]!r}, and no folder with a config.json "
-                "is there. Without it they are no policy. Put it there, or say where it is: tracegrad merge "
-                f"{path} --base DIR --out DIR makes whole weights."
+                f"TG-TRAIN-043: {path}: its adapters are of the model {str(adapted.base)[:200]!r}, and no folder with "
+                "a config.json is there. Without it they are no policy. Put it there, or say where it is: tracegrad "
+                f"merge {path} --base DIR --out DIR makes whole weights."
             )
         return adapted
 
@@ -204,8 +204,8 @@ class Adapted:
                 peft.set_peft_model_state_dict(model, state)
         except Exception as error:  # peft can raise anything for untrusted files.
             raise ReadError(
-                f"{self.path / WEIGHTS}: {first_line(error)[:300]}. The adapters are not of the model {self.base}. "
-                "Give the model that they were trained on."
+                f"TG-TRAIN-044: {self.path / WEIGHTS}: {first_line(error)[:300]}. The adapters are not of the model "
+                f"{self.base}. Give the model that they were trained on."
             ) from error
         name_base(model)
         return model
@@ -247,17 +247,19 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
     adapted = Adapted.read(checkpoint, Path(base) if base is not None else None)
     if adapted is None:
         raise ArgumentError(
-            f"{checkpoint}: no {CONFIG} there. Its weights are whole, or none: there is nothing to merge. Give a "
-            "checkpoint of a run with train.lora_rank."
+            f"TG-TRAIN-045: {checkpoint}: no {CONFIG} there. Its weights are whole, or none: there is nothing to "
+            "merge. Give a checkpoint of a run with train.lora_rank."
         )
     if out.exists():
-        raise ArgumentError(f"{out} is there. Merged weights would be mixed with what it holds. Give another --out.")
+        raise ArgumentError(
+            f"TG-TRAIN-046: {out} is there. Merged weights would be mixed with what it holds. Give another --out."
+        )
     model = adapted.load()
     try:
         merged = model.merge_and_unload(safe_merge=True)
     except ValueError as error:
         raise TracegradError(
-            f"{checkpoint}: {first_line(error)[:200]}. Whole weights of it would be broken. Merge an "
+            f"TG-TRAIN-047: {checkpoint}: {first_line(error)[:200]}. Whole weights of it would be broken. Merge an "
             "earlier checkpoint."
         ) from error
     staged = out.with_name(f".tmp-{out.name}")
@@ -276,7 +278,8 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
     except (OSError, SafetensorError, ReadError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise TracegradError(
-            f"{out}: {first_line(error)[:200]}. The merged weights are not written. Make room or give another --out."
+            f"TG-TRAIN-048: {out}: {first_line(error)[:200]}. The merged weights are not written. Make room or "
+            f"give another --out."
         ) from error
     return out
 

@@ -91,8 +91,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise ArgumentError(
-            f"{type(model).__name__} has no list of layers. They cannot be sharded, recomputed or compiled one by one. "
-            "Use parallel.mode ddp or none with train.memory speed."
+            f"TG-TRAIN-049: {type(model).__name__} has no list of layers. They cannot be sharded, recomputed or "
+            "compiled one by one. Use parallel.mode ddp or none with train.memory speed."
         )
     return list(max(lists, key=lambda module: sum(p.numel() for p in module.parameters())))
 

@@ -52,8 +52,8 @@ def share(schedule: Schedule, step: int, steps: int | None = None, lr: float = 1
     warmup = warmup_of(schedule, total)
     if total is not None and step >= total:
         raise ArgumentError(
-            f"step {step + 1} of a schedule of {total} steps: past the end of '{schedule.name}' there is no learning "
-            "rate. Tell the run how many steps it takes, or leave schedule.name out."
+            f"TG-TRAIN-050: step {step + 1} of a schedule of {total} steps: past the end of '{schedule.name}' there is "
+            "no learning rate. Tell the run how many steps it takes, or leave schedule.name out."
         )
     if schedule.name not in _TRANSFORMERS_NAMES or schedule.kwargs:
         return _transformers_schedule(
@@ -89,8 +89,8 @@ def _transformers_schedule(name: str, warmup: int, total: int | None, kwargs: st
         from transformers import get_scheduler
     except ImportError as error:
         raise ArgumentError(
-            f"schedule.name {name} is transformers', and that package is not installed. No rate is known. "
-            "pip install 'tracegrad[train]'."
+            f"TG-TRAIN-051: schedule.name {name} is transformers', and that package is not installed. No rate is "
+            "known. pip install 'tracegrad[train]'."
         ) from error
     try:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
@@ -99,8 +99,8 @@ def _transformers_schedule(name: str, warmup: int, total: int | None, kwargs: st
         return scheduler.lr_lambdas[0]  # type: ignore[union-attr]
     except (TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(
-            f"schedule.name {name!r} with schedule.kwargs {kwargs!r:.200}: transformers refuses it: {error}. No rate "
-            "is known. Write its arguments as a JSON object."
+            f"TG-TRAIN-052: schedule.name {name!r} with schedule.kwargs {kwargs!r:.200}: transformers refuses it: "
+            f"{error}. No rate is known. Write its arguments as a JSON object."
         ) from error
 
 
@@ -114,8 +114,9 @@ def in_all(schedule: Schedule, steps: int | None) -> int | None:
         return None
     if steps is None:
         raise ArgumentError(
-            f"schedule.name is '{schedule.name}', and how many optimizer steps the run takes is not known. What the "
-            "learning rate of a step is depends on it. Pass Run(..., steps=N), or leave schedule.name out."
+            f"TG-TRAIN-053: schedule.name is '{schedule.name}', and how many optimizer steps the run takes is not "
+            "known. What the learning rate of a step is depends on it. Pass Run(..., steps=N), or leave schedule.name "
+            "out."
         )
     decay_steps = _decay_steps(schedule, steps) if schedule.name == "wsd" else 1
     warmup = warmup_of(schedule, steps)
@@ -125,8 +126,9 @@ def in_all(schedule: Schedule, steps: int | None) -> int | None:
         )
         warmup_option = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"
         raise ArgumentError(
-            f"schedule.{warmup_option} is {getattr(schedule, warmup_option)}{decay_note}, and the run takes {steps} "
-            "optimizer steps. It would never train at optimizer.lr. Warm up for fewer, or take more steps."
+            f"TG-TRAIN-054: schedule.{warmup_option} is {getattr(schedule, warmup_option)}{decay_note}, and the run "
+            f"takes {steps} optimizer steps. It would never train at optimizer.lr. Warm up for fewer, or take more "
+            "steps."
         )
     return steps
 
@@ -140,9 +142,9 @@ def check_rates(path: Path, schedule: Schedule, steps: int | None, before: Any, 
     for step in range(taken):
         if step >= shared_steps or share(schedule, step, total) != share(schedule, step, before):
             raise ArgumentError(
-                f"{path}: its run was to take {before!r:.20} optimizer steps, and this one takes {total}. Under the "
-                f"schedule '{schedule.name}' step {step + 1} of {taken} would have had another learning rate. Take "
-                f"as many steps as before, or start anew with another --out and --model {path}."
+                f"TG-TRAIN-055: {path}: its run was to take {before!r:.20} optimizer steps, and this one takes "
+                f"{total}. Under the schedule '{schedule.name}' step {step + 1} of {taken} would have had another "
+                f"learning rate. Take as many steps as before, or start anew with another --out and --model {path}."
             )
 
 

@@ -114,8 +114,9 @@ class ParametersByName:
             self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         except KeyError:
             raise ArgumentError(
-                f"{type(optimizer).__name__} holds a parameter that is not the model's. It would train something "
-                "else. Make it from model.parameters(), after adapters are on, or pass a function of the groups."
+                f"TG-TRAIN-056: {type(optimizer).__name__} holds a parameter that is not the model's. It would train "
+                "something else. Make it from model.parameters(), after adapters are on, or pass a function of the "
+                "groups."
             ) from None
 
     def of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -129,8 +130,8 @@ class ParametersByName:
             new_parameters = [current[name] for name in names]
             if self.optimizer.state and any(a is not b for a, b in zip(new_parameters, group["params"], strict=True)):
                 raise ArgumentError(
-                    f"{type(self.optimizer).__name__} has taken steps, and the model is sharded anew. Its state is of "
-                    "whole parameters. Pass a new one, and resume from a checkpoint."
+                    f"TG-TRAIN-057: {type(self.optimizer).__name__} has taken steps, and the model is sharded anew. "
+                    "Its state is of whole parameters. Pass a new one, and resume from a checkpoint."
                 )
             group["params"] = new_parameters
         return self.optimizer
@@ -148,7 +149,8 @@ def device_of(config: Config) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
-            f"train.device is {name!r}: {str(error).splitlines()[0]}. The model cannot go there. Leave it out for auto."
+            f"TG-TRAIN-058: train.device is {name!r}: {str(error).splitlines()[0]}. The model cannot go there. "
+            f"Leave it out for auto."
         ) from error
     return device
 
@@ -290,16 +292,17 @@ def first_reference(given: Any, model: Any, objective: Objective, config: Config
     if given is not None:
         if not needs_of(objective, config).ref or train.ref_every or train.ref_model:
             raise ArgumentError(
-                "reference has no effect: the objective takes none, or train.ref_every or train.ref_model say what it "
-                "is. Two answers to one question hide a mistake. Leave it out."
+                "TG-TRAIN-059: reference has no effect: the objective takes none, or train.ref_every or "
+                "train.ref_model say what it is. Two answers to one question hide a mistake. Leave it out."
             )
         return given
     adapters = train.lora_rank or has_adapters(model)
     if is_mixed(objective, config):
         if adapters:
             raise ArgumentError(
-                f"train.ref_mixup_alpha is {train.ref_mixup_alpha:g}, and the model has adapters. A reference of mixed "
-                "weights is a second whole model. Set train.ref_mixup_alpha to 1, or train without adapters."
+                f"TG-TRAIN-060: train.ref_mixup_alpha is {train.ref_mixup_alpha:g}, and the model has adapters. A "
+                "reference of mixed weights is a second whole model. Set train.ref_mixup_alpha to 1, or train without "
+                "adapters."
             )
         return deepcopy(model)
     is_fixed = objective.needs.ref and not (train.ref_model or train.ref_every or adapters)
@@ -312,8 +315,8 @@ def check_optimizer(config: Config) -> None:
     for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
         if values[f"optimizer.{name}"] != defaults[f"optimizer.{name}"][1]:
             raise ArgumentError(
-                f"optimizer.{name} has no effect: the run was given an optimizer. Two answers to one question hide a "
-                "mistake. Set it there, and leave it out here."
+                f"TG-TRAIN-061: optimizer.{name} has no effect: the run was given an optimizer. Two answers to one "
+                "question hide a mistake. Set it there, and leave it out here."
             )
 
 
@@ -348,8 +351,8 @@ def embeddings_of(model: Any) -> int:
 
 def _vocabulary_error(where: str, token: int, size: int) -> ArgumentError:
     return ArgumentError(
-        f"{where}: token id {token} stands in it, and the model has {size} embeddings. They are of another tokenizer. "
-        "Align with the tokenizer of the model that is trained."
+        f"TG-TRAIN-062: {where}: token id {token} stands in it, and the model has {size} embeddings. They are of "
+        "another tokenizer. Align with the tokenizer of the model that is trained."
     )
 
 
@@ -363,14 +366,14 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
     affected = [trace for part in (source.parts() if media else ()) for trace in _traces_after_media(part, media)]
     if affected:
         raise ArgumentError(
-            f"{len(affected)} of {source.catalog.traces} traces, '{affected[0]}' first, are trained behind a picture, "
-            f"video or sound. {type(model).__name__} would not see it, as its decoder runs without a tower: logprobs "
-            "would be nats off. Leave these traces out."
+            f"TG-TRAIN-063: {len(affected)} of {source.catalog.traces} traces, '{affected[0]}' first, are trained "
+            f"behind a picture, video or sound. {type(model).__name__} would not see it, as its decoder runs without a "
+            "tower: logprobs would be nats off. Leave these traces out."
         )
     if not tower_of(model) and source.shows_pictures:
         raise ArgumentError(
-            f"the traces hold pictures, and {type(model).__name__} takes none. It would not see what the policy saw. "
-            "Give --model the image-text model that sampled them."
+            f"TG-TRAIN-064: the traces hold pictures, and {type(model).__name__} takes none. It would not see what the "
+            "policy saw. Give --model the image-text model that sampled them."
         )
     count = int(source.catalog.media.sum())
     return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
@@ -385,8 +388,8 @@ def check_ranks_see(data: Sequences | Source, target: Placed, config: Config) ->
         setting = "parallel.mode is fsdp" if is_fsdp else "images.tower is trained on several ranks"
         advice = "Set parallel.mode ddp or none" if is_fsdp else "Leave images.tower frozen, or train on one rank"
         raise ArgumentError(
-            f"the traces hold pictures, and {setting}. Every rank would have to run the tower as often as the others, "
-            f"and a row has as many pictures as it has. {advice}."
+            f"TG-TRAIN-065: the traces hold pictures, and {setting}. Every rank would have to run the tower as often "
+            f"as the others, and a row has as many pictures as it has. {advice}."
         )
 
 
@@ -417,11 +420,11 @@ def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint
         saved = progress.config.get(name)
         if saved != value and not name.startswith(exempt):
             raise ArgumentError(
-                f"{path}: {name} was {repr(saved)[:80]} and is now {value!r}. The run would not be the one that is "
-                f"resumed. Set it back, or start anew with another --out and --model {path}."
+                f"TG-TRAIN-066: {path}: {name} was {repr(saved)[:80]} and is now {value!r}. The run would not be the "
+                f"one that is resumed. Set it back, or start anew with another --out and --model {path}."
             )
     if progress.fingerprint != fingerprint:
         raise ArgumentError(
-            f"{path}: the traces are not those that the run was started with. Its steps would be others. "
+            f"TG-TRAIN-067: {path}: the traces are not those that the run was started with. Its steps would be others. "
             f"Give the same traces, or start anew with another --out and --model {path}."
         )

@@ -275,8 +275,9 @@ def _update(target: Placed, optimizer: torch.optim.Optimizer, grad_clip: float) 
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         raise TracegradError(
-            f"the norm of the gradient is {norm}. The step would turn every parameter into NaN, so it was not taken. "
-            "Lower optimizer.lr or set optimizer.grad_clip, and go on from the last checkpoint with --resume."
+            f"TG-TRAIN-068: the norm of the gradient is {norm}. The step would turn every parameter into NaN, so it "
+            "was not taken. Lower optimizer.lr or set optimizer.grad_clip, and go on from the last checkpoint with "
+            "--resume."
         )
     torch.nn.utils.clip_grads_with_norm_(trained, grad_clip or math.inf, whole(total))
     optimizer.step()

@@ -72,8 +72,8 @@ def checked_rewards(rewards: NDArray[np.float32], step: Step) -> NDArray[np.floa
     rewards = _validation.floats(rewards, "rewards", np.float32)
     if len(rewards) <= (highest := int(np.max(step.trace, initial=-1))):
         raise ArgumentError(
-            f"rewards has {len(rewards)} entries, and trace {highest} has a term in the step. Its reward is not known. "
-            "Pass those of all traces that were packed: sequences.rewards[:, 0]."
+            f"TG-TRAIN-069: rewards has {len(rewards)} entries, and trace {highest} has a term in the step. Its reward "
+            "is not known. Pass those of all traces that were packed: sequences.rewards[:, 0]."
         )
     return rewards
 

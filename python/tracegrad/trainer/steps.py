@@ -54,8 +54,9 @@ def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple
     newest = int(catalog.version_max.max(initial=-1))
     if options.max_lag >= 0 and newest < 0:
         raise ArgumentError(
-            "filter.max_lag has no effect: no trace says which version of the policy sampled it. An option that does "
-            "nothing hides a mistake. Leave it out, or say where the records hold it: --map.version PATH."
+            "TG-TRAIN-070: filter.max_lag has no effect: no trace says which version of the policy sampled it. An "
+            "option that does nothing hides a mistake. Leave it out, or say where the records hold it: --map.version "
+            "PATH."
         )
     worst = TIERS.index(options.worst_tier)
     rejected = {
@@ -153,9 +154,9 @@ def _check_endings_known(source: Source, traces: Flags, option: str, consequence
     if len(unknown):
         name = source.trace_name(int(unknown[0]))
         raise ArgumentError(
-            f"trace '{name}' and {len(unknown) - 1} more do not say how they ended: the last generation has neither a "
-            "finish_reason nor a stop token, or was prepared before endings were kept. Those that were cut off "
-            f"{consequence}. Record finish_reason, prepare again, or leave {option} out."
+            f"TG-TRAIN-071: trace '{name}' and {len(unknown) - 1} more do not say how they ended: the last generation "
+            "has neither a finish_reason nor a stop token, or was prepared before endings were kept. Those that were "
+            f"cut off {consequence}. Record finish_reason, prepare again, or leave {option} out."
         )
 
 
@@ -174,8 +175,8 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
         return ()
     if source.inputs < 2:
         raise ArgumentError(
-            "mixture.weights has no effect: there is one input. An option that does nothing hides a mistake. Leave it "
-            "out, or give several prepared folders."
+            "TG-TRAIN-072: mixture.weights has no effect: there is one input. An option that does nothing hides a "
+            "mistake. Leave it out, or give several prepared folders."
         )
     try:
         weights = [float(weight) for weight in split_names(setting)]
@@ -183,8 +184,8 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
         weights = []
     if len(weights) != source.inputs or not all(0 < weight < float("inf") for weight in weights):
         raise ArgumentError(
-            f"mixture.weights is {setting!r:.80}, and there are {source.inputs} inputs. How often each is taken is not "
-            "known. Give one number above 0 for each, with commas between."
+            f"TG-TRAIN-073: mixture.weights is {setting!r:.80}, and there are {source.inputs} inputs. How often each "
+            "is taken is not known. Give one number above 0 for each, with commas between."
         )
     relative = tuple(weight / max(weights) for weight in weights)
     catalog = source.catalog
@@ -194,8 +195,8 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
     np.maximum.at(high, catalog.group, of_trace)
     if len(mixed := np.flatnonzero((low < high)[catalog.group])):
         raise ArgumentError(
-            f"the group of trace '{source.trace_name(int(mixed[0]))}' stands in inputs of unlike weights, and a group "
-            "is taken whole or not. Give its traces other groups, or the inputs one weight."
+            f"TG-TRAIN-074: the group of trace '{source.trace_name(int(mixed[0]))}' stands in inputs of unlike "
+            "weights, and a group is taken whole or not. Give its traces other groups, or the inputs one weight."
         )
     return relative if min(relative) < 1 else ()
 
@@ -425,8 +426,8 @@ class Feed:
         catalog = source.catalog
         if not catalog.traces:
             raise NothingToLearn(
-                "there is no trace: no record that was read holds a call of a model with an answer. Look at the file "
-                "with tracegrad doctor."
+                "TG-TRAIN-075: there is no trace: no record that was read holds a call of a model with an answer. "
+                "Look at the file with tracegrad doctor."
             )
         check_effective(config, objective)
         objective.check_missing(config.train.missing)
@@ -436,7 +437,9 @@ class Feed:
         held = held_out(catalog.group, config.data.holdout, config.train.seed)
         used, filter_notes = kept(rewards, catalog, ~held, config.filter)
         if filter_notes and not (used & (catalog.terms > 0)).any():
-            raise NothingToLearn(f"nothing is left to train on: {' '.join(filter_notes)} Loosen what filter says.")
+            raise NothingToLearn(
+                f"TG-TRAIN-076: nothing is left to train on: {' '.join(filter_notes)} Loosen what filter says."
+            )
         notes += filter_notes
         notes += of_old(objective, config, len(np.unique(catalog.group[used])))
         advantages = np.zeros(catalog.traces, np.float32)
@@ -447,14 +450,14 @@ class Feed:
         even = int((used & ~feed.taken).sum())
         if even == int(used.sum()):
             raise NothingToLearn(
-                "in no group do rewards differ, and filter.even_groups leaves all of them out. There is nothing to "
-                "learn. Leave filter.even_groups out, or give traces whose rewards differ within a group."
+                "TG-TRAIN-077: in no group do rewards differ, and filter.even_groups leaves all of them out. There is "
+                "nothing to learn. Leave filter.even_groups out, or give traces whose rewards differ within a group."
             )
         if even:
             notes.append(f"{even} traces of groups in which all rewards are equal are left out: filter.even_groups.")
         mask_notes, reason = check_masked(rewards, source, feed.taken, config.filter)
         if reason:
-            raise NothingToLearn(reason)
+            raise NothingToLearn(f"TG-TRAIN-097: {reason}")
         return replace(feed, notes=(*notes, *mask_notes), shares_of_inputs=shares(source, config))
 
     @property
@@ -624,10 +627,11 @@ def _nothing_to_learn(
     """Return the error that explains why all advantages are 0."""
     if held.any() and compared(rewards, source, used | held, config).any():
         return NothingToLearn(
-            "every group whose rewards differ is held out to measure value. There is nothing to learn from the "
-            "others. Set --data.holdout 0, or give more groups."
+            "TG-TRAIN-078: every group whose rewards differ is held out to measure value. There is nothing to learn "
+            "from the others. Set --data.holdout 0, or give more groups."
         )
     return NothingToLearn(
-        f"all {int(used.sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
-        "Give traces whose rewards differ within a group, or compare them all: --advantage.baseline batch_mean."
+        f"TG-TRAIN-079: all {int(used.sum())} advantages are 0: in no group do rewards differ. There is nothing to "
+        "learn. Give traces whose rewards differ within a group, or compare them all: --advantage.baseline "
+        "batch_mean."
     )

@@ -93,7 +93,8 @@ class Terms:
         self.folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         if not any(self.folder.glob("tokens-*")):
             raise ArgumentError(
-                f"{folder}: has no {FOLDER}/tokens-*. The run has kept no terms. Run it with terms.keep 'sampled'."
+                f"TG-TRAIN-080: {folder}: has no {FOLDER}/tokens-*. The run has kept no terms. Run it with "
+                f"terms.keep 'sampled'."
             )
         self._sequences = lru_cache(8)(lambda name: Sequences.load(self.folder / name))
 
@@ -136,7 +137,9 @@ class Terms:
         except TracegradError:
             raise
         except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise FormatError(f"{path}: not what a run writes ({str(error)[:80]!r}). Run it again.") from error
+            raise FormatError(
+                f"TG-TRAIN-081: {path}: not what a run writes ({str(error)[:80]!r}). Run it again."
+            ) from error
         return terms
 
     def find(self, trace_id: str) -> list[tuple[str, int]]:

@@ -171,9 +171,10 @@ class Run:
         if needs.ref and step.ref_logprobs is None:
             if self.reference is None and (self.config.train.ref_every or not has_adapters(self.model)):
                 raise ArgumentError(
-                    "the step has no ref_logprobs, and the reference cannot be measured: the policy was its own, and "
-                    "has been trained since. Pass reference= or leave keep_start True, or measure them yourself: "
-                    "step.with_logprobs(ref=run.measure(step)) before the policy moves on, as train.ref_every asks."
+                    "TG-TRAIN-082: the step has no ref_logprobs, and the reference cannot be measured: the policy was "
+                    "its own, and has been trained since. Pass reference= or leave keep_start True, or measure them "
+                    "yourself: step.with_logprobs(ref=run.measure(step)) before the policy moves on, as "
+                    "train.ref_every asks."
                 )
             with self.watch("ref"):
                 step = step.with_logprobs(ref=self.measure(step, of="reference"))
@@ -356,8 +357,8 @@ class Run:
             in_all(self.config.schedule, self.steps)
             if checkpoints := checkpoint.list_checkpoints(self.out):
                 raise ArgumentError(
-                    f"{self.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would "
-                    "overwrite it. Go on with restore() before the first step, or give another out."
+                    f"TG-TRAIN-083: {self.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new "
+                    "run would overwrite it. Go on with restore() before the first step, or give another out."
                 )
             self._create_files()
 
@@ -423,8 +424,9 @@ class Run:
         """
         if version is None:
             raise ArgumentError(
-                "the objective takes the log-linear proximal, which lies between two versions, and version is None. "
-                "Where it lies is not known. Pass the version of the policy that is trained: step(step, version=...)."
+                "TG-TRAIN-084: the objective takes the log-linear proximal, which lies between two versions, and "
+                "version is None. Where it lies is not known. Pass the version of the policy that is trained: "
+                "step(step, version=...)."
             )
         updates_done = self.taken % (self.config.train.updates_per_old or 1)
         if updates_done == 0 or self._proximal is None:

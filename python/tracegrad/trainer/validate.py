@@ -54,25 +54,26 @@ def check_effective(config: Config, objective: Objective) -> None:
     for name, (without_effect, reason) in no_effect_options.items():
         if without_effect and values[name] != defaults[name][1]:
             raise ArgumentError(
-                f"{name} has no effect: {reason}. An option that does nothing hides a mistake. Leave it out."
+                f"TG-TRAIN-085: {name} has no effect: {reason}. An option that does nothing hides a mistake. "
+                f"Leave it out."
             )
     if advantage.several == "normalize_then_sum":
         sum_changes = [kl.coef and "reward_kl.coef", config.filter.zero_truncated and "filter.zero_truncated"]
         if changed_option := next(filter(None, sum_changes), None):
             raise ArgumentError(
-                f"advantage.several normalize_then_sum compares each reward as it was recorded, and {changed_option} "
-                "changes their sum. Leave one of the two out."
+                "TG-TRAIN-086: advantage.several normalize_then_sum compares each reward as it was recorded, and "
+                f"{changed_option} changes their sum. Leave one of the two out."
             )
         if (advantage.baseline, advantage.scale) != ("group_mean", "std"):
             raise ArgumentError(
-                "advantage.several normalize_then_sum divides each reward by its group's deviation. Set "
+                "TG-TRAIN-087: advantage.several normalize_then_sum divides each reward by its group's deviation. Set "
                 "advantage.baseline group_mean and advantage.scale std."
             )
     every = config.train.updates_per_old or int(each_update(objective, config))
     if kl.coef and config.train.ref_every and (not every or config.train.ref_every % every):
         raise ArgumentError(
-            "train.ref_every renews the reference between two measurements of old, and reward_kl needs both of a whole "
-            "such batch at once. Set train.updates_per_old to a divisor of train.ref_every."
+            "TG-TRAIN-088: train.ref_every renews the reference between two measurements of old, and reward_kl needs "
+            "both of a whole such batch at once. Set train.updates_per_old to a divisor of train.ref_every."
         )
 
 
@@ -95,15 +96,16 @@ def check_ratios(data: Sequences | Source, objective: Objective, config: Config)
     dropped = config.data.on_error != "raise" and not config.data.text_only
     if len(foreign) and not dropped:
         raise ArgumentError(
-            f"{len(foreign)} of {catalog.traces} traces, '{source.trace_name(int(foreign[0]))}' first, hold text "
-            "without logprobs, or of another model or tokenizer (T6): it has no logprobs of this policy, and a ratio "
-            f"of 1 would be invented. Train on it with {TEXT_TRAINS}; or leave such turns out with --on-error skip."
+            f"TG-TRAIN-089: {len(foreign)} of {catalog.traces} traces, '{source.trace_name(int(foreign[0]))}' first, "
+            "hold text without logprobs, or of another model or tokenizer (T6): it has no logprobs of this policy, "
+            f"and a ratio of 1 would be invented. Train on it with {TEXT_TRAINS}; or leave such turns out with "
+            "--on-error skip."
         )
     measured = np.flatnonzero(catalog.known > 0)
     if not len(measured):
         raise ArgumentError(
-            f"none of {catalog.all_terms} trained tokens has a recorded logprob. No ratio to the policy that "
-            "sampled them is known. Train with --objective TOPR_POSITIVE, which takes no ratio."
+            f"TG-TRAIN-090: none of {catalog.all_terms} trained tokens has a recorded logprob. No ratio to the policy "
+            "that sampled them is known. Train with --objective TOPR_POSITIVE, which takes no ratio."
         )
     _check_kinds(source, measured, explicit=config.data.logprob_kind == "unknown")
     accepted = _check_sampling(source, measured, config.data.accept_truncated_sampling)
@@ -123,10 +125,10 @@ def _check_sampling(source: Source, measured: NDArray[np.int64], accepted: bool)
     if accepted:
         return [f"{subject}: their ratio is off by the kept mass S at each token, as {flag} says. S is in no record."]
     raise ArgumentError(
-        f"{subject}: their tokens were drawn from another distribution than the one that the trainer computes. With "
-        "processed logprobs the ratio is the kept mass S at each token although nothing changed; with raw ones it is 1 "
-        "instead of S. S is not measured here: tracegrad doctor --rescore measures it. Sample without them; train what "
-        f"is recorded with {TEXT_TRAINS}; or take the ratio as it is with {flag}."
+        f"TG-TRAIN-091: {subject}: their tokens were drawn from another distribution than the one that the trainer "
+        "computes. With processed logprobs the ratio is the kept mass S at each token although nothing changed; with "
+        "raw ones it is 1 instead of S. S is not measured here: tracegrad doctor --rescore measures it. Sample "
+        f"without them; train what is recorded with {TEXT_TRAINS}; or take the ratio as it is with {flag}."
     )
 
 
@@ -139,10 +141,10 @@ def _check_kinds(source: Source, measured: NDArray[np.int64], *, explicit: bool)
         temperature_note = "is not recorded" if np.isnan(temperature) else f"was {temperature:g}"
         name = source.trace_name(int(ambiguous[0]))
         raise ArgumentError(
-            f"trace '{name}' and {len(ambiguous) - 1} more do not say what their logprobs are of, and the "
-            f"temperature {temperature_note}. Before or after temperature is a different number, and the ratio would "
-            "be wrong. Say --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to take them as "
-            "they are."
+            f"TG-TRAIN-092: trace '{name}' and {len(ambiguous) - 1} more do not say what their logprobs are of, and "
+            f"the temperature {temperature_note}. Before or after temperature is a different number, and the ratio "
+            "would be wrong. Say --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to take "
+            "them as they are."
         )
 
 

@@ -37,8 +37,8 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
     reason = _verify_on_ranks(target, Road("flex"), longest, ALWAYS) if whole_row(target.model) == "flex" else ""
     if reason and must_be_fused(target.device):
         raise ArgumentError(
-            f"flex_attention cannot run packed rows of this model on {target.device.type}: {reason}. Other attention "
-            "is slower, and takes a table of [T, T] for rows that share prefixes. To accept that, set "
+            f"TG-TRAIN-093: flex_attention cannot run packed rows of this model on {target.device.type}: {reason}. "
+            "Other attention is slower, and takes a table of [T, T] for rows that share prefixes. To accept that, set "
             "attention.implementation sdpa."
         )
     if reason:
@@ -96,6 +96,6 @@ def _verify_on_ranks(target: Placed, road: Road, longest: int, settled: int) -> 
 
 def _whole_row_error(reason: str) -> ArgumentError:
     return ArgumentError(
-        f"no whole row can pass through this model: {reason}. Under FSDP every rank runs each layer once a row, so "
-        "branches cannot go one by one. Set parallel.mode ddp or none."
+        f"TG-TRAIN-094: no whole row can pass through this model: {reason}. Under FSDP every rank runs each layer once "
+        "a row, so branches cannot go one by one. Set parallel.mode ddp or none."
     )

@@ -89,8 +89,8 @@ def connect(path: Path, *, write: bool = False) -> sqlite3.Connection:
         return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
     except sqlite3.Error as error:
         raise ReadError(
-            f"{path}: cannot be used as an index ({error}). Nothing can be searched. It needs SQLite 3.34 or newer and "
-            f"free space there; this Python has {sqlite3.sqlite_version}. Give another --index."
+            f"TG-VIEW-001: {path}: cannot be used as an index ({error}). Nothing can be searched. It needs SQLite 3.34 "
+            f"or newer and free space there; this Python has {sqlite3.sqlite_version}. Give another --index."
         ) from error
 
 

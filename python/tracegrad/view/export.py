@@ -37,7 +37,7 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
     """
     if not 0 < len(rows) <= MOST:
         raise ArgumentError(
-            f"{len(rows):,} traces are to be exported. One page holds 1 to {MOST:,}. "
+            f"TG-VIEW-002: {len(rows):,} traces are to be exported. One page holds 1 to {MOST:,}. "
             "Narrow them: --where, --search, --limit."
         )
     for row in rows:
@@ -70,7 +70,7 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
         text = page_of(session, rows).encode("utf-8", "replace")
         write_page(path, text)
     except OSError as error:
-        raise ReadError(f"{path}: cannot be written ({error.strerror}). Give another --export.") from error
+        raise ReadError(f"TG-VIEW-003: {path}: cannot be written ({error.strerror}). Give another --export.") from error
     return len(text)
 
 
@@ -87,7 +87,7 @@ def chosen(session: Session, where: Sequence[str], search: str, sort: str, limit
         ArgumentError: for an unknown column, or a limit below 1.
     """
     if limit < 1:
-        raise ArgumentError(f"--limit {str(limit)[:20]}: no trace would be written. Give 1 or more.")
+        raise ArgumentError(f"TG-VIEW-004: --limit {str(limit)[:20]}: no trace would be written. Give 1 or more.")
     from tracegrad.view.search import find
 
     columns = session.columns()
@@ -117,13 +117,16 @@ def _holds(session: Session, columns: dict[str, Any], condition: str) -> Any:
         return _SIGNS[sign](column, np.float32(value))
     except ValueError as error:
         raise ArgumentError(
-            f"--where {condition}: {value!r} is no number. Nothing is chosen by it. Write reward<0.5, or tool:price."
+            f"TG-VIEW-005: --where {condition}: {value!r} is no number. Nothing is chosen by it. Write "
+            f"reward<0.5, or tool:price."
         ) from error
 
 
 def _column(columns: dict[str, Any], name: str) -> Any:
     if name not in columns:
-        raise ArgumentError(f"there is no column {name!r}. Nothing can be chosen by it. They are {', '.join(NAMES)}.")
+        raise ArgumentError(
+            f"TG-VIEW-006: there is no column {name!r}. Nothing can be chosen by it. They are {', '.join(NAMES)}."
+        )
     return columns[name]
 
 

@@ -81,5 +81,5 @@ def _files(name: str) -> list[Source]:
     places = expand([name])
     for place in places:
         if place.kind == "file" and not Path(place.path).is_file():
-            raise ReadError(f"{place.path}: is not there. There is nothing to show. Check the path.")
+            raise ReadError(f"TG-VIEW-007: {place.path}: is not there. There is nothing to show. Check the path.")
     return [Source("file", Path(place.path), None, place) for place in places]

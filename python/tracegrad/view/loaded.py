@@ -156,7 +156,9 @@ class Session:
 
     def _check_row(self, n: int) -> None:
         if not 0 <= n < self.rows:
-            raise ArgumentError(f"there is no row {str(n)[:20]}; the index has {self.rows}. Look for it by its id.")
+            raise ArgumentError(
+                f"TG-VIEW-008: there is no row {str(n)[:20]}; the index has {self.rows}. Look for it by its id."
+            )
 
     @property
     def drawn(self) -> dict[bytes, tuple[str, str]]:

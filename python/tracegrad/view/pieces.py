@@ -94,7 +94,7 @@ def message(session: Session, n: int, index: int, start: int) -> str:
     """
     record = session.trace(n)
     if record is None or not 0 <= index < len(record.pool) or start < 0:
-        raise ArgumentError(f"row {n} has no message {index}. There is nothing more to show.")
+        raise ArgumentError(f"TG-VIEW-009: row {n} has no message {index}. There is nothing more to show.")
     picture_html = detail.pictures(record, Thumbnails(drawn=session.drawn))
     return detail.folded(message_parts(record.pool[index]), index, start, detail.PART, picture_html)
 

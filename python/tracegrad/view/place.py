@@ -43,7 +43,7 @@ class Place:
                 _empty(place)
         except OSError as error:
             raise ReadError(
-                f"{place}: {error.strerror or error}. The index has no place. Give another --index DIR."
+                f"TG-VIEW-010: {place}: {error.strerror or error}. The index has no place. Give another --index DIR."
             ) from error
 
     def close(self, *, keep: bool) -> None:

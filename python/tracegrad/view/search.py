@@ -62,7 +62,9 @@ def _matcher(query: str, regex: bool) -> tuple[Callable[[str], Any], list[str]]:
             compiled = re.compile(query)
             return compiled.search, _grams(literals(query))
     except (re.error, RecursionError, OverflowError, ValueError, MemoryError) as error:
-        raise ArgumentError(f"{query[:80]!r}: {error}. It is no regular expression of Python. Correct it.") from error
+        raise ArgumentError(
+            f"TG-VIEW-011: {query[:80]!r}: {error}. It is no regular expression of Python. Correct it."
+        ) from error
 
 
 def _texts(source: sqlite3.Connection, grams: list[str], start: int) -> Iterator[tuple[int, str]]:

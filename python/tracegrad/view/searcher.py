@@ -54,8 +54,8 @@ class Searcher:
             if not line.endswith(b"\n"):
                 await self.close()
                 raise ArgumentError(
-                    f"{query[:80]!r}: took longer than {SECONDS:.0f} seconds and was ended. Nothing is found by it. "
-                    "Write an expression without nested repeats."
+                    f"TG-VIEW-012: {query[:80]!r}: took longer than {SECONDS:.0f} seconds and was ended. Nothing is "
+                    "found by it. Write an expression without nested repeats."
                 )
         answer = json.loads(line)
         if "error" in answer:
@@ -85,7 +85,9 @@ class Searcher:
             raise
         if not ready_line:
             await self.close()
-            raise TracegradError("what searches has not begun. Nothing can be looked for. Look at what it printed.")
+            raise TracegradError(
+                "TG-VIEW-013: what searches has not begun. Nothing can be looked for. Look at what it printed."
+            )
         return self._process
 
 
@@ -97,7 +99,10 @@ def answer(path: str, line: str) -> dict[str, Any]:
     except TracegradError as error:
         return {"error": str(error)}
     except Exception as error:  # If the process died, the page would report a timeout.
-        return {"error": f"{type(error).__name__}: {error}"[:300] + ". Nothing is found. Ask for something else."}
+        return {
+            "error": f"TG-VIEW-016: {type(error).__name__}: {error}"[:300]
+            + ". Nothing is found. Ask for something else."
+        }
 
 
 def main() -> None:

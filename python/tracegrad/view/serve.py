@@ -22,7 +22,9 @@ def serve(session: Session, *, port: int = 0, token: str | None = None, say: Cal
         TracegradError: if the port cannot be used.
     """
     if not 0 <= port <= 65535:
-        raise ArgumentError(f"--port {str(port)[:20]}: a port is 0 to 65535. Nothing is shown. Give one, or leave it.")
+        raise ArgumentError(
+            f"TG-VIEW-014: --port {str(port)[:20]}: a port is 0 to 65535. Nothing is shown. Give one, or leave it."
+        )
     import uvicorn
 
     from tracegrad.view.app import application
@@ -34,7 +36,9 @@ def serve(session: Session, *, port: int = 0, token: str | None = None, say: Cal
         listener.bind(("127.0.0.1", port))
         listener.listen(64)  # Connections queue until the server runs, instead of being refused.
     except OSError as error:
-        raise TracegradError(f"port {port}: {error.strerror}. Nothing is shown. Give another --port.") from error
+        raise TracegradError(
+            f"TG-VIEW-015: port {port}: {error.strerror}. Nothing is shown. Give another --port."
+        ) from error
     with listener:
         say(f"view     http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
         server_config = uvicorn.Config(application(session, token), log_level="error", access_log=False)

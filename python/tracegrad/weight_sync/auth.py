@@ -47,13 +47,15 @@ async def refuse_open(servers: Servers, path: str) -> None:
     for url, answer in zip(remote, answers, strict=True):
         if answer.status not in (401, 403):
             raise ArgumentError(
-                f"{url} lies beyond this machine and answered {path} without a token ({answer.words}). Whoever reaches "
-                "it could load weights of their own and run methods of its workers; vLLM's --api-key covers /v1 alone. "
-                "Start it with --middleware tracegrad.weight_sync.auth.Guard and VLLM_API_KEY, or on 127.0.0.1 behind "
-                "a tunnel."
+                f"TG-SYNC-001: {url} lies beyond this machine and answered {path} without a token ({answer.words}). "
+                "Whoever reaches it could load weights of their own and run methods of its workers; vLLM's --api-key "
+                "covers /v1 alone. Start it with --middleware tracegrad.weight_sync.auth.Guard and VLLM_API_KEY, or "
+                "on 127.0.0.1 behind a tunnel."
             )
         if servers.key is None:
-            raise ArgumentError(f"{url} asks for a token. No request would be answered. Pass Servers its `key`.")
+            raise ArgumentError(
+                f"TG-SYNC-002: {url} asks for a token. No request would be answered. Pass Servers its `key`."
+            )
 
 
 class Guard:
@@ -61,7 +63,9 @@ class Guard:
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         if not (key := os.environ.get("VLLM_API_KEY", "")):
-            raise ArgumentError("The guard has no token to ask for. Everyone would be let in. Set VLLM_API_KEY.")
+            raise ArgumentError(
+                "TG-SYNC-003: The guard has no token to ask for. Everyone would be let in. Set VLLM_API_KEY."
+            )
         self.app = app
         self.token = f"Bearer {key}".encode()
 

@@ -41,7 +41,9 @@ class File:
         self, servers: Servers, folder: str | Path, *, timeout_s: float = 300.0, keep: int = 2, clear_cache: bool = True
     ):
         if keep < 1:
-            raise ArgumentError(f"keep is {keep}. A server that comes back needs the newest file. Keep at least 1.")
+            raise ArgumentError(
+                f"TG-SYNC-004: keep is {keep}. A server that comes back needs the newest file. Keep at least 1."
+            )
         self.servers = servers
         self.folder = Path(folder).absolute()
         self.timeout_s, self.keep = timeout_s, keep
@@ -73,7 +75,8 @@ class File:
             path = Path(weights).absolute()
             if not path.is_file():
                 raise ArgumentError(
-                    f"{path} is no file. The servers would keep their old weights. Name a safetensors file."
+                    f"TG-SYNC-005: {path} is no file. The servers would keep their old weights. Name a "
+                    f"safetensors file."
                 )
         else:
             self.folder.mkdir(parents=True, exist_ok=True)

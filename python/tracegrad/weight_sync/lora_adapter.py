@@ -51,7 +51,9 @@ class Lora:
         timeout_s: float = 120.0,
     ):
         if keep < 2:
-            raise ArgumentError(f"keep is {keep}. Requests in flight name the adapter before. Keep at least 2.")
+            raise ArgumentError(
+                f"TG-SYNC-006: keep is {keep}. Requests in flight name the adapter before. Keep at least 2."
+            )
         self.servers, self.folder, self.config = servers, Path(folder).absolute(), config
         self.name, self.keep, self.timeout_s = name, keep, timeout_s
         self.loaded: list[tuple[str, Path]] = []
@@ -79,7 +81,7 @@ class Lora:
             path = Path(weights).absolute()
             if not (path / CONFIG).is_file():
                 raise ArgumentError(
-                    f"{path} holds no {CONFIG}. Servers would refuse it. Name the folder of an adapter."
+                    f"TG-SYNC-007: {path} holds no {CONFIG}. Servers would refuse it. Name the folder of an adapter."
                 )
         else:
             path = self.folder / name
@@ -93,7 +95,9 @@ class Lora:
     def _write(self, path: Path, weights: Mapping[str, Any], version: int) -> None:
         """Write the folder of an adapter, completely or not at all."""
         if self.config is None:
-            raise ArgumentError("Tensors of an adapter are nothing without its rank. Pass Lora PEFT's `config`.")
+            raise ArgumentError(
+                "TG-SYNC-008: Tensors of an adapter are nothing without its rank. Pass Lora PEFT's `config`."
+            )
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             files.make_folder(temporary)

@@ -128,14 +128,16 @@ class Nccl:
         checked_version(version)
         if isinstance(weights, (str, Path)):
             raise ArgumentError(
-                f"{weights} is a path; NCCL sends tensors. Pass the model's weights, or use weight_sync.File."
+                f"TG-SYNC-009: {weights} is a path; NCCL sends tensors. Pass the model's weights, or use "
+                f"weight_sync.File."
             )
         if self._groups == 0:
             await refuse_open(self.servers, "/is_paused")
         self.source.weights = distinct(weights)
         if cpu_tensor_name := next((name for name, tensor in self.source.weights.items() if not tensor.is_cuda), None):
             raise ArgumentError(
-                f"{cpu_tensor_name} is not on a GPU, and NCCL sends from GPUs alone. Use weight_sync.File elsewhere."
+                f"TG-SYNC-010: {cpu_tensor_name} is not on a GPU, and NCCL sends from GPUs alone. Use "
+                f"weight_sync.File elsewhere."
             )
         started = time.monotonic()
         evicted: list[Evicted] = []
@@ -145,8 +147,8 @@ class Nccl:
             error = await self._once(version, evicted)
         if error is not None:
             raise SyncError(
-                f"Version {version} reached no server by NCCL: {type(error).__name__}: {error}. The servers stay "
-                "paused. Look at their logs, start them again, and the run from its folder."
+                f"TG-SYNC-011: Version {version} reached no server by NCCL: {type(error).__name__}: {error}. The "
+                "servers stay paused. Look at their logs, start them again, and the run from its folder."
             ) from error
         seconds = time.monotonic() - started
         return Pushed(version, seconds, 0.0, tuple(self.servers.urls), tuple(evicted), repeated=repeated)
@@ -179,8 +181,8 @@ class Nccl:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         except ImportError as error:
             raise ArgumentError(
-                "weight_sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm here, or use "
-                "weight_sync.File."
+                "TG-SYNC-012: weight_sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm "
+                "here, or use weight_sync.File."
             ) from error
         worlds = {}
         for url in urls:

@@ -93,7 +93,9 @@ async def ask(
         SyncError: for a server with an invalid answer, or if none is back in time.
     """
     if not probes:
-        raise ArgumentError("There is no request to ask the servers. What they serve cannot be compared. Pass some.")
+        raise ArgumentError(
+            "TG-SYNC-013: There is no request to ask the servers. What they serve cannot be compared. Pass some."
+        )
     deadline = time.monotonic() + wait_s
     while True:
         wanted = TOKENS if tokens is None else tokens
@@ -105,8 +107,9 @@ async def ask(
             return answers
         if not await servers.usable(deadline - time.monotonic()):
             raise SyncError(
-                f"No server was there to be asked after a push, within {wait_s:g} s: {', '.join(servers.urls)}. "
-                "Nobody knows what they serve. Start them again, and the run from its folder."
+                f"TG-SYNC-014: No server was there to be asked after a push, within {wait_s:g} s: "
+                f"{', '.join(servers.urls)}. Nobody knows what they serve. Start them again, and the run from its "
+                "folder."
             )
 
 
@@ -158,8 +161,8 @@ async def ask_one(
         return None
     if not answer.ok:
         raise SyncError(
-            f"{url}{probe.path} did not answer a request of the run after a push: {answer.words}. Nobody knows what "
-            "it serves. Look into its log."
+            f"TG-SYNC-015: {url}{probe.path} did not answer a request of the run after a push: {answer.words}. Nobody "
+            "knows what it serves. Look into its log."
         )
     try:
         choice = answer.body["choices"][0]
@@ -167,13 +170,13 @@ async def ask_one(
         prompt = body.get("token_ids") or choice.get("prompt_token_ids") or answer.body["prompt_token_ids"]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise SyncError(
-            f"{url}{probe.path} answered without token ids or logprobs ({type(error).__name__}: {error}). What it "
-            "serves cannot be compared with the trainer. Serve with vLLM from 0.10.2 on."
+            f"TG-SYNC-016: {url}{probe.path} answered without token ids or logprobs ({type(error).__name__}: {error}). "
+            "What it serves cannot be compared with the trainer. Serve with vLLM from 0.10.2 on."
         ) from error
     if len(ids) != len(logprobs) or not prompt or not all(map(math.isfinite, logprobs)):
         raise SyncError(
-            f"{url}{probe.path} answered with {len(ids)} ids and {len(logprobs)} logprobs after {len(prompt)} ids of a "
-            "prompt. What it serves cannot be compared with the trainer. Look at its log."
+            f"TG-SYNC-017: {url}{probe.path} answered with {len(ids)} ids and {len(logprobs)} logprobs after "
+            f"{len(prompt)} ids of a prompt. What it serves cannot be compared with the trainer. Look at its log."
         )
     name = answer.body.get("id")
     return Said(url, number, list(prompt), ids, logprobs, name if isinstance(name, str) else None)

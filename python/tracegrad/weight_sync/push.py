@@ -83,7 +83,9 @@ async def do(servers: Servers, url: str, path: str, body: Mapping[str, Any] | No
 def checked_version(version: int) -> int:
     """Return a valid version; raises ArgumentError for any other value."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise ArgumentError(f"version is {version!r}. Versions count the trainer's updates. Give an integer from 0.")
+        raise ArgumentError(
+            f"TG-SYNC-018: version is {version!r}. Versions count the trainer's updates. Give an integer from 0."
+        )
     return version
 
 
@@ -115,8 +117,8 @@ class Pusher:
                 [*(f"{server.url}: {server.why}" for server in evicted), *(f"{url}: gone" for url in away)]
             )
             raise SyncError(
-                f"Version {version} reached no server: {reasons or 'none was left'}. They cannot be asked with weights "
-                "that are unknown. Look at their logs, start them again, and the run from its folder."
+                f"TG-SYNC-019: Version {version} reached no server: {reasons or 'none was left'}. They cannot be asked "
+                "with weights that are unknown. Look at their logs, start them again, and the run from its folder."
             )
         seconds = max((result[0] for result in results if result[1] is None), default=0.0)
         repeated = sum(result[2] for result in results)

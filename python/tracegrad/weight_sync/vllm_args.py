@@ -50,7 +50,9 @@ def engine_arguments(kind: str, *, versions: int = 3, rank: int = 16) -> dict[st
     {'enable_lora': True, 'max_loras': 3, 'max_lora_rank': 8}
     """
     if kind not in ("file", "nccl", "lora"):
-        raise ArgumentError(f"sync is {kind!r}. A server is started for one kind. Choose 'file', 'nccl' or 'lora'.")
+        raise ArgumentError(
+            f"TG-SYNC-020: sync is {kind!r}. A server is started for one kind. Choose 'file', 'nccl' or 'lora'."
+        )
     if kind == "lora":
         return {"enable_lora": True, "max_loras": versions, "max_lora_rank": _accepted_rank(rank)}
     return {"worker_extension_cls": WORKER, "weight_transfer_config": {"backend": f"tracegrad_{kind}"}}
@@ -71,8 +73,8 @@ def _accepted_rank(rank: int) -> int:
     """
     if not 1 <= rank <= RANKS[-1]:
         raise ArgumentError(
-            f"the rank of the adapters is {rank}. vLLM takes 1 to {RANKS[-1]}, and no server could load them. Train "
-            "adapters of such a rank, or push whole weights by sync 'file'."
+            f"TG-SYNC-021: the rank of the adapters is {rank}. vLLM takes 1 to {RANKS[-1]}, and no server could load "
+            "them. Train adapters of such a rank, or push whole weights by sync 'file'."
         )
     return next(accepted for accepted in RANKS if accepted >= rank)
 

@@ -21,15 +21,20 @@ def distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     if not weights:
-        raise ArgumentError("There are no weights to push. A server would keep its old ones. Pass the model's.")
+        raise ArgumentError(
+            "TG-SYNC-022: There are no weights to push. A server would keep its old ones. Pass the model's."
+        )
     stored: dict[str, Any] = {}
     seen = set()
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"Weight {name!r} is a {type(tensor).__name__}, no tensor. Pass a mapping of tensors.")
+            raise ArgumentError(
+                f"TG-SYNC-023: Weight {name!r} is a {type(tensor).__name__}, no tensor. Pass a mapping of tensors."
+            )
         if hasattr(tensor, "full_tensor"):
             raise ArgumentError(
-                f"Weight {name!r} is a shard of a tensor; a server needs it whole. Pass Run.weights(), which gathers."
+                f"TG-SYNC-024: Weight {name!r} is a shard of a tensor; a server needs it whole. Pass "
+                f"Run.weights(), which gathers."
             )
         memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and memory in seen:

@@ -33,7 +33,7 @@ def samples(path: str) -> Iterator[bytes]:
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         if isinstance(error, ReadError):
             raise
-        raise ReadError(f"{path}: {error}. It cannot be read as a zip. Copy it again.") from None
+        raise ReadError(f"TG-DATA-014: {path}: {error}. It cannot be read as a zip. Copy it again.") from None
 
 
 class _File(io.BufferedReader):
@@ -53,8 +53,8 @@ class _File(io.BufferedReader):
             self.seek(position)
             if min(available if size is None or size < 0 else size, available) > MOST_DIRECTORY:
                 raise ReadError(
-                    f"{self.name}: its list of members has more than {MOST_DIRECTORY:,} bytes. It would be held "
-                    "whole. Write the samples as JSONL, or as several logs."
+                    f"TG-DATA-015: {self.name}: its list of members has more than {MOST_DIRECTORY:,} bytes. It would "
+                    "be held whole. Write the samples as JSONL, or as several logs."
                 )
         return super().read(size)
 
@@ -65,20 +65,20 @@ def _members(log: zipfile.ZipFile, path: str) -> list[zipfile.ZipInfo]:
     sample_names = [name for name in by_name if name.startswith("samples/")]
     if not sample_names and any(name in by_name for name in _STARTED):
         raise ReadError(
-            f"{path}: there is no record in it: it is a log of inspect-ai whose run was cut off before its "
-            "first sample was written. There are no traces to read. Run it again, or name the other logs."
+            f"TG-DATA-016: {path}: there is no record in it: it is a log of inspect-ai whose run was cut off before "
+            "its first sample was written. There are no traces to read. Run it again, or name the other logs."
         )
     if not sample_names:
         raise ReadError(
-            f"{path}: it is a zip without samples/. Only logs of inspect-ai are read so. Unpack it, and name "
-            "the files in it."
+            f"TG-DATA-017: {path}: it is a zip without samples/. Only logs of inspect-ai are read so. Unpack it, and "
+            "name the files in it."
         )
     members = [by_name[name] for name in sorted(sample_names) if name.endswith(".json")]
     for left, right in pairwise(sorted(members, key=lambda member: member.header_offset)):
         if left.header_offset + _LOCAL_HEADER + left.compress_size > right.header_offset:
             raise ReadError(
-                f"{path}: {left.filename[:200]} and {right.filename[:200]} are the same bytes of the file. One sample "
-                "could be read any number of times. Copy the log again."
+                f"TG-DATA-018: {path}: {left.filename[:200]} and {right.filename[:200]} are the same bytes of the "
+                "file. One sample could be read any number of times. Copy the log again."
             )
     return members
 
@@ -86,8 +86,8 @@ def _members(log: zipfile.ZipFile, path: str) -> list[zipfile.ZipInfo]:
 def _unpack(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes:
     if member.file_size > MOST_BYTES:
         raise ReadError(
-            f"{path}: {member.filename} has {member.file_size:,} bytes. A sample would be held whole. Convert the "
-            "log with inspect log dump, and split it."
+            f"TG-DATA-019: {path}: {member.filename} has {member.file_size:,} bytes. A sample would be held whole. "
+            "Convert the log with inspect log dump, and split it."
         )
     try:
         with log.open(member) as file:
@@ -96,11 +96,13 @@ def _unpack(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes:
         if member.compress_type == ZSTD:
             return _unpack_zstd(log, member)
         raise ReadError(
-            f"{path}: {member.filename} is compressed by method {member.compress_type}, which this Python does not "
-            "unpack. inspect log convert --to json writes it otherwise."
+            f"TG-DATA-020: {path}: {member.filename} is compressed by method {member.compress_type}, which this Python "
+            "does not unpack. inspect log convert --to json writes it otherwise."
         ) from None
     if len(content) > MOST_BYTES:
-        raise ReadError(f"{path}: {member.filename} is longer than it says. It cannot be trusted. Copy the log again.")
+        raise ReadError(
+            f"TG-DATA-021: {path}: {member.filename} is longer than it says. It cannot be trusted. Copy the log again."
+        )
     return content
 
 

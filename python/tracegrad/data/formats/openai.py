@@ -67,8 +67,8 @@ class Gather:
             self._line, self._raw = line, raw
         if len(self._chunks) >= MOST_CHUNKS:
             raise FormatError(
-                f"{located('line', line)}: a stream of more than {MOST_CHUNKS:,} chunks. It would have to be held "
-                "whole. Split it."
+                f"TG-DATA-022: {located('line', line)}: a stream of more than {MOST_CHUNKS:,} chunks. It would have to "
+                "be held whole. Split it."
             )
         self._chunks.append(chunk)
 

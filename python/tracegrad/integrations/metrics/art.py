@@ -54,8 +54,8 @@ def as_art(
     new, old = np.asarray(theta, np.float64), np.asarray(recorded, np.float64)
     if not new.shape == old.shape == (rows.groups.terms,):
         raise ArgumentError(
-            f"theta is {new.shape} and recorded {old.shape}, but the rows have {rows.groups.terms} terms. "
-            "Each term needs its own entry. Pass flat arrays of the terms."
+            f"TG-INTEG-007: theta is {new.shape} and recorded {old.shape}, but the rows have {rows.groups.terms} "
+            "terms. Each term needs its own entry. Pass flat arrays of the terms."
         )
     low = (0.2 if ppo else 1.0) if epsilon is None else epsilon
     high = (low if ppo else 4.0) if epsilon_high is None else epsilon_high

@@ -63,8 +63,8 @@ def as_skyrl(
     log = np.asarray(old, np.float64) - np.asarray(rollout, np.float64)
     if log.shape != (rows.groups.terms,) or not np.isfinite(log).all():
         raise ArgumentError(
-            f"the log-ratios are {log.shape}, the rows have {rows.groups.terms} terms, and all must be finite: SkyRL's "
-            "metrics of a missing logprob are NaN or those of -9999. Leave missing terms out."
+            f"TG-INTEG-008: the log-ratios are {log.shape}, the rows have {rows.groups.terms} terms, and all must be "
+            "finite: SkyRL's metrics of a missing logprob are NaN or those of -9999. Leave missing terms out."
         )
     ratio = _exp(log)
     counts = {"positions": rows.positions, "rows": rows.count}

@@ -242,7 +242,9 @@ def as_verl(
     result = Measured(_off_policy(old_, rollout_, rows).at("off/"), (Reading(OFF_POLICY, "off/"),))
     if rollout_is is not None:
         if rollout_is not in ("token", "sequence"):
-            raise ArgumentError(f"rollout_is is {rollout_is!r}. verl has 'token' and 'sequence'. Pass one of them.")
+            raise ArgumentError(
+                f"TG-INTEG-011: rollout_is is {rollout_is!r}. verl has 'token' and 'sequence'. Pass one of them."
+            )
         sums = _importance(log, rows, rollout_is == "sequence", rollout_is_bounds).at("is/")
         result = result | Measured(sums, (Reading(IMPORTANCE[rollout_is], "is/"),))
         if rollout_is_bounds[0] is not None:
@@ -295,8 +297,8 @@ def _terms(name: str, values: ArrayLike, rows: Rows) -> NDArray[np.float64]:
     array = np.asarray(values, np.float64)
     if array.shape != (rows.groups.terms,) or not np.isfinite(array).all():
         raise ArgumentError(
-            f"{name} is {array.shape}, the rows have {rows.groups.terms} terms, and every logprob must be finite. The "
-            "peer's mean would be another one, or NaN. Leave missing terms out of both."
+            f"TG-INTEG-012: {name} is {array.shape}, the rows have {rows.groups.terms} terms, and every logprob must "
+            "be finite. The peer's mean would be another one, or NaN. Leave missing terms out of both."
         )
     return array
 
@@ -325,7 +327,7 @@ def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> Measu
         level, _, stat = option.rpartition("_")
         if level not in _LEVELS or stat not in stats or option == "seq_max_k1":
             raise ArgumentError(
-                f"rollout_rs has no option {option!r}. verl has token_k1 to seq_max_k3. Pass one of it."
+                f"TG-INTEG-013: rollout_rs has no option {option!r}. verl has token_k1 to seq_max_k3. Pass one of it."
             )
         if stat == "k1":
             limits = (float(np.log(1.0 / high if low is None else low)), float(np.log(high)))
