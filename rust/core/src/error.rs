@@ -100,7 +100,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// An error of the core. `Display` writes one line: `where: what. why. cure.`
+/// An error of the core. `Display` writes one line: `where: code: what. why. cure.`
 ///
 /// The fields contain the text unchanged. The line is for terminals and logs, so it shows control characters and
 /// similar ones as escapes.
@@ -108,6 +108,8 @@ impl fmt::Display for Location {
 pub struct Error {
     /// Kind of the error.
     pub kind: Kind,
+    /// Stable code of the cause, such as `TG-READ-001`. It identifies the problem if the wording changes.
+    pub code: &'static str,
     /// What is wrong, without a full stop.
     pub what: String,
     /// Place of the problem.
@@ -119,9 +121,9 @@ pub struct Error {
 }
 
 impl Error {
-    /// Creates an error of `kind` with the problem `what`.
-    pub fn new(kind: Kind, what: impl Into<String>) -> Self {
-        Self { kind, what: what.into(), location: Box::default(), why: String::new(), cure: String::new() }
+    /// Creates an error of `kind` with the code of its cause and the problem `what`.
+    pub fn new(kind: Kind, code: &'static str, what: impl Into<String>) -> Self {
+        Self { kind, code, what: what.into(), location: Box::default(), why: String::new(), cure: String::new() }
     }
 
     /// Adds why it matters.
@@ -167,7 +169,7 @@ impl fmt::Display for Error {
         if !place.is_empty() {
             write!(shown, "{place}: ")?;
         }
-        write!(shown, "{}.", self.what)?;
+        write!(shown, "{}: {}.", self.code, self.what)?;
         for part in [&self.why, &self.cure] {
             if !part.is_empty() {
                 write!(shown, " {part}.")?;
@@ -229,7 +231,7 @@ mod tests {
         ) {
             let (file, trace) = (Some(parts[0].as_str().into()), Some(parts[1].clone()));
             let place = Location { file, line: Some(1), trace, ..Location::default() };
-            let error = Error::new(Kind::Format, &*parts[2]).why(&*parts[3]).cure(&*parts[4]).at(&place);
+            let error = Error::new(Kind::Format, "TG-TEST-000", &*parts[2]).why(&*parts[3]).cure(&*parts[4]).at(&place);
             let text = error.to_string();
             let unsafe_ones = |c: &char| {
                 c.is_control() || matches!(*c as u32, 0x61c | 0x200b..=0x200f | 0x2028..=0x202e | 0x2066..=0x2069 | 0xfeff)
@@ -243,7 +245,7 @@ mod tests {
 
     #[test]
     fn controls_are_shown_as_escapes() {
-        let error = Error::new(Kind::Format, "a\x1b[2J\nb\u{202e}\u{e0041}é");
+        let error = Error::new(Kind::Format, "TG-TEST-000", "a\x1b[2J\nb\u{202e}\u{e0041}é");
         assert_eq!(error.to_string(), "a\\x1b[2J\\nb\\u202e\\U000e0041é.");
     }
 
@@ -251,7 +253,7 @@ mod tests {
     fn an_error_says_where_what_why_and_cure() {
         let (file, trace) = (Some("runs.jsonl".into()), Some("a17".into()));
         let place = Location { file, line: Some(48), trace, turn: Some(3), ..Location::default() };
-        let error = Error::new(Kind::Format, "412 ids but 411 logprobs")
+        let error = Error::new(Kind::Format, "TG-TEST-000", "412 ids but 411 logprobs")
             .why("The ratio of the last token is undefined")
             .cure("Record the stop token's logprob")
             .at(&place);

@@ -47,9 +47,13 @@ pub fn caught<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) -> Re
         let panic_text = message(&*panic);
         let message_and_place =
             SAID.take().filter(|message_and_place| message_and_place.starts_with(&panic_text)).unwrap_or(panic_text);
-        Err(Error::new(kind, format!("{what} met a fault in the code that runs it: {message_and_place}"))
-            .why("A fault there says nothing about your data, and this call has no result")
-            .cure("Report it with what was given, so that it is refused with a reason"))
+        Err(Error::new(
+            kind,
+            "TG-CORE-001",
+            format!("{what} met a fault in the code that runs it: {message_and_place}"),
+        )
+        .why("A fault there says nothing about your data, and this call has no result")
+        .cure("Report it with what was given, so that it is refused with a reason"))
     })
 }
 

@@ -119,7 +119,7 @@ impl Left {
             }
             Err(error) => format!("its file cannot be read again: {error}"),
         };
-        Err(Error::new(Kind::Io, format!("the record is not there any more: {problem}"))
+        Err(Error::new(Kind::Io, "TG-CORE-002", format!("the record is not there any more: {problem}"))
             .why("The bytes of records are left in an uncompressed file, and read again when they are asked for")
             .cure("Read the file again, and let it be while its traces are in use, or read it compressed, as it is then kept"))
     }

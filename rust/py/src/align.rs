@@ -44,7 +44,7 @@ fn align_traces<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let parse = |name: &str| {
         LogprobKind::parse(name).ok_or_else(|| {
-            let error = Error::new(Kind::Argument, format!("logprob_kind is '{name}'"));
+            let error = Error::new(Kind::Argument, "TG-BORDER-001", format!("logprob_kind is '{name}'"));
             to_python(py, &error.cure("It is raw, processed or unknown"))
         })
     };
@@ -180,7 +180,9 @@ impl PyConversation {
         let messages = read(py, "messages", messages)?;
         detached(py, Kind::Fault, "the conversation", || match messages {
             Value::Array(messages) => self.held()?.append(messages),
-            _ => Err(Error::new(Kind::Argument, "messages is no list").cure("Pass a list of messages")),
+            _ => {
+                Err(Error::new(Kind::Argument, "TG-BORDER-002", "messages is no list").cure("Pass a list of messages"))
+            }
         })
     }
 
@@ -223,7 +225,7 @@ impl PyConversation {
 impl PyConversation {
     fn held(&self) -> Result<MutexGuard<'_, Conversation>> {
         self.0.lock().map_err(|_| {
-            Error::new(Kind::Fault, "a call of this conversation failed in its midst")
+            Error::new(Kind::Fault, "TG-BORDER-003", "a call of this conversation failed in its midst")
                 .why("What it holds may be incomplete")
                 .cure("Make it anew from its messages and ids")
         })

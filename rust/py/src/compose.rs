@@ -30,9 +30,13 @@ pub fn compose(row: &Bound<'_, PyList>) -> PyResult<Vec<u8>> {
 
 fn numbers(piece: &Bound<'_, PyAny>, depth: usize, json: &mut Vec<u8>) -> PyResult<()> {
     if depth > DEPTH {
-        let error = Error::new(Kind::Argument, format!("a list of numbers is nested deeper than {DEPTH} levels"))
-            .why("Numbers of tokens are lists, or lists of lists; this one may hold itself")
-            .cure("Give one list with an entry per token");
+        let error = Error::new(
+            Kind::Argument,
+            "TG-BORDER-005",
+            format!("a list of numbers is nested deeper than {DEPTH} levels"),
+        )
+        .why("Numbers of tokens are lists, or lists of lists; this one may hold itself")
+        .cure("Give one list with an entry per token");
         return Err(to_python(piece.py(), &error));
     }
     if let Ok(list) = piece.cast::<PyList>() {
@@ -87,7 +91,7 @@ fn items(list: &Bound<'_, PyList>, depth: usize, json: &mut Vec<u8>) -> PyResult
 /// Creates the error for a value that is not a number.
 fn no_number(item: &Bound<'_, PyAny>) -> PyErr {
     let name = item.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
-    let error = Error::new(Kind::Argument, format!("a {name} that is no number of 64 bits"))
+    let error = Error::new(Kind::Argument, "TG-BORDER-006", format!("a {name} that is no number of 64 bits"))
         .why("A list of numbers of a record is made of it")
         .cure("Give integers below 2^63, floats, or None where a number is not known");
     to_python(item.py(), &error)
@@ -122,9 +126,13 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
         // Bytes other than 0 and 1 become numbers, which the reader then rejects.
         return array_items(array.call_method1(intern!(array.py(), "view"), ("u1",))?.cast()?, json);
     }
-    let error = Error::new(Kind::Argument, format!("an array of {} with {} dimensions", array.dtype(), array.ndim()))
-        .why("A list of numbers of a record is made of it")
-        .cure("Give one dimension of integers or of float32 or float64");
+    let error = Error::new(
+        Kind::Argument,
+        "TG-BORDER-007",
+        format!("an array of {} with {} dimensions", array.dtype(), array.ndim()),
+    )
+    .why("A list of numbers of a record is made of it")
+    .cure("Give one dimension of integers or of float32 or float64");
     Err(to_python(array.py(), &error))
 }
 

@@ -50,7 +50,7 @@ fn picture<'t>(trace: &'t Trace, digest: &[u8; 32]) -> Option<&'t Picture> {
 
 fn lost(digest: &[u8; 32]) -> Error {
     let name = digest.iter().take(8).fold(0_u64, |name, &byte| name << 8 | u64::from(byte));
-    Error::new(Kind::Io, format!("no record has the picture {name:016x}..."))
+    Error::new(Kind::Io, "TG-BORDER-008", format!("no record has the picture {name:016x}..."))
         .why("The policy cannot see it again")
         .cure("Read the records that hold it")
 }

@@ -95,9 +95,13 @@ fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
         {
             return error;
         }
-        let error = Error::new(Kind::Argument, format!("{name} cannot be written as JSON: {}", error.value(py)))
-            .why("Templates see plain JSON")
-            .cure(format!("Pass strings, numbers, lists and dicts in {name}"));
+        let error = Error::new(
+            Kind::Argument,
+            "TG-BORDER-009",
+            format!("{name} cannot be written as JSON: {}", error.value(py)),
+        )
+        .why("Templates see plain JSON")
+        .cure(format!("Pass strings, numbers, lists and dicts in {name}"));
         to_python(py, &error)
     })?;
     let text = text.cast_into::<PyString>()?;
@@ -111,7 +115,7 @@ pub fn parsed<T: DeserializeOwned>(name: &str, json: &str) -> Result<T> {
 
 /// Creates the error for text that is not JSON, or does not have the required form.
 pub fn refused(name: &str, error: &serde_json::Error) -> Error {
-    Error::new(Kind::Argument, format!("{name} cannot be written as JSON text: {error}"))
+    Error::new(Kind::Argument, "TG-BORDER-010", format!("{name} cannot be written as JSON text: {error}"))
         .why("Templates see plain JSON: no NaN, no lone surrogates, no nesting deeper than 128")
         .cure(format!("Replace what is not JSON in {name}"))
 }

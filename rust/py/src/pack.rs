@@ -14,7 +14,7 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
         "refuse" => Ok(TooLong::Refuse),
         "drop" => Ok(TooLong::Drop),
         "truncate" => Ok(TooLong::Truncate),
-        _ => Err(Error::new(Kind::Argument, format!("too_long is '{name}'"))
+        _ => Err(Error::new(Kind::Argument, "TG-BORDER-011", format!("too_long is '{name}'"))
             .why("It says what is done with a trace that does not fit a row")
             .cure("Pass 'refuse', 'drop' or 'truncate'")),
     }

@@ -90,7 +90,8 @@ impl Exchange for Ranks {
             let result = result.as_slice()?;
             if result.len() != values.len() {
                 let what = format!("all_reduce gave {} numbers for {}", result.len(), values.len());
-                let error = Error::new(Kind::Argument, what).cure("Return the reduced array, of the same shape");
+                let error = Error::new(Kind::Argument, "TG-BORDER-012", what)
+                    .cure("Return the reduced array, of the same shape");
                 return Err(to_python(py, &error));
             }
             values.copy_from_slice(result);
@@ -98,7 +99,7 @@ impl Exchange for Ranks {
         };
         Python::attach(call).map_err(|error| {
             *locked(&self.raised) = Some(error);
-            Error::new(Kind::Argument, "all_reduce raised")
+            Error::new(Kind::Argument, "TG-BORDER-013", "all_reduce raised")
         })
     }
 
@@ -238,7 +239,8 @@ const PER: [(&str, Per); 5] = [
 fn named<T: Copy>(what: &str, name: &str, valid: &[(&str, T)]) -> Result<T, Error> {
     valid.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
         let names: Vec<&str> = valid.iter().map(|(known, _)| *known).collect();
-        Error::new(Kind::Argument, format!("{what} is '{name}'")).cure(format!("It is one of {}", names.join(", ")))
+        Error::new(Kind::Argument, "TG-BORDER-014", format!("{what} is '{name}'"))
+            .cure(format!("It is one of {}", names.join(", ")))
     })
 }
 

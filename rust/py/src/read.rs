@@ -155,7 +155,7 @@ fn row<'py>(py: Python<'py>, cut: &Cut) -> CutRow<'py> {
 }
 
 fn stopped() -> Error {
-    Error::new(Kind::Argument, "the stream was stopped while it was read")
+    Error::new(Kind::Argument, "TG-BORDER-015", "the stream was stopped while it was read")
         .why("Traces that it had read are gone, and the next ones would follow as if there were none")
         .cure("Open the file again")
 }
@@ -216,7 +216,7 @@ impl PyTraceWriter {
 }
 
 fn closed() -> Error {
-    Error::new(Kind::Argument, "the writer is closed").cure("Open another one")
+    Error::new(Kind::Argument, "TG-BORDER-016", "the writer is closed").cure("Open another one")
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -402,7 +402,7 @@ pub(crate) fn form_name(py: Python<'_>, format: &str) -> PyResult<Option<&'stati
     let form = forms().find(|form| form.name == format);
     form.map(|form| Some(form.name)).ok_or_else(|| {
         let names: Vec<_> = forms().map(|form| form.name).collect();
-        let error = Error::new(Kind::Argument, format!("format is '{format}'"));
+        let error = Error::new(Kind::Argument, "TG-BORDER-018", format!("format is '{format}'"));
         to_python(py, &error.cure(format!("It is auto or one of {}", names.join(", "))))
     })
 }

@@ -95,20 +95,27 @@ impl Conversation {
     pub fn append_sampled(&mut self, ids: &[u32], message: Value) -> Result<()> {
         if let Some(at) = self.tokenizer.first_outside(ids) {
             let size = self.tokenizer.model_vocab_size();
-            let mut error =
-                Error::new(Kind::Argument, format!("id {} is not in the model's vocabulary of {size}", ids[at]))
-                    .why("The model could not read the next prompt")
-                    .cure("Pass the ids that the server sampled with this tokenizer")
-                    .in_turn(self.turns);
+            let mut error = Error::new(
+                Kind::Argument,
+                "TG-ALIGN-501",
+                format!("id {} is not in the model's vocabulary of {size}", ids[at]),
+            )
+            .why("The model could not read the next prompt")
+            .cure("Pass the ids that the server sampled with this tokenizer")
+            .in_turn(self.turns);
             error.location.token = Some(at);
             return Err(error);
         }
         checked(self.messages.len(), &message)?;
         if message.get("role").and_then(Value::as_str) != Some("assistant") {
-            return Err(Error::new(Kind::Argument, "the message of what was sampled is not an assistant's")
-                .why("The template would show it elsewhere")
-                .cure(r#"Pass {"role": "assistant", ...}"#)
-                .in_turn(self.turns));
+            return Err(Error::new(
+                Kind::Argument,
+                "TG-ALIGN-502",
+                "the message of what was sampled is not an assistant's",
+            )
+            .why("The template would show it elsewhere")
+            .cure(r#"Pass {"role": "assistant", ...}"#)
+            .in_turn(self.turns));
         }
         self.prompt_ids()?;
         let Some(next) = self.next.take() else { return Ok(()) };
@@ -205,12 +212,12 @@ impl Conversation {
 /// Checks that a conversation can contain the message.
 fn checked(index: usize, message: &Value) -> Result<()> {
     if !message.is_object() {
-        return Err(Error::new(Kind::Argument, format!("message {index} is no object"))
+        return Err(Error::new(Kind::Argument, "TG-ALIGN-503", format!("message {index} is no object"))
             .why("Templates read its role and content")
             .cure(r#"Pass {"role": ..., "content": ...}"#));
     }
     if message.get("role").and_then(Value::as_str).is_none() {
-        return Err(Error::new(Kind::Argument, format!("message {index} has no role"))
+        return Err(Error::new(Kind::Argument, "TG-ALIGN-504", format!("message {index} has no role"))
             .why("Who said it is not known")
             .cure(r#"Pass {"role": ..., "content": ...}"#));
     }
@@ -218,7 +225,7 @@ fn checked(index: usize, message: &Value) -> Result<()> {
         None => Ok(()),
         Some(kind) => {
             let kind: String = kind.chars().take(40).collect();
-            Err(Error::new(Kind::Argument, format!("message {index} holds a part of kind {kind:?}"))
+            Err(Error::new(Kind::Argument, "TG-ALIGN-505", format!("message {index} holds a part of kind {kind:?}"))
                 .why("Ids do not say what it shows")
                 .cure("Pass text alone"))
         }

@@ -394,7 +394,7 @@ fn continued(prompt: &Prompt, keys: &[u32], prompts: &[Option<Whole>], trace: &T
 }
 
 fn too_many(trace: &Trace) -> Error {
-    Error::new(Kind::Alignment, "its pictures have 2^31 features and more")
+    Error::new(Kind::Alignment, "TG-ALIGN-506", "its pictures have 2^31 features and more")
         .why("Each needs a number of its own among 32 bits")
         .cure("Write the trace as several records")
         .at(&trace.location)

@@ -20,9 +20,13 @@ pub(super) fn server_of(response: &Outline<'_>, wanted: Option<&str>) -> Decoded
     match server {
         Some(server) if wanted.is_some() && !(server.knows)(response) => {
             let Form { name, sign } = server.form;
-            Err(reject(Reason::UnknownForm, format!("not the response of {name}, which is known because {sign}"))
-                .why("A record of another form would be read as something it is not")
-                .cure("Read it with format=\"auto\", or name its own form"))
+            Err(reject(
+                Reason::UnknownForm,
+                "TG-FORMAT-017",
+                format!("not the response of {name}, which is known because {sign}"),
+            )
+            .why("A record of another form would be read as something it is not")
+            .cure("Read it with format=\"auto\", or name its own form"))
         }
         server => Ok(server),
     }
@@ -128,7 +132,7 @@ fn producer_of_form(form: &str) -> Option<Producer> {
 
 fn unknown_response(response: &Outline<'_>) -> Rejection {
     let keys: Vec<&str> = response.keys().collect();
-    reject(Reason::UnknownForm, format!("a response with the keys {}", keys.join(", ")))
+    reject(Reason::UnknownForm, "TG-FORMAT-018", format!("a response with the keys {}", keys.join(", ")))
         .why("No known server answers so, and what the policy sampled cannot be read from it")
         .cure("See docs/trace-format.md for the servers whose responses are read")
 }

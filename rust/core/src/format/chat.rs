@@ -15,7 +15,7 @@ pub(super) type Placings = Vec<(usize, Fields)>;
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
     let nodes = record.take_list("messages")?.unwrap_or_default();
     if nodes.is_empty() {
-        return Err(reject(Reason::Incomplete, "`messages` is empty")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-019", "`messages` is empty")
             .why("There is nothing to train on and nothing to align")
             .cure("Leave the record out, or record its messages"));
     }

@@ -80,7 +80,7 @@ fn decode_dump(dump: &Dump, outline: &Outline<'_>) -> Decoded<Foreign> {
     if !(dump.knows)(outline) {
         let keys: Vec<&str> = outline.keys().collect();
         let what = format!("not {}: a record with the keys {}", dump.form.name, keys.join(", "));
-        return Err(reject(Reason::UnknownForm, what)
+        return Err(reject(Reason::UnknownForm, "TG-FORMAT-020", what)
             .why(format!("A record is {} where {}", dump.form.name, dump.form.sign))
             .cure("Read it with format=\"auto\", or name its own form"));
     }

@@ -16,7 +16,7 @@ pub type Fields = Map<String, Value>;
 
 fn wrong(key: &str, value: &Value, wanted: &str) -> Rejection {
     let number = value.as_str().is_some_and(|text| text.trim().parse::<f64>().is_ok_and(f64::is_finite));
-    reject(Reason::WrongType, format!("`{key}` is {}, not {wanted}", describe(value)))
+    reject(Reason::WrongType, "TG-FORMAT-021", format!("`{key}` is {}, not {wanted}", describe(value)))
         .why("Its value would be guessed")
         .cure(if key == "reward" && number {
             "Read it with --map.reward reward, which takes numbers as text"
@@ -80,7 +80,7 @@ pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
 
 /// Returns the error for a number that is infinite in float32, or for an infinite sum of the record's numbers.
 pub fn not_finite(key: &str, number: f64) -> Rejection {
-    reject(Reason::WrongType, format!("`{key}` is {number}, not a finite float32"))
+    reject(Reason::WrongType, "TG-FORMAT-022", format!("`{key}` is {number}, not a finite float32"))
         .why("It would spread over every trace it is averaged with")
         .cure("Write null where there is none")
 }
@@ -93,9 +93,11 @@ fn magnitude(fields: &Fields, key: &str) -> Decoded<Option<f32>> {
 /// Returns `value` as a number of at least 0.
 pub fn magnitude_of(key: &str, value: &Value) -> Decoded<Option<f32>> {
     match number_of(key, value)? {
-        Some(value) if value < 0.0 => Err(reject(Reason::WrongType, format!("`{key}` is {value}, below 0"))
-            .why("No distribution is sampled so")
-            .cure("Write null where it is not known")),
+        Some(value) if value < 0.0 => {
+            Err(reject(Reason::WrongType, "TG-FORMAT-023", format!("`{key}` is {value}, below 0"))
+                .why("No distribution is sampled so")
+                .cure("Write null where it is not known"))
+        }
         value => Ok(value.map(|value| value as f32)),
     }
 }
@@ -115,9 +117,13 @@ pub fn count_of(key: &str, value: &Value) -> Decoded<Option<i32>> {
     };
     match number.and_then(|number| i32::try_from(number).ok()) {
         Some(number) => Ok(Some(number)),
-        None => Err(reject(Reason::WrongType, format!("`{key}` is {value}, not an integer from 0 to 2147483647"))
-            .why("It counts or names by number")
-            .cure("Write a whole number, or null where it is not known")),
+        None => Err(reject(
+            Reason::WrongType,
+            "TG-FORMAT-024",
+            format!("`{key}` is {value}, not an integer from 0 to 2147483647"),
+        )
+        .why("It counts or names by number")
+        .cure("Write a whole number, or null where it is not known")),
     }
 }
 
@@ -218,7 +224,7 @@ fn logprob_kind(fields: &Fields) -> Decoded<Option<LogprobKind>> {
     let Some(name) = text(fields, "logprob_kind")? else { return Ok(None) };
     match LogprobKind::parse(&name) {
         Some(kind) => Ok(Some(kind)),
-        None => Err(reject(Reason::WrongType, format!("`logprob_kind` is \"{name}\""))
+        None => Err(reject(Reason::WrongType, "TG-FORMAT-025", format!("`logprob_kind` is \"{name}\""))
             .why("It decides by which temperature the trainer's logits are divided")
             .cure("Write raw, processed or unknown")),
     }
@@ -229,7 +235,7 @@ pub fn is_partial(fields: &Fields) -> Decoded<bool> {
     match text(fields, "sampling_defaults")?.as_deref() {
         None | Some("api") => Ok(false),
         Some("unknown") => Ok(true),
-        Some(other) => Err(reject(Reason::WrongType, format!("`sampling_defaults` is \"{other}\""))
+        Some(other) => Err(reject(Reason::WrongType, "TG-FORMAT-026", format!("`sampling_defaults` is \"{other}\""))
             .why("It says how what a request leaves out is read")
             .cure("Write api for a request as it was sent, unknown for one of which parts are missing")),
     }
@@ -242,7 +248,7 @@ pub fn stop_under(fields: &Fields, key: &str) -> Decoded<Stop> {
         Some(Value::String(text)) => Ok(Stop::Text(text.clone())),
         Some(Value::Number(number)) => match number.as_u64().filter(|id| *id <= MAX_ID) {
             Some(id) => Ok(Stop::Id(id as u32)),
-            None => Err(reject(Reason::IdOutOfRange, format!("`{key}` is {number}, not a token id"))
+            None => Err(reject(Reason::IdOutOfRange, "TG-FORMAT-027", format!("`{key}` is {number}, not a token id"))
                 .why("Token ids are integers from 0 to 2147483647")
                 .cure("Write the id or the string that the server reported, or null")),
         },

@@ -144,7 +144,7 @@ fn decode_shaped(
     let form = detect(&object, record)?;
     if let Some(name) = wanted.filter(|name| *name != form.name) {
         let what = format!("the form is {} because {}, not {name}", form.name, form.sign);
-        return Err(reject(Reason::UnknownForm, what)
+        return Err(reject(Reason::UnknownForm, "TG-FORMAT-041", what)
             .why("A record of another form would be read as something it is not")
             .cure("Read it with format=\"auto\", or name its own form"));
     }
@@ -174,7 +174,7 @@ fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
         return Ok(form::CALLS);
     }
     if object.has("messages") && object.has_object("response") && !object.has("request") {
-        return Err(reject(Reason::UnknownForm, "the record has both `messages` and `response`")
+        return Err(reject(Reason::UnknownForm, "TG-FORMAT-042", "the record has both `messages` and `response`")
             .why("Whether the response is among the messages cannot be known")
             .cure("Put the messages under `request`: {\"request\": {\"messages\": ...}, \"response\": ...}"));
     }
@@ -191,15 +191,19 @@ fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
 }
 
 fn unknown_version(version: &str) -> Rejection {
-    reject(Reason::UnknownForm, format!("`format` is \"{version}\", and this version reads {}", native::NAME))
-        .why("A field may mean something else there")
-        .cure("Update tracegrad, or write the record as tracegrad/1")
+    reject(
+        Reason::UnknownForm,
+        "TG-FORMAT-043",
+        format!("`format` is \"{version}\", and this version reads {}", native::NAME),
+    )
+    .why("A field may mean something else there")
+    .cure("Update tracegrad, or write the record as tracegrad/1")
 }
 
 fn unknown_form(record: &[u8]) -> Rejection {
     let keys = diagnose::keys(record);
     let description = if keys.is_empty() { "no key".to_owned() } else { format!("the keys {}", keys.join(", ")) };
-    reject(Reason::UnknownForm, format!("a record with {description}"))
+    reject(Reason::UnknownForm, "TG-FORMAT-044", format!("a record with {description}"))
         .why("None of messages, calls, request with response, or choices is there, so it is in no accepted form")
         .cure("See docs/trace-format.md for the accepted forms")
 }

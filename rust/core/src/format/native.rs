@@ -18,7 +18,7 @@ pub(super) const NAME: &str = "tracegrad/1";
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
     let mut body = Body::default();
     let nodes = record.take_list("messages")?.ok_or_else(|| {
-        reject(Reason::Incomplete, "no `messages`")
+        reject(Reason::Incomplete, "TG-FORMAT-045", "no `messages`")
             .why("A trace is the messages and what was sampled among them")
             .cure("Write the messages as a list under `messages`")
     })?;
@@ -44,9 +44,13 @@ fn place(body: &mut Body, turn: usize, placing: &Fields, main: u32) -> Decoded<(
         }
         None | Some(Value::Null) if generation.message < main => {}
         None | Some(Value::Null) => {
-            return Err(reject(Reason::Incomplete, "a generation in `extra_messages` names no `context`")
-                .why("What it was sampled after is not known")
-                .cure("Give the indices of the messages it saw, counted through messages and then extra_messages"));
+            return Err(reject(
+                Reason::Incomplete,
+                "TG-FORMAT-046",
+                "a generation in `extra_messages` names no `context`",
+            )
+            .why("What it was sampled after is not known")
+            .cure("Give the indices of the messages it saw, counted through messages and then extra_messages"));
         }
         Some(other) => return Err(bad_context(&other.to_string())),
     }
@@ -64,7 +68,7 @@ fn message_index(index: &Value, pool: usize) -> Decoded<u32> {
 }
 
 fn bad_context(description: &str) -> Rejection {
-    reject(Reason::WrongType, format!("`context` is {description}"))
+    reject(Reason::WrongType, "TG-FORMAT-047", format!("`context` is {description}"))
         .why("It must be a list of the indices of other messages of the record")
         .cure("Count through messages and then extra_messages, from 0")
 }
@@ -77,7 +81,7 @@ fn in_call_order(generations: Vec<Generation>, placings: &Placings) -> Decoded<V
         return Ok(generations);
     }
     if let Some(turn) = numbers.iter().position(Option::is_none) {
-        return Err(reject(Reason::Incomplete, "a generation names no `call`, but others do")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-048", "a generation names no `call`, but others do")
             .why("The order of the calls is not known")
             .cure("Number all generations of the record, or none")
             .in_turn(turn));

@@ -80,14 +80,14 @@ pub(crate) fn either<T>(first: Option<T>, second: impl FnOnce() -> Decoded<Optio
 }
 
 /// Creates a rejection with the problem.
-pub(crate) fn reject(reason: Reason, what: impl Into<String>) -> Rejection {
+pub(crate) fn reject(reason: Reason, code: &'static str, what: impl Into<String>) -> Rejection {
     let kind = if reason == Reason::Stream { Kind::Io } else { Kind::Format };
-    Rejection { reason, error: Error::new(kind, what) }
+    Rejection { reason, error: Error::new(kind, code, what) }
 }
 
 /// Creates a rejection for a record whose structure is not that of a trace.
-pub(crate) fn not_a_trace(what: impl Into<String>) -> Rejection {
-    reject(Reason::WrongType, what)
+pub(crate) fn not_a_trace(code: &'static str, what: impl Into<String>) -> Rejection {
+    reject(Reason::WrongType, code, what)
         .why("The record is not a trace in any accepted form")
         .cure("See docs/trace-format.md for the accepted forms")
 }

@@ -108,18 +108,24 @@ fn check(demand: Demand<'_>) -> Result<()> {
     check_length("cu_seqlens", demand.cu_seqlens.len(), count + 1)?;
     check_length("step", demand.step.len(), demand.trace.last().map_or(0, |&last| last as usize + 1))?;
     if demand.ranks == 0 {
-        return Err(Error::new(Kind::Argument, "ranks is 0").cure("Pass the number of processes that train"));
+        return Err(
+            Error::new(Kind::Argument, "TG-PACK-501", "ranks is 0").cure("Pass the number of processes that train")
+        );
     }
     let costs = [demand.cost.token, demand.cost.pair, demand.cost.term];
     if costs.iter().any(|cost| !cost.is_finite() || *cost < 0.0) {
-        return Err(Error::new(Kind::Argument, format!("the cost {costs:?} is not finite or is negative"))
-            .why("It says what a token, a pair and a term cost")
-            .cure("Take it from the shape of the model"));
+        return Err(Error::new(
+            Kind::Argument,
+            "TG-PACK-502",
+            format!("the cost {costs:?} is not finite or is negative"),
+        )
+        .why("It says what a token, a pair and a term cost")
+        .cure("Take it from the shape of the model"));
     }
     check_inside(demand.cu_seqlens, demand.length, demand.ids.len())?;
     let trace = demand.trace;
     if trace.first().is_some_and(|&first| first != 0) || trace.windows(2).any(|w| !(0..=1).contains(&(w[1] - w[0]))) {
-        return Err(Error::new(Kind::Argument, "trace does not count up from 0 without gaps"));
+        return Err(Error::new(Kind::Argument, "TG-PACK-503", "trace does not count up from 0 without gaps"));
     }
     Ok(())
 }
@@ -227,6 +233,7 @@ fn place_rank(
         let branch = order.entries[too_long.places[0] as usize].branch;
         return Err(Error::new(
             Kind::Argument,
+            "TG-PACK-504",
             format!("branch {branch} has {} tokens to lay out, but token_budget is {budget}", too_long.tokens),
         ));
     }

@@ -7,7 +7,7 @@ pub(super) fn check_length(name: &str, actual: usize, expected: usize) -> Result
     if actual == expected {
         return Ok(());
     }
-    Err(Error::new(Kind::Argument, format!("{name} has {actual} entries, but {expected} are needed"))
+    Err(Error::new(Kind::Argument, "TG-PACK-505", format!("{name} has {actual} entries, but {expected} are needed"))
         .why("Each array has one entry per element")
         .cure("Pass arrays of equal length"))
 }
@@ -19,7 +19,7 @@ pub(super) fn check_inside(cu_seqlens: &[i64], length: &[i32], tokens: usize) ->
     if all_inside && cu_seqlens.last().is_none_or(|&end| end <= tokens as i64) {
         return Ok(());
     }
-    Err(Error::new(Kind::Argument, "a branch reaches beyond its tokens"))
+    Err(Error::new(Kind::Argument, "TG-PACK-506", "a branch reaches beyond its tokens"))
 }
 
 /// Returns an error for a budget of zero tokens or beyond 32 bits.
@@ -27,7 +27,7 @@ pub(super) fn check_budget(token_budget: usize) -> Result<()> {
     if token_budget > 0 && i32::try_from(token_budget).is_ok() {
         return Ok(());
     }
-    Err(Error::new(Kind::Argument, format!("token_budget is {token_budget}"))
+    Err(Error::new(Kind::Argument, "TG-PACK-507", format!("token_budget is {token_budget}"))
         .why("A row holds at least one token and is indexed by 32-bit integers")
         .cure("Pass a budget between 1 and 2147483647"))
 }

@@ -65,15 +65,19 @@ fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
     check_length("shared", plan.shared.len(), plan.rows.len())?;
     check_inside(tokens.cu_seqlens, plan.length, tokens.ids.len())?;
     if plan.step.iter().any(|&step| step >= plan.rows.len() as i32) {
-        return Err(Error::new(Kind::Argument, format!("a branch lies in a step beyond the {}", plan.rows.len())));
+        return Err(Error::new(
+            Kind::Argument,
+            "TG-PACK-508",
+            format!("a branch lies in a step beyond the {}", plan.rows.len()),
+        ));
     }
     let starts_with_term = |n: usize| tokens.trainable.get(tokens.cu_seqlens[n] as usize) == Some(&true);
     if let Some(n) = (0..count).find(|&n| plan.step[n] >= 0 && plan.length[n] > 0 && starts_with_term(n)) {
-        return Err(Error::new(Kind::Argument, format!("the first token of branch {n} is trainable"))
+        return Err(Error::new(Kind::Argument, "TG-PACK-509", format!("the first token of branch {n} is trainable"))
             .why("Nothing stands before it, so no hidden state predicts it"));
     }
     if multiple == 0 {
-        return Err(Error::new(Kind::Argument, "pad_to_multiple_of is 0").cure("Pass 1 for no padding"));
+        return Err(Error::new(Kind::Argument, "TG-PACK-510", "pad_to_multiple_of is 0").cure("Pass 1 for no padding"));
     }
     Ok(())
 }
@@ -133,6 +137,7 @@ fn branches_by_row(cu_rows: &[i64], plan: Plan<'_>) -> Result<Vec<Vec<u32>>> {
         if row < 0 || place >= end {
             return Err(Error::new(
                 Kind::Argument,
+                "TG-PACK-511",
                 format!("branch {n} lies in row {row} of step {step}, which has {}", end - first),
             ));
         }

@@ -110,21 +110,29 @@ fn check(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: To
     check_length("ids", branches.ids.len(), branches.trainable.len())?;
     check_length("cu_seqlens", cu.len(), branches.trace.len() + 1)?;
     if cu[0] != 0 || cu[cu.len() - 1] != branches.trainable.len() as i64 || cu.windows(2).any(|w| w[1] < w[0]) {
-        return Err(Error::new(Kind::Argument, "cu_seqlens does not rise from 0 to the number of tokens")
-            .why("It says where each branch begins and ends"));
+        return Err(Error::new(
+            Kind::Argument,
+            "TG-PACK-512",
+            "cu_seqlens does not rise from 0 to the number of tokens",
+        )
+        .why("It says where each branch begins and ends"));
     }
     if cu.windows(2).any(|w| i32::try_from(w[1] - w[0]).is_err()) {
-        return Err(Error::new(Kind::Argument, "a branch has more than 2147483647 tokens"));
+        return Err(Error::new(Kind::Argument, "TG-PACK-513", "a branch has more than 2147483647 tokens"));
     }
     let first = branches.trace.first().copied().unwrap_or(0);
     if first != 0 || branches.trace.windows(2).any(|w| w[1] != w[0] && w[1] != w[0] + 1) {
-        return Err(Error::new(Kind::Argument, "trace does not count up from 0 without gaps")
+        return Err(Error::new(Kind::Argument, "TG-PACK-514", "trace does not count up from 0 without gaps")
             .why("Branches of a trace stand side by side"));
     }
     if whole != Whole::Branch && too_long == TooLong::Truncate {
-        return Err(Error::new(Kind::Argument, "too_long is 'truncate' with an objective that takes whole traces")
-            .why("A ratio of the whole trace is not defined on part of it")
-            .cure("Pass too_long='drop' or 'refuse'"));
+        return Err(Error::new(
+            Kind::Argument,
+            "TG-PACK-515",
+            "too_long is 'truncate' with an objective that takes whole traces",
+        )
+        .why("A ratio of the whole trace is not defined on part of it")
+        .cure("Pass too_long='drop' or 'refuse'"));
     }
     Ok(())
 }
@@ -135,10 +143,14 @@ fn extent(branches: Branches<'_>, branch: usize, limit: usize) -> Result<(usize,
     let tokens = &branches.trainable[start..end.min(start.saturating_add(limit))];
     if tokens.first() == Some(&true) {
         let trace = branches.trace[branch];
-        return Err(Error::new(Kind::Argument, format!("the first token of branch {branch} is trainable"))
-            .at(&named(branches, trace))
-            .why("Nothing stands before it, so no hidden state predicts it")
-            .cure("Mark it as not trainable, or begin the branch with the token that preceded it"));
+        return Err(Error::new(
+            Kind::Argument,
+            "TG-PACK-516",
+            format!("the first token of branch {branch} is trainable"),
+        )
+        .at(&named(branches, trace))
+        .why("Nothing stands before it, so no hidden state predicts it")
+        .cure("Mark it as not trainable, or begin the branch with the token that preceded it"));
     }
     let length = tokens.iter().rposition(|&term| term).map_or(0, |last| last + 1);
     Ok((length, tokens[..length].iter().filter(|&&term| term).count()))
@@ -187,7 +199,7 @@ fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budge
     };
     Error::new(
         Kind::Argument,
-        format!("{what} {tokens} tokens up to its last trained one, but token_budget is {budget} ({count} traces are too long, this one most)"),
+        "TG-PACK-517", format!("{what} {tokens} tokens up to its last trained one, but token_budget is {budget} ({count} traces are too long, this one most)"),
     )
     .at(&named(branches, trace))
     .why(why)

@@ -162,5 +162,5 @@ impl<'a, F: Real> Terms<'a, F> {
 }
 
 pub(super) fn argument(what: String) -> Error {
-    Error::new(crate::error::Kind::Argument, what)
+    Error::new(crate::error::Kind::Argument, "TG-RATIO-001", what)
 }

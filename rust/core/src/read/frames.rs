@@ -64,7 +64,7 @@ impl Frames {
         let fail = |error: &_| unreadable(&name, error);
         // Opening a pipe without a writer would block.
         if !metadata(path).map_err(|error| fail(&error))?.is_file() {
-            return Err(Error::new(Kind::Io, "it is no file")
+            return Err(Error::new(Kind::Io, "TG-READ-001", "it is no file")
                 .why("Groups are read from files that only grow")
                 .cure("Take it out of the folder")
                 .at(&in_file(&name)));
@@ -151,7 +151,7 @@ impl Frames {
 
     fn changed(&self, reason: &str) -> Error {
         let what = format!("the frame at byte {} is not what was written ({reason})", self.start);
-        Error::new(Kind::Io, what)
+        Error::new(Kind::Io, "TG-READ-002", what)
             .why("What follows it cannot be found")
             .cure("Copy the file again")
             .at(&in_file(&self.name))

@@ -32,7 +32,7 @@ use std::sync::Arc;
 /// `Kind::Argument` if there are too many keys to search for.
 pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<bool>> {
     let keys = AhoCorasick::builder().match_kind(MatchKind::LeftmostFirst).build(keys);
-    let keys = keys.map_err(|error| Error::new(Kind::Argument, error.to_string()))?;
+    let keys = keys.map_err(|error| Error::new(Kind::Argument, "TG-READ-003", error.to_string()))?;
     let has_key =
         |record: &[u8]| keys.find_iter(record).any(|name| is_key(&record[..name.start()], &record[name.end()..]));
     let is_plain = |record: Arc<[u8]>| {

@@ -90,7 +90,7 @@ impl Quarantine {
                 .and_then(|files| write(self.files.insert(files))),
         };
         result.map_err(|error| {
-            Error::new(Kind::Io, format!("the quarantine cannot be written: {error}"))
+            Error::new(Kind::Io, "TG-READ-004", format!("the quarantine cannot be written: {error}"))
                 .why("Bad records would be lost")
                 .cure("Free space there, remove what has its name, or name another place with quarantine=")
                 .at(&in_file(&self.raw_path.to_string_lossy()))

@@ -226,7 +226,7 @@ impl Reader {
             return Ok(());
         }
         let problem = if self.splitter.saw_bytes() { "there is no record in it" } else { "it is empty" };
-        Err(Error::new(Kind::Io, problem)
+        Err(Error::new(Kind::Io, "TG-READ-005", problem)
             .why("There are no traces to read")
             .cure("Check the path, and that whatever wrote it has finished")
             .at(&in_file(&self.file)))
@@ -360,7 +360,7 @@ impl Reader {
             match conversion {
                 Made::Record(bytes) => pieces.push(Piece::own(cut.at, bytes)),
                 Made::Refused([what, why, cure]) => {
-                    let problem = reject(Reason::WrongType, what).why(why).cure(cure);
+                    let problem = reject(Reason::WrongType, "TG-READ-006", what).why(why).cure(cure);
                     pieces.push(Piece::Broken { at: cut.at, bytes: Vec::new(), problem });
                 }
             }
@@ -452,7 +452,7 @@ fn decode_one(bytes: &[u8], raw: Raw, place: &Location, format: Option<&str>) ->
 }
 
 fn too_long(limit: usize) -> Rejection {
-    reject(Reason::TooLong, format!("a record of more than {limit} bytes"))
+    reject(Reason::TooLong, "TG-READ-007", format!("a record of more than {limit} bytes"))
         .why("It would have to be held in memory several times over")
         .cure("Split it, or raise max_record_bytes")
 }

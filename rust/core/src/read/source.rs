@@ -74,7 +74,7 @@ impl Source {
         let file = open(path).map_err(|error| fail(&error))?;
         let metadata = file.metadata().map_err(|error| fail(&error))?;
         if let Some(what) = no_file(metadata.file_type(), &file) {
-            return Err(Error::new(Kind::Io, format!("it is a {what}"))
+            return Err(Error::new(Kind::Io, "TG-READ-008", format!("it is a {what}"))
                 .why("Traces are read from one file, or from a pipe")
                 .cure(if metadata.is_dir() { "Name a file in it" } else { "Name a file" })
                 .at(&in_file(&name)));
@@ -95,7 +95,7 @@ impl Source {
         let mut magic = Vec::with_capacity(HEADER);
         bytes.by_ref().take(4).read_to_end(&mut magic).map_err(|error| unreadable(name, &error))?;
         if magic == PARQUET {
-            return Err(Error::new(Kind::Io, "it is a Parquet file")
+            return Err(Error::new(Kind::Io, "TG-READ-009", "it is a Parquet file")
                 .why("Its columns are read through pyarrow, not as lines of JSON")
                 .cure("pip install 'tracegrad[arrow]', then name the file instead of a stream of it")
                 .at(&in_file(name)));
@@ -151,7 +151,7 @@ fn beside_window(window_log: u32, limit: usize) -> Result<usize> {
         return Ok(limit);
     }
     limit.checked_sub(window - common).filter(|_| window_log <= MOST_WINDOW_LOG).ok_or_else(|| {
-        Error::new(Kind::Io, format!("zstd needs a window of 2^{window_log} bytes for it"))
+        Error::new(Kind::Io, "TG-READ-010", format!("zstd needs a window of 2^{window_log} bytes for it"))
             .why(format!("It would be held in memory, which is bounded by max_record_bytes, {limit}"))
             .cure("Raise max_record_bytes to as much, or decompress it first: zstd -dc --long=31")
     })
@@ -186,7 +186,7 @@ pub(super) fn unreadable(name: &str, error: &io::Error) -> Error {
         ErrorKind::PermissionDenied => "Check the permissions of the file",
         _ => "Check the disk, then try again",
     };
-    Error::new(Kind::Io, format!("cannot be read: {error}"))
+    Error::new(Kind::Io, "TG-READ-011", format!("cannot be read: {error}"))
         .why("There are no traces without it")
         .cure(cure)
         .at(&in_file(name))

@@ -276,7 +276,7 @@ impl Splitter {
         let problem =
             if closed { "text after the end of the JSON array" } else { "a JSON array with a misplaced comma" };
         self.blocked().then(|| {
-            reject(Reason::NotJson, format!("not JSON: {problem}"))
+            reject(Reason::NotJson, "TG-READ-012", format!("not JSON: {problem}"))
                 .why("Where the next record begins cannot be known")
                 .cure("Write one array, or one record a line")
         })
@@ -360,7 +360,7 @@ impl Splitter {
     fn last(&mut self) -> Option<Piece> {
         if let Some(error) = self.failure.take() {
             let window = error.to_string().contains("too much memory");
-            let problem = reject(Reason::Stream, format!("the stream broke: {error}"))
+            let problem = reject(Reason::Stream, "TG-READ-013", format!("the stream broke: {error}"))
                 .why("What follows this line is lost; the lines before it were read")
                 .cure(if window {
                     "Its later zstd frames have a larger window: decompress it first, zstd -dc --long=31"
@@ -372,7 +372,7 @@ impl Splitter {
         let rest = self.buffer.len() - self.start;
         let unclosed = matches!(self.layout, Layout::Array { closed: false, .. });
         if unclosed && !self.overlong {
-            let problem = reject(Reason::Stream, "the JSON array is not closed")
+            let problem = reject(Reason::Stream, "TG-READ-014", "the JSON array is not closed")
                 .why("The file was cut; the records before this one were read")
                 .cure("Copy the file again, or write one record a line");
             let broken = self.broken(problem);

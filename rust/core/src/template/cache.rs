@@ -153,7 +153,7 @@ impl ToolSets {
     /// Returns the values of `json` in the form that a server uses. Strings among `literals` are never marked.
     pub fn get(&self, json: &Arc<Json>, server: Option<Server>, literals: &[String]) -> Result<Arc<Tools>> {
         if !json.is_array() {
-            return Err(Error::new(Kind::Argument, "tools is not a list of JSON schemas")
+            return Err(Error::new(Kind::Argument, "TG-TEMPLATE-001", "tools is not a list of JSON schemas")
                 .why("Chat templates iterate over it")
                 .cure("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
         }

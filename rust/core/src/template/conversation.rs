@@ -55,9 +55,13 @@ impl<'a> Conversation<'a> {
         self.messages.truncate(common);
         for (index, &given) in messages.iter().enumerate().skip(common) {
             let Json::Object(map) = given else {
-                return Err(Error::new(Kind::Argument, format!("message {index} is not a JSON object"))
-                    .why("A chat template reads role and content of each message")
-                    .cure("Pass messages as a list of {\"role\": ..., \"content\": ...}"));
+                return Err(Error::new(
+                    Kind::Argument,
+                    "TG-TEMPLATE-002",
+                    format!("message {index} is not a JSON object"),
+                )
+                .why("A chat template reads role and content of each message")
+                .cure("Pass messages as a list of {\"role\": ..., \"content\": ...}"));
             };
             let content = self.rules.content(map, index);
             let parsed = parsed_arguments(map, self.rules);

@@ -136,7 +136,7 @@ pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Siz
 pub(super) fn failure(error: &JinjaError) -> Error {
     let place = error.line().map_or(String::new(), |line| format!(" (line {line})"));
     if let Some(message) = raised(error) {
-        return Error::new(Kind::Template, format!("the chat template raised \"{message}\"{place}"))
+        return Error::new(Kind::Template, "TG-TEMPLATE-003", format!("the chat template raised \"{message}\"{place}"))
             .why("The template refuses this conversation, so there is no text to align with")
             .cure("Change the messages as the template asks, or pass a template that takes them");
     }
@@ -148,19 +148,23 @@ pub(super) fn failure(error: &JinjaError) -> Error {
         ErrorKind::WriteFailure => {
             endless("the chat template made more text than its bounds allow: 4 MiB in one value, 48 MiB in all")
         }
-        ErrorKind::SyntaxError => {
-            Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
-                .why("Only a template that transformers accepts is rendered")
-                .cure("Take the chat_template that came with the model")
+        ErrorKind::SyntaxError => Error::new(
+            Kind::Template,
+            "TG-TEMPLATE-004",
+            format!("the chat template does not compile: {}{place}", detail(error)),
+        )
+        .why("Only a template that transformers accepts is rendered")
+        .cure("Take the chat_template that came with the model"),
+        _ => {
+            Error::new(Kind::Template, "TG-TEMPLATE-005", format!("the chat template failed: {}{place}", detail(error)))
+                .why("It does not expect messages like these")
+                .cure("Compare roles, content types and tool calls with what the template reads")
         }
-        _ => Error::new(Kind::Template, format!("the chat template failed: {}{place}", detail(error)))
-            .why("It does not expect messages like these")
-            .cure("Compare roles, content types and tool calls with what the template reads"),
     }
 }
 
 fn endless(what: &str) -> Error {
-    Error::new(Kind::Template, what)
+    Error::new(Kind::Template, "TG-TEMPLATE-006", what)
         .why("It took more steps, time or text than any conversation needs")
         .cure("Correct the loop in the template")
 }

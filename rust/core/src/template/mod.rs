@@ -132,11 +132,13 @@ impl Template {
             let compiled = || caught(Kind::Template, WHAT, || Self::compile_here(source, special_tokens));
             let thread = thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compiled);
             let thread = thread.map_err(|error| {
-                Error::new(Kind::Io, format!("no thread can be started to compile {WHAT}: {error}"))
+                Error::new(Kind::Io, "TG-TEMPLATE-007", format!("no thread can be started to compile {WHAT}: {error}"))
                     .why("A template is read on a stack of its own")
                     .cure("Raise the limits on threads and memory of this process")
             })?;
-            thread.join().unwrap_or_else(|_| Err(Error::new(Kind::Template, format!("{WHAT} cannot be compiled"))))
+            thread.join().unwrap_or_else(|_| {
+                Err(Error::new(Kind::Template, "TG-TEMPLATE-008", format!("{WHAT} cannot be compiled")))
+            })
         })
     }
 
@@ -333,9 +335,13 @@ impl Template {
         for (name, value) in kwargs {
             match name.as_str() {
                 "messages" | "tools" | "add_generation_prompt" => {
-                    return Err(Error::new(Kind::Argument, format!("template variable '{name}' is given twice"))
-                        .why("It is an argument of its own")
-                        .cure(format!("Take '{name}' out of the template's keyword arguments")));
+                    return Err(Error::new(
+                        Kind::Argument,
+                        "TG-TEMPLATE-009",
+                        format!("template variable '{name}' is given twice"),
+                    )
+                    .why("It is an argument of its own")
+                    .cure(format!("Take '{name}' out of the template's keyword arguments")));
                 }
                 "strftime_now" => clock = Some(pinned_clock(value)?),
                 _ => context.push((name.clone(), value::plain(value))),
@@ -382,7 +388,7 @@ fn is_seam(literal: &str) -> bool {
 
 fn pinned_clock(value: &Json) -> Result<Clock> {
     value.as_str().and_then(Clock::pinned).ok_or_else(|| {
-        Error::new(Kind::Argument, format!("strftime_now is {value}, not a date"))
+        Error::new(Kind::Argument, "TG-TEMPLATE-010", format!("strftime_now is {value}, not a date"))
             .why("It pins the time that the template prints")
             .cure("Pass a date in ISO form, such as 2025-03-07 or 2025-03-07T14:05:00")
     })

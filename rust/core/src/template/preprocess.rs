@@ -94,7 +94,7 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
 /// Returns the error for a template beyond the bounds.
 fn beyond(why: &str, line: Option<usize>) -> Error {
     let place = line.map_or(String::new(), |line| format!(" (line {line})"));
-    Error::new(Kind::Template, format!("the chat template does not compile: {why}{place}"))
+    Error::new(Kind::Template, "TG-TEMPLATE-011", format!("the chat template does not compile: {why}{place}"))
         .why("A template is a program of its author's, and what it may cost is bounded before it is run")
         .cure("Take the chat_template that came with the model, or write it with less nesting")
 }
@@ -102,9 +102,13 @@ fn beyond(why: &str, line: Option<usize>) -> Error {
 /// Returns the error for a tag that transformers rejects.
 fn unread(tag: &str, line: usize) -> Error {
     let shown: String = tag.chars().take(80).collect();
-    Error::new(Kind::Template, format!("the chat template does not compile: syntax error: '{shown}' (line {line})"))
-        .why("Only a template that transformers accepts is rendered")
-        .cure("Take the chat_template that came with the model")
+    Error::new(
+        Kind::Template,
+        "TG-TEMPLATE-012",
+        format!("the chat template does not compile: syntax error: '{shown}' (line {line})"),
+    )
+    .why("Only a template that transformers accepts is rendered")
+    .cure("Take the chat_template that came with the model")
 }
 
 impl Scanned {

@@ -159,9 +159,13 @@ fn joined(messages: &[&Json]) -> (Vec<Json>, Vec<u32>) {
 /// Appends the tag to the last text of a message.
 fn tagged(message: Option<&mut Json>) -> Result<()> {
     let no_text = || {
-        Error::new(Kind::Template, "continue_final_message is set, and the last message has no text to go on with")
-            .why("The policy was asked to go on with it")
-            .cure("Record the request as it was sent")
+        Error::new(
+            Kind::Template,
+            "TG-TEMPLATE-013",
+            "continue_final_message is set, and the last message has no text to go on with",
+        )
+        .why("The policy was asked to go on with it")
+        .cure("Record the request as it was sent")
     };
     let message = message.and_then(Json::as_object_mut).ok_or_else(no_text)?;
     let content = message.entry("content").or_insert(Json::Null);
@@ -187,9 +191,13 @@ fn tagged(message: Option<&mut Json>) -> Result<()> {
 /// Ends the text at the tag. If the template trims, the whitespace before the tag is removed too.
 fn cut(rendered: &mut Rendered) -> Result<()> {
     let Some(at) = rendered.text.rfind(TAG.trim_end()) else {
-        return Err(Error::new(Kind::Template, "the template leaves out a part of the last message")
-            .why("The policy was asked to go on with it (continue_final_message)")
-            .cure("Record return_token_ids, so that the prompt need not be rendered"));
+        return Err(Error::new(
+            Kind::Template,
+            "TG-TEMPLATE-014",
+            "the template leaves out a part of the last message",
+        )
+        .why("The policy was asked to go on with it (continue_final_message)")
+        .cure("Record return_token_ids, so that the prompt need not be rendered"));
     };
     let before_tag = &rendered.text[..at];
     let end = if rendered.text[at..].starts_with(TAG) { at } else { before_tag.trim_end().len() };

@@ -29,13 +29,13 @@ pub(super) fn bounded<T>(length: usize, what: &str, work: impl FnOnce() -> token
     let allowance = Allowance { until, bytes: BYTES.0 + BYTES.1.saturating_mul(length), refused: None };
     let outer = ALLOWANCE.replace(Some(allowance));
     let result = caught(Kind::Tokenizer, what, || {
-        work().map_err(|error| Error::new(Kind::Tokenizer, format!("{what} failed: {error}")))
+        work().map_err(|error| Error::new(Kind::Tokenizer, "TG-TOKENIZER-001", format!("{what} failed: {error}")))
     });
     let stop_reason = ALLOWANCE.replace(outer).and_then(|allowance| allowance.refused);
     // The `tokenizers` crate continues after a normalizer fails, so its result is ignored then.
     match stop_reason {
         None => result,
-        Some(reason) => Err(Error::new(Kind::Tokenizer, format!("{what} was stopped: {reason}"))
+        Some(reason) => Err(Error::new(Kind::Tokenizer, "TG-TOKENIZER-002", format!("{what} was stopped: {reason}"))
             .why("tokenizer.json is a stranger's program, and what it may take is bounded by the text")
             .cure("Copy the file again from where the model came from")),
     }

@@ -62,7 +62,7 @@ pub(super) fn checked(json: &[u8], extra: &[ExtraToken]) -> Result<Value> {
 
 /// Returns the error for a file whose demands exceed those of real tokenizers.
 fn beyond(what: String) -> Error {
-    Error::new(Kind::Tokenizer, what)
+    Error::new(Kind::Tokenizer, "TG-TOKENIZER-003", what)
         .why("No tokenizer of a language model is like that, and loading it could take all memory or never end")
         .cure("Copy the file again from where the model came from")
 }
@@ -208,7 +208,7 @@ pub(super) fn outline(json: &[u8]) -> Result<(Map<String, Value>, Entries)> {
 
 /// Returns the error for a file that is not a tokenizer.
 pub(super) fn refused(what: &str) -> Error {
-    Error::new(Kind::Tokenizer, what.to_owned())
+    Error::new(Kind::Tokenizer, "TG-TOKENIZER-004", what.to_owned())
         .why("Ids are made by the fast tokenizer that tokenizer.json describes")
         .cure("Copy the file again from where the model came from")
 }

@@ -214,8 +214,10 @@ fn text(path: &Path) -> Result<Option<String>> {
     match whole(path).and_then(utf8) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(located(Error::new(Kind::Io, format!("the file cannot be read: {error}")), path)
-            .cure("Check its permissions, and that it is UTF-8 text")),
+        Err(error) => {
+            Err(located(Error::new(Kind::Io, "TG-TOKENIZER-005", format!("the file cannot be read: {error}")), path)
+                .cure("Check its permissions, and that it is UTF-8 text"))
+        }
     }
 }
 
@@ -229,7 +231,7 @@ fn object(dir: &Path, file: &str) -> Result<Option<Map<String, Value>>> {
             let what = other
                 .err()
                 .map_or_else(|| "it holds no JSON object".to_owned(), |error| format!("it is not JSON: {error}"));
-            Err(located(Error::new(Kind::Tokenizer, what), &path)
+            Err(located(Error::new(Kind::Tokenizer, "TG-TOKENIZER-006", what), &path)
                 .why("Special tokens, template and end-of-sequence ids come from it")
                 .cure("Copy the file again from where the model came from"))
         }

@@ -196,14 +196,14 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
         (true, Some(other)) => format!("there is {other} but no tokenizer.json"),
         (true, None) => format!("tokenizer.json cannot be read: {error}"),
     };
-    located(Error::new(Kind::Io, what), dir)
+    located(Error::new(Kind::Io, "TG-TOKENIZER-008", what), dir)
         .why("Ids are made by the fast tokenizer that tokenizer.json describes")
         .cure("Name the model's directory, or write the file with transformers' AutoTokenizer(...).save_pretrained")
 }
 
 /// Returns the error for an id with two entries.
 fn twice(id: u32) -> Error {
-    Error::new(Kind::Tokenizer, format!("two entries of the vocabulary have id {id}"))
+    Error::new(Kind::Tokenizer, "TG-TOKENIZER-009", format!("two entries of the vocabulary have id {id}"))
         .why("Which bytes the id stands for cannot be known")
         .cure("Copy the file again from where the model came from")
 }
@@ -253,18 +253,22 @@ fn eos_ids(config: &TokenizerConfig, inner: &dyn Reference, size: u32) -> Result
     match &config.eos {
         None => Ok(Vec::new()),
         Some(Eos::Token(text)) => Ok(inner.id(text).into_iter().collect()),
-        Some(Eos::Ids(ids)) if ids.len() > EOS => {
-            Err(Error::new(Kind::Tokenizer, format!("eos_token_id lists {} ids, more than {EOS}", ids.len()))
-                .why("Each token is compared with all of them")
-                .cure("List only the ids that end a turn"))
-        }
+        Some(Eos::Ids(ids)) if ids.len() > EOS => Err(Error::new(
+            Kind::Tokenizer,
+            "TG-TOKENIZER-010",
+            format!("eos_token_id lists {} ids, more than {EOS}", ids.len()),
+        )
+        .why("Each token is compared with all of them")
+        .cure("List only the ids that end a turn")),
         Some(Eos::Ids(ids)) => match ids.iter().find(|id| **id >= size) {
             None => Ok(ids.clone()),
-            Some(id) => {
-                Err(Error::new(Kind::Tokenizer, format!("eos_token_id {id} is not in the vocabulary of {size}"))
-                    .why("generation_config.json or config.json is of another model")
-                    .cure("Put the files of one model together"))
-            }
+            Some(id) => Err(Error::new(
+                Kind::Tokenizer,
+                "TG-TOKENIZER-011",
+                format!("eos_token_id {id} is not in the vocabulary of {size}"),
+            )
+            .why("generation_config.json or config.json is of another model")
+            .cure("Put the files of one model together")),
         },
     }
 }

@@ -151,9 +151,13 @@ impl Tokenizer {
     }
 
     fn unknown(&self, id: u32, index: usize) -> Error {
-        let mut error = Error::new(Kind::Tokenizer, format!("id {id} is not in the vocabulary of '{}'", self.name))
-            .why(format!("Its ids are below {}, some of them unused", self.vocab_size()))
-            .cure("Use the tokenizer that the ids were made with");
+        let mut error = Error::new(
+            Kind::Tokenizer,
+            "TG-TOKENIZER-012",
+            format!("id {id} is not in the vocabulary of '{}'", self.name),
+        )
+        .why(format!("Its ids are below {}, some of them unused", self.vocab_size()))
+        .cure("Use the tokenizer that the ids were made with");
         error.location.token = Some(index);
         error
     }
@@ -273,9 +277,13 @@ impl Tokenizer {
     pub fn template_for(&self, tools: Option<&Arc<Value>>) -> Result<&Template> {
         let tool_template = self.tool_template.as_ref().filter(|_| tools.is_some_and(|tools| !tools.is_null()));
         tool_template.or(self.template.as_ref()).ok_or_else(|| {
-            Error::new(Kind::Template, format!("the tokenizer '{}' has no chat template", self.name))
-                .why("Messages become text through it")
-                .cure("Put chat_template.jinja beside tokenizer.json, or chat_template into tokenizer_config.json")
+            Error::new(
+                Kind::Template,
+                "TG-TOKENIZER-013",
+                format!("the tokenizer '{}' has no chat template", self.name),
+            )
+            .why("Messages become text through it")
+            .cure("Put chat_template.jinja beside tokenizer.json, or chat_template into tokenizer_config.json")
         })
     }
 
@@ -387,7 +395,7 @@ fn check_ends(text: &str) -> Result<()> {
     if u32::try_from(text.len()).is_ok() {
         return Ok(());
     }
-    Err(Error::new(Kind::Argument, format!("the text has {} bytes", text.len()))
+    Err(Error::new(Kind::Argument, "TG-TOKENIZER-014", format!("the text has {} bytes", text.len()))
         .why("Byte ends are 32-bit numbers")
         .cure("Split the text"))
 }

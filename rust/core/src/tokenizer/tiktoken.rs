@@ -183,16 +183,20 @@ fn fingerprint(ranks: &[(Vec<u8>, u32)]) -> u64 {
 
 fn unknown(ranks: usize, print: u64) -> Error {
     let names: Vec<&str> = FAMILIES.iter().map(|family| family.name).collect();
-    Error::new(Kind::Tokenizer, format!("the {ranks} ranks (fingerprint {print:016x}) are of no known family"))
-        .why("A tiktoken file holds neither the pattern that splits a text nor the special tokens")
-        .cure(format!(
-            "Put the model's tokenizer.json beside it (transformers' save_pretrained); known are {}",
-            names.join(", ")
-        ))
+    Error::new(
+        Kind::Tokenizer,
+        "TG-TOKENIZER-015",
+        format!("the {ranks} ranks (fingerprint {print:016x}) are of no known family"),
+    )
+    .why("A tiktoken file holds neither the pattern that splits a text nor the special tokens")
+    .cure(format!(
+        "Put the model's tokenizer.json beside it (transformers' save_pretrained); known are {}",
+        names.join(", ")
+    ))
 }
 
 fn malformed(what: &str) -> Error {
-    Error::new(Kind::Tokenizer, format!("it is no tiktoken file: {what}"))
+    Error::new(Kind::Tokenizer, "TG-TOKENIZER-016", format!("it is no tiktoken file: {what}"))
         .why("Ids are the ranks that it lists")
         .cure("Copy the file again from where the model came from")
 }

@@ -26,7 +26,7 @@ pub const API_DEFAULTS: Sampling = Sampling {
 pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
     let nodes = record.take_list("calls")?.unwrap_or_default();
     if nodes.is_empty() {
-        return Err(reject(Reason::Incomplete, "`calls` is empty")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-001", "`calls` is empty")
             .why("There is nothing to train on and nothing to align")
             .cure("Leave the record out, or record its calls"));
     }
@@ -156,7 +156,7 @@ impl<'a> Log<'a> {
 
     pub fn add(&mut self, call: Call) -> Decoded<()> {
         let Some(mut generation) = call.entry.generation else {
-            return Err(reject(Reason::Contradiction, "the choice says that it was not sampled")
+            return Err(reject(Reason::Contradiction, "TG-FORMAT-002", "the choice says that it was not sampled")
                 .why("A response is what the policy sampled")
                 .cure("Leave the call out"));
         };
@@ -204,7 +204,7 @@ impl<'a> Log<'a> {
         let rendered = self.body.generations.iter().position(|generation| generation.prompt == Prompt::Rendered);
         if let (true, Some(turn)) = (self.scaffold_varies, rendered) {
             let what = "requests of one trace differ in `tools` or `chat_template_kwargs`";
-            return Err(reject(Reason::Contradiction, what)
+            return Err(reject(Reason::Contradiction, "TG-FORMAT-003", what)
                 .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
                 .cure("Record return_token_ids, or write one record for each set of tools")
                 .in_turn(turn));
@@ -237,7 +237,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
     let value_of = |key: &str| present(&request.fields, key).or_else(|| present(&extra, key)).cloned();
     let asked = PROMPT_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), value_of(key)?))).collect();
     let nodes = request.take_list("messages")?.ok_or_else(|| {
-        reject(Reason::Incomplete, "no `messages`")
+        reject(Reason::Incomplete, "TG-FORMAT-004", "no `messages`")
             .why("What the policy was asked is not known")
             .cure("Record the request as it was sent")
     })?;
@@ -265,5 +265,7 @@ pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
 
 /// Creates the rejection of a call without a response.
 pub fn no_response(what: impl Into<String>) -> Rejection {
-    reject(Reason::FailedCall, what).why("There is no generation to read").cure("Leave out failed calls when recording")
+    reject(Reason::FailedCall, "TG-FORMAT-005", what)
+        .why("There is no generation to read")
+        .cure("Leave out failed calls when recording")
 }

@@ -47,7 +47,7 @@ fn rows_of(rows: u32, shape: &[u32], values: Vec<i32>) -> Option<Extra> {
 }
 
 fn broken_experts() -> Rejection {
-    reject(Reason::WrongType, "`routed_experts` is not the base64 of an integer array of its tokens")
+    reject(Reason::WrongType, "TG-FORMAT-006", "`routed_experts` is not the base64 of an integer array of its tokens")
         .why("Replaying other experts than the sampler's would train another model")
         .cure("Record the field as the server sent it, or leave it out")
 }
@@ -84,7 +84,7 @@ pub fn version_spans(outline: &Outline<'_>) -> Decoded<Vec<VersionSpan>> {
 /// Reads `weight_versions` from a JSON value.
 pub fn spans(value: Value) -> Decoded<Vec<VersionSpan>> {
     let spans: Vec<Span> = serde_json::from_value(value).map_err(|error| {
-        reject(Reason::WrongType, format!("`weight_versions`: {error}"))
+        reject(Reason::WrongType, "TG-FORMAT-007", format!("`weight_versions`: {error}"))
             .why("Which policy sampled which token is not known")
             .cure("Record the field as the server sent it, or leave it out")
     })?;

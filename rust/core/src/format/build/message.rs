@@ -81,7 +81,7 @@ impl Entry {
             return Err(streamed());
         }
         let Some(mut inner) = choice.take_object("message")? else {
-            return Err(reject(Reason::Incomplete, "a choice has no `message`")
+            return Err(reject(Reason::Incomplete, "TG-FORMAT-008", "a choice has no `message`")
                 .why("What the policy said is not known")
                 .cure("Record the choice as the chat endpoint returned it"));
         };
@@ -99,7 +99,7 @@ impl Entry {
 
 /// Creates the rejection of a chunk of a streamed response.
 pub fn streamed() -> Rejection {
-    reject(Reason::UnknownForm, "a chunk of a streamed response")
+    reject(Reason::UnknownForm, "TG-FORMAT-009", "a chunk of a streamed response")
         .why("A generation is read from the whole response")
         .cure("Record the assembled response, or turn streaming off while recording")
 }
@@ -124,7 +124,7 @@ fn pick(choices: Vec<Node>, choice_number: Option<i32>) -> Decoded<Object> {
 /// Creates the rejection of a choice number that is not among the `total` choices of a response.
 pub fn no_choice(wanted: i32, total: usize, what: &str) -> Rejection {
     let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
-    reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
+    reject(reason, "TG-FORMAT-010", format!("choice {wanted} is asked for but the response has {total} {what}"))
         .why("There is no generation to read")
         .cure("Leave out failed calls when recording, and name an existing choice")
 }
@@ -178,8 +178,10 @@ pub fn plain_value(role: &str, content: impl Into<Value>) -> Value {
 pub fn message_of(mut fields: Fields) -> Decoded<Message> {
     match get(&fields, "role") {
         Some(Value::String(_)) => {}
-        None => return Err(not_a_trace("a message has no `role`")),
-        Some(other) => return Err(not_a_trace(format!("`role` is {}, not a string", describe(other)))),
+        None => return Err(not_a_trace("TG-FORMAT-011", "a message has no `role`")),
+        Some(other) => {
+            return Err(not_a_trace("TG-FORMAT-012", format!("`role` is {}, not a string", describe(other))));
+        }
     }
     check_content(&fields)?;
     let reward = number(&fields, "reward")?.map(|reward| reward as f32);
@@ -208,14 +210,14 @@ fn check_content(fields: &Fields) -> Decoded<()> {
         None | Some(Value::Null | Value::String(_) | Value::Array(_)) => {}
         Some(other) => {
             let what = format!("`content` is {}, not a string", describe(other));
-            return Err(reject(Reason::WrongType, what)
+            return Err(reject(Reason::WrongType, "TG-FORMAT-013", what)
                 .why("The text of the message is not known")
                 .cure("Write content as a string, or as a list of parts"));
         }
     }
     match get(fields, "tool_calls") {
         None | Some(Value::Null | Value::Array(_)) => Ok(()),
-        Some(other) => Err(not_a_trace(format!("`tool_calls` is {}, not a list", describe(other)))),
+        Some(other) => Err(not_a_trace("TG-FORMAT-014", format!("`tool_calls` is {}, not a list", describe(other)))),
     }
 }
 

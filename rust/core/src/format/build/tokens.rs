@@ -21,7 +21,7 @@ fn fill(ids: &mut Option<Vec<u32>>, value: Option<&Value>) -> Decoded<()> {
     let Some(value) = value.filter(|value| ids.is_none() && value.is_array()) else { return Ok(()) };
     let listed_ids = Vec::<Id>::deserialize(value).map_err(|error| {
         let what = error.to_string();
-        if what.starts_with(ID_COMPLAINT) { no_id(what) } else { not_a_trace(what) }
+        if what.starts_with(ID_COMPLAINT) { no_id(what) } else { not_a_trace("TG-FORMAT-016", what) }
     })?;
     *ids = Some(Id::plain(listed_ids));
     Ok(())

@@ -50,13 +50,13 @@ pub fn node(text: &str, kind: Kind) -> Read<'_, Node> {
 pub fn object(text: &str, kind: Kind) -> Decoded<Object> {
     match node(text, kind) {
         Ok(Node::Object(object)) => Ok(*object),
-        Ok(_) => Err(not_a_trace("not an object")),
+        Ok(_) => Err(not_a_trace("TG-FORMAT-028", "not an object")),
         Err(fault) => Err(explain(text, &fault)),
     }
 }
 
 fn not_an_object(description: &str) -> Rejection {
-    reject(Reason::UnknownForm, format!("the record is {description}, not an object"))
+    reject(Reason::UnknownForm, "TG-FORMAT-029", format!("the record is {description}, not an object"))
         .why("A trace is one JSON object")
         .cure("See docs/trace-format.md for the accepted forms")
 }
@@ -93,7 +93,7 @@ fn check_depth(text: &str) -> Decoded<()> {
 }
 
 fn too_deep(byte: usize) -> Rejection {
-    reject(Reason::TooDeep, format!("JSON nested deeper than 128 levels at byte {byte}"))
+    reject(Reason::TooDeep, "TG-FORMAT-030", format!("JSON nested deeper than 128 levels at byte {byte}"))
         .why("A record so deep is not a trace and would exhaust the stack")
         .cure("Flatten it, or store the nested part as a string")
 }
@@ -144,7 +144,7 @@ fn utf8(record: &[u8]) -> Decoded<&str> {
 }
 
 fn not_utf8(record: &[u8], offset: usize) -> Rejection {
-    let rejection = reject(Reason::NotUtf8, format!("invalid UTF-8 at byte {offset} of the record"));
+    let rejection = reject(Reason::NotUtf8, "TG-FORMAT-031", format!("invalid UTF-8 at byte {offset} of the record"));
     let is_utf16 = offset < 2 && (record.starts_with(&[0xff, 0xfe]) || record.starts_with(&[0xfe, 0xff]));
     let cure = if is_utf16 {
         "The file looks like UTF-16: convert it, for example with iconv -f UTF-16 -t UTF-8"
@@ -161,20 +161,22 @@ fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
     let rejection = match fault.error.classify() {
         Category::Data => {
             let place = if fault.path().is_empty() { String::new() } else { format!("{}: ", fault.path()) };
-            reject(fault.reason(), format!("{place}{complaint}"))
+            reject(fault.reason(), "TG-FORMAT-083", format!("{place}{complaint}"))
                 .why("The token lists of a record must be what they are named for")
                 .cure("See docs/trace-format.md for the accepted forms")
         }
         _ if complaint.contains("recursion limit") => too_deep(byte),
         _ if complaint.contains("surrogate") || complaint.contains("end of hex escape") => {
-            reject(Reason::LoneSurrogate, format!("a lone surrogate escape before byte {byte}"))
+            reject(Reason::LoneSurrogate, "TG-FORMAT-032", format!("a lone surrogate escape before byte {byte}"))
                 .why("It is half of a character: no UTF-8 text has it, so no tokenizer saw it")
                 .cure("Record whole characters, or write U+FFFD where the text was cut")
         }
-        Category::Eof => reject(Reason::NotJson, format!("not JSON: the record ends too early, at byte {byte}"))
-            .why("The line was cut, or a string holds a raw line break")
-            .cure("Write the record again, one whole JSON object a line"),
-        _ => reject(Reason::NotJson, format!("not JSON: {complaint} at byte {byte}"))
+        Category::Eof => {
+            reject(Reason::NotJson, "TG-FORMAT-033", format!("not JSON: the record ends too early, at byte {byte}"))
+                .why("The line was cut, or a string holds a raw line break")
+                .cure("Write the record again, one whole JSON object a line")
+        }
+        _ => reject(Reason::NotJson, "TG-FORMAT-034", format!("not JSON: {complaint} at byte {byte}"))
             .why("The record cannot be read")
             .cure("Write one whole JSON object a line"),
     };

@@ -157,13 +157,15 @@ impl Numbers {
 
 /// Returns the rejection of an invalid token id.
 pub fn no_id(what: String) -> Rejection {
-    reject(Reason::IdOutOfRange, what).why("No vocabulary has it").cure("Store the response as the server sent it")
+    reject(Reason::IdOutOfRange, "TG-FORMAT-035", what)
+        .why("No vocabulary has it")
+        .cure("Store the response as the server sent it")
 }
 
 fn contradicting_ids(ids: &[u32], listed_ids: &[u32]) -> Rejection {
     let index = (0..ids.len()).find(|&index| ids[index] != listed_ids[index]).unwrap_or_default();
     let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed_ids[index]);
-    reject(Reason::Contradiction, what)
+    reject(Reason::Contradiction, "TG-FORMAT-036", what)
         .why("Which of the two was sampled cannot be known")
         .cure("Store the response as the server sent it")
 }
@@ -230,7 +232,7 @@ impl Object {
         match self.take(key) {
             None => Ok(None),
             Some(Node::List(nodes)) => Ok(Some(nodes)),
-            Some(node) => Err(not_a_trace(format!("`{key}` is {}, not a list", node.describe()))),
+            Some(node) => Err(not_a_trace("TG-FORMAT-037", format!("`{key}` is {}, not a list", node.describe()))),
         }
     }
 
@@ -254,7 +256,7 @@ impl Node {
     pub fn object(self, name: &str) -> Decoded<Object> {
         match self {
             Self::Object(object) => Ok(*object),
-            other => Err(not_a_trace(format!("`{name}` is {}, not an object", other.describe()))),
+            other => Err(not_a_trace("TG-FORMAT-038", format!("`{name}` is {}, not an object", other.describe()))),
         }
     }
 

@@ -24,7 +24,7 @@ impl<'a> Outline<'a> {
     pub fn of(raw: &'a RawValue, name: &str) -> Decoded<Self> {
         match Shape::of(raw) {
             Shape::Object => Self::parse(raw.get()).map_err(|rejection| rejection.inside(name)),
-            other => Err(not_a_trace(format!("`{name}` is {}, not an object", other.article()))),
+            other => Err(not_a_trace("TG-FORMAT-039", format!("`{name}` is {}, not an object", other.article()))),
         }
     }
 
@@ -95,7 +95,7 @@ impl<'a> Outline<'a> {
     pub fn text(&self, key: &str) -> Decoded<Option<String>> {
         match self.get(key) {
             Some(raw) if Shape::of(raw) != Shape::Text => {
-                Err(not_a_trace(format!("`{key}` is {}, not a string", Shape::of(raw).article())))
+                Err(not_a_trace("TG-FORMAT-040", format!("`{key}` is {}, not a string", Shape::of(raw).article())))
             }
             _ => self.typed(key),
         }
@@ -149,7 +149,7 @@ pub fn logprobs_in(text: &str) -> Read<'_, Option<Tokens>> {
 
 /// Turns a fault within one value into a rejection of the record.
 fn complaint(fault: &Fault<'_>) -> Rejection {
-    reject(fault.reason(), fault.complaint())
+    reject(fault.reason(), "TG-FORMAT-084", fault.complaint())
         .why("The values of a record must be what they are named for")
         .cure("See docs/trace-format.md for the accepted forms")
 }

@@ -46,9 +46,13 @@ fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
         Value::String(text) => return Ok(vec![messages::message(role, text.as_str(), "", vec![])]),
         Value::Null => return Ok(vec![messages::message(role, "", "", vec![])]),
         _ => {
-            return Err(reject(Reason::WrongType, "`content` is neither a string nor a list of blocks")
-                .why("The text of the message is not known")
-                .cure("Store the message as the API has it"));
+            return Err(reject(
+                Reason::WrongType,
+                "TG-FORMAT-049",
+                "`content` is neither a string nor a list of blocks",
+            )
+            .why("The text of the message is not known")
+            .cure("Store the message as the API has it"));
         }
     };
     let (mut said, mut thinking) = (messages::Content::default(), String::new());

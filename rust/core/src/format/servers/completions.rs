@@ -167,9 +167,13 @@ fn offsets(choice: &Outline<'_>) -> Decoded<Option<Vec<u64>>> {
 }
 
 fn unknown_echo() -> Rejection {
-    reject(Reason::Incomplete, "the token list begins with the prompt, and where that ends is not known")
-        .why("Tokens of the prompt would be trained as if they were sampled")
-        .cure("Record the request beside the response, or turn `echo` off")
+    reject(
+        Reason::Incomplete,
+        "TG-FORMAT-050",
+        "the token list begins with the prompt, and where that ends is not known",
+    )
+    .why("Tokens of the prompt would be trained as if they were sampled")
+    .cure("Record the request beside the response, or turn `echo` off")
 }
 
 /// Reports tokens after the text: a stop string, and tokens that the server sampled after it.

@@ -49,7 +49,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (output, unused) = asked.pick(response.objects("outputs")?, "outputs")?;
     let mut generation = asked.generation(LogprobKind::Unknown);
     let ids = output.ids("token_ids")?.ok_or_else(|| {
-        reject(Reason::Incomplete, "an output has no `token_ids`")
+        reject(Reason::Incomplete, "TG-FORMAT-051", "an output has no `token_ids`")
             .why("Which entry of its logprobs was sampled cannot be known")
             .cure("Write the output's token_ids")
     })?;

@@ -161,7 +161,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         Some(Value::String(text)) => values.push(json!({"role": "user", "content": text})),
         Some(Value::Array(items)) => history(&items, &mut values),
         Some(_) => {
-            return Err(reject(Reason::WrongType, "`input` is neither a string nor a list of items")
+            return Err(reject(Reason::WrongType, "TG-FORMAT-052", "`input` is neither a string nor a list of items")
                 .why("What the policy was asked is not known")
                 .cure("Record the request as it was sent"));
         }

@@ -39,7 +39,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         wanted => {
             let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| {
                 let what = format!("sequence {wanted} is asked for but `best_of_sequences` does not have it");
-                reject(Reason::Incomplete, what)
+                reject(Reason::Incomplete, "TG-FORMAT-058", what)
                     .why("There is no generation to read")
                     .cure("Name an existing one: 0 is the best, the others follow")
             })?;

@@ -67,7 +67,7 @@ pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body
     }
     header.reward = header.reward.or(last);
     if calls.is_empty() {
-        return Err(reject(Reason::Incomplete, "no span holds a call of a model")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-059", "no span holds a call of a model")
             .why("There is no generation to read")
             .cure("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}"));
     }

@@ -62,14 +62,14 @@ fn history(record: &Outline<'_>, talk: &mut Talk, sampling: &Sampling) -> Decode
 fn entry(raw: &RawValue, sampling: &Sampling) -> Decoded<Entry> {
     match diagnose::node(raw.get(), Kind::Item) {
         Ok(Node::Object(object)) => Entry::read(*object, sampling),
-        Ok(_) => Err(not_a_trace("it is not an object")),
-        Err(fault) => Err(not_a_trace(fault.complaint())),
+        Ok(_) => Err(not_a_trace("TG-FORMAT-060", "it is not an object")),
+        Err(fault) => Err(not_a_trace("TG-FORMAT-061", fault.complaint())),
     }
 }
 
 fn group(record: &Outline<'_>) -> Rejection {
     let count = record.list("trajectories").ok().flatten().map_or(0, |list| list.len());
-    reject(Reason::UnknownForm, format!("a TrajectoryGroup of {count} trajectories"))
+    reject(Reason::UnknownForm, "TG-FORMAT-062", format!("a TrajectoryGroup of {count} trajectories"))
         .why("A record is one trace: each has its own reward")
         .cure("Write a line for each: for t in group.trajectories: json.dumps({\"group\": name, **t.model_dump(mode=\"json\")})")
 }

@@ -59,7 +59,7 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
         "agent" => "assistant",
         "system" | "user" => source.as_str(),
         other => {
-            return Err(reject(Reason::WrongType, format!("`source` is \"{other}\""))
+            return Err(reject(Reason::WrongType, "TG-FORMAT-063", format!("`source` is \"{other}\""))
                 .why("Who said the message is not known")
                 .cure("Write system, user or agent"));
         }

@@ -36,7 +36,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         }
     }
     if calls.is_empty() {
-        return Err(reject(Reason::Incomplete, "no observation is a generation")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-070", "no observation is a generation")
             .why("There is nothing that a policy sampled")
             .cure("Export observations of type GENERATION, or leave the record out"));
     }

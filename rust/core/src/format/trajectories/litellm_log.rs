@@ -34,7 +34,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if messages.is_some_and(|raw| raw.get() == REDACTED)
         || response.get("text").is_some_and(|raw| raw.get() == REDACTED)
     {
-        return Err(reject(Reason::Incomplete, "messages and response are redacted")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-071", "messages and response are redacted")
             .why("There is nothing to train on")
             .cure("Log with litellm.turn_off_message_logging = False"));
     }

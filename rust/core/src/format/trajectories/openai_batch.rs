@@ -27,7 +27,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
             .cure("Send it again, or leave it out with on_error=\"skip\""));
     }
     let Some(answer) = response.get("body").or_else(|| result.get("message")) else {
-        return Err(reject(Reason::Incomplete, "a request of a batch without its response")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-072", "a request of a batch without its response")
             .why("What the policy sampled stands in the batch's output file")
             .cure("Read the output file, or join the two by custom_id: json.dumps({**input_line, **output_line})"));
     };

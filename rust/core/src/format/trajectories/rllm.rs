@@ -93,7 +93,7 @@ fn spoken(step: &Outline<'_>, output: &Outline<'_>) -> Decoded<Message> {
 }
 
 fn several(count: usize) -> Rejection {
-    reject(Reason::UnknownForm, format!("an episode of {count} trajectories"))
+    reject(Reason::UnknownForm, "TG-FORMAT-074", format!("an episode of {count} trajectories"))
         .why("A record is one trace: each trajectory has its own reward")
         .cure(
             "Write a line for each: for t in episode.trajectories: json.dumps({\"group\": episode.id, **t.to_dict()})",

@@ -22,9 +22,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut prompt = columns.ids("tokens")?.unwrap_or_default();
     let length = record.count("response_length")?.unwrap_or_default() as usize;
     let Some(split) = prompt.len().checked_sub(length) else {
-        return Err(reject(Reason::Contradiction, format!("response_length is {length} of {} tokens", prompt.len()))
-            .why("Where the response begins cannot be known")
-            .cure("Write the sample as slime's rollout made it"));
+        return Err(reject(
+            Reason::Contradiction,
+            "TG-FORMAT-075",
+            format!("response_length is {length} of {} tokens", prompt.len()),
+        )
+        .why("Where the response begins cannot be known")
+        .cure("Write the sample as slime's rollout made it"));
     };
     let response = prompt.split_off(split);
     let mask = columns.mask("loss_mask")?;
@@ -80,9 +84,13 @@ fn nucleus(record: &Outline<'_>, sampled: &[bool], body: &mut Body) -> Decoded<(
     let (Some(ids), Some(ends)) = (ids, ends) else { return Ok(()) };
     let rising = ends.windows(2).all(|pair| pair[0] <= pair[1]);
     if ends.len() != sampled.len() + 1 || !rising || ends.last().is_none_or(|&end| end as usize != ids.len()) {
-        return Err(reject(Reason::Contradiction, "rollout_top_p_token_offsets do not fit the response")
-            .why("Which ids top-p left for which token cannot be known")
-            .cure("Write the sample as slime's rollout made it, or leave both lists out"));
+        return Err(reject(
+            Reason::Contradiction,
+            "TG-FORMAT-076",
+            "rollout_top_p_token_offsets do not fit the response",
+        )
+        .why("Which ids top-p left for which token cannot be known")
+        .cure("Write the sample as slime's rollout made it, or leave both lists out"));
     }
     let mut at = 0;
     for generation in &mut body.generations {

@@ -26,7 +26,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut talk = Talk::default();
     for (position, value) in record.typed::<Vec<Value>>("history")?.unwrap_or_default().into_iter().enumerate() {
         let place = |rejection: Rejection| rejection.inside(format!("history[{position}]"));
-        let Value::Object(mut fields) = value else { return Err(place(not_a_trace("a message is not an object"))) };
+        let Value::Object(mut fields) = value else {
+            return Err(place(not_a_trace("TG-FORMAT-077", "a message is not an object")));
+        };
         let is_demo = fields.get("is_demo").and_then(Value::as_bool) == Some(true);
         strip(&mut fields);
         let chat_message = message(Value::Object(fields)).map_err(place)?;

@@ -72,7 +72,7 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
         0 => plain("assistant", Value::Null),
         1 => completion.remove(0),
         count => {
-            return Err(reject(Reason::Contradiction, format!("`completion` holds {count} messages"))
+            return Err(reject(Reason::Contradiction, "TG-FORMAT-078", format!("`completion` holds {count} messages"))
                 .why("A step is one call of the model, and which of them it sampled cannot be known")
                 .cure("Write a step for each call"));
         }
@@ -94,7 +94,7 @@ fn fill(generation: &mut Generation, tokens: &Outline<'_>) -> Decoded<Option<Vec
     let ids = columns.ids("completion_ids")?.unwrap_or_default();
     let logprobs = columns.logprobs("completion_logprobs")?.filter(|logprobs| !logprobs.is_empty() || ids.is_empty());
     if let Some(at) = columns.mask("completion_mask")?.unwrap_or_default().iter().position(|bit| !bit) {
-        return Err(reject(Reason::Contradiction, format!("completion_mask is 0 at {at}"))
+        return Err(reject(Reason::Contradiction, "TG-FORMAT-079", format!("completion_mask is 0 at {at}"))
             .why("What stands in a completion without being sampled belongs to no call of the model")
             .cure("Write a step for each call of the model, with the ids it sampled as its completion"));
     }
@@ -163,7 +163,7 @@ impl Graph<'_> {
         let parent = node.count("parent")?.map(|parent| parent as usize);
         if let Some(parent) = parent.filter(|&parent| parent >= index) {
             let what = format!("its parent is node {parent}, which does not stand before it");
-            return Err(reject(Reason::Contradiction, what)
+            return Err(reject(Reason::Contradiction, "TG-FORMAT-080", what)
                 .why("The path to it cannot be walked")
                 .cure("Write the trace as verifiers' to_record makes it"));
         }
@@ -191,7 +191,7 @@ impl Graph<'_> {
         let start = mask.iter().position(|&bit| bit).unwrap_or(mask.len());
         let end = start + mask[start..].iter().take_while(|&&bit| bit).count();
         if mask.get(end..).is_some_and(|rest| rest.contains(&true)) {
-            return Err(reject(Reason::Contradiction, "its mask has several runs of sampled ids")
+            return Err(reject(Reason::Contradiction, "TG-FORMAT-081", "its mask has several runs of sampled ids")
                 .why("A node is one call of the model")
                 .cure("Write the trace as verifiers' to_record makes it"));
         }
@@ -266,7 +266,7 @@ fn message_of(node: &Outline<'_>) -> Decoded<Message> {
             fields.remove("provider_state");
             message(Value::Object(openai(fields)))
         }
-        _ => Err(reject(Reason::Incomplete, "no `message`")
+        _ => Err(reject(Reason::Incomplete, "TG-FORMAT-082", "no `message`")
             .why("What the node says is not known")
             .cure("Write the trace as verifiers' to_record makes it")),
     }

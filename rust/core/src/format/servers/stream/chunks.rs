@@ -100,7 +100,7 @@ pub(super) struct Lists {
 /// Appends the entries of the list `raw` to the list with the name `key`.
 fn extend(lists: &mut Vec<(String, Vec<String>)>, key: &str, raw: &RawValue) -> Decoded<()> {
     let items: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| {
-        reject(Reason::WrongType, format!("`{key}` is not a list"))
+        reject(Reason::WrongType, "TG-FORMAT-054", format!("`{key}` is not a list"))
             .why("Every chunk adds to it")
             .cure("Record the chunks as they came")
     })?;
@@ -214,9 +214,13 @@ pub(super) fn sglang(chunks: &[Outline<'_>], events: &[String], choice: Option<i
     }
     let index = choice.unwrap_or(0);
     let sample = samples.into_iter().nth(index as usize).ok_or_else(|| {
-        reject(Reason::Incomplete, format!("sample {index} is asked for but the stream does not have it"))
-            .why("There is no generation to read")
-            .cure("Name an existing one")
+        reject(
+            Reason::Incomplete,
+            "TG-FORMAT-055",
+            format!("sample {index} is asked for but the stream does not have it"),
+        )
+        .why("There is no generation to read")
+        .cure("Name an existing one")
     })?;
     let last = sample.last().copied().unwrap_or_default();
     let meta = chunks[last].object("meta_info")?.unwrap_or_default();

@@ -146,7 +146,7 @@ fn identity(event: &str) -> Option<(String, bool)> {
 }
 
 pub(super) fn not_a_stream(what: &str) -> Rejection {
-    reject(Reason::WrongType, format!("not a stream: {what}"))
+    reject(Reason::WrongType, "TG-FORMAT-056", format!("not a stream: {what}"))
         .why("What the policy sampled cannot be put together")
         .cure("Record the chunks as they came, or the assembled response")
 }

@@ -172,7 +172,11 @@ fn no_chunk(chunks: &[Outline<'_>]) -> Rejection {
         return no_response("the stream is an error");
     }
     let keys: Vec<&str> = chunks.first().map(|chunk| chunk.keys().collect()).unwrap_or_default();
-    reject(Reason::UnknownForm, format!("a stream of {} chunks with the keys {}", chunks.len(), keys.join(", ")))
-        .why("No known server streams so, and what the policy sampled cannot be read from it")
-        .cure("See docs/trace-format.md for the servers whose streams are read")
+    reject(
+        Reason::UnknownForm,
+        "TG-FORMAT-057",
+        format!("a stream of {} chunks with the keys {}", chunks.len(), keys.join(", ")),
+    )
+    .why("No known server streams so, and what the policy sampled cannot be read from it")
+    .cure("See docs/trace-format.md for the servers whose streams are read")
 }

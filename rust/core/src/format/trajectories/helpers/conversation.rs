@@ -93,7 +93,7 @@ pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>
     let Some(raw) = record.get(key).filter(|raw| is_chat(raw)) else { return Ok(None) };
     let values: Vec<Value> = serde_json::from_str(&json_number::kept(raw.get())).map_err(|error| {
         let complaint = error.to_string();
-        not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
+        not_a_trace("TG-FORMAT-065", format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
     })?;
     let read = |(position, value)| message(value).map_err(|rejection| rejection.inside(format!("{key}[{position}]")));
     values.into_iter().enumerate().map(read).collect::<Decoded<_>>().map(Some)
@@ -102,7 +102,7 @@ pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>
 pub fn message(value: Value) -> Decoded<Message> {
     match value {
         Value::Object(fields) => message_of(fields),
-        _ => Err(not_a_trace("a message is not an object")),
+        _ => Err(not_a_trace("TG-FORMAT-066", "a message is not an object")),
     }
 }
 

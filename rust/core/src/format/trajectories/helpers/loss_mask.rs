@@ -167,7 +167,7 @@ pub fn all_zero(tokens: &Tokens) -> Option<Note> {
 
 /// Creates the rejection of columns with different lengths.
 pub fn lengths(what: &str, found: usize, ids: usize) -> Rejection {
-    reject(Reason::Contradiction, format!("a {what} of {found} beside {ids} ids"))
+    reject(Reason::Contradiction, "TG-FORMAT-067", format!("a {what} of {found} beside {ids} ids"))
         .why("Which number belongs to which token cannot be known")
         .cure("Record one number for each id")
 }
