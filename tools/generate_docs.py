@@ -1,5 +1,5 @@
-"""Write the parts of docs/ that are made from the code: all of losses.md and coming-from.md, the findings of doctor.md
-and the tables of metrics.md.
+"""Write the parts of docs/ that are made from the code: all of losses.md, coming-from.md and reference/errors.md, the
+findings of doctor.md and the tables of metrics.md.
 
     python tools/generate_docs.py
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import error_codes
 from tracegrad.doctor.examination import CHECKS
 from tracegrad.doctor.finding import Check
 from tracegrad.errors import ArgumentError
@@ -341,6 +342,7 @@ def main() -> None:
     """Write the pages."""
     (DOCS / "losses.md").write_text(losses_page(), encoding="utf-8")
     (DOCS / "coming-from.md").write_text(coming_from_page(), encoding="utf-8")
+    (DOCS / "reference" / "errors.md").write_text(error_codes.page(), encoding="utf-8")
     for name, change in (("doctor.md", with_findings), ("metrics.md", lambda page: with_tables(page, TABLES))):
         page = DOCS / name
         page.write_text(change(page.read_text(encoding="utf-8")), encoding="utf-8")

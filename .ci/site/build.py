@@ -81,7 +81,7 @@ def stage(folder: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     start = readme[: readme.index("## In your own project")]
     _write(pages / "index.md", start.replace("](docs/", "]("), ROOT)
-    for page in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ABOUT)]:
+    for page in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ABOUT)]:
         _write(pages / page.name, page.read_text(encoding="utf-8"), page.parent)
     for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")):
         shutil.copy(picture, pages)
@@ -101,7 +101,7 @@ def _write(target: Path, text: str, folder: Path) -> None:
 
     def beside(found: re.Match[str]) -> str:
         path, part = (folder / found[1]).resolve(), found[2] or ""
-        if path.suffix == ".md" and (path.parent in (ROOT, ROOT / "docs")) and path.name != "README.md":
+        if path.suffix == ".md" and (path.parent == ROOT or ROOT / "docs" in path.parents) and path.name != "README.md":
             return f"]({path.name}{part})"
         if not path.is_file() or ROOT not in path.parents or (target.parent / found[1]).exists():
             return found[0]

@@ -18,6 +18,7 @@ _Rendered = tuple[
 
 # errors
 class TracegradError(ValueError):
+    code: str | None
     file: str | None
     line: int | None
     trace: str | None

@@ -40,6 +40,8 @@ def shown(text: object) -> str:
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,3}[^\s\"<>\\]*[^\s\"<>\\:,.;)'\]}]")
 _CHAINED = re.compile(r"(::)(?=[A-Za-z][A-Za-z0-9+.-]*(?:::|:/))")
 _HIDDEN = "***"
+CODE = re.compile(r"\b(TG-[A-Z]+-\d{3})(?:: |\b)")
+"""The code of an error in its message, with the colon after it."""
 
 
 def redacted(text: object) -> str:
@@ -92,6 +94,12 @@ def _representation(error: TracegradError) -> str:
     return f"{type(error).__name__}({_message(error)!r})"
 
 
+def _code(error: TracegradError) -> str | None:
+    """The code of the cause, such as `TG-READ-001`; None if the message has no code."""
+    match = CODE.search(_message(error))
+    return match[1] if match else None
+
+
 def _rebuild(name: str, args: tuple[object, ...], place: dict[str, object]) -> TracegradError:
     error: TracegradError = globals()[name](*args)
     vars(error).update(place)
@@ -118,6 +126,7 @@ class RefusedFields(ServerError):
 # Redact and escape in one place, wherever an error is raised.
 TracegradError.__str__ = _message  # type: ignore[assignment, method-assign]
 TracegradError.__repr__ = _representation  # type: ignore[assignment, method-assign]
+TracegradError.code = property(_code)  # type: ignore[assignment]
 
 __all__ = [
     "AlignmentError",

@@ -173,7 +173,7 @@ def test_a_hostile_file_is_one_short_error_in_bounded_time(tmp_path, text):
     with pytest.raises(ArgumentError, match=r"run.toml: ") as raised:
         config.load(tmp_path / "run.toml")
     assert time.process_time() - began < 5
-    said = str(raised.value).removeprefix(str(tmp_path))
+    said = str(raised.value).replace(str(tmp_path), "")
     assert len(said) < 1700
     assert said.isprintable()
 

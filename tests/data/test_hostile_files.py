@@ -246,7 +246,7 @@ def test_a_log_whose_list_of_members_does_not_fit_is_refused_before_it_is_read(t
     code = (
         "for path in sys.argv[1:]:\n"
         "    try: print(len(read(path)))\n"
-        "    except TracegradError as error: print(str(error).split(': ')[1].replace(' ', '_'))\n"
+        "    except TracegradError as error: print(str(error).split(': ')[2].replace(' ', '_'))\n"
         "print(peak() - before)"
     )
     *said, mib = limited(code, *paths)
@@ -547,7 +547,7 @@ def test_batches_that_unpack_beyond_measure_are_refused_before_they_are_unpacked
         "before = peak()\n"
         "for path in sys.argv[1:]:\n"
         "    try: print(len(read(path)))\n"
-        "    except TracegradError as error: print(str(error).split(': ')[1].replace(' ', '_'))\n"
+        "    except TracegradError as error: print(str(error).split(': ')[2].replace(' ', '_'))\n"
         "print(peak() - before)"
     )
     *said, mib = limited(code, *(tmp_path / f"{name}.arrow" for name in tables))

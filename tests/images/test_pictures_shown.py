@@ -188,7 +188,7 @@ def test_a_picture_that_is_broken_or_gone_is_a_box_with_the_reason(tokenizer, tm
     html = page(gone, tokenizer, tmp_path / "gone.html")
     assert not drawn(html)
     assert html.count(": only its digest is known") == 2
-    assert "picture 84 x 56: the picture" in html
+    assert "picture 84 x 56: TG-IMAGE-006: the picture" in html
     whole = vlm.picture(56, 56, 9)
     cut = vlm.Files([whole[: len(whole) // 2] + whole[-12:]])
     table = replace(tables_of([whole]), digest=cut_digest(cut), sources=(cut,))

@@ -197,7 +197,7 @@ def test_a_plan_that_is_asked_for_gives_the_same(name, plan, softcap):
 
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "CISPO"])
 def test_terms_that_are_masked_on_the_device_give_the_same_as_terms_picked_out(name, monkeypatch):
-    monkeypatch.setattr(room._Evaluation, "_chosen", room._Evaluation._masked)
+    monkeypatch.setattr(room._Evaluation, "_select", room._Evaluation._mask)
     compare(Case(with_kl(getattr(presets, name), 0.1)), chunk_bytes=chunks_of(7))
 
 

@@ -64,7 +64,7 @@ def test_products_that_telescope_are_accepted(objective):
 def test_double_correction_is_refused_for_each_sign_of_the_advantage(ratio, weights, product):
     with pytest.raises(ArgumentError, match="does not telescope") as caught:
         Objective(Clip(), ratio, weights=weights)
-    assert str(caught.value).startswith(product)
+    assert str(caught.value).startswith(f"TG-OBJ-018: {product}")
 
 
 def test_weights_on_opposite_signs_do_not_multiply():

@@ -49,7 +49,7 @@ def fault(server, out, **told):
 )
 def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampling, named):
     said = fault(PolicyServer(sampling=sampling), tmp_path)
-    assert said.startswith("step 1:")
+    assert said.startswith("TG-ONLINE-020: step 1:")
     assert re.search(named, said), said
 
 
@@ -65,7 +65,7 @@ def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampli
 def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypatch):
     monkeypatch.setattr(probe_requests, "TOKENS", 256 if mistake == "cached" else 64)
     said = fault(PolicyServer(mistake), tmp_path)
-    assert said.startswith(f"step {step}:") or not step
+    assert said.startswith(f"TG-ONLINE-020: step {step}:") or not step
     assert named in said
 
 
@@ -159,7 +159,7 @@ def test_a_second_server_behind_one_address_is_said_of_conversations(tmp_path, m
         return -float(len(message["content"] or "")) / 10
 
     said = fault(server, tmp_path, agent=agent, steps=4, turns=2)
-    assert said.startswith("step 2:")
+    assert said.startswith("TG-ONLINE-020: step 2:")
     agreeing, answers = map(int, re.search(r"(\d+) of (\d+) answers agree: more than one server", said).groups())
     assert agreeing == answers / 2
     assert "They still run the weights of the version before" in said
@@ -173,7 +173,7 @@ def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path
     monkeypatch.setattr(probe_requests, "TOKENS", 256)
     monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
     said = fault(PolicyServer(mistake), tmp_path, config=BF16, steps=6)
-    assert said.startswith("step 2:")
+    assert said.startswith("TG-ONLINE-020: step 2:")
     if mistake == "deaf":
         assert "still run the weights of the version before" in said
 

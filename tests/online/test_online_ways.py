@@ -52,7 +52,7 @@ def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake,
     with PolicyServer(mistake) as server, pytest.raises(SyncFault, match=why) as raised:
         run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", steps_ahead=steps_ahead)
     # "before" at version 1 is version 0, whose adapter changes nothing
-    assert str(raised.value).startswith("step 2" if at == 2 or not steps_ahead else "step ")
+    assert str(raised.value).startswith("TG-ONLINE-020: step 2" if at == 2 or not steps_ahead else "TG-ONLINE-020: step ")
 
 
 class Slow(PolicyServer):

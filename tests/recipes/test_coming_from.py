@@ -91,7 +91,7 @@ def test_what_has_no_counterpart_is_refused_by_its_name_with_a_cure(peer, told, 
     with pytest.raises(ArgumentError) as refused:
         FROM[peer](told)
     assert named in str(refused.value)
-    assert str(refused.value).startswith(f"{peer}: ")
+    assert str(refused.value).startswith(f"TG-RECIPE-015: {peer}: ")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_what_is_no_reward_is_a_failure(value, example):
         return value
 
     played = run(contract, "?", None)
-    assert "what the contract returned: a reward is" in played.error
+    assert "what the contract returned: TG-ROLLOUT-03" in played.error
     assert played.record["reward"] is None
 
 

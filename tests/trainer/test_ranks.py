@@ -214,8 +214,8 @@ def test_a_bare_model_under_an_open_group_is_not_trained(failing):
 
 def test_ranks_that_plan_other_steps_are_told_before_the_first(failing):
     first, second = (found["other"] for found in failing)
-    assert first.startswith("another rank plans other steps than the first")
-    assert second.startswith("rank 1 plans other steps than the first: its traces or options are others.")
+    assert first.startswith("TG-TRAIN-039: another rank plans other steps than the first")
+    assert second.startswith("TG-TRAIN-039: rank 1 plans other steps than the first: its traces or options are others.")
 
 
 def test_a_frozen_model_is_in_shards_again_after_it_was_measured(failing):
@@ -230,15 +230,15 @@ def test_a_hybrid_model_under_fsdp_is_refused_with_a_mode_that_works(failing):
 
 def test_a_rank_without_memory_stops_all_with_its_number_and_the_cure(failing):
     first, second = (found["lost"] for found in failing)
-    assert second.startswith("step 2: the device has no memory left (Tried to allocate 2). It was not taken.")
+    assert second.startswith("TG-TRAIN-095: step 2: the device has no memory left (Tried to allocate 2). It was not taken.")
     assert "set train.memory (now speed) to balanced or low" in second
-    assert first == f"rank 1, {second} This rank stops with it."
+    assert first == f"TG-TRAIN-022: rank 1, {second} This rank stops with it."
 
 
 def test_an_error_that_one_rank_meets_alone_ends_all_with_its_words(failing):
     first, second = (found["said"] for found in failing)
     assert second == "ZeroDivisionError: of somebody's own"
-    assert first == "TracegradError: rank 1, step 2: ZeroDivisionError: of somebody's own This rank stops with it."
+    assert first == "TracegradError: TG-TRAIN-022: rank 1, step 2: ZeroDivisionError: of somebody's own This rank stops with it."
 
 
 def test_a_rank_that_does_not_come_to_open_the_group_is_named(monkeypatch):

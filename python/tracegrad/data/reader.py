@@ -24,7 +24,7 @@ from tracegrad.data.read_options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
 from tracegrad.data.sessions import Sessions
 from tracegrad.data.sources import Place, Row, Source, filled, named
 from tracegrad.data.trace import Line, ReadReport, Traces, summed
-from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.errors import CODE, ArgumentError, ReadError, TracegradError
 from tracegrad.storage import files
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -157,7 +157,7 @@ class Tally:
         calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
         converted = formats.Adapted()
         converted.counts, converted.empty = Counter(self.adapted), Counter(self.callless)
-        first_error = self.first_bare.partition(f": {blank}")[0]
+        first_error = CODE.sub("", self.first_bare).partition(f": {blank}")[0]
         promptless_line = f"map      group: {self.promptless:,} traces have no prompt and are alone"
         return [
             *([f"         {self.empty:,} empty files are left out"] if self.empty else []),

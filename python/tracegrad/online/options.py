@@ -29,8 +29,7 @@ class Online:
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
     sync: Literal["file", "lora", "nccl"] = "file"
     """How weights reach the servers. "file" writes all weights to a file. "lora" loads an adapter (`train.lora_rank`)
-    under a new name for each version. "nccl" sends all weights from CUDA to CUDA; it has not run between two GPUs yet.
-    """
+    under a new name for each version. "nccl" sends all weights from CUDA to CUDA; it has not run on two GPUs yet."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("refill", 1), ("steps_ahead", 0), ("eval_every", 0)):
