@@ -160,9 +160,10 @@ def page() -> str:
     lines = [
         "# Errors",
         "",
-        "Every error of tracegrad is a `tracegrad.errors.TracegradError`, which is a `ValueError`. Its message names the",
-        "problem, the place, the consequence and the fix. It also has a code, such as `TG-READ-001`, which stays the same if the",
-        "wording changes; `error.code` returns it. `file`, `line`, `trace`, `turn` and `token` are attributes where they are known.",
+        "Every error of tracegrad is a `tracegrad.errors.TracegradError`, which is a `ValueError`. Its message begins",
+        "with a code, such as `TG-READ-001`, which stays the same if the wording changes; `error.code` returns it. The",
+        "message names the place, the problem, the consequence and the fix. `file`, `line`, `trace`, `turn` and `token` are",
+        "attributes where they are known.",
         "",
         "The tables are made from the code by `python tools/generate_docs.py`. Names in braces vary.",
     ]

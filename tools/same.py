@@ -69,7 +69,7 @@ UNORDERED: dict[str, Callable[[Any, Path], Any]] = {
     "files": lambda files, out: sorted(files) if isinstance(files, dict) else plain(files, out),
     "target_modules": lambda names, _: sorted(names),
 }
-"""Values that no run repeats: sizes and checksums of the files of a checkpoint, and the order of what peft has as a set."""
+"""Values that no run repeats: sizes and checksums of a checkpoint's files, and the order of what peft has as a set."""
 
 
 def digest(data: bytes) -> str:

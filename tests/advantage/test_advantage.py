@@ -57,20 +57,20 @@ def test_a_trace_without_a_score_stands_outside_the_baseline():
 
 
 def test_a_group_of_one_is_an_explicit_choice():
-    with pytest.raises(ArgumentError, match="trace 2: group 9 has one scorable trace"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-009.*2.*9"):
         group_mean([1.0, 0.0, 3.0], [0, 0, 9])
     assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], singleton="zero").tolist() == [0.5, -0.5, 0.0]
     assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], singleton="keep").tolist() == [0.5, -0.5, 3.0]
 
 
 def test_a_singleton_among_unscorable_traces_is_one_too():
-    with pytest.raises(ArgumentError, match="one scorable trace"):
+    with pytest.raises(ArgumentError, match="TG-ADV-009"):
         group_mean([1.0, NAN], [0, 0])
 
 
 def test_the_batch_is_one_group():
     assert batch_mean([3.0, 1.0, 2.0]).tolist() == [1.0, -1.0, 0.0]
-    with pytest.raises(ArgumentError, match="one scorable trace"):
+    with pytest.raises(ArgumentError, match="TG-ADV-009"):
         batch_mean([3.0])
 
 
@@ -79,9 +79,9 @@ def test_the_batch_is_one_group():
     [
         ({"scale": "std"}, "pass 1"),
         ({"scale": "std", "ddof": 2}, "pass 1"),
-        ({"ddof": 1}, "no effect"),
-        ({"eps": 1e-6}, "no effect"),
-        ({"scale": "max"}, "'none' or 'std'"),
+        ({"ddof": 1}, "TG-ADV-012"),
+        ({"eps": 1e-6}, "TG-ADV-012"),
+        ({"scale": "max"}, "TG-ADV-011"),
     ],
 )
 def test_options_that_say_nothing_are_refused(options, message):
@@ -90,11 +90,11 @@ def test_options_that_say_nothing_are_refused(options, message):
 
 
 def test_unknown_singleton_policy_and_bad_rewards_are_refused():
-    with pytest.raises(ArgumentError, match="'refuse', 'zero' or 'keep'"):
+    with pytest.raises(ArgumentError, match="TG-ADV-008"):
         group_mean([1.0], [0], singleton="drop")
-    with pytest.raises(ArgumentError, match="trace 1: the reward is inf"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-010.*1.*inf"):
         group_mean([1.0, float("inf")], [0, 0])
-    with pytest.raises(ArgumentError, match="one of each per trace"):
+    with pytest.raises(ArgumentError, match="TG-ADV-007"):
         group_mean([1.0, 2.0], [0])
 
 
@@ -166,7 +166,7 @@ def test_leaving_one_out_compares_with_the_mean_of_the_others():
     assert rloo([6.0, 0.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1]).tolist() == [4.5, -4.5, 0.0, 1.0, -1.0]
     assert rloo([5.0, 1.0, NAN], [0, 1, 1], singleton="keep").tolist() == [5.0, 1.0, 0.0]
     assert rloo([5.0, 1.0, NAN], [0, 1, 1], singleton="zero").tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(ArgumentError, match="trace 0: group 4 has one scorable trace"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-009.*0.*4"):
         rloo([5.0], [4])
 
 
@@ -175,9 +175,9 @@ def test_long_traces_weigh_more_in_the_baseline_of_opo():
     found = opo([1.0, 0.0, 2.0, NAN], [10, 30, 10, 1000], [0, 0, 0, 0])
     np.testing.assert_allclose(found, [0.4, -0.6, 1.4, 0.0], rtol=1e-6)
     assert opo([1.0, 2.0], [0, 0], [0, 0]).tolist() == [0.0, 0.0]
-    with pytest.raises(ArgumentError, match="the least is -1"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-018.*-1"):
         opo([1.0, 2.0], [1, -1], [0, 0])
-    with pytest.raises(ArgumentError, match=r"lengths have shape \(3,\) for 2 traces"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-018.*3.*2"):
         opo([1.0, 2.0], [1, 2, 3], [0, 0])
 
 
@@ -187,7 +187,7 @@ def test_gpg_makes_up_for_what_carries_no_gradient():
     assert gpg(rewards, groups, nonzero="advantages").tolist() == [1.0, -1.0, 0.0, 0.0]  # 4 traces, 2 with a gradient
     np.testing.assert_allclose(gpg(rewards, groups, nonzero="rewards"), [2 / 3, -2 / 3, 0, 0], rtol=1e-7)  # 3 rewards
     assert gpg([1.0, 1.0], [0, 0], nonzero="advantages").tolist() == [0.0, 0.0]
-    with pytest.raises(ArgumentError, match="which zeros alpha makes up for"):
+    with pytest.raises(ArgumentError, match="TG-ADV-019"):
         gpg(rewards, groups, nonzero="groups")
 
 
@@ -205,7 +205,7 @@ def test_only_the_best_of_a_group_has_what_it_adds():
     # population deviation of -4 and -1 is 1.5
     found = pass_at_k(rewards[5:], groups[5:], scale="std", ddof=0, eps=0.0)
     assert found.tolist() == [0.0, 2.0, 0.0]
-    with pytest.raises(ArgumentError, match="no effect"):
+    with pytest.raises(ArgumentError, match="TG-ADV-012"):
         pass_at_k(rewards, groups, ddof=1)
 
 
@@ -214,7 +214,7 @@ def test_the_optimal_value_lies_between_mean_and_maximum_and_does_not_overflow()
     np.testing.assert_allclose(a_star([1.0, 0.0], [0, 0], beta=1.0), [0.3799, -0.6201], atol=1e-4)
     np.testing.assert_allclose(a_star([1e6, 0.0], [0, 0], beta=0.001), [0.001 * np.log(2), -1e6], rtol=1e-5)
     assert a_star([0.1, 0.1, 0.1, NAN], [0, 0, 0, 0], beta=0.3).tolist() == [0.0] * 4
-    with pytest.raises(ArgumentError, match="above 0"):
+    with pytest.raises(ArgumentError, match="TG-ADV-020"):
         a_star([1.0, 0.0], [0, 0], beta=0.0)
 
 
@@ -241,11 +241,11 @@ def test_a_reward_that_is_none_adds_nothing_and_all_of_them_make_a_trace_unscora
     # column 0: 1 and 3 -> -1, 1; column 1 has one reward in its group
     each = normalize_then_sum(table, [0, 0, 0], ddof=0, eps=0.0, singleton="zero")
     np.testing.assert_array_equal(each, [-1.0, 1.0, NAN])
-    with pytest.raises(ArgumentError, match="one scorable trace"):
+    with pytest.raises(ArgumentError, match="TG-ADV-009"):
         normalize_then_sum(table, [0, 0, 0], ddof=0)
-    with pytest.raises(ArgumentError, match="one weight"):
+    with pytest.raises(ArgumentError, match="TG-ADV-005"):
         weighted_sum(table, [1.0])
-    with pytest.raises(ArgumentError, match="trace 1: the reward is inf"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-010.*1.*inf"):
         weighted_sum([[0.0], [-np.inf]])
 
 
@@ -264,9 +264,9 @@ def test_whitening_leaves_out_what_is_not_known():
         whiten([1.0, NAN, 3.0], ddof=0, eps=1.0, eps_in="deviation"), [-0.5, 0.0, 0.5], rtol=1e-7
     )
     assert whiten([0.1, 0.1, 0.1], ddof=1, eps=0.0, eps_in="variance").tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(ArgumentError, match="1 of 2 values are known"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-015.*1.*2"):
         whiten([1.0, NAN], ddof=1, eps=0.0, eps_in="variance")
-    with pytest.raises(ArgumentError, match="where eps stands"):
+    with pytest.raises(ArgumentError, match="TG-ADV-014"):
         whiten([1.0, 2.0], ddof=1, eps=0.0, eps_in="mean")
 
 
@@ -275,7 +275,7 @@ def test_long_answers_pay_along_a_line_that_begins_before_the_budget_ends():
     found = overlong([0, 80, 85, 100, 105], longest=100, buffer=20, penalty=2.0)
     assert found.tolist() == [0.0, 0.0, -0.5, -2.0, -2.5]
     for wrong in ({"buffer": 0}, {"buffer": 101}, {"buffer": 20, "penalty": -1.0}):
-        with pytest.raises(ArgumentError, match="No line leads"):
+        with pytest.raises(ArgumentError, match="TG-ADV-006"):
             overlong([1], longest=100, **wrong)
 
 
@@ -295,5 +295,5 @@ def test_advantages_by_their_mean_size():
 @pytest.mark.parametrize("shape", [(4,), (4, 0), (4, 2, 2)])
 def test_several_rewards_are_a_table_and_nothing_else(shape):
     for use in (lambda: weighted_sum(np.ones(shape)), lambda: normalize_then_sum(np.ones(shape), [0, 0, 1, 1])):
-        with pytest.raises(ArgumentError, match="Several rewards are a table"):
+        with pytest.raises(ArgumentError, match="TG-ADV-004"):
             use()

@@ -41,11 +41,11 @@ def test_a_return_is_unknown_only_where_no_known_reward_follows():
 
 
 def test_returns_refuse_what_they_cannot_sum():
-    with pytest.raises(ArgumentError, match=r"gamma is 1\.5"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-024.*1\.5"):
         returns([1.0], [0], gamma=1.5)
-    with pytest.raises(ArgumentError, match="term 1 of trace 7: rewards hold inf"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-022.*1.*7.*inf"):
         returns([1.0, np.inf], [7, 7], gamma=1.0)
-    with pytest.raises(ArgumentError, match="flat arrays of equal length"):
+    with pytest.raises(ArgumentError, match="TG-ADV-021"):
         returns([1.0, 2.0], [0], gamma=1.0)
     assert returns([], np.zeros(0, int), gamma=1.0).shape == (0,)
 
@@ -91,11 +91,11 @@ def test_turns_may_be_compared_before_or_after_they_are_summed():
 
 
 def test_turns_that_do_not_fit_are_refused():
-    with pytest.raises(ArgumentError, match="term 1 is of turn 1, which its trace 0 does not have"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-031.*1"):
         turns_to_terms([1.0, 2.0], [0, 1, 2], [0, 0], [0, 1])
-    with pytest.raises(ArgumentError, match="rise from 0"):
+    with pytest.raises(ArgumentError, match="TG-ADV-029"):
         turn_returns([1.0, 2.0], [0, 1], gamma=1.0)
-    with pytest.raises(ArgumentError, match="of 1 traces"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-023.*1"):
         turns_to_terms([1.0], [0, 1], [1], [0])
 
 
@@ -113,7 +113,7 @@ def test_its_baseline_counts_a_trace_once_per_term_and_an_unscorable_one_not_at_
 
 def test_remax_subtracts_the_greedy_answer():
     assert remax([0.0, 1.0, 0.5, 1.0], [0.25, 0.5, NAN], [0, 0, 1, 2]).tolist() == [0.75, 0.75, 0.0, 0.0]
-    with pytest.raises(ArgumentError, match="of 1 traces"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-023.*1"):
         remax([1.0], [0.5], [1])
 
 
@@ -124,7 +124,7 @@ def test_gae_between_one_step_and_all():
     assert found.advantages.tolist() == [-0.375, 1.5, 0.75]
     assert found.returns.tolist() == [0.625, 2.0, 1.0]
     assert gae(rewards, values, trace, gamma=1.0, lam=1.0).returns.tolist() == [2.0, 2.0, 1.0]
-    with pytest.raises(ArgumentError, match=r"term 1: reward 2\.0, value nan"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-025.*1.*2\.0.*nan"):
         gae(rewards, [1.0, NAN, 0.0], trace, gamma=1.0, lam=1.0)
 
 
@@ -152,7 +152,7 @@ def test_positions_say_which_terms_stand_at_one_step():
     # trace 0 at 0 and 2, trace 1 at 0, 1 and 2: its W there is 1.5 against 1, (3 * 1 + 2 * 1.5) / 2.5 = 2.4
     found = token_baseline(tail="keep", position=[0, 2, 0, 1, 2, 0])
     assert found == pytest.approx([1.0, 0.6, -1.0, 2.0, -0.4, 0.0])
-    with pytest.raises(ArgumentError, match="the position 0 does not rise"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-028.*0"):
         token_baseline(tail="keep", position=[0, 0, 0, 1, 2, 0])
 
 
@@ -161,11 +161,11 @@ def test_the_token_baseline_leaves_out_unscorable_traces_and_refuses_what_has_no
         [1.0, 0.0, NAN, 9.0], [0, 0, 0], [0, 1, 2, 2], tail="keep", logprobs=[-1.0] * 4, sum_pi_squared=[0.5] * 4
     )
     assert found.tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0])
-    with pytest.raises(ArgumentError, match="group 6 has one scorable trace"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-009.*6"):
         token_baseline(tail="keep", singleton="refuse")
-    with pytest.raises(ArgumentError, match="term 5 of trace 2: a logprob"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-027.*5.*2"):
         token_baseline(tail="keep", sum_pi_squared=[0.5] * 5 + [NAN])
-    with pytest.raises(ArgumentError, match="last trace of a group keeps"):
+    with pytest.raises(ArgumentError, match="TG-ADV-026"):
         token_baseline(tail="both")
 
 
@@ -186,13 +186,13 @@ def test_a_trace_pays_for_having_left_the_reference():
 
 
 def test_what_a_trace_pays_is_never_guessed():
-    with pytest.raises(ArgumentError, match=r"term 1 of trace 0: old -2\.0, ref nan"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-002.*1.*0.*-2\.0.*nan"):
         kl_in_reward([1.0], [-1.0, -2.0], [-1.0, NAN], [0, 0], coef=0.1)
-    with pytest.raises(ArgumentError, match=r"coef is -0\.1\. A trace would be paid"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-001.*-0\.1"):
         kl_in_reward([1.0], [-1.0], [-1.0], [0], coef=-0.1)
-    with pytest.raises(ArgumentError, match="kind"):
+    with pytest.raises(ArgumentError, match="TG-ARGS-008"):
         kl_in_reward([1.0], [-1.0], [-1.0], [0], coef=0.1, kind="k4")
-    with pytest.raises(ArgumentError, match="runs from 1 to 1, of 1 traces"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-023.*1"):
         kl_in_reward([1.0], [-1.0], [-1.0], [1], coef=0.1)
 
 
@@ -203,5 +203,5 @@ def test_the_coefficient_follows_its_target_within_a_fifth():
     assert start.after(kl=0.0, traces=5).coef == pytest.approx(0.9)
     with pytest.raises(FrozenInstanceError):
         start.coef = 2.0  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ArgumentError, match=r"AdaptiveKl\.target is 0"):
+    with pytest.raises(ArgumentError, match=r"TG-ADV-003.*AdaptiveKl\.target"):
         AdaptiveKl(coef=1.0, target=0, horizon=1)

@@ -336,7 +336,7 @@ def test_case_51_a_lone_surrogate_is_an_error_in_a_message_and_unknown_in_a_toke
     line = (
         '{"format":"tracegrad/1","messages":[{"role":"user","content":"q"},{"role":"assistant","content":"\\ud83d"}]}'
     )
-    with pytest.raises(FormatError, match="surrogate"):
+    with pytest.raises(FormatError, match="TG-FORMAT-032"):
         tg.Traces.from_records([json.loads(line)])
     ids = ids_of(chatml, "red")
     message = said("red", ids, tokens=["\ud83d", *[None] * (len(ids) - 1)])

@@ -141,10 +141,10 @@ def test_conversations_as_a_completions_table(example, tmp_path):
 
 
 def test_a_wrong_row_kind_and_a_missing_package_are_said(sequences, monkeypatch):
-    with pytest.raises(ArgumentError, match="Pass 'trace' or 'token'"):
+    with pytest.raises(ArgumentError, match="TG-ALIGN-014"):
         sequences.to_arrow("turn")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ArgumentError, match=r"pip install 'tracegrad\[arrow\]'"):
+    with pytest.raises(ArgumentError, match="TG-DATA-040"):
         sequences.to_arrow()
 
 

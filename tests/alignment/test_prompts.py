@@ -308,7 +308,7 @@ def test_which_rules_were_taken_is_reported(folder):
     weighed = record(tokenizer, user("q"))
     weighed["response"]["metadata"] = {"weight_version": "7"}
     assert tg.align(tg.Traces.from_records([weighed]), tokenizer).drift.server_profiles == {"sglang": 1}
-    with pytest.raises(tg.TracegradError, match="server_profile"):
+    with pytest.raises(tg.TracegradError, match=r"TG-ARGS-008.*server_profile"):
         tg.align(traces, tokenizer, server_profile="ollama")
 
 

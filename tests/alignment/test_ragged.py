@@ -41,5 +41,5 @@ def test_a_shard_without_the_rows_has_empty_ones_and_without_the_column_minus_on
 
 
 def test_offsets_that_do_not_fit_are_refused():
-    with pytest.raises(ArgumentError, match="offsets"):
+    with pytest.raises(ArgumentError, match="TG-ALIGN-007"):
         Ragged(np.array([0, 2]), np.array([1, 2, 3]))

@@ -67,25 +67,25 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
     [
         (b"{", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"a":{},"a":{}}', "stands twice"),
-        ([1], "not a table"),
-        ({"a": 1}, "no valid data_offsets"),
-        ({"a": entry(offsets=(0, -8))}, "no valid data_offsets"),
-        ({"a": entry(offsets=(0, 8.0))}, "no valid data_offsets"),
-        ({"a": entry(dtype="BF16")}, "dtype 'BF16'"),
+        (b'{"a":{},"a":{}}', "TG-STORE-033"),
+        ([1], "TG-STORE-033"),
+        ({"a": 1}, r"TG-STORE-033.*data_offsets"),
+        ({"a": entry(offsets=(0, -8))}, r"TG-STORE-033.*data_offsets"),
+        ({"a": entry(offsets=(0, 8.0))}, r"TG-STORE-033.*data_offsets"),
+        ({"a": entry(dtype="BF16")}, r"TG-STORE-033.*BF16"),
         ({"a": entry(dtype=["F32"])}, "dtype"),
         ({"a": entry(shape=(-2,))}, "shape"),
         ({"a": entry(shape=("2",))}, "shape"),
         ({"a": entry(shape=(2**62, 2**62))}, "shape"),
         ({"a": entry(shape=(1,) * 9)}, "shape"),
-        ({"a": entry(shape=(3,))}, "8 bytes, but its shape and dtype need 12"),
-        ({"a": entry(offsets=(0, 4096), shape=(8, 8, 8, 2))}, "end at byte 4096 of 8"),
+        ({"a": entry(shape=(3,))}, r"TG-STORE-033.*8.*12"),
+        ({"a": entry(offsets=(0, 4096), shape=(8, 8, 8, 2))}, r"TG-STORE-033.*4096.*8"),
         (
             {"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(1,), offsets=(0, 4))},
-            "begins at byte 0 and not at 4",
+            r"TG-STORE-033.*0.*4",
         ),
-        ({"a": entry(shape=(1,), offsets=(4, 8))}, "begins at byte 4 and not at 0"),
-        ({"a": entry(shape=(1,), offsets=(0, 4))}, "end at byte 4 of 8"),
+        ({"a": entry(shape=(1,), offsets=(4, 8))}, r"TG-STORE-033.*4.*0"),
+        ({"a": entry(shape=(1,), offsets=(0, 4))}, r"TG-STORE-033.*4.*8"),
         ({"a": entry(), "__metadata__": {"x": 1}}, "metadata"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_hostile_header_is_refused(tmp_path, header, message):
 @pytest.mark.parametrize("claim", [2**63, 2**40, 100])
 def test_a_header_longer_than_the_file_is_refused_before_it_is_read(tmp_path, claim):
     (tmp_path / "x").write_bytes(struct.pack("<Q", claim) + b"{}")
-    with pytest.raises(FormatError, match=f"claims {claim} bytes"):
+    with pytest.raises(FormatError, match=rf"TG-STORE-033.*{claim}"):
         safetensors_file.read(tmp_path / "x")
 
 
@@ -111,11 +111,11 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
 
 
 def test_what_cannot_be_held_or_written_says_so(tmp_path):
-    with pytest.raises(FormatError, match="array 'x' has dtype complex128"):
+    with pytest.raises(FormatError, match=r"TG-STORE-026.*x.*complex128"):
         safetensors_file.write(tmp_path / "a", {"x": np.zeros(1, complex)})
-    with pytest.raises(ReadError, match="cannot be written"):
+    with pytest.raises(ReadError, match="TG-STORE-027"):
         safetensors_file.write(tmp_path / "missing" / "a", ARRAYS)
-    with pytest.raises(ReadError, match="cannot be read"):
+    with pytest.raises(ReadError, match="TG-STORE-029"):
         safetensors_file.read(tmp_path / "missing")
     assert list(tmp_path.iterdir()) == []
 
@@ -269,14 +269,17 @@ def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, v
     ("change", "message"),
     [
         ({"trace_ids": ["a"]}, "trace_ids"),
-        ({"trace_ids": "abc"}, "what `save` writes"),
-        ({"trace_ids": [1, 2, 3]}, "what `save` writes"),
+        ({"trace_ids": "abc"}, "TG-ALIGN-022"),
+        ({"trace_ids": [1, 2, 3]}, "TG-ALIGN-022"),
         ({"reward_names": ["a"]}, "reward_names"),
-        ({"drift": None}, "what `save` writes"),
-        ({"trace_ids": ["a", "\ud800", "c"]}, "what `save` writes.*surrogates"),
-        ({"group_names": ["\udc00x"]}, "what `save` writes.*surrogates"),
-        ({"drift": {"detail": ["x"], "reasons": ["\x1b[31m"], "errors": [], "recorded": 4, "exact": 3}}, "names like"),
-        ({"drift": {"detail": [], "reasons": [], "errors": [], "recorded": 1e999, "exact": 0}}, "what `save` writes"),
+        ({"drift": None}, "TG-ALIGN-022"),
+        ({"trace_ids": ["a", "\ud800", "c"]}, r"TG-ALIGN-022.*utf-8.*codec.*can't.*encode"),
+        ({"group_names": ["\udc00x"]}, r"TG-ALIGN-022.*utf-8.*codec.*can't.*encode"),
+        (
+            {"drift": {"detail": ["x"], "reasons": ["\x1b[31m"], "errors": [], "recorded": 4, "exact": 3}},
+            "TG-ALIGN-029",
+        ),
+        ({"drift": {"detail": [], "reasons": [], "errors": [], "recorded": 1e999, "exact": 0}}, "TG-ALIGN-022"),
         ({"drift": {"detail": ["x"], "reasons": [], "errors": [], "recorded": 4, "exact": 3}}, "drift.reason"),
     ],
 )
@@ -290,7 +293,7 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path, change, message):
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     wrong = replace(example(), inv_temperature=np.full(9, np.nan, np.float32))
-    with pytest.raises(ArgumentError, match="inv_temperature"):
+    with pytest.raises(ArgumentError, match=r"TG-ALIGN-018.*inv_temperature"):
         wrong.save(tmp_path)
 
 
@@ -303,7 +306,7 @@ def test_a_folder_without_one_of_its_files_is_refused_with_the_cure(tmp_path, na
     (tmp_path / name).unlink()
     with pytest.raises(ReadError, match=f"{name}.*(Save it again|Check that the file is there)"):
         Sequences.load(tmp_path)
-    with pytest.raises(ReadError, match="Give a folder"):
+    with pytest.raises(ReadError, match="TG-STORE-037"):
         Sequences.load(tmp_path / "elsewhere")
 
 
@@ -314,11 +317,11 @@ def test_a_changed_byte_is_found_by_its_checksum_and_a_cut_by_its_length(tmp_pat
         tmp_path / "sequences.safetensors", {**arrays, "version": arrays["version"] + 1}, {"format": "x" * 21}
     )
     Sequences.load(tmp_path)  # a value that may be
-    with pytest.raises(FormatError, match="checksum"):
+    with pytest.raises(FormatError, match="TG-STORE-009"):
         Sequences.load(tmp_path, verify=True)
     with open(tmp_path / "sequences.safetensors", "ab") as more:
         more.write(b"0")
-    with pytest.raises(FormatError, match="the manifest says"):
+    with pytest.raises(FormatError, match="TG-STORE-008"):
         Sequences.load(tmp_path)
 
 
@@ -332,13 +335,13 @@ def two_shards(folder):
 def test_a_shard_that_is_missing_or_too_many_is_refused(tmp_path):
     two_shards(tmp_path)
     (tmp_path / "shard-00001").rename(tmp_path / "shard-00002")
-    with pytest.raises(ReadError, match="shard-00001 is missing"):
+    with pytest.raises(ReadError, match=r"TG-STORE-015.*shard-00001"):
         Sequences.load(tmp_path)
-    with pytest.raises(FormatError, match="shard-00001 is missing"):
+    with pytest.raises(FormatError, match=r"TG-STORE-013.*shard-00001"):
         manifest.seal(tmp_path)
     (tmp_path / "shard-00002").rename(tmp_path / "shard-00001")
     example().save(tmp_path / "shard-00002")
-    with pytest.raises(FormatError, match="'shard-00002', which the manifest does not name"):
+    with pytest.raises(FormatError, match=r"TG-STORE-016.*shard-00002"):
         Sequences.load(tmp_path)
 
 
@@ -359,7 +362,7 @@ HOSTILE = [
 def test_a_hostile_manifest_is_refused(tmp_path, text):
     example().save(tmp_path)
     (tmp_path / "manifest.json").write_bytes(text)
-    with pytest.raises(FormatError, match="manifest"):
+    with pytest.raises(FormatError, match="TG-STORE-034"):
         Sequences.load(tmp_path)
 
 
@@ -401,7 +404,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused_before_it_is_looked_a
     told = json.loads((tmp_path / "s" / "manifest.json").read_text())
     told["files"][name] = {"bytes": 2, "crc32": "a505df1b"}
     (tmp_path / "s" / "manifest.json").write_text(json.dumps(told))
-    with pytest.raises(FormatError, match="leads out of the folder"):
+    with pytest.raises(FormatError, match="TG-STORE-034"):
         Sequences.load(tmp_path / "s")
 
 
@@ -419,17 +422,17 @@ def test_links_pipes_and_folders_are_not_followed(tmp_path):
     file = tmp_path / "a" / "shard-00000" / "sequences.json"
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(ReadError, match="a pipe"):
+    with pytest.raises(ReadError, match="TG-STORE-030"):
         Sequences.load(tmp_path / "a")
     file.unlink()
     file.mkdir()
-    with pytest.raises(ReadError, match="no file but a folder"):
+    with pytest.raises(ReadError, match="TG-STORE-030"):
         Sequences.load(tmp_path / "a")
 
 
 def test_two_savers_into_one_folder_are_kept_apart(tmp_path):
     example().save(tmp_path)
-    with manifest.lock(tmp_path), pytest.raises(ArgumentError, match="another process is writing"):
+    with manifest.lock(tmp_path), pytest.raises(ArgumentError, match="TG-STORE-011"):
         example().save(tmp_path)
     example().save(tmp_path)
 

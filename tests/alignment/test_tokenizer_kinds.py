@@ -138,7 +138,7 @@ def test_added_tokens_of_the_config_stand_beside_a_tiktoken_file(tmp_path: Path)
 
 def test_a_tiktoken_file_of_no_known_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiktoken.model").write_text("IQ== 0\nIg== 1\n")
-    with pytest.raises(TokenizerError, match=r"the 2 ranks \(fingerprint \w+\) are of no known family"):
+    with pytest.raises(TokenizerError, match=r"TG-TOKENIZER-015.*2.*071f2265f21c065d"):
         Tokenizer.from_pretrained(tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_a_link_under_the_name_of_a_draft_is_removed_and_not_followed(tmp_path):
     assert not (tmp_path / f".tmp-{path.name}").is_symlink()
     assert target.read_bytes() == b"theirs"
     (tmp_path / f"out.{os.getpid()}.tmp").symlink_to(target)
-    with pytest.raises(ReadError, match="symbolic link"):
+    with pytest.raises(ReadError, match="TG-STORE-004"):
         safetensors_file.write_bytes(path, [b"x"])
     assert target.read_bytes() == b"theirs"
 
@@ -133,7 +133,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path, name, kind):
 @pytest.mark.parametrize("writer", ["write", "append", "whole", "page", "metrics", "scores"])
 def test_a_device_is_refused_and_stays(name, writer):
     mode = os.lstat(name).st_mode
-    with pytest.raises(ReadError, match=r"a device|a symbolic link"):
+    with pytest.raises(ReadError, match="TG-STORE-004"):
         WRITERS[writer][1](Path(name))
     assert os.lstat(name).st_mode == mode
 

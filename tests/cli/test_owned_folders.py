@@ -104,7 +104,7 @@ def test_train_on_the_command_line_refuses_it_before_it_reads(tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.toml").write_text("mine")
-    with pytest.raises(ArgumentError, match=r"config\.toml"):
+    with pytest.raises(ArgumentError, match=r"TG-STORE-023.*config\.toml"):
         tg.train(MODEL, str(traces(tmp_path / "t.jsonl")), out=out)
     assert cli.main(["train", str(tmp_path / "t.jsonl"), "--model", str(MODEL), "--out", str(out)]) != 0
     assert "is not the folder of a run" in capsys.readouterr().err
@@ -124,11 +124,11 @@ def test_an_empty_folder_and_our_own_are_taken(tmp_path):
 
 def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
     prepare_cli(tmp_path / "out")
-    with pytest.raises(ArgumentError, match="is not the folder of a run"):
+    with pytest.raises(ArgumentError, match="TG-STORE-023"):
         train_api(tmp_path / "out")
     with Mirror(tmp_path / "run").locked():
         (tmp_path / "run" / "metrics.jsonl").write_text("{}")
-    with pytest.raises(ArgumentError, match="is not a folder of `prepare`"):
+    with pytest.raises(ArgumentError, match="TG-PREPARE-013"):
         prepare_cli(tmp_path / "run")
 
 
@@ -147,7 +147,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
             verb(tmp_path / "out")
             assert "another process is writing there" in capsys.readouterr().err
         else:
-            with pytest.raises(ArgumentError, match="another process is writing there"):
+            with pytest.raises(ArgumentError, match="TG-STORE-011"):
                 verb(tmp_path / "out")
         assert [path.name for path in (tmp_path / "out").iterdir()] == [manifest.LOCK]
         first.communicate("")
@@ -160,7 +160,7 @@ def test_a_run_enters_its_own_folder_again_and_lets_others_in_afterwards(tmp_pat
         with mirror.locked():
             with mirror.locked():
                 pass
-            with pytest.raises(ArgumentError, match="another process is writing there"):
+            with pytest.raises(ArgumentError, match="TG-STORE-011"):
                 train_api(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with mirror.locked():
@@ -210,15 +210,15 @@ def test_a_quarantine_that_is_read_is_not_written(tmp_path):
     bad.write_text("no record\n")
     mine = traces(tmp_path / "mine.jsonl")
     (tmp_path / "a.jsonl.quarantine.jsonl").hardlink_to(mine)
-    with pytest.raises(ArgumentError, match=r"the quarantine .* is read"):
+    with pytest.raises(ArgumentError, match=r"TG-STORE-006.*quarantine"):
         tg.read([bad, mine], on_error="quarantine")
-    with pytest.raises(ArgumentError, match=r"the quarantine .* is read"):
+    with pytest.raises(ArgumentError, match=r"TG-STORE-006.*quarantine"):
         tg.read([mine, tmp_path / "a.jsonl.quarantine.jsonl"], on_error="quarantine", quarantine=tmp_path / "a.jsonl")
 
 
 def test_what_is_not_read_may_be_written(tmp_path):
     files.check_not_read([tmp_path / "new"], [traces(tmp_path / "t.jsonl"), "-", tmp_path / "none"], "--out")
-    with pytest.raises(ArgumentError, match="is read"):
+    with pytest.raises(ArgumentError, match="TG-STORE-006"):
         files.check_not_read([tmp_path / "set" / "new"], [tmp_path], "--out")
 
 
@@ -228,7 +228,10 @@ def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
     (tmp_path / "x").mkdir()
     path = traces(tmp_path / "t.jsonl")
     before = path.read_bytes()
-    with view.Session([path], tmp_path / "index") as session, pytest.raises(ArgumentError, match=r"--export .* read"):
+    with (
+        view.Session([path], tmp_path / "index") as session,
+        pytest.raises(ArgumentError, match=r"TG-STORE-006.*--export"),
+    ):
         view.write(session, [], Path(NAMES[name](path)))
     assert path.read_bytes() == before
 

@@ -212,11 +212,11 @@ def test_the_examples_of_the_review_are_refused_in_words():
     with pytest.raises(TracegradError):
         tg.Traces.from_records([deep(100_000)])
     one = type("Totals", (), {"terms": 3.0, "traces": 2, "groups": 1})
-    with pytest.raises(ArgumentError, match=r"totals\.terms is 3\.0"):
+    with pytest.raises(ArgumentError, match=r"TG-ARGS-005.*totals\.terms.*3\.0"):
         tg.correct(TERM, TERM, trace=[0, 0, 1], totals=one)
     with pytest.raises(TracegradError):
         tg.correct(np.float32([3e38]), np.float32([-3e38]), trace=[0])
-    with pytest.raises(ArgumentError, match="cannot hold"):
+    with pytest.raises(ArgumentError, match="TG-ARGS-003"):
         tg.correct(TERM.astype("f4"), TERM.astype("f4"), trace=[0, 0, 1], advantages=[1e300, 0, 0])
 
 

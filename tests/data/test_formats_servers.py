@@ -68,7 +68,7 @@ def test_a_file_of_many_producers_works_line_by_line(tmp_path):
 def test_a_form_that_is_named_must_be_the_records_own():
     record = json.loads((GOLDEN / "sglang.jsonl").read_text("utf-8").splitlines()[0])
     assert len(tg.Traces.from_records([record], format="sglang")) == 1
-    with pytest.raises(FormatError, match="not the response of tgi"):
+    with pytest.raises(FormatError, match="TG-FORMAT-017"):
         tg.Traces.from_records([record], format="tgi")
 
 

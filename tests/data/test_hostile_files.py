@@ -153,17 +153,17 @@ def test_what_is_no_file_is_named(tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "none")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     said = {
-        "socket": "cannot be read",
-        "dangling": "Check the path",
-        "loop": "cannot be read",
-        ".": "it holds dangling, loop, socket",
+        "socket": "TG-READ-011",
+        "dangling": "TG-READ-011",
+        "loop": "TG-READ-011",
+        ".": r"TG-DATA-037.*dangling.*loop.*socket",
     }
     for name, what in said.items():
         with pytest.raises(ReadError, match=what):
             read(tmp_path / name)
     bound.close()
     for device in ("/dev/zero", "/dev/null"):
-        with pytest.raises(ReadError, match=f"{device}: it is a device"):
+        with pytest.raises(ReadError, match=rf"TG-READ-008.*{device}"):
             read(device)
 
 
@@ -260,7 +260,7 @@ def test_a_log_whose_list_of_members_does_not_fit_is_refused_before_it_is_read(t
 def test_members_of_one_name_are_one_sample_and_members_of_the_same_bytes_are_refused(tmp_path):
     assert len(read(archive(tmp_path, "zip64.eval", [b"samples/a/b/%d.json" % each for each in range(70)]))) == 70
     assert len(read(archive(tmp_path, "one.eval", [b"samples/a.json"] * 70, shared=True))) == 1
-    with pytest.raises(ReadError, match=r"same\.eval: samples/1\.json and samples/2\.json are the same bytes"):
+    with pytest.raises(ReadError, match=r"TG-DATA-018.*same\.eval.*samples/1\.json.*samples/2\.json"):
         read(archive(tmp_path, "same.eval", [b"samples/1.json", b"samples/2.json"], shared=True))
     code = "print(len(read(sys.argv[1])), peak() - before)"
     *count, mib = limited(code, archive(tmp_path, "most.eval", [b"samples/%d.json" % each for each in range(20_000)]))
@@ -359,7 +359,7 @@ def test_a_place_where_no_page_begins_is_an_error(tmp_path):
     path = bomb(tmp_path, "page.parquet", pa.table({"prompt": ["a" * 99], "completion": ["b"]}), use_dictionary=False)
     data = path.read_bytes()
     path.write_bytes(data[:4] + b"\xff" * 30 + data[34:])
-    with pytest.raises(ReadError, match="no page begins at byte 4"):
+    with pytest.raises(ReadError, match=r"TG-DATA-010.*page.*begins.*4"):
         list(ParquetStream(path))
 
 
@@ -453,7 +453,7 @@ def test_columns_whose_values_multiply_are_refused_before_they_are_written_out(t
     is_read = name in ("runs", "union", "text views")
     assert float(mib) < (1200 if is_read else 400)
     if not is_read:
-        with pytest.raises(FormatError, match=r"<table>:\d+: the columns.* become"):
+        with pytest.raises(FormatError, match=r"TG-DATA-003.*<table>:1"):
             from_arrow(table)
 
 
@@ -603,16 +603,16 @@ def test_arrow_tables_that_lie_or_nest_without_end_are_refused():
     kind = pa.int64()
     for _ in range(500):
         kind = pa.list_(kind)
-    with pytest.raises(FormatError, match="nested deeper than 100 levels"):
+    with pytest.raises(FormatError, match=r"TG-DATA-006.*100"):
         from_arrow(pa.table({"a": pa.nulls(1, kind)}))
     offsets = pa.array([0, 1 << 30, 1], pa.int32()).buffers()[1]
     lying = pa.Array.from_buffers(pa.list_(pa.int64()), 2, [None, offsets], children=[pa.array([1])])
-    with pytest.raises(FormatError, match="columns contradict themselves"):
+    with pytest.raises(FormatError, match="TG-DATA-007"):
         from_arrow(pa.table({"prompt_ids": lying, "completion_ids": lying}))
-    with pytest.raises(FormatError, match="two columns are called 'a'"):
+    with pytest.raises(FormatError, match="TG-DATA-005"):
         from_arrow(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]))
     far = pa.array([1 << 62], pa.timestamp("s"))
-    with pytest.raises(FormatError, match=r"no form in JSON|no accepted form"):
+    with pytest.raises(FormatError, match="TG-DATA-004"):
         from_arrow(pa.table({"a": far}))
 
 

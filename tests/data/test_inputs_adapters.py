@@ -199,9 +199,12 @@ def test_a_value_of_another_type_is_at_most_a_bad_record(name, tmp_path):
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"responses_create_params": {"input": "q", "tools": 5}, "response": {"output": ITEMS}}, "`tools` is a number"),
-        ({**SAMPLE, "messages": 5}, "`messages` is a number, not a list"),
-        ({**SAMPLE, "messages": [5]}, "it cannot be read as inspect_ai: AttributeError"),
+        (
+            {"responses_create_params": {"input": "q", "tools": 5}, "response": {"output": ITEMS}},
+            r"TG-READ-006.*tools.*number",
+        ),
+        ({**SAMPLE, "messages": 5}, r"TG-READ-006.*messages.*number.*list"),
+        ({**SAMPLE, "messages": [5]}, r"TG-READ-006.*cannot.*as.*inspect_ai.*AttributeError"),
     ],
 )
 def test_what_stumbles_an_adapter_is_located_and_put_aside(record, what, tmp_path):
@@ -224,7 +227,7 @@ def test_a_record_that_cannot_even_be_looked_at_is_bad(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "ADAPTERS", (registry.Adapter("odd", knows),))
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"question": 1}))
-    with pytest.raises(FormatError, match="it cannot be read as odd: KeyError") as found:
+    with pytest.raises(FormatError, match=r"TG-READ-006.*cannot.*as.*odd.*KeyError") as found:
         tg.read(path)
     assert str(found.value).startswith(f"{path}:1")
 

@@ -188,7 +188,7 @@ def test_a_key_that_is_suggested_joins_what_it_says():
     whole = [{"session_id": name, "messages": [USER, *BEFORE], "score": at} for at, name in enumerate("aabb")]
     found = infer_fields.find([*rows[:2], *whole]).of("session")
     assert [each.path for each in found] == ["prefix"], "these are no calls, and cannot be joined by a key"
-    with pytest.raises(tg.errors.FormatError, match="Only single calls can be joined"):
+    with pytest.raises(tg.errors.FormatError, match=r"TG-READ-006.*Only.*single.*calls.*can"):
         tg.read(whole, map={"session": "session_id"})
 
 

@@ -81,21 +81,19 @@ RIGHT = {
 )
 def test_a_path_that_matches_nothing_is_refused_with_the_nearest(tmp_path, told, near):
     [[name, path]] = told.items()
-    with pytest.raises(
-        ArgumentError, match=rf"--map\.{name} {path} matches nothing in any of 2 records\. Did you mean {near}\?"
-    ):
+    with pytest.raises(ArgumentError, match=rf"TG-DATA-013.*{name}.*{path}.*{near}"):
         mapped(one(**RIGHT), one(**RIGHT), **told)
     (tmp_path / "t.jsonl").write_text(2 * (json.dumps(one(**RIGHT)) + "\n"))
-    with pytest.raises(ArgumentError, match=f"Did you mean {near}"):
+    with pytest.raises(ArgumentError, match=rf"TG-DATA-013.*{near}"):
         tg.read(tmp_path / "t.jsonl", map=told)
-    with pytest.raises(ArgumentError, match=f"Did you mean {near}"):
+    with pytest.raises(ArgumentError, match=rf"TG-DATA-013.*{near}"):
         tg.read(tmp_path / "t.jsonl", map=told, limit=1)
 
 
 def test_a_path_that_one_record_has_or_has_null_is_taken():
     assert [trace.reward for trace in mapped(one(), one(x=1), reward="x")[0]] == [None, 1.0]
     assert mapped(one(**RIGHT), reward="empty")[0][0].reward is None
-    with pytest.raises(ArgumentError, match=r"nothing in the record\. Did you mean messages"):
+    with pytest.raises(ArgumentError, match=r"TG-DATA-013.*Did.*you.*mean"):
         mapped(one(), reward="massages")
 
 
@@ -137,7 +135,7 @@ def test_the_other_fields_are_taken_from_their_paths():
 def test_a_value_that_is_none_of_its_field_is_located_and_settled_by_the_policy(tmp_path, told, value, says):
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(one()) + "\n" + json.dumps(one(x=value)) + "\n")
-    with pytest.raises(FormatError, match=rf"t\.jsonl:2: x is .*--map\.{told} takes {says}"):
+    with pytest.raises(FormatError, match=rf"TG-READ-006.*{told}.*{says}"):
         tg.read(path, map={told: "x"})
     traces = tg.read(path, map={told: "x"}, on_error="quarantine")
     assert len(traces) == 1
@@ -299,7 +297,7 @@ def test_a_map_is_a_section_of_the_config(tmp_path):
     (tmp_path / "again.toml").write_text(to_toml(told))
     assert load(tmp_path / "again.toml") == told
     assert "[data.map]" in to_toml(told)
-    with pytest.raises(ArgumentError, match=r"Did you mean map\.reward"):
+    with pytest.raises(ArgumentError, match=r"TG-CONFIG-001.*map\.reward"):
         load(overrides=[("map.rewards", "x")])
 
 

@@ -92,7 +92,7 @@ def test_a_lost_array_leaves_its_commas_and_a_reward_as_text_its_cure(tmp_path):
     line = json.dumps({"prompt": "2+2?", "response": "4"})
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line},\r\n{line} ,\r\n".encode())
     assert len(tg.read(tmp_path / "t.jsonl")) == 2
-    with pytest.raises(FormatError, match=r"Read it with --map\.reward reward, which takes numbers as text"):
+    with pytest.raises(FormatError, match=r"TG-FORMAT-021.*--map\.reward"):
         tg.read([{"request": ASKED, "response": answered("4"), "reward": "0.5"}])
 
 
@@ -126,7 +126,7 @@ def test_several_rewards_without_a_total_are_told_apart_by_the_user():
     rows = [[float("nan"), 1, 0], [float("nan"), 0, 0]]
     told = {"rewards": rows, "reward_names": ("reward", "right", "short")}
     s = tg.Sequences.from_arrays([5, 6] * 2, [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2, **told)
-    with pytest.raises(ArgumentError, match=r"2 have names: right, short.*--data.reward right"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-003.*2.*right.*short"):
         reward_column(s, "")
     assert reward_column(s, "right").tolist() == [1, 0]
     one = {"rewards": [row[:2] for row in rows], "reward_names": ("reward", "right")}

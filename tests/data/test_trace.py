@@ -245,7 +245,7 @@ def test_api_objects_become_records_by_model_dump():
     completion = Completion(**{**RESPONSE, "choices": [Choice(**CHOICE)]})
     assert Trace.from_dict(completion).generations[0].prompt_token_ids.tolist() == [1, 2, 3]
     assert strip_logprobs([USER, Choice(**CHOICE)])[1]["message"]["content"] == "4"
-    with pytest.raises(FormatError, match="<records>:1: not JSON: object is not a JSON value"):
+    with pytest.raises(FormatError, match=r"TG-DATA-042.*<records>:1"):
         Trace.from_dict({"messages": [object()]})
 
 
@@ -256,7 +256,7 @@ def test_a_number_json_cannot_say_is_kept_in_the_record_and_a_word_in_a_message(
 
 
 def test_a_lone_surrogate_in_python_text_is_refused_and_not_replaced():
-    with pytest.raises(FormatError, match="a lone surrogate escape"):
+    with pytest.raises(FormatError, match="TG-FORMAT-032"):
         Trace.from_messages([{"role": "user", "content": "\ud83d"}])
 
 

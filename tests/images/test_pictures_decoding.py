@@ -47,7 +47,7 @@ def test_a_jpeg_of_very_many_scans_is_refused():
     at = file.rindex(b"\xff\xda")
     last = file[at : file.rindex(b"\xff\xd9")]
     assert pixels(file[:at] + last + file[at:], "it", "image/jpeg", (57, 31)).shape == (31, 57, 3)
-    with pytest.raises(ReadError, match=r"it: a JPEG of 1,0.. scans, and at most 100 are decoded"):
+    with pytest.raises(ReadError, match=r"TG-IMAGE-009.*1,010.*100"):
         pixels(file[:at] + last * 1000 + file[at:], "it", "image/jpeg", (57, 31))
 
 
@@ -76,15 +76,15 @@ def test_a_hostile_file_is_refused_with_its_name(name, file):
     if name == "bomb":
         assert len(found) == 0  # by its header, before anything is decoded
         return
-    with pytest.raises(ReadError, match="it: cannot be decoded"):
+    with pytest.raises(ReadError, match="TG-IMAGE-011"):
         pixels(file, "it", found.media_type[0], (int(found.width[0]), int(found.height[0])))
 
 
 def test_more_pixels_than_allowed_and_a_size_that_is_not_the_headers():
     file = saved(soft(57, 31), "PNG")
-    with pytest.raises(ReadError, match="at most 1,000 are decoded"):
+    with pytest.raises(ReadError, match=r"TG-IMAGE-008.*1,000"):
         pixels(file, "it", "image/png", (57, 31), most=1_000)
-    with pytest.raises(ReadError, match="57 x 31 pixels"):
+    with pytest.raises(ReadError, match=r"TG-IMAGE-010.*57.*31"):
         pixels(file, "it", "image/png", (31, 57))
     with pytest.raises(ReadError):
         pixels(file, "it", "image/jpeg", (57, 31))

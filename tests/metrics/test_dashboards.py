@@ -115,11 +115,11 @@ def test_trackio_gets_numbers_and_traces(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
 def test_a_package_that_is_not_there_is_said(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
-    with pytest.raises(ArgumentError, match=rf"pip install 'tracegrad\[{name}\]'"):
+    with pytest.raises(ArgumentError, match=rf"TG-METRIC-006.*{name}"):
         loggers.opened(name, tmp_path, CONFIG)
 
 
 def test_no_dashboard_is_opened_unless_it_is_named(tmp_path):
     assert loggers.opened("", tmp_path, CONFIG) == []
-    with pytest.raises(ArgumentError, match="no dashboard but"):
+    with pytest.raises(ArgumentError, match="TG-CONFIG-010"):
         tg.config.Train(log_to="tensorboard,comet")

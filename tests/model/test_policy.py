@@ -234,10 +234,10 @@ def test_a_head_that_is_not_known_is_refused():
             return out
 
     model = Doubled(transformers.LlamaConfig(**SMALL))
-    with pytest.raises(ArgumentError, match="Doubled does something to its logits"):
+    with pytest.raises(ArgumentError, match=r"TG-MODEL-016.*Doubled"):
         policy.head_of(model)
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(ArgumentError, match="is Sequential, not a linear layer"):
+    with pytest.raises(ArgumentError, match=r"TG-MODEL-014.*Sequential"):
         policy.head_of(model)
 
 
@@ -455,7 +455,7 @@ def test_a_recurrent_or_hybrid_model_is_packed_branch_by_branch(name):
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_recurrent_or_hybrid_model_is_refused_a_shared_prefix_with_the_reason(name):
     model = model_of(name, torch.float32, **STATEFUL[name])
-    with pytest.raises(ArgumentError, match=rf"prefixes cannot be shared: {name}ForCausalLM cannot be run so"):
+    with pytest.raises(ArgumentError, match=rf"TG-MODEL-005.*{name}"):
         policy.logprobs(model, forked())
 
 
@@ -464,5 +464,5 @@ def test_layers_that_no_mask_keeps_apart_are_refused_in_one_row():
     [step, *_] = pack(sequences(), np.zeros(11), token_budget=100)
     batch = step.batches[0].to("cpu")
     assert policy.forward_plan(model, batch) == "stack"
-    with pytest.raises(ArgumentError, match=r"as the plan 'mask': .* no mask keeps branches apart in layers of conv"):
+    with pytest.raises(ArgumentError, match=r"TG-MODEL-006.*Lfm2ForCausalLM.*LookupError.*keeps.*apart"):
         policy.hidden_states(model, batch, "mask")

@@ -326,17 +326,17 @@ def test_a_plan_that_cannot_be_is_refused_with_the_reason():
     case = Case(presets.GSPO)
     case.hidden.requires_grad_()
     case.weight.requires_grad_()
-    with pytest.raises(ArgumentError, match="'one-pass' is not possible: one trace of the objective spans more than"):
+    with pytest.raises(ArgumentError, match=r"TG-MODEL-025.*one-pass.*trace.*objective.*spans"):
         case.ours(chunk_bytes=chunks_of(3), plan="one-pass")
-    with pytest.raises(ArgumentError, match="'frozen' is not possible: the head takes a gradient"):
+    with pytest.raises(ArgumentError, match="TG-MODEL-025"):
         case.ours(plan="frozen")
-    with torch.no_grad(), pytest.raises(ArgumentError, match="nothing takes a gradient"):
+    with torch.no_grad(), pytest.raises(ArgumentError, match="TG-MODEL-025"):
         case.ours(plan="recompute")
 
 
 def test_terms_of_another_batch_are_refused():
     case = Case(presets.GRPO)
-    with pytest.raises(ArgumentError, match=r"has 53 terms and `terms` 50"):
+    with pytest.raises(ArgumentError, match=r"TG-MODEL-013.*53.*50"):
         policy_loss(case.hidden, case.weight, case.batch, case.terms.select(slice(0, 50)), case.objective)
 
 

@@ -195,5 +195,5 @@ def test_gates_of_the_reference_and_of_old_against_ref_are_the_same():
 
 
 def test_a_trained_statistic_over_the_batch_says_that_it_sees_one_micro_batch():
-    with pytest.raises(ArgumentError, match="one micro-batch at a time"):
+    with pytest.raises(ArgumentError, match="TG-OBJ-029"):
         Gate(Ratio("theta", "rollout"), level=Level("batch", "mean"), low=0.9)

@@ -118,10 +118,10 @@ def test_what_a_run_was_told_is_read_again_or_refused(tmp_path, changed):
     assert Brief.read(tmp_path) == brief
     path = tmp_path / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    with pytest.raises(FormatError, match=r"run\.json: not what a trainer writes.*Copy it again"):
+    with pytest.raises(FormatError, match=r"TG-ONLINE-029.*run\.json"):
         Brief.read(tmp_path)
     path.write_text("[" * 100_000)
-    with pytest.raises(FormatError, match="not what a trainer writes"):
+    with pytest.raises(FormatError, match="TG-ONLINE-029"):
         Brief.read(tmp_path)
 
 

@@ -98,5 +98,5 @@ def test_lengths_by_hand():
         "completions/max_terminated_length": 4.0,
     }
     assert (tools([1, 2], [0, 1]) + tools([3], [0])).named()["tools/failure_frequency"] == pytest.approx(1 / 6)
-    with pytest.raises(tg.errors.ArgumentError, match="sampled"):
+    with pytest.raises(tg.errors.ArgumentError, match=r"TG-ARGS-002.*sampled"):
         completions([1], [1, 2], [False, False])

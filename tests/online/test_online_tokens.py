@@ -33,7 +33,7 @@ def test_a_run_by_ids_proves_its_pushes_and_forks_nowhere(tmp_path):
 def test_servers_without_the_paths_end_a_run_by_ids_before_it_begins(tmp_path):
     with PolicyServer() as server:
         server.scales_out = False
-        with pytest.raises(ArgumentError, match="--enable-scale-out"):
+        with pytest.raises(ArgumentError, match=r"TG-ROLLOUT-039.*--enable-scale-out"):
             run(server, tmp_path / "run", ids="tokens")
         assert (server.generated, server.calls) == (1, 0)  # the check has tried
 
@@ -42,7 +42,7 @@ def test_an_agent_with_its_own_client_is_told_that_it_has_no_address(tmp_path):
     async def by_address(task, policy):
         return policy.base_url
 
-    with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"play\.ids"):
+    with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"TG-ONLINE-016.*play\.ids"):
         run(server, tmp_path / "run", agent=by_address, ids="tokens", failures=2)
 
 

@@ -199,7 +199,7 @@ def test_advantages_may_be_given_per_term():
 
 def test_a_trace_longer_than_the_budget_is_refused_by_name():
     s = sequences([3, 9, 8], [[2], [8], [7]])
-    with pytest.raises(ArgumentError, match=r"^trace '1': branch 0 has 9 tokens .*\(2 traces .*token_budget to 9"):
+    with pytest.raises(ArgumentError, match=r"trace '1': branch 0 has 9 tokens .*\(2 traces .*token_budget to 9"):
         pack(s, np.zeros(3), token_budget=5)
 
 
@@ -227,9 +227,9 @@ def test_an_objective_over_whole_traces_keeps_them_in_one_row():
     whole = pack(s, np.zeros(2), token_budget=10, needs=WHOLE)[0].batches
     assert [batch.term.tolist() for batch in loose] == [[1, 3], [0, 2]]
     assert [batch.term.tolist() for batch in whole] == [[0, 1], [2, 3]]
-    with pytest.raises(ArgumentError, match="all its branches together have 9 tokens"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-517.*9"):
         pack(s, np.zeros(2), token_budget=8, needs=WHOLE)
-    with pytest.raises(ArgumentError, match="truncate"):
+    with pytest.raises(ArgumentError, match="TG-PACK-515"):
         pack(s, np.zeros(2), token_budget=8, needs=WHOLE, too_long="truncate")
 
 
@@ -241,9 +241,9 @@ def test_logprobs_come_back_in_the_order_of_the_step():
     assert flat.ref_logprobs.dtype == np.float64
     assert flat.old_logprobs is None
     assert step.ref_logprobs is None
-    with pytest.raises(ArgumentError, match="old_logprobs has"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-004.*old_logprobs"):
         step.with_logprobs(old=per_batch[::-1])
-    with pytest.raises(ArgumentError, match="ref_logprobs has"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-004.*ref_logprobs"):
         step.with_logprobs(ref=np.zeros(5))
 
 
@@ -253,7 +253,7 @@ def test_lag_counts_versions_behind_the_policy_that_is_trained():
     assert step.lag(5).tolist() == [2, 2, 0, 5, -1, 3]
     assert step.lag(7).tolist() == [4, 4, 2, 7, -1, 5]
     assert step.lag(None).tolist() == [-1] * 6
-    with pytest.raises(ArgumentError, match="version is 4, and a term was sampled by version 5"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-003.*4.*5"):
         step.lag(4)
 
 
@@ -313,23 +313,23 @@ def test_as_many_terms_as_traces_are_told_apart_by_a_word():
     [by_trace] = pack(one_each, [1.0, -1.0], token_budget=8)
     [by_term] = pack(one_each, [1.0, -1.0], token_budget=8, per="term")
     assert (by_trace.advantages.tolist(), by_term.advantages.tolist()) == ([1.0, 1.0], [1.0, -1.0])
-    with pytest.raises(ArgumentError, match=r"advantages has shape \(2,\), but per='trace'"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-009.*2.*per='trace"):
         pack(SMALL, [1.0, -1.0], token_budget=8, per="trace")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"per": "turn"}, "per is 'turn'"),
-        ({"skip_zero_advantage": True}, "it is not known what the objective looks at"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0"),
-        ({"token_budget": 0}, "token_budget is 0"),
-        ({"step_groups": 0}, "step_groups is 0"),
-        ({"ranks": 2, "rank": 2}, "rank is 2 of 2"),
-        ({"ranks": 2, "rank": 5}, "rank is 5 of 2"),
-        ({"too_long": "cut"}, "too_long is 'cut'"),
-        ({"advantages": np.zeros(5)}, "4 traces and 6 terms"),
-        ({"advantages": [0, np.nan, 0, 0]}, "trace '1': the advantage of a trained token is nan"),
+        ({"per": "turn"}, r"TG-ARGS-008.*turn"),
+        ({"skip_zero_advantage": True}, "TG-PACK-013"),
+        ({"pad_to_multiple_of": 0}, r"TG-ARGS-005.*pad_to_multiple_of.*0"),
+        ({"token_budget": 0}, r"TG-ARGS-005.*token_budget.*0"),
+        ({"step_groups": 0}, r"TG-ARGS-005.*step_groups.*0"),
+        ({"ranks": 2, "rank": 2}, r"TG-PACK-012.*2"),
+        ({"ranks": 2, "rank": 5}, r"TG-PACK-012.*5.*2"),
+        ({"too_long": "cut"}, r"TG-ARGS-008.*too_long.*cut"),
+        ({"advantages": np.zeros(5)}, r"TG-PACK-009.*4.*6"),
+        ({"advantages": [0, np.nan, 0, 0]}, r"TG-PACK-010.*1"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(change, message):
@@ -344,9 +344,9 @@ def test_as_many_advantages_as_traces_are_per_trace():
 
 
 def test_nothing_to_train_is_an_error():
-    with pytest.raises(ArgumentError, match="no token can be trained"):
+    with pytest.raises(ArgumentError, match="TG-PACK-008"):
         pack(sequences([3, 3], [[], []]), np.zeros(2), token_budget=8)
-    with pytest.raises(ArgumentError, match="no token can be trained"):
+    with pytest.raises(ArgumentError, match="TG-PACK-008"):
         pack(sequences([9], [[8]]), np.zeros(1), token_budget=4, too_long="drop")
 
 

@@ -227,11 +227,11 @@ def test_a_trace_that_must_lie_in_one_row_is_measured_as_a_tree():
     [step] = pack(s, [1.0], token_budget=8, needs=needs, share_prefixes=True)
     assert len(step.batches[0].ids) == 8
     assert step.sharing.needed
-    with pytest.raises(ArgumentError, match="all its branches together have 12 tokens"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-517.*12"):
         pack(s, [1.0], token_budget=8, needs=needs)
-    with pytest.raises(ArgumentError, match="shared prefixes counted once, have 8 tokens"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-517.*8"):
         pack(s, [1.0], token_budget=7, needs=needs, share_prefixes=True)
-    with pytest.raises(ArgumentError, match="truncate"):
+    with pytest.raises(ArgumentError, match="TG-PACK-515"):
         pack(s, [1.0], token_budget=7, needs=needs, share_prefixes=True, too_long="truncate")
 
 

@@ -56,7 +56,7 @@ def contents(folder):
 
 def test_without_ray_the_flag_names_the_extra(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ArgumentError, match=r"--ray needs it\. pip install 'tracegrad\[ray\]'"):
+    with pytest.raises(ArgumentError, match="TG-PREPARE-008"):
         make("o", ray="")
 
 
@@ -70,9 +70,7 @@ def closed_port():
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(make, tmp_path, scheme):
     address, began = f"{scheme}127.0.0.1:{closed_port()}", time.monotonic()
-    with pytest.raises(
-        ArgumentError, match=rf"--ray {address}: nobody answers there \(Connection refused\)\. .*ray start"
-    ):
+    with pytest.raises(ArgumentError, match=rf"TG-PREPARE-007.*{address}"):
         make("o", ray=address)
     assert time.monotonic() - began < 5
     assert not (tmp_path / "o").exists()
@@ -80,9 +78,9 @@ def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(ma
 
 def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
-    with pytest.raises(ArgumentError, match=r"RAY_ADDRESS is 127\.0\.0\.1:\d+: nobody answers there"):
+    with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*RAY_ADDRESS.*127\.0\.0\.1:41217"):
         make("o", ray="")
-    with pytest.raises(ArgumentError, match=r"--ray \[::1\]:1: nobody answers there"):
+    with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*--ray.*1\]:1"):
         make("o", ray="[::1]:1")
 
 
@@ -97,10 +95,10 @@ def test_who_listens_and_is_no_cluster_is_refused_within_the_time_it_has(make, m
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address, began = f"127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
-        with pytest.raises(ArgumentError, match=rf"--ray {address}: no answer as a cluster gives it within 2 s"):
+        with pytest.raises(ArgumentError, match=rf"TG-PREPARE-009.*{address}"):
             ray_backend.check(address)
         monkeypatch.setattr(ray_backend, "_JOIN", "raise ConnectionError('no cluster of this version')")
-        with pytest.raises(ArgumentError, match=rf"--ray {address}: ConnectionError: no cluster of this version\. "):
+        with pytest.raises(ArgumentError, match=rf"TG-PREPARE-021.*{address}"):
             ray_backend.check(address)
         ray_backend.check("")  # none was told and none was found: one is started
     assert time.monotonic() - began < 30

@@ -91,7 +91,7 @@ def test_what_has_no_counterpart_is_refused_by_its_name_with_a_cure(peer, told, 
     with pytest.raises(ArgumentError) as refused:
         FROM[peer](told)
     assert named in str(refused.value)
-    assert str(refused.value).startswith(f"TG-RECIPE-015: {peer}: ")
+    assert str(refused.value).removeprefix("TG-RECIPE-015: ").startswith(f"{peer}: ")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
                   reward_weights=[1.0, 2.0], epsilon_high=0.28, loss_type="grpo")  # fmt: skip
     recipe = recipes.from_trl(config)
     assert recipe.objective == recipes.from_trl({"epsilon_high": 0.28, "loss_type": "grpo"}).objective
-    with pytest.raises(ArgumentError, match=r"1 of the options .*optim"):
+    with pytest.raises(ArgumentError, match=r"TG-RECIPE-011.*1.*optim.*=.*adafactor"):
         recipe.settle()
 
 
@@ -251,14 +251,14 @@ def test_the_command_line_says_where_a_config_differs_and_what_a_run_refuses(exa
 
 
 def test_all_that_is_refused_is_said_at_once():
-    with pytest.raises(ArgumentError, match=r"3 of the options .*mask.*optim.*num_train_epochs"):
+    with pytest.raises(ArgumentError, match=r"TG-RECIPE-015.*3.*cannot.*taken.*method"):
         recipes.from_trl({"optim": "adafactor", "num_train_epochs": 0.5, "beta": 0.1, "mask": 0})
 
 
 def test_what_is_no_config_is_refused():
-    with pytest.raises(ArgumentError, match="options have no names"):
+    with pytest.raises(ArgumentError, match="TG-RECIPE-008"):
         recipes.from_trl(["loss_type"])
-    with pytest.raises(ArgumentError, match="more than 2,000 options"):
+    with pytest.raises(ArgumentError, match=r"TG-RECIPE-009.*2,000"):
         recipes.from_verl({"data": {str(place): 0 for place in range(3000)}})
 
 
@@ -314,14 +314,14 @@ def test_a_file_that_is_no_config_is_refused_with_its_name(tmp_path, name, text,
 
 
 def test_other_peers_and_files_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(ArgumentError, match="names no config"):
+    with pytest.raises(ArgumentError, match="TG-RECIPE-002"):
         recipes.like("trlx:a.yaml")
-    with pytest.raises(ArgumentError, match="No such file"):
+    with pytest.raises(ArgumentError, match=r"TG-RECIPE-003.*No"):
         recipes.like(f"trl:{tmp_path / 'none.yaml'}")
 
 
 def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "a.yaml").write_text("loss_type: grpo\n")
-    with pytest.raises(ArgumentError, match="pip install pyyaml"):
+    with pytest.raises(ArgumentError, match="TG-RECIPE-005"):
         recipes.like(f"trl:{tmp_path / 'a.yaml'}")

@@ -266,9 +266,9 @@ def test_success_can_be_added_when_it_is_known(tmp_path):
     assert "50.0 %" not in found.text
     assert found.open == []
     path.write_text("<p>another page</p>")
-    with pytest.raises(ReadError, match="not a page of write_report"):
+    with pytest.raises(ReadError, match="TG-REPORT-003"):
         add_success(path, {}, {})
-    with pytest.raises(ReadError, match="cannot be read"):
+    with pytest.raises(ReadError, match="TG-REPORT-002"):
         add_success(tmp_path / "missing", {}, {})
 
 
@@ -312,7 +312,7 @@ def test_the_page_says_when_traces_do_not_fit(tmp_path):
 
 
 def test_a_full_disk_is_a_clear_error(tmp_path):
-    with pytest.raises(ReadError, match="cannot be written"):
+    with pytest.raises(ReadError, match="TG-REPORT-004"):
         page(tmp_path / "missing", sequences([5, 5], [False, True]))
 
 

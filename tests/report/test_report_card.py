@@ -63,5 +63,5 @@ def test_what_strangers_wrote_stays_in_its_block(tmp_path):
 
 
 def test_a_card_that_cannot_be_written_is_said(tmp_path):
-    with pytest.raises(TracegradError, match="has no card"):
+    with pytest.raises(TracegradError, match="TG-REPORT-001"):
         card(tmp_path / "gone")

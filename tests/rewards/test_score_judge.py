@@ -347,7 +347,7 @@ def test_the_example_of_a_judge_writes_nothing_here_and_says_that_its_judge_is_g
     servers = relative.__globals__["Servers"]
     relative.__globals__["Servers"] = lambda urls, **told: servers(urls, **{**told, "timeout_s": 1})
     said = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
-    with pytest.raises(ConnectionError, match=r"the judge does not answer: .*127\.0\.0\.1:9"):
+    with pytest.raises(ConnectionError, match=r"TG-ROLLOUT-013.*judge.*1.*http://127\.0\.0\.1:9.*3"):
         asyncio.run(relative([START] * 2, said))
     assert list(tmp_path.iterdir()) == []
 
@@ -374,7 +374,7 @@ def test_requests_say_the_form_and_the_group():
 
 @pytest.mark.parametrize("wrong", ["text", [3], 3])
 def test_what_is_no_trajectory_is_refused(wrong):
-    with pytest.raises(ArgumentError, match="a trajectory is a"):
+    with pytest.raises(ArgumentError, match="TG-REWARD-005"):
         judged(Model(), [GROUP[0], wrong])
-    with pytest.raises(ArgumentError, match="votes is 0"):
+    with pytest.raises(ArgumentError, match=r"TG-REWARD-004.*0"):
         Judge(Model(), votes=0)

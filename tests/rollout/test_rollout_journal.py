@@ -102,13 +102,13 @@ def test_all_losses_are_counted_and_the_last_ones_kept(tmp_path):
 )
 def test_a_file_of_somebody_else_is_refused(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(line + "\n")
-    with pytest.raises(FormatError, match=r"a\.jsonl: not what a proxy writes"):
+    with pytest.raises(FormatError, match=r"TG-ROLLOUT-033.*a\.jsonl"):
         list(Journal(tmp_path).found())
 
 
 def test_one_proxy_has_a_folder(tmp_path):
     first = Journal(tmp_path / "open")
-    with first, pytest.raises(ArgumentError, match="another proxy's"), Journal(tmp_path / "open"):
+    with first, pytest.raises(ArgumentError, match="TG-ROLLOUT-032"), Journal(tmp_path / "open"):
         pass
     with Journal(tmp_path / "open") as journal:
         assert journal.files == []

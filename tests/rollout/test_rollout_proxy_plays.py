@@ -89,7 +89,7 @@ def test_it_listens_on_loopback_and_draws_a_key(example):
     proxy = Proxy("http://127.0.0.1:9")
     assert proxy._address[0] == "127.0.0.1"
     assert len(proxy.key) >= 32
-    with pytest.raises(ArgumentError, match="fewer than 8"):
+    with pytest.raises(ArgumentError, match="TG-ROLLOUT-029"):
         Proxy("http://127.0.0.1:9", key="secret")
 
 

@@ -129,7 +129,7 @@ def test_a_server_that_never_answers_well_is_an_error_that_names_it_and_the_trie
 
     async def run():
         async with stand, Servers([stand.url], **FAST, retries=2, failures=9) as servers:
-            with pytest.raises(ServerError, match=rf"{stand.url}.* in 3 tries.*500: said 500.*log"):
+            with pytest.raises(ServerError, match=rf"TG-ROLLOUT-009.*{stand.url}"):
                 await servers.chat(BODY, session="s")
 
     asyncio.run(run())
@@ -150,7 +150,7 @@ async def drip(request, body):
 def test_a_server_that_is_silent_or_slow_holds_nobody_longer_than_was_told(answer):
     async def run():
         async with StandIn(answer) as stand, Servers([stand.url], **{**FAST, "timeout_s": 0.5}) as servers:
-            with pytest.raises(ServerError, match="no answer"):
+            with pytest.raises(ServerError, match="TG-ROLLOUT-009"):
                 await asyncio.wait_for(servers.chat(BODY, session="s"), 60)
 
     asyncio.run(run())
@@ -252,7 +252,7 @@ def test_all_servers_gone_is_an_error_that_names_each_after_the_time_told():
         async with StandIn() as stand:
             url = stand.url
         async with Servers([url], **{**FAST, "timeout_s": 2.0}, failures=1) as servers:
-            with pytest.raises(ServerError, match=rf"No server was up.*within 2 s: {url}: failed 1 times"):
+            with pytest.raises(ServerError, match=rf"TG-ROLLOUT-013.*{url}"):
                 await servers.chat(BODY, session="s")
 
     asyncio.run(run())
@@ -268,9 +268,7 @@ def test_what_an_evicted_server_was_asked_is_asked_of_another():
             assert await asked == CHAT
             assert servers.urls == [good.url]
             servers.evict(good.url, "too")
-            with pytest.raises(
-                ServerError, match=f"No server is left: {bad.url}: its weights are old; {good.url}: too"
-            ):
+            with pytest.raises(ServerError, match=rf"TG-ROLLOUT-012.*{bad.url}.*{good.url}"):
                 await servers.chat(BODY, session="s")
 
     asyncio.run(run())
@@ -328,14 +326,14 @@ def test_arguments_are_checked():
         with pytest.raises(ArgumentError):
             Servers(arguments, model="m")
     for bad in [{"timeout_s": 0}, {"failures": 0}, {"timeout_s": float("inf")}]:
-        with pytest.raises(ArgumentError, match="Without a bound"):
+        with pytest.raises(ArgumentError, match="TG-ROLLOUT-007"):
             Servers(["http://a"], model="m", **bad)
 
     async def run():
         async with Servers(["http://127.0.0.1:9"], **FAST) as servers:
-            with pytest.raises(ArgumentError, match="no JSON"):
+            with pytest.raises(ArgumentError, match="TG-ROLLOUT-004"):
                 await servers.chat({"temperature": float("nan")}, session="s")
-        with pytest.raises(ArgumentError, match="not open"):
+        with pytest.raises(ArgumentError, match="TG-ROLLOUT-010"):
             await servers.chat({}, session="s")
 
     asyncio.run(run())

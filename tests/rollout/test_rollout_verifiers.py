@@ -161,9 +161,9 @@ def test_a_contract_plays_in_one_loop_after_another_and_leaves_each_nothing_to_c
 
 
 def test_what_cannot_be_started_is_said(made):
-    with pytest.raises(ArgumentError, match="No module named 'gone'"):
+    with pytest.raises(ArgumentError, match=r"TG-ROLLOUT-050.*named.*gone"):
         made("gone").tasks()
-    with pytest.raises(ArgumentError, match="No task of clerk is known"):
+    with pytest.raises(ArgumentError, match=r"TG-ROLLOUT-049.*clerk"):
         tg.rollout.verifiers("clerk", python="/nowhere/python").tasks()
     [failed] = played(made("gone"), [{"task": 0}])
     assert "verifiers cannot play gone: ModuleNotFoundError" in failed.error

@@ -140,7 +140,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_checkpoint_before(run):
 
 def test_a_folder_that_cannot_be_made_is_one_error(run):
     (run[2] / "out").write_text("a file where the folder should be")
-    with pytest.raises(TracegradError, match="not written"):
+    with pytest.raises(TracegradError, match="TG-TRAIN-014"):
         save(run)
 
 
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_says_which_and_what_to_do(run):
     path = save(run)
     next((path / "resume" / "state").glob("*.safetensors")).write_bytes(b"short")
     again = tiny_model()
-    with pytest.raises(ReadError, match=r"step-00000003: damaged: .* Delete this folder to start anew"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-015.*step-00000003"):
         checkpoint.restore(path, again, adamw(again))
 
 
@@ -176,17 +176,15 @@ def test_every_file_that_is_missing_cut_or_changed_is_found_and_the_checkpoint_b
                 file.write_bytes(spoilt)
             if file.name == "progress.json" and spoilt is not None and bytes(spoilt).strip() == whole.strip():
                 continue
-            with pytest.raises(
-                ReadError, match=r"step-00000003.*Delete this folder to go on from step-00000002|format"
-            ):
+            with pytest.raises(ReadError, match=r"TG-TRAIN-015.*step-00000003.*step-00000002"):
                 resume(path)
             file.write_bytes(whole)
     (path / "resume" / "state" / "more.safetensors").write_bytes(whole)
-    with pytest.raises(ReadError, match="not of this checkpoint"):
+    with pytest.raises(ReadError, match="TG-TRAIN-015"):
         resume(path)
     (path / "resume" / "state" / "more.safetensors").unlink()
     (path / "resume" / "state" / "more.safetensors").symlink_to("/etc/passwd")
-    with pytest.raises(ReadError, match=r"a link|not of this checkpoint"):
+    with pytest.raises(ReadError, match="TG-TRAIN-015"):
         resume(path)
     (path / "resume" / "state" / "more.safetensors").unlink()
     assert resume(path).step == 3
@@ -200,7 +198,7 @@ def test_a_word_of_the_mark_that_changed_is_found(run, word, other):
     mark = path / "resume" / "progress.json"
     assert word in mark.read_text()
     mark.write_text(mark.read_text().replace(word, other))
-    with pytest.raises(ReadError, match=r"damaged.*checksum"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-015.*progress\.json"):
         resume(path)
 
 
@@ -261,7 +259,7 @@ def test_a_header_that_claims_2_to_the_60_bytes_is_not_read(run):
     file = next((path / "resume" / "state").glob("*.safetensors"))
     file.write_bytes((2**60).to_bytes(8, "little") + file.read_bytes()[8:])
     sealed_anew(path)
-    with pytest.raises(ReadError, match="damaged"):
+    with pytest.raises(ReadError, match="TG-TRAIN-015"):
         resume(path)
 
 
@@ -291,7 +289,7 @@ def test_a_random_state_of_a_wrong_size_is_refused_before_one_is_set(run, name, 
     with pytest.raises((ValueError, KeyError)):
         checkpoint.set_random(file)
     assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before  # noqa: NPY002
-    with pytest.raises(ReadError, match="damaged"):
+    with pytest.raises(ReadError, match="TG-TRAIN-015"):
         resume(path)
 
 
@@ -303,7 +301,7 @@ def test_a_random_state_of_python_that_is_none_is_refused(run, python):
     file = path / "resume" / "random-0.safetensors"
     save_file(load_file(file), file, metadata=None if python is None else {"python": python})
     sealed_anew(path)
-    with pytest.raises(ReadError, match="damaged"):
+    with pytest.raises(ReadError, match="TG-TRAIN-015"):
         resume(path)
 
 
@@ -364,28 +362,28 @@ def test_terms_for_the_report_come_back_and_other_arrays_are_refused(run, tmp_pa
     ):
         arrays = {name: np.tile(column, 2) for name, column in columns.items()} | {"step": np.array([1, 1, 3, 3])}
         safetensors_file.write(path / "resume" / "terms-0.safetensors", arrays | change)
-        with pytest.raises(ReadError, match="damaged"):
+        with pytest.raises(ReadError, match="TG-TRAIN-015"):
             checkpoint.read_terms(path, Ranks())
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
     again = tiny_model(hidden_size=24)
-    with pytest.raises(ReadError, match="not those of the model given"):
+    with pytest.raises(ReadError, match="TG-TRAIN-011"):
         checkpoint.restore(save(run), again, adamw(again))
 
 
 def test_a_missing_folder_is_not_looked_for_on_a_hub(tmp_path):
-    with pytest.raises(ReadError, match="no such folder"):
+    with pytest.raises(ReadError, match="TG-TRAIN-032"):
         load_model(tmp_path / "gone")
 
 
 def test_a_model_without_config_or_weights_is_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.bin")
-    with pytest.raises(ReadError, match=r"no model.safetensors there \(config.json, .*weights.bin\)"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-030.*config\.json.*generation_config\.json.*weights\.bin"):
         load_model(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ReadError, match=r"config.json: .*architecture is not known"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-033.*config\.json.*Errno.*2.*No"):
         load_model(tmp_path)
 
 
@@ -393,7 +391,7 @@ def test_cut_off_weights_are_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ReadError, match="cannot load it"):
+    with pytest.raises(ReadError, match="TG-TRAIN-096"):
         load_model(tmp_path)
 
 

@@ -213,35 +213,35 @@ def test_columns_that_are_not_of_the_tokens_are_refused(folder, tmp_path):
     (other / "manifest.json").unlink()
     manifest.seal(other)
     opened = Shards.open(other, verify=True)
-    with pytest.raises(FormatError, match=r"traces.safetensors is not of its tokens, by the column longest"):
+    with pytest.raises(FormatError, match=r"TG-TRAIN-017.*traces\.safetensors"):
         opened.take(np.array([25]))
     columns["terms"] = columns["terms"] + 1
     safetensors_file.write(place / store.NAME, columns, told_)
-    with pytest.raises(FormatError, match="the counts of its manifest are not those"):
+    with pytest.raises(FormatError, match="TG-TRAIN-020"):
         Shards.open(other)
 
 
 def test_folders_that_are_none_or_given_twice_are_refused(folder, tmp_path):
-    with pytest.raises(ArgumentError, match="each once"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-016"):
         Shards.open([folder, folder])
-    with pytest.raises(ArgumentError, match="each once"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-016"):
         Shards.open([])
-    with pytest.raises(ReadError, match="holds no manifest"):
+    with pytest.raises(ReadError, match="TG-STORE-037"):
         Shards.open(tmp_path)
     (tmp_path / "empty").mkdir()
     manifest.seal(tmp_path / "empty")
-    with pytest.raises(ReadError, match="no trace was prepared into it"):
+    with pytest.raises(ReadError, match="TG-TRAIN-018"):
         Shards.open(tmp_path / "empty")
     changed = prepared(tg.Sequences.load(folder), tmp_path / "changed", [])
     data = bytearray((changed / "shard-00000" / "sequences.safetensors").read_bytes())
     data[-1] ^= 1
     (changed / "shard-00000" / "sequences.safetensors").write_bytes(data)
-    with pytest.raises(FormatError, match="by their checksum"):
+    with pytest.raises(FormatError, match="TG-STORE-009"):
         Shards.open(changed, verify=True)
 
 
 def test_ids_of_another_tokenizer_are_refused_by_the_columns(folder, tmp_path):
-    with pytest.raises(ArgumentError, match=r"trace '\w+': token id 4\d stands in it, and the model has 20"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-062.*0.*47.*20"):
         run(Shards.open(folder), tmp_path, tiny_model(vocab_size=20))
 
 
@@ -286,8 +286,8 @@ def test_a_reference_is_measured_of_every_group_that_an_epoch_may_take(two, tmp_
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ("1", "there are 2 inputs"),
-        ("1,2,3", "Give one number above 0 for each"),
+        ("1", r"TG-TRAIN-073.*2"),
+        ("1,2,3", "TG-TRAIN-073"),
         ("1,0", "above 0"),
         ("1,-1", "above 0"),
         ("1,inf", "above 0"),
@@ -300,9 +300,9 @@ def test_weights_that_are_none_are_refused(two, weights, said):
 
 
 def test_weights_without_effect_or_that_cut_a_group_are_refused(two, folder):
-    with pytest.raises(ArgumentError, match=r"mixture.weights has no effect: there is one input"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-072"):
         Feed.of(Shards.open(folder), presets.DR_GRPO, told(mixture__weights="1"))
-    with pytest.raises(ArgumentError, match=r"the group of trace '0' stands in inputs of unlike weights"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-074.*0"):
         Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="1,2"))
     equal = Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="2,2", data__holdout=0))
     assert len(equal.cut(0).rows) == 48 + 96

@@ -241,7 +241,7 @@ def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(tra
 
 def test_a_run_is_not_overwritten(traces, tmp_path):
     run(traces, tmp_path)
-    with pytest.raises(ArgumentError, match=r"holds a run.*--resume"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-037.*step-00000008"):
         run(traces, tmp_path)
 
 
@@ -252,11 +252,11 @@ def test_resume_without_a_checkpoint_starts_anew(traces, tmp_path):
 
 def test_a_resumed_run_must_be_the_same_run(traces, tmp_path):
     run(traces, tmp_path)
-    with pytest.raises(ArgumentError, match=r"optimizer.lr was 0.003 and is now 0.5"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-066.*optimizer\.lr.*0\.003.*0\.5"):
         run(traces, tmp_path, resume=True, optimizer__lr=0.5)
-    with pytest.raises(ArgumentError, match="objective was"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-066"):
         run(traces, tmp_path, resume=True, objective=presets.GRPO)
-    with pytest.raises(ArgumentError, match="the traces are not those"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-067"):
         run(replace(traces, rewards=traces.rewards + 1), tmp_path, resume=True)
 
 
@@ -265,14 +265,14 @@ def test_a_gradient_that_is_no_number_is_one_error_and_the_parameters_stay(trace
     model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
     step = Feed.of(traces, presets.DAPO_DIRECT, told()).steps(0)[0]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(TracegradError, match=r"the norm of the gradient is .* not taken"):
+    with pytest.raises(TracegradError, match=r"TG-TRAIN-068.*nan"):
         optimizer_step(model, step, presets.DAPO_DIRECT, torch.optim.AdamW(model.parameters()))
     assert_same(before, model.state_dict())
 
 
 def test_a_folder_that_cannot_be_written_is_one_error(traces, tmp_path):
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(TracegradError, match=r"File exists|Not a directory"):
+    with pytest.raises(TracegradError, match=r"TG-STORE-024.*File.*exists"):
         run(traces, tmp_path / "out")
 
 
@@ -366,7 +366,7 @@ def tiers(traces, tier, share=1.0):
 
 def test_text_of_another_model_gets_no_ratio_and_is_told_what_works(traces, tmp_path):
     foreign = tiers(traces, 6, share=0.5)
-    with pytest.raises(ArgumentError, match=r"48 of 96 traces, '0' first, .*T6.*TOPR_POSITIVE --text-only"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-089.*48.*96.*0.*--objective"):
         run(foreign, tmp_path)
     done, _ = run(foreign, tmp_path / "sft", objective=presets.WEIGHTED_SFT, data__text_only=True)
     assert done.stopped == "done"
@@ -376,16 +376,16 @@ def test_text_of_another_model_gets_no_ratio_and_is_told_what_works(traces, tmp_
 def test_no_trace_at_all_is_said_and_sent_to_the_doctor():
     model = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
     nothing = tg.align(tg.Traces.from_records([]), tg.Tokenizer.from_pretrained(model))
-    with pytest.raises(ArgumentError, match=r"there is no trace: .* tracegrad doctor"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-075"):
         Feed.of(nothing, presets.DAPO, told())
 
 
 def test_logprobs_of_an_unknown_kind_get_no_ratio_unless_the_temperature_is_one(traces):
     unknown = replace(traces, logprob_kind=np.zeros(traces.traces, np.uint8))
-    with pytest.raises(ArgumentError, match=r"95 more do not say .* temperature is not recorded.*--logprob-kind raw"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-092.*95"):
         Feed.of(unknown, presets.DAPO, told())
     warm = replace(unknown, temperature=np.full(traces.traces, 0.7, np.float32))
-    with pytest.raises(ArgumentError, match=r"the temperature was 0\.7"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-092.*0\.7"):
         Feed.of(warm, presets.DAPO, told())
     Feed.of(replace(unknown, temperature=np.ones(traces.traces, np.float32)), presets.DAPO, told())
     Feed.of(unknown, presets.DAPO, told(data__logprob_kind="unknown"))
@@ -424,7 +424,7 @@ def test_how_long_an_old_stays_follows_the_number_of_passes_and_is_said(traces):
 
 def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_path):
     none = replace(traces, rollout_logprobs=np.full(traces.tokens, np.nan, np.float32))
-    with pytest.raises(ArgumentError, match=r"none of \d+ trained tokens has a recorded logprob.*TOPR_POSITIVE"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-090.*554"):
         Feed.of(none, presets.DAPO, told())
     some = traces.rollout_logprobs.copy()
     some[traces.terms[::10]] = np.nan
@@ -433,7 +433,7 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
     done, _ = run(holes, tmp_path)
     assert done.rows[1]["frac_old_logprobs_valid"] == pytest.approx(0.9, abs=0.02)
     assert done.rows[1]["correction/kept"] == pytest.approx(0.9 * done.rows[1]["terms"], rel=0.02)
-    with pytest.raises(ArgumentError, match="ratio of 1"):
+    with pytest.raises(ArgumentError, match="TG-OBJ-020"):
         run(holes, tmp_path / "n", objective=presets.DAPO_DIRECT, train__missing="neutral")
 
 
@@ -449,13 +449,13 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
     ],
 )
 def test_an_option_without_effect_is_an_error(traces, objective, changes, said):
-    with pytest.raises(ArgumentError, match=rf"has no effect: .*{said}"):
+    with pytest.raises(ArgumentError, match=rf"TG-TRAIN-085.*{said}"):
         Feed.of(traces, objective, told(**changes))
 
 
 def test_equal_rewards_are_refused_as_there_is_nothing_to_learn(traces):
     equal = replace(traces, rewards=np.ones_like(traces.rewards))
-    with pytest.raises(ArgumentError, match="in no group do rewards differ"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-079"):
         Feed.of(equal, presets.DAPO, told())
 
 
@@ -476,7 +476,7 @@ def test_a_baseline_of_the_config_is_the_function_of_that_name(traces):
 
 def test_a_group_of_one_is_an_explicit_choice(traces):
     alone = replace(traces, group=np.arange(traces.traces, dtype=np.int32))
-    with pytest.raises(ArgumentError, match="A baseline needs two"):
+    with pytest.raises(ArgumentError, match="TG-TRAIN-006"):
         Feed.of(alone, presets.DAPO, told())
     assert Feed.of(alone, presets.DAPO, told(advantage__baseline="batch_mean")).advantages.any()
 
@@ -484,12 +484,12 @@ def test_a_group_of_one_is_an_explicit_choice(traces):
 def test_rewards_are_taken_by_name(traces):
     two = replace(traces, rewards=np.stack([traces.reward * 0, traces.reward], 1), reward_names=("format", "correct"))
     np.testing.assert_array_equal(Feed.of(two, presets.DAPO, told(data__reward="correct")).rewards, traces.reward)
-    with pytest.raises(ArgumentError, match="Did you mean correct"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-001.*Did.*you.*mean.*correct"):
         Feed.of(two, presets.DAPO, told(data__reward="corect"))
 
 
 def test_ids_of_another_tokenizer_are_refused(traces, tmp_path):
-    with pytest.raises(ArgumentError, match=r"trace '\w*': token id 400 stands in it, and the model has 48"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-062.*4.*400.*48"):
         run(replace(traces, ids=np.where(traces.ids == 3, 400, traces.ids).astype(np.int32)), tmp_path)
 
 

@@ -97,12 +97,12 @@ def test_the_folder_of_this_machine_is_removed_at_the_end_of_the_process_that_ma
 
 def test_a_place_without_room_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(TracegradError, match=r"A run at memory://a needs a folder here .* TMPDIR"):
+    with pytest.raises(TracegradError, match=r"TG-STORE-022.*memory://a"):
         _ = Mirror("memory://a").path
     mirror = Mirror("memory://a")
     mirror.share(tmp_path / "none")
     (tmp_path / "none").write_text("a file")
-    with pytest.raises(ReadError, match="has no place here"):
+    with pytest.raises(ReadError, match="TG-STORE-025"):
         mirror.bring(["b/c"])
 
 
@@ -144,7 +144,7 @@ def test_a_run_that_stands_at_an_address_is_not_overwritten_and_is_taken_up(file
     with pytest.raises(Full):
         train(sampled(tiny_model(), groups=12), model, sinks=[Sink()], **given)
     files.pipe("/runs/a/checkpoints/step-00000002/resume/state/x", b"half")  # killed while it sent
-    with pytest.raises(ArgumentError, match=r"memory://runs/a holds a run, its newest checkpoint is step-00000001\."):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-037.*memory://runs/a.*step-00000001"):
         run("memory://runs/a", pack__step_groups=4)
     assert files.exists("/runs/a/checkpoints/step-00000002/resume/state/x")
     said = []
@@ -161,10 +161,10 @@ def test_a_checkpoint_that_was_changed_at_the_address_is_refused(files):
     done, _ = run("memory://runs/a")
     path = f"/runs/a/checkpoints/{done.checkpoint.name}/resume/random-0.safetensors"
     files.pipe(path, files.cat(path)[:-1] + b"x")
-    with pytest.raises(ReadError, match=r"'random-0\.safetensors' is not as it was written"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-015.*random-0\.safetensors"):
         run("memory://runs/a", resume=True, checkpoint__keep=1)
     files.pipe(path.replace("random-0.safetensors", "progress.json"), b"[]")
-    with pytest.raises(ReadError, match=r"progress\.json"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-009.*progress\.json"):
         run("memory://runs/a", resume=True)
 
 
@@ -173,7 +173,7 @@ def test_an_address_that_takes_nothing_ends_the_run_with_what_it_says(files, mon
         raise ReadError(f"{address}: PermissionError: not yours.")
 
     monkeypatch.setattr(remote, "upload", refuse)
-    with pytest.raises(TracegradError, match=r"memory://.*not yours\. This checkpoint is not written"):
+    with pytest.raises(TracegradError, match=r"TG-TRAIN-014.*PermissionError.*yours"):
         run("memory://runs/a")
 
 

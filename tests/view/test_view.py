@@ -61,7 +61,7 @@ def test_text_is_found_by_its_trigrams_whatever_its_case(session):
     assert find(path, "7?", False).rows == [n for n in range(1100) if n % 10 == 7]
     assert find(path, r"amber number 1\d7\?", True).rows == list(range(107, 198, 10))
     assert find(path, "nowhere at all", False) == ([], None)
-    with pytest.raises(ArgumentError, match="no regular expression"):
+    with pytest.raises(ArgumentError, match="TG-VIEW-011"):
         find(path, "(", True)
 
 
@@ -170,7 +170,7 @@ def test_a_long_message_is_folded_and_comes_in_parts(tmp_path):
         part = pieces.message(opened, 0, 0, 4_000)
         assert 200_000 < len(part) < 201_000
         assert pieces.message(opened, 0, 0, 204_000).endswith("END")
-        with pytest.raises(ArgumentError, match="no message 7"):
+        with pytest.raises(ArgumentError, match=r"TG-VIEW-009.*7"):
             pieces.message(opened, 0, 7, 0)
 
 
@@ -256,9 +256,9 @@ def test_a_file_that_cannot_be_read_is_said_and_the_others_are_shown(tmp_path):
 
 
 def test_what_holds_nothing_is_refused_with_what_to_name(tmp_path):
-    with pytest.raises(ReadError, match="is not there"):
+    with pytest.raises(ReadError, match="TG-VIEW-007"):
         Session([tmp_path / "no"], tmp_path / "index")
-    with pytest.raises(ReadError, match="it is empty"):
+    with pytest.raises(ReadError, match="TG-DATA-037"):
         Session([tmp_path], tmp_path / "index")
 
 
@@ -267,11 +267,11 @@ def test_what_is_exported_is_chosen_by_numbers_tags_text_and_order(session):
     assert chosen(session, ["tool:price", "lag<=0"], "", "", 2) == [5, 11]
     assert chosen(session, [], "number 77?", "", 9) == [77]
     assert chosen(session, ["reward=0"], "", "lag", 2) == [3, 6]
-    with pytest.raises(ArgumentError, match="no column 'rewards'"):
+    with pytest.raises(ArgumentError, match=r"TG-VIEW-006.*rewards"):
         chosen(session, ["rewards>0"], "", "", 9)
-    with pytest.raises(ArgumentError, match="is no number"):
+    with pytest.raises(ArgumentError, match="TG-VIEW-005"):
         chosen(session, ["reward>x"], "", "", 9)
-    with pytest.raises(ArgumentError, match="1 to 2,000"):
+    with pytest.raises(ArgumentError, match=r"TG-VIEW-002.*2,000"):
         page_of(session, [])
 
 
@@ -352,5 +352,5 @@ def test_what_searches_is_there_before_it_is_asked(client):
 
 def test_a_database_that_is_no_index_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(b"not a database" * 100)
-    with pytest.raises(ReadError, match="cannot be used as an index"):
+    with pytest.raises(ReadError, match="TG-VIEW-001"):
         database.connect(tmp_path / "x", write=True)

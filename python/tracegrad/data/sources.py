@@ -536,7 +536,7 @@ class RowSource:
             if isinstance(converted, bytes):
                 accepted.append((line, converted))
             else:
-                self._rows.refuse(f"{located(self.name, line)}: {said(converted)}", "wrong_type")
+                self._rows.refuse(f"TG-DATA-043: {located(self.name, line)}: {said(converted)}", "wrong_type")
         return self._rows.decode(accepted) if accepted else Traces(_core.Traces.concatenate([]))
 
     @property

@@ -100,7 +100,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// An error of the core. `Display` writes one line: `where: code: what. why. cure.`
+/// An error of the core. `Display` writes one line: `code: where: what. why. cure.`
 ///
 /// The fields contain the text unchanged. The line is for terminals and logs, so it shows control characters and
 /// similar ones as escapes.
@@ -165,11 +165,12 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = Shown(f);
+        write!(shown, "{}: ", self.code)?;
         let place = self.location.to_string();
         if !place.is_empty() {
             write!(shown, "{place}: ")?;
         }
-        write!(shown, "{}: {}.", self.code, self.what)?;
+        write!(shown, "{}.", self.what)?;
         for part in [&self.why, &self.cure] {
             if !part.is_empty() {
                 write!(shown, " {part}.")?;
@@ -246,7 +247,7 @@ mod tests {
     #[test]
     fn controls_are_shown_as_escapes() {
         let error = Error::new(Kind::Format, "TG-TEST-000", "a\x1b[2J\nb\u{202e}\u{e0041}é");
-        assert_eq!(error.to_string(), "a\\x1b[2J\\nb\\u202e\\U000e0041é.");
+        assert_eq!(error.to_string(), "TG-TEST-000: a\\x1b[2J\\nb\\u202e\\U000e0041é.");
     }
 
     #[test]
@@ -259,7 +260,7 @@ mod tests {
             .at(&place);
         assert_eq!(
             error.to_string(),
-            "runs.jsonl:48 trace 'a17' turn 3: 412 ids but 411 logprobs. \
+            "TG-TEST-000: runs.jsonl:48 trace 'a17' turn 3: 412 ids but 411 logprobs. \
              The ratio of the last token is undefined. Record the stop token's logprob."
         );
     }
