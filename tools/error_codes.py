@@ -1,6 +1,6 @@
 """The codes of errors: where each stands in the code, with its class and its message.
 
-    python tools/error_codes.py          # prints them
+python tools/error_codes.py          # prints them
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def page() -> str:
         "",
         "Every error of tracegrad is a `tracegrad.errors.TracegradError`, which is a `ValueError`. Its message begins",
         "with a code, such as `TG-READ-001`, which stays the same if the wording changes; `error.code` returns it. The",
-        "message names the place, the problem, the consequence and the fix. `file`, `line`, `trace`, `turn` and `token` are",
-        "attributes where they are known.",
+        "message names the place, the problem, the consequence and the fix. `file`, `line`, `trace`, `turn` and",
+        "`token` are attributes where they are known.",
         "",
         "The tables are made from the code by `python tools/generate_docs.py`. Names in braces vary.",
     ]
