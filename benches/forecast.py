@@ -25,8 +25,8 @@ from tracegrad import config
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.objective import presets
 from tracegrad.trainer import train
-from tracegrad.trainer.resource_estimate import forecast
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.resource_estimate import estimate_resources
+from tracegrad.trainer.steps import TrainingData
 
 HEADER = "| `train.memory` | steps, tokens | peak, predicted | counted | ratio | a step, at least | taken | ratio |"
 
@@ -68,8 +68,8 @@ def compared(setting: str, tiny: bool, dtype: str = "fp32") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder / "model")
-        feed = Feed.of(traces, objective, told)
-        predicted = forecast(folder / "model", told, feed, 1)
+        feed = TrainingData.of(traces, objective, told)
+        predicted = estimate_resources(folder / "model", told, feed, 1)
         planned = [sum(len(batch.ids) for batch in step.batches) for step in feed.steps(feed.plan(1).shuffle_seed(0))]
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         given = {"objective": objective, "config": told, "sinks": (), "say": lambda _: None}

@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tracegrad.objective import Clamp, Gate, Level, Ratio, Weight
+from tracegrad.objective import Aggregation, Ratio, Rejection, Truncate, Weight
 from tracegrad.objective.correction import correct
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 MISMATCH = Ratio("old", "rollout")
-TIS = Weight(MISMATCH, shape=Clamp(0.0, 2.0))
-GEOMETRIC = Gate(MISMATCH, level=Level("trace", "mean"), low=1 / 1.02, high=1 / 0.98)
+TIS = Weight(MISMATCH, shape=Truncate(0.0, 2.0))
+GEOMETRIC = Rejection(MISMATCH, level=Aggregation("trace", "mean"), low=1 / 1.02, high=1 / 0.98)
 BYTES = 13
 
 

@@ -51,14 +51,14 @@ def planned(folder: str, ranks: int, rank: int) -> None:
     began = time.perf_counter()
     from tracegrad import config
     from tracegrad.objective import presets
-    from tracegrad.trainer.dataset import Shards
-    from tracegrad.trainer.steps import Feed
+    from tracegrad.trainer.dataset import PreparedDataset
+    from tracegrad.trainer.steps import TrainingData
 
     imported, before = time.perf_counter(), _status("VmRSS")
-    opened = Shards.open(folder)
+    opened = PreparedDataset.open(folder)
     columns = time.perf_counter()
     told = config.load(overrides=[("pack.token_budget", 32_768), ("pack.step_groups", 64)])
-    feed = Feed.of(opened, presets.DAPO, told, ranks=ranks, rank=rank)
+    feed = TrainingData.of(opened, presets.DAPO, told, ranks=ranks, rank=rank)
     compared = time.perf_counter()
     cut = feed.cut(feed.plan(1).shuffle_seed(0))
     done = time.perf_counter()

@@ -108,7 +108,7 @@ def ours(model: Any, data: Data, share: bool, tree: bool) -> Callable[[int], Non
     from tracegrad.alignment.sequences import Sequences
     from tracegrad.objective import Clip, Objective, Ratio
     from tracegrad.packing import pack
-    from tracegrad.trainer.step import detached
+    from tracegrad.trainer.step import correct_step
 
     objective = Objective(Clip(), Ratio("theta", "old"))
     steps = []
@@ -126,7 +126,7 @@ def ours(model: Any, data: Data, share: bool, tree: bool) -> Callable[[int], Non
         s = Sequences.from_arrays(np.concatenate(rows), cu, logprobs, trainable, group=np.zeros(len(rows), int))
         [step] = pack(s, advantages, token_budget=int(cu[-1]), share_prefixes=tree)
         step = step.with_logprobs(old=step.rollout_logprobs)
-        steps.append((step, detached(step, objective, "mask")))
+        steps.append((step, correct_step(step, objective, "mask")))
 
     def run(number: int) -> None:
         step, corrected = steps[number]

@@ -132,7 +132,7 @@ _HERE = "@@HERE@@"
 async def images(_out: Path) -> AsyncIterator[Case]:
     """Files of pictures, found in a record, and drawn: a picture of the size of its header, or an error."""
     from image_bytes import KINDS, files
-    from tracegrad.images.processor import is_transparent, pixels
+    from tracegrad.images.processor import decode_image, is_transparent
     from tracegrad.report.token_map import small
 
     whole = [file for _, file in files()]
@@ -152,7 +152,7 @@ async def images(_out: Path) -> AsyncIterator[Case]:
             size = int(pictures.width[row]), int(pictures.height[row])
             if size[0] * size[1] > 4_000_000:
                 continue
-            found = pixels(pictures.bytes_of(row), "picture", pictures.media_type[row], size)
+            found = decode_image(pictures.bytes_of(row), "picture", pictures.media_type[row], size)
             assert found.shape == (size[1], size[0], 3), (found.shape, size)
             is_transparent(pictures.bytes_of(row), pictures.media_type[row])
             assert small(pictures, row).startswith(b"\x89PNG")
@@ -168,7 +168,7 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
 
     from malformed_answers import ASKED, CHAT, CHUNKS, COMPLETIONS, GOOD, event, whole_of
     from stand_in import StandIn, free_port
-    from tracegrad.rollout.proxy import ROADS, Proxy
+    from tracegrad.rollout.proxy import ENDPOINTS, Proxy
 
     records: list[dict[str, Any]] = []
     sent: dict[str, Any] = {}
@@ -197,7 +197,7 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
         async def case(draw: random.Random) -> None:
             name, passed = f"s{draw.getrandbits(60)}", 0
             for _ in range(draw.randint(1, 4)):
-                path = draw.choice(list(ROADS))
+                path = draw.choice(list(ENDPOINTS))
                 stream = draw.random() < 0.6
                 if stream:
                     chunks = [json.dumps(one).encode() for one in good.get(path, GOOD[path])]
@@ -231,7 +231,7 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
 @asynccontextmanager
 async def addresses(out: Path) -> AsyncIterator[Case]:
     """Paths and queries of the viewer: an answer below 500, whatever is asked."""
-    from tracegrad.view import Session
+    from tracegrad.view import Viewer
     from tracegrad.view.app import application
     from view_pages import record, written
 
@@ -255,7 +255,7 @@ async def addresses(out: Path) -> AsyncIterator[Case]:
         "?",
     ]
 
-    with Session([written(out / "t.jsonl", [record(n) for n in range(16)])], out / "index") as session:
+    with Viewer([written(out / "t.jsonl", [record(n) for n in range(16)])], out / "index") as session:
         while not (session.indexer.done and session.indexer._gramed == session.rows):
             time.sleep(0.01)
         app = application(session, "secret")
@@ -299,8 +299,8 @@ async def addresses(out: Path) -> AsyncIterator[Case]:
 @asynccontextmanager
 async def scores(out: Path) -> AsyncIterator[Case]:
     """Caches of scores, and answers of a judge: every score is a number from 0 to 1, or there is none."""
-    from tracegrad.rewards import judged
-    from tracegrad.rewards.recorded import recorded
+    from tracegrad.rewards import judge_traces
+    from tracegrad.rewards.recorded import score_traces
 
     asked = {"role": "user", "content": "2+2?"}
     said = [
@@ -319,10 +319,10 @@ async def scores(out: Path) -> AsyncIterator[Case]:
 
     cache = out / "scores"
     kept: dict[str, bytes] = {}
-    await judged(traces, chat, cache=cache)
+    await judge_traces(traces, chat, cache=cache)
     kept["judged"] = cache.read_bytes()
     cache.unlink()
-    await asyncio.to_thread(recorded, traces, reward, cache=cache)
+    await asyncio.to_thread(score_traces, traces, reward, cache=cache)
     kept["recorded"] = cache.read_bytes()
 
     async def case(draw: random.Random) -> None:
@@ -331,7 +331,7 @@ async def scores(out: Path) -> AsyncIterator[Case]:
         whole = b"\n".join(lines) + draw.choice([b"\n", b"", b"\r\n"])
         cache.write_bytes(changed(draw, whole) if draw.random() < 0.2 else whole)
         if kind == "recorded":
-            done: Any = await asyncio.to_thread(recorded, traces, reward, cache=cache)
+            done: Any = await asyncio.to_thread(score_traces, traces, reward, cache=cache)
         else:
             if draw.random() < 0.5:
                 cache.unlink()
@@ -340,7 +340,7 @@ async def scores(out: Path) -> AsyncIterator[Case]:
                 response = {"choices": [{"message": {"content": text}}], "model": "m", "usage": {"prompt_tokens": 1}}
                 odd = draw.random() < 0.3
                 answers.append(_loads(changed(draw, json.dumps(response).encode())) if odd else response)
-            done = await judged(traces, chat, cache=cache)
+            done = await judge_traces(traces, chat, cache=cache)
         assert set(done.rows) == {0, 1, 2, 3}
         for total, named in done.rows.values():
             for value in (total, *named):

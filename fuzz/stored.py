@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpe
 
 import tracegrad as tg
 from tracegrad.alignment.ragged import Ragged
-from tracegrad.alignment.sequences import Drift, Sequences
+from tracegrad.alignment.sequences import AlignmentReport, Sequences
 from tracegrad.errors import TracegradError
 from tracegrad.packing import pack
 from tracegrad.storage import manifest
@@ -234,7 +234,7 @@ def _sequences(number: int) -> Sequences:
         np.arange(12) + number, cu, logprobs, trainable, **said, reward_names=("reward", "tests"), extras=extras
     )
     where = np.array([1], np.int32)
-    drift = Drift(
+    drift = AlignmentReport(
         np.array([2], np.uint8), where, where, where, where, ("a detail",), recorded=7, exact=6, errors=("one",)
     )
     return replace(made, drift=drift, trace_ids=(f"a{number}", f"b{number}"), group_names=("é",))
@@ -294,7 +294,7 @@ def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callab
             for inside in told["files"]:
                 data = (resume / inside).read_bytes()
                 told["files"][inside] = [len(data), f"{zlib.crc32(data):08x}"]
-            (resume / "progress.json").write_text(json.dumps(checkpoint.sealed(told)))
+            (resume / "progress.json").write_text(json.dumps(checkpoint.with_checksum(told)))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return
 

@@ -20,10 +20,10 @@ from tracegrad.errors import ArgumentError
 from tracegrad.integrations.metrics import PEERS as METRICS_OF_PEERS
 from tracegrad.metrics import COMPLETIONS, OFF_POLICY, REWARDS, TOOLS, TRAINING, Metric, table
 from tracegrad.objective import Objective, presets
-from tracegrad.objective.serialize import spell
+from tracegrad.objective.serialize import to_source
 from tracegrad.recipes import recipe
 from tracegrad.recipes.art import ART
-from tracegrad.recipes.import_config import Peer, Without, changes
+from tracegrad.recipes.import_config import Peer, UnsupportedOption, changes
 from tracegrad.recipes.recipe import Recipe
 from tracegrad.recipes.skyrl import SKYRL
 from tracegrad.recipes.trl import TRL
@@ -153,7 +153,7 @@ def _differences(peer: Peer) -> list[str]:
     return [f"| {name} | {how} |" for name, how in shown.items()]
 
 
-def _of(name: str, each: Without) -> str:
+def _of(name: str, each: UnsupportedOption) -> str:
     return f"*`{name}`*" if each.of_run else f"`{name}`"
 
 
@@ -254,7 +254,7 @@ def _preset_index() -> str:
 
 def _preset_section(name: str, value: Objective, text: str) -> str:
     first, *rest = _paragraphs(text)
-    parts = [f"### {name}", _linked(first), f"```text\n{value}\n```", f"```python\n{_wrapped(spell(value))}\n```"]
+    parts = [f"### {name}", _linked(first), f"```text\n{value}\n```", f"```python\n{_wrapped(to_source(value))}\n```"]
     return "\n\n".join([*parts, *map(_linked, rest)]) + "\n"
 
 

@@ -13,7 +13,7 @@ import torch
 import trl_arms
 from clock import Clock, skipped
 from models import OBJECTIVE, Place, Traces, adamw, model_of
-from tracegrad.trainer.distributed import prepare
+from tracegrad.trainer.distributed import wrap
 from tracegrad.trainer.lora import with_adapters
 from tracegrad.trainer.memory import Memory, recompute_layers
 from tracegrad.trainer.step import optimizer_step
@@ -83,7 +83,7 @@ def ours(place: Place) -> Step:
     model = with_adapters(model_of("Qwen3-4B", place, torch.bfloat16), 16).eval()
     memory = Memory.of("low")
     recompute_layers(model)
-    target = prepare(model, "none", memory=memory)
+    target = wrap(model, "none", memory=memory)
     optimizer = adamw(model, place)
 
     def run(length: int) -> None:

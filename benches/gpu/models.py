@@ -11,10 +11,10 @@ import torch
 
 from tracegrad import model as policy
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.objective import Clip, Objective, Ratio
 from tracegrad.packing import ModelShape, Step, pack
-from tracegrad.trainer.step import detached, optimizer_step
+from tracegrad.trainer.step import correct_step, optimizer_step
 
 OBJECTIVE = Objective(Clip(), Ratio("theta", "rollout"))
 VOCABULARY = 151936
@@ -78,7 +78,7 @@ def model_of(name: str, place: Place, dtype: torch.dtype, attention: str | None 
     with torch.device(place.device):
         model = Qwen3ForCausalLM(config).to(dtype if place.as_cuda else torch.float32).train()
     if attention is None and place.as_cuda:
-        attend_in_blocks(model)  # as the learner does: queries, keys and values in one dtype under autocast
+        enable_flex_attention(model)  # as the learner does: queries, keys and values in one dtype under autocast
     return model
 
 
@@ -187,7 +187,7 @@ def recorded_groups(place: Place, bytes_per_parameter: int) -> tuple[Traces, int
 
 def passes(model: Any, step: Step, place: Place) -> Callable[[], None]:
     """Forward and backward of a step whose batches are on the device already."""
-    corrected = detached(step, OBJECTIVE, "mask")
+    corrected = correct_step(step, OBJECTIVE, "mask")
     moved = [batch.to(place.device) for batch in step.batches]
     given = [step.terms(batch, corrected) for batch in moved]
 

@@ -32,7 +32,7 @@ from models import (
     updates,
 )
 from tracegrad import model as policy
-from tracegrad.model.lm_head import MOST_CHUNK_BYTES, Size
+from tracegrad.model.lm_head import MAX_CHUNK_BYTES, Size
 from tracegrad.packing import pack
 from tracegrad.trainer.memory import compile_layers
 
@@ -150,7 +150,7 @@ def head_memory(bench: Bench) -> Iterator[dict[str, Any]]:
             told["peak_gb"] = told["peak_bytes"] / 1e9
     peer = best(found, ["full logits"], "peak_gb")
     by_hidden = 2 * rows * width  # the gradient of the hidden states, bfloat16
-    defaults = ("tracegrad one-pass", "default", MOST_CHUNK_BYTES, 4.7)
+    defaults = ("tracegrad one-pass", "default", MAX_CHUNK_BYTES, 4.7)
     for name, mode, chunk, must in (defaults, ("tracegrad one-pass, 32 MiB", "low memory", 32 << 20, 0.32)):
         told = {"limit": (chunk + by_hidden) / 1e9, "must": must, "better": "less", "arms": found}
         what = f"head extra memory without dW, M={rows} H={width}, {mode}"
@@ -175,7 +175,7 @@ def backward_of(arm: Callable[[Problem], torch.Tensor], problem: Problem) -> Cal
 def products(problem: Problem) -> Callable[[], None]:
     """Logits, d_hidden and d_weight of chunks as the one pass has them, and nothing else."""
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
-    rows = Size(*hidden.shape, len(weight), row_bytes=2).chunk(MOST_CHUNK_BYTES)
+    rows = Size(*hidden.shape, len(weight), row_bytes=2).chunk(MAX_CHUNK_BYTES)
 
     def run() -> None:
         for start in range(0, len(hidden), rows):

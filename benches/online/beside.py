@@ -9,8 +9,8 @@ The clerk, 16 groups of 8 a step, played and trained in turns, by `tracegrad.onl
 - sync: weights written and brought to the server, the whole process from the end of the update to the resumed server;
 - record: calls taken into the session, the record made of them, group written.
 
-Playing is the rest of the collector (HTTP, tools, asyncio), training `Run.step`. Without --vllm-python the server is
-the tests' stand-in in a process of its own: slower, and alike to what is counted here. The first step is warm-up.
+Playing is the rest of the collector (HTTP, tools, asyncio), training `Trainer.step`. Without --vllm-python the server
+is the tests' stand-in in a process of its own: slower, and alike to what is counted here. The first step is warm-up.
 
 With --asked, trainer and server compute in bf16, so that each step asks the server for the tokens that its weights are
 checked by, and measures them with this version and the one before. The CPU seconds of that in both processes are
@@ -35,9 +35,9 @@ from typing import Any
 import machine
 import online
 import tracegrad as tg
-from tracegrad.online import Online, Play, buffer, training_loop, weight_check, weight_sample
-from tracegrad.online.buffer import Follower, Writer
-from tracegrad.online.collector import Signal
+from tracegrad.online import OnlineConfig, RolloutConfig, buffer, training_loop, weight_check, weight_sample
+from tracegrad.online.buffer import GroupReader, GroupWriter
+from tracegrad.online.collector import GroupFilter
 from tracegrad.rollout.session import Call, Session
 from with_ours import started
 
@@ -81,20 +81,20 @@ class Meter:
 def metered() -> Meter:
     """A meter on all that is ours."""
     meter = Meter()
-    for owner, name in ((Session, "open"), (Session, "record"), (Call, "close"), (Writer, "write")):
+    for owner, name in ((Session, "open"), (Session, "record"), (Call, "close"), (GroupWriter, "write")):
         meter.wrap(owner, name, "record")
     meter.wrap(sys.modules["tracegrad.rollout.run_agent"], "conversation", "record")
     for name in ("check", "of_records"):
-        meter.wrap(Signal, name, "record")
-    meter.wrap(Follower, "look", "prepare")
-    meter.wrap(buffer.Ledger, "add", "prepare")
-    meter.wrap(training_loop.Loop, "_groups", "prepare")
+        meter.wrap(GroupFilter, name, "record")
+    meter.wrap(GroupReader, "look", "prepare")
+    meter.wrap(buffer.ConsumedGroups, "add", "prepare")
+    meter.wrap(training_loop.TrainingLoop, "_groups", "prepare")
     # Nothing is played meanwhile, so that threads of the core count as well.
     meter.wrap(training_loop, "align", "prepare", time.process_time)
-    meter.wrap(training_loop.Loop, "_packed", "prepare", time.process_time)
-    meter.wrap(training_loop.Loop, "_step", "prepare", time.process_time)
-    meter.wrap(training_loop.Run, "step", "train", time.process_time)
-    meter.wrap(training_loop.Loop, "_push", "sync", time.process_time)
+    meter.wrap(training_loop.TrainingLoop, "_packed", "prepare", time.process_time)
+    meter.wrap(training_loop.TrainingLoop, "_step", "prepare", time.process_time)
+    meter.wrap(training_loop.Trainer, "step", "train", time.process_time)
+    meter.wrap(training_loop.TrainingLoop, "_push", "sync", time.process_time)
     return meter
 
 
@@ -192,18 +192,18 @@ def main() -> None:
     ):
         watch = Watch(meter, pid, weight_check.PUSHES + 1 if options.asked else 1)
         if options.asked:
-            meter.wrap(weight_check.Check, "gap", "check: compare", watch.all)
-            meter.wrap(weight_check.Check, "_search", "check: try all causes", watch.all)
-            meter.wrap(weight_sample.Canary, "ask", "check: ask and measure", watch.all)
-            meter.wrap(weight_check, "previous", "check: measure with the version before", watch.all)
+            meter.wrap(weight_check.WeightSyncCheck, "gap", "check: compare", watch.all)
+            meter.wrap(weight_check.WeightSyncCheck, "_search", "check: try all causes", watch.all)
+            meter.wrap(weight_sample.ProbeSampler, "ask", "check: ask and measure", watch.all)
+            meter.wrap(weight_check, "previous_logprobs", "check: measure with the version before", watch.all)
         tg.online.train(
             machine.MODEL,
             online.tasks("traces", 0),
             environment=online.Shop,
             objective=tg.presets.DAPO_DIRECT,
             config=config,
-            online=Online(steps=options.steps, steps_ahead=0, refill=1),
-            play=Play(max_tokens=64, turns=4),
+            online=OnlineConfig(steps=options.steps, steps_ahead=0, refill=1),
+            play=RolloutConfig(max_tokens=64, turns=4),
             servers=[url],
             out=Path(name) / "run",
             sinks=[watch],

@@ -2,7 +2,8 @@
 
     python benches/online/folder.py --out benches/results/online.json
 
-The folder's road is the loop's: `Follower`, then for each step of 16 groups concatenate, align, advantages, pack. The
+The folder's road is the loop's: `GroupReader`, then for each step of 16 groups concatenate, align, advantages, pack.
+The
 file's is a user's: `tracegrad.read` of the whole JSONL (plain, and compressed as the zstd command does: one frame with
 a checksum, as each of the folder's has), align, advantages, pack into steps of as many groups. Rates are tokens of
 packed rows, prompts among them, by CPU seconds; the fastest of some rounds, taken in turns. The records are those of
@@ -33,7 +34,7 @@ import zstandard
 
 import machine
 import tracegrad as tg
-from tracegrad.online.buffer import Follower, Writer
+from tracegrad.online.buffer import GroupReader, GroupWriter
 
 COMMAND = "python benches/online/folder.py --out benches/results/online.json"
 COUNTED = "python benches/online/folder.py --instructions --copies 2 --out benches/results/online.json"
@@ -73,7 +74,7 @@ def step_of(traces: tg.Traces, tokenizer: tg.Tokenizer) -> int:
 
 def by_folder(folder: Path, tokenizer: tg.Tokenizer) -> int:
     """As the loop does."""
-    found = [traces for _, traces in Follower(folder).look()]
+    found = [traces for _, traces in GroupReader(folder).look()]
     steps = (found[start : start + GROUPS] for start in range(0, len(found), GROUPS))
     return sum(step_of(tg.Traces.concatenate(groups), tokenizer) for groups in steps)
 
@@ -143,7 +144,7 @@ def main() -> None:
     tokenizer = tg.Tokenizer.from_pretrained(options.model)
     with tempfile.TemporaryDirectory() as name:
         folder, plain, packed = Path(name) / "played", Path(name) / "all.jsonl", Path(name) / "all.jsonl.zst"
-        with Writer(folder) as writer:
+        with GroupWriter(folder) as writer:
             for group in groups:
                 writer.write(group)
         lines = [json.dumps(record, ensure_ascii=False, separators=(",", ":")) for group in groups for record in group]

@@ -34,10 +34,10 @@ import task
 import tracegrad as tg
 from tracegrad import trainer
 from tracegrad.config import Config, Optimizer
-from tracegrad.objective import Clamp, Level, Ratio, Weight, presets
+from tracegrad.objective import Aggregation, Ratio, Truncate, Weight, presets
 
 COMMAND = "python benches/online/mismatch.py --bits 3 --seeds 3 --out benches/results/online.json"
-BY_TRACE = Weight(Ratio("old", "rollout"), Level("trace", "sum"), Clamp(0.0, 2.0))
+BY_TRACE = Weight(Ratio("old", "rollout"), Aggregation("trace", "sum"), Truncate(0.0, 2.0))
 ARMS = {
     "corrected": presets.DAPO,
     "uncorrected": replace(presets.DAPO, weights=()),
@@ -121,7 +121,7 @@ def run(arm: str, seed: int, options: argparse.Namespace, out: Path) -> dict[str
     model, hf = rollout.load(machine.MODEL)
     tokenizer, generator = tg.Tokenizer.from_pretrained(machine.MODEL), torch.Generator().manual_seed(seed)
     config = Config(optimizer=Optimizer(lr=options.lr))
-    driven = trainer.Run(model, ARMS[arm], config, out=out)
+    driven = trainer.Trainer(model, ARMS[arm], config, out=out)
     prompts = task.prompts("traces", seed)
     rewards, mismatch, tested = [], [], {}
     for number in range(options.steps):

@@ -108,7 +108,7 @@ def drive(url: str, calls: int, clients: int, stream: bool) -> None:
 
 async def measure(calls: int, clients: int, stream: bool, out: Path) -> dict[str, float]:
     """Seconds of wall and of the proxy's CPU for so many calls, recorded and written."""
-    from tracegrad.online.buffer import FOLDER, Writer
+    from tracegrad.online.buffer import ROLLOUT_FOLDER, GroupWriter
     from tracegrad.rollout.proxy import Proxy
     from tracegrad.rollout.proxy_journal import Journal
 
@@ -118,7 +118,7 @@ async def measure(calls: int, clients: int, stream: bool, out: Path) -> dict[str
     server = context.Process(target=serve, args=(listening, stream), daemon=True)
     server.start()
     try:
-        with Writer(out / FOLDER) as writer, Journal(out / "open") as journal:
+        with GroupWriter(out / ROLLOUT_FOLDER) as writer, Journal(out / "open") as journal:
 
             async def finished(record: dict) -> None:
                 await asyncio.to_thread(writer.write, [record])

@@ -30,10 +30,10 @@ import online  # noqa: E402
 import task  # noqa: E402
 import tracegrad as tg  # noqa: E402
 from machine import keep, row  # noqa: E402
-from tracegrad.online import Online, Play, logprob_gap  # noqa: E402
-from tracegrad.online.logprob_gap import Proof, SyncFault, share_given, slope_of  # noqa: E402  # noqa: E402
-from tracegrad.online.mismatch_causes import causes, previous  # noqa: E402
-from tracegrad.online.weight_sample import Canary, Sample  # noqa: E402  # noqa: E402
+from tracegrad.online import OnlineConfig, RolloutConfig, logprob_gap  # noqa: E402
+from tracegrad.online.logprob_gap import SyncFault, WeightSyncBounds, explained_share, slope_of  # noqa: E402  # noqa: E402
+from tracegrad.online.mismatch_causes import causes, previous_logprobs  # noqa: E402
+from tracegrad.online.weight_sample import ProbeSampler, Sample  # noqa: E402  # noqa: E402
 from tracegrad.rollout.launch import launch  # noqa: E402
 from tracegrad.weight_sync import vllm_arguments  # noqa: E402
 
@@ -72,17 +72,17 @@ class Watch:
         self.clean: list[dict[str, float]] = []
         self.missed: list[dict[str, float]] = []
         self._kept: Sample | None = None
-        self._proof = Proof(bf16=True)
+        self._proof = WeightSyncBounds(bf16=True)
 
-    def __call__(self, canary: Canary, sample: Sample) -> Sample:
+    def __call__(self, canary: ProbeSampler, sample: Sample) -> Sample:
         driven = canary.driven
         if self._kept is not None:
             late = Sample.of(driven, self._kept.rows)
             self.missed.append(self._row(late, self._proof.leans(late.logprobs, self._kept.logprobs, late.rollout)))
-        before = previous(driven, Online(), sample) if driven.taken else None
+        before = previous_logprobs(driven, OnlineConfig(), sample) if driven.taken else None
         lean = 0.0 if before is None else self._proof.leans(sample.logprobs, before, sample.rollout)
-        tried = [cause.logprobs() for cause in causes(driven, sample, Online(), self.first)]
-        shares = np.array([share_given(sample.logprobs, each, sample.rollout) for each in tried])
+        tried = [cause.logprobs() for cause in causes(driven, sample, OnlineConfig(), self.first)]
+        shares = np.array([explained_share(sample.logprobs, each, sample.rollout) for each in tried])
         back = 0.0 if before is None else slope_of(sample.logprobs, before, sample.rollout)[0]
         nearest = dict(zip(("given", "given_without_outliers"), np.nanmax(shares, 0), strict=True))
         self.clean.append({**self._row(sample, lean), **nearest, "back": back})
@@ -107,13 +107,13 @@ class Watch:
 @contextlib.contextmanager
 def watched(watch: Watch):
     """No bound ends the run meanwhile."""
-    ask, bounds = Canary.ask, (logprob_gap.BF16_MEDIAN, logprob_gap.BF16_P99)
+    ask, bounds = ProbeSampler.ask, (logprob_gap.BF16_MEDIAN, logprob_gap.BF16_P99)
     try:
-        Canary.ask = lambda self, salt=None: watch(self, ask(self, salt))
+        ProbeSampler.ask = lambda self, salt=None: watch(self, ask(self, salt))
         logprob_gap.BF16_MEDIAN = logprob_gap.BF16_P99 = float("inf")
         yield
     finally:
-        Canary.ask = ask
+        ProbeSampler.ask = ask
         logprob_gap.BF16_MEDIAN, logprob_gap.BF16_P99 = bounds
 
 
@@ -132,8 +132,8 @@ def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
     with watched(watch), watch.noted():
         tg.online.train(
             model, online.tasks("traces", 0), agent=agent, objective=tg.presets.DAPO_DIRECT, config=config,
-            servers=[url], out=out, online=Online(steps=count, steps_ahead=0),
-            play=Play(samples=4, max_tokens=24, turns=1), sinks=(),
+            servers=[url], out=out, online=OnlineConfig(steps=count, steps_ahead=0),
+            play=RolloutConfig(samples=4, max_tokens=24, turns=1), sinks=(),
         )  # fmt: skip
     return watch
 

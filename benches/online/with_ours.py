@@ -20,7 +20,7 @@ from typing import Any
 import machine
 import online
 import tracegrad as tg
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 from tracegrad.rollout import in_process
 from tracegrad.rollout.launch import flags, launch
 
@@ -100,7 +100,7 @@ def run(player: Player, out: Path, seed: int, options: argparse.Namespace) -> di
         advantage=tg.config.Advantage(scale="std"),
         pack=tg.config.Pack(token_budget=2048, share_prefixes=True, skip_zero_weight=True),
     )
-    how = Online(steps=options.steps, steps_ahead=0, refill=1)
+    how = OnlineConfig(steps=options.steps, steps_ahead=0, refill=1)
     served, cpu, wall = player.seconds(), time.process_time(), time.perf_counter()
     finished = tg.online.train(
         machine.MODEL,
@@ -109,7 +109,7 @@ def run(player: Player, out: Path, seed: int, options: argparse.Namespace) -> di
         objective=tg.presets.DAPO_DIRECT,
         config=config,
         online=how,
-        play=Play(max_tokens=64, turns=4),
+        play=RolloutConfig(max_tokens=64, turns=4),
         out=out,
         **player.told,
     )

@@ -72,8 +72,8 @@ def told() -> dict:
         "model": QUICKSTART / "model",
         "objective": tg.presets.DAPO_DIRECT,
         "config": tg.config.Config(pack=pack, optimizer=optimizer),
-        "online": tg.online.Online(steps=options.steps),
-        "play": tg.online.Play(samples=options.samples, max_tokens=64, turns=4),
+        "online": tg.online.OnlineConfig(steps=options.steps),
+        "play": tg.online.RolloutConfig(samples=options.samples, max_tokens=64, turns=4),
         "out": options.out,
         **server,
     }

@@ -28,7 +28,7 @@ import task
 import tracegrad as tg
 from tracegrad.config import Config, load
 from tracegrad.objective import Objective
-from tracegrad.trainer.step import measure
+from tracegrad.trainer.step import compute_logprobs
 
 HERE = Path(__file__).parent
 SAMPLES = 8
@@ -97,7 +97,7 @@ def record(model: torch.nn.Module, tokenizer, here: Situation, groups: int, seed
             file.write(json.dumps(_native(episode, number // SAMPLES, here)) + "\n")
     sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(HERE / "model"))
     [step] = tg.pack(sequences, np.zeros(sequences.traces, np.float32), token_budget=8192)
-    found = step.with_logprobs(old=measure(model, step.batches)).old_logprobs
+    found = step.with_logprobs(old=compute_logprobs(model, step.batches)).old_logprobs
     lost = np.random.default_rng(seed).random(len(found)) < here.missing
     logprobs = sequences.rollout_logprobs.copy()
     logprobs[step.origin] = np.where(lost, np.nan, found)
@@ -154,7 +154,7 @@ def look(here: Situation, seed: int, options: argparse.Namespace) -> dict:
     model, _, sequences = made(here, seed, options)
     [step] = tg.pack(sequences, np.zeros(sequences.traces, np.float32), token_budget=8192)
     old = np.full(sequences.tokens, np.nan)
-    old[step.origin] = step.with_logprobs(old=measure(model, step.batches)).old_logprobs
+    old[step.origin] = step.with_logprobs(old=compute_logprobs(model, step.batches)).old_logprobs
     found = tg.recipes.for_data(sequences, old)
     advice = found.name + (f", missing {found.recipe.missing}" if found.recipe.missing else "")
     return {"situation": here.name, "seed": seed, "advice": advice, **asdict(found.measured)}

@@ -17,7 +17,7 @@ from pathlib import Path
 import task
 import tracegrad as tg
 from rollout import tool_messages, wilson
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 
 HERE = Path(__file__).parent
 ENGINE = {
@@ -88,7 +88,7 @@ def main() -> int:
         advantage=tg.config.Advantage(scale="std"),
         pack=tg.config.Pack(token_budget=2048, step_groups=32, share_prefixes=True, skip_zero_weight=True),
     )
-    online = Online(steps=options.steps, steps_ahead=options.steps_ahead, refill=1)
+    online = OnlineConfig(steps=options.steps, steps_ahead=options.steps_ahead, refill=1)
     began = time.perf_counter()
     found = tg.online.train(
         options.model,
@@ -97,7 +97,7 @@ def main() -> int:
         objective=tg.presets.DAPO_DIRECT,
         config=config,
         online=online,
-        play=Play(samples=8, max_tokens=64, turns=4),
+        play=RolloutConfig(samples=8, max_tokens=64, turns=4),
         evaluation=list(tasks("evaluation", options.seed, options.prompts)),
         python=options.vllm_python,
         engine=ENGINE,

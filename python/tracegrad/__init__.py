@@ -31,15 +31,15 @@ from tracegrad import advantage, objective
 from tracegrad._core import __version__
 from tracegrad.alignment.align import align
 from tracegrad.alignment.conversation import Conversation
-from tracegrad.alignment.sequences import Drift, Sequences
+from tracegrad.alignment.sequences import AlignmentReport, Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data import Map, read, stream
+from tracegrad.data import FieldMap, read, stream
 from tracegrad.data.trace import Trace, Traces, strip_logprobs, write
 from tracegrad.errors import TracegradError
 from tracegrad.objective import presets
-from tracegrad.objective.correction import Corrected, correct
+from tracegrad.objective.correction import Correction, correct
 from tracegrad.packing import Batch, Step, pack
-from tracegrad.trainer.dataset import Shards
+from tracegrad.trainer.dataset import PreparedDataset
 
 if TYPE_CHECKING:
     from tracegrad import (
@@ -70,13 +70,13 @@ _ON_USE = (
 )
 
 __all__ = [
+    "AlignmentReport",
     "Batch",
     "Conversation",
-    "Corrected",
-    "Drift",
-    "Map",
+    "Correction",
+    "FieldMap",
+    "PreparedDataset",
     "Sequences",
-    "Shards",
     "Step",
     "Tokenizer",
     "Trace",

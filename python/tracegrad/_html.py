@@ -5,7 +5,7 @@ import math
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from tracegrad.errors import shown
+from tracegrad.errors import escape_terminal
 
 _SHOWN_AS = {"\n": "⏎\n", "\t": "⇥\t"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -91,7 +91,7 @@ def cell(value: object) -> str:
     """
     if value is None:
         return ""
-    return html.escape(shown(f"{value:.4g}" if isinstance(value, float) else value))
+    return html.escape(escape_terminal(f"{value:.4g}" if isinstance(value, float) else value))
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -62,12 +62,12 @@ def floats(values: Any, name: str, dtype: DTypeLike = np.float64, *, length: int
     Raises:
         ArgumentError: if the values are not numbers, if the shape is wrong, or if a finite number overflows `dtype`.
     """
-    return narrowed(flat(numbers(values, name), name, length), dtype, name)
+    return as_floats(check_flat(numbers(values, name), name, length), dtype, name)
 
 
 def real(values: Any, name: str) -> NDArray[np.float64]:
     """Return numbers as float64 in their own shape. Otherwise like `floats`."""
-    return narrowed(numbers(values, name), np.float64, name)
+    return as_floats(numbers(values, name), np.float64, name)
 
 
 def integers(values: Any, name: str, dtype: DTypeLike = np.int64, *, length: int | None = None) -> Array:
@@ -76,7 +76,7 @@ def integers(values: Any, name: str, dtype: DTypeLike = np.int64, *, length: int
     Raises:
         ArgumentError: for floats (also integral ones), for bool, for a wrong shape, or if an integer overflows `dtype`.
     """
-    return whole(flat(numbers(values, name), name, length), dtype, name)
+    return as_integers(check_flat(numbers(values, name), name, length), dtype, name)
 
 
 def flags(values: Any, name: str, *, length: int | None = None) -> NDArray[np.bool_]:
@@ -85,7 +85,7 @@ def flags(values: Any, name: str, *, length: int | None = None) -> NDArray[np.bo
     Raises:
         ArgumentError: for other numbers, or for a wrong shape.
     """
-    return as_flags(flat(numbers(values, name), name, length), name)
+    return as_flags(check_flat(numbers(values, name), name, length), name)
 
 
 def labels(values: Any, name: str) -> Array:
@@ -97,14 +97,14 @@ def labels(values: Any, name: str) -> Array:
     if isinstance(values, (list, tuple)) and values and all(isinstance(value, str) for value in values):
         values = np.asarray(values)
     if type(values) is np.ndarray and values.dtype.kind == "U":
-        return flat(values, name)
+        return check_flat(values, name)
     if type(values) is np.ndarray and values.dtype == object and all(isinstance(value, str) for value in values.flat):
-        return flat(values.astype(str), name)
-    array = flat(numbers(values, name), name)
-    return array if array.size == 0 else whole(array, array.dtype if array.dtype.kind in "iu" else np.int64, name)
+        return check_flat(values.astype(str), name)
+    array = check_flat(numbers(values, name), name)
+    return array if array.size == 0 else as_integers(array, array.dtype if array.dtype.kind in "iu" else np.int64, name)
 
 
-def flat(array: Array, name: str, length: int | None = None) -> Array:
+def check_flat(array: Array, name: str, length: int | None = None) -> Array:
     """Return the array if it has one dimension and `length` entries.
 
     Raises:
@@ -119,7 +119,7 @@ def flat(array: Array, name: str, length: int | None = None) -> Array:
     return array
 
 
-def narrowed(array: Array, dtype: DTypeLike, name: str) -> Array:
+def as_floats(array: Array, dtype: DTypeLike, name: str) -> Array:
     """Return the numbers as floats of `dtype`.
 
     Raises:
@@ -137,7 +137,7 @@ def narrowed(array: Array, dtype: DTypeLike, name: str) -> Array:
     return cast
 
 
-def whole(array: Array, dtype: DTypeLike, name: str) -> Array:
+def as_integers(array: Array, dtype: DTypeLike, name: str) -> Array:
     """Return the integers as `dtype`.
 
     Raises:
@@ -178,7 +178,7 @@ def integer(value: Any, name: str, *, least: int, most: int = (1 << 63) - 1) -> 
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
     if not is_integer or not least <= value <= most:
         bounds = f"at least {least}" if most >= (1 << 31) else f"from {least} to {most}"
-        raise ArgumentError(f"TG-ARGS-005: {name} is {described(value)}. It must be an integer of {bounds}.")
+        raise ArgumentError(f"TG-ARGS-005: {name} is {describe(value)}. It must be an integer of {bounds}.")
     return int(value)
 
 
@@ -191,7 +191,7 @@ def number(value: Any, name: str, *, least: float = -np.inf, most: float = np.in
     is_real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_real or not abs(value) < 1e300 or not least <= value <= most:
         raise ArgumentError(
-            f"TG-ARGS-006: {name} is {described(value)}. It must be a finite number from {least} to {most}."
+            f"TG-ARGS-006: {name} is {describe(value)}. It must be a finite number from {least} to {most}."
         )
     return float(value)
 
@@ -203,7 +203,7 @@ def flag(value: Any, name: str) -> bool:
         ArgumentError: for any other value.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentError(f"TG-ARGS-007: {name} is {described(value)}. It must be True or False.")
+        raise ArgumentError(f"TG-ARGS-007: {name} is {describe(value)}. It must be True or False.")
     return bool(value)
 
 
@@ -215,7 +215,7 @@ def one_of(value: Any, name: str, choices: Iterable[str | None]) -> Any:
     """
     if not (value is None or isinstance(value, str)) or value not in (choices := tuple(choices)):
         raise ArgumentError(
-            f"TG-ARGS-008: {name} is {described(value)}. It must be one of {', '.join(map(repr, choices))}."
+            f"TG-ARGS-008: {name} is {describe(value)}. It must be one of {', '.join(map(repr, choices))}."
         )
     return value
 
@@ -228,7 +228,7 @@ def instance(value: Any, name: str, kinds: type | tuple[type, ...], cure: str) -
     """
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise ArgumentError(f"TG-ARGS-018: {name} is {described(value)}, no {wanted}. {cure}")
+        raise ArgumentError(f"TG-ARGS-018: {name} is {describe(value)}, no {wanted}. {cure}")
     return value
 
 
@@ -244,7 +244,7 @@ def instances(values: Any, name: str, kinds: type | tuple[type, ...]) -> tuple[A
     )
 
 
-def rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
+def check_rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
     """Raise if a value has no rows, or is itself of a type in `not_these` that a single row should have.
 
     Raises:
@@ -252,10 +252,10 @@ def rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
     """
     has_rows = isinstance(values, Iterable) and not (isinstance(values, np.ndarray) and values.ndim == 0)
     if not has_rows or isinstance(values, not_these):
-        raise ArgumentError(f"TG-ARGS-009: {name} is {described(values)}. Pass a list, with one entry for each.")
+        raise ArgumentError(f"TG-ARGS-009: {name} is {describe(values)}. Pass a list, with one entry for each.")
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a short description of any value, on one line, for an error message."""
     if isinstance(value, (str, bytes, int, float, complex, type(None))):
         text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 200 else "an integer of many digits"
@@ -305,7 +305,7 @@ def check_choice(name: str, value: object, valid: tuple[object, ...]) -> None:
         raise ArgumentError(f"TG-ARGS-011: {name} is {value!r}. It must be one of {', '.join(map(repr, valid))}.")
 
 
-def kind_of(name: str, value: object, kind: type) -> None:
+def check_kind(name: str, value: object, kind: type) -> None:
     """Raise if a value is not an instance of `kind`, because no evaluator has a formula for it.
 
     Raises:
@@ -319,23 +319,23 @@ def kind_of(name: str, value: object, kind: type) -> None:
         )
 
 
-def no_effect(idle: bool, name: str, why: str) -> None:
+def refuse_without_effect(idle: bool, name: str, why: str) -> None:
     if idle:
         raise ArgumentError(f"TG-ARGS-013: {name} has no effect here: {why}. Leave it out.")
 
 
-def rising(name: str, low: float, high: float) -> None:
+def check_order(name: str, low: float, high: float) -> None:
     if not low <= high:
         raise ArgumentError(f"TG-ARGS-014: {name} has low {low} above high {high}. Nothing lies between.")
 
 
-def around(name: str, low: float, high: float, centre: float, cure: str) -> None:
+def check_bounds_around(name: str, low: float, high: float, centre: float, cure: str) -> None:
     """Raise if the bounds do not include `centre`, the value of the quantity if both policies agree.
 
     Raises:
         ArgumentError: if the bounds are out of order or exclude `centre`. The message ends with `cure`.
     """
-    rising(name, low, high)
+    check_order(name, low, high)
     if not low <= centre <= high:
         raise ArgumentError(
             f"TG-ARGS-015: {name} has bounds [{low:g}, {high:g}], and terms on which the policies agree lie at "
@@ -343,7 +343,7 @@ def around(name: str, low: float, high: float, centre: float, cure: str) -> None
         )
 
 
-def around_one(name: str, low: float, high: float) -> None:
+def check_ratio_bounds(name: str, low: float, high: float) -> None:
     """Raise if the bounds of a ratio are negative or do not include 1.
 
     Raises:
@@ -354,9 +354,11 @@ def around_one(name: str, low: float, high: float) -> None:
             f"TG-ARGS-016: {name}.low is {low:g}, and no ratio is negative. Bounds are ratios, not distances "
             f"from 1: write 1 - 0.2."
         )
-    around(name, low, high, 1.0, "Bounds are ratios, not distances from 1: write 0.8 and 1.28 for 0.2 and 0.28.")
+    check_bounds_around(
+        name, low, high, 1.0, "Bounds are ratios, not distances from 1: write 0.8 and 1.28 for 0.2 and 0.28."
+    )
 
 
-def positive(name: str, value: float, cure: str = "") -> None:
+def check_positive(name: str, value: float, cure: str = "") -> None:
     if not 0 < value < float("inf"):
         raise ArgumentError(f"TG-ARGS-017: {name} is {value}. It must be positive{'; ' + cure if cure else ''}.")

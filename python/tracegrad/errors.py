@@ -1,8 +1,8 @@
 """Define every error that tracegrad raises. A message states what is wrong, where, why it matters and what to do.
 
 The core defines the base classes. Each error is a ValueError with the attributes `file`, `line`, `trace`, `turn` and
-`token`, if they apply. Messages go to terminals and logs, so `shown` escapes every character that could forge or hide
-text.
+`token`, if they apply. Messages go to terminals and logs, so `escape_terminal` escapes every character that could
+forge or hide text.
 """
 
 import copyreg
@@ -27,11 +27,11 @@ _STEERING = re.compile(
 )
 
 
-def shown(text: object) -> str:
+def escape_terminal(text: object) -> str:
     """Return third-party text as a terminal can safely show it: control, direction and invisible characters are
     escaped.
 
-    >>> shown("a\\x1b[2J\\u202eb")
+    >>> escape_terminal("a\\x1b[2J\\u202eb")
     'a\\\\x1b[2J\\\\u202eb'
     """
     return _STEERING.sub(lambda match: match.group().encode("unicode_escape").decode(), str(text))
@@ -44,13 +44,13 @@ CODE = re.compile(r"\b(TG-[A-Z]+-\d{3})(?:: |\b)")
 """The code of an error in its message, with the colon after it."""
 
 
-def redacted(text: object) -> str:
+def redact(text: object) -> str:
     """Return text in which the secrets of addresses are replaced by `***`.
 
     Secrets are the user and password, every value of the query, and the fragment. Providers name their signatures
     differently, so every query value counts as a secret.
 
-    >>> redacted("s3://me:pass@bucket/a.jsonl?X-Amz-Signature=0f&v=1: not found"), redacted("hf://datasets/a/b@main/c")
+    >>> redact("s3://me:pass@bucket/a.jsonl?X-Amz-Signature=0f&v=1: not found"), redact("hf://datasets/a/b@main/c")
     ('s3://***@bucket/a.jsonl?X-Amz-Signature=***&v=***: not found', 'hf://datasets/a/b@main/c')
     """
     return _ADDRESS.sub(lambda match: "".join(map(_redacted, _CHAINED.split(match.group()))), str(text))
@@ -87,7 +87,7 @@ def _redacted(address: str) -> str:
 
 
 def _message(error: TracegradError) -> str:
-    return shown(redacted(ValueError.__str__(error)))
+    return escape_terminal(redact(ValueError.__str__(error)))
 
 
 def _representation(error: TracegradError) -> str:
@@ -136,8 +136,8 @@ __all__ = [
     "TemplateError",
     "TokenizerError",
     "TracegradError",
-    "redacted",
-    "shown",
+    "escape_terminal",
+    "redact",
 ]
 
 # Register how errors are pickled, so that they keep their class between processes. Pickle cannot import the core's

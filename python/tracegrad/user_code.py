@@ -28,10 +28,10 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Literal
 
-from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.errors import ArgumentError, TracegradError, escape_terminal
 from tracegrad.storage.files import refuse_special
 
-HELD_CHARACTERS = 8192
+MAX_TRACEBACK_CHARACTERS = 8192
 _HERE = str(Path(__file__).parent) + os.sep
 _OTHERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -53,14 +53,14 @@ class Failure:
     traceback: str = ""
 
     def __str__(self) -> str:
-        return shown(f"{self.words} ({self.where})" if self.where else self.words)
+        return escape_terminal(f"{self.words} ({self.where})" if self.where else self.words)
 
     def as_dict(self) -> dict[str, str]:
         """Return the fields as a dict, for a record."""
         return {"kind": self.kind, "words": self.words, "where": self.where, "traceback": self.traceback}
 
 
-class Failed(TracegradError):
+class UserCodeError(TracegradError):
     """The exception for a function that returned no value. `failure` has the reason."""
 
     def __init__(self, failure: Failure) -> None:
@@ -68,28 +68,28 @@ class Failed(TracegradError):
         self.failure = failure
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Failed, (self.failure,)
+        return UserCodeError, (self.failure,)
 
 
-def located(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """Return the failure that describes an exception, with the innermost line of user code in its traceback.
 
     >>> try:
     ...     {}["lamp"]
     ... except KeyError as error:
-    ...     print(located(error).words)
+    ...     print(failure_of(error).words)
     KeyError: 'lamp'
     """
-    if isinstance(error, Failed):
+    if isinstance(error, UserCodeError):
         return error.failure
     frames = traceback.extract_tb(error.__traceback__)
-    frames_of_user = [frame for frame in frames if is_own(frame.filename)] or frames[-1:]
+    frames_of_user = [frame for frame in frames if is_user_code(frame.filename)] or frames[-1:]
     where = (
         f"{frames_of_user[-1].filename}:{frames_of_user[-1].lineno} in {frames_of_user[-1].name}"
         if frames_of_user
         else ""
     )
-    return Failure("raised", one_line(error), where, cut("".join(traceback.format_exception(error))))
+    return Failure("raised", one_line(error), where, truncate_start("".join(traceback.format_exception(error))))
 
 
 def one_line(error: BaseException) -> str:
@@ -100,17 +100,17 @@ def one_line(error: BaseException) -> str:
     return type(error).__name__
 
 
-def cut(text: str) -> str:
-    """Return at most the last `HELD_CHARACTERS` characters of a text."""
-    return text if len(text) <= HELD_CHARACTERS else "…" + text[1 - HELD_CHARACTERS :]
+def truncate_start(text: str) -> str:
+    """Return at most the last `MAX_TRACEBACK_CHARACTERS` characters of a text."""
+    return text if len(text) <= MAX_TRACEBACK_CHARACTERS else "…" + text[1 - MAX_TRACEBACK_CHARACTERS :]
 
 
-def is_own(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Return whether a file is user code: not part of tracegrad, Python or an installed package."""
     return not file.startswith((_HERE, *_OTHERS))
 
 
-def place(frame: FrameType) -> str:
+def location_of(frame: FrameType) -> str:
     """Return file, line and function of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
@@ -118,7 +118,7 @@ def place(frame: FrameType) -> str:
 HUNG_THREADS = 256
 
 
-async def within(seconds: float | None, work: Any, what: str) -> Any:
+async def await_within(seconds: float | None, work: Any, what: str) -> Any:
     """Await `work` for at most `seconds`. Work that swallows its cancellation is abandoned.
 
     Raises:
@@ -138,21 +138,21 @@ async def within(seconds: float | None, work: Any, what: str) -> Any:
         task.cancel()
         task.add_done_callback(_forget)
         await asyncio.wait({task}, timeout=1.0)
-        raise Failed(Failure("late", f"{what} took longer than {seconds:g} s", where))
+        raise UserCodeError(Failure("late", f"{what} took longer than {seconds:g} s", where))
     if task.cancelled():
-        raise Failed(Failure("raised", f"{what} cancelled itself"))
+        raise UserCodeError(Failure("raised", f"{what} cancelled itself"))
     error = task.exception()
     if error is not None:
-        raise Failed(located(error)) from error
+        raise UserCodeError(failure_of(error)) from error
     return task.result()
 
 
 async def _without_exit(work: Any) -> Any:
-    """Return the result of `work`. A SystemExit becomes `Failed`, because asyncio would end the loop."""
+    """Return the result of `work`. A SystemExit becomes `UserCodeError`, because asyncio would end the loop."""
     try:
         return await work
     except SystemExit as error:
-        raise Failed(located(error)) from error
+        raise UserCodeError(failure_of(error)) from error
 
 
 def _position(task: asyncio.Future[Any]) -> str:
@@ -161,8 +161,8 @@ def _position(task: asyncio.Future[Any]) -> str:
     position = ""
     while awaitable is not None:
         frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)
-        if frame is not None and (not position or is_own(frame.f_code.co_filename)):
-            position = place(frame)
+        if frame is not None and (not position or is_user_code(frame.f_code.co_filename)):
+            position = location_of(frame)
         awaitable = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)
     return position
 
@@ -173,7 +173,7 @@ def _forget(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-class Thread:
+class UserThread:
     """A thread that runs functions one after another. It starts on first use.
 
     An object created in the thread is used only in it, as databases and browsers require. A function that exceeds its
@@ -193,8 +193,10 @@ class Thread:
             Failed: if it raises or takes longer than `seconds`, or if too many abandoned threads hang.
         """
         if self._jobs is None:
-            if Thread._hung >= HUNG_THREADS:
-                raise Failed(Failure("late", f"{what}: {HUNG_THREADS} threads hang in functions past their time limit"))
+            if UserThread._hung >= HUNG_THREADS:
+                raise UserCodeError(
+                    Failure("late", f"{what}: {HUNG_THREADS} threads hang in functions past their time limit")
+                )
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(target=_serve_jobs, args=(self._jobs,), daemon=True)
             self._thread.start()
@@ -203,13 +205,13 @@ class Thread:
         run = contextvars.copy_context().run
         self._jobs.put((run, function, args, lambda *result: _answer(loop, done, *result)))
         try:
-            return await within(seconds, done, what)
-        except Failed as failed:
+            return await await_within(seconds, done, what)
+        except UserCodeError as failed:
             if failed.failure.kind != "late":
                 raise
             where = self._position()
             self._abandon()
-            raise Failed(replace(failed.failure, where=where)) from None
+            raise UserCodeError(replace(failed.failure, where=where)) from None
         except asyncio.CancelledError:
             self._abandon()
             raise
@@ -223,19 +225,19 @@ class Thread:
     def _position(self) -> str:
         """Return the innermost line of user code that the thread executes now."""
         frame = sys._current_frames().get((self._thread and self._thread.ident) or 0)
-        while frame is not None and not is_own(frame.f_code.co_filename):
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
             frame = frame.f_back
-        return "" if frame is None else place(frame)
+        return "" if frame is None else location_of(frame)
 
     def _abandon(self) -> None:
-        Thread._hung += 1
+        UserThread._hung += 1
         if self._jobs is not None:
             self._jobs.put((lambda run: run(), _count_returned, (), lambda *_: None))
         self.close()
 
 
 def _count_returned() -> None:
-    Thread._hung -= 1
+    UserThread._hung -= 1
 
 
 def _serve_jobs(ask: Any) -> None:
@@ -256,7 +258,7 @@ def _answer(
         if error is None:
             done.set_result(value)
         elif isinstance(error, StopIteration):
-            done.set_exception(Failed(located(error)))
+            done.set_exception(UserCodeError(failure_of(error)))
         else:
             done.set_exception(error)
 
@@ -264,15 +266,15 @@ def _answer(
         loop.call_soon_threadsafe(settle)
 
 
-STAND = signal.SIGUSR1
+TRACEBACK_SIGNAL = signal.SIGUSR1
 """Signal that asks a process to write its current traceback."""
-STAND_S = 1.0
+TRACEBACK_TIMEOUT_S = 1.0
 """Seconds that a process has for writing its traceback."""
 CUDA_AFTER_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
 """Texts of torch's errors in a forked process: on its first use of CUDA, and on a tensor of the parent process."""
 
 
-class Processes:
+class ProcessPool:
     """A pool of processes that run named functions, each call within a time limit. A process that exceeds it is killed.
 
     Processes are forked on demand, so functions can be closures. Arguments and values are pickled. Use it as an
@@ -296,7 +298,7 @@ class Processes:
         self._busy: set[_Process] = set()
         self._closed = False
 
-    async def __aenter__(self) -> "Processes":
+    async def __aenter__(self) -> "ProcessPool":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -324,7 +326,7 @@ class Processes:
                     self._idle.append(process)
         value, failure = outcome
         if failure is not None:
-            raise Failed(failure)
+            raise UserCodeError(failure)
         return value
 
     def close(self) -> None:
@@ -357,7 +359,7 @@ class _Process:
             request = pickle.dumps((name, args, kwargs, seconds))
         except Exception as error:
             return None, Failure("wrong", f"{name}: arguments that cannot be sent to a process: {one_line(error)}")
-        thread = Thread()
+        thread = UserThread()
         try:
             return await thread.call(self._exchange, name, bytes(request), seconds, seconds=None, what=name)
         finally:
@@ -384,8 +386,8 @@ class _Process:
         """Signal the process to write its traceback and end, then kill its process group."""
         process = self._process.pid or 0
         with contextlib.suppress(OSError):
-            os.kill(process, STAND)
-            wait([self._process.sentinel], STAND_S)
+            os.kill(process, TRACEBACK_SIGNAL)
+            wait([self._process.sentinel], TRACEBACK_TIMEOUT_S)
             os.killpg(process, signal.SIGKILL)
 
     def _read_traceback(self) -> tuple[str, str]:
@@ -395,8 +397,10 @@ class _Process:
         except OSError:
             return "", ""
         lines = [line.strip() for line in text.splitlines() if line.startswith('  File "')]
-        lines_of_user = [line for line in lines if is_own(line[6:])] or lines
-        return (lines_of_user[0].replace('File "', "").replace('", line ', ":") if lines_of_user else ""), cut(text)
+        lines_of_user = [line for line in lines if is_user_code(line[6:])] or lines
+        return (
+            lines_of_user[0].replace('File "', "").replace('", line ', ":") if lines_of_user else ""
+        ), truncate_start(text)
 
     def kill(self, keep: bool = False) -> None:
         """End the process. `keep` leaves the file with its traceback."""
@@ -415,12 +419,12 @@ def _serve_calls(pipe: Connection, functions: Mapping[str, Callable[..., Any]], 
     """Serve calls in a worker process until the pipe closes or the parent process is gone."""
     os.setsid()  # A new process group, so that processes started by a function are killed with it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(STAND, signal.SIG_DFL)
+    signal.signal(TRACEBACK_SIGNAL, signal.SIG_DFL)
     parent = os.getppid()
     with open(trace, "w") as file:
         # The handler writes the traceback itself, even if native code blocks the interpreter. `chain` then runs the
         # signal's default action, which ends the process.
-        faulthandler.register(STAND, file=file, chain=True)
+        faulthandler.register(TRACEBACK_SIGNAL, file=file, chain=True)
         while True:
             while not pipe.poll(5.0):
                 if os.getppid() != parent:
@@ -446,7 +450,7 @@ def _serve_calls(pipe: Connection, functions: Mapping[str, Callable[..., Any]], 
 
 def _failure(name: str, error: BaseException) -> Failure:
     """Return the failure of a function in a forked process. If the cause is CUDA, the failure explains the remedy."""
-    failure = located(error)
+    failure = failure_of(error)
     if not any(text in one_line(cause) for cause in _chain(error) for text in CUDA_AFTER_FORK):
         return failure
     words = (
@@ -471,7 +475,7 @@ _modules: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 _folders: set[Path] = set()
 
 
-def module_of(path: str | Path) -> ModuleType:
+def load_module(path: str | Path) -> ModuleType:
     """Run a file as Python runs a script, and return it as a module.
 
     - A file runs once, and again only after it changed. All names taken from it belong to one module.

@@ -8,7 +8,7 @@ from peer_code import trl_advantages, trl_optimal_value, trl_rloo
 from tracegrad.advantage import (
     a_star,
     batch_mean,
-    by_mean_size,
+    divide_by_mean_abs,
     gpg,
     group_counts,
     group_mean,
@@ -281,15 +281,15 @@ def test_long_answers_pay_along_a_line_that_begins_before_the_budget_ends():
 
 def test_advantages_by_their_mean_size():
     # Sizes 4, 2 and 0: the mean is 2; with the weights 1, 3 and 4 it is (4 + 6) / 8.
-    assert by_mean_size([4.0, -2.0, 0.0]).tolist() == [2.0, -1.0, 0.0]
-    assert by_mean_size([4.0, -2.0, 0.0], weights=[1.0, 3.0, 4.0]).tolist() == pytest.approx([3.2, -1.6, 0.0])
+    assert divide_by_mean_abs([4.0, -2.0, 0.0]).tolist() == [2.0, -1.0, 0.0]
+    assert divide_by_mean_abs([4.0, -2.0, 0.0], weights=[1.0, 3.0, 4.0]).tolist() == pytest.approx([3.2, -1.6, 0.0])
     # A half off the negative one leaves 4 and -1, a mean size of 5 / 3; off the positive one 2 and -2.
-    assert by_mean_size([4.0, -2.0, 0.0], balance=0.5).tolist() == pytest.approx([2.4, -0.6, 0.0])
-    assert by_mean_size([4.0, -2.0, 0.0], balance=-0.5).tolist() == pytest.approx([1.5, -1.5, 0.0])
-    assert by_mean_size([0.0, 0.0]).tolist() == [0.0, 0.0]
+    assert divide_by_mean_abs([4.0, -2.0, 0.0], balance=0.5).tolist() == pytest.approx([2.4, -0.6, 0.0])
+    assert divide_by_mean_abs([4.0, -2.0, 0.0], balance=-0.5).tolist() == pytest.approx([1.5, -1.5, 0.0])
+    assert divide_by_mean_abs([0.0, 0.0]).tolist() == [0.0, 0.0]
     for wrong in ({"weights": [1.0]}, {"weights": [1.0, -1.0]}, {"weights": [1.0, NAN]}, {"balance": 1.5}):
         with pytest.raises(ArgumentError):
-            by_mean_size([1.0, 2.0], **wrong)
+            divide_by_mean_abs([1.0, 2.0], **wrong)
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 0), (4, 2, 2)])

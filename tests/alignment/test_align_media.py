@@ -10,7 +10,7 @@ import tracegrad as tg
 from media_template import TEMPLATE
 from recorded_turns import QUIET
 from spoil import MODEL, diagnosed, names, recorded, spoiled
-from tracegrad.prepare.summary import Account
+from tracegrad.prepare.summary import IngestSummary
 from vocabulary import align, ids_of, load, model, reasons, record, said, trained, user
 
 PAD = 640
@@ -212,7 +212,7 @@ def test_the_doctor_counts_turns_whose_ids_are_guessed(tmp_path):
     found = diagnosed(rows, tmp_path)
     assert names(found)["guessed_ids"] == "COSTS"
     assert found.terms == 0
-    account = Account("f")
+    account = IngestSummary("f")
     for asked in (False, True):
         account.add(tg.align(tg.Traces.from_records(rows), load(MODEL), assume_canonical=asked))
         [line] = [line for line in account.lines() if line.startswith("guessed")]

@@ -10,7 +10,7 @@ import pytest
 import tracegrad as tg
 from shop_contracts import Clerk, correct, shop_tools
 from stand_in import prompts
-from tracegrad.rollout import Limits, Tokens, play, with_tools
+from tracegrad.rollout import Limits, Tokens, run_rollout, with_tools
 from tracegrad.rollout.client import Servers
 from tracegrad.weight_sync import File
 from vllm_logprobs import recomputed
@@ -52,7 +52,9 @@ def played(url, example, contract, tasks, by):
                 chat = Tokens(servers, tokenizer)
                 await chat.check()
             limits = Limits(turns=TURNS)
-            plays = (play(contract, task, chat=chat, limits=limits, id=f"{by}-{n}") for n, task in enumerate(tasks))
+            plays = (
+                run_rollout(contract, task, chat=chat, limits=limits, id=f"{by}-{n}") for n, task in enumerate(tasks)
+            )
             return await asyncio.gather(*plays)
 
     found = asyncio.run(run())

@@ -98,7 +98,7 @@ def test_a_trace_that_is_left_out_moves_no_mask(tmp_path):
 def diagnosed(records, tmp_path, **told):
     path = tmp_path / "traces.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    found = tg.doctor.examine(path, MODEL, logprob_kind="processed", **told)
+    found = tg.doctor.diagnose(path, MODEL, logprob_kind="processed", **told)
     return found, {finding.name: finding for finding in found.findings}
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.data.formats.openai import opened
-from tracegrad.data.json_path import lines
-from tracegrad.doctor import Place, bigram_logprobs, examine, lag_test, rescore
-from tracegrad.doctor.checks_shift import shifted_to
+from tracegrad.data.formats.openai import parse_json_or_events
+from tracegrad.data.json_path import split_lines
+from tracegrad.doctor import Place, bigram_logprobs, diagnose, lag_test, rescore
+from tracegrad.doctor.checks_shift import leading_lag
 from tracegrad.errors import FormatError
 from vocabulary import (
     EXAMPLE,
@@ -78,7 +78,7 @@ def found(folder, rows):
     path.write_text(
         "\n".join(json.dumps({**row, "group": f"g{n // 2}", "reward": n % 2}) for n, row in enumerate(rows))
     )
-    return {each.name: each.severity.name for each in examine(str(path), EXAMPLE).findings}
+    return {each.name: each.severity.name for each in diagnose(str(path), EXAMPLE).findings}
 
 
 def test_a_whole_stream_is_exact_and_one_that_lost_chunks_is_not_trained(chatml):
@@ -259,8 +259,8 @@ SEPARATORS = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh"
 
 
 def test_lines_end_in_line_feeds_alone():
-    assert lines(f"{SEPARATORS}\r\nx\ny\r\n\n") == [SEPARATORS, "x", "y", ""]
-    assert lines("") == []
+    assert split_lines(f"{SEPARATORS}\r\nx\ny\r\n\n") == [SEPARATORS, "x", "y", ""]
+    assert split_lines("") == []
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -270,7 +270,7 @@ def test_a_stream_in_text_is_split_at_line_feeds_whatever_its_key_is(tmp_path, b
     parts = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in (separators, "!")]
     parts[-1]["choices"][0]["finish_reason"] = "stop"
     body = begin + "".join(f"data: {json.dumps(each, ensure_ascii=False)}{end * 2}" for each in parts)
-    assert opened(body) == parts
+    assert parse_json_or_events(body) == parts
     request = {"messages": [user("q")], "model": "m"}
     for asked, answered in (("request", "response"), ("input", "output"), ("request_body", "response_body")):
         (tmp_path / "s.jsonl").write_text(json.dumps({asked: request, answered: body}))
@@ -418,7 +418,7 @@ def test_answers_that_repeat_are_no_independent_draws(answers):
         test = lag_test(values, bigram_logprobs(before, ids), cu)
         assert test.turns == 150
         assert test.draws <= answers
-        shifted += shifted_to(test) != 0
+        shifted += leading_lag(test) != 0
     assert shifted == 0
 
 
@@ -521,12 +521,12 @@ def test_files_of_a_session_are_in_the_order_of_their_numbers(tmp_path):
     names = [str(tmp_path / f"s{n}.jsonl") for n in sorted(range(12), key=str)]  # as a shell lists them
     for source in (tmp_path, str(tmp_path / "*.jsonl"), names):
         for session in ("session", "prefix"):
-            (trace,) = tg.read(source, map=tg.Map(session=session))
+            (trace,) = tg.read(source, map=tg.FieldMap(session=session))
             assert [m["content"] for m in trace.messages[1::2]] == [f"a{n}" for n in range(12)], session
     # By prefix, calls are joined though a later one stands before the one that it goes on.
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "log.jsonl").write_text("\n".join(json.dumps(call(n, [])) for n in (2, 0, 1)))
-    (trace,) = tg.read(tmp_path / "all", map=tg.Map(session="prefix"))
+    (trace,) = tg.read(tmp_path / "all", map=tg.FieldMap(session="prefix"))
     assert len(trace.generations) == 3
 
 
@@ -631,7 +631,7 @@ def test_recorded_logprobs_that_are_the_trainers_own_are_found():
 
     def hits(recorded, tokens=200):
         cu = np.array([0, tokens])
-        got = rescore.Rescored(np.asarray(recorded)[:tokens], recomputed[:tokens], cu, first, None)
+        got = rescore.LogprobComparison(np.asarray(recorded)[:tokens], recomputed[:tokens], cu, first, None)
         return own(got).count
 
     assert hits(recomputed) == 200
@@ -640,4 +640,6 @@ def test_recorded_logprobs_that_are_the_trainers_own_are_found():
     most = recomputed.copy()
     most[:3] -= 1e-6
     assert hits(most) == 0
-    assert rescore.own_logprobs.finding(own(rescore.Rescored(recomputed, recomputed, np.array([0, 200]), first, None)))
+    assert rescore.own_logprobs.finding(
+        own(rescore.LogprobComparison(recomputed, recomputed, np.array([0, 200]), first, None))
+    )

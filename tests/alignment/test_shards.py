@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracegrad.alignment.sequences import Drift, Sequences
+from tracegrad.alignment.sequences import AlignmentReport, Sequences
 from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
 from tracegrad.storage import manifest, safetensors_file
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_held_or_written_says_so(tmp_path):
 
 
 def example(groups=(0, 1, 1), names=("red", "blue")):
-    found = Drift(
+    found = AlignmentReport(
         reason=np.array([2], np.uint8),
         trace=np.array([1], np.int32),
         turn=np.array([0], np.int32),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracegrad.alignment import store
-from tracegrad.alignment.mismatch import Drift
+from tracegrad.alignment.mismatch import AlignmentReport
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import MEDIA
 from tracegrad.errors import FormatError, ReadError
@@ -34,7 +34,7 @@ def example():
         version=[-1, 5, 6, -1, 4, -1],
         ending=[1, 2],
     )
-    found = Drift(
+    found = AlignmentReport(
         reason=np.array(MEDIA[:1], np.uint8),
         trace=np.array([1], np.int32),
         turn=np.array([0], np.int32),
@@ -135,7 +135,7 @@ def test_no_traces_are_no_rows(tmp_path):
     [column] = {len(array) for array in store.columns_of(none()).values()}
     assert column == 0
     none().save(tmp_path)
-    assert store.read(tmp_path)[0]["rewards"].shape == (0, 1)
+    assert store.read_trace_columns(tmp_path)[0]["rewards"].shape == (0, 1)
 
 
 def none():
@@ -151,7 +151,7 @@ def none():
 
 def test_a_saved_folder_has_the_columns_beside_the_tokens(tmp_path):
     example().save(tmp_path)
-    found, names = store.read(tmp_path)
+    found, names = store.read_trace_columns(tmp_path)
     assert names == ("a", "b")
     assert "traces.safetensors" in manifest.read(tmp_path).files
     for name, array in store.columns_of(example()).items():
@@ -169,7 +169,7 @@ def test_a_folder_from_before_there_were_columns_still_loads(tmp_path):
     (tmp_path / "traces.safetensors").unlink()
     assert Sequences.load(tmp_path, verify=True).trace_ids == ("é", "b")
     with pytest.raises(ReadError, match=r"TG-STORE-029.*traces\.safetensors"):
-        store.read(tmp_path)
+        store.read_trace_columns(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -193,4 +193,4 @@ def test_a_file_that_is_not_of_columns_is_refused(tmp_path, change):
     arrays, told = safetensors_file.read(tmp_path / "traces.safetensors")
     safetensors_file.write(tmp_path / "traces.safetensors", *change(arrays, told))
     with pytest.raises(FormatError, match="TG-ALIGN-016"):
-        store.read(tmp_path)
+        store.read_trace_columns(tmp_path)

@@ -216,8 +216,8 @@ def test_a_dry_run_packs_each_step_once(example, forty, tmp_path, capsys, monkey
     from tracegrad.trainer import steps
 
     packed = []
-    real = steps.pack_alone
-    monkeypatch.setattr(steps, "pack_alone", lambda *given, **how: packed.append(given) or real(*given, **how))
+    real = steps.pack_step
+    monkeypatch.setattr(steps, "pack_step", lambda *given, **how: packed.append(given) or real(*given, **how))
     assert main(train(example, forty, tmp_path / "out", "--dry-run", "--json")) == 0
     assert len(packed) == json.loads(capsys.readouterr().out)["would"]["steps_per_epoch"] == 2
 

@@ -14,7 +14,7 @@ import torch
 from policy_server import MODEL, PolicyServer
 from shop_files import dry, folder, played, rows, written  # noqa: F401
 from tracegrad.cli import main
-from tracegrad.online.buffer import Follower
+from tracegrad.online.buffer import GroupReader
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,7 @@ def test_two_collectors_play_what_the_file_says_and_the_trainer_plays_its_evalua
     assert [process.returncode for process in processes] == [0, 0], said
     assert [row["eval_tasks"] for row in rows(folder / "o") if "eval_reward" in row] == [3, 3]
     groups = {}
-    for place, traces in Follower(folder / "o" / "played").look():
+    for place, traces in GroupReader(folder / "o" / "played").look():
         groups.setdefault(place.file, []).append(int(traces.groups[0]))
     assert sorted(sorted(each) for each in groups.values()) == [[0, 2, 4], [1, 3, 5]]  # steps_ahead 0: 3 steps of 2
     for mine, words in enumerate(said):

@@ -14,7 +14,7 @@ from policy_server import MODEL, PolicyServer
 from shop_files import PLAY, dry, folder, played, rows, server, written  # noqa: F401
 from tracegrad import config
 from tracegrad.cli import main, run_file
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 
 torch.set_num_threads(1)
 
@@ -30,8 +30,8 @@ def test_a_run_is_what_its_file_says(folder, server, capsys, monkeypatch):
     assert [row["eval_tasks"] for row in found if "eval_reward" in row] == [3, 3]
     assert all(row["sync_max"] < 1e-4 for row in found if "loss" in row)
     kept = json.loads((out / "run.json").read_text())
-    assert kept["online"] == asdict(Online(steps=2, steps_ahead=0, refill=1))
-    assert kept["play"] == asdict(Play(samples=4, max_tokens=12, turns=1))
+    assert kept["online"] == asdict(OnlineConfig(steps=2, steps_ahead=0, refill=1))
+    assert kept["play"] == asdict(RolloutConfig(samples=4, max_tokens=12, turns=1))
     assert kept["objective"] == repr(tg.presets.DAPO_DIRECT)
     assert config.load(out / "config.toml").optimizer.lr == 2e-3
     for trace in played(out):

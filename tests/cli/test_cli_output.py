@@ -122,7 +122,7 @@ def test_a_caller_with_a_stream_of_its_own_reads_it_there(tmp_path, capsys, monk
 
 
 def test_a_number_that_is_none_is_told_as_json_has_it(capsys):
-    args.tell({"last": {"low": float("nan"), "ok": 0.5}, "all": [float("inf"), (float("-inf"), 1)]}, line=True)
+    args.print_json({"last": {"low": float("nan"), "ok": 0.5}, "all": [float("inf"), (float("-inf"), 1)]}, line=True)
     assert capsys.readouterr().out == '{"last": {"low": null, "ok": 0.5}, "all": [null, [null, 1]]}\n'
 
 

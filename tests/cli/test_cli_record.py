@@ -20,11 +20,11 @@ from shop_files import folder, played, server  # noqa: F401
 from stand_in import Scripted, Served, always, free_port, until
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.online.buffer import Unscored
-from tracegrad.online.collector import Collector, Signal
+from tracegrad.online.buffer import UnscoredGroups
+from tracegrad.online.collector import Collector, GroupFilter
 from tracegrad.online.rollout_workers import GroupScore
 from tracegrad.rollout.proxy import Proxy
-from tracegrad.storage.run_dir import Mirror
+from tracegrad.storage.run_dir import RunDirectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "online"
 AGENT = """
@@ -416,11 +416,11 @@ def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_se
 
 
 def test_names_of_rewards_that_nobody_trains_on_are_free():
-    Signal(free=True).check([{"rewards": {"a": 1.0}}])
+    GroupFilter(free=True).check([{"rewards": {"a": 1.0}}])
     unknown = [{"reward": None, "rewards": {"a": None}}] * 2  # a function raised, or does not apply
-    Signal().check(unknown)
-    Signal("a").check(unknown)
-    for trained, records in ((Signal("b"), unknown), (Signal(), [{"rewards": {"a": None}}])):
+    GroupFilter().check(unknown)
+    GroupFilter("a").check(unknown)
+    for trained, records in ((GroupFilter("b"), unknown), (GroupFilter(), [{"rewards": {"a": None}}])):
         with pytest.raises(ArgumentError, match="TG-ONLINE-012"):
             trained.check(records)
 
@@ -525,8 +525,8 @@ def test_a_group_that_cannot_be_scored_is_said_and_left_where_it_is(record, fold
     told = {"id": "0-0", "group": "0", "reward": None, "metadata": {"task": {"prompt": "else"}, "ended": "done"}}
     told["metadata"]["seconds"] = 1.0
     path = folder / "o" / "unscored" / "0.jsonl.zst"
-    with Mirror(folder / "o").locked():
-        Unscored(folder / "o").keep(0, [told if change == "another task" else {"id": "0-0"}])
+    with RunDirectory(folder / "o").locked():
+        UnscoredGroups(folder / "o").keep(0, [told if change == "another task" else {"id": "0-0"}])
     if change == "bytes":
         path.write_bytes(b"no zstd, and longer than a header is")
     if change == "size":

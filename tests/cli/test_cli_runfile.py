@@ -140,7 +140,7 @@ def test_an_address_in_the_file_or_from_python_is_refused_too(folder, capsys):
             begin("s3://bucket/run")
 
 
-@pytest.mark.parametrize("name", run_file.OF_FILES)
+@pytest.mark.parametrize("name", run_file.OFFLINE_ONLY_OPTIONS)
 def test_what_is_of_training_from_files_is_refused_on_the_command_line_too(folder, capsys, name):
     code, _, err = dry(capsys, written(folder, out="o"), f"--{name}", "1")
     assert (code, f"{name} has no effect" in err) == (1, True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tracegrad.cli import main
-from tracegrad.cli.args import AS_FLAGS, MEANT, as_flags, meant
+from tracegrad.cli.args import AS_FLAGS, MEANT, as_flags, flag_meant_by
 from tracegrad.config import options
 from tracegrad.data import provenance
 
@@ -47,7 +47,7 @@ def test_a_flag_of_others_is_known_by_its_meaning(given, wanted, capsys):
 def test_every_meaning_is_a_flag_that_there_is():
     flags = {"epochs", "objective", "model", "out", "resume"}
     assert set(MEANT) <= {*options(), *flags}
-    assert meant("--nothing", ["optimizer.lr"]) is None
+    assert flag_meant_by("--nothing", ["optimizer.lr"]) is None
 
 
 def test_a_command_that_is_misspelt(capsys):

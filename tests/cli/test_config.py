@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from tracegrad import config
 from tracegrad.config.parse import field_docs
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 
 
 def test_the_core_has_at_most_fifty_fields_a_section_of_its_own_twelve_and_each_has_a_docstring():
     """What is new goes into a section of its own, which does nothing where it is left out."""
     parts = {name: type(getattr(config.Config(), name)) for name in config.SECTIONS}
     assert sum(len(fields(part)) for name, part in parts.items() if name not in config.FEATURES) <= 50
-    beside = {name: parts[name] for name in config.FEATURES} | {"online": Online, "play": Play}
+    beside = {name: parts[name] for name in config.FEATURES} | {"online": OnlineConfig, "play": RolloutConfig}
     assert max(len(fields(part)) for part in beside.values()) <= 12
     parts |= beside
     names = [(part, f.name) for part in parts.values() for f in fields(part)]
@@ -69,13 +69,13 @@ def test_what_is_written_is_read_back_equal(tmp_path):
 
 def test_another_preset_drops_the_overrides_of_the_one_before():
     before = config.load(overrides=[("objective", "DAPO"), ("objective.surrogate.high", 0.3)])
-    assert config.load(overrides=[("objective", "GRPO")], start=before).objective == config.Choice("GRPO", ())
+    assert config.load(overrides=[("objective", "GRPO")], start=before).objective == config.ObjectiveConfig("GRPO", ())
     assert config.load(overrides=[("objective", "DAPO")], start=before).objective == before.objective
 
 
 def test_in_a_file_the_preset_may_stand_after_its_fields(tmp_path):
     (tmp_path / "run.toml").write_text('[objective]\nsurrogate.high = 0.3\npreset = "GRPO"\n')
-    assert config.load(tmp_path / "run.toml").objective == config.Choice("GRPO", (("surrogate.high", 0.3),))
+    assert config.load(tmp_path / "run.toml").objective == config.ObjectiveConfig("GRPO", (("surrogate.high", 0.3),))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ NAMES = st.text(max_size=12).filter(lambda name: name != "preset" and not name.s
 @settings(max_examples=40)
 def test_whatever_text_is_told_is_read_back_from_what_a_run_writes(tmp_path_factory, reward, preset, name, value):
     path = tmp_path_factory.getbasetemp() / "config.toml"
-    told = config.Config(data=config.Data(reward=reward), objective=config.Choice(preset, ((name, value),)))
+    told = config.Config(data=config.Data(reward=reward), objective=config.ObjectiveConfig(preset, ((name, value),)))
     path.write_text(config.to_toml(told), encoding="utf-8", newline="")
     again = config.load(path)
     assert again.data == told.data

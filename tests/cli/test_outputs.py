@@ -12,7 +12,7 @@ import tracegrad as tg
 from tracegrad.errors import ReadError
 from tracegrad.metrics import JsonLines
 from tracegrad.report.page import write_page
-from tracegrad.rewards.recorded import Cache
+from tracegrad.rewards.recorded import ScoreCache
 from tracegrad.rollout.proxy_journal import Journal
 from tracegrad.storage import files as outputs
 from tracegrad.storage import manifest, safetensors_file
@@ -47,7 +47,7 @@ WRITERS = {
     "arrays": ("out", lambda path: safetensors_file.write(path, {"a": np.zeros(3)})),
     "page": ("out.html", lambda path: write_page(path, b"x")),
     "metrics": ("metrics.jsonl", lambda path: JsonLines(path).close()),
-    "scores": ("out.scores", lambda path: Cache(path).put("a", 1)),
+    "scores": ("out.scores", lambda path: ScoreCache(path).put("a", 1)),
     "index": ("index.sqlite", lambda path: database.connect(path, write=True).close()),
     "index-wal": ("index.sqlite-wal", lambda path: database.connect(path.with_name("index.sqlite"), write=True)),
     "lock": (manifest.LOCK, take_lock),

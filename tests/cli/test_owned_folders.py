@@ -12,10 +12,10 @@ import tracegrad as tg
 from tracegrad import cli, prepare
 from tracegrad.config import Config, Data
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online, Play
-from tracegrad.online.run_info import Brief
+from tracegrad.online import OnlineConfig, RolloutConfig
+from tracegrad.online.run_info import RunInfo
 from tracegrad.storage import files, manifest
-from tracegrad.storage.run_dir import Mirror
+from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.trainer import api
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -51,7 +51,7 @@ def train(out):
 
 
 def train_api(out):
-    with Mirror(out).locked():
+    with RunDirectory(out).locked():
         pass
 
 
@@ -83,7 +83,7 @@ def replay(out):
     if not run.exists():
         run.mkdir()
         (run / "config.toml").write_text("")
-        Brief(str(MODEL), repr(api.objective_of(Config())), Online(), Play()).write(run, Config())
+        RunInfo(str(MODEL), repr(api.objective_of(Config())), OnlineConfig(), RolloutConfig()).write(run, Config())
     tg.online.replay(run, MODEL, out=out)
 
 
@@ -114,7 +114,7 @@ def test_train_on_the_command_line_refuses_it_before_it_reads(tmp_path, capsys):
 def test_an_empty_folder_and_our_own_are_taken(tmp_path):
     (tmp_path / "run").mkdir()
     for _ in range(2):
-        with Mirror(tmp_path / "run").locked():
+        with RunDirectory(tmp_path / "run").locked():
             (tmp_path / "run" / "config.toml").write_text("ours")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "t.jsonl.quarantine.raw").write_text("x")
@@ -126,7 +126,7 @@ def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
     prepare_cli(tmp_path / "out")
     with pytest.raises(ArgumentError, match="TG-STORE-023"):
         train_api(tmp_path / "out")
-    with Mirror(tmp_path / "run").locked():
+    with RunDirectory(tmp_path / "run").locked():
         (tmp_path / "run" / "metrics.jsonl").write_text("{}")
     with pytest.raises(ArgumentError, match="TG-PREPARE-013"):
         prepare_cli(tmp_path / "run")
@@ -136,8 +136,8 @@ def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
     """The second is refused before it reads: what cannot be read would be put aside into the folder of the first."""
     code = (
-        "import sys; from tracegrad.storage.run_dir import Mirror\n"
-        "with Mirror(sys.argv[1]).locked(): print('in', flush=True); sys.stdin.read()"
+        "import sys; from tracegrad.storage.run_dir import RunDirectory\n"
+        "with RunDirectory(sys.argv[1]).locked(): print('in', flush=True); sys.stdin.read()"
     )
     (tmp_path / "t.jsonl").write_text("no record\n")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -155,7 +155,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
 
 
 def test_a_run_enters_its_own_folder_again_and_lets_others_in_afterwards(tmp_path):
-    mirror = Mirror(tmp_path / "out")
+    mirror = RunDirectory(tmp_path / "out")
     for _ in range(2):
         with mirror.locked():
             with mirror.locked():
@@ -229,7 +229,7 @@ def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
     path = traces(tmp_path / "t.jsonl")
     before = path.read_bytes()
     with (
-        view.Session([path], tmp_path / "index") as session,
+        view.Viewer([path], tmp_path / "index") as session,
         pytest.raises(ArgumentError, match=r"TG-STORE-006.*--export"),
     ):
         view.write(session, [], Path(NAMES[name](path)))
@@ -237,5 +237,5 @@ def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
 
 
 def test_the_lock_of_a_run_says_whose_it_is(tmp_path):
-    with Mirror(tmp_path / "out").locked():
+    with RunDirectory(tmp_path / "out").locked():
         assert (tmp_path / "out" / manifest.LOCK).read_bytes() == b"tracegrad run\n"

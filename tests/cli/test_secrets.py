@@ -10,7 +10,7 @@ from tracegrad import config, prepare
 from tracegrad.cli import args
 from tracegrad.config import Data
 from tracegrad.data import provenance
-from tracegrad.errors import ReadError, redacted
+from tracegrad.errors import ReadError, redact
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 RECORD = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
@@ -48,19 +48,19 @@ def is_clean(text):
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_an_address_is_shown_without_its_secrets(address):
-    assert redacted(address) == ADDRESSES[address]
+    assert redact(address) == ADDRESSES[address]
     for text in (f"read {address}: not there.", json.dumps({"a": address}), f"('{address}', 1)", f"<{address}>"):
-        assert redacted(text) == text.replace(address, ADDRESSES[address])
-    assert redacted(redacted(address)) == redacted(address)
+        assert redact(text) == text.replace(address, ADDRESSES[address])
+    assert redact(redact(address)) == redact(address)
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_neither_errors_nor_lines_nor_objects_tell_a_secret(address, capsys):
     error = ReadError(f"{address}: 403, url='{address}'. Check it.")
     assert is_clean(f"{error}{error!r}")
-    args.say(f"read {address}")
-    args.aside(f"read {address}")
-    args.tell({"source": address, "named": [address]})
+    args.print_lines(f"read {address}")
+    args.print_stderr(f"read {address}")
+    args.print_json({"source": address, "named": [address]})
     shown = capsys.readouterr()
     assert is_clean(shown.out + shown.err)
     assert json.loads(shown.out.partition("\n")[2])["source"] == ADDRESSES[address]
@@ -116,7 +116,7 @@ def test_the_index_of_the_viewer_and_its_page_hold_no_secret(address, tmp_path):
     pytest.importorskip("starlette")
     import time
 
-    with view.Session([address], tmp_path / "index", None, config.Map()) as session:
+    with view.Viewer([address], tmp_path / "index", None, config.FieldMap()) as session:
         while not session.indexer.done:
             time.sleep(0.02)
         assert session.rows == 3

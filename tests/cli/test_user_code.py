@@ -11,7 +11,7 @@ import pytest
 from tracegrad import recipes
 from tracegrad.cli import user_functions
 from tracegrad.objective import presets
-from tracegrad.user_code import module_of
+from tracegrad.user_code import load_module
 
 OBJECTIVE = """
 from bounds import HIGH
@@ -60,18 +60,18 @@ def test_two_folders_may_have_files_of_one_name(tmp_path):
 def test_a_file_that_was_changed_is_run_again(tmp_path):
     file = tmp_path / "changed.py"
     file.write_text("VALUE = 1\n")
-    assert module_of(file).VALUE == 1
+    assert load_module(file).VALUE == 1
     file.write_text("VALUE = 2\n")
     os.utime(file, ns=(1, 1))
-    assert module_of(file).VALUE == 2
-    assert sys.modules["changed"] is module_of(file)
+    assert load_module(file).VALUE == 2
+    assert sys.modules["changed"] is load_module(file)
 
 
 def test_classes_of_a_file_can_be_pickled_and_no_other_module_is_replaced(tmp_path):
     file = tmp_path / "json.py"
     file.write_text("class Own:\n    pass\n")
     theirs = sys.modules["json"]
-    own = module_of(file).Own
+    own = load_module(file).Own
     assert pickle.loads(pickle.dumps(own)) is own
     assert sys.modules["json"] is theirs
 
@@ -80,7 +80,7 @@ def test_a_file_that_fails_leaves_no_module(tmp_path):
     file = tmp_path / "half_done.py"
     file.write_text("raise ValueError('not yet')\n")
     with pytest.raises(ValueError, match="not yet"):
-        module_of(file)
+        load_module(file)
     assert "half_done" not in sys.modules
     file.write_text("VALUE = 7\n")
-    assert module_of(file).VALUE == 7
+    assert load_module(file).VALUE == 7

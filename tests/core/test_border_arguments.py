@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tracegrad as tg
 from tracegrad import _validation, advantage
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.metrics.off_policy import OffPolicy
+from tracegrad.metrics.off_policy import OffPolicySums
 from tracegrad.metrics.training import Rewards
 from tracegrad.objective import Reduce
 from tracegrad.objective.correction import proximal_alpha
@@ -122,7 +122,7 @@ def calls():
         "rloo": (advantage.rloo, {"rewards": [0.0, 1.0, 1.0], "groups": [0, 0, 0]}),
         "group_counts": (advantage.group_counts, {"rewards": [0.0, 1.0, 1.0], "groups": [0, 0, 0]}),
         "proximal_alpha": (proximal_alpha, {"version": [0, 1, 2], "proximal": 1, "current": 2}),
-        "OffPolicy": (OffPolicy.of, {"old": TERM, "rollout": TERM, "trace": np.array([0, 0, 1])}),
+        "OffPolicy": (OffPolicySums.of, {"old": TERM, "rollout": TERM, "trace": np.array([0, 0, 1])}),
         "Rewards": (Rewards.of, {"rewards": [0.0, 1.0, 1.0], "group": [0, 0, 1]}),
         "decode": (tokenizer.decode, {"ids": [1, 2]}),
         "Conversation": (

@@ -14,7 +14,7 @@ CODE = """
 import os, resource, signal, sys, threading, time
 import numpy as np
 import tracegrad as tg
-from tracegrad.objective import Clamp, Ratio, Reduce, Weight
+from tracegrad.objective import Truncate, Ratio, Reduce, Weight
 path, model = sys.argv[1:]
 at = [0.0]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
@@ -40,7 +40,7 @@ TERMS = """
 n = 6_000_000
 old = -np.random.default_rng(0).random(n).astype('f4')
 owner = np.random.default_rng(1).integers(0, n // 3, n)
-weights = [Weight(Ratio('old', 'rollout'), shape=Clamp(0.0, 2.0))]
+weights = [Weight(Ratio('old', 'rollout'), shape=Truncate(0.0, 2.0))]
 """
 MANY = """
 record = {'messages': [{'role': 'user', 'content': 'hi %d'}, {'role': 'assistant', 'content': 'four %d ' * 40}]}

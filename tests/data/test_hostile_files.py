@@ -33,7 +33,7 @@ from tracegrad.data.arrow import from_arrow
 from tracegrad.data.arrow_files import ParquetStream
 from tracegrad.data.parquet_footer import row_groups
 from tracegrad.data.trace import Traces, write
-from tracegrad.errors import FormatError, ReadError, TracegradError, shown
+from tracegrad.errors import FormatError, ReadError, TracegradError, escape_terminal
 from tracegrad.prepare import prepare
 
 MIB = 1 << 20
@@ -644,15 +644,15 @@ def test_the_core_and_python_escape_the_same_characters():
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     with pytest.raises(FormatError) as caught:
         Traces.from_records([{"id": everything, "messages": 5}])
-    assert f"trace '{shown(everything)}'" in Exception.__str__(caught.value)
+    assert f"trace '{escape_terminal(everything)}'" in Exception.__str__(caught.value)
     assert caught.value.trace == everything
-    assert shown(everything).isprintable() or not steers(shown(everything))
+    assert escape_terminal(everything).isprintable() or not steers(escape_terminal(everything))
 
 
 @given(hostile, st.sampled_from([getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]))
 def test_no_error_shows_what_steers_a_terminal(text, kind):
     assert not steers(str(kind(f"a {text} b")))
-    assert str(kind(shown(text))) == shown(text), "once is enough"
+    assert str(kind(escape_terminal(text))) == escape_terminal(text), "once is enough"
 
 
 @settings(max_examples=60)

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 import tracegrad as tg
-from tracegrad.data import Bar, Progress
+from tracegrad.data import Progress, ProgressBar
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 
 
@@ -198,7 +198,7 @@ def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("tracegrad.data.reader.time.monotonic", lambda: now[0])
     for stream, ends in ((Terminal(), "\r"), (io.StringIO(), "\n")):
-        bar = Bar(stream)
+        bar = ProgressBar(stream)
         for second in range(1, 70):
             now[0] += 1
             bar(Progress(second * 10**6, 10**8, second, float(second)))

@@ -111,7 +111,7 @@ def test_a_conversation_that_was_cut_off_is_read_as_it_stands(name):
     [trace] = tg.read([record])
     assert said(trace) == [each["content"] for each in record["messages"] if each["role"] == "assistant"]
     assert len(trace.messages) == len(record["messages"])
-    assert registry.made_of(record) is None
+    assert registry.convert_first_match(record) is None
     assert not _core.Traces.plain([json.dumps(record).encode()], registry._KEYS)[0], (
         "whether more is beside it is looked at"
     )
@@ -180,20 +180,20 @@ def sessions():
 
 def test_a_key_that_is_suggested_joins_what_it_says():
     rows = list(sessions())
-    flags = infer_fields.find(rows).flags(["reward", "session"])
+    flags = infer_fields.infer(rows).flags(["reward", "session"])
     assert flags == ["--map.reward", "thumbs", "--map.session", "session_id", "--map.order", "turn"]
     one, two = tg.read(rows, map={"reward": "thumbs", "session": "session_id"})
     assert [(len(each.generations), each.reward) for each in (one, two)] == [(3, 1.0), (3, 0.0)]
     assert said(one) == [ANSWER] * 3
     whole = [{"session_id": name, "messages": [USER, *BEFORE], "score": at} for at, name in enumerate("aabb")]
-    found = infer_fields.find([*rows[:2], *whole]).of("session")
+    found = infer_fields.infer([*rows[:2], *whole]).of("session")
     assert [each.path for each in found] == ["prefix"], "these are no calls, and cannot be joined by a key"
     with pytest.raises(tg.errors.FormatError, match=r"TG-READ-006.*Only.*single.*calls.*can"):
         tg.read(whole, map={"session": "session_id"})
 
 
 def test_prompts_are_counted_of_conversations_where_calls_are_joined():
-    [found] = [each for each in infer_fields.find(list(sessions())).of("group") if each.path == "prompt"]
+    [found] = [each for each in infer_fields.infer(list(sessions())).of("group") if each.path == "prompt"]
     assert found.why == "2 conversations begin with the same prompt"
 
 
@@ -271,4 +271,4 @@ def test_a_request_is_found_beside_its_response_under_any_of_its_names(api, key,
     for trace in traces:
         said = [(message["role"], message["content"]) for message in trace.messages if message["role"] != "system"]
         assert said == [("user", "2+2?"), ("assistant", ANSWER)]
-    assert infer_fields.find(path).of("group")[0].path == "doc"
+    assert infer_fields.infer(path).of("group")[0].path == "doc"

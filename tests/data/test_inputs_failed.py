@@ -133,10 +133,10 @@ def log():
 
 
 def test_failed_calls_hide_nothing_of_what_is_found_about_the_others():
-    found = infer_fields.find(log())
+    found = infer_fields.infer(log())
     assert found.records == 7
     good = [row for row in log() if row["status"] == 200]
-    assert found == infer_fields.find(good)
+    assert found == infer_fields.infer(good)
     assert found.flags(["session"]) == ["--map.session", "conversation_id", "--map.order", "time"]
     assert found.of("reward")[0].why == '7 of 7 records have a number "eval.score" (0 to 0.75, mean 0.393, 4 values)'
     assert found.of("group")[0].why == "4 conversations begin with one of 2 prompts that others share"
@@ -145,7 +145,7 @@ def test_failed_calls_hide_nothing_of_what_is_found_about_the_others():
 def test_what_failed_calls_alone_say_is_no_reward():
     rows = [{**row, "eval": {"score": at} if row["status"] != 200 else {}} for at, row in enumerate(log()[:5])]
     assert len({row["conversation_id"] for row in rows if row["status"] != 200}) == 2
-    assert not infer_fields.find(rows[:5], wanted=["reward"]).found
+    assert not infer_fields.infer(rows[:5], wanted=["reward"]).found
 
 
 @pytest.mark.parametrize("session", ["conversation_id", "prefix"])

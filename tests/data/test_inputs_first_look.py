@@ -37,7 +37,7 @@ def logged(opened):
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_mark_on_some_calls_and_conversations_are_found_where_responses_are_text(opened, tmp_path):
-    found = infer_fields.find([written(tmp_path / "calls.jsonl", logged(opened))])
+    found = infer_fields.infer([written(tmp_path / "calls.jsonl", logged(opened))])
     assert found.flags(infer_fields.FIELDS) == [
         *("--map.reward", "thumbs_up", "--map.group", "prompt", "--map.session", "conversation_id")
     ]
@@ -80,7 +80,7 @@ def test_runs_of_a_bulk_export_get_the_feedback_that_stands_on_their_chain(users
 
 def test_a_key_that_only_some_calls_share_with_records_beside_is_no_session(tmp_path):
     rows = [dict(row, trace_id="other") if row["id"] == "l0" else row for row in runs()]
-    assert infer_fields.find([written(tmp_path / "runs.jsonl", rows)]).of("session") == []
+    assert infer_fields.infer([written(tmp_path / "runs.jsonl", rows)]).of("session") == []
 
 
 def test_a_file_of_records_without_a_call_is_not_clean(tmp_path, capsys):

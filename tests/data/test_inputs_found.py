@@ -46,7 +46,7 @@ def written(path, rows):
 
 
 def test_candidates_are_named_by_type_coverage_and_spread():
-    found = infer_fields.find(calls())
+    found = infer_fields.infer(calls())
     assert found.records == 16
     assert [(each.field, each.path) for each in found.found if each.field == "reward"] == [("reward", "metadata.score")]
     assert found.of("reward")[0].why == '16 of 16 records have a number "metadata.score" (0 to 1, mean 0.438, 3 values)'
@@ -54,7 +54,7 @@ def test_candidates_are_named_by_type_coverage_and_spread():
     assert "8 conversations begin with one of 4 prompts that others share" in [each.why for each in found.of("group")]
     assert found.of("session")[0].flags() == ["--map.session", "session_id", "--map.order", "started"]
     assert found.of("session")[1].why == "8 of 16 calls go on an earlier one"
-    assert not infer_fields.find(calls(), config.Map(reward="x", group="y", session="z")).found
+    assert not infer_fields.infer(calls(), config.FieldMap(reward="x", group="y", session="z")).found
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_candidates_are_named_by_type_coverage_and_spread():
 )
 def test_what_cannot_be_a_reward_is_not_named(more, line):
     rows = [{"messages": [user("a"), {"role": "assistant", "content": "b"}], **more} for _ in range(4)]
-    lines = infer_fields.find(rows).lines(["reward"])
+    lines = infer_fields.infer(rows).lines(["reward"])
     assert lines == ([] if line is None else [f"found    {line}"])
 
 
 def test_booleans_and_numbers_as_text_are_found():
     rows = [{"messages": [user("a")], "success": n % 2 == 0, "grade": str(n)} for n in range(4)]
-    lines = "\n".join(infer_fields.find(rows).lines(["reward"]))
+    lines = "\n".join(infer_fields.infer(rows).lines(["reward"]))
     assert '4 of 4 records have true or false "success" (0 to 1, mean 0.5, 2 values): --map.reward success' in lines
     assert '4 of 4 records have a number as text "grade" (0 to 3, mean 1.5, 4 values): --map.reward grade' in lines
 
@@ -94,7 +94,7 @@ def runs():
 
 
 def test_the_key_that_joins_is_one_of_the_rows_that_say_the_reward():
-    found = infer_fields.find(list(runs()))
+    found = infer_fields.infer(list(runs()))
     assert found.of("session")[0].flags() == ["--map.session", "trace_id", "--map.order", "start_time"]
     told = {"reward": "feedback_stats.correctness.avg", "session": "trace_id", "order": "start_time"}
     assert tg.read(list(runs()), map=told).reward.tolist() == [0, 1, 0, 1]
@@ -105,7 +105,7 @@ def test_a_name_of_the_prompt_is_no_conversation(prompts, names):
     rows = [
         {"conversation_name": "ab"[n % 2], "prompt": prompts[n % len(prompts)], "response": str(n)} for n in range(8)
     ]
-    found = infer_fields.find(rows).of("session")
+    found = infer_fields.infer(rows).of("session")
     assert bool(found) == names
     assert all(each.why.endswith("though no call goes on another") for each in found)
 
@@ -117,7 +117,7 @@ def test_reading_says_what_it_found_and_takes_nothing_of_it(tmp_path):
     lines = "\n".join(account.lines())
     for flag in ("--map.reward metadata.score", "--map.group prompt", "--map.session session_id --map.order started"):
         assert flag in lines
-    told = config.Map(reward="metadata.score", group="prompt", session="session_id", order="started")
+    told = config.FieldMap(reward="metadata.score", group="prompt", session="session_id", order="started")
     sequences, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch(), map=told)
     assert (sequences.traces, account.groups, account.rewards) == (8, 4, ["reward"])
     assert not account.found
@@ -210,10 +210,10 @@ def test_which_answer_it_is_and_whether_the_call_failed_are_no_rewards():
         response = {"choices": [{**said(f"e{at + 2}"), "index": at} for at in range(3)]}
         row = {"request": {"messages": [user(f"{number}. move?")]}, "response": response, "grades": gains}
         rows.append({**row, "status": ["success", "failure"][number % 2], "scores": [0, 1, 2]})
-    found = infer_fields.find(rows, wanted=["reward"])
+    found = infer_fields.infer(rows, wanted=["reward"])
     assert [each.path for each in found.of("reward")] == ["grades.gain", "grades"]
     first_is_best = [{**row, "scores": [1, 0, 0]} for row in rows]
-    assert {each.path for each in infer_fields.find(first_is_best, wanted=["reward"]).found} == {
+    assert {each.path for each in infer_fields.infer(first_is_best, wanted=["reward"]).found} == {
         "grades.gain",
         "grades",
         "scores",

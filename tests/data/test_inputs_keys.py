@@ -8,7 +8,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad import _core
-from tracegrad.data.field_map import loads
+from tracegrad.data.field_map import parse_record
 from tracegrad.data.formats import openai, registry
 
 HERE = Path(__file__).parents[1]
@@ -42,12 +42,12 @@ def plain(record):
 @pytest.mark.parametrize("name", BOTH)
 def test_a_record_that_the_core_would_read_too_goes_to_the_adapter_that_knows_it(name):
     record = BOTH[name]
-    found = registry.made_of(record)
+    found = registry.convert_first_match(record)
     assert found is not None
     assert found.name == name.split(" ")[0]
     assert not any(each.weak for each in registry.ADAPTERS if each.name == found.name)
     assert registry._core_reads(record)
-    assert registry.needed([json.dumps(record).encode()], "x")
+    assert registry.needs_adapter([json.dumps(record).encode()], "x")
 
 
 def test_what_the_core_never_reads_needs_no_key():
@@ -73,11 +73,13 @@ def test_what_producers_wrote_is_read_as_it_stands_only_where_no_adapter_knows_i
     lines = list(recorded())
     assert len(lines) > 300
     is_plain = _core.Traces.plain(lines, registry._KEYS)
-    assert not [line for line, alone in zip(lines, is_plain, strict=True) if alone and registry._is_ours(loads(line))]
+    assert not [
+        line for line, alone in zip(lines, is_plain, strict=True) if alone and registry._is_ours(parse_record(line))
+    ]
 
 
 def test_calls_and_conversations_are_not_parsed_in_python(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "loads", None)
+    monkeypatch.setattr(registry, "parse_record", None)
     call = {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES[:1]}}
     for record in ({"messages": TALK, "reward": 1.0}, call, {"calls": [call]}):
         path = tmp_path / "traces.jsonl"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.config import Map, load, to_toml
+from tracegrad.config import FieldMap, load, to_toml
 from tracegrad.errors import ArgumentError, FormatError
 
 
@@ -293,7 +293,7 @@ def test_a_map_is_a_section_of_the_config(tmp_path):
     text = '[data]\nholdout = 0.1\n[data.map]\nreward = "metadata.score"\ngroup = "prompt"\n'
     (tmp_path / "run.toml").write_text(text)
     told = load(tmp_path / "run.toml", [("map.session", "prefix")])
-    assert told.map == Map(reward="metadata.score", group="prompt", session="prefix")
+    assert told.map == FieldMap(reward="metadata.score", group="prompt", session="prefix")
     (tmp_path / "again.toml").write_text(to_toml(told))
     assert load(tmp_path / "again.toml") == told
     assert "[data.map]" in to_toml(told)
@@ -304,4 +304,4 @@ def test_a_map_is_a_section_of_the_config(tmp_path):
 @pytest.mark.parametrize("told", [{"reward": "a..b"}, {"reward": 3}, {"order": "at"}, {"group": "." * 9}])
 def test_a_map_that_names_nothing_is_refused(told):
     with pytest.raises(ArgumentError):
-        Map(**told)
+        FieldMap(**told)

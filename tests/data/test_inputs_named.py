@@ -9,7 +9,7 @@ import tracegrad as tg
 from tracegrad import config
 from tracegrad.data import infer_fields, json_path
 from tracegrad.errors import ArgumentError
-from tracegrad.online.collector import Signal
+from tracegrad.online.collector import GroupFilter
 from tracegrad.trainer.steps import reward_column
 
 SCORES = [
@@ -29,15 +29,17 @@ def said(text):
 
 
 def test_a_list_of_scores_is_looked_into_by_their_names():
-    assert json_path.named(SCORES) == {"tone": "good", "right": "correct"}
+    assert json_path.scores_by_name(SCORES) == {"tone": "good", "right": "correct"}
     record = {"info": {"checks": SCORES}, "messages": [user("a"), said("b")]}
-    assert json_path.at(record, "info.checks.right") == "correct"
-    assert json_path.at(record, "info.checks.1.score") == 0
+    assert json_path.get(record, "info.checks.right") == "correct"
+    assert json_path.get(record, "info.checks.1.score") == 0
     assert dict(json_path.leaves({"info": record["info"]})) == {
         "info.checks.tone": "good",
         "info.checks.right": "correct",
     }
-    found = infer_fields.find([record, {**record, "info": {"checks": [{**SCORES[2], "feedback": {"value": "wrong"}}]}}])
+    found = infer_fields.infer(
+        [record, {**record, "info": {"checks": [{**SCORES[2], "feedback": {"value": "wrong"}}]}}]
+    )
     [reward] = [each for each in found.of("reward") if "right" in each.path]
     assert (reward.path, "mean 0.5, 2 values, 'correct' is 1, 'wrong' is 0" in reward.why) == (
         "info.checks.right",
@@ -48,7 +50,7 @@ def test_a_list_of_scores_is_looked_into_by_their_names():
 
 @pytest.mark.parametrize("value", [[1, 2], [{"name": "a"}], [{"name": "a", "value": {}}], ["name"], [], "name", None])
 def test_other_lists_name_nothing(value):
-    assert json_path.named(value) is None
+    assert json_path.scores_by_name(value) is None
 
 
 def rewarded(rows, names):
@@ -68,16 +70,18 @@ def test_of_several_names_of_a_reward_each_trace_takes_the_first_that_it_has():
         reward_column(s, "mach")
     assert reward_column(s, "mach,match")[::2].tolist() == [1, 0], "a batch may lack one of them"
     records = [{"rewards": {"rank": 0.25, "a": 1}}, {"rewards": {"match": 1, "rank": 0}}, {"rewards": {"match": none}}]
-    assert Signal("match,rank").of_records(records)[:2].tolist() == [0.25, 1]
-    assert Signal("rank").of_traces(tg.read([{"messages": [user("a"), said("b")], **records[0]}])).tolist() == [0.25]
+    assert GroupFilter("match,rank").of_records(records)[:2].tolist() == [0.25, 1]
+    assert GroupFilter("rank").of_traces(tg.read([{"messages": [user("a"), said("b")], **records[0]}])).tolist() == [
+        0.25
+    ]
     with pytest.raises(ArgumentError, match=r"TG-ONLINE-012.*match,rank"):
-        Signal("match,rank").check([{"rewards": {"a": 1}}, {"rewards": {"a": none}}])
+        GroupFilter("match,rank").check([{"rewards": {"a": 1}}, {"rewards": {"a": none}}])
 
 
 def diagnosed(records, tmp_path, **told):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in records))
-    return tg.doctor.examine(path, MODEL, **told)
+    return tg.doctor.diagnose(path, MODEL, **told)
 
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -170,7 +174,7 @@ def test_words_of_another_tokenizer_that_usage_counts_otherwise_are_no_lost_chun
     }
     response = {"choices": [choice], "usage": {"completion_tokens": 30}}
     rows = [{"request": {"messages": [user("a")]}, "response": response, "reward": at} for at in range(2)]
-    found = diagnosed(rows, tmp_path, map=config.Map(group="prompt"))
+    found = diagnosed(rows, tmp_path, map=config.FieldMap(group="prompt"))
     names = {each.name for each in found.findings}
     assert "wrong_tokenizer" in names
     assert "lost_chunks" not in names
@@ -185,9 +189,9 @@ def call(asked, answer, model="m", **more):
 
 def test_the_name_of_a_reward_counts_more_than_where_it_stands():
     rows = [{**call([user(str(at))], "b"), "feedback": {"brief": at % 2, "correct": 1 - at % 2}} for at in range(4)]
-    assert [each.path for each in infer_fields.find(rows).of("reward")[:2]] == ["feedback.correct", "feedback.brief"]
+    assert [each.path for each in infer_fields.infer(rows).of("reward")[:2]] == ["feedback.correct", "feedback.brief"]
     rows = [{**call([user(str(at))], "b"), "outcome": {"success": at % 2, "reward": at % 2}} for at in range(4)]
-    assert infer_fields.find(rows).of("reward")[0].path == "outcome.reward"
+    assert infer_fields.infer(rows).of("reward")[0].path == "outcome.reward"
 
 
 def model_event(span, text, asked="a", role=None):
@@ -228,7 +232,7 @@ def test_a_request_that_no_answer_stands_beside_is_no_conversation():
 @pytest.mark.parametrize("name", ["recompensa", "Bewertung", "оценка", "得分", "スコア"])
 def test_a_reward_has_its_name_in_other_languages_too(name):
     rows = [{"messages": [user("a"), said("b")], name: at} for at in (-2.5, 1, 3)]
-    assert [each.path for each in infer_fields.find(rows).of("reward")] == [name]
+    assert [each.path for each in infer_fields.infer(rows).of("reward")] == [name]
 
 
 def test_spans_whose_calls_go_on_one_another_are_one_conversation_whoever_began_them():

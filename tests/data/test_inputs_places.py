@@ -6,7 +6,7 @@ import pytest
 
 import tracegrad as tg
 from spoil import MODEL
-from tracegrad.doctor import examine
+from tracegrad.doctor import diagnose
 from tracegrad.errors import FormatError
 
 GOOD = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], "reward": 1.0}
@@ -57,7 +57,7 @@ def test_the_doctor_and_what_is_put_aside_name_the_record_of_an_array(written, t
     tg.read(path, on_error="quarantine", quarantine=tmp_path / "aside")
     (row,) = map(json.loads, (tmp_path / "aside.quarantine.jsonl").read_text().splitlines())
     assert (row["line"], row["record"]) == (1, 3)
-    (bad,) = [each for each in examine(str(path), MODEL).findings if each.name == "bad_records"]
+    (bad,) = [each for each in diagnose(str(path), MODEL).findings if each.name == "bad_records"]
     assert str(bad.hits.first) == f"{path}:1 record 3"
 
 

@@ -34,9 +34,9 @@ def test_calls_of_a_session_that_are_none_of_its_conversation_stand_apart(aside)
         {**call([user("Is this safe: c")], "no", **aside), "sid": 1, "reward": 1},
         {**call([user("a")], "b"), "sid": 2, "score": 1},
     ]
-    told = config.Map(session="sid", reward="score")
+    told = config.FieldMap(session="sid", reward="score")
     stream = tg.data.stream(rows, map=told)
-    traces = tg.data.together(stream)
+    traces = tg.data.concatenate(stream)
     assert [trace.id for trace in traces] == ["1", "1#2", "2"]
     assert [len(trace.generations) for trace in traces] == [2, 2, 1]
     assert [trace.reward for trace in traces] == [0, None, 1]
@@ -89,7 +89,7 @@ def test_calls_of_the_responses_api_go_on_by_the_id_of_the_response_before():
         {"kind": "grade", "review": "rv_000001", "grade": 0.5, "by": {"name": "rubric"}},
         {"kind": "grade", "review": "rv_000002", "grade": 0.25, "by": {"name": "rubric"}},
     ]
-    found = infer_fields.find(rows)
+    found = infer_fields.infer(rows)
     assert found.flags(["reward", "session"]) == ["--map.reward", "grade", "--map.session", "review"]
     assert found.joined
     traces = tg.read(rows, map={"reward": "grade", "session": "review", "group": "prompt"})
@@ -131,7 +131,7 @@ def test_a_session_is_a_key_that_the_rows_with_the_rewards_have_too():
             outputs = {"generations": [[{"message": {"type": "ai", "data": {"content": "b"}}}]]}
             asked = {"id": f"llm{at}{turn}", "run_type": "llm", "parent_run_id": f"root{at}", "trace_id": f"root{at}"}
             rows.append({**asked, "inputs": inputs, "outputs": outputs})
-    found = infer_fields.find(rows)
+    found = infer_fields.infer(rows)
     assert [each.path for each in found.of("session")][:2] == ["trace_id", "parent_run_id"]
     assert found.flags(["reward", "session"])[-1] == "trace_id"
     assert tg.read(rows, map={"reward": found.of("reward")[0].path, "session": "trace_id"}).reward.tolist() == [0, 1, 0]
@@ -219,7 +219,7 @@ def test_what_may_be_said_is_no_verdict_and_refused_in_sessions_too(row):
 def test_sessions_that_are_numbers_are_linked_and_the_name_of_a_model_is_none():
     rows = [{**call([user(str(at))], "b"), "session_id": at % 6, "model": "gpt-4o-mini"} for at in range(12)]
     rows += [{"session_id": at, "grade": at % 2, "model": "gpt-4o-mini"} for at in range(6)]
-    assert infer_fields.find(rows).flags(["reward", "session"])[:4] == [
+    assert infer_fields.infer(rows).flags(["reward", "session"])[:4] == [
         "--map.reward",
         "grade",
         "--map.session",
@@ -228,7 +228,7 @@ def test_sessions_that_are_numbers_are_linked_and_the_name_of_a_model_is_none():
     models = ["gpt-4o-mini", "gpt-4o-large"]
     rows = [{**call([user(str(at))], "b"), "engine": models[at % 2]} for at in range(12)]
     rows += [{"grade": at % 2, "engine": models[at % 2]} for at in range(6)]
-    assert infer_fields.find(rows).of("session") == []
+    assert infer_fields.infer(rows).of("session") == []
 
 
 @pytest.mark.parametrize(
@@ -237,4 +237,4 @@ def test_sessions_that_are_numbers_are_linked_and_the_name_of_a_model_is_none():
 def test_odd_values_of_calls_end_no_reading(row):
     rows = [{**row, "sid": 1}, {**row, "sid": 1}, {**call([user("a")], "b"), "sid": 2}]
     assert len(tg.read(rows, map={"session": "sid"}, on_error="skip")) >= 1
-    assert infer_fields.find(rows).records == 3
+    assert infer_fields.infer(rows).records == 3

@@ -104,7 +104,7 @@ def test_traces_whose_prompt_is_text_are_grouped_by_it_and_those_without_one_are
     bare = tg.stream([{"messages": [{"role": "assistant", "content": "4"}]}] * 2, map={"group": "prompt"})
     assert tg.Traces.concatenate(list(bare)).groups == [None, None]
     assert "map      group: 2 traces have no prompt and are alone" in bare.lines()
-    assert infer_fields.find(dump).of("group")[0].why == "2 records begin with the same prompt"
+    assert infer_fields.infer(dump).of("group")[0].why == "2 records begin with the same prompt"
 
 
 def test_streamed_calls_go_on_one_another():
@@ -119,7 +119,7 @@ def test_a_key_that_parts_runs_or_counts_is_no_session():
     calls = [
         {"request": ASKED, "response": answered(str(n)), "run_id": n % 2, "rollout_index": n % 4} for n in range(200)
     ]
-    assert infer_fields.find(calls, config.Map(group="run_id")).of("session") == []
+    assert infer_fields.infer(calls, config.FieldMap(group="run_id")).of("session") == []
 
 
 def test_several_rewards_without_a_total_are_told_apart_by_the_user():
@@ -166,7 +166,7 @@ def test_a_list_of_calls_is_one_conversation_or_several_records():
     entries = [{"messages": ASKED["messages"], "said": answered(text), "stars": text} for text in "45"]
     export = {"version": 3, "entries": entries}
     assert tg.read([export], map={"reward": "stars"}).reward.tolist() == [4.0, 5.0]
-    assert infer_fields.find([export]).flags(["reward"]) == ["--map.reward", "stars"]
+    assert infer_fields.infer([export]).flags(["reward"]) == ["--map.reward", "stars"]
 
 
 def test_a_row_without_a_call_says_the_reward_of_its_conversation():
@@ -179,7 +179,7 @@ def test_a_row_without_a_call_says_the_reward_of_its_conversation():
             rows.append({"context": {"trace_id": name}, "parent_id": "x", **told})
         rows.append({"context": {"trace_id": name}, "parent_id": None, "attributes": {"eval.score": score}})
     rows.append({"context": {"trace_id": "c"}, "parent_id": None, "attributes": {"eval.score": 1}})
-    found = infer_fields.find(rows)
+    found = infer_fields.infer(rows)
     assert found.lines(["reward"]) == [
         'found    3 of 3 records without a call have a number "attributes.eval.score" (0 to 1, mean 0.667, 2 values): '
         "--map.reward attributes.eval.score"
@@ -196,7 +196,7 @@ def test_a_row_without_a_call_says_the_reward_of_its_conversation():
 def test_words_that_say_good_or_bad_are_rewards_and_which_are_which_is_said():
     talk = [*ASKED["messages"], {"role": "assistant", "content": "4"}]
     rows = [{"messages": talk, "human_vote": word} for word in ("Up", "down", "up")]
-    assert infer_fields.find(rows).flags(["reward"]) == ["--map.reward", "human_vote"]
+    assert infer_fields.infer(rows).flags(["reward"]) == ["--map.reward", "human_vote"]
     stream = tg.stream(rows, map={"reward": "human_vote"})
     assert tg.Traces.concatenate(list(stream)).reward.tolist() == [1.0, 0.0, 1.0]
     assert stream.lines()[0].endswith("0 to 1, 'Up' is 1, 'down' is 0, 'up' is 1")
@@ -279,7 +279,7 @@ def test_finished_conversations_that_begin_alike_are_not_joined(tmp_path):
 
 
 def read_found(path):
-    return infer_fields.find([json.loads(line) for line in path.read_text().splitlines()])
+    return infer_fields.infer([json.loads(line) for line in path.read_text().splitlines()])
 
 
 def test_anthropics_blocks_in_messages_become_messages_that_templates_write():
@@ -323,7 +323,7 @@ def test_of_blocks_what_is_hidden_is_left_out_and_what_has_the_form_of_openai_st
     record = {"messages": [{"role": "user", "content": "2+2?"}, said], "tools": [schema]}
     [trace] = tg.read([record])
     assert (trace.messages[1], trace.tools) == ({"role": "assistant", "content": "4"}, [schema])
-    found = registry.made_of({**record, "response": answered("5")})
+    found = registry.convert_first_match({**record, "response": answered("5")})
     assert found is None or found.name != "anthropic_talk", "the answer stands beside the messages"
 
 
@@ -345,7 +345,7 @@ def answer_to(prompt, answer="4", **more):
 def test_the_prompts_of_an_export_are_counted_one_by_one():
     prompts = ["a", "a", "b", "b", "b", "c"]
     export = {"made": 1, "runs": [answer_to(prompt, str(at), score=at % 2) for at, prompt in enumerate(prompts)]}
-    [found] = infer_fields.find([export]).of("group")
+    [found] = infer_fields.infer([export]).of("group")
     assert (found.why, found.partial) == ("5 records begin with one of 2 prompts that others share", True)
     calls = [{"calls": [{"request": {}, "response": {}}], "input": prompt} for prompt in prompts]
     assert infer_fields._by_prompt(calls) == [(each, 1) for each in calls], "no messages say that they are alike"
@@ -364,7 +364,7 @@ def test_the_prompts_of_an_export_are_counted_one_by_one():
 def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, partial, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in records))
-    following = tg.doctor.examine(path, MODEL).following
+    following = tg.doctor.diagnose(path, MODEL).following
     assert "--map.group" in following
     assert ("--advantage.singleton zero" in following) == partial
 
@@ -373,7 +373,7 @@ def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, par
 def test_a_command_allows_lone_traces_of_groups_that_were_told(tasks, alone, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(answer_to("q", task=each, score=at)) + "\n" for at, each in enumerate(tasks)))
-    following = tg.doctor.examine(path, MODEL, map=config.Map(group="task", reward="score")).following
+    following = tg.doctor.diagnose(path, MODEL, map=config.FieldMap(group="task", reward="score")).following
     assert ("--advantage.singleton zero" in following) == alone
 
 
@@ -381,10 +381,10 @@ def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_p
     path = tmp_path / "x.jsonl"
     rows = [answer_to(prompt, score=at % 3) for at, prompt in enumerate("aabcdefghij")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    following = tg.doctor.examine(path, MODEL).following
+    following = tg.doctor.diagnose(path, MODEL).following
     assert "--map.group" not in following
     assert following.endswith("--advantage.baseline batch_mean")
-    [found] = infer_fields.find(path).of("group")
+    [found] = infer_fields.infer(path).of("group")
     assert found.line() == "found    2 records begin with the same prompt: --map.group prompt", "it is still said"
 
 
@@ -392,6 +392,6 @@ def test_of_several_ratings_that_of_all_is_first_and_a_weight_is_last():
     rows = [
         answer_to(q, accuracy=at % 5, overall=at % 4, weight=at / 9, tone=at % 3) for at, q in enumerate("aabbaabb")
     ]
-    assert [each.path for each in infer_fields.find(rows).of("reward")] == ["overall", "accuracy", "weight"]
-    [alone] = infer_fields.find([answer_to(q, weight=at / 9) for at, q in enumerate("aabb")]).of("reward")
+    assert [each.path for each in infer_fields.infer(rows).of("reward")] == ["overall", "accuracy", "weight"]
+    [alone] = infer_fields.infer([answer_to(q, weight=at / 9) for at, q in enumerate("aabb")]).of("reward")
     assert alone.path == "weight"

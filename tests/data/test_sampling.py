@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad.data.sampling import MASKS, NEUTRAL, OFF, mismatch, several
+from tracegrad.data.sampling import MASKS, NEUTRAL, NEUTRAL_VALUES, mismatch, multiple_answers
 
 NO_MATTER = {
     *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "temperature", "repetition_detection"),
@@ -63,10 +63,10 @@ def test_a_temperature_is_followed_where_the_logprobs_are_processed(heat, kind, 
 
 
 def test_answers_of_several_continuations_are_named():
-    assert several({"n": 1, "best_of": 1, "use_beam_search": False, "echo": None, "prompt": [5, 6]}) == {}
-    assert several({"prompt": ["one"]}) == several({"prompt": [[5, 6]]}) == {}
+    assert multiple_answers({"n": 1, "best_of": 1, "use_beam_search": False, "echo": None, "prompt": [5, 6]}) == {}
+    assert multiple_answers({"prompt": ["one"]}) == multiple_answers({"prompt": [[5, 6]]}) == {}
     for told in ({"n": 2}, {"n": 0}, {"best_of": 4}, {"use_beam_search": True}, {"echo": True}, {"prompt": [[5], [6]]}):
-        assert several(told) == told
+        assert multiple_answers(told) == told
 
 
 @pytest.mark.vllm
@@ -76,4 +76,4 @@ def test_each_of_vllms_sampling_parameters_is_known(request):
     [found] = [each for each in ast.parse(path.read_text()).body if getattr(each, "name", "") == "SamplingParams"]
     fields = {each.target.id for each in found.body if isinstance(each, ast.AnnAssign)}
     public = {name for name in fields if not name.startswith("_")}
-    assert public - NO_MATTER - {*OFF, *MASKS} == set()
+    assert public - NO_MATTER - {*NEUTRAL_VALUES, *MASKS} == set()

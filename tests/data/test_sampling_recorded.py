@@ -14,7 +14,7 @@ import tracegrad as tg
 from spoil import diagnosed, names
 from tracegrad.config import Config, Data, load
 from tracegrad.data import sampling
-from tracegrad.data.infer_fields import find
+from tracegrad.data.infer_fields import infer
 from tracegrad.doctor.checks_logprobs import kept_mass as by_tops
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.integrations.vllm import traces_from_outputs
@@ -351,7 +351,7 @@ def test_a_temperature_that_is_not_read_is_unknown_and_offered_as_a_flag(record,
     path = tmp_path / "logs.jsonl"
     path.write_text("".join(json.dumps({**record, "n": number}) + "\n" for number in range(4)))
     assert {each.generations[0].temperature for each in tg.read(path)} == {None}
-    found = find([str(path)], wanted=["sampling"])
+    found = infer([str(path)], wanted=["sampling"])
     name, where = flags
     assert f"--map.{name} {where}" in " ".join(found.flags(["sampling"]))
     told = tg.read(path, map={name: where})[0].generations[0]
@@ -422,7 +422,7 @@ def test_the_doctor_looks_again_with_the_temperature_that_it_found(tokenizer, tm
     assert found.following.startswith("tracegrad doctor ")
     assert f"--map.sampling {holder}" in found.following
     assert "--logprob-kind" not in found.following
-    again = diagnosed(records, tmp_path, map=tg.data.Map(sampling=holder, reward="score", group="task"))
+    again = diagnosed(records, tmp_path, map=tg.data.FieldMap(sampling=holder, reward="score", group="task"))
     assert names(again)["raw_at_temperature"] == "WRONG"
     assert ("reshaped_sampling" in names(again)) == ("top_p" in more[holder])
 

@@ -10,7 +10,7 @@ from aiohttp import web
 import tracegrad as tg
 from stand_in import StandIn
 from tracegrad import rollout
-from tracegrad.data.sampling import NEUTRAL, refused_fields
+from tracegrad.data.sampling import NEUTRAL, fields_in_error
 from tracegrad.errors import RefusedFields
 from tracegrad.rollout.client import ServerError, Servers
 from tracegrad.rollout.proxy import Proxy
@@ -43,7 +43,7 @@ def played(*tasks, answer):
 
     async def run():
         async with StandIn(answer) as stand, Servers([stand.url], model="m", timeout_s=10) as servers:
-            found = [await rollout.play(ask, task, chat=servers.chat) for task in tasks]
+            found = [await rollout.run_rollout(ask, task, chat=servers.chat) for task in tasks]
             return found, stand.asked("/v1/chat/completions")
 
     return asyncio.run(run())
@@ -87,7 +87,7 @@ def test_a_refusal_that_names_no_field_is_an_error():
                 await servers.chat({"messages": USER, "seed": 3, **NEUTRAL}, session="s")
 
     asyncio.run(run())
-    assert refused_fields("no_top_k, top_p and 'min_p': bad", ["top_k", "top_p", "min_p"]) == ("top_p", "min_p")
+    assert fields_in_error("no_top_k, top_p and 'min_p': bad", ["top_k", "top_p", "min_p"]) == ("top_p", "min_p")
 
 
 def test_a_refusal_comes_from_another_process_with_the_names_of_its_fields():

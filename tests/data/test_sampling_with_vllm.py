@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tracegrad.data.sampling import NEUTRAL
-from tracegrad.rollout import play
+from tracegrad.rollout import run_rollout
 from tracegrad.rollout.client import Servers
 from tracegrad.rollout.launch import launch
 
@@ -45,7 +45,7 @@ def test_a_server_with_the_models_own_sampling_samples_as_the_record_says(greedy
                 )
                 for seed in range(SAMPLES)
             ]
-            return bare, [await play(ask, seed, chat=servers.chat) for seed in range(SAMPLES)]
+            return bare, [await run_rollout(ask, seed, chat=servers.chat) for seed in range(SAMPLES)]
 
     bare, ours = asyncio.run(run())
     assert len({each["choices"][0]["message"]["content"] for each in bare}) == 1

@@ -11,9 +11,9 @@ import pytest
 from tracegrad import doctor
 from tracegrad.data import read
 from tracegrad.errors import ReadError, TracegradError
-from tracegrad.rewards.recorded import Cache
+from tracegrad.rewards.recorded import ScoreCache
 from tracegrad.storage.files import read_json, refuse_special
-from tracegrad.user_code import module_of
+from tracegrad.user_code import load_module
 
 RECORD = {"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}], "group": "g"}
 
@@ -64,9 +64,9 @@ def test_what_a_folder_or_a_pattern_holds_that_is_no_file_is_named(kind, pattern
 def test_a_cache_of_scores_and_a_file_of_functions_are_files(kind, tmp_path):
     path = special(kind, tmp_path / "mine.py")
     with pytest.raises(TracegradError, match=r"TG-STORE-004.*mine\.py"):
-        Cache(path)
+        ScoreCache(path)
     with pytest.raises(OSError, match=f"it is a {kind}"):
-        module_of(path)
+        load_module(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +79,7 @@ def test_a_model_whose_files_are_none_is_not_waited_for(kind, name, example, tmp
     (model / name).unlink(missing_ok=True)
     special(kind, model / name)
     try:
-        doctor.examine(example / "traces.jsonl.zst", model)
+        doctor.diagnose(example / "traces.jsonl.zst", model)
     except TracegradError as error:
         assert name in str(error)  # noqa: PT017 (files that the examination needs not may be passed over)
 

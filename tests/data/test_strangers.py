@@ -199,7 +199,7 @@ def test_a_log_without_a_sample_is_left_out_beside_others_and_alone_says_why(her
     assert sum(map(len, stream)) == 8
     assert "1 files without a record of a call are left out, cut_off.eval first" in stream.lines()[0]
     shutil.copy(FILES / "third" / "weather.eval", here)
-    found = infer_fields.find(["cut_off.eval", "weather.eval"]).of("reward")
+    found = infer_fields.infer(["cut_off.eval", "weather.eval"]).of("reward")
     assert found[0].path == "scores.graded.value.right", "what cannot be read does not hide the others"
 
 

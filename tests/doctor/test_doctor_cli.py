@@ -15,7 +15,7 @@ import tracegrad
 from generate_docs import with_findings
 from spoil import MODEL, entries, recorded, save, spoiled
 from tracegrad.cli import main
-from tracegrad.doctor import CHECKS, examine
+from tracegrad.doctor import CHECKS, diagnose
 from tracegrad.doctor.render import printable
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +161,7 @@ def test_printable_keeps_words_of_any_script_and_cuts_what_is_long():
 def test_a_huge_line_and_a_deep_one_are_bad_records_not_crashes(tmp_path):
     records = save(recorded()[:16], tmp_path / "t.jsonl").read_text()
     (tmp_path / "t.jsonl").write_text(records + "[" * 100_000 + "\n" + '{"messages": "' + "x" * 3_000_000 + '"}\n')
-    found = examine(str(tmp_path / "t.jsonl"), MODEL)
+    found = diagnose(str(tmp_path / "t.jsonl"), MODEL)
     (finding,) = [each for each in found.findings if each.name == "bad_records"]
     assert finding.hits.count == 2
 

@@ -8,7 +8,7 @@ import pytest
 import tracegrad as tg
 from spoil import EXAMPLE, MODEL
 from tracegrad.doctor import bigram_logprobs, lag_test
-from tracegrad.doctor.checks_shift import shifted_to
+from tracegrad.doctor.checks_shift import leading_lag
 from tracegrad.errors import ArgumentError
 
 
@@ -69,7 +69,7 @@ def judged(turns, lag):
     moved = [np.roll(logprobs, -lag) for _, _, logprobs in turns]
     reference = bigram_logprobs(*(np.concatenate([turn[column] for turn in turns]) for column in (0, 1)))
     cu = np.concatenate([[0], np.cumsum([len(turn[1]) for turn in turns])])
-    return shifted_to(lag_test(np.concatenate(moved), reference, cu))
+    return leading_lag(lag_test(np.concatenate(moved), reference, cu))
 
 
 def rates(turns, traces, repeats, seed=0):

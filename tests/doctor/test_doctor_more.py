@@ -10,7 +10,7 @@ import pytest
 
 import tracegrad as tg
 from spoil import MODEL, answers, diagnosed, entries, names, recorded, responses, save, spoiled
-from tracegrad.doctor import examine
+from tracegrad.doctor import diagnose
 from tracegrad.doctor.stats import Hashes
 
 THOUGHT = "<think>\nA price is asked for.\n</think>\n"
@@ -168,7 +168,7 @@ def test_bad_records_are_found_with_their_line(tmp_path):
     lines = path.read_text().splitlines()
     lines[4] = lines[4][:100]
     path.write_text("\n".join(lines))
-    found = examine(str(path), MODEL)
+    found = diagnose(str(path), MODEL)
     assert names(found) == {"bad_records": "COSTS"}
     assert (first(found).line, found.findings[0].hits.count, found.findings[0].hits.of) == (5, 1, 240)
 
@@ -205,7 +205,7 @@ def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     assert clean.advice.name == "DAPO"
     assert clean.advice.measured.outside == 0.0
     assert clean.as_dict()["advice"]["options"]["objective"] == "DAPO"
-    shown = tg.doctor.lines(clean)
+    shown = tg.doctor.render(clean)
     assert "nothing found" in shown[0]
     assert shown[5].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
     assert any(line.startswith("  figure old/rollout outside [0.5, 2]: 0.0% of terms") for line in shown)
@@ -240,7 +240,9 @@ def test_what_the_model_says_outweighs_what_counts_say_of_a_shift(tmp_path, monk
     from tracegrad.doctor import checks_shift
 
     records = recorded()[:48]
-    monkeypatch.setattr(checks_shift, "judge", lambda turns: (-1, checks_shift.tested(turns), turns[0].place))
+    monkeypatch.setattr(
+        checks_shift, "find_shift", lambda turns: (-1, checks_shift.bigram_lag_test(turns), turns[0].place)
+    )
     guessed = diagnosed(records, tmp_path)
     assert names(guessed) == {"shifted_logprobs": "WRONG"}
     assert guessed.following.startswith("tracegrad doctor ")
@@ -258,7 +260,7 @@ def test_rescoring_says_what_suits_and_what_to_record_where_no_logprob_is(tmp_pa
                 entry["logprob"] = None
     found = diagnosed(records, tmp_path, rescored=16)
     assert found.advice.name == "TOPR_POSITIVE"
-    shown = tg.doctor.lines(found)
+    shown = tg.doctor.render(found)
     assert any(line.startswith("advice   train with TOPR_POSITIVE: --objective TOPR_POSITIVE") for line in shown)
     [at] = [at for at, line in enumerate(shown) if line.startswith("  record ")]
     assert "logprobs=true and return_token_ids=true" in " ".join(line.strip() for line in shown[at:])

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 import forked as cases
 from tiny import tiny_model
 from tracegrad import config
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.objective import presets, with_kl
 from tracegrad.packing import pack
 from tracegrad.trainer.step import optimizer_step
@@ -28,7 +28,7 @@ def case():
 def model_on(device, seed=5):
     """As the learner has it on CUDA."""
     model = tiny_model(seed, **WIDE).to(device)
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     return model
 
 

@@ -19,17 +19,17 @@ import torch.multiprocessing
 import forked
 from rehearsal import flex_attention_on_the_cpu, fused_attention_alone
 from tiny import tiny_model
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.objective import presets
 from tracegrad.packing import Step, pack
 from tracegrad.trainer import distributed
-from tracegrad.trainer.distributed import Placed, Policy, Ranks, whole
+from tracegrad.trainer.distributed import CallableModel, DistributedModel, Ranks, full_tensor
 from tracegrad.trainer.step import optimizer_step
 
 
 def model_of() -> Any:
     model = tiny_model(4, head_dim=16, hidden_size=32)
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     return model
 
 
@@ -48,15 +48,17 @@ class Kept(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.seen.append(torch.cat([whole(p.grad.detach()).flatten().double().cpu() for p in parameters]))
+        self.seen.append(torch.cat([full_tensor(p.grad.detach()).flatten().double().cpu() for p in parameters]))
         super().step(closure)
 
 
-def trained(target: Placed, ranks: int, rank: int) -> tuple[list[torch.Tensor], torch.Tensor, list[float], int]:
+def trained(
+    target: DistributedModel, ranks: int, rank: int
+) -> tuple[list[torch.Tensor], torch.Tensor, list[float], int]:
     """Gradient of each step, the parameters after them, the norms, and the terms of this rank."""
     optimizer, steps = Kept(target.model), steps_of(ranks, rank)
     norms = [optimizer_step(target, s, presets.DAPO, optimizer, grad_clip=1.0).grad_norm for s in steps]
-    after = torch.cat([whole(p.detach()).flatten().double().cpu() for p in target.model.parameters()])
+    after = torch.cat([full_tensor(p.detach()).flatten().double().cpu() for p in target.model.parameters()])
     return optimizer.seen, after, norms, sum(map(len, steps))
 
 
@@ -70,7 +72,7 @@ def run(rank: int, out: str, kind: str, backend: str, ranks: int, mode: str, por
     if kind == "cuda":
         torch.cuda.set_device(device)
     alone, alone_after, alone_norms, terms = trained(
-        Placed(m := model_of().to(device), Policy(m), "none", Ranks()), 1, 0
+        DistributedModel(m := model_of().to(device), CallableModel(m), "none", Ranks()), 1, 0
     )
     dist.init_process_group(backend, rank=rank, world_size=ranks)
     target = wrapped(model_of(), mode, device)
@@ -90,18 +92,18 @@ def run(rank: int, out: str, kind: str, backend: str, ranks: int, mode: str, por
     dist.destroy_process_group()
 
 
-def wrapped(model: Any, mode: str, device: torch.device) -> Placed:
+def wrapped(model: Any, mode: str, device: torch.device) -> DistributedModel:
     """As `prepare` wraps it; it refuses a mode on one rank, whose wrapper is what one rank over NCCL is to try."""
     ranks = Ranks.of_open_group()
     if not ranks.alone:
-        return distributed.prepare(model, mode, ranks=ranks, device=device)  # type: ignore[arg-type]
+        return distributed.wrap(model, mode, ranks=ranks, device=device)  # type: ignore[arg-type]
     if mode == "fsdp":
         policy = distributed._fsdp(model, ranks, device, torch.float32, distributed.SPEED)
-        return Placed(model, policy, "fsdp", ranks)
+        return DistributedModel(model, policy, "fsdp", ranks)
     within = [device.index] if device.type == "cuda" else None
-    policy = torch.nn.parallel.DistributedDataParallel(Policy(model.to(device)), device_ids=within)
+    policy = torch.nn.parallel.DistributedDataParallel(CallableModel(model.to(device)), device_ids=within)
     policy.register_comm_hook(None, distributed._sum_gradients)
-    return Placed(model, policy, "ddp", ranks)
+    return DistributedModel(model, policy, "ddp", ranks)
 
 
 def main() -> None:

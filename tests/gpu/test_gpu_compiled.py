@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import forked as cases
 from tiny import tiny_model
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.model.lm_head_chunked import Chunk, Head, Rows
 from tracegrad.trainer.memory import compile_layers
 
@@ -51,7 +51,7 @@ def test_compiled_layers_take_the_same_step(device, rehearsal, monkeypatch):
         monkeypatch.setattr(torch, "compile", lambda f, **how: compile_by(f, **{"backend": "aot_eager", **how}))
     models = [tiny_model(5, head_dim=16, hidden_size=32).to(device) for _ in range(2)]
     for model in models:
-        attend_in_blocks(model)
+        enable_flex_attention(model)
     compile_layers(models[1])
     case = cases.forked(more=24, stem=24)
     eager, compiled = (moved(case, device, model=model)[0] for model in models)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import forked as cases
 from tracegrad import model as policy
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.packing import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -49,7 +49,7 @@ def model_of(name, device):
 
 def by_blocks(model):
     """As the learner has it on CUDA, architectures with attention sinks too, which have no sdpa."""
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     assert model.config._attn_implementation == "tracegrad_flex"
     return model
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tracegrad.model import token_logprobs
-from tracegrad.model.lm_head import MOST_CHUNK_BYTES, Problem, Setting, Wants, free_bytes
+from tracegrad.model.lm_head import MAX_CHUNK_BYTES, Gradients, HeadProblem, HeadSettings, free_bytes
 from tracegrad.model.lm_head_chunked import Chunk, Head, Rows
 from tracegrad.model.lm_head_fused import _scaled
 
@@ -149,15 +149,15 @@ def test_a_gradient_is_scaled_in_float32_and_without_a_copy(device, row_major):
 def test_a_default_chunk_fits_the_memory_that_is_free_and_asking_waits_for_nothing(device):
     hidden, weight, rows = inputs(device)
     hidden, target = hidden.repeat(30000, 1), rows.target.repeat(30000)  # more rows than a chunk of 4 GiB has
-    problem = Problem.of(hidden, weight, None, Rows(target, None), Setting(None, 1.0, None, Chunk))
+    problem = HeadProblem.of(hidden, weight, None, Rows(target, None), HeadSettings(None, 1.0, None, Chunk))
     if device.type != "cuda":
-        assert problem.chunk_rows(None, Wants()) >= 64
+        assert problem.chunk_rows(None, Gradients()) >= 64
         return
     torch.cuda.set_sync_debug_mode("error")
     try:
-        chunk, free = problem.chunk_rows(None, Wants()), free_bytes(device)
+        chunk, free = problem.chunk_rows(None, Gradients()), free_bytes(device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert 0 < free <= torch.cuda.get_device_properties(device).total_memory
     assert chunk % 256 == 0
-    assert chunk * problem.size().row_bytes * len(weight) <= min(MOST_CHUNK_BYTES, free)
+    assert chunk * problem.size().row_bytes * len(weight) <= min(MAX_CHUNK_BYTES, free)

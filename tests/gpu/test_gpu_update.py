@@ -22,12 +22,12 @@ from gpu_moved import (
 
 from tiny import sampled, tiny_model
 from tracegrad import model as policy
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.objective import presets
 from tracegrad.packing import pack
 from tracegrad.trainer import train
 from tracegrad.trainer.lora import with_adapters
-from tracegrad.trainer.step import detached, optimizer_step
+from tracegrad.trainer.step import correct_step, optimizer_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -73,7 +73,7 @@ def test_the_gradient_does_not_depend_on_how_the_step_was_cut(device, case, prec
 
 def run(traces, out, device, resume=False, sinks=(), **changes):
     model = tiny_model(**WIDE)
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     how = {"train__device": str(device), "train__dtype": "fp32", **changes}
     done = train(
         traces,
@@ -130,7 +130,7 @@ def test_a_run_in_bfloat16_with_adapters_trains_and_is_written(device, traces, t
 def test_a_frozen_base_under_adapters_takes_a_gradient_in_bfloat16(device, case):
     model = with_adapters(model_on(device), 4).to(device)
     step = step_of(case)
-    corrected = detached(step, OBJECTIVE, "mask")
+    corrected = correct_step(step, OBJECTIVE, "mask")
     with torch.autocast(device.type, dtype=torch.bfloat16):
         for batch in step.batches:
             moved_batch = batch.to(device)
@@ -145,7 +145,7 @@ def test_nothing_waits_for_the_device_between_the_batches_of_a_step(device, case
     from waits import Waits
 
     model, step = model_on(device), step_of(case, share=True)
-    corrected = detached(step, OBJECTIVE, "mask")
+    corrected = correct_step(step, OBJECTIVE, "mask")
     given = [(batch.to(device), step.terms(batch.to(device), corrected)) for batch in step.batches]
 
     def passes():

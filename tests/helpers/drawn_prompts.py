@@ -16,7 +16,7 @@ async def ask(servers, *prompts, salt=None, **told):
         probe_requests.Probe(probe_requests.COMPLETIONS, {"prompt": ids, "max_tokens": 8, **told}) for ids in prompts
     ]
     return [
-        await probe_requests.ask_one(servers, url, probe, number, salt)
+        await probe_requests.send_probe(servers, url, probe, number, salt)
         for url in servers.ready
         for number, probe in enumerate(probes)
     ]

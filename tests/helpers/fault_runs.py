@@ -12,7 +12,7 @@ import online
 import tracegrad as tg
 from fault_proxy import FAULTS, FaultProxy
 from policy_server import MODEL, PolicyServer
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def played(url, fault, out, *, dtype="float32", seed=0, steps=4):
                 environment=online.Shop,
                 objective=tg.presets.DAPO_DIRECT,
                 config=config,
-                online=Online(steps=1 if fault == "another chat template" else steps, steps_ahead=0),
-                play=Play(samples=4, max_tokens=64, turns=4),
+                online=OnlineConfig(steps=1 if fault == "another chat template" else steps, steps_ahead=0),
+                play=RolloutConfig(samples=4, max_tokens=64, turns=4),
                 servers=servers,
                 out=out / "run",
                 sinks=(),

@@ -13,7 +13,7 @@ from tracegrad import model as policy
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.objective import Objective
 from tracegrad.packing import Batch, Step
-from tracegrad.trainer.step import detached
+from tracegrad.trainer.step import correct_step
 
 NAN = float("nan")
 
@@ -99,7 +99,7 @@ def gradient(model: torch.nn.Module, case: Case, steps: Iterable[Step], objectiv
     """The gradient of the steps as one vector. With `skip` head rows that cannot matter are left out."""
     model.zero_grad()
     for step in map(case.ready, steps):
-        corrected = detached(step, objective, "mask")
+        corrected = correct_step(step, objective, "mask")
         idle = step.idle(objective.needs, corrected)
         for batch in step.batches:
             batch = batch.without(idle[batch.term]) if skip else batch
@@ -125,7 +125,7 @@ def padded_gradient(model: torch.nn.Module, case: Case, step: Step, objective: O
     logp = logs.gather(1, torch.from_numpy(s.ids[step.origin]).long()[:, None]).squeeze(1)
     none = np.zeros(0, np.int32)
     whole = Batch(none, none, none, none, none, none, none, np.arange(len(step), dtype=np.int32))
-    terms = step.terms(whole, detached(step, objective, "mask"))
+    terms = step.terms(whole, correct_step(step, objective, "mask"))
     objective(logp, -(logs.exp() * logs).sum(-1), terms).loss.backward()
     return vector(model)
 

@@ -18,7 +18,7 @@ def main(model, out):
     import online
     import tracegrad as tg
     from tracegrad import weight_sync
-    from tracegrad.online import Online, Play, SyncFault
+    from tracegrad.online import OnlineConfig, RolloutConfig, SyncFault
     from tracegrad.online import servers as serve
     from tracegrad.online import servers as ways
     from tracegrad.rollout import in_process
@@ -34,8 +34,8 @@ def main(model, out):
             environment=online.Shop,
             objective=tg.presets.DAPO_DIRECT,
             config=config,
-            online=Online(**{"steps": 3, **told}),
-            play=Play(samples=4, max_tokens=64, turns=4, ids=ids),
+            online=OnlineConfig(**{"steps": 3, **told}),
+            play=RolloutConfig(samples=4, max_tokens=64, turns=4, ids=ids),
             servers="in-process",
             engine=online.ENGINE,
             out=out / name,
@@ -63,7 +63,7 @@ def main(model, out):
         found["stale"] = str(error)
 
     async def asked():
-        async with in_process.Inside(made[0], model=serve.NAME) as servers:
+        async with in_process.InProcessServers(made[0], model=serve.NAME) as servers:
             for name, work in (("sleep", servers.sleep()), ("wake", servers.wake()), ("where", servers.where("s"))):
                 found[name] = str((await asyncio.gather(work, return_exceptions=True))[0])
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -75,9 +75,11 @@ def main(model, out):
             await asyncio.sleep(1.0)
             found["left"] = len(made[0]._answers)
             found["after"] = (await servers.chat(body, session="s"))["choices"][0]["finish_reason"]
-            wrong = await servers.ask(in_process.HERE, "/v1/chat/completions", {"messages": 3, "model": "policy"})
+            wrong = await servers.ask(
+                in_process.PLACEHOLDER_URL, "/v1/chat/completions", {"messages": 3, "model": "policy"}
+            )
             found["wrong"] = [wrong.status, wrong.words]
-            other = await servers.ask(in_process.HERE, "/v1/chat/completions", {**body, "model": "another"})
+            other = await servers.ask(in_process.PLACEHOLDER_URL, "/v1/chat/completions", {**body, "model": "another"})
             found["other"] = [other.status, other.words]
 
     asyncio.run(asked())

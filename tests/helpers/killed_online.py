@@ -25,8 +25,8 @@ from collect_run import questions
 from online_runs import CONFIG, split
 from policy_server import MODEL, PolicyServer
 from stand_in import free_port
-from tracegrad.online.buffer import Follower, Ledger
-from tracegrad.online.server_pool import Link
+from tracegrad.online.buffer import ConsumedGroups, GroupReader
+from tracegrad.online.server_pool import ServerPool
 
 GROUPS = CONFIG.pack.step_groups
 BOOT_S = 1.5
@@ -67,15 +67,15 @@ class Killed:
             "servers": [self.url],
             "out": self.out / "run",
         }
-        opened = Link.__enter__
+        opened = ServerPool.__enter__
 
-        def opens(link: Link) -> Link:
+        def opens(link: ServerPool) -> ServerPool:
             """From here on a server that is gone is waited for."""
             found = opened(link)
             self.begun.with_suffix(f".{os.getpid()}").touch()
             return found
 
-        Link.__enter__ = opens
+        ServerPool.__enter__ = opens
         apart = bool(self.plan["collectors"])
         how = {} if apart else {"agent": self.answers}
         tasks = None if apart else iter(questions(count=steps * GROUPS))
@@ -125,7 +125,7 @@ class Killed:
         os.kill(process, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         run = self.out / "run"
-        cut = Follower(run / "played")
+        cut = GroupReader(run / "played")
         cut.look()
         sizes = {path.name: path.stat().st_size for path in (run / "played").glob("*.zst")}
         return {
@@ -137,7 +137,7 @@ class Killed:
         }
 
     def taken(self) -> int:
-        return len(Ledger(self.out / "run").steps)
+        return len(ConsumedGroups(self.out / "run").steps)
 
     def look(self) -> None:
         """Stops where a process ended by itself that nobody killed, and wrongly."""

@@ -14,7 +14,7 @@ from tiny import sampled, tiny_model
 from tracegrad.objective import presets
 from tracegrad.trainer.distributed import Ranks
 from tracegrad.trainer.setup import choose_attention
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.steps import TrainingData
 from training_runs import run, told
 
 
@@ -24,7 +24,7 @@ def truncated(_=None):
     ending = np.ones(found.traces, np.uint8)
     ending[0] = 2
     masking = told(filter__truncated=True, data__holdout=0, pack__step_groups=100)
-    feed = Feed.of(replace(found, ending=ending), presets.DR_GRPO, masking)
+    feed = TrainingData.of(replace(found, ending=ending), presets.DR_GRPO, masking)
     (step,) = feed.steps(0)
     assert np.unique(step.trace).tolist() == list(range(1, found.traces))
     assert step.totals.traces == found.traces
@@ -47,7 +47,7 @@ def of_groups(rewards, **how):
     told_so = np.ones_like(found.rewards)
     for group, values in enumerate(rewards):
         told_so[np.flatnonzero(found.group == np.unique(found.group)[group])[: len(values)], 0] = values
-    return Feed.of(
+    return TrainingData.of(
         replace(found, rewards=told_so), presets.DR_GRPO, told(data__holdout=0, pack__step_groups=100, **how)
     )
 
@@ -85,7 +85,7 @@ def zero_truncated(_=None):
     rewards, ending = found.rewards.copy(), np.ones(found.traces, np.uint8)
     [a, b, c, d, *_] = np.flatnonzero(found.group == found.group[0])
     rewards[[a, b, c, d]], ending[[a, d]] = np.float32([[1], [1], [0.5], [np.nan]]), 2
-    zeroed = Feed.of(
+    zeroed = TrainingData.of(
         replace(found, rewards=rewards, ending=ending),
         presets.DR_GRPO,
         told(filter__zero_truncated=True, data__holdout=0),
@@ -118,7 +118,7 @@ def of_two_groups(**how):
         "pack__step_groups": 100,
         **{f"filter__{name}": value for name, value in how.items()},
     }
-    return Feed.of(cut, presets.DR_GRPO, told(**changes))
+    return TrainingData.of(cut, presets.DR_GRPO, told(**changes))
 
 
 BY_TRACE = [

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from tiny import sampled, tiny_model
 from tracegrad import advantage
 from tracegrad.packing import pack
-from tracegrad.trainer.schedule import Plan
+from tracegrad.trainer.schedule import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -25,5 +25,5 @@ def traces():
 
 def steps_of(traces, objective, epoch, **more):
     """The steps of an epoch as anybody packs them."""
-    given = {"token_budget": 64, "step_groups": 6, "needs": objective.needs, "seed": Plan(1).shuffle_seed(epoch)}
+    given = {"token_budget": 64, "step_groups": 6, "needs": objective.needs, "seed": Schedule(1).shuffle_seed(epoch)}
     return pack(traces, advantage.group_mean(traces.reward, traces.group), per="trace", **given | more)

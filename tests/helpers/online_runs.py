@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import tracegrad as tg
 from collect_run import questions
 from policy_server import MODEL
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 
 PLAY = {"steps": 2, "samples": 4, "steps_ahead": 0, "refill": 1, "max_tokens": 12, "turns": 1}
 
@@ -22,9 +22,12 @@ CONFIG = tg.config.Config(
 
 def split(**told):
     """Options over `PLAY`, as `train` takes them."""
-    told, of_trainer = {**PLAY, **told}, {field.name for field in fields(Online)}
+    told, of_trainer = {**PLAY, **told}, {field.name for field in fields(OnlineConfig)}
     online = {name: value for name, value in told.items() if name in of_trainer}
-    return {"online": Online(**online), "play": Play(**{n: v for n, v in told.items() if n not in of_trainer})}
+    return {
+        "online": OnlineConfig(**online),
+        "play": RolloutConfig(**{n: v for n, v in told.items() if n not in of_trainer}),
+    }
 
 
 def run(

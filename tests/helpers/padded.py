@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tracegrad.objective import Objective
-from tracegrad.objective.correction import Corrected
+from tracegrad.objective.correction import Correction
 from tracegrad.objective.torch_loss import PerTerm
-from tracegrad.objective.torch_loss import terms_of as objective_terms
+from tracegrad.objective.torch_loss import build_terms as objective_terms
 
 NAN = float("nan")
 LOGPROBS = ("logprobs", "old", "rollout", "ref")
@@ -72,7 +72,7 @@ class Outcome:
     gradient: Tensor
     entropy_gradient: Tensor | None
     per_term: PerTerm
-    corrected: Corrected
+    corrected: Correction
 
 
 def per_position(value: Tensor, like: Tensor) -> Tensor:

@@ -30,21 +30,39 @@ from tiny import VOCABULARY, sampled, tiny_model
 from tracegrad import config
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.objective import Clamp, Entropy, Gate, Level, Penalty, Ratio, Reduce, Weight, presets, with_kl
+from tracegrad.objective import (
+    Aggregation,
+    EntropyBonus,
+    Penalty,
+    Ratio,
+    Reduce,
+    Rejection,
+    Truncate,
+    Weight,
+    presets,
+    with_kl,
+)
 from tracegrad.packing import Step, pack
 from tracegrad.trainer import train
-from tracegrad.trainer.dataset import Shards
-from tracegrad.trainer.distributed import Placed, Policy, Ranks, placed, prepare, whole
+from tracegrad.trainer.dataset import PreparedDataset
+from tracegrad.trainer.distributed import (
+    CallableModel,
+    DistributedModel,
+    Ranks,
+    as_distributed_model,
+    full_tensor,
+    wrap,
+)
 from tracegrad.trainer.lora import with_adapters
-from tracegrad.trainer.step import measure, optimizer_step
+from tracegrad.trainer.step import compute_logprobs, optimizer_step
 
 _PER_TRACE = Reduce("trace", "mean")
 _MISMATCH = Ratio("old", "rollout")
 OBJECTIVES = {
     "token": presets.DAPO,
     "token, direct": presets.CISPO,
-    "token, kept denominators": replace(presets.VERL_DEFAULT, gates=(Gate(_MISMATCH, low=0.8, high=1.25),)),
-    "turn": replace(presets.DAPO, weights=(Weight(_MISMATCH, Level("turn", "mean"), Clamp(0.0, 2.0)),)),
+    "token, kept denominators": replace(presets.VERL_DEFAULT, gates=(Rejection(_MISMATCH, low=0.8, high=1.25),)),
+    "turn": replace(presets.DAPO, weights=(Weight(_MISMATCH, Aggregation("turn", "mean"), Truncate(0.0, 2.0)),)),
     "trace": presets.GSPO,
     "trace, geometric": presets.GMPO,
     "group denominators": replace(presets.GRPO, reduce=Reduce("prompt", "mean")),
@@ -53,7 +71,7 @@ OBJECTIVES = {
     "penalties and entropy": replace(
         with_kl(presets.DAPO, 0.1),
         penalties=(Penalty(Ratio("theta", "ref"), "k3", 0.3, gated=False, weighted=False, reduce=_PER_TRACE),),
-        entropy=Entropy(0.2, gated=False, reduce=Reduce("token")),
+        entropy=EntropyBonus(0.2, gated=False, reduce=Reduce("token")),
     ),
 }
 """One of every class: what they sum over, at which level, with which denominators."""
@@ -130,7 +148,7 @@ class Keep(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.seen.append(torch.cat([whole(p.grad.detach()).flatten().double() for p in parameters]))
+        self.seen.append(torch.cat([full_tensor(p.grad.detach()).flatten().double() for p in parameters]))
         super().step(closure)
 
 
@@ -159,7 +177,7 @@ def law(ranks: int, rank: int, every: bool) -> Iterator[tuple[str, Any]]:
         alone = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(dtype))
         wanted = {name: gradients(alone, seed, OBJECTIVES[name], 1, 0) for name in names}
         for mode in ("fsdp", "ddp"):
-            shared = prepare(tiny_model(4, attn_implementation="sdpa").to(dtype), mode)
+            shared = wrap(tiny_model(4, attn_implementation="sdpa").to(dtype), mode)
             for name in names:
                 found, said, more = gradients(shared, seed, OBJECTIVES[name], ranks, rank)
                 before, told, _ = wanted[name]
@@ -170,11 +188,11 @@ def law(ranks: int, rank: int, every: bool) -> Iterator[tuple[str, Any]]:
 
 
 def prepare_alone(model: Any) -> Any:
-    return Placed(model, Policy(model), "none", Ranks())
+    return DistributedModel(model, CallableModel(model), "none", Ranks())
 
 
 def vector(model: Any) -> torch.Tensor:
-    return torch.cat([whole(p.detach()).flatten().double() for p in model.parameters()])
+    return torch.cat([full_tensor(p.detach()).flatten().double() for p in model.parameters()])
 
 
 def told(**changes: Any) -> Any:
@@ -230,7 +248,7 @@ def runs(ranks: int, rank: int, out: Path, every: bool) -> Iterator[tuple[str, A
     yield "stopped", {"step": stopped.step, "code": stopped.exit_code}
     if not every:
         return
-    done, found = trained(out / "from shards", data=Shards.open(out / "saved"), changes=RUNS["ddp"])
+    done, found = trained(out / "from shards", data=PreparedDataset.open(out / "saved"), changes=RUNS["ddp"])
     yield "from shards", {"rows": done.rows, "apart": beside(found, out / "alone.pt")}
     done, found = trained(out / "half", changes=RUNS["fsdp"], resume=True)
     yield "resumed from one process", {"apart": beside(found, out / "alone.pt"), "step": done.step}
@@ -256,8 +274,8 @@ def by_accelerate(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
     from accelerate import Accelerator
 
     wanted, _, _ = gradients(prepare_alone(tiny_model(4).double()), 0, presets.DAPO, 1, 0)
-    policy = Accelerator(cpu=True).prepare(Policy(tiny_model(4).double()))
-    found, _, _ = gradients(placed(policy), 0, presets.DAPO, ranks, rank)
+    policy = Accelerator(cpu=True).prepare(CallableModel(tiny_model(4).double()))
+    found, _, _ = gradients(as_distributed_model(policy), 0, presets.DAPO, ranks, rank)
     apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
     yield "accelerate", {"apart": max(apart), "wrapper": type(policy).__name__}
 
@@ -266,7 +284,7 @@ def in_bf16(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
     """FSDP that gathers and computes in bfloat16 over float32 parameters, beside float32 in one process."""
     wanted, said, _ = gradients(prepare_alone(tiny_model(4, attn_implementation="sdpa")), 1, presets.DAPO, 1, 0)
     model = tiny_model(4, attn_implementation="sdpa")
-    shared = prepare(model, "fsdp", precision=torch.bfloat16)
+    shared = wrap(model, "fsdp", precision=torch.bfloat16)
     optimizer = Keep(model.parameters())
     steps = steps_of(1, presets.DAPO, ranks, rank)
     outcomes = [optimizer_step(shared, step, presets.DAPO, optimizer, precision=torch.bfloat16) for step in steps[:1]]
@@ -366,7 +384,7 @@ def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: in
     kind = getattr(torch, dtype)
     model = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(kind))
     wanted, told, _ = gradients(model, seed, OBJECTIVES[objective], 1, 0, **case)
-    shared = prepare(tiny_model(4, attn_implementation="sdpa").to(kind), mode)
+    shared = wrap(tiny_model(4, attn_implementation="sdpa").to(kind), mode)
     found, said, more = gradients(shared, seed, OBJECTIVES[objective], ranks, rank, **case)
     apart = [0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
     numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
@@ -405,12 +423,12 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
         trained(out / "other", data=sampled(tiny_model(), seed=rank), changes=RUNS["ddp"])
     except ArgumentError as error:
         found["other"] = str(error)
-    frozen = prepare(tiny_model(4, attn_implementation="sdpa").requires_grad_(False), "fsdp")
-    measure(frozen, step.batches)
+    frozen = wrap(tiny_model(4, attn_implementation="sdpa").requires_grad_(False), "fsdp")
+    compute_logprobs(frozen, step.batches)
     found["sharded"] = all(isinstance(each, DTensor) for each in frozen.model.parameters())
     hybrid = Lfm2ForCausalLM(Lfm2Config(**HYBRID))
     try:
-        measure(prepare(hybrid, "fsdp"), step.batches)
+        compute_logprobs(wrap(hybrid, "fsdp"), step.batches)
     except ArgumentError as error:
         found["hybrid"] = str(error)
     run.optimizer_step = Failing(rank, torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 1"))

@@ -1,4 +1,4 @@
-"""Two processes that drive one `Run`, and what they find: run by test_run_ranks.py as a script, which forks them.
+"""Two processes that drive one `Trainer`, and what they find: run by test_run_ranks.py as a script, which forks them.
 
 `python ranks_run.py OUT` writes one JSON object; each entry is a case by name and what was measured of it.
 """
@@ -24,8 +24,8 @@ from tracegrad import advantage
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.objective import presets, with_kl
 from tracegrad.packing import Step, pack
-from tracegrad.trainer import Run
-from tracegrad.trainer.distributed import Ranks, whole
+from tracegrad.trainer import Trainer
+from tracegrad.trainer.distributed import Ranks, full_tensor
 
 OBJECTIVE = with_kl(presets.DAPO, 0.05)
 MODES = {"fsdp": {"parallel__mode": "fsdp"}, "ddp": {"parallel__mode": "ddp"}}
@@ -42,9 +42,9 @@ def steps(found: Sequences, ranks: Ranks) -> list[Step]:
     return pack(found, advantage.group_mean(found.reward, found.group), per="trace", **given)
 
 
-def driven(out: Path, *, upto: int = 3, resume: bool = False, **changes: Any) -> tuple[Run, list[dict[str, Any]]]:
+def driven(out: Path, *, upto: int = 3, resume: bool = False, **changes: Any) -> tuple[Trainer, list[dict[str, Any]]]:
     """Three optimizer steps of a loop of one's own, at versions 4, 5 and 6."""
-    run = Run(tiny_model(0, attn_implementation="sdpa"), OBJECTIVE, told(**changes), out=out)
+    run = Trainer(tiny_model(0, attn_implementation="sdpa"), OBJECTIVE, told(**changes), out=out)
     if resume:
         run.restore()
     found, rows = traces(), []
@@ -67,7 +67,7 @@ def cases(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
             run, rows = driven(out / f"{name} {adapters}", **changes, train__lora_rank=adapters)
             merged = run.weights()
             entry: dict[str, Any] = {"rows": rows, "names": len(merged)}
-            alone = {n: whole(p.detach()) for n, p in run.model.named_parameters() if p.requires_grad}
+            alone = {n: full_tensor(p.detach()) for n, p in run.model.named_parameters() if p.requires_grad}
             given = run.weights(adapters="alone") if adapters else {n: p for n, p in merged.items() if n in alone}
             if rank == 0:
                 here = {n.replace(".default.", "."): p for n, p in alone.items()}

@@ -13,26 +13,26 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from tiny import sampled, tiny_model
 from tracegrad.objective import presets
-from tracegrad.trainer.advantages import Charge
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.advantages import RewardKl
+from tracegrad.trainer.steps import TrainingData
 from watched import told
 
 
 @cache
 def one_batch() -> SimpleNamespace:
     found = sampled(tiny_model())
-    feed = Feed.of(found, presets.DAPO, told(data__holdout=0, pack__step_groups=100))
+    feed = TrainingData.of(found, presets.DAPO, told(data__holdout=0, pack__step_groups=100))
     old = np.full(len(found.terms), -1.0, np.float32)
     ref = -1.0 + 0.5 * np.sin(np.arange(len(found.terms)), dtype=np.float32)
     trace = np.repeat(found.trace, np.diff(found.cu_seqlens))[found.terms]
     return SimpleNamespace(feed=feed, trace=trace, old=old, ref=ref, steps=feed.steps(0))
 
 
-def charge(**changes) -> Charge:
+def charge(**changes) -> RewardKl:
     """One batch of the tiny model's traces, charged."""
     one = one_batch()
     chosen = told(**{f"reward_kl__{name}": value for name, value in {"coef": 0.5, **changes}.items()})
-    found = Charge(one.feed.source, one.feed.rewards, one.feed.used, chosen)
+    found = RewardKl(one.feed.source, one.feed.rewards, one.feed.used, chosen)
     found.batch(one.steps[0].totals.traces, one.trace, one.old, one.ref)
     return found
 

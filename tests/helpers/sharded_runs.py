@@ -14,8 +14,8 @@ import tracegrad as tg
 from tiny import sampled, tiny_model
 from tracegrad.objective import presets
 from tracegrad.storage import manifest
-from tracegrad.trainer.dataset import Shards, selected
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.dataset import PreparedDataset, select
+from tracegrad.trainer.steps import TrainingData
 from training_runs import told
 
 
@@ -23,7 +23,7 @@ def prepared(found, folder, cuts):
     """The traces as `prepare` would write them, in shards that end where they are told; groups by their names."""
     for number, (first, last) in enumerate(pairwise([0, *cuts, found.traces])):
         rows = np.arange(first, last)
-        part = selected(found, rows)
+        part = select(found, rows)
         codes, group = np.unique(part.group, return_inverse=True)
         names = tuple(f"group {code}" for code in codes)
         (folder / manifest.shard_name(number)).mkdir(parents=True)
@@ -59,7 +59,7 @@ def halves(place, sequences):
     """Two folders of 12 groups of 4 each, by other names."""
     for number, name in enumerate("ab"):
         rows = np.flatnonzero(sequences.group // 12 == number)
-        prepared(selected(sequences, rows), place / name, [20])
+        prepared(select(sequences, rows), place / name, [20])
     return [place / "a", place / "b"]
 
 
@@ -69,8 +69,8 @@ def weights(place):
 
 
 def check_shares_of_inputs(two):
-    opened = Shards.open(two)
-    feed = Feed.of(opened, presets.DR_GRPO, told(mixture__weights="3, 1", data__holdout=0, pack__step_groups=5))
+    opened = PreparedDataset.open(two)
+    feed = TrainingData.of(opened, presets.DR_GRPO, told(mixture__weights="3, 1", data__holdout=0, pack__step_groups=5))
     seen = []
     for seed in range(30):
         cut = feed.cut(seed)
@@ -83,5 +83,5 @@ def check_shares_of_inputs(two):
     assert len(set(seen)) > 20
     assert set().union(*seen) == set(range(12, 24))
     assert len(np.unique(opened.catalog.group[feed.cut(0, whole=True).rows])) == 24
-    few = Feed.of(opened, presets.DR_GRPO, told(mixture__weights="0.001,5", data__holdout=0))
+    few = TrainingData.of(opened, presets.DR_GRPO, told(mixture__weights="0.001,5", data__holdout=0))
     assert np.count_nonzero(np.unique(opened.catalog.group[few.cut(0).rows]) < 12) == 1  # at least one

@@ -58,8 +58,8 @@ def main() -> None:
     from tracegrad import config
     from tracegrad.objective import presets
     from tracegrad.trainer import train
-    from tracegrad.trainer.dataset import Shards
-    from tracegrad.trainer.steps import Feed
+    from tracegrad.trainer.dataset import PreparedDataset
+    from tracegrad.trainer.steps import TrainingData
 
     told = config.load(overrides=[("pack.token_budget", 512), ("pack.step_groups", 16), ("train.epochs", 2)])
     told = config.update(told, [("train.updates_per_old", 2), ("terms.megabytes", 4)])
@@ -76,12 +76,12 @@ def main() -> None:
         seen.append(status("RssAnon"))
         steps = found.traces
     elif what == "pack":
-        feed = Feed.of(Shards.open(folder / "data", verify=True), presets.DAPO, told)
+        feed = TrainingData.of(PreparedDataset.open(folder / "data", verify=True), presets.DAPO, told)
         seen += [status("RssAnon") for _ in feed.each_step(0)]
         steps = len(seen)
     else:
         sink = type("Seen", (), {"log": lambda self, row: seen.append(status("RssAnon")), "close": lambda self: None})
-        opened = Shards.open(folder / "data", verify=True)
+        opened = PreparedDataset.open(folder / "data", verify=True)
         steps = train(opened, tiny_model(), **{**quiet, "sinks": [sink()]}, out=folder / "out", config=told).step
     grown = {"anonymous": max(seen) - anon, "peak": status("VmHWM") - resident}
     print(json.dumps({"bytes": size, "steps": steps, **grown}))

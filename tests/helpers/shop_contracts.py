@@ -5,11 +5,11 @@ import json
 
 import task as clerk
 import tracegrad as tg
-from tracegrad.rollout import Environment, play
+from tracegrad.rollout import Environment, run_rollout
 
 
 def run(contract, task, chat, **options):
-    return asyncio.run(play(contract, task, chat=chat, **options))
+    return asyncio.run(run_rollout(contract, task, chat=chat, **options))
 
 
 def read(played):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tracegrad as tg
-from tracegrad.doctor import Diagnosis, examine
+from tracegrad.doctor import Diagnosis, diagnose
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL = EXAMPLE / "model"
@@ -73,7 +73,7 @@ def save(records: list[Record], path: Path) -> Path:
 
 def diagnosed(records: list[Record], folder: Path, **options: Any) -> Diagnosis:
     """What the doctor says of them."""
-    return examine(str(save(records, folder / "traces.jsonl")), options.pop("model", MODEL), **options)
+    return diagnose(str(save(records, folder / "traces.jsonl")), options.pop("model", MODEL), **options)
 
 
 def names(diagnosis: Diagnosis) -> dict[str, str]:

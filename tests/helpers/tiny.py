@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.trainer.off_policy_eval import held_out
+from tracegrad.trainer.off_policy_eval import choose_held_out
 
 VOCABULARY = 48
 PROMPT = 4
@@ -68,5 +68,5 @@ def sampled(model: Any, groups: int = 24, size: int = 4, seed: int = 0) -> Seque
 def spoilt(share: float = 0.3) -> Sequences:
     """Traces of which the held-out ones are rewarded the other way: what trains the others spoils these."""
     found = sampled(tiny_model())
-    held = held_out(found.group, share, 0)[:, None]
+    held = choose_held_out(found.group, share, 0)[:, None]
     return replace(found, rewards=np.where(held, 1 - found.rewards, found.rewards))

@@ -3,7 +3,7 @@
 from unittest import mock
 
 from tracegrad.trainer import token_log_writer
-from tracegrad.trainer.token_log import Terms
+from tracegrad.trainer.token_log import TokenLog
 from watched import GROUPS, SIZE, traces, watched
 
 
@@ -19,5 +19,5 @@ def terms_megabytes(folder):
         token_log_writer, "_MEGA", 20_000
     ):  # 20 kB and not 256 times as much, which would hold everything
         watched(traces(), folder, terms__megabytes=1)
-    [name] = Terms(folder).sets()
-    assert 0 < Terms(folder).sequences(name).traces < GROUPS * SIZE
+    [name] = TokenLog(folder).sets()
+    assert 0 < TokenLog(folder).sequences(name).traces < GROUPS * SIZE

@@ -27,8 +27,8 @@ from tracegrad.objective import presets, with_kl
 from tracegrad.packing import ModelShape
 from tracegrad.trainer import train
 from tracegrad.trainer import trainer as run_module
-from tracegrad.trainer.resource_estimate import forecast
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.resource_estimate import estimate_resources
+from tracegrad.trainer.steps import TrainingData
 
 VOCABULARY, UNIT = 4096, 16
 OBJECTIVE = with_kl(presets.DAPO, 0.05)
@@ -93,8 +93,8 @@ def rank_main(port: int, ranks: int, rank: int, out: Path, mode: str, memory: st
     with Allocated() as held:
         train(traces, model, out=out / f"{ranks} {mode} {memory} {adapters}", **given)
     if rank == 0:
-        feed = Feed.of(traces, OBJECTIVE, told, ranks=ranks, shape=ModelShape.known(model.config))
-        said = forecast(out / "model", told, feed, ranks).as_dict()
+        feed = TrainingData.of(traces, OBJECTIVE, told, ranks=ranks, shape=ModelShape.known(model.config))
+        said = estimate_resources(out / "model", told, feed, ranks).as_dict()
         found = {"steps": steps, "measured": measured, "peak": held.peak, "parameters": parameters}
         case = {"ranks": ranks, "mode": mode, "memory": memory, "adapters": adapters}
         with (out / "found.jsonl").open("a") as file:

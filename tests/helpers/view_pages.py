@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad.view import Session
+from tracegrad.view import Viewer
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
@@ -38,5 +38,5 @@ def whole(session):
 @pytest.fixture
 def session(tmp_path):
     traces = written(tmp_path / "traces.jsonl", [record(n) for n in range(1100)])
-    with Session([traces], tmp_path / "index") as opened:
+    with Viewer([traces], tmp_path / "index") as opened:
         yield whole(opened)

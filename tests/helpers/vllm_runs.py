@@ -2,21 +2,21 @@
 
 import online
 import tracegrad as tg
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 
 CONFIG = tg.config.Config(pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=4e-4))
 
 
 def run(example, url, out, *, config=CONFIG, key=None, **told):
     """Steps of four groups of four."""
-    play = Play(samples=4, max_tokens=64, turns=4, temperature=told.pop("temperature", 1.0))
+    play = RolloutConfig(samples=4, max_tokens=64, turns=4, temperature=told.pop("temperature", 1.0))
     return tg.online.train(
         example / "model",
         online.tasks("traces", 0),
         environment=online.Shop,
         objective=tg.presets.DAPO_DIRECT,
         config=config,
-        online=Online(**{"steps": 3, "steps_ahead": 0, **told}),
+        online=OnlineConfig(**{"steps": 3, "steps_ahead": 0, **told}),
         play=play,
         servers=[url],
         key=key,

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import vocabulary
-from tracegrad.images import Pictures, RowImages, Rule
+from tracegrad.images import ImageRule, Images, RowImages
 from tracegrad.packing import Batch
 
 PAD, START, END, VIDEO = 90, 91, 92, 93
@@ -168,9 +168,9 @@ class Files:
     def picture_bytes(self, digest):
         return self.files[digest]
 
-    def pictures(self) -> Pictures:
+    def pictures(self) -> Images:
         images = [Image.open(io.BytesIO(file)) for file in self.files.values()]
-        return Pictures(
+        return Images(
             np.array([list(digest) for digest in self.files], np.uint8).reshape(-1, 32),
             np.array([image.size[0] for image in images], np.int32),
             np.array([image.size[1] for image in images], np.int32),
@@ -179,7 +179,7 @@ class Files:
         )
 
 
-def row(branches: list[list], files: Files, rule: Rule, *, shared: int = 0) -> Batch:
+def row(branches: list[list], files: Files, rule: ImageRule, *, shared: int = 0) -> Batch:
     """A row of branches, each a list of ids and of pictures ("p", number); the first `shared` items of all once."""
     pictures = files.pictures()
     expansions = rule.expansions(pictures.width, pictures.height) if rule else {}

@@ -10,7 +10,7 @@ import torch
 
 import tracegrad as tg
 from tracegrad.model import logprobs
-from tracegrad.trainer.load_model import load_whole
+from tracegrad.trainer.load_model import load_full_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "images"
 
@@ -23,7 +23,7 @@ def test_the_recording_has_the_logprobs_of_its_model():
     assert sequences.drift.rate == 0
     assert sequences.trainable.sum() == (sequences.source == 2).sum() == 2071
     [step] = tg.pack(sequences, np.ones(1024), token_budget=4096, share_prefixes=True)
-    model = load_whole(EXAMPLE / "model")
+    model = load_full_model(EXAMPLE / "model")
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
     with torch.no_grad():
         gaps = [np.abs(logprobs(model, b).numpy() - step.rollout_logprobs[b.term]).max() for b in step.batches]

@@ -15,12 +15,12 @@ from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.model import logprobs
-from tracegrad.trainer.load_model import load_whole
+from tracegrad.trainer.load_model import load_full_model
 
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return load_whole(folder)
+    return load_full_model(folder)
 
 
 def places(found: Sequences):
@@ -137,13 +137,13 @@ def test_another_models_processor_is_refused(tokenizer, folder, tmp_path):
 
 
 def test_traces_selected_joined_and_subset_keep_their_pictures(tokenizer):
-    from tracegrad.trainer.dataset import selected
+    from tracegrad.trainer.dataset import select
     from tracegrad.trainer.token_log import subset
 
     records = [call(tokenizer, shown(*numbers), id=str(n)) for n, numbers in enumerate([(0, 1), (2,), (1, 0)])]
     found = align(read(*records), tokenizer)
     wanted = [places(found)[row] for row in (0, 2)]
-    assert places(selected(found, np.array([0, 2]))) == wanted
+    assert places(select(found, np.array([0, 2]))) == wanted
     assert places(subset(found, np.array([0, 2]))[0]) == wanted
 
 
@@ -169,7 +169,7 @@ def test_a_family_that_writes_marks_of_rows_between_parts_of_a_picture(tmp_path)
     from transformers import AutoProcessor
 
     folder = vlm.split_folder(tmp_path / "model")
-    tokenizer, policy = tg.Tokenizer.from_pretrained(folder), load_whole(folder)
+    tokenizer, policy = tg.Tokenizer.from_pretrained(folder), load_full_model(folder)
     whole, pad = AutoProcessor.from_pretrained(folder), 641
     messages = [shown("look", 0, "and", 1)]
     rendered = tokenizer.render(messages, add_generation_prompt=True).text
@@ -197,22 +197,22 @@ def test_a_family_whose_pictures_see_one_another_is_refused(tmp_path):
     """Gemma 3: its own forward opens the mask within a picture, and no causal row does."""
     from dataclasses import replace
 
-    from tracegrad.images import RowImages, Rule
+    from tracegrad.images import ImageRule, RowImages
 
     batch = replace(vlm.row([[3, 4, *[vlm.PAD] * 4, 5, 6, 7]], vlm.Files([]), None), images=None)
     inputs = ({"pixel_values": torch.randn(1, 3, 56, 56, generator=torch.Generator().manual_seed(0))},)
     places = np.arange(2, 6), np.array([0, 4]), np.array([0], np.int32)
-    batch = replace(batch.to("cpu"), images=RowImages(*places, Rule(vlm.PAD, ()), None, inputs))
+    batch = replace(batch.to("cpu"), images=RowImages(*places, ImageRule(vlm.PAD, ()), None, inputs))
     with pytest.raises(ArgumentError, match="TG-MODEL-019"):
         logprobs(vlm.gemma3(), batch)
 
 
 def test_rows_for_other_trainers_do_not_drop_pictures(tokenizer):
-    from tracegrad.integrations._common import Recorded
+    from tracegrad.integrations._common import RecordedTraces
 
     found = align(read(call(tokenizer, shown(0))), tokenizer)
     with pytest.raises(ArgumentError, match="TG-INTEG-004"):
-        Recorded.of(found, [1.0], tg.presets.DAPO, "mask")
+        RecordedTraces.of(found, [1.0], tg.presets.DAPO, "mask")
 
 
 def test_what_a_tower_costs_is_balanced_over_ranks(tokenizer, policy):

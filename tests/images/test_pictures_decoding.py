@@ -11,7 +11,7 @@ import vlm
 from image_bytes import KINDS, files, saved, soft
 from tracegrad import _core
 from tracegrad.errors import ReadError
-from tracegrad.images.processor import pixels
+from tracegrad.images.processor import decode_image
 
 
 def read(file, said="image/png"):
@@ -32,7 +32,7 @@ def test_size_by_the_header_and_pixels_are_those_of_others(name, file):
     assert (int(found.width[0]), int(found.height[0])) == theirs.size
     assert found.media_type == (kind,)
     assert found.bytes_of(0) == file
-    ours = pixels(file, "it", kind, theirs.size)
+    ours = decode_image(file, "it", kind, theirs.size)
     # As vllm.multimodal.image says it.
     if theirs.mode != "RGB" and (theirs.mode in ("RGBA", "LA", "PA") or "transparency" in theirs.info):
         clear = theirs.convert("RGBA")
@@ -46,15 +46,15 @@ def test_a_jpeg_of_very_many_scans_is_refused():
     file = saved(soft(57, 31), "JPEG", progressive=True)
     at = file.rindex(b"\xff\xda")
     last = file[at : file.rindex(b"\xff\xd9")]
-    assert pixels(file[:at] + last + file[at:], "it", "image/jpeg", (57, 31)).shape == (31, 57, 3)
+    assert decode_image(file[:at] + last + file[at:], "it", "image/jpeg", (57, 31)).shape == (31, 57, 3)
     with pytest.raises(ReadError, match=r"TG-IMAGE-009.*1,010.*100"):
-        pixels(file[:at] + last * 1000 + file[at:], "it", "image/jpeg", (57, 31))
+        decode_image(file[:at] + last * 1000 + file[at:], "it", "image/jpeg", (57, 31))
 
 
 def test_what_is_transparent_is_white():
     image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
     image.putpixel((1, 0), (0, 0, 255, 0))
-    assert pixels(saved(image, "PNG"), "it", "image/png", (2, 1)).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+    assert decode_image(saved(image, "PNG"), "it", "image/png", (2, 1)).tolist() == [[[255, 0, 0], [255, 255, 255]]]
 
 
 def hostile():
@@ -77,17 +77,17 @@ def test_a_hostile_file_is_refused_with_its_name(name, file):
         assert len(found) == 0  # by its header, before anything is decoded
         return
     with pytest.raises(ReadError, match="TG-IMAGE-011"):
-        pixels(file, "it", found.media_type[0], (int(found.width[0]), int(found.height[0])))
+        decode_image(file, "it", found.media_type[0], (int(found.width[0]), int(found.height[0])))
 
 
 def test_more_pixels_than_allowed_and_a_size_that_is_not_the_headers():
     file = saved(soft(57, 31), "PNG")
     with pytest.raises(ReadError, match=r"TG-IMAGE-008.*1,000"):
-        pixels(file, "it", "image/png", (57, 31), most=1_000)
+        decode_image(file, "it", "image/png", (57, 31), most=1_000)
     with pytest.raises(ReadError, match=r"TG-IMAGE-010.*57.*31"):
-        pixels(file, "it", "image/png", (31, 57))
+        decode_image(file, "it", "image/png", (31, 57))
     with pytest.raises(ReadError):
-        pixels(file, "it", "image/jpeg", (57, 31))
+        decode_image(file, "it", "image/jpeg", (57, 31))
 
 
 @pytest.mark.parametrize("kind", ["BMP", "TIFF", "PDF", "SVG", "empty"])

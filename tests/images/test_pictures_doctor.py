@@ -14,9 +14,9 @@ import tracegrad as tg
 import vlm
 from picture_calls import PAD, call, read, shown
 from picture_pages import golden
-from tracegrad.doctor import examine
+from tracegrad.doctor import diagnose
 from tracegrad.model import logprobs
-from tracegrad.trainer.load_model import load_whole
+from tracegrad.trainer.load_model import load_full_model
 from view_pages import written
 
 
@@ -31,7 +31,7 @@ def tokenizer(folder):
 
 
 def diagnosed(records, tmp_path, folder, **more):
-    return examine(written(tmp_path / "t.jsonl", records), folder, **more)
+    return diagnose(written(tmp_path / "t.jsonl", records), folder, **more)
 
 
 def found_in(diagnosis):
@@ -137,7 +137,7 @@ def other_alpha(file):
 @pytest.fixture(scope="module")
 def text(folder, tokenizer):
     """Calls without a picture whose logprobs are the model's own."""
-    policy, out = load_whole(folder), []
+    policy, out = load_full_model(folder), []
     for n in range(4):
         record = call(tokenizer, {"role": "user", "content": f"number {n}"}, sampled=(20 + n, 30, 40, 50), reward=1.0)
         [batch] = tg.pack(tg.align(read(record), tokenizer), [1.0], token_budget=256)[0].batches

@@ -17,8 +17,8 @@ from tracegrad import prepare
 from tracegrad.config import Config, Data
 from tracegrad.config.schema import Images
 from tracegrad.errors import ArgumentError
-from tracegrad.trainer.load_model import loaded_by
-from tracegrad.trainer.setup import check_ranks_see
+from tracegrad.trainer.load_model import auto_class_name
+from tracegrad.trainer.setup import check_images_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_shards_train_as_records_do_and_any_number_of_workers_prepares_them(trac
     names = [path.relative_to(tmp_path / "1") for path in (tmp_path / "1").rglob("*.*") if path.is_file()]
     assert any(name.name == "media.bin" for name in names)
     assert not [name for name in names if not filecmp.cmp(tmp_path / "1" / name, tmp_path / "2" / name, False)]
-    _, shards = trained(tg.Shards.open(tmp_path / "1"), folder, tmp_path / "shards")
+    _, shards = trained(tg.PreparedDataset.open(tmp_path / "1"), folder, tmp_path / "shards")
     assert all(memory[name].equal(shards[name]) for name in memory)
 
 
@@ -58,7 +58,7 @@ def test_shards_train_as_records_do_and_any_number_of_workers_prepares_them(trac
 def test_the_tower_is_trained_on_request(traces, folder, tmp_path, tower):
     before = load_file(folder / "model.safetensors")
     done, after = trained(traces, folder, tmp_path / "run", **{"images.tower": tower})
-    assert loaded_by(done.checkpoint) == "AutoModelForImageTextToText"
+    assert auto_class_name(done.checkpoint) == "AutoModelForImageTextToText"
     moved = {name for name in before if not before[name].equal(after[name])}
     assert any("language_model" in name for name in moved)
     assert any("visual" in name for name in moved) == (tower == "trained")
@@ -96,16 +96,16 @@ def test_ranks_that_would_run_the_tower_unlike_often_are_refused(traces, folder,
     target = SimpleNamespace(mode=mode, ranks=SimpleNamespace(alone=alone))
     config = replace(Config(), images=Images(tower))
     if refused is None:
-        check_ranks_see(sequences, target, config)
+        check_images_on_ranks(sequences, target, config)
         return
-    check_ranks_see(replace(sequences, images=None), target, config)
+    check_images_on_ranks(replace(sequences, images=None), target, config)
     with pytest.raises(ArgumentError, match=refused):
-        check_ranks_see(sequences, target, config)
+        check_images_on_ranks(sequences, target, config)
 
 
 def test_whether_shards_show_pictures_is_known_without_a_token(traces, folder, example, tmp_path):
     for name, model, source in (("seen", folder, traces), ("text", example / "model", example / "traces.jsonl.zst")):
         prepare.prepare([str(source)], model, Data(), tmp_path / name)
-        shards = tg.Shards.open(tmp_path / name)
+        shards = tg.PreparedDataset.open(tmp_path / name)
         assert shards.shows_pictures == (name == "seen")
         assert not shards._mapped  # a run on text alone would otherwise read all of it before its first step

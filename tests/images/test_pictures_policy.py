@@ -10,9 +10,9 @@ from PIL import Image
 
 import vlm
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.images import Rule
+from tracegrad.images import ImageRule
 from tracegrad.model import hidden_states, logprobs, vision
-from tracegrad.model.structure import tower_of
+from tracegrad.model.structure import vision_encoder_modules
 
 ONE = [3, 4, vlm.START, ("p", 0), vlm.END, 5, 6, 7, 8]
 TWO = [9, vlm.START, ("p", 1), vlm.END, vlm.START, ("p", 2), vlm.END, 10, 11, 12]
@@ -23,7 +23,7 @@ SIBLING = [*ONE[:5], 20, 21, 22]
 
 @pytest.fixture(scope="module")
 def rule(tmp_path_factory):
-    return Rule.of(vlm.processor_folder(tmp_path_factory.mktemp("model")))
+    return ImageRule.of(vlm.processor_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_the_tower_learns_as_from_each_branch_alone(model, files, rule):
     assert any("visual" in name and grad.abs().max() > 1e-3 for name, grad in packed.items())
     for name, grad in alone.items():
         assert torch.allclose(packed[name], grad, rtol=1e-6, atol=1e-6 * float(grad.abs().max())), name
-    assert {id(each) for part in tower_of(model) for each in part.parameters()} == {
+    assert {id(each) for part in vision_encoder_modules(model) for each in part.parameters()} == {
         id(each) for name, each in model.named_parameters() if "visual" in name
     }
 
@@ -170,8 +170,8 @@ def test_text_and_pads_without_pictures(model, files, rule):
 
 
 def test_a_picture_that_is_lost_or_another_size_is_named(files, rule, tmp_path):
-    assert Rule.of(rule.folder).processor is rule.processor  # which keeps what it made for the next step
-    row = vlm.row([ONE], files, Rule.of(vlm.processor_folder(tmp_path)))
+    assert ImageRule.of(rule.folder).processor is rule.processor  # which keeps what it made for the next step
+    row = vlm.row([ONE], files, ImageRule.of(vlm.processor_folder(tmp_path)))
     name = row.images.pictures.digest[0].tobytes()
     gone = replace(row, images=replace(row.images, pictures=replace(row.images.pictures, sources=())))
     with pytest.raises(ReadError, match=name.hex()[:16]):

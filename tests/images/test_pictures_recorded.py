@@ -14,7 +14,7 @@ from picture_pages import GOLDEN
 from record_pictures import PROMPTS
 from tracegrad.model import logprobs
 from tracegrad.rollout.launch import launch
-from tracegrad.trainer.load_model import load_whole
+from tracegrad.trainer.load_model import load_full_model
 
 CASES = [*PROMPTS, "sampled_pads", "turns", "generate", "doubled"]
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return load_whole(folder)
+    return load_full_model(folder)
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from picture_calls import PAD, PICTURES, call, read, shown
 from picture_pages import GOLDEN, golden
 from tracegrad.cli import main
 from tracegrad.images.image_files import MediaFile
-from tracegrad.prepare.summary import Account
+from tracegrad.prepare.summary import IngestSummary
 from tracegrad.report import token_map, write_report
 from tracegrad.report.token_map import Thumbnails, small
 from tracegrad.trainer.token_log import subset
-from tracegrad.view import Session, app, detail, export, pieces
+from tracegrad.view import Viewer, app, detail, export, pieces
 from view_pages import whole, written
 
 SECRET = b"a stranger's words"
@@ -275,7 +275,7 @@ def test_pictures_of_a_saved_folder_are_drawn_from_it(recorded, tokenizer, tmp_p
 
 
 def opened_at(records, tmp_path, model=None):
-    return Session([written(tmp_path / "t.jsonl", records)], tmp_path / "index", model)
+    return Viewer([written(tmp_path / "t.jsonl", records)], tmp_path / "index", model)
 
 
 def test_a_message_shows_its_picture_and_not_its_handle(tokenizer, folder, tmp_path):
@@ -313,7 +313,7 @@ def test_a_message_in_parts_is_the_message(cut):
     said = [("ab\n", ""), ("[image]", "d"), ("[image]", "e"), ("cd\n", "")]
     parts, start = [], 0
     while start is not None:
-        html = detail.folded(said, 0, start, cut, lambda digest: f"({digest})")
+        html = detail.message_html(said, 0, start, cut, lambda digest: f"({digest})")
         more = re.search(r'<button.*data-start="(\d+)".*', html)
         parts.append(html[: more.start()] if more else html)
         start = int(more[1]) if more else None
@@ -351,23 +351,23 @@ def test_the_account_says_how_many_pictures_stand_in_how_many_traces(tokenizer):
     records = [call(tokenizer, shown(*numbers), id=str(n)) for n, numbers in enumerate([(0, 1, 0), (2,), (0,)])]
     records.append({**call(tokenizer, {"role": "user", "content": "x"}), "id": "text"})
     found = tg.align(read(*records), tokenizer)
-    whole_of, parts = Account("x"), Account("x")
+    whole_of, parts = IngestSummary("x"), IngestSummary("x")
     whole_of.add(found)
     assert "pictures 5 places of 3 pictures in 3 traces" in whole_of.lines()
     assert whole_of.as_dict()["pictures"] == {"places": 5, "pictures": 3, "traces": 3}
     for row in range(4):  # a picture of several parts counts once
-        part = Account("x")
+        part = IngestSummary("x")
         part.add(subset(found, [row])[0])
         parts.join(json.loads(json.dumps(part.counts())))
     assert parts.pictures == whole_of.pictures
-    text = Account("x")
+    text = IngestSummary("x")
     text.add(subset(found, [3])[0])
     assert not any(line.startswith("pictures") for line in text.lines())
     assert "pictures" not in text.as_dict()
 
 
 def test_one_picture_is_one(tokenizer):
-    one = Account("x")
+    one = IngestSummary("x")
     one.add(tg.align(read(call(tokenizer, shown(0))), tokenizer))
     assert "pictures 1 place of 1 picture in 1 trace" in one.lines()
 
@@ -391,7 +391,7 @@ def test_what_a_run_has_kept_is_shown_with_its_pictures(folder, tokenizer, tmp_p
     assert summary["pictures"] == {"places": 9, "pictures": 4, "traces": 4}
     assert len(drawn((tmp_path / "run" / "report.html").read_text())) == 9
     path.unlink()
-    with Session([tmp_path / "run"], tmp_path / "index") as session:
+    with Viewer([tmp_path / "run"], tmp_path / "index") as session:
         whole(session)
         named = {session.where(n)[0]: n for n in range(session.rows)}
         found = pieces.trace(session, named["four"])

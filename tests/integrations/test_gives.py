@@ -9,8 +9,19 @@ import pytest
 import tracegrad as tg
 from tracegrad import objective as algebra
 from tracegrad.errors import ArgumentError
-from tracegrad.integrations._common import TAKES, Gives, same_scale, takes
-from tracegrad.objective import Entropy, Function, Gate, Level, Objective, Ratio, Reduce, Weight, presets, with_kl
+from tracegrad.integrations._common import INPUTS, TrainerInputs, required_inputs, same_scale
+from tracegrad.objective import (
+    Aggregation,
+    EntropyBonus,
+    Function,
+    Objective,
+    Ratio,
+    Reduce,
+    Rejection,
+    Weight,
+    presets,
+    with_kl,
+)
 
 OLD, MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
 
@@ -25,13 +36,13 @@ TAKEN = [
     (replace(MINE, surrogate=plain), {"advantages"}),
     (replace(MINE, surrogate=Function(plain, "term", True, reads=("ref", "entropy"))), {"ref", "entropy"}),
     (with_kl(MINE, 0.1), {"ref", "advantages"}),
-    (replace(MINE, weights=(Weight(MISMATCH, Level("turn", "sum")),)), {"rollout", "turn"}),
+    (replace(MINE, weights=(Weight(MISMATCH, Aggregation("turn", "sum")),)), {"rollout", "turn"}),
     (replace(MINE, weights=(Weight(MISMATCH, normalize=True),)), {"rollout", "step"}),
-    (replace(MINE, gates=(Gate(MISMATCH, low=0.5, drops="group"),)), {"rollout", "group", "step"}),
-    (replace(MINE, gates=(Gate(OLD, low=0.5, level=Level("turn", "mean")),)), {"turn"}),
+    (replace(MINE, gates=(Rejection(MISMATCH, low=0.5, drops="group"),)), {"rollout", "group", "step"}),
+    (replace(MINE, gates=(Rejection(OLD, low=0.5, level=Aggregation("turn", "mean")),)), {"turn"}),
     (replace(MINE, gates=(algebra.TopEntropy(0.2, "microbatch"),)), {"entropy"}),
-    (replace(MINE, entropy=Entropy(0.1, gated=False)), {"entropy"}),
-    (replace(MINE, entropy=Entropy(0.1, gated=False, reduce=Reduce("trace", "mean"))), {"entropy", "reductions"}),
+    (replace(MINE, entropy=EntropyBonus(0.1, gated=False)), {"entropy"}),
+    (replace(MINE, entropy=EntropyBonus(0.1, gated=False, reduce=Reduce("trace", "mean"))), {"entropy", "reductions"}),
     (replace(MINE, reduce=Reduce("prompt", "mean")), {"group_counts"}),
     (replace(MINE, reduce=Reduce("token", denominator="kept")), {"kept"}),
     (presets.A3PO, {"rollout", "proximal"}),
@@ -41,21 +52,21 @@ TAKEN = [
 @pytest.mark.parametrize("place", range(len(TAKEN)))
 def test_each_part_takes_what_it_reads(place):
     objective, expected = TAKEN[place]
-    assert {thing for thing, _ in takes(objective)} - {"old"} == expected
-    Gives(frozenset(expected | {"old"}), "", "").check(objective)
+    assert {thing for thing, _ in required_inputs(objective)} - {"old"} == expected
+    TrainerInputs(frozenset(expected | {"old"}), "", "").check(objective)
     for lacking in expected:
-        with pytest.raises(ArgumentError, match=rf"TG-INTEG-029.*{TAKES[lacking]}"):
-            Gives(frozenset(expected | {"old"}) - {lacking}, "why.", "", {lacking: "cure"}).check(objective)
+        with pytest.raises(ArgumentError, match=rf"TG-INTEG-029.*{INPUTS[lacking]}"):
+            TrainerInputs(frozenset(expected | {"old"}) - {lacking}, "why.", "", {lacking: "cure"}).check(objective)
 
 
 def test_what_is_known_before_the_step_is_not_asked_for_where_it_is_corrected_elsewhere():
     weighed = replace(MINE, weights=(Weight(MISMATCH, normalize=True),))
-    assert {thing for thing, _ in takes(weighed, detached=False)} == {"old"}
-    assert ("rollout", str(weighed.weights[0])) in set(takes(weighed))
+    assert {thing for thing, _ in required_inputs(weighed, detached=False)} == {"old"}
+    assert ("rollout", str(weighed.weights[0])) in set(required_inputs(weighed))
 
 
 def test_all_that_is_lacking_is_said_at_once_with_each_cure():
-    bare = Gives(frozenset(), "It gives no more.", "Take another.", {"ref": "Load one."})
+    bare = TrainerInputs(frozenset(), "It gives no more.", "Take another.", {"ref": "Load one."})
     with pytest.raises(ArgumentError, match=r"TG-INTEG-029.*plain\(view.*0\.1.*\*.*k3\(theta/ref"):
         bare.check(with_kl(MINE, 0.1))
 

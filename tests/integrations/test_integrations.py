@@ -21,7 +21,19 @@ from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
 from tracegrad.integrations.transformers import TraceLoss
 from tracegrad.integrations.trl import FromTraces
-from tracegrad.objective import Clamp, Clip, Entropy, Gate, Level, Ratio, Reduce, Weight, presets, with_beta, with_kl
+from tracegrad.objective import (
+    Aggregation,
+    Clip,
+    EntropyBonus,
+    Ratio,
+    Reduce,
+    Rejection,
+    Truncate,
+    Weight,
+    presets,
+    with_beta,
+    with_kl,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "trainers"))
 LR = 3.0
@@ -142,7 +154,7 @@ SAME = {
     "dr_grpo": (DR_GRPO_16, TOKEN_TIS | {"loss_type": "dr_grpo", "max_completion_length": 16}),
     "grpo with TRL's beta": (with_beta(presets.GRPO, 0.04), TOKEN_TIS | {"loss_type": "grpo", "beta": 0.04}),
     "a ratio of the row": (
-        replace(presets.GRPO, surrogate=Clip(1e-3, 2e-3, level=Level("trace", "mean"))),
+        replace(presets.GRPO, surrogate=Clip(1e-3, 2e-3, level=Aggregation("trace", "mean"))),
         TOKEN_TIS
         | {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 1e-3, "epsilon_high": 2e-3},
     ),
@@ -205,11 +217,11 @@ def branched(start):
 
 def own_step(branched, objective, lr=LR):
     """The parameters after one step of our own learner on packed rows."""
-    from tracegrad.trainer.step import measure, optimizer_step
+    from tracegrad.trainer.step import compute_logprobs, optimizer_step
 
     model = copy.deepcopy(branched.model)
     (step,) = tg.pack(branched.data, branched.advantages, token_budget=64, needs=objective.needs)
-    step = step.with_logprobs(old=measure(model, step.batches))
+    step = step.with_logprobs(old=compute_logprobs(model, step.batches))
     optimizer_step(model, step, objective, torch.optim.SGD(model.parameters(), lr))
     return SimpleNamespace(model=model)
 
@@ -220,8 +232,8 @@ SPLIT = {
     "gspo, the trace's own ratio": presets.GSPO,
     "kept terms, normalised weights, a gate": replace(
         presets.GRPO,
-        gates=(Gate(Ratio("old", "rollout"), level=Level("trace", "mean"), low=0.7, high=1.5),),
-        weights=(Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0), normalize=True),),
+        gates=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.7, high=1.5),),
+        weights=(Weight(Ratio("old", "rollout"), shape=Truncate(0.0, 2.0), normalize=True),),
         reduce=Reduce("trace", "mean", denominator="kept"),
     ),
     "theta/rollout": presets.GRPO_DIRECT,
@@ -312,7 +324,7 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
 
 
 PLAIN = {name: SPLIT[name] for name in ("dapo", "grpo", "theta/rollout", "gspo, the trace's own ratio")}
-PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=Entropy(0.01, gated=False))
+PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=EntropyBonus(0.01, gated=False))
 PLAIN["a constant"] = replace(presets.DAPO, reduce=Reduce("constant", norm=100.0))
 
 

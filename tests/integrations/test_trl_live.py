@@ -19,7 +19,7 @@ import tracegrad as tg
 from tiny import ONE_STEP
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations.trl import WithObjective
-from tracegrad.objective import Clamp, Gate, Level, Objective, Ratio, Reduce, Weight, presets, with_beta
+from tracegrad.objective import Aggregation, Objective, Ratio, Reduce, Rejection, Truncate, Weight, presets, with_beta
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "trainers"))
 GROUP, LR = 4, 0.05
@@ -153,12 +153,14 @@ def test_the_logprobs_that_came_with_the_tokens_weigh_as_trls_ratio_does(missing
 WHOLE = {
     "a normalised weight, kept terms": replace(
         presets.GRPO,
-        gates=(Gate(Ratio("old", "rollout"), level=Level("trace", "mean"), low=0.01, high=2.0),),
-        weights=(Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0), normalize=True),),
+        gates=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.01, high=2.0),),
+        weights=(Weight(Ratio("old", "rollout"), shape=Truncate(0.0, 2.0), normalize=True),),
         reduce=Reduce("trace", "mean", denominator="kept"),
     ),
     "a budget": presets.M2PO,
-    "a turn's ratio": replace(presets.GRPO, surrogate=replace(presets.GRPO.surrogate, level=Level("turn", "mean"))),
+    "a turn's ratio": replace(
+        presets.GRPO, surrogate=replace(presets.GRPO.surrogate, level=Aggregation("turn", "mean"))
+    ),
     "counts of each prompt": replace(presets.GRPO, reduce=Reduce("prompt", "mean")),
     "theta/rollout": presets.GRPO_DIRECT,
     "one's own": Objective(lambda view: (view.log_ratio - view.advantages).square(), Ratio("theta", "rollout")),

@@ -114,7 +114,7 @@ def test_peers_refuse_what_they_have_no_number_for():
 
 
 def test_a_mean_is_taken_over_all_parts_and_not_of_their_means():
-    tally = metrics.Tally()
+    tally = metrics.MetricAccumulator()
     tally.add("entropy", 1.0, 1)
     tally.add("entropy", 1.0, 3)  # (1 + 1) / 4, where the mean of the means would be 2/3
     tally.maximum("ratio_max", 2.0)
@@ -123,14 +123,14 @@ def test_a_mean_is_taken_over_all_parts_and_not_of_their_means():
 
 
 def test_a_mean_over_nothing_is_nan():
-    tally = metrics.Tally()
+    tally = metrics.MetricAccumulator()
     tally.add("entropy", 0.0, 0)
     assert math.isnan(tally.means()["entropy"])
 
 
 def test_a_number_without_definition_is_refused():
     with pytest.raises(ArgumentError, match="TG-METRIC-012"):
-        metrics.Tally().add("vibes", 1.0, 1)
+        metrics.MetricAccumulator().add("vibes", 1.0, 1)
 
 
 def test_each_row_is_on_disk_at_once_and_valid_json(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import OFF_POLICY, OffPolicy, aggregate
+from tracegrad.metrics import OFF_POLICY, OffPolicySums, aggregate
 
 NAN = math.nan
 
@@ -49,7 +49,7 @@ def step(seed=0, traces=40, outlier=30.0):
 
 
 def measured(arrays, at=slice(None)):
-    return OffPolicy.of(**{name: values[at] for name, values in arrays.items()})
+    return OffPolicySums.of(**{name: values[at] for name, values in arrays.items()})
 
 
 def assert_equal(found, expected):
@@ -147,7 +147,7 @@ def _rank(rank, store, out):
 def test_the_numbers_are_worked_by_hand():
     """Traces 7 (two terms: ratios 2 and 1/2) and 3 (ratio 1, and a term without a rollout logprob)."""
     two = math.log(2)
-    found = OffPolicy.of(
+    found = OffPolicySums.of(
         [-1.0, -2.0, -0.5, -0.1],
         [-1.0 - two, -2.0 + two, -0.5, NAN],
         trace=[7, 7, 3, 3],
@@ -184,10 +184,10 @@ def test_the_numbers_are_worked_by_hand():
 
 def test_the_standard_error_takes_a_trace_as_one_draw():
     """-l sums to 3, 0 and 0 over traces of 2, 1 and 1 terms: mean 3/4; residues 3 - 1.5, 0 - .75, 0 - .75."""
-    found = OffPolicy.of([-2.0, -3.0, -1.0, -1.0], [-1.0, -1.0, -1.0, -1.0], trace=[0, 0, 1, 2]).named()
+    found = OffPolicySums.of([-2.0, -3.0, -1.0, -1.0], [-1.0, -1.0, -1.0, -1.0], trace=[0, 0, 1, 2]).named()
     assert found["kl_rollout_old_k1"] == 0.75
     assert found["kl_rollout_old_k1_se"] == pytest.approx(math.sqrt(3 / 2 * (1.5**2 + 2 * 0.75**2)) / 4)
-    assert math.isnan(OffPolicy.of([-1.0], [-2.0], trace=[0]).named()["kl_rollout_old_k1_se"])
+    assert math.isnan(OffPolicySums.of([-1.0], [-2.0], trace=[0]).named()["kl_rollout_old_k1_se"])
 
 
 def test_the_standard_error_is_the_spread_over_repeated_draws():
@@ -197,7 +197,7 @@ def test_the_standard_error_is_the_spread_over_repeated_draws():
     def draw():
         shared = np.repeat(rng.normal(0, 0.1, 60), 20)  # of a whole trace, as a prefix shifts every term after it
         rollout = -rng.exponential(1.0, len(trace))
-        return OffPolicy.of(rollout + shared + rng.normal(0, 0.1, len(trace)), rollout, trace=trace).named()
+        return OffPolicySums.of(rollout + shared + rng.normal(0, 0.1, len(trace)), rollout, trace=trace).named()
 
     runs = [draw() for _ in range(150)]
     spread = np.std([run["kl_rollout_old_k1"] for run in runs])
@@ -208,7 +208,7 @@ def test_percentiles_are_within_the_resolution():
     rng = np.random.default_rng(0)
     for scale in (1e-5, 1e-2, 0.3, 5.0):
         log = np.clip(rng.normal(0, scale, 20_000), -20, 20)
-        found = OffPolicy.of(log - 25.0, np.full(len(log), -25.0), trace=np.arange(len(log)) // 10).named()
+        found = OffPolicySums.of(log - 25.0, np.full(len(log), -25.0), trace=np.arange(len(log)) // 10).named()
         for name, share in {"p1": 0.01, "p25": 0.25, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}.items():
             exact = np.quantile(log, share, method="inverted_cdf")
             bound = aggregate.RESOLUTION * math.hypot(exact, aggregate.FINE) * 1.01 + 1e-12
@@ -218,7 +218,7 @@ def test_percentiles_are_within_the_resolution():
 
 def test_on_policy_every_ratio_is_1():
     logprobs = -np.random.default_rng(0).exponential(1.0, 100)
-    found = OffPolicy.of(logprobs, logprobs, trace=np.arange(100) // 5, weight=np.ones(100)).named()
+    found = OffPolicySums.of(logprobs, logprobs, trace=np.arange(100) // 5, weight=np.ones(100)).named()
     ones = [name for name in found if name.startswith(("mismatch_p", "weight_p")) or name in ("ess", "mismatch_ess")]
     assert len(ones) == 18
     assert all(found[name] == 1.0 for name in ones)
@@ -226,14 +226,14 @@ def test_on_policy_every_ratio_is_1():
 
 
 def test_weights_of_0_are_below_every_percentile_and_without_effect():
-    found = OffPolicy.of([-1.0] * 4, [-1.0] * 4, trace=[0, 0, 1, 1], weight=[0.0, 0.0, 0.0, 2.0]).named()
+    found = OffPolicySums.of([-1.0] * 4, [-1.0] * 4, trace=[0, 0, 1, 1], weight=[0.0, 0.0, 0.0, 2.0]).named()
     assert (found["weight_p50"], found["weight_p99"], found["ess_count"]) == (0.0, 2.0, 1.0)
-    gone = OffPolicy.of([-1.0], [-1.0], trace=[0], weight=[0.0]).named()
+    gone = OffPolicySums.of([-1.0], [-1.0], trace=[0], weight=[0.0]).named()
     assert (gone["ess"], gone["ess_count"]) == (0.0, 0.0)
 
 
 def test_outliers_are_clamped_and_counted():
-    found = OffPolicy.of([-1.0, -40.0, -1.0], [-31.0, -1.0, -1.0], trace=[0, 1, 2]).named()
+    found = OffPolicySums.of([-1.0, -40.0, -1.0], [-31.0, -1.0, -1.0], trace=[0, 1, 2]).named()
     assert found["mismatch_clamped"] == 2
     assert (found["mismatch_max"], found["mismatch_min"]) == (pytest.approx(np.exp(20)), pytest.approx(np.exp(-20)))
     assert found["logprob_gap_max"] == 39.0
@@ -276,28 +276,28 @@ def test_all_names_are_in_the_table():
 
 def test_only_what_was_given_is_named():
     arrays = step()
-    found = OffPolicy.of(arrays["old"], arrays["rollout"], trace=arrays["trace"]).named()
+    found = OffPolicySums.of(arrays["old"], arrays["rollout"], trace=arrays["trace"]).named()
     assert "ess" not in found
     assert not [name for name in found if "/" in name or name.startswith(("gradient", "advantage", "kl_old"))]
-    nothing_known = OffPolicy.of([-1.0, -2.0], [NAN, NAN], trace=[0, 1], theta=[-1.5, -2.0]).named()
+    nothing_known = OffPolicySums.of([-1.0, -2.0], [NAN, NAN], trace=[0, 1], theta=[-1.5, -2.0]).named()
     assert set(nothing_known) == {"kl_old"}
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ArgumentError, match=r"TG-METRIC-007.*1.*2"):
-        OffPolicy.of([-1.0, -1.0], [-1.0], trace=[0, 0])
+        OffPolicySums.of([-1.0, -1.0], [-1.0], trace=[0, 0])
     with pytest.raises(ArgumentError, match=r"TG-METRIC-008.*1"):
-        OffPolicy.of([-math.inf], [-1.0], trace=[0])
+        OffPolicySums.of([-math.inf], [-1.0], trace=[0])
     with pytest.raises(ArgumentError, match="TG-METRIC-010"):
-        OffPolicy.of([-1.0], [-1.0], trace=[0], gradient=[1.0])
-    a = OffPolicy.of([-1.0], [-1.0], trace=[0])
+        OffPolicySums.of([-1.0], [-1.0], trace=[0], gradient=[1.0])
+    a = OffPolicySums.of([-1.0], [-1.0], trace=[0])
     with pytest.raises(ArgumentError, match="TG-METRIC-002"):
-        a + OffPolicy.of([-1.0], [-1.0], trace=[0], weight=[1.0])
+        a + OffPolicySums.of([-1.0], [-1.0], trace=[0], weight=[1.0])
 
 
 def test_where_gates_drop_every_term_nothing_is_said_of_effective_samples():
     old, rollout = [-1.0, -2.0], [-1.5, -1.0]
-    none = OffPolicy.of(old, rollout, trace=[0, 1], keep=[False, False], weight=[1.0, 1.0]).named()
+    none = OffPolicySums.of(old, rollout, trace=[0, 1], keep=[False, False], weight=[1.0, 1.0]).named()
     assert not {"ess", "ess_count"} & set(none)
-    one = OffPolicy.of(old, rollout, trace=[0, 1], keep=[True, False], weight=[0.5, 1.0]).named()
+    one = OffPolicySums.of(old, rollout, trace=[0, 1], keep=[True, False], weight=[0.5, 1.0]).named()
     assert (one["ess"], one["ess_count"]) == (1.0, 1.0)

@@ -13,10 +13,10 @@ from forked import forked
 from tracegrad import metrics
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.objective import presets
-from tracegrad.objective.correction import Corrected
+from tracegrad.objective.correction import Correction
 from tracegrad.packing import pack
-from tracegrad.trainer.step import Outcome
-from tracegrad.trainer.step_metrics import row_of
+from tracegrad.trainer.step import StepResult
+from tracegrad.trainer.step_metrics import step_metrics
 
 SHARES = {row.name for row in metrics.METRICS if row.unit == "share"} - {"device_idle"}
 """Metrics that are a part of a whole."""
@@ -33,18 +33,18 @@ def outcome_of(step, tokens, seed):
     drawn = {name: values[step.origin] for name, values in drawn.items()}
     keep, clipped = (rng.random(tokens)[step.origin] < share for share in (0.8, 0.3))
     weight = np.exp(drawn["old"] - np.nan_to_num(step.rollout_logprobs, nan=-1.0)).astype(np.float32)
-    corrected = Corrected(weight, keep, np.ones(len(step), np.float32), {}, {})
+    corrected = Correction(weight, keep, np.ones(len(step), np.float32), {}, {})
     ratio = np.exp(drawn["logprobs"] - drawn["old"]).astype(np.float32)
     arrays = {"logprobs": drawn["logprobs"], "entropy": -drawn["logprobs"], "gradient": drawn["gradient"]}
     arrays |= {"ratio": ratio, "weight": weight, "keep": keep, "clipped": clipped & keep}
-    return step.with_logprobs(old=drawn["old"]), Outcome(0.0, 1.0, corrected, **arrays)
+    return step.with_logprobs(old=drawn["old"]), StepResult(0.0, 1.0, corrected, **arrays)
 
 
 def shares(sequences, advantages, rewards, seed, **how):
     """Each share of the only step."""
     [step] = pack(sequences, advantages, per="trace", **how)
     step, outcome = outcome_of(step, sequences.tokens, seed)
-    row = row_of(step, outcome, presets.DAPO, newest=3, rewards=rewards)
+    row = step_metrics(step, outcome, presets.DAPO, newest=3, rewards=rewards)
     return {name: value for name, value in row.items() if name.partition("/")[0] in SHARES}
 
 
@@ -75,7 +75,7 @@ def test_tokens_of_all_kinds_are_those_of_the_branches_however_many_rows_hold_on
     assert sum(batch.tokens for batch in step.batches) == (6 if share_prefixes else 24)
     assert step.branch_tokens == 24
     step, outcome = outcome_of(step, 24, 0)
-    row = row_of(step, outcome, presets.DAPO)
+    row = step_metrics(step, outcome, presets.DAPO)
     assert row["frac_old_logprobs_valid_all"] == pytest.approx(16 / 24)
     assert row["frac_old_logprobs_valid"] == 1.0
 
@@ -86,4 +86,4 @@ def test_tokens_of_all_kinds_end_with_the_last_term_of_a_branch():
     s = Sequences.from_arrays(ids, [0, 4, 7], [np.nan, -1, np.nan, np.nan, np.nan, -1, np.nan], trainable, group=[0, 0])
     [step] = pack(s, [1.0, -1.0], token_budget=64)
     step, outcome = outcome_of(step, 7, 0)
-    assert row_of(step, outcome, presets.DAPO)["frac_old_logprobs_valid_all"] == pytest.approx(2 / 5)
+    assert step_metrics(step, outcome, presets.DAPO)["frac_old_logprobs_valid_all"] == pytest.approx(2 / 5)

@@ -21,14 +21,14 @@ from tracegrad import model as policy
 from tracegrad.config import load
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.model import attention, forward
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.objective import presets
 from tracegrad.packing import pack
 from tracegrad.trainer import setup, verify_attention
-from tracegrad.trainer.distributed import prepare
+from tracegrad.trainer.distributed import wrap
 from tracegrad.trainer.memory import compile_layers
-from tracegrad.trainer.step import measure, optimizer_step
-from tracegrad.trainer.verify_attention import describe_attention, settle_rows
+from tracegrad.trainer.step import compute_logprobs, optimizer_step
+from tracegrad.trainer.verify_attention import describe_attention, verify_rows
 from waits import Waits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -124,18 +124,18 @@ def test_gemma3_is_checked_and_takes_its_first_steps_with_eight_graphs(graphs, c
     a window as a constant only.
     """
     model = model_of("Gemma3")
-    attend_in_blocks(model)
-    target = prepare(model, "none")
+    enable_flex_attention(model)
+    target = wrap(model, "none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert settle_rows(target, 100, trees=True) == ""
+    assert verify_rows(target, 100, trees=True) == ""
     first = step_of(case, 256)
-    measure(target, first.batches, torch.bfloat16)
+    compute_logprobs(target, first.batches, torch.bfloat16)
     optimizer_step(target, first, presets.DAPO, optimizer, grad_clip=1.0, precision=torch.bfloat16)
     assert 0 < len(graphs) <= 8, len(graphs)
     before = len(graphs)
     for budget, share in ((1024, False), (512, True)):
         step = step_of(case, budget, share)
-        measure(target, step.batches, torch.bfloat16)
+        compute_logprobs(target, step.batches, torch.bfloat16)
         optimizer_step(target, step, presets.DAPO, optimizer, grad_clip=1.0, precision=torch.bfloat16)
     assert len(graphs) == before
     tensors = [each for inputs in graphs for each in inputs if isinstance(each, torch.Tensor)]
@@ -170,7 +170,7 @@ def test_torchs_own_limit_of_graphs_does_not_make_attention_unfused(graphs, case
 
 
 def test_another_graph_than_the_limit_allows_is_an_error(graphs, monkeypatch):
-    monkeypatch.setattr(attention, "GRAPHS", 1)
+    monkeypatch.setattr(attention, "MAX_COMPILED_GRAPHS", 1)
     config = torch._dynamo.config
     query = torch.ones(1, 2, 16, 8)
     with config.patch(recompile_limit=1):
@@ -185,7 +185,7 @@ def test_another_graph_than_the_limit_allows_is_an_error(graphs, monkeypatch):
 
 def test_a_compiled_layer_past_the_limit_is_an_error(monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(attention, "GRAPHS", 1)
+    monkeypatch.setattr(attention, "MAX_COMPILED_GRAPHS", 1)
     compile_by = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_by(function, backend="eager", **how))
     model = model_of()
@@ -242,7 +242,7 @@ def test_three_queries_share_a_key(graphs, case):
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     expected = logprobs_and_gradient(model_of(**heads), case)
     model = model_of(**heads)
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     assert_near(logprobs_and_gradient(model, case), expected)
     assert graphs
 
@@ -288,15 +288,15 @@ def as_cuda(monkeypatch):
 
 def test_a_kernel_that_does_not_fit_stops_a_run_on_cuda(too_large, monkeypatch):
     model = model_of()
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     as_cuda(monkeypatch)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-093.*memory.*Required.*294912.*Hardware"):
-        settle_rows(prepare(model, "none"), 64, trees=True)
+        verify_rows(wrap(model, "none"), 64, trees=True)
 
 
 def test_a_kernel_that_does_not_fit_stops_a_row_on_cuda(too_large, case, monkeypatch):
     model = model_of()
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     as_cuda(monkeypatch)
     with pytest.raises(ArgumentError, match=r"TG-MODEL-004.*memory.*Required.*294912.*Hardware"):
         policy.logprobs(model, step_of(case).batches[0])
@@ -304,9 +304,9 @@ def test_a_kernel_that_does_not_fit_stops_a_row_on_cuda(too_large, case, monkeyp
 
 def test_a_kernel_that_does_not_fit_leads_elsewhere_to_the_attention_without_blocks(too_large):
     model = model_of()
-    attend_in_blocks(model)
-    target = prepare(model, "none")
-    assert settle_rows(target, 64, trees=True) == ""
+    enable_flex_attention(model)
+    target = wrap(model, "none")
+    assert verify_rows(target, 64, trees=True) == ""
     assert describe_attention(target, trees=True) == (
         "attention is sdpa: branches in padded batches, rows that share prefixes under a dense [T, T] mask."
     )
@@ -337,12 +337,12 @@ def test_the_attention_on_cuda_is_what_the_option_asks_for(name, loaded, asked, 
 
 def test_the_attention_that_was_chosen_is_described(graphs):
     model = model_of()
-    attend_in_blocks(model)
-    target = prepare(model, "none")
-    settle_rows(target, 64, trees=True)
+    enable_flex_attention(model)
+    target = wrap(model, "none")
+    verify_rows(target, 64, trees=True)
     assert describe_attention(target, trees=True) == "attention is flex_attention, compiled, under block masks."
-    plain = prepare(model_of(), "none")
-    settle_rows(plain, 64, trees=False)
+    plain = wrap(model_of(), "none")
+    verify_rows(plain, 64, trees=False)
     assert describe_attention(plain, trees=False) == "attention is sdpa: branches in padded batches."
 
 
@@ -358,7 +358,7 @@ def test_layers_are_not_compiled_for_the_attention_that_they_are_compared_with(m
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_by(function, **{"backend": counting, **how}))
     model = model_of()
-    attend_in_blocks(model)
+    enable_flex_attention(model)
     compile_layers(model)
     with torch.no_grad(), flex_attention_on_the_cpu(counting):
         policy.logprobs(model, step_of(case).batches[0])

@@ -15,7 +15,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.model import lm_head as kernels_head
 from tracegrad.model import loss as policy_loss_module
 from tracegrad.model import policy_loss, token_logprobs
-from tracegrad.model.lm_head import Problem, Setting, Size, Wants, device_chunk_bytes
+from tracegrad.model.lm_head import Gradients, HeadProblem, HeadSettings, Size, device_chunk_bytes
 from tracegrad.model.lm_head_chunked import Chunk, Rows
 from tracegrad.model.lm_head_fused import _scaled
 from tracegrad.objective import Clip, Objective, Ratio
@@ -216,12 +216,12 @@ def test_the_tables_of_a_chunk_are_gone_before_the_next_one_is_made(path, head, 
 
 
 def test_on_a_device_whose_memory_is_not_asked_for_a_chunk_has_a_gibibyte():
-    weight, setting = torch.empty(151_936, 8, device="meta"), Setting(None, 1.0, None, Chunk)
+    weight, setting = torch.empty(151_936, 8, device="meta"), HeadSettings(None, 1.0, None, Chunk)
     for rows, expected in ((32_768, 768), (100, 220)):
         hidden, target = torch.empty(rows, 8, device="meta"), torch.empty(rows, dtype=torch.long, device="meta")
-        problem = Problem.of(hidden, weight, None, Rows(target, None), setting)
+        problem = HeadProblem.of(hidden, weight, None, Rows(target, None), setting)
         # A row of two float32 tables has 1,215,488 bytes: 883 fit 1 GiB, 220 fit the 256 MiB that are always taken.
-        assert problem.chunk_rows(None, Wants()) == expected
+        assert problem.chunk_rows(None, Gradients()) == expected
 
 
 QWEN3 = Size(rows=32768, hidden=4096, vocabulary=151_936, item=2, row_bytes=2)
@@ -250,14 +250,14 @@ def test_rows_that_all_fit_are_one_chunk_however_many_they_are():
 @pytest.mark.parametrize(
     ("free_gib", "wants", "chunk_mib"),
     [
-        (70, Wants(), 4096),  # never more than 4 GiB
-        (0, Wants(), 256),  # never less than 256 MiB
+        (70, Gradients(), 4096),  # never more than 4 GiB
+        (0, Gradients(), 256),  # never less than 256 MiB
         # The gradients take 0.25 GiB (hidden states, bfloat16) and 2.32 GiB (weight, float32). Half of the rest,
         # rounded down to a power of two:
-        (10.4, Wants(), 2048),  # 7.83 / 2 = 3.9
-        (10.7, Wants(), 4096),  # 8.13 / 2 = 4.07
-        (10.4, Wants(weight=False), 4096),  # 10.15 / 2 = 5.08
-        (4, Wants(hidden=False, weight=False), 2048),  # no gradients
+        (10.4, Gradients(), 2048),  # 7.83 / 2 = 3.9
+        (10.7, Gradients(), 4096),  # 8.13 / 2 = 4.07
+        (10.4, Gradients(weight=False), 4096),  # 10.15 / 2 = 5.08
+        (4, Gradients(hidden=False, weight=False), 2048),  # no gradients
     ],
 )
 def test_a_chunk_takes_at_most_half_of_what_the_gradients_leave(free_gib, wants, chunk_mib):

@@ -49,9 +49,9 @@ def spoilt(folder, file, more):
 
 
 def load(folder):
-    from tracegrad.trainer.load_model import load_whole
+    from tracegrad.trainer.load_model import load_full_model
 
-    return load_whole(folder)
+    return load_full_model(folder)
 
 
 def forecast(folder):
@@ -67,9 +67,9 @@ def picture(folder):
 
 
 def whole(folder):
-    from tracegrad.images.processor import whole_processor
+    from tracegrad.images.processor import multimodal_processor
 
-    return whole_processor(folder)
+    return multimodal_processor(folder)
 
 
 MAP = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}

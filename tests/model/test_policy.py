@@ -11,7 +11,7 @@ from tracegrad import model as policy
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.model import attention, token_logprobs
-from tracegrad.model.attention import attend_in_blocks
+from tracegrad.model.attention import enable_flex_attention
 from tracegrad.packing import Batch, pack
 
 SMALL = {
@@ -419,11 +419,11 @@ def test_attention_by_blocks_is_chosen_where_the_architecture_has_it_and_takes_o
     s = sequences()
     model, eager = model_of("Qwen3", torch.float32), model_of("Qwen3", torch.float32)
     eager.set_attn_implementation("eager")
-    attend_in_blocks(eager)
+    enable_flex_attention(eager)
     assert eager.config._attn_implementation == "eager"
     with torch.no_grad():
         expected = packed(model, s, budget=100)
-        attend_in_blocks(model)
+        enable_flex_attention(model)
         assert relative(packed(model, s, budget=100), expected) < 1e-5
         assert {tuple(dtypes) for _, *dtypes in attended} == {(torch.float32,) * 3}
         attended.clear()

@@ -14,7 +14,7 @@ from tracegrad import model as policy
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.model import verify
-from tracegrad.model.verify import Road, why_not
+from tracegrad.model.verify import ForwardMode, check_forward_mode
 from tracegrad.packing import pack
 
 TELLING = {  # how a plain row and a tree run, "" for a refusal
@@ -144,20 +144,20 @@ def test_a_model_is_compared_once_for_each_length_it_meets(monkeypatch):
     for longest in (0, 0, 100, 90, 0):
         taken(model, case(longest=longest), True)
     assert runs == [40, 64, 185]  # 42 and 133 tokens: the next power of two, or all that the row holds
-    assert why_not(model, Road("mask", tree=True), 185) == ""
+    assert check_forward_mode(model, ForwardMode("mask", tree=True), 185) == ""
     assert len(runs) == 3
 
 
 def test_comparing_leaves_gradients_mode_and_random_numbers_as_they_were():
     model = model_of("qwen3").train()
     state = torch.random.get_rng_state()
-    assert why_not(model, Road("stack")) == ""
+    assert check_forward_mode(model, ForwardMode("stack")) == ""
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_in_bfloat16_rounding_is_allowed_and_a_wrong_road_is_not():
-    assert why_not(model_of("qwen3").bfloat16(), Road("mask", tree=True), 64) == ""
+    assert check_forward_mode(model_of("qwen3").bfloat16(), ForwardMode("mask", tree=True), 64) == ""
     for kind in ("mpt", "gpt_neo", "bart"):
-        assert "would differ" in why_not(model_of(kind).bfloat16(), Road("mask", tree=True), 64)
+        assert "would differ" in check_forward_mode(model_of(kind).bfloat16(), ForwardMode("mask", tree=True), 64)

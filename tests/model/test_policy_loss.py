@@ -12,16 +12,16 @@ from largest import Largest
 from tracegrad.errors import ArgumentError
 from tracegrad.model import loss as room
 from tracegrad.model import policy_loss, token_logprobs
-from tracegrad.model.lm_head import Size, Wants, choose
+from tracegrad.model.lm_head import Gradients, Size, choose_plan
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Function,
-    Gate,
-    Level,
     Objective,
     PolicyGradient,
     Ratio,
+    Rejection,
     TopEntropy,
+    Truncate,
     Weight,
     presets,
     with_entropy,
@@ -156,11 +156,11 @@ def test_the_fused_loss_of_a_preset_is_that_of_full_logits(name, rows):
 
 @pytest.mark.parametrize("agg", ["prefix_sum", "prefix_min"])
 def test_a_running_sum_along_a_trace_is_in_the_terms_own_order_where_rows_are_shared(agg):
-    weight = Weight(Ratio("theta", "rollout"), Level("trace", agg), Clamp(0.0, 2.0))
+    weight = Weight(Ratio("theta", "rollout"), Aggregation("trace", agg), Truncate(0.0, 2.0))
     compare(Case(Objective(PolicyGradient(), weights=(weight,))), chunk_bytes=chunks_of(7))
 
 
-MEAN = Level("trace", "mean")
+MEAN = Aggregation("trace", "mean")
 OWN = {
     "term": Function(lambda view: (view.log_ratio - view.advantages).square(), "term"),
     "trace": Function(lambda view: (view.ratio - MEAN.of(view.ratio, view, view.keep)).abs(), "trace"),
@@ -318,7 +318,7 @@ def test_plans_cost_what_their_products_with_the_weight_cost():
         (False, False, False, True): 1,
     }
     for (hidden, weight, entropy, fits), products in flops.items():
-        plan = choose(size, Wants(hidden=hidden, weight=weight, entropy=entropy), 100, fits=fits)
+        plan = choose_plan(size, Gradients(hidden=hidden, weight=weight, entropy=entropy), 100, fits=fits)
         assert plan.flops == products * product, plan
 
 
@@ -346,11 +346,11 @@ def test_an_objective_says_how_far_it_looks():
     assert clipped.locality == "term"
     assert presets.GSPO.locality == "trace"
     plain = Objective(PolicyGradient())
-    over = {"turn": Level("turn", "mean"), "trace": Level("trace", "sum")}
+    over = {"turn": Aggregation("turn", "mean"), "trace": Aggregation("trace", "sum")}
     for locality, level in over.items():
-        assert Objective(PolicyGradient(), gates=(Gate(on_theta, level=level, high=2.0),)).locality == locality
-        assert Objective(PolicyGradient(), gates=(Gate(off, level=level, high=2.0),)).locality == "term"
-    assert Objective(PolicyGradient(), gates=(Gate(on_theta, high=2.0, drops="trace"),)).locality == "trace"
+        assert Objective(PolicyGradient(), gates=(Rejection(on_theta, level=level, high=2.0),)).locality == locality
+        assert Objective(PolicyGradient(), gates=(Rejection(off, level=level, high=2.0),)).locality == "term"
+    assert Objective(PolicyGradient(), gates=(Rejection(on_theta, high=2.0, drops="trace"),)).locality == "trace"
     assert Objective(PolicyGradient(), gates=(TopEntropy(0.2, "microbatch"),)).locality == "batch"
     assert with_entropy(plain, 0.1).locality == "term"
 

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from families import model_of
-from tracegrad.model.attention import stacked
+from tracegrad.model.attention import run_stacked
 
 
 class Said(dict):
@@ -42,6 +42,6 @@ def test_keys_and_values_of_a_prefix_are_given_by_the_name_that_the_body_has(nam
     body = model_of("qwen3").double().model
     ids = torch.cat([torch.tensor([*range(20), *own]) for own in ([3, 4], [5, 6, 7])])
     positions = torch.cat([torch.arange(22), torch.arange(23)])
-    got = stacked(names(body), ids, positions, torch.arange(45), share_prefix=True)
+    got = run_stacked(names(body), ids, positions, torch.arange(45), share_prefix=True)
     want = torch.cat([body(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in ids.split([22, 23])])
     torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12)

@@ -4,28 +4,28 @@ import pytest
 
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Adapt,
-    Budget,
-    Clamp,
+    AdaptiveEntropy,
+    AdvantageShift,
+    Aggregation,
     Clip,
     CrossEntropy,
     DropCovariance,
-    Entropy,
+    EntropyBonus,
     Gamma,
-    Gate,
     Identity,
-    Level,
-    Needs,
+    MaskOutside,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
-    Regress,
-    Shift,
+    Regression,
+    Rejection,
+    RejectionBudget,
+    Requirements,
     TopEntropy,
+    Truncate,
     Weight,
-    Window,
     override,
     override_all,
     presets,
@@ -34,7 +34,7 @@ from tracegrad.objective import (
 
 MISMATCH = Ratio("old", "rollout")
 OLD, DIRECT = Ratio("theta", "old"), Ratio("theta", "rollout")
-TIS = Weight(MISMATCH, shape=Clamp(0.0, 2.0))
+TIS = Weight(MISMATCH, shape=Truncate(0.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ TIS = Weight(MISMATCH, shape=Clamp(0.0, 2.0))
         Objective(Clip(), OLD),
         Objective(Clip(), OLD, weights=(TIS,)),
         Objective(Clip(), DIRECT),
-        Objective(Clip(), DIRECT, gates=(Gate(MISMATCH, high=2.0),)),
+        Objective(Clip(), DIRECT, gates=(Rejection(MISMATCH, high=2.0),)),
         Objective(PolicyGradient(), weights=(TIS,)),
     ],
 )
@@ -68,7 +68,7 @@ def test_double_correction_is_refused_for_each_sign_of_the_advantage(ratio, weig
 
 
 def test_weights_on_opposite_signs_do_not_multiply():
-    Objective(Clip(), OLD, weights=(Weight(MISMATCH, when="A>0"), Weight(MISMATCH, shape=Clamp(0, 1), when="A<=0")))
+    Objective(Clip(), OLD, weights=(Weight(MISMATCH, when="A>0"), Weight(MISMATCH, shape=Truncate(0, 1), when="A<=0")))
     with pytest.raises(ArgumentError, match="TG-OBJ-018"):
         Objective(Clip(), OLD, weights=(Weight(MISMATCH, when="A>=0"), Weight(MISMATCH, when="A<=0")))
 
@@ -78,59 +78,62 @@ def test_weights_on_opposite_signs_do_not_multiply():
     [
         (lambda: Ratio("old", "old"), "always 1"),
         (lambda: Ratio("theta", "behaviour"), r"TG-ARGS-011.*Ratio\.den.*behaviour"),
-        (lambda: Level("token", "sum"), r"TG-ARGS-013.*Level\.agg"),
-        (lambda: Level("token", terms="kept"), r"TG-ARGS-013.*Level\.terms"),
-        (lambda: Level("trace"), r"TG-ARGS-011.*Level\.agg"),
-        (lambda: Level("word", "sum"), r"TG-ARGS-011.*Level\.over.*word"),
-        (lambda: Level("batch", "prefix_sum"), r"TG-ARGS-011.*Level\.agg.*prefix_sum"),
-        (lambda: Level("trace", "sum", scope="microbatch"), r"TG-ARGS-013.*Level\.scope"),
-        (lambda: Clamp(3.0, 2.0), r"TG-ARGS-014.*3\.0.*2\.0"),
-        (lambda: Window(5.0, 0.5), r"TG-ARGS-014.*5\.0.*0\.5"),
+        (lambda: Aggregation("token", "sum"), r"TG-ARGS-013.*Level\.agg"),
+        (lambda: Aggregation("token", terms="kept"), r"TG-ARGS-013.*Level\.terms"),
+        (lambda: Aggregation("trace"), r"TG-ARGS-011.*Level\.agg"),
+        (lambda: Aggregation("word", "sum"), r"TG-ARGS-011.*Level\.over.*word"),
+        (lambda: Aggregation("batch", "prefix_sum"), r"TG-ARGS-011.*Level\.agg.*prefix_sum"),
+        (lambda: Aggregation("trace", "sum", scope="microbatch"), r"TG-ARGS-013.*Level\.scope"),
+        (lambda: Truncate(3.0, 2.0), r"TG-ARGS-014.*3\.0.*2\.0"),
+        (lambda: MaskOutside(5.0, 0.5), r"TG-ARGS-014.*5\.0.*0\.5"),
         (lambda: Weight(DIRECT, normalize=True), "TG-OBJ-053"),
-        (lambda: Weight(DIRECT, Level("batch", "mean")), "scope='microbatch'"),
-        (lambda: Weight(MISMATCH, Level("batch", "mean", scope="microbatch")), r"TG-ARGS-013.*step"),
+        (lambda: Weight(DIRECT, Aggregation("batch", "mean")), "scope='microbatch'"),
+        (lambda: Weight(MISMATCH, Aggregation("batch", "mean", scope="microbatch")), r"TG-ARGS-013.*step"),
         (lambda: Weight(DIRECT, shape=Gamma(2.0, -1.0)), r"TG-OBJ-050.*Gamma\.rate.*-1\.0"),
         (lambda: Weight(MISMATCH, shape=Gamma(2.0, 3.0), absorbs=True), r"TG-ARGS-013.*Weight\.absorbs"),
         (lambda: Weight(DIRECT, absorbs=True), "TG-OBJ-054"),
-        (lambda: Clamp(-0.2, 0.2), "TG-ARGS-016"),
-        (lambda: Clamp(0.0, 0.28), r"TG-ARGS-015.*1"),
-        (lambda: Window(0.1, 0.3), r"TG-ARGS-015.*1"),
-        (lambda: Weight(MISMATCH, Level("trace", "mean", "token")), r"TG-ARGS-013.*Weight\.level\.grad"),
+        (lambda: Truncate(-0.2, 0.2), "TG-ARGS-016"),
+        (lambda: Truncate(0.0, 0.28), r"TG-ARGS-015.*1"),
+        (lambda: MaskOutside(0.1, 0.3), r"TG-ARGS-015.*1"),
+        (lambda: Weight(MISMATCH, Aggregation("trace", "mean", "token")), r"TG-ARGS-013.*Weight\.level\.grad"),
         (lambda: Weight(MISMATCH, when="A<0", normalize=True), "TG-OBJ-052"),
         (lambda: Weight(MISMATCH, when="negative"), r"TG-ARGS-011.*Weight\.when"),
-        (lambda: Gate(MISMATCH), "TG-OBJ-032"),
-        (lambda: Gate(MISMATCH, low=2.0, high=0.5), r"TG-ARGS-014.*2\.0.*0\.5"),
-        (lambda: Gate(MISMATCH, high=2.0, terms="kept"), r"TG-ARGS-013.*Gate\.terms"),
-        (lambda: Gate(MISMATCH, "k1", Level("trace", "sum"), high=1.0, drops="turn"), r"TG-ARGS-013.*Gate\.drops"),
+        (lambda: Rejection(MISMATCH), "TG-OBJ-032"),
+        (lambda: Rejection(MISMATCH, low=2.0, high=0.5), r"TG-ARGS-014.*2\.0.*0\.5"),
+        (lambda: Rejection(MISMATCH, high=2.0, terms="kept"), r"TG-ARGS-013.*Gate\.terms"),
         (
-            lambda: Gate(MISMATCH, "k1", Level("trace", "sum", terms="kept"), high=1.0),
+            lambda: Rejection(MISMATCH, "k1", Aggregation("trace", "sum"), high=1.0, drops="turn"),
+            r"TG-ARGS-013.*Gate\.drops",
+        ),
+        (
+            lambda: Rejection(MISMATCH, "k1", Aggregation("trace", "sum", terms="kept"), high=1.0),
             r"TG-ARGS-013.*Gate\.level\.terms",
         ),
-        (lambda: Gate(OLD, high=2.0, drops="group"), "TG-OBJ-031"),
-        (lambda: Gate(OLD, "k1", Level("batch", "mean"), high=2.0), "scope='microbatch'"),
-        (lambda: Gate(MISMATCH, "ratio", high=0.2), r"TG-ARGS-015.*1"),
-        (lambda: Gate(MISMATCH, "k1", low=0.8, high=1.2), r"TG-ARGS-015.*k1.*difference"),
-        (lambda: Gate(MISMATCH, "k3", low=0.1), r"TG-ARGS-013.*k3.*never"),
-        (lambda: Gate(MISMATCH, "square", high=0.0), r"TG-ARGS-017.*square.*0"),
-        (lambda: Budget(OLD), r"TG-OBJ-033.*theta/old"),
+        (lambda: Rejection(OLD, high=2.0, drops="group"), "TG-OBJ-031"),
+        (lambda: Rejection(OLD, "k1", Aggregation("batch", "mean"), high=2.0), "scope='microbatch'"),
+        (lambda: Rejection(MISMATCH, "ratio", high=0.2), r"TG-ARGS-015.*1"),
+        (lambda: Rejection(MISMATCH, "k1", low=0.8, high=1.2), r"TG-ARGS-015.*k1.*difference"),
+        (lambda: Rejection(MISMATCH, "k3", low=0.1), r"TG-ARGS-013.*k3.*never"),
+        (lambda: Rejection(MISMATCH, "square", high=0.0), r"TG-ARGS-017.*square.*0"),
+        (lambda: RejectionBudget(OLD), r"TG-OBJ-033.*theta/old"),
         (lambda: TopEntropy(0.2, "step"), r"TG-ARGS-011.*TopEntropy\.scope.*step"),
         (lambda: TopEntropy(1.0, "microbatch"), "TG-OBJ-035"),
         (lambda: Clip(0.8, 1.28), r"TG-OBJ-039.*0\.2.*2\.28.*Clip\(0\.2.*0\.28"),
         (lambda: Clip(dual=3.0, delta=4.0), "TG-OBJ-041"),
         (lambda: Reduce("constant"), "TG-OBJ-030"),
-        (lambda: Shift(MISMATCH, 0.1), "must have theta above"),
-        (lambda: Entropy(-0.1, gated=False), "must not be negative"),
-        (lambda: Entropy(0.1, gated="kept"), r"TG-ARGS-011.*Entropy\.gated.*kept"),
-        (lambda: Entropy(0.1, gated="detached", adapt=Adapt()), "TG-OBJ-024"),
+        (lambda: AdvantageShift(MISMATCH, 0.1), "must have theta above"),
+        (lambda: EntropyBonus(-0.1, gated=False), "must not be negative"),
+        (lambda: EntropyBonus(0.1, gated="kept"), r"TG-ARGS-011.*Entropy\.gated.*kept"),
+        (lambda: EntropyBonus(0.1, gated="detached", adapt=AdaptiveEntropy()), "TG-OBJ-024"),
         (
             lambda: Penalty(Ratio("theta", "ref"), "k3", 0.1, gated="all", weighted=False),
             r"TG-ARGS-011.*Penalty\.gated.*all",
         ),
-        (lambda: Objective(CrossEntropy(), shifts=(Shift(OLD, 0.1),)), r"TG-ARGS-013.*read"),
-        (lambda: Objective(Regress(), DIRECT, weights=(TIS,)), "TG-OBJ-042"),
-        (lambda: Objective(Clip(level=Level("batch", "mean")), OLD), "TG-OBJ-017"),
+        (lambda: Objective(CrossEntropy(), shifts=(AdvantageShift(OLD, 0.1),)), r"TG-ARGS-013.*read"),
+        (lambda: Objective(Regression(), DIRECT, weights=(TIS,)), "TG-OBJ-042"),
+        (lambda: Objective(Clip(level=Aggregation("batch", "mean")), OLD), "TG-OBJ-017"),
         (
-            lambda: Objective(Clip(), OLD, gates=(Gate(OLD, high=2.0), Gate(MISMATCH, high=2.0))),
+            lambda: Objective(Clip(), OLD, gates=(Rejection(OLD, high=2.0), Rejection(MISMATCH, high=2.0))),
             "TG-OBJ-019",
         ),
         (
@@ -174,10 +177,10 @@ def test_what_contradicts_itself_or_has_no_effect_is_refused(make, message):
 
 
 def test_needs_say_what_to_compute():
-    assert Objective(PolicyGradient()).needs == Needs(old=False, rollout=False, ref=False, trace_ratio=False)
-    assert Objective(Clip(), DIRECT).needs == Needs(old=False, rollout=True, ref=False, trace_ratio=False)
-    gspo = Objective(Clip(3e-4, 4e-4, level=Level("trace", "mean")), OLD, weights=(TIS,))
-    assert with_kl(gspo, 0.1).needs == Needs(old=True, rollout=True, ref=True, trace_ratio=True)
+    assert Objective(PolicyGradient()).needs == Requirements(old=False, rollout=False, ref=False, trace_ratio=False)
+    assert Objective(Clip(), DIRECT).needs == Requirements(old=False, rollout=True, ref=False, trace_ratio=False)
+    gspo = Objective(Clip(3e-4, 4e-4, level=Aggregation("trace", "mean")), OLD, weights=(TIS,))
+    assert with_kl(gspo, 0.1).needs == Requirements(old=True, rollout=True, ref=True, trace_ratio=True)
 
 
 def test_an_objective_says_what_depends_on_the_cut_of_a_step():
@@ -185,9 +188,9 @@ def test_an_objective_says_what_depends_on_the_cut_of_a_step():
         "CLIP_COV",
         "KL_COV",
     ]
-    part = Weight(DIRECT, Level("batch", "mean", scope="microbatch"))
+    part = Weight(DIRECT, Aggregation("batch", "mean", scope="microbatch"))
     assert Objective(PolicyGradient(), weights=(part,)).per_microbatch == (str(part),)
-    centred = Shift(OLD, 0.1, "microbatch")
+    centred = AdvantageShift(OLD, 0.1, "microbatch")
     assert Objective(Clip(), OLD, shifts=(centred,)).per_microbatch == (str(centred),)
 
 
@@ -209,7 +212,7 @@ class TestOverride:
             ("surrogate.high", "0.28", lambda o: o.surrogate.high == 0.28),
             ("surrogate.high", 1, lambda o: o.surrogate.high == 1.0 and type(o.surrogate.high) is float),
             ("surrogate.dual", "3", lambda o: o.surrogate.dual == 3.0),
-            ("weights.0.shape.high", "5", lambda o: o.weights[0].shape == Clamp(0.0, 5.0)),
+            ("weights.0.shape.high", "5", lambda o: o.weights[0].shape == Truncate(0.0, 5.0)),
             ("weights.0.normalize", "true", lambda o: o.weights[0].normalize is True),
             ("weights", "none", lambda o: o.weights == ()),
             ("reduce.denominator", "kept", lambda o: o.reduce.denominator == "kept"),
@@ -239,7 +242,7 @@ class TestOverride:
 
     def test_an_entropy_bonus_is_one_number(self):
         changed = override(self.objective, "entropy", "0.01")
-        assert changed.entropy == Entropy(0.01, gated=False)
+        assert changed.entropy == EntropyBonus(0.01, gated=False)
         assert override(changed, "entropy.coef", 0.02).entropy.coef == 0.02
         assert override(changed, "entropy", 0) == self.objective
 

@@ -11,16 +11,16 @@ from tracegrad import recipes
 from tracegrad.advantage import group_mean, rloo
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Clip,
-    Gate,
-    Level,
+    MaskOutside,
     Objective,
     PolicyGradient,
     Ratio,
     Reduce,
+    Rejection,
+    Truncate,
     Weight,
-    Window,
     presets,
 )
 from tracegrad.objective.correction import correct
@@ -40,10 +40,10 @@ class TestVerlsK1BoundsTheInverseRatio:
     ratios = (0.3, 0.4, 1.0, 1.9, 2.5, 3.5)
 
     def test_the_same_numbers_mean_another_band_in_nemo_rl_skyrl_and_here(self):
-        assert kept_at(self.ratios, Gate(MISMATCH, low=0.5, high=3.0)) == [False, False, True, True, True, False]
+        assert kept_at(self.ratios, Rejection(MISMATCH, low=0.5, high=3.0)) == [False, False, True, True, True, False]
 
     def test_inverted_they_are_verls(self):
-        inverted = kept_at(self.ratios, Gate(MISMATCH, low=1 / 3.0, high=1 / 0.5))
+        inverted = kept_at(self.ratios, Rejection(MISMATCH, low=1 / 3.0, high=1 / 0.5))
         assert inverted == [False, True, True, True, False, False]
         helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
         log_ratio = torch.tensor(self.ratios, dtype=torch.float64).log()[:, None]
@@ -54,7 +54,7 @@ class TestVerlsK1BoundsTheInverseRatio:
 class TestDenominatorsAfterRejection:
     # two traces of two terms, one term rejected: 4 terms in all, 3 kept
     old, rollout = np.array([-1.0, -1.0, -1.0, -1.0]), np.array([-1.0, -1.0, -1.0, -4.0])
-    gate = Gate(MISMATCH, high=2.0)
+    gate = Rejection(MISMATCH, high=2.0)
 
     def scale(self, reduce):
         return correct(self.old, self.rollout, trace=np.array([0, 0, 1, 1]), gates=[self.gate], reduce=reduce).scale
@@ -93,7 +93,11 @@ class TestBounds:
     def test_those_of_a_clip_are_distances_and_those_of_weights_and_gates_are_ratios(self):
         with pytest.raises(ArgumentError, match="TG-OBJ-039"):
             Clip(0.8, 1.28)
-        for wrong in (lambda: Clamp(0.0, 0.2), lambda: Window(0.2, 0.28), lambda: Gate(MISMATCH, high=0.28)):
+        for wrong in (
+            lambda: Truncate(0.0, 0.2),
+            lambda: MaskOutside(0.2, 0.28),
+            lambda: Rejection(MISMATCH, high=0.28),
+        ):
             with pytest.raises(ArgumentError, match=r"TG-ARGS-015.*1"):
                 wrong()
 
@@ -102,22 +106,22 @@ class TestBounds:
         old = np.log([0.5, 0.25])
         rollout = np.log([0.25, 0.5])
         for strict, expected in ((False, [2.0, 0.5]), (True, [0.0, 0.0])):
-            weight = Weight(MISMATCH, shape=Window(0.5, 2.0, strict=strict))
+            weight = Weight(MISMATCH, shape=MaskOutside(0.5, 2.0, strict=strict))
             found = correct(old, rollout, trace=np.arange(2), weights=[weight]).weight
             assert found.tolist() == pytest.approx(expected)
-        assert kept_at([2.0], Gate(MISMATCH, high=np.exp(np.log(2.0)))) == [True]
+        assert kept_at([2.0], Rejection(MISMATCH, high=np.exp(np.log(2.0)))) == [True]
 
 
 def test_a_sequence_ratio_is_a_product_or_a_geometric_mean_and_says_which():
     # log-ratios of 0.5 at each of 4 terms: e^2 or e^0.5
     old, rollout, trace = np.full(4, -1.0), np.full(4, -1.5), np.zeros(4, int)
-    product, mean = (Weight(MISMATCH, Level("trace", agg)) for agg in ("sum", "mean"))
+    product, mean = (Weight(MISMATCH, Aggregation("trace", agg)) for agg in ("sum", "mean"))
     assert correct(old, rollout, trace=trace, weights=[product]).weight == pytest.approx(np.full(4, np.exp(2.0)))
     assert correct(old, rollout, trace=trace, weights=[mean]).weight == pytest.approx(np.full(4, np.exp(0.5)))
     assert "sum over the trace" in str(product)
     assert "mean over the trace" in str(mean)
     with pytest.raises(ArgumentError, match=r"TG-ARGS-011.*sum.*mean.*max"):
-        Level("trace")
+        Aggregation("trace")
 
 
 class TestTheSameMismatchIsCorrectedOnce:
@@ -125,7 +129,7 @@ class TestTheSameMismatchIsCorrectedOnce:
         ("surrogate", "ratio", "weights"),
         [
             (Clip(), DIRECT, (Weight(MISMATCH),)),  # bypass mode's clip with its own weights
-            (Clip(), OLD, (Weight(MISMATCH), Weight(MISMATCH, Level("trace", "sum")))),
+            (Clip(), OLD, (Weight(MISMATCH), Weight(MISMATCH, Aggregation("trace", "sum")))),
             (PolicyGradient(), None, (Weight(DIRECT), Weight(MISMATCH))),  # SkyRL's cispo_anchor="rollout" with TIS
             (PolicyGradient(), None, (Weight(DIRECT), Weight(DIRECT))),  # ART's truncation on its own ratio
         ],
@@ -135,7 +139,7 @@ class TestTheSameMismatchIsCorrectedOnce:
             Objective(surrogate, ratio, weights)
 
     def test_gates_are_no_factors(self):
-        gates = (Gate(MISMATCH, high=2.0), Gate(MISMATCH, level=Level("trace", "mean"), high=1.01))
+        gates = (Rejection(MISMATCH, high=2.0), Rejection(MISMATCH, level=Aggregation("trace", "mean"), high=1.01))
         assert Objective(Clip(), OLD, (Weight(MISMATCH),), gates).weights
 
 
@@ -145,7 +149,7 @@ def test_cispo_has_no_lower_bound_and_a_default_of_a_clip_is_not_its_own():
     # verl's default of 0.2 on both sides lifts a ratio of 0.1 to 0.8; the paper leaves it
     terms = Terms(old=torch.zeros(1), advantages=torch.ones(1), scale=torch.ones(1))
     logprobs = torch.tensor([0.1]).log()
-    for shape, expected in ((bound, 0.1), (Clamp(0.8, 1.2), 0.8)):
+    for shape, expected in ((bound, 0.1), (Truncate(0.8, 1.2), 0.8)):
         objective = Objective(PolicyGradient(), weights=(Weight(OLD, shape=shape),))
         assert evaluate(objective, logprobs, None, terms).per_term.weight.item() == pytest.approx(expected)
 
@@ -185,7 +189,7 @@ class TestAGroupOfOne:
 
 class TestAMissingLogprob:
     old, rollout, trace = np.array([-1.0, -1.0]), np.array([-1.5, NAN]), np.array([0, 0])
-    weights = (Weight(MISMATCH, Level("trace", "mean")),)
+    weights = (Weight(MISMATCH, Aggregation("trace", "mean")),)
 
     def correct(self, missing):
         return correct(self.old, self.rollout, trace=self.trace, weights=self.weights, missing=missing)

@@ -11,12 +11,23 @@ from hypothesis import strategies as st
 
 from peer_code import trl_importance_ratio
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import LOG_RATIO_LIMIT, Clamp, Gate, Identity, Level, Ratio, Reduce, Weight, Window, presets
+from tracegrad.objective import (
+    LOG_RATIO_LIMIT,
+    Aggregation,
+    Identity,
+    MaskOutside,
+    Ratio,
+    Reduce,
+    Rejection,
+    Truncate,
+    Weight,
+    presets,
+)
 from tracegrad.objective.correction import correct, proximal_alpha
 
 NAN = float("nan")
 MISMATCH = Ratio("old", "rollout")
-TIS = Weight(MISMATCH, shape=Clamp(0.0, 2.0))
+TIS = Weight(MISMATCH, shape=Truncate(0.0, 2.0))
 OLD = np.array([-1.0, -0.5, -2.0, -1.0, -0.3])
 ROLLOUT = np.array([-1.2, -2.5, NAN, -1.0, -0.4])
 TRACE = np.array([0, 0, 0, 1, 1])
@@ -53,7 +64,7 @@ def test_float32_is_computed_in_float32_and_close_to_float64():
     rollout = -generator.exponential(2.0, 5000)
     old = rollout + generator.normal(0, 1.5, 5000)
     trace = np.arange(5000) // 50
-    weights = [TIS, Weight(MISMATCH, Level("trace", "mean"), Identity())]
+    weights = [TIS, Weight(MISMATCH, Aggregation("trace", "mean"), Identity())]
     wide = correct(old, rollout, trace=trace, weights=weights)
     found = correct(old.astype(np.float32), rollout.astype(np.float32), trace=trace, weights=weights)
     assert found.weight.dtype == np.float32
@@ -65,7 +76,7 @@ def test_float32_is_computed_in_float32_and_close_to_float64():
 class TestMissing:
     def test_masked_terms_stand_outside_level_means(self):
         # trace 0: mean of 0.2 and 2.0
-        found = correct(OLD, ROLLOUT, trace=TRACE, weights=[Weight(MISMATCH, Level("trace", "mean"))])
+        found = correct(OLD, ROLLOUT, trace=TRACE, weights=[Weight(MISMATCH, Aggregation("trace", "mean"))])
         np.testing.assert_allclose(found.weight[:3], [np.exp(1.1), np.exp(1.1), 0.0])
 
     def test_masked_terms_stand_inside_all_denominators_and_outside_kept_ones(self):
@@ -85,7 +96,7 @@ class TestMissing:
         assert found.weight[[0, 1, 3, 4]].mean() == pytest.approx(1.0)
 
     def test_neutral_terms_fall_with_their_trace(self):
-        gate = Gate(MISMATCH, "k1", Level("trace", "mean"), high=1.0)
+        gate = Rejection(MISMATCH, "k1", Aggregation("trace", "mean"), high=1.0)
         found = correct(OLD, ROLLOUT, trace=TRACE, gates=[gate], missing="neutral")
         assert found.keep.tolist() == [False, False, False, True, True]
         assert found.metrics["masked_fraction"] == pytest.approx(3 / 5)
@@ -131,7 +142,7 @@ class TestLayouts:
             self.rollout,
             mask=self.mask,
             trace=np.array([5, 5, 7]),
-            weights=[Weight(MISMATCH, Level("trace", "sum"))],
+            weights=[Weight(MISMATCH, Aggregation("trace", "sum"))],
         )
         np.testing.assert_allclose(found.weight[self.mask], np.exp(0.5 - 0.5 + 2.0))
 
@@ -200,10 +211,10 @@ class TestLevelsAndGates:
     @pytest.mark.parametrize(
         ("level", "expected"),
         [
-            (Level("turn", "sum"), [0.4, 0.4, -0.5, 1.0]),
-            (Level("turn", "mean"), [0.2, 0.2, -0.5, 1.0]),
-            (Level("trace", "sum"), [-0.1, -0.1, -0.1, 1.0]),
-            (Level("trace", "max"), [0.3, 0.3, 0.3, 1.0]),
+            (Aggregation("turn", "sum"), [0.4, 0.4, -0.5, 1.0]),
+            (Aggregation("turn", "mean"), [0.2, 0.2, -0.5, 1.0]),
+            (Aggregation("trace", "sum"), [-0.1, -0.1, -0.1, 1.0]),
+            (Aggregation("trace", "max"), [0.3, 0.3, 0.3, 1.0]),
         ],
     )
     def test_levels_aggregate_the_log_ratio(self, level, expected):
@@ -211,7 +222,9 @@ class TestLevelsAndGates:
         np.testing.assert_allclose(np.log(found.weight), expected, atol=1e-14)
 
     def test_a_window_sets_weights_to_zero_and_leaves_keep(self):
-        found = correct(self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=Window(0.7, 2.0))])
+        found = correct(
+            self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=MaskOutside(0.7, 2.0))]
+        )
         np.testing.assert_allclose(found.weight, [np.exp(0.1), np.exp(0.3), 0.0, 0.0])
         assert found.keep.all()
         assert found.metrics["truncated_fraction"] == 0.5
@@ -219,14 +232,14 @@ class TestLevelsAndGates:
     @pytest.mark.parametrize(
         ("gate", "keep"),
         [
-            (Gate(MISMATCH, low=0.7, high=2.0), [1, 1, 0, 0]),
-            (Gate(MISMATCH, low=0.7, drops="turn"), [1, 1, 0, 1]),
-            (Gate(MISMATCH, low=0.7, drops="trace"), [0, 0, 0, 1]),
-            (Gate(MISMATCH, "k1", Level("trace", "sum"), high=0.5), [1, 1, 1, 0]),
-            (Gate(MISMATCH, "ratio", Level("trace", "mean"), low=0.99), [0, 0, 0, 1]),
-            (Gate(MISMATCH, "k2", Level("turn", "max"), high=0.1), [1, 1, 0, 0]),
-            (Gate(MISMATCH, "k3", high=0.12), [1, 1, 1, 0]),
-            (Gate(MISMATCH, "k3", Level("turn", "mean"), high=0.05, drops="trace"), [0, 0, 0, 0]),
+            (Rejection(MISMATCH, low=0.7, high=2.0), [1, 1, 0, 0]),
+            (Rejection(MISMATCH, low=0.7, drops="turn"), [1, 1, 0, 1]),
+            (Rejection(MISMATCH, low=0.7, drops="trace"), [0, 0, 0, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("trace", "sum"), high=0.5), [1, 1, 1, 0]),
+            (Rejection(MISMATCH, "ratio", Aggregation("trace", "mean"), low=0.99), [0, 0, 0, 1]),
+            (Rejection(MISMATCH, "k2", Aggregation("turn", "max"), high=0.1), [1, 1, 0, 0]),
+            (Rejection(MISMATCH, "k3", high=0.12), [1, 1, 1, 0]),
+            (Rejection(MISMATCH, "k3", Aggregation("turn", "mean"), high=0.05, drops="trace"), [0, 0, 0, 0]),
         ],
     )
     def test_gates_by_hand(self, gate, keep):
@@ -234,7 +247,7 @@ class TestLevelsAndGates:
         assert found.keep.tolist() == [bool(flag) for flag in keep]
 
     def test_a_gate_reads_the_sign_of_the_advantage(self):
-        gate = Gate(MISMATCH, high=1.2, when="A<0")
+        gate = Rejection(MISMATCH, high=1.2, when="A<0")
         advantages = np.array([-1.0, -1.0, -1.0, 1.0])
         found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], advantages=advantages)
         assert found.keep.tolist() == [True, False, True, True]
@@ -242,8 +255,8 @@ class TestLevelsAndGates:
             correct(self.old, self.rollout, trace=self.trace, gates=[gate])
 
     def test_weights_over_kept_terms_do_not_count_what_a_gate_dropped(self):
-        gate = Gate(MISMATCH, low=0.7)
-        weight = Weight(MISMATCH, Level("trace", "sum", terms="kept"))
+        gate = Rejection(MISMATCH, low=0.7)
+        weight = Weight(MISMATCH, Aggregation("trace", "sum", terms="kept"))
         found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], weights=[weight])
         np.testing.assert_allclose(found.weight[:2], np.exp(0.4))
 
@@ -253,12 +266,14 @@ class TestLevelsAndGates:
         assert found.metrics["clamped"] == 2
 
     def test_everything_rejected_is_zero_and_not_nan(self):
-        gate = Gate(MISMATCH, low=1.0, high=1.0)
+        gate = Rejection(MISMATCH, low=1.0, high=1.0)
         reduce = Reduce("trace", "mean", denominator="kept")
         found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], weights=[TIS], reduce=reduce)
         assert not found.keep.any()
         assert found.scale.tolist() == [0.0] * 4
-        dead = correct(self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=Window(1.0, 1.0))])
+        dead = correct(
+            self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=MaskOutside(1.0, 1.0))]
+        )
         assert not dead.weight.any()
 
 
@@ -285,7 +300,7 @@ def test_results_do_not_depend_on_the_run():
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    level=st.sampled_from([Level("trace", "sum"), Level("trace", "mean"), Level("turn", "max")]),
+    level=st.sampled_from([Aggregation("trace", "sum"), Aggregation("trace", "mean"), Aggregation("turn", "max")]),
 )
 def test_the_order_of_terms_does_not_matter(seed, level):
     generator = np.random.default_rng(seed)
@@ -299,7 +314,10 @@ def test_the_order_of_terms_does_not_matter(seed, level):
         "turn": generator.integers(0, 3, size),
     }
     order = generator.permutation(size)
-    plan = {"weights": [Weight(MISMATCH, level, Clamp(0.1, 3))], "gates": [Gate(MISMATCH, "k2", level, high=1.0)]}
+    plan = {
+        "weights": [Weight(MISMATCH, level, Truncate(0.1, 3))],
+        "gates": [Rejection(MISMATCH, "k2", level, high=1.0)],
+    }
     plan["reduce"] = Reduce("trace", "mean", denominator="kept")
     first = correct(**columns, **plan)
     second = correct(**{name: column[order] for name, column in columns.items()}, **plan)
@@ -310,9 +328,12 @@ def test_the_order_of_terms_does_not_matter(seed, level):
 
 TRL_MODES = {
     "token_truncate": (TIS, {"clip_max": 2.0}),
-    "token_mask": (Weight(MISMATCH, shape=Window(0.5, 5.0)), {"clip_min": 0.5, "clip_max": 5.0}),
-    "sequence_truncate": (Weight(MISMATCH, Level("trace", "sum"), Clamp(0.1, 3.0)), {"clip_min": 0.1, "clip_max": 3.0}),
-    "sequence_mask": (Weight(MISMATCH, Level("trace", "sum"), Window(0.0, 3.0)), {"clip_max": 3.0}),
+    "token_mask": (Weight(MISMATCH, shape=MaskOutside(0.5, 5.0)), {"clip_min": 0.5, "clip_max": 5.0}),
+    "sequence_truncate": (
+        Weight(MISMATCH, Aggregation("trace", "sum"), Truncate(0.1, 3.0)),
+        {"clip_min": 0.1, "clip_max": 3.0},
+    ),
+    "sequence_mask": (Weight(MISMATCH, Aggregation("trace", "sum"), MaskOutside(0.0, 3.0)), {"clip_max": 3.0}),
 }
 
 

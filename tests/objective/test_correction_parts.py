@@ -8,17 +8,17 @@ import pytest
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
     LOG_RATIO_LIMIT,
-    Budget,
-    Clamp,
+    Aggregation,
     Gamma,
-    Gate,
     Gaussian,
     Identity,
-    Level,
+    MaskOutside,
     Ratio,
+    Rejection,
+    RejectionBudget,
     TopEntropy,
+    Truncate,
     Weight,
-    Window,
 )
 from tracegrad.objective.correction import correct
 
@@ -69,11 +69,11 @@ class TestStatistics:
     def test_a_token_passes_up_to_its_own_value(self, stat, first, second, dtype):
         columns = {"old": self.old.astype(dtype), "rollout": self.rollout.astype(dtype), "trace": [0, 1]}
         for high, expected in [(first + PASS, True), (first - PASS, False)]:
-            assert correct(**columns, gates=[Gate(MISMATCH, stat, high=high)]).keep[0] == expected
+            assert correct(**columns, gates=[Rejection(MISMATCH, stat, high=high)]).keep[0] == expected
         if second >= 0 and stat != "ratio":
             return
         for low, expected in [(second - PASS, True), (second + PASS, False)]:
-            assert correct(**columns, gates=[Gate(MISMATCH, stat, low=low)]).keep[1] == expected
+            assert correct(**columns, gates=[Rejection(MISMATCH, stat, low=low)]).keep[1] == expected
 
     @pytest.mark.parametrize(
         ("stat", "mean"),
@@ -95,7 +95,7 @@ class TestStatistics:
     def test_a_level_aggregates_log_ratios_before_exp_and_other_statistics_as_they_are(self, stat, mean):
         columns = {"old": np.log([0.5, 0.5]), "rollout": np.log([0.25, 0.4]), "trace": [0, 0]}
         for high, expected in [(mean + PASS, True), (mean - PASS, False)]:
-            gate = Gate(MISMATCH, stat, Level("trace", "mean"), high=high)
+            gate = Rejection(MISMATCH, stat, Aggregation("trace", "mean"), high=high)
             assert correct(**columns, gates=[gate]).keep.tolist() == [expected] * 2
 
     @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -104,15 +104,15 @@ class TestStatistics:
         kl = -1 / math.e + (1 - 1 / math.e) * math.log((1 - 1 / math.e + 1e-8) / 1e-8)
         columns = {"old": np.array([0.0, 0.0], dtype), "rollout": np.array([-1.0, 0.0], dtype), "trace": [0, 1]}
         for high, expected in [(kl + 1e-4, True), (kl - 1e-4, False)]:
-            keep = correct(**columns, gates=[Gate(MISMATCH, "binary_kl", high=high)]).keep
+            keep = correct(**columns, gates=[Rejection(MISMATCH, "binary_kl", high=high)]).keep
             assert keep.tolist() == [expected, True]
-        assert correct(**columns, gates=[Gate(MISMATCH, "binary_kl", low=0.0)]).keep.all()
+        assert correct(**columns, gates=[Rejection(MISMATCH, "binary_kl", low=0.0)]).keep.all()
 
     @pytest.mark.parametrize("dtype", [np.float64, np.float32])
     def test_a_difference_of_probabilities_survives_logprobs_far_below_exp(self, dtype):
         columns = {"old": np.array([-300.0, -0.1], dtype), "rollout": np.array([-0.1, -5000.0], dtype), "trace": [0, 1]}
-        assert correct(**columns, gates=[Gate(MISMATCH, "dprob", low=-0.9)]).keep.tolist() == [False, True]
-        assert correct(**columns, gates=[Gate(MISMATCH, "dprob", high=0.9)]).keep.tolist() == [True, False]
+        assert correct(**columns, gates=[Rejection(MISMATCH, "dprob", low=-0.9)]).keep.tolist() == [False, True]
+        assert correct(**columns, gates=[Rejection(MISMATCH, "dprob", high=0.9)]).keep.tolist() == [True, False]
 
     def test_only_what_is_exponentiated_is_clamped(self):
         # l = 40: k1 is 40, the ratio and k3 are those of 20
@@ -120,7 +120,7 @@ class TestStatistics:
         top = math.exp(LOG_RATIO_LIMIT)
         for stat, value in [("k1", 40), ("abs", 40), ("k2", 800), ("square", 1600), ("ratio", top), ("k3", top - 21)]:
             for factor, expected in [(1 + 1e-9, True), (1 - 1e-9, False)]:
-                assert correct(**columns, gates=[Gate(MISMATCH, stat, high=value * factor)]).keep[0] == expected
+                assert correct(**columns, gates=[Rejection(MISMATCH, stat, high=value * factor)]).keep[0] == expected
 
 
 class TestGates:
@@ -128,48 +128,51 @@ class TestGates:
         ("gate", "keep"),
         [
             # over all five terms: mean 0.14, sum 0.7, largest 1
-            (Gate(MISMATCH, "k1", Level("batch", "mean"), high=0.141), [1, 1, 1, 1, 1]),
-            (Gate(MISMATCH, "k1", Level("batch", "mean"), high=0.139), [0, 0, 0, 0, 0]),
-            (Gate(MISMATCH, "ratio", Level("batch", "sum"), high=math.exp(0.701)), [1, 1, 1, 1, 1]),
-            (Gate(MISMATCH, "ratio", Level("batch", "sum"), high=math.exp(0.699)), [0, 0, 0, 0, 0]),
-            (Gate(MISMATCH, "k1", Level("batch", "max"), high=0.99), [0, 0, 0, 0, 0]),
+            (Rejection(MISMATCH, "k1", Aggregation("batch", "mean"), high=0.141), [1, 1, 1, 1, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("batch", "mean"), high=0.139), [0, 0, 0, 0, 0]),
+            (Rejection(MISMATCH, "ratio", Aggregation("batch", "sum"), high=math.exp(0.701)), [1, 1, 1, 1, 1]),
+            (Rejection(MISMATCH, "ratio", Aggregation("batch", "sum"), high=math.exp(0.699)), [0, 0, 0, 0, 0]),
+            (Rejection(MISMATCH, "k1", Aggregation("batch", "max"), high=0.99), [0, 0, 0, 0, 0]),
             # group 7: mean 0.9 / 4, group 9: -0.2
-            (Gate(MISMATCH, "k1", Level("group", "mean"), high=0.224), [0, 0, 0, 0, 1]),
-            (Gate(MISMATCH, "k1", Level("group", "mean"), high=0.226), [1, 1, 1, 1, 1]),
-            (Gate(MISMATCH, "k1", Level("group", "mean"), low=-0.1), [1, 1, 1, 1, 0]),
+            (Rejection(MISMATCH, "k1", Aggregation("group", "mean"), high=0.224), [0, 0, 0, 0, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("group", "mean"), high=0.226), [1, 1, 1, 1, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("group", "mean"), low=-0.1), [1, 1, 1, 1, 0]),
             # one token, or one turn, takes its trace or its group with it
-            (Gate(MISMATCH, low=0.7, drops="group"), [0, 0, 0, 0, 1]),
-            (Gate(MISMATCH, "k1", high=0.5, drops="group"), [0, 0, 0, 0, 1]),
-            (Gate(MISMATCH, "k1", Level("turn", "sum"), low=-0.3, drops="trace"), [0, 0, 0, 1, 1]),
-            (Gate(MISMATCH, "k1", Level("trace", "sum"), high=0.5, drops="group"), [0, 0, 0, 0, 1]),
+            (Rejection(MISMATCH, low=0.7, drops="group"), [0, 0, 0, 0, 1]),
+            (Rejection(MISMATCH, "k1", high=0.5, drops="group"), [0, 0, 0, 0, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("turn", "sum"), low=-0.3, drops="trace"), [0, 0, 0, 1, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("trace", "sum"), high=0.5, drops="group"), [0, 0, 0, 0, 1]),
             # a term falls by its own past: sums 0.1, 0.4, -0.1 | 1 | -0.2, and of turns 0.1, 0.4 | -0.5 | 1 | -0.2
-            (Gate(MISMATCH, "k1", Level("trace", "prefix_sum"), high=0.3), [1, 0, 1, 0, 1]),
-            (Gate(MISMATCH, "k1", Level("turn", "prefix_sum"), low=-0.3), [1, 1, 0, 1, 1]),
-            (Gate(MISMATCH, "ratio", Level("trace", "prefix_min"), low=0.9), [1, 1, 0, 1, 0]),
-            (Gate(MISMATCH, "k1", Level("turn", "prefix_sum"), high=0.3, drops="trace"), [0, 0, 0, 0, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("trace", "prefix_sum"), high=0.3), [1, 0, 1, 0, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("turn", "prefix_sum"), low=-0.3), [1, 1, 0, 1, 1]),
+            (Rejection(MISMATCH, "ratio", Aggregation("trace", "prefix_min"), low=0.9), [1, 1, 0, 1, 0]),
+            (Rejection(MISMATCH, "k1", Aggregation("turn", "prefix_sum"), high=0.3, drops="trace"), [0, 0, 0, 0, 1]),
         ],
     )
     def test_wide_and_running_levels(self, gate, keep):
         assert keeps(gate) == [bool(flag) for flag in keep]
 
     def test_over_kept_counts_the_survivors_of_the_gates_before(self):
-        outlier = Gate(MISMATCH, high=2.0)  # the fourth term falls; the others have mean -0.075
-        mean = {"ratio": MISMATCH, "stat": "k1", "level": Level("batch", "mean"), "high": 0.1}
-        assert keeps(outlier, Gate(**mean)) == [False] * 5
-        assert keeps(outlier, Gate(**mean, terms="kept")) == [True, True, True, False, True]
-        assert keeps(Gate(**mean, terms="kept"), outlier) == [False] * 5
+        outlier = Rejection(MISMATCH, high=2.0)  # the fourth term falls; the others have mean -0.075
+        mean = {"ratio": MISMATCH, "stat": "k1", "level": Aggregation("batch", "mean"), "high": 0.1}
+        assert keeps(outlier, Rejection(**mean)) == [False] * 5
+        assert keeps(outlier, Rejection(**mean, terms="kept")) == [True, True, True, False, True]
+        assert keeps(Rejection(**mean, terms="kept"), outlier) == [False] * 5
 
     def test_a_running_sum_over_kept_terms_passes_over_what_fell(self):
         # trace 0 without its second term: 0.1, (0.1), -0.4
-        gates = [Gate(MISMATCH, high=1.3), Gate(MISMATCH, "k1", Level("trace", "prefix_sum"), low=-0.3, terms="kept")]
+        gates = [
+            Rejection(MISMATCH, high=1.3),
+            Rejection(MISMATCH, "k1", Aggregation("trace", "prefix_sum"), low=-0.3, terms="kept"),
+        ]
         assert keeps(*gates) == [True, False, False, False, True]
 
     def test_a_condition_spares_the_other_sign_and_the_scope_does_not(self):
-        gate = Gate(MISMATCH, "k1", high=0.2, when="A<0", drops="trace")
+        gate = Rejection(MISMATCH, "k1", high=0.2, when="A<0", drops="trace")
         assert keeps(gate, advantages=np.array([1.0, -1.0, 1.0, 1.0, -1.0])) == [False, False, False, True, True]
 
     def test_ratios_of_the_trained_policy_are_left_to_the_objective(self):
-        theta = Gate(Ratio("theta", "old"), high=1.0)
+        theta = Rejection(Ratio("theta", "old"), high=1.0)
         proximal = Weight(Ratio("rollout", "proximal"))
         entropy = TopEntropy(0.2, scope="microbatch")
         found = correct(**STEP, gates=[theta, entropy], weights=[proximal])
@@ -192,22 +195,24 @@ class TestBudget:
     @pytest.mark.parametrize("dtype", [np.float64, np.float32])
     def test_the_largest_squares_fall_until_the_mean_fits(self, mean, keep, dtype):
         columns = {**STEP, "old": STEP_OLD.astype(dtype), "rollout": STEP_ROLLOUT.astype(dtype)}
-        assert correct(**columns, gates=[Budget(MISMATCH, mean=mean)]).keep.tolist() == [bool(flag) for flag in keep]
+        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=mean)]).keep.tolist() == [
+            bool(flag) for flag in keep
+        ]
 
     def test_other_statistics(self):
         # |l| sorted: 0.1, 0.2, 0.3, 0.5, 1 with means 0.1, 0.15, 0.2, 0.275, 0.42
-        assert keeps(Budget(MISMATCH, "abs", 0.28)) == [True, True, True, False, True]
-        assert keeps(Budget(MISMATCH, "k2", 0.05)) == [True, True, True, False, True]
+        assert keeps(RejectionBudget(MISMATCH, "abs", 0.28)) == [True, True, True, False, True]
+        assert keeps(RejectionBudget(MISMATCH, "k2", 0.05)) == [True, True, True, False, True]
         # k3: 0.0052, 0.0499, 0.1065, 0.7183, 0.0187: the four small ones have mean 0.0451
-        assert keeps(Budget(MISMATCH, "k3", 0.046)) == [True, True, True, False, True]
+        assert keeps(RejectionBudget(MISMATCH, "k3", 0.046)) == [True, True, True, False, True]
 
     def test_over_kept_spends_nothing_on_what_has_fallen(self):
         # without the first and last term the smallest is 0.09
-        gate = Gate(MISMATCH, "k1", Level("trace", "sum"), low=-0.15)
-        assert keeps(gate, Budget(MISMATCH, mean=0.04)) == [True, False, False, False, False]
-        first = Gate(MISMATCH, "abs", high=0.25)
-        assert keeps(first, Budget(MISMATCH, mean=0.02, terms="kept")) == [True, False, False, False, False]
-        assert keeps(first, Budget(MISMATCH, mean=0.03, terms="kept")) == [True, False, False, False, True]
+        gate = Rejection(MISMATCH, "k1", Aggregation("trace", "sum"), low=-0.15)
+        assert keeps(gate, RejectionBudget(MISMATCH, mean=0.04)) == [True, False, False, False, False]
+        first = Rejection(MISMATCH, "abs", high=0.25)
+        assert keeps(first, RejectionBudget(MISMATCH, mean=0.02, terms="kept")) == [True, False, False, False, False]
+        assert keeps(first, RejectionBudget(MISMATCH, mean=0.03, terms="kept")) == [True, False, False, False, True]
 
     # log-ratios 0.1, 0.3, -0.5, 1, -0.2. Only those that an update moves further away are counted or fall.
     @pytest.mark.parametrize(
@@ -225,37 +230,47 @@ class TestBudget:
     )
     def test_the_active_quadrants(self, advantages, mean, keep):
         columns = {**STEP, "advantages": np.array(advantages, np.float64)}
-        gate = Budget(MISMATCH, mean=mean, quadrants="active")
+        gate = RejectionBudget(MISMATCH, mean=mean, quadrants="active")
         assert correct(**columns, gates=[gate]).keep.tolist() == [bool(flag) for flag in keep]
 
     def test_the_active_quadrants_of_what_is_kept_and_known(self):
         columns = {**STEP, "advantages": np.array([1.0, 1.0, 1.0, -1.0, -1.0])}
         # 0.1 has fallen before, so that 0.04 and 0.09 are left: mean 0.065 above 0.05.
-        first = Gate(MISMATCH, "k1", high=0.05, when="A>0")
-        fell = correct(**columns, gates=[first, Budget(MISMATCH, mean=0.05, terms="kept", quadrants="active")])
+        first = Rejection(MISMATCH, "k1", high=0.05, when="A>0")
+        fell = correct(**columns, gates=[first, RejectionBudget(MISMATCH, mean=0.05, terms="kept", quadrants="active")])
         assert fell.keep.tolist() == [False, False, True, True, True]
         rollout = STEP_ROLLOUT.copy()
         rollout[0] = NAN
-        budget = Budget(MISMATCH, mean=0.05, quadrants="active")
+        budget = RejectionBudget(MISMATCH, mean=0.05, quadrants="active")
         found = correct(**{**columns, "rollout": rollout}, gates=[budget], missing="neutral")
         assert found.keep.tolist() == [True, False, True, True, True]
 
     def test_the_active_quadrants_need_advantages(self):
         with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*depends.*on.*sign.*A"):
-            keeps(Budget(MISMATCH, quadrants="active"))
+            keeps(RejectionBudget(MISMATCH, quadrants="active"))
 
     def test_ties_stand_or_fall_together_and_the_smallest_always_stands(self):
         columns = {"old": np.array([-1.0, -1.0, -2.0, -1.0]), "rollout": np.array([-1.5, -0.5, -1.0, -2.0])}
         columns["trace"] = [0, 0, 0, 0]
         # squares 0.25, 0.25, 1, 1
-        assert correct(**columns, gates=[Budget(MISMATCH, mean=0.5)]).keep.tolist() == [True, True, False, False]
-        assert correct(**columns, gates=[Budget(MISMATCH, mean=0.01)]).keep.tolist() == [True, True, False, False]
-        assert correct(**columns, gates=[Budget(MISMATCH, mean=0.7)]).keep.all()
+        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=0.5)]).keep.tolist() == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=0.01)]).keep.tolist() == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=0.7)]).keep.all()
 
     def test_a_missing_term_neither_spends_nor_falls(self):
         rollout = STEP_ROLLOUT.copy()
         rollout[3] = NAN
-        found = correct(**{**STEP, "rollout": rollout}, gates=[Budget(MISMATCH, mean=0.05)], missing="neutral")
+        found = correct(**{**STEP, "rollout": rollout}, gates=[RejectionBudget(MISMATCH, mean=0.05)], missing="neutral")
         assert found.keep.tolist() == [True, True, False, True, True]
 
 
@@ -263,22 +278,22 @@ class TestLevels:
     @pytest.mark.parametrize(
         ("level", "expected"),
         [
-            (Level("group", "sum"), [0.9, 0.9, 0.9, 0.9, -0.2]),
-            (Level("group", "max"), [1.0, 1.0, 1.0, 1.0, -0.2]),
-            (Level("batch", "mean"), [0.14] * 5),
-            (Level("trace", "prefix_sum"), [0.1, 0.4, -0.1, 1.0, -0.2]),
-            (Level("turn", "prefix_sum"), [0.1, 0.4, -0.5, 1.0, -0.2]),
-            (Level("trace", "prefix_min"), [0.1, 0.1, -0.5, 1.0, -0.2]),
+            (Aggregation("group", "sum"), [0.9, 0.9, 0.9, 0.9, -0.2]),
+            (Aggregation("group", "max"), [1.0, 1.0, 1.0, 1.0, -0.2]),
+            (Aggregation("batch", "mean"), [0.14] * 5),
+            (Aggregation("trace", "prefix_sum"), [0.1, 0.4, -0.1, 1.0, -0.2]),
+            (Aggregation("turn", "prefix_sum"), [0.1, 0.4, -0.5, 1.0, -0.2]),
+            (Aggregation("trace", "prefix_min"), [0.1, 0.1, -0.5, 1.0, -0.2]),
             # (l + L) / 2 with L = -0.1, 1, -0.2
-            (Level("trace", "sum", blend="geometric"), [0.0, 0.1, -0.3, 1.0, -0.2]),
-            (Level("trace", "prefix_sum", blend="geometric"), [0.1, 0.35, -0.3, 1.0, -0.2]),
+            (Aggregation("trace", "sum", blend="geometric"), [0.0, 0.1, -0.3, 1.0, -0.2]),
+            (Aggregation("trace", "prefix_sum", blend="geometric"), [0.1, 0.35, -0.3, 1.0, -0.2]),
         ],
     )
     def test_log_ratios_by_hand(self, level, expected):
         np.testing.assert_allclose(log_weights(Weight(MISMATCH, level)), expected, atol=1e-14)
 
     def test_the_arithmetic_blend_is_the_mean_of_two_ratios(self):
-        found = correct(**STEP, weights=[Weight(MISMATCH, Level("trace", "mean", blend="arithmetic"))]).weight
+        found = correct(**STEP, weights=[Weight(MISMATCH, Aggregation("trace", "mean", blend="arithmetic"))]).weight
         trace = math.exp(-0.1 / 3)
         own = [math.exp(each) for each in (0.1, 0.3, -0.5)]
         np.testing.assert_allclose(found[:3], [(trace + ratio) / 2 for ratio in own], rtol=1e-15)
@@ -289,33 +304,33 @@ class TestLevels:
         columns = {"old": np.array([-1.0, -1.0]), "rollout": np.array([-16.0, -16.0]), "trace": [0, 0]}
         top = math.exp(LOG_RATIO_LIMIT)
         for blend, expected in [(None, top), ("geometric", top), ("arithmetic", (top + math.exp(15)) / 2)]:
-            found = correct(**columns, weights=[Weight(MISMATCH, Level("trace", "sum", blend=blend))])
+            found = correct(**columns, weights=[Weight(MISMATCH, Aggregation("trace", "sum", blend=blend))])
             np.testing.assert_allclose(found.weight, expected, rtol=1e-14)
             assert found.metrics["clamped_levels"] == 1
 
     def test_terms_of_a_running_level_count_in_the_order_of_the_arrays(self):
         order = np.array([2, 3, 0, 4, 1])
         shuffled = {name: column[order] for name, column in STEP.items()}
-        found = correct(**shuffled, weights=[Weight(MISMATCH, Level("trace", "prefix_sum"))])
+        found = correct(**shuffled, weights=[Weight(MISMATCH, Aggregation("trace", "prefix_sum"))])
         # trace 0 now runs -0.5, 0.1, 0.3
         np.testing.assert_allclose(np.log(found.weight), [-0.5, 1.0, -0.4, -0.2, -0.1], atol=1e-14)
 
     def test_missing_and_dropped_terms_stand_outside_running_levels(self):
         rollout = STEP_ROLLOUT.copy()
         rollout[0] = NAN
-        weight = Weight(MISMATCH, Level("trace", "prefix_sum"))
+        weight = Weight(MISMATCH, Aggregation("trace", "prefix_sum"))
         found = correct(**{**STEP, "rollout": rollout}, weights=[weight], missing="neutral")
         np.testing.assert_allclose(np.log(found.weight), [0.0, 0.3, -0.2, 1.0, -0.2], atol=1e-14)
         # the first term falls, and what is not yet counted has no level: its weight is 1
-        kept = Weight(MISMATCH, Level("trace", "prefix_sum", terms="kept"))
-        found = correct(**STEP, gates=[Gate(MISMATCH, "k1", high=0.05)], weights=[kept])
+        kept = Weight(MISMATCH, Aggregation("trace", "prefix_sum", terms="kept"))
+        found = correct(**STEP, gates=[Rejection(MISMATCH, "k1", high=0.05)], weights=[kept])
         np.testing.assert_allclose(np.log(found.weight), [0.0, 0.0, -0.5, 0.0, -0.2], atol=1e-14)
 
     def test_a_level_needs_its_ids(self):
         columns = {name: STEP[name] for name in ("old", "rollout", "trace")}
         for over in ("turn", "group"):
             with pytest.raises(ArgumentError, match=rf"TG-RATIO-001.*{over}.*{over}"):
-                correct(**columns, weights=[Weight(MISMATCH, Level(over, "sum"))])
+                correct(**columns, weights=[Weight(MISMATCH, Aggregation(over, "sum"))])
 
 
 class TestShapes:
@@ -325,16 +340,16 @@ class TestShapes:
         ("shape", "expected"),
         [
             (Identity(), [0.5, 1.0, 1.5, 4.0]),
-            (Clamp(0.8, 3.0), [0.8, 1.0, 1.5, 3.0]),
-            (Window(1.0, 2.0), [0.0, 1.0, 1.5, 0.0]),
-            (Window(1.0, 2.0, strict=True), [0.0, 0.0, 1.5, 0.0]),
+            (Truncate(0.8, 3.0), [0.8, 1.0, 1.5, 3.0]),
+            (MaskOutside(1.0, 2.0), [0.0, 1.0, 1.5, 0.0]),
+            (MaskOutside(1.0, 2.0, strict=True), [0.0, 0.0, 1.5, 0.0]),
             # e^3 w^2 e^(-3 w)
             (Gamma(2.0, 3.0), [math.exp(1.5) / 4, 1.0, 2.25 * math.exp(-1.5), 16 * math.exp(-9)]),
             # e^(-(log w)^2 / (2 * 0.25))
             (Gaussian(0.5), [math.exp(-2 * math.log(w) ** 2) for w in ratios]),
         ],
     )
-    @pytest.mark.parametrize("level", [Level(), Level("trace", "sum"), Level("trace", "prefix_sum")])
+    @pytest.mark.parametrize("level", [Aggregation(), Aggregation("trace", "sum"), Aggregation("trace", "prefix_sum")])
     @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-6)])
     def test_each_shape_at_a_token_and_at_a_level(self, shape, expected, level, dtype, tolerance):
         old, rollout = np.log(self.ratios).astype(dtype), np.zeros(4, dtype)
@@ -349,7 +364,11 @@ class TestShapes:
         assert correct(**columns, weights=[Weight(MISMATCH, shape=Gamma(2.0, 3.0))]).weight[0] == 0
 
     def test_weights_multiply(self):
-        weights = [Weight(MISMATCH), Weight(MISMATCH, Level("trace", "sum")), Weight(MISMATCH, shape=Clamp(1.0, 1.2))]
+        weights = [
+            Weight(MISMATCH),
+            Weight(MISMATCH, Aggregation("trace", "sum")),
+            Weight(MISMATCH, shape=Truncate(1.0, 1.2)),
+        ]
         found = correct(**STEP, weights=weights)
         expected = np.exp([0.1 - 0.1 + 0.1, 0.3 - 0.1, -0.5 - 0.1, 1 + 1, -0.2 - 0.2]) * [1, 1.2, 1, 1.2, 1]
         np.testing.assert_allclose(found.weight, expected)
@@ -358,11 +377,11 @@ class TestShapes:
     @pytest.mark.parametrize(
         ("level", "mean"),
         [
-            (Level(), np.exp([0.1, 0.3, -0.5, 1.0, -0.2]).mean()),
-            (Level("turn", "sum"), np.exp([0.4, -0.5, 1.0, -0.2]).mean()),
-            (Level("trace", "sum"), np.exp([-0.1, 1.0, -0.2]).mean()),
-            (Level("group", "sum"), np.exp([0.9, -0.2]).mean()),
-            (Level("trace", "prefix_sum"), np.exp([0.1, 0.4, -0.1, 1.0, -0.2]).mean()),
+            (Aggregation(), np.exp([0.1, 0.3, -0.5, 1.0, -0.2]).mean()),
+            (Aggregation("turn", "sum"), np.exp([0.4, -0.5, 1.0, -0.2]).mean()),
+            (Aggregation("trace", "sum"), np.exp([-0.1, 1.0, -0.2]).mean()),
+            (Aggregation("group", "sum"), np.exp([0.9, -0.2]).mean()),
+            (Aggregation("trace", "prefix_sum"), np.exp([0.1, 0.4, -0.1, 1.0, -0.2]).mean()),
         ],
     )
     def test_normalize_counts_each_unit_once(self, level, mean):
@@ -388,8 +407,8 @@ class TestPairsOfPolicies:
         found = correct(
             **STEP,
             ref=self.ref,
-            gates=[Gate(Ratio("ref", "rollout"), "k1", high=0.2)],
-            weights=[Weight(MISMATCH), Weight(Ratio("old", "ref"), Level("trace", "sum"))],
+            gates=[Rejection(Ratio("ref", "rollout"), "k1", high=0.2)],
+            weights=[Weight(MISMATCH), Weight(Ratio("old", "ref"), Aggregation("trace", "sum"))],
         )
         assert found.keep.tolist() == [True, False, True, False, True]
         # old/ref: 0.2, 0, 0 | 0.5 | -0.2
@@ -399,7 +418,7 @@ class TestPairsOfPolicies:
         rollout = STEP_ROLLOUT.copy()
         rollout[0] = NAN
         columns = {**STEP, "rollout": rollout, "ref": self.ref}
-        found = correct(**columns, weights=[Weight(Ratio("old", "ref"), Level("trace", "sum"))])
+        found = correct(**columns, weights=[Weight(Ratio("old", "ref"), Aggregation("trace", "sum"))])
         np.testing.assert_allclose(found.weight[:3], [0.0, 1.0, 1.0])
         found = correct(**columns, weights=[Weight(Ratio("old", "ref"))], missing="neutral")
         np.testing.assert_allclose(found.weight[:2], [1.0, 1.0])
@@ -410,7 +429,7 @@ class TestPairsOfPolicies:
             None,
             ref=self.ref,
             trace=STEP["trace"],
-            weights=[Weight(Ratio("old", "ref"), Level("trace", "sum"))],
+            weights=[Weight(Ratio("old", "ref"), Aggregation("trace", "sum"))],
         )
         np.testing.assert_allclose(np.log(found.weight), [0.2, 0.2, 0.2, 0.5, -0.2], atol=1e-14)
         assert "ratio_mean" not in found.metrics

@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Budget, Clamp, Gamma, Gate, Gaussian, Level, Ratio, Reduce, Weight, Window
+from tracegrad.objective import (
+    Aggregation,
+    Gamma,
+    Gaussian,
+    MaskOutside,
+    Ratio,
+    Reduce,
+    Rejection,
+    RejectionBudget,
+    Truncate,
+    Weight,
+)
 from tracegrad.objective.correction import correct
 
 NAN = float("nan")
@@ -59,7 +70,7 @@ class TestDenominators:
     def test_kept_denominators_count_what_the_gates_left(self, reduce, expected):
         # the first and the third term fall: one of two in trace 0, all of trace 1
         rollout = np.array([-3.0, -1.0, -3.0, -1.0])
-        gates = [Gate(MISMATCH, "k1", high=1.0)]
+        gates = [Rejection(MISMATCH, "k1", high=1.0)]
         found = correct(self.logprobs, rollout, trace=self.trace, group=self.group, reduce=reduce, gates=gates)
         np.testing.assert_allclose(found.scale, expected, rtol=1e-15)
 
@@ -92,8 +103,8 @@ class TestDenominators:
             with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*without.*group"):
                 correct(self.logprobs, self.logprobs, trace=self.trace, reduce=Reduce(per, "mean"))
         for part in (
-            {"gates": [Gate(MISMATCH, low=0.5, drops="group")]},
-            {"weights": [Weight(MISMATCH, Level("group", "sum"))]},
+            {"gates": [Rejection(MISMATCH, low=0.5, drops="group")]},
+            {"weights": [Weight(MISMATCH, Aggregation("group", "sum"))]},
         ):
             with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*group.*level.*over.*ranks"):
                 over_ranks(Reduce(), **part)
@@ -163,31 +174,36 @@ def in_ranks(calls):
 
 
 PARTS = {
-    "geometric gate": {"gates": [Gate(MISMATCH, "k1", Level("trace", "mean"), low=-0.3, high=0.3)]},
-    "batch mean": {"gates": [Gate(MISMATCH, "k2", Level("batch", "mean"), high=0.25)]},
+    "geometric gate": {"gates": [Rejection(MISMATCH, "k1", Aggregation("trace", "mean"), low=-0.3, high=0.3)]},
+    "batch mean": {"gates": [Rejection(MISMATCH, "k2", Aggregation("batch", "mean"), high=0.25)]},
     "batch mean over kept": {
-        "gates": [Gate(MISMATCH, high=2.0), Gate(MISMATCH, "k1", Level("batch", "mean"), low=-0.2, terms="kept")]
+        "gates": [
+            Rejection(MISMATCH, high=2.0),
+            Rejection(MISMATCH, "k1", Aggregation("batch", "mean"), low=-0.2, terms="kept"),
+        ]
     },
-    "batch sum as a weight": {"weights": [Weight(MISMATCH, Level("batch", "sum"), Clamp(0.0, 5.0))]},
-    "batch maximum as a weight": {"weights": [Weight(MISMATCH, Level("batch", "max", terms="kept"))]},
-    "budget": {"gates": [Budget(MISMATCH, mean=0.3)]},
-    "budget over kept": {"gates": [Gate(MISMATCH, "k3", high=0.5), Budget(MISMATCH, "abs", 0.3, terms="kept")]},
-    "budget in the active quadrants": {"gates": [Budget(MISMATCH, mean=0.1, quadrants="active")]},
-    "normalised tokens": {"weights": [Weight(MISMATCH, shape=Clamp(0, 2), normalize=True)]},
+    "batch sum as a weight": {"weights": [Weight(MISMATCH, Aggregation("batch", "sum"), Truncate(0.0, 5.0))]},
+    "batch maximum as a weight": {"weights": [Weight(MISMATCH, Aggregation("batch", "max", terms="kept"))]},
+    "budget": {"gates": [RejectionBudget(MISMATCH, mean=0.3)]},
+    "budget over kept": {
+        "gates": [Rejection(MISMATCH, "k3", high=0.5), RejectionBudget(MISMATCH, "abs", 0.3, terms="kept")]
+    },
+    "budget in the active quadrants": {"gates": [RejectionBudget(MISMATCH, mean=0.1, quadrants="active")]},
+    "normalised tokens": {"weights": [Weight(MISMATCH, shape=Truncate(0, 2), normalize=True)]},
     "normalised traces": {
-        "gates": [Gate(MISMATCH, low=0.4)],
-        "weights": [Weight(MISMATCH, Level("trace", "sum", terms="kept"), Window(0.1, 5.0), normalize=True)],
+        "gates": [Rejection(MISMATCH, low=0.4)],
+        "weights": [Weight(MISMATCH, Aggregation("trace", "sum", terms="kept"), MaskOutside(0.1, 5.0), normalize=True)],
     },
     "a smooth shape of a running product": {
-        "weights": [Weight(MISMATCH, Level("trace", "prefix_sum", blend="geometric"), Gamma(2.0, 3.0))]
+        "weights": [Weight(MISMATCH, Aggregation("trace", "prefix_sum", blend="geometric"), Gamma(2.0, 3.0))]
     },
     "a shape of the running minimum of a turn": {
-        "weights": [Weight(MISMATCH, Level("turn", "prefix_min"), Gaussian(0.7))],
-        "gates": [Gate(MISMATCH, "dprob", low=-0.3, high=0.3, when="A<0", drops="trace")],
+        "weights": [Weight(MISMATCH, Aggregation("turn", "prefix_min"), Gaussian(0.7))],
+        "gates": [Rejection(MISMATCH, "dprob", low=-0.3, high=0.3, when="A<0", drops="trace")],
     },
     "against the reference": {
-        "weights": [Weight(Ratio("ref", "rollout"), Level("turn", "mean", blend="arithmetic"), Clamp(0, 2))],
-        "gates": [Gate(Ratio("old", "ref"), "binary_kl", low=-0.1, high=0.1, when="A>=0")],
+        "weights": [Weight(Ratio("ref", "rollout"), Aggregation("turn", "mean", blend="arithmetic"), Truncate(0, 2))],
+        "gates": [Rejection(Ratio("old", "ref"), "binary_kl", low=-0.1, high=0.1, when="A>=0")],
     },
 }
 REDUCTIONS = [Reduce(), Reduce(denominator="kept"), Reduce("trace", "mean"), KEPT_TRACES, Reduce("constant", norm=9.0)]
@@ -325,8 +341,14 @@ def test_a_large_step_is_the_same_in_any_pieces():
     old = rollout + generator.normal(0, 0.5, 300_000).astype(np.float32)
     old, trace = np.minimum(old, 0), np.arange(300_000, dtype=np.int32) // 500
     plan = {
-        "gates": [Gate(MISMATCH, "ratio", Level("trace", "mean"), low=0.97, high=1.03), Gate(MISMATCH, "k3", high=2.0)],
-        "weights": [Weight(MISMATCH, shape=Clamp(0.0, 2.0)), Weight(MISMATCH, Level("trace", "sum"), Clamp(0.5, 2.0))],
+        "gates": [
+            Rejection(MISMATCH, "ratio", Aggregation("trace", "mean"), low=0.97, high=1.03),
+            Rejection(MISMATCH, "k3", high=2.0),
+        ],
+        "weights": [
+            Weight(MISMATCH, shape=Truncate(0.0, 2.0)),
+            Weight(MISMATCH, Aggregation("trace", "sum"), Truncate(0.5, 2.0)),
+        ],
     }
     whole = correct(old, rollout, trace=trace, **plan)
     assert 0.1 < whole.keep.mean() < 0.9

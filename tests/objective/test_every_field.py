@@ -21,48 +21,48 @@ from ignored_fields import ignored
 from tracegrad import objective as algebra
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Adapt,
-    Budget,
-    Clamp,
+    AdaptiveEntropy,
+    AdvantageShift,
+    Aggregation,
     Clip,
     DropCovariance,
-    Entropy,
+    EntropyBonus,
     Function,
     FutureClip,
     Gamma,
-    Gate,
     Gaussian,
     GeoClip,
     Identity,
     Importance,
     Inverse,
-    Level,
+    MaskOutside,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
-    Regress,
-    Shift,
+    Regression,
+    Rejection,
+    RejectionBudget,
     Sigmoid,
     TopCovariance,
     TopEntropy,
+    Truncate,
     Weight,
-    Window,
     presets,
 )
 from tracegrad.objective.correction import correct
 from tracegrad.objective.torch_loss import Terms
-from tracegrad.trainer.optim import Control
+from tracegrad.trainer.optim import EntropyController
 
 SUM = Reduce("constant", norm=1.0)
 OLD, DIRECT, MISMATCH, REF = (
     Ratio(*pair.split("/")) for pair in ("theta/old", "theta/rollout", "old/rollout", "theta/ref")
 )
-PRODUCT, MEAN, PLAIN = Level("trace", "sum"), Level("trace", "mean"), PolicyGradient()
+PRODUCT, MEAN, PLAIN = Aggregation("trace", "sum"), Aggregation("trace", "mean"), PolicyGradient()
 MEANS = {"reduce": Reduce("trace", "mean")}
 UNEVEN = {"a": (2.0, 4.0, 0.0, 0.0), "theta": (-1.0, -2.0, -3.0, -4.0), "trace": (0, 1, 1, 1)}
-FALLS = Gate(MISMATCH, high=2.0)
+FALLS = Rejection(MISMATCH, high=2.0)
 """Drops terms of old/rollout above 2 before the step."""
 
 
@@ -113,11 +113,11 @@ def future(a: float = 1.0, r: Any = (1.1, 1.1), **fields: Any) -> float:
 
 def gate(ratio: Ratio = MISMATCH, *before: Any, surrogate: Any = None, given: Any, **fields: Any) -> float:
     """-A at each kept term."""
-    return loss(surrogate or Importance(), OLD, parts={"gates": (*before, Gate(ratio, **fields))}, **given)
+    return loss(surrogate or Importance(), OLD, parts={"gates": (*before, Rejection(ratio, **fields))}, **given)
 
 
 def budget(*before: Any, ratio: Ratio = MISMATCH, given: Any, **fields: Any) -> float:
-    return loss(Importance(), OLD, parts={"gates": (*before, Budget(ratio, **fields))}, **given)
+    return loss(Importance(), OLD, parts={"gates": (*before, RejectionBudget(ratio, **fields))}, **given)
 
 
 def weight(
@@ -146,7 +146,7 @@ def penalty(
 def bonus(
     parts: Any = None, entropy: Any = (1.0, 2.0), coef: float = 1.0, *, gated: bool = False, **fields: Any
 ) -> float:
-    told = {"entropy": Entropy(coef, gated=gated, **fields), **(parts or {})}
+    told = {"entropy": EntropyBonus(coef, gated=gated, **fields), **(parts or {})}
     return loss(parts=told, a=0.0, entropy=entropy, of_old=(0.0, log(3)))
 
 
@@ -166,7 +166,9 @@ def selected(**fields: Any) -> float:
 
 def control(told: float, entropy: float = 0.3, coef: float = 0.1, **fields: Any) -> float:
     """The coefficient after a step of that entropy."""
-    seen = Control(replace(presets.DAPO, entropy=Entropy(coef, gated=False, adapt=Adapt(**fields))))
+    seen = EntropyController(
+        replace(presets.DAPO, entropy=EntropyBonus(coef, gated=False, adapt=AdaptiveEntropy(**fields)))
+    )
     seen.update(entropy)
     return seen.coef
 
@@ -186,7 +188,7 @@ def lengths(reduce: Reduce) -> float:
 def shift(centre_or_coef: Any = 0.5, *, ratio: Ratio = REF, center: Any = None, terms: Any = None) -> float:
     told = {"to_ref": 1.0, "to_old": 0.5, **(terms or {})}
     gates = (FALLS,) if "of_old" in told else ()
-    return loss(parts={"shifts": (Shift(ratio, centre_or_coef, center),), "gates": gates}, **told)
+    return loss(parts={"shifts": (AdvantageShift(ratio, centre_or_coef, center),), "gates": gates}, **told)
 
 
 def imitated(view: Any) -> Any:
@@ -209,50 +211,58 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         ("old", -3),
         ("rollout", -6),
     ),
-    "Level.over": (lambda v: loss(Importance(Level(v, "sum")), OLD, turn=(0, 1), **TWO), ("turn", -5), ("trace", -12)),
-    "Level.agg": (
-        lambda v: loss(Importance(Level("trace", v)), OLD, to_old=(log(2), log(8))),
+    "Aggregation.over": (
+        lambda v: loss(Importance(Aggregation(v, "sum")), OLD, turn=(0, 1), **TWO),
+        ("turn", -5),
+        ("trace", -12),
+    ),
+    "Aggregation.agg": (
+        lambda v: loss(Importance(Aggregation("trace", v)), OLD, to_old=(log(2), log(8))),
         ("mean", -8),
         ("sum", -32),
     ),
     # Only the first term has an advantage, -4 of loss: through the mean both terms share its gradient.
-    "Level.grad": (
+    "Aggregation.grad": (
         lambda v: evaluated(
-            Objective(Importance(Level("trace", "mean", v)), OLD, reduce=SUM), (1.0, 0.0), to_old=(log(2), log(8))
+            Objective(Importance(Aggregation("trace", "mean", v)), OLD, reduce=SUM), (1.0, 0.0), to_old=(log(2), log(8))
         )[1][0].item(),
         ("through", -2),
         ("token", -4),
     ),
-    "Level.terms": (
+    "Aggregation.terms": (
         lambda v: loss(
-            Importance(Level("trace", "sum", terms=v)), OLD, parts={"gates": (FALLS,)}, **TWO, **THREE_FALLS
+            Importance(Aggregation("trace", "sum", terms=v)), OLD, parts={"gates": (FALLS,)}, **TWO, **THREE_FALLS
         ),
         ("all", -6),
         ("kept", -2),
     ),
     # (4 + 2) / 2 and (4 + 8) / 2.
-    "Level.blend": (
-        lambda v: loss(Importance(Level("trace", "mean", blend=v)), OLD, to_old=(log(2), log(8))),
+    "Aggregation.blend": (
+        lambda v: loss(Importance(Aggregation("trace", "mean", blend=v)), OLD, to_old=(log(2), log(8))),
         (None, -8),
         ("arithmetic", -9),
     ),
-    "Level.scope": (
-        lambda v: refused(lambda: weight((log(2), log(8)), DIRECT, level=Level("batch", "mean", scope=v))),
+    "Aggregation.scope": (
+        lambda v: refused(lambda: weight((log(2), log(8)), DIRECT, level=Aggregation("batch", "mean", scope=v))),
         ("step", "refused"),
         ("microbatch", 24),
     ),
     "PolicyGradient.when": (lambda v: loss(PolicyGradient(v), a=(1.0, -1.0)), ("always", 0), ("A>0", 3)),
-    "Importance.level": (lambda v: loss(Importance(v), OLD, **TWO), (Level(), -5), (PRODUCT, -12)),
+    "Importance.level": (lambda v: loss(Importance(v), OLD, **TWO), (Aggregation(), -5), (PRODUCT, -12)),
     "Clip.low": (lambda v: clip(-1, 0.5, low=v), (0.2, 0.8), (0.4, 0.6)),
     "Clip.high": (lambda v: clip(1, 2, high=v), (0.2, -1.2), (0.5, -1.5)),
     "Clip.dual": (lambda v: clip(-1, 5, dual=v), (None, 5), (3.0, 3)),
     "Clip.delta": (lambda v: clip(-1, 5, delta=v), (None, 5), (2.0, 2)),
-    "Clip.level": (lambda v: loss(Clip(level=v), OLD, to_old=(log(1.1), log(1.1))), (Level(), -2.2), (PRODUCT, -2.4)),
+    "Clip.level": (
+        lambda v: loss(Clip(level=v), OLD, to_old=(log(1.1), log(1.1))),
+        (Aggregation(), -2.2),
+        (PRODUCT, -2.4),
+    ),
     "Sigmoid.tau_pos": (lambda v: loss(Sigmoid(tau_pos=v), OLD), (1.0, -2), (2.0, -1)),
     "Sigmoid.tau_neg": (lambda v: loss(Sigmoid(tau_neg=v), OLD, a=-1.0), (1.05, 2 / 1.05), (2.0, 1)),
     "Sigmoid.level": (
         lambda v: loss(Sigmoid(level=v), OLD, to_old=(log(3), -log(3))),
-        (Level(), -4 / (1 + exp(-2)) - 4 / (1 + exp(2 / 3))),
+        (Aggregation(), -4 / (1 + exp(-2)) - 4 / (1 + exp(2 / 3))),
         (MEAN, -4),
     ),
     "GeoClip.low": (lambda v: loss(GeoClip(low=v), OLD, a=-1.0, to_old=-1.0), (0.4, exp(-0.4)), (0.2, exp(-0.2))),
@@ -263,7 +273,11 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (None, -2 * exp(0.2)),
         (TopEntropy(0.25, "microbatch"), -2 * exp(0.1)),
     ),
-    "Regress.beta": (lambda v: loss(Regress(v), OLD, to_old=(1.0, 1.0), a=(1.0, 1.0)) / 2, (1e-3, 0.998**2), (2.0, 9)),
+    "Regression.beta": (
+        lambda v: loss(Regression(v), OLD, to_old=(1.0, 1.0), a=(1.0, 1.0)) / 2,
+        (1e-3, 0.998**2),
+        (2.0, 9),
+    ),
     "Function.function": (lambda v: loss(Function(v)), (imitated, 3), (doubled, 6)),
     "Function.locality": (lambda v: Objective(Function(imitated, v)).locality, ("batch", "batch"), ("term", "term")),
     "Function.times_advantage": (
@@ -272,41 +286,41 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (True, False),
     ),
     "Function.reads": (lambda v: Objective(Function(imitated, reads=v)).needs.ref, ((), False), (("ref",), True)),
-    "Gate.ratio": (lambda v: gate(v, high=1.5, given={"to_old": log(2)}), (MISMATCH, -2), (OLD, 0)),
-    "Gate.stat": (lambda v: gate(stat=v, high=1.5, given={"of_old": -2.0}), ("ratio", -1), ("abs", 0)),
-    "Gate.level": (
+    "Rejection.ratio": (lambda v: gate(v, high=1.5, given={"to_old": log(2)}), (MISMATCH, -2), (OLD, 0)),
+    "Rejection.stat": (lambda v: gate(stat=v, high=1.5, given={"of_old": -2.0}), ("ratio", -1), ("abs", 0)),
+    "Rejection.level": (
         lambda v: gate(level=v, high=1.5, given={"of_old": (log(1.2), log(1.3))}),
-        (Level(), -2),
+        (Aggregation(), -2),
         (PRODUCT, 0),
     ),
-    "Gate.low": (lambda v: gate(low=v, high=2.0, given={"of_old": log(0.25)}), (None, -1), (0.5, 0)),
-    "Gate.high": (lambda v: gate(low=0.1, high=v, given={"of_old": log(3)}), (None, -1), (2.0, 0)),
-    "Gate.when": (
+    "Rejection.low": (lambda v: gate(low=v, high=2.0, given={"of_old": log(0.25)}), (None, -1), (0.5, 0)),
+    "Rejection.high": (lambda v: gate(low=0.1, high=v, given={"of_old": log(3)}), (None, -1), (2.0, 0)),
+    "Rejection.when": (
         lambda v: gate(high=2.0, when=v, given={"of_old": log(3), "a": (1.0, -1.0)}),
         ("always", 0),
         ("A>0", 1),
     ),
-    "Gate.drops": (lambda v: gate(high=2.0, drops=v, given=THREE_FALLS), (None, -1), ("trace", 0)),
+    "Rejection.drops": (lambda v: gate(high=2.0, drops=v, given=THREE_FALLS), (None, -1), ("trace", 0)),
     # The mean of both is e^(log 5 / 2) = 2.2, of the one that the first gate left 1.
-    "Gate.terms": (
+    "Rejection.terms": (
         lambda v: gate(
-            MISMATCH, Gate(MISMATCH, high=4.0), level=MEAN, high=1.5, terms=v, given={"of_old": (0.0, log(5))}
+            MISMATCH, Rejection(MISMATCH, high=4.0), level=MEAN, high=1.5, terms=v, given={"of_old": (0.0, log(5))}
         ),
         ("all", 0),
         ("kept", -1),
     ),
-    "Budget.ratio": (
+    "RejectionBudget.ratio": (
         lambda v: budget(ratio=v, given={"of_old": (0.0, 1.0)}),
         (MISMATCH, -1),
         (Ratio("old", "ref"), -2),
     ),
     # (0 + 0.2^2) / 2 = 0.02 and (0 + 0.2) / 2 = 0.1 against 0.04.
-    "Budget.stat": (lambda v: budget(stat=v, given={"of_old": (0.0, 0.2)}), ("square", -2), ("abs", -1)),
-    "Budget.mean": (lambda v: budget(mean=v, given={"of_old": (0.0, 0.2)}), (0.04, -2), (0.01, -1)),
+    "RejectionBudget.stat": (lambda v: budget(stat=v, given={"of_old": (0.0, 0.2)}), ("square", -2), ("abs", -1)),
+    "RejectionBudget.mean": (lambda v: budget(mean=v, given={"of_old": (0.0, 0.2)}), (0.04, -2), (0.01, -1)),
     # 0.3^2 / 4 = 0.0225 over all, 0.3^2 / 2 = 0.045 over the two that the gate on old/ref left.
-    "Budget.terms": (
+    "RejectionBudget.terms": (
         lambda v: budget(
-            Gate(Ratio("old", "ref"), high=2.0),
+            Rejection(Ratio("old", "ref"), high=2.0),
             terms=v,
             given={"of_old": (0.0, 0.0, 0.0, 0.3), "to_ref": (log(3), log(3), 0.0, 0.0)},
         ),
@@ -314,7 +328,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         ("kept", -1),
     ),
     # (0.3^2 + 0.2^2) / 2 = 0.065 over all, 0.2^2 over the one with A < 0 and a ratio below 1.
-    "Budget.quadrants": (
+    "RejectionBudget.quadrants": (
         lambda v: budget(quadrants=v, given={"of_old": (0.3, -0.2), "a": -1.0}),
         ("all", 1),
         ("active", 2),
@@ -359,8 +373,8 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (True, 1),
     ),
     "Weight.ratio": (lambda v: weight(log(2), v, to_old=log(3)), (MISMATCH, 6), (DIRECT, 18)),
-    "Weight.level": (lambda v: weight((log(2), log(3)), level=v), (Level(), 15), (PRODUCT, 36)),
-    "Weight.shape": (lambda v: weight(log(3), shape=v), (Identity(), 9), (Clamp(0, 2), 6)),
+    "Weight.level": (lambda v: weight((log(2), log(3)), level=v), (Aggregation(), 15), (PRODUCT, 36)),
+    "Weight.shape": (lambda v: weight(log(3), shape=v), (Identity(), 9), (Truncate(0, 2), 6)),
     "Weight.when": (lambda v: weight(log(3), when=v), ("always", 9), ("A<0", 3)),
     "Weight.normalize": (lambda v: weight((0.0, log(3)), normalize=v), (False, 12), (True, 6)),
     # gamma(1) times 2, or gamma(2) = e 2 e^-2.
@@ -369,12 +383,12 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (False, 6),
         (True, 6 / e),
     ),
-    "Clamp.low": (lambda v: weight(log(0.25), shape=Clamp(low=v)), (0.0, 0.75), (0.5, 1.5)),
-    "Clamp.below_one": (lambda v: weight(log(3), shape=Clamp(0, 0.5 if v else 2, v)), (False, 6), (True, 1.5)),
-    "Clamp.high": (lambda v: weight(log(3), shape=Clamp(high=v)), (2.0, 6), (4.0, 9)),
-    "Window.low": (lambda v: weight(log(0.6), shape=Window(low=v)), (0.5, 1.8), (0.8, 0)),
-    "Window.high": (lambda v: weight(log(3), shape=Window(high=v)), (5.0, 9), (2.0, 0)),
-    "Window.strict": (lambda v: weight(0.0, shape=Window(1.0, 2.0, strict=v)), (False, 3), (True, 0)),
+    "Truncate.low": (lambda v: weight(log(0.25), shape=Truncate(low=v)), (0.0, 0.75), (0.5, 1.5)),
+    "Truncate.below_one": (lambda v: weight(log(3), shape=Truncate(0, 0.5 if v else 2, v)), (False, 6), (True, 1.5)),
+    "Truncate.high": (lambda v: weight(log(3), shape=Truncate(high=v)), (2.0, 6), (4.0, 9)),
+    "MaskOutside.low": (lambda v: weight(log(0.6), shape=MaskOutside(low=v)), (0.5, 1.8), (0.8, 0)),
+    "MaskOutside.high": (lambda v: weight(log(3), shape=MaskOutside(high=v)), (5.0, 9), (2.0, 0)),
+    "MaskOutside.strict": (lambda v: weight(0.0, shape=MaskOutside(1.0, 2.0, strict=v)), (False, 3), (True, 0)),
     "Gamma.power": (lambda v: weight(log(2), shape=Gamma(v, 1)), (1, 6 / e), (2, 12 / e)),
     "Gamma.rate": (lambda v: weight(log(2), shape=Gamma(1, v)), (1, 6 / e), (2, 6 / e**2)),
     "Inverse.high": (lambda v: weight(0.0, OLD, to_old=log(0.25), shape=Inverse(v)), (3.0, 9), (5.0, 12)),
@@ -407,7 +421,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "Penalty.importance": (lambda v: penalty(2.0, importance=v, terms={"to_old": log(3)})[0], (None, 2), (OLD, 6)),
     "Penalty.importance_level": (
         lambda v: penalty((1.0, 0.0), importance=OLD, importance_level=v, terms=TWO)[0],
-        (Level(), 2),
+        (Aggregation(), 2),
         (PRODUCT, 6),
     ),
     # -2 + 5, and -1 + 1: it is held on both sides.
@@ -418,22 +432,25 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (TopCovariance(0.25, "microbatch"), 1),
     ),
     "Penalty.reduce": (lambda v: penalty(2.0, reduce=v)[0], (None, 2), (Reduce("constant", norm=4.0), 0.5)),
-    "Adapt.target": (lambda v: control(v, target=v), (0.2, 0.095), (0.5, 0.105)),
-    "Adapt.delta": (lambda v: control(v, delta=v), (0.005, 0.095), (0.05, 0.05)),
-    "Adapt.low": (lambda v: control(v, delta=0.5, low=v), (0.0, 0), (0.05, 0.05)),
-    "Adapt.high": (lambda v: control(v, entropy=0.1, delta=5.0, high=v), (1.0, 1), (0.3, 0.3)),
-    "Entropy.coef": (lambda v: bonus(coef=v), (1.0, -3), (2.0, -6)),
-    "Entropy.gated": (lambda v: bonus({"gates": (FALLS,)}, gated=v), (False, -3), (True, -1)),
-    "Entropy.reduce": (lambda v: bonus(reduce=v), (None, -3), (Reduce("token"), -1.5)),
-    "Entropy.adapt": (
-        lambda v: Control(replace(presets.DAPO, entropy=Entropy(0.1, gated=False, adapt=v))).applied().entropy is None,
+    "AdaptiveEntropy.target": (lambda v: control(v, target=v), (0.2, 0.095), (0.5, 0.105)),
+    "AdaptiveEntropy.delta": (lambda v: control(v, delta=v), (0.005, 0.095), (0.05, 0.05)),
+    "AdaptiveEntropy.low": (lambda v: control(v, delta=0.5, low=v), (0.0, 0), (0.05, 0.05)),
+    "AdaptiveEntropy.high": (lambda v: control(v, entropy=0.1, delta=5.0, high=v), (1.0, 1), (0.3, 0.3)),
+    "EntropyBonus.coef": (lambda v: bonus(coef=v), (1.0, -3), (2.0, -6)),
+    "EntropyBonus.gated": (lambda v: bonus({"gates": (FALLS,)}, gated=v), (False, -3), (True, -1)),
+    "EntropyBonus.reduce": (lambda v: bonus(reduce=v), (None, -3), (Reduce("token"), -1.5)),
+    "EntropyBonus.adapt": (
+        lambda v: (
+            EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, gated=False, adapt=v))).applied().entropy
+            is None
+        ),
         (None, False),
-        (Adapt(), True),
+        (AdaptiveEntropy(), True),
     ),
-    "Shift.ratio": (lambda v: shift(ratio=v), (REF, 1.5), (OLD, 2.25)),
-    "Shift.coef": (lambda v: shift(v), (0.5, 1.5), (0.25, 2.25)),
+    "AdvantageShift.ratio": (lambda v: shift(ratio=v), (REF, 1.5), (OLD, 2.25)),
+    "AdvantageShift.coef": (lambda v: shift(v), (0.5, 1.5), (0.25, 2.25)),
     # l is 1 and 3, and 11 at a term that fell: A - l / 2 sums to 0, less the mean of the kept, 2, to 2.
-    "Shift.center": (
+    "AdvantageShift.center": (
         lambda v: shift(center=v, terms={"to_ref": (1.0, 3.0, 11.0), "of_old": (0.0, 0.0, log(3))}),
         (None, 0),
         ("microbatch", 6),
@@ -452,10 +469,14 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "Objective.gates": (lambda v: loss(parts={"gates": v}, of_old=log(3)), ((), 3), ((FALLS,), 0)),
     "Objective.penalties": (lambda v: loss(parts={"penalties": v}, to_ref=2.0), ((), 3), ((KL,), 5)),
     "Objective.reduce": (lambda v: loss(reduce=v, a=(1.0, 1.0)), (SUM, 6), (Reduce(), 3)),
-    "Objective.shifts": (lambda v: loss(parts={"shifts": v}, to_ref=1.0), ((), 3), ((Shift(REF, 0.5),), 1.5)),
-    "Objective.entropy": (lambda v: loss(parts={"entropy": v}, entropy=1.0), (None, 3), (Entropy(2.0, gated=False), 1)),
+    "Objective.shifts": (lambda v: loss(parts={"shifts": v}, to_ref=1.0), ((), 3), ((AdvantageShift(REF, 0.5),), 1.5)),
+    "Objective.entropy": (
+        lambda v: loss(parts={"entropy": v}, entropy=1.0),
+        (None, 3),
+        (EntropyBonus(2.0, gated=False), 1),
+    ),
 }
-DERIVED = {algebra.Needs}
+DERIVED = {algebra.Requirements}
 """Made by an objective, not said by anybody."""
 
 

@@ -64,7 +64,7 @@ def test_own_trainer_takes_the_step_of_our_learner(page, tmp_path):
         model.zero_grad()
         page.loss_of(model, batch, objective).backward()
         (step,) = tg.pack(data, advantages, token_budget=512, needs=objective.needs)
-        run = tg.trainer.Run(other, objective, out=tmp_path / "run")
+        run = tg.trainer.Trainer(other, objective, out=tmp_path / "run")
         outcome = run.step(step.with_logprobs(old=run.measure(step)))
         norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
         assert norm.item() == pytest.approx(outcome.grad_norm, rel=1e-4)

@@ -10,20 +10,20 @@ import torch
 from padded import NAN, hard, run, spoilt
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Clamp,
+    AdvantageShift,
+    Aggregation,
     Clip,
-    Entropy,
+    EntropyBonus,
     Function,
-    Gate,
-    Level,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
-    Shift,
+    Rejection,
     Sigmoid,
     Surrogate,
+    Truncate,
     Weight,
     presets,
     with_kl,
@@ -36,7 +36,9 @@ NP = np.array([-1.0])
 WIDE = Clip(0.9, 30.0)  # no term outside the clip
 
 
-@pytest.mark.parametrize("level", [Level(), Level("trace", "mean"), Level("trace", "mean", terms="kept")])
+@pytest.mark.parametrize(
+    "level", [Aggregation(), Aggregation("trace", "mean"), Aggregation("trace", "mean", terms="kept")]
+)
 def test_nan_at_a_masked_term_reaches_neither_loss_nor_gradient(level):
     objective = with_kl(replace(presets.GRPO, surrogate=Clip(level=level)), 0.04)
     data = hard(5)
@@ -49,10 +51,10 @@ def test_nan_at_a_masked_term_reaches_neither_loss_nor_gradient(level):
 
 def test_a_token_gradient_gives_each_term_that_of_its_own_surrogate():
     # d(-A s)/dlogp_t = -A s where s is held at its value: one factor, not the mean's 1 / length.
-    objective = Objective(replace(WIDE, level=Level("trace", "mean", "token")), THETA_OLD, reduce=Reduce("token"))
+    objective = Objective(replace(WIDE, level=Aggregation("trace", "mean", "token")), THETA_OLD, reduce=Reduce("token"))
     data = hard(3)
     found = run(objective, data)
-    through = run(replace(objective, surrogate=replace(WIDE, level=Level("trace", "mean"))), data)
+    through = run(replace(objective, surrogate=replace(WIDE, level=Aggregation("trace", "mean"))), data)
     torch.testing.assert_close(found.loss, through.loss, rtol=1e-14, atol=0)
     expected = found.per_term.surrogate / data["mask"].sum() * data["mask"]
     torch.testing.assert_close(found.gradient, expected, rtol=1e-12, atol=1e-15)
@@ -72,10 +74,10 @@ def test_a_level_reaches_over_the_branches_and_turns_of_its_trace_wherever_they_
     def ratios(level):
         return evaluate(Objective(replace(WIDE, level=level), THETA_OLD), logprobs, None, terms).per_term.ratio.log()
 
-    torch.testing.assert_close(ratios(Level("trace", "sum")), torch.tensor([0.7, 0.8, 0.7, 0.7]))
-    torch.testing.assert_close(ratios(Level("turn", "sum")), torch.tensor([0.3, 0.8, 0.3, 0.4]))
-    torch.testing.assert_close(ratios(Level("trace", "prefix_sum")), torch.tensor([0.1, 0.8, 0.3, 0.7]))
-    torch.testing.assert_close(ratios(Level("trace", "max")), torch.tensor([0.4, 0.8, 0.4, 0.4]))
+    torch.testing.assert_close(ratios(Aggregation("trace", "sum")), torch.tensor([0.7, 0.8, 0.7, 0.7]))
+    torch.testing.assert_close(ratios(Aggregation("turn", "sum")), torch.tensor([0.3, 0.8, 0.3, 0.4]))
+    torch.testing.assert_close(ratios(Aggregation("trace", "prefix_sum")), torch.tensor([0.1, 0.8, 0.3, 0.7]))
+    torch.testing.assert_close(ratios(Aggregation("trace", "max")), torch.tensor([0.4, 0.8, 0.4, 0.4]))
 
 
 def test_the_proximal_lies_between_the_recorded_and_the_trained_policy():
@@ -100,7 +102,7 @@ def test_a_shift_is_paid_out_of_the_advantage_and_has_no_gradient_of_its_own():
         rollout=torch.tensor([-1.5, -1.5]), advantages=torch.tensor([1.0, 2.0]), scale=torch.tensor([1.0, 1.0])
     )
     for centre in (None, "microbatch"):
-        objective = Objective(PolicyGradient(), shifts=(Shift(Ratio("theta", "rollout"), 0.4, centre),))
+        objective = Objective(PolicyGradient(), shifts=(AdvantageShift(Ratio("theta", "rollout"), 0.4, centre),))
         assert objective.coefficients(logprobs, terms).tolist() == pytest.approx([0.8, 2.2])
 
 
@@ -165,7 +167,7 @@ def test_a_penalty_says_whether_gates_and_weights_touch_it():
 def test_a_penalty_and_a_bonus_run_over_what_all_gates_left_or_the_detached_ones_or_over_all():
     # Three terms of l = 1 and entropy 1; before the step the first was dropped, now the second, its probability up by
     # e^-0.3 - e^-1 = 0.37 > 0.2. Coefficients 1 and 10, scale 1: the sums are 1 or 10 for each term that is left.
-    moved = Gate(Ratio("theta", "old"), "dprob", high=0.2)
+    moved = Rejection(Ratio("theta", "old"), "dprob", high=0.2)
     terms = Terms(
         old=torch.tensor([-1.0, -1.0, -0.3]),
         ref=torch.full((3,), -1.3),
@@ -176,7 +178,7 @@ def test_a_penalty_and_a_bonus_run_over_what_all_gates_left_or_the_detached_ones
 
     def loss(gated):
         penalty = Penalty(Ratio("theta", "ref"), "k1", 1.0, gated=gated, weighted=False)
-        parts = {"penalties": (penalty,), "entropy": Entropy(10.0, gated=gated)}
+        parts = {"penalties": (penalty,), "entropy": EntropyBonus(10.0, gated=gated)}
         return evaluate(
             Objective(Clip(), THETA_OLD, (), (moved,), **parts), torch.full((3,), -0.3), torch.ones(3), terms
         )
@@ -198,7 +200,7 @@ def test_terms_of_padded_data_are_shaped_as_correct_takes_them():
         torch.tensor([1.0, 2.0]),
     )
     group, logprobs = torch.tensor([5, 5]), torch.full((2, 2), -1.0)
-    objective = Objective(replace(WIDE, level=Level("trace", "sum")), THETA_OLD, reduce=Reduce("prompt", "mean"))
+    objective = Objective(replace(WIDE, level=Aggregation("trace", "sum")), THETA_OLD, reduce=Reduce("prompt", "mean"))
     fixed = correct(old, None, mask=mask, advantages=advantages, group=group, **objective.plan)
     terms = Terms(old=old, advantages=advantages, group=group, scale=fixed.scale)
     assert terms.trace.tolist() == [[0, 0], [1, 1]]
@@ -228,16 +230,16 @@ def test_what_is_missing_or_misshapen_is_named():
 
 def test_parts_that_were_evaluated_before_the_step_cannot_be_left_out_of_the_terms():
     one, known = torch.ones(1), {"advantages": torch.ones(1), "scale": torch.ones(1), "old": -torch.ones(1)}
-    weighed = Objective(Clip(), THETA_OLD, weights=(Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),))
+    weighed = Objective(Clip(), THETA_OLD, weights=(Weight(Ratio("old", "rollout"), shape=Truncate(0, 2)),))
     with pytest.raises(ArgumentError, match=r"TG-OBJ-045.*clamp\(w.*0.*2.*w"):
         weighed(-one, None, Terms(**known))
-    gated = Objective(Clip(), THETA_OLD, gates=(Gate(Ratio("old", "rollout"), high=2.0),))
+    gated = Objective(Clip(), THETA_OLD, gates=(Rejection(Ratio("old", "rollout"), high=2.0),))
     with pytest.raises(ArgumentError, match=r"TG-OBJ-045.*ratio\(old/rollout.*<=.*2.*Terms\(keep="):
         gated(-one, None, Terms(**known))
     # A ratio of 1 and A = 1: the loss is -weight.
     assert weighed(-one, None, Terms(**known, weight=2 * one)).loss.item() == -2.0
     assert gated(-one, None, Terms(**known, keep=one.bool())).loss.item() == -1.0
-    on_theta = Objective(Clip(), THETA_OLD, gates=(Gate(THETA_OLD, high=2.0),))
+    on_theta = Objective(Clip(), THETA_OLD, gates=(Rejection(THETA_OLD, high=2.0),))
     assert on_theta(-one, None, Terms(**known)).loss.item() == -1.0  # evaluated here: nothing is missing
 
 
@@ -256,7 +258,7 @@ def test_a_surrogate_below_a_known_one_runs_its_own_formula_and_inherits_no_prom
 
 def test_what_is_no_surrogate_is_refused_and_not_taken_for_a_clip():
     with pytest.raises(ArgumentError, match=r"TG-ARGS-012.*Objective\.surrogate.*SimpleNamespace"):
-        Objective(SimpleNamespace(level=Level()), THETA_OLD)
+        Objective(SimpleNamespace(level=Aggregation()), THETA_OLD)
     with pytest.raises(ArgumentError, match=r"TG-OBJ-015.*Mine"):
         Objective(type("Mine", (Surrogate,), {})())
 
@@ -273,7 +275,7 @@ def test_a_loss_that_is_not_one_value_for_each_term_is_refused(value, found):
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_missing_logprob_has_one_rule_in_surrogates_gates_weights_and_penalties(keep):
     """log theta/old = 1 and, where nothing is recorded, 3: means of 1 where it is masked, of 2 where it is neutral."""
-    mean, neutral = Level("trace", "mean"), np.exp(2.0 if keep else 1.0)
+    mean, neutral = Aggregation("trace", "mean"), np.exp(2.0 if keep else 1.0)
     terms = Terms(
         old=torch.tensor([-4.0, -6.0]),
         rollout=torch.tensor([-4.0, NAN]),
@@ -290,7 +292,7 @@ def test_a_missing_logprob_has_one_rule_in_surrogates_gates_weights_and_penaltie
     assert first(Objective(Clip(level=mean), THETA_OLD)).ratio[0].item() == pytest.approx(neutral)
     weighed = Objective(PolicyGradient(), weights=(Weight(THETA_OLD, mean),))
     assert first(weighed).weight[0].item() == pytest.approx(neutral)
-    gated = Objective(PolicyGradient(), gates=(Gate(THETA_OLD, "k1", mean, high=1.5),))
+    gated = Objective(PolicyGradient(), gates=(Rejection(THETA_OLD, "k1", mean, high=1.5),))
     assert first(gated).keep[0].item() is not keep
     kl = {"gated": False, "weighted": False, "importance": THETA_OLD, "importance_level": mean}
     penalised = Objective(PolicyGradient(), penalties=(Penalty(Ratio("theta", "ref"), "k1", 1.0, **kl),))
@@ -313,17 +315,17 @@ def test_what_the_core_evaluates_must_be_of_a_type_that_it_knows():
     ratio, mismatch = Ratio("theta", "rollout"), Ratio("old", "rollout")
     for said, make in {
         "weights": lambda: Objective(PolicyGradient(), weights=(type("Mine", (Weight,), {})(mismatch),)),
-        "gates": lambda: Objective(PolicyGradient(), gates=(type("Mine", (Gate,), {})(mismatch, high=2.0),)),
+        "gates": lambda: Objective(PolicyGradient(), gates=(type("Mine", (Rejection,), {})(mismatch, high=2.0),)),
         "reduce": lambda: Objective(PolicyGradient(), reduce=type("Mine", (Reduce,), {})()),
-        "Weight.shape": lambda: Weight(mismatch, shape=type("Mine", (Clamp,), {})()),
+        "Weight.shape": lambda: Weight(mismatch, shape=type("Mine", (Truncate,), {})()),
         "a weight": lambda: correct(NP, NP, trace=[0], weights=[type("Mine", (Weight,), {})(mismatch)]),
-        "a gate": lambda: correct(NP, NP, trace=[0], gates=[type("Mine", (Gate,), {})(mismatch, high=2.0)]),
+        "a gate": lambda: correct(NP, NP, trace=[0], gates=[type("Mine", (Rejection,), {})(mismatch, high=2.0)]),
     }.items():
         with pytest.raises(ArgumentError, match=rf"TG-OBJ-001.*{said}"):
             make()
     with pytest.raises(ArgumentError, match=r"TG-ARGS-012.*Clip"):
         Objective(PolicyGradient(), weights=(Clip(),))
-    twice = type("Twice", (Clamp,), {"of": lambda self, log_ratio: 2 * log_ratio.exp()})()
+    twice = type("Twice", (Truncate,), {"of": lambda self, log_ratio: 2 * log_ratio.exp()})()
     objective = Objective(PolicyGradient(), weights=(Weight(ratio, shape=twice),))
     one = torch.ones(1)
     found = objective(-one, None, Terms(rollout=-one, advantages=one, scale=one))
@@ -339,7 +341,7 @@ def test_a_term_is_flagged_exactly_where_the_clip_leaves_it_no_gradient(clip):
     advantages = torch.tensor([1.5, -0.5], dtype=torch.float64).repeat_interleave(401)
     logprobs = (log_ratio - 3).requires_grad_()
     terms = Terms(old=torch.full((802,), -3.0).double(), advantages=advantages, scale=torch.ones(802).double())
-    gate = Gate(THETA_OLD, high=1.01)  # drops half of them, and takes none of the flags back
+    gate = Rejection(THETA_OLD, high=1.01)  # drops half of them, and takes none of the flags back
     free, gated = (evaluate(Objective(clip, THETA_OLD, gates=g), logprobs, None, terms) for g in ((), (gate,)))
     free.loss.backward()
     assert torch.equal(free.per_term.clipped, logprobs.grad == 0)

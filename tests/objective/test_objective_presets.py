@@ -9,10 +9,10 @@ import torch
 from padded import NAN, hard, run, spoilt, terms_of
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Adapt,
-    Entropy,
+    AdaptiveEntropy,
+    Aggregation,
+    EntropyBonus,
     FutureClip,
-    Level,
     Objective,
     Ratio,
     Reduce,
@@ -59,7 +59,7 @@ def frozen(objective, data, terms):
         changed["surrogate"] = objective.surrogate.clip
     if objective.level.grad == "token":
         arrays["old"] = data["logprobs"] - base.ratio.log()
-        changed["surrogate"] = replace(objective.surrogate, level=Level())
+        changed["surrogate"] = replace(objective.surrogate, level=Aggregation())
     return replace(objective, **changed), Terms(**arrays)
 
 
@@ -114,8 +114,8 @@ def test_a_loss_weighted_by_its_coefficients_has_its_gradient():
 @pytest.mark.parametrize(
     "objective",
     [
-        replace(presets.DAPO, entropy=Entropy(0.01, gated=False)),
-        replace(presets.DAPO, entropy=Entropy(0.0, gated=False, adapt=Adapt())),
+        replace(presets.DAPO, entropy=EntropyBonus(0.01, gated=False)),
+        replace(presets.DAPO, entropy=EntropyBonus(0.0, gated=False, adapt=AdaptiveEntropy())),
         replace(presets.DAPO, gates=(TopEntropy(0.2, "microbatch"),)),
     ],
 )

@@ -7,8 +7,8 @@ import pytest
 from generate_docs import PRESETS, families, losses_page
 from tracegrad import objective
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Clamp, Clip, Needs, Objective, Ratio, Reduce, presets
-from tracegrad.objective.serialize import spell
+from tracegrad.objective import Clip, Objective, Ratio, Reduce, Requirements, Truncate, presets
+from tracegrad.objective.serialize import to_source
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 
@@ -27,15 +27,15 @@ def test_each_method_has_a_decoupled_and_a_direct_form(name, clip, reduce):
     assert decoupled.reduce == direct.reduce == reduce
     assert decoupled.ratio == Ratio("theta", "old")
     assert [(w.ratio, w.level.over, w.shape) for w in decoupled.weights] == [
-        (Ratio("old", "rollout"), "token", Clamp(0.0, 2.0))
+        (Ratio("old", "rollout"), "token", Truncate(0.0, 2.0))
     ]
     assert direct.ratio == Ratio("theta", "rollout")
     assert direct.weights == ()
-    assert direct.needs == Needs(old=False, rollout=True, ref=False, trace_ratio=False)
+    assert direct.needs == Requirements(old=False, rollout=True, ref=False, trace_ratio=False)
 
 
 def test_weighted_sft_needs_no_logprob_at_all():
-    assert presets.WEIGHTED_SFT.needs == Needs(old=False, rollout=False, ref=False, trace_ratio=False)
+    assert presets.WEIGHTED_SFT.needs == Requirements(old=False, rollout=False, ref=False, trace_ratio=False)
 
 
 def test_a_name_is_an_attribute_or_module_and_name():
@@ -68,7 +68,7 @@ def test_every_preset_stands_on_the_page_with_its_paper():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_what_its_code_and_its_formula_say(name):
     value = getattr(presets, name)
-    assert eval(spell(value), vars(objective)) == value
+    assert eval(to_source(value), vars(objective)) == value
     text = str(value)
     assert text.startswith("loss = sum of scale * keep")
     assert text.count("\n  gate: ") == len(value.gates)

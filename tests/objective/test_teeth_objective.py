@@ -11,24 +11,24 @@ torch = pytest.importorskip("torch")
 
 from tracegrad import model
 from tracegrad.objective import (
-    Adapt,
-    Clamp,
+    AdaptiveEntropy,
+    AdvantageShift,
+    Aggregation,
     Clip,
-    Entropy,
+    EntropyBonus,
     Gamma,
-    Gate,
     Identity,
     Inverse,
-    Level,
+    MaskOutside,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
-    Shift,
+    Rejection,
     TopEntropy,
+    Truncate,
     Weight,
-    Window,
 )
 from tracegrad.objective.torch_loss import Terms, evaluate
 from tracegrad.packing import Batch
@@ -47,9 +47,9 @@ def terms(**given):
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        (Clamp(0.5, 2.0), [0.5, 0.5, 1.0, 2.0, 2.0]),
-        (Window(0.5, 2.0), [0.0, 0.5, 1.0, 2.0, 0.0]),
-        (Window(0.5, 2.0, strict=True), [0.0, 0.0, 1.0, 0.0, 0.0]),
+        (Truncate(0.5, 2.0), [0.5, 0.5, 1.0, 2.0, 2.0]),
+        (MaskOutside(0.5, 2.0), [0.0, 0.5, 1.0, 2.0, 0.0]),
+        (MaskOutside(0.5, 2.0, strict=True), [0.0, 0.0, 1.0, 0.0, 0.0]),
         (Inverse(2.0), [2.0, 2.0, 1.0, 0.5, 0.25]),
         (Identity(), [0.25, 0.5, 1.0, 2.0, 4.0]),
     ],
@@ -62,8 +62,8 @@ def test_shapes_of_tensors_at_and_around_their_bounds(shape, expected):
 
 
 def test_an_entropy_bonus_says_all_that_it_does():
-    assert str(Entropy(0.01, gated=False)) == "0.01 * entropy"
-    bonus = Entropy(0.0, gated=True, reduce=Reduce("token"), adapt=Adapt(target=0.3))
+    assert str(EntropyBonus(0.01, gated=False)) == "0.01 * entropy"
+    bonus = EntropyBonus(0.0, gated=True, reduce=Reduce("token"), adapt=AdaptiveEntropy(target=0.3))
     assert str(bonus) == "0 * entropy [kept terms only, scale 1 / terms, adapting to 0.3 nats]"
 
 
@@ -76,7 +76,7 @@ def test_a_shift_is_centred_on_the_terms_that_count_and_have_both_logprobs():
         keep=[True, True, False, False, True],
         scale=[1.0, 1.0, 1.0, 1.0, 0.0],
     )
-    objective = Objective(PolicyGradient(), shifts=(Shift(DIRECT, 0.5, "microbatch"),), reduce=SUM)
+    objective = Objective(PolicyGradient(), shifts=(AdvantageShift(DIRECT, 0.5, "microbatch"),), reduce=SUM)
     assert objective.coefficients(theta, given).tolist() == pytest.approx([1.5, 0.5, 0.0, 0.0, 0.0])
 
 
@@ -105,7 +105,7 @@ def test_a_capped_estimate_is_held_on_both_sides_and_has_no_gradient_beyond(to_r
 @pytest.mark.parametrize(("w", "log_ratio"), [(2.0, 0.0), (0.5, 0.0), (2.0, math.log(3))])
 def test_an_absorbed_weight_multiplies_the_ratio_inside_the_shape(w, log_ratio):
     # u = theta/old * w; e^3 u^2 e^(-3 u), not of theta/old / w, and not times w again.
-    weights = (Weight(Ratio("old", "rollout")), Weight(OLD, Level("trace", "sum"), Gamma(2.0, 3.0), absorbs=True))
+    weights = (Weight(Ratio("old", "rollout")), Weight(OLD, Aggregation("trace", "sum"), Gamma(2.0, 3.0), absorbs=True))
     theta = torch.tensor([-1.0], dtype=torch.float64)
     given = terms(advantages=[1.0], old=[-1.0 - log_ratio], weight=[w], trace=[0.0])
     found = evaluate(Objective(PolicyGradient(), weights=weights, reduce=SUM), theta, None, given)
@@ -128,7 +128,9 @@ def test_delta_takes_the_gradient_where_r_lies_above_it_on_either_side(delta, at
 @pytest.mark.parametrize(("gated", "expected"), [(True, -2.0), (False, -5.0)])
 def test_a_gated_bonus_leaves_dropped_terms_out_and_its_gradient_too(gated, expected):
     # Entropies 2 and 3; the gate on theta/old drops the second.
-    objective = Objective(PolicyGradient(), gates=(Gate(OLD, high=2.0),), reduce=SUM, entropy=Entropy(1.0, gated=gated))
+    objective = Objective(
+        PolicyGradient(), gates=(Rejection(OLD, high=2.0),), reduce=SUM, entropy=EntropyBonus(1.0, gated=gated)
+    )
     theta, entropy = torch.tensor([-9.0, -9.0]).double(), torch.tensor([2.0, 3.0]).double().requires_grad_()
     given = terms(advantages=[0.0, 0.0], old=[-9.0, -11.0])
     found = evaluate(objective, theta, entropy, given)

@@ -11,20 +11,20 @@ import torch
 
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Gamma,
-    Gate,
     Gaussian,
     Identity,
-    Level,
+    MaskOutside,
     Objective,
     PolicyGradient,
     Ratio,
+    Rejection,
+    Truncate,
     Weight,
-    Window,
 )
 from tracegrad.objective.correction import correct
-from tracegrad.objective.ratio import HOLDS
+from tracegrad.objective.ratio import CONDITION_SIGNS
 from tracegrad.objective.rejection import STATS
 from tracegrad.objective.torch_loss import Terms, evaluate
 
@@ -48,9 +48,9 @@ BOUNDS = {
 assert BOUNDS.keys() == set(STATS), "each statistic of a gate has bounds here at which some terms fall and some stay"
 SHAPES = [
     Identity(),
-    Clamp(0.5, 2.0),
-    Window(0.8, 1.25),
-    Window(0.8, 1.25, strict=True),
+    Truncate(0.5, 2.0),
+    MaskOutside(0.8, 1.25),
+    MaskOutside(0.8, 1.25, strict=True),
     Gamma(2.0, 3.0),
     Gaussian(0.5),
 ]
@@ -81,7 +81,7 @@ def arrays(seed, dtype=torch.float64):
 def level_of(over, agg, theta, **options):
     """The level; a statistic of the trained policy says that it reaches over a micro-batch only."""
     wide = {"scope": "microbatch"} if theta and over in ("group", "batch") else {}
-    return Level(over, agg, **wide, **options)
+    return Aggregation(over, agg, **wide, **options)
 
 
 def both(data, missing, gates=((), ()), weights=((), ())):
@@ -100,7 +100,7 @@ def both(data, missing, gates=((), ()), weights=((), ())):
 def gate_of(theta, stat, over, agg, when, drops, kept):
     low, high = BOUNDS[stat]
     ratio = Ratio("theta" if theta else "old", "rollout")
-    return Gate(ratio, stat, level_of(over, agg, theta), low, high, when, drops, "kept" if kept else "all")
+    return Rejection(ratio, stat, level_of(over, agg, theta), low, high, when, drops, "kept" if kept else "all")
 
 
 def possible(over, agg, drops, kept):
@@ -113,7 +113,7 @@ GATES = [
     for case in itertools.product(STATS, LEVELS, (None, "turn", "trace"), (False, True))
     if possible(*case[1], *case[2:])
 ]
-SIGNS = list(HOLDS)
+SIGNS = list(CONDITION_SIGNS)
 
 
 @pytest.mark.parametrize("missing", ["mask", "neutral"])
@@ -124,7 +124,7 @@ def test_gates_keep_the_same_terms(stat, missing):
         if name != stat:
             continue
         data = arrays(place % 7)
-        before = [(Gate(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
+        before = [(Rejection(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
         gates = [before[at] + (gate_of(at == 0, stat, over, agg, SIGNS[place % 5], drops, kept),) for at in (0, 1)]
         twin, core = both(data, missing, gates=gates)
         assert torch.equal(twin[0], core[0]), f"{gates[1][-1]}: {int((twin[0] != core[0]).sum())} terms differ"
@@ -148,7 +148,7 @@ def test_weights_are_the_same(shape, missing):
         if each != shape:
             continue
         data, options = arrays(place % 7), {"terms": "kept" if kept else "all", "blend": blend}
-        gates = [(Gate(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
+        gates = [(Rejection(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
         weights = [
             (Weight(Ratio(num, "rollout"), level_of(over, agg, num == "theta", **options), shape, SIGNS[place % 5]),)
             for num in ("theta", "old")
@@ -167,7 +167,7 @@ def test_weights_are_the_same(shape, missing):
 @pytest.mark.parametrize("level", [("token", None), ("trace", "sum"), ("trace", "mean"), ("turn", "prefix_sum")])
 def test_weights_are_the_same_in_float32(level, shape):
     data = arrays(1, torch.float32)
-    weights = [(Weight(Ratio(num, "rollout"), Level(*level), shape),) for num in ("theta", "old")]
+    weights = [(Weight(Ratio(num, "rollout"), Aggregation(*level), shape),) for num in ("theta", "old")]
     twin, core = both(data, "mask", weights=weights)
     assert twin[1].dtype == core[1].dtype == torch.float32
     torch.testing.assert_close(twin[1][twin[0]], core[1][twin[0]], rtol=2e-5, atol=1e-30)
@@ -184,11 +184,13 @@ def test_gates_of_the_reference_and_of_old_against_ref_are_the_same():
             data["old"].numpy(),
             None,
             ref=ref.numpy(),
-            gates=[Gate(Ratio("old", "ref"), stat, Level(), low, high)],
+            gates=[Rejection(Ratio("old", "ref"), stat, Aggregation(), low, high)],
             **ids,
         )
         given = {name: data[name] for name in ("trace", "advantages")}
-        objective = Objective(PolicyGradient(), gates=(Gate(Ratio("theta", "ref"), stat, Level(), low, high),))
+        objective = Objective(
+            PolicyGradient(), gates=(Rejection(Ratio("theta", "ref"), stat, Aggregation(), low, high),)
+        )
         twin = evaluate(objective, data["old"], None, Terms(ref=ref, scale=torch.ones(SIZE), **given)).per_term
         assert twin.keep.tolist() == core.keep.tolist()
         assert 0 < core.keep.sum() < SIZE
@@ -196,4 +198,4 @@ def test_gates_of_the_reference_and_of_old_against_ref_are_the_same():
 
 def test_a_trained_statistic_over_the_batch_says_that_it_sees_one_micro_batch():
     with pytest.raises(ArgumentError, match="TG-OBJ-029"):
-        Gate(Ratio("theta", "rollout"), level=Level("batch", "mean"), low=0.9)
+        Rejection(Ratio("theta", "rollout"), level=Aggregation("batch", "mean"), low=0.9)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import online
 import tracegrad as tg
 from tracegrad.errors import ServerError
-from tracegrad.online import Online, Play
-from tracegrad.online.buffer import Follower, Ledger
-from tracegrad.rollout.launch import KEEPER
+from tracegrad.online import OnlineConfig, RolloutConfig
+from tracegrad.online.buffer import ConsumedGroups, GroupReader
+from tracegrad.rollout.launch import WATCHDOG
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # ten servers of its own
 KILLS, STEPS, GROUPS = 10, 24, 4
@@ -26,7 +26,7 @@ def kill():
     """Kills the server of this process with all that it started: a group of its own, below its watchdog."""
     me = os.getpid()
     for keeper in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-        if KEEPER.name.encode() in Path(f"/proc/{keeper}/cmdline").read_bytes():
+        if WATCHDOG.name.encode() in Path(f"/proc/{keeper}/cmdline").read_bytes():
             for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
                 os.killpg(int(child), signal.SIGKILL)
 
@@ -48,8 +48,8 @@ def run(request, example, out, kill_after=0):
         environment=Killing,
         objective=tg.presets.DAPO_DIRECT,
         config=CONFIG,
-        online=Online(steps=STEPS, steps_ahead=1, refill=1),
-        play=Play(samples=4, max_tokens=64, turns=4),
+        online=OnlineConfig(steps=STEPS, steps_ahead=1, refill=1),
+        play=RolloutConfig(samples=4, max_tokens=64, turns=4),
         python=request.config.getoption("--vllm-python"),
         engine=online.ENGINE,
         out=out,
@@ -69,10 +69,10 @@ def test_ten_kills_of_a_server_lose_nothing(request, example, tmp_path, monkeypa
             run(request, example, tmp_path / "run", chance.randint(5, 60))
         print(f"\n{time.monotonic() - began:.0f} s: {raised.value}")
     found = run(request, example, tmp_path / "run")
-    played = Follower(tmp_path / "run" / "played").look()
+    played = GroupReader(tmp_path / "run" / "played").look()
     assert sorted(int(traces.groups[0]) for _, traces in played) == list(range(STEPS * GROUPS))
     assert all(len(traces) == 4 for _, traces in played)
-    steps = Ledger(tmp_path / "run").steps
+    steps = ConsumedGroups(tmp_path / "run").steps
     assert sorted(place for step in steps for place in step.groups) == sorted(place for place, _ in played)
     again = tg.online.replay(
         tmp_path / "run",

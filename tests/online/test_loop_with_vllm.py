@@ -39,7 +39,7 @@ def test_a_cache_that_is_not_cleared_ends_the_run_by_its_name(served, example, t
     def careless(driven, _told):
         return lambda servers: weight_sync.File(servers, driven.out / "weights", clear_cache=False)
 
-    monkeypatch.setattr(training_loop, "sync_of", careless)
+    monkeypatch.setattr(training_loop, "weight_sync_backend", careless)
     with pytest.raises(SyncFault, match="prompt that they have never seen they agree"):
         run(example, served, tmp_path, steps=6)
 

@@ -24,8 +24,8 @@ from policy_server import AGAIN, MODEL, PolicyServer
 from stand_in import free_port, until
 from tracegrad.cli import main
 from tracegrad.online import SyncFault, buffer
-from tracegrad.online.buffer import Ledger, Writer
-from tracegrad.online.collector import Signal
+from tracegrad.online.buffer import ConsumedGroups, GroupWriter
+from tracegrad.online.collector import GroupFilter
 from tracegrad.trainer import checkpoint
 from tracegrad.weight_sync import probe_requests
 
@@ -259,7 +259,7 @@ def test_failures_are_kept_untrained_and_too_many_in_a_row_stop_the_run(tmp_path
 
 def test_a_group_that_the_trainer_can_see_is_counted(tmp_path, monkeypatch):
     """Who plays hears that its group is on the disk when the trainer has made a step of it."""
-    write, rows = Writer.write, tmp_path / "metrics.jsonl"
+    write, rows = GroupWriter.write, tmp_path / "metrics.jsonl"
 
     def waits(writer, records):
         place = write(writer, records)
@@ -267,7 +267,7 @@ def test_a_group_that_the_trainer_can_see_is_counted(tmp_path, monkeypatch):
             time.sleep(0.01)
         return place
 
-    monkeypatch.setattr(Writer, "write", waits)
+    monkeypatch.setattr(GroupWriter, "write", waits)
     with PolicyServer() as server:
         found = run(server, tmp_path, steps=1)
     assert found.rows[0]["trajectories"] == 8
@@ -275,21 +275,21 @@ def test_a_group_that_the_trainer_can_see_is_counted(tmp_path, monkeypatch):
 
 def test_no_step_is_made_of_the_failures_that_stop_the_run(tmp_path, monkeypatch):
     """Who plays hears that its group is on the disk after a step could have been made of it."""
-    write = Writer.write
+    write = GroupWriter.write
 
     def waits(writer, records):
         place = write(writer, records)
         for _ in range(200):
-            time.sleep(0 if Ledger(tmp_path).steps else 0.01)
+            time.sleep(0 if ConsumedGroups(tmp_path).steps else 0.01)
         return place
 
     async def never(task_, policy):
         raise RuntimeError("the world is gone")
 
-    monkeypatch.setattr(Writer, "write", waits)
+    monkeypatch.setattr(GroupWriter, "write", waits)
     with PolicyServer() as server, pytest.raises(tg.TracegradError, match="TG-ONLINE-016"):
         run(server, tmp_path, agent=never, failures=8, steps=1)
-    assert Ledger(tmp_path).steps == []
+    assert ConsumedGroups(tmp_path).steps == []
 
 
 @pytest.mark.parametrize("baseline", ["none", "group_mean"])
@@ -318,7 +318,7 @@ def test_a_temperature_of_the_agents_own_is_trained_as_it_was_sampled(tmp_path):
     with PolicyServer() as server:
         found = run(server, tmp_path, agent=agent, steps=2)
     assert all(row["sync_max"] < 1e-4 and row["sync_terms"] == row["terms"] > 0 for row in found.rows)
-    diagnosis = tg.doctor.examine(str(tmp_path / "played"), MODEL)
+    diagnosis = tg.doctor.diagnose(str(tmp_path / "played"), MODEL)
     assert not {"raw_at_temperature", "reshaped_sampling"} & {finding.name for finding in diagnosis.findings}
 
 
@@ -481,21 +481,23 @@ def test_who_plays_and_who_trains_agree_on_what_a_group_teaches(tmp_path):
         "equal": rewarded({"reward": 1.0, "rewards": {"a": 0.0}}, {"reward": 1.0, "rewards": {"a": 1.0}}),
     }
     for name, records in groups.items():
-        signal = Signal("b" if name == "b" else "")
+        signal = GroupFilter("b" if name == "b" else "")
         found = [signal.of_records(records), signal.of_traces(tg.Traces.from_records(records))]
         np.testing.assert_array_equal(*found)
         assert [signal.is_dull(each) for each in found] == [name == "equal"] * 2
-        assert not Signal(signal.name, compared=False).is_dull(found[0])
-    assert Signal(compared=False).is_dull(np.float32([np.nan]))
-    assert Signal(tolerance=0.5).is_dull(np.float32([0.5, 1.0]))
-    assert not Signal(tolerance=0.25).is_dull(np.float32([0.5, 1.0]))
+        assert not GroupFilter(signal.name, compared=False).is_dull(found[0])
+    assert GroupFilter(compared=False).is_dull(np.float32([np.nan]))
+    assert GroupFilter(tolerance=0.5).is_dull(np.float32([0.5, 1.0]))
+    assert not GroupFilter(tolerance=0.25).is_dull(np.float32([0.5, 1.0]))
     question, answer = rewarded({})[0]["messages"]
     ends = [{"messages": [question, answer | {"finish_reason": why}], "reward": 1.0} for why in ("stop", "length")]
     ends.append(ends[1] | {"reward": None})
-    zeroing = Signal.of(tg.config.update(CONFIG, [("filter.zero_truncated", True)]))
+    zeroing = GroupFilter.of(tg.config.update(CONFIG, [("filter.zero_truncated", True)]))
     for found in (zeroing.of_records(ends), zeroing.of_traces(tg.Traces.from_records(ends))):
         np.testing.assert_array_equal(found, [1.0, 0.0, np.nan])
-    masking = Signal.of(tg.config.update(CONFIG, [("filter.mask_even", True), ("advantage.baseline", "group_mean")]))
+    masking = GroupFilter.of(
+        tg.config.update(CONFIG, [("filter.mask_even", True), ("advantage.baseline", "group_mean")])
+    )
     assert not masking.is_dull(np.float32([1.0, 1.0]))
 
 
@@ -536,7 +538,7 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
         told = {"how": how, "tasks": tasks, "evaluation": tasks[:2], "say": said.append}
         found = run(server, tmp_path, **told, steps=1, refill=2)
     before, row, after = found.rows
-    [step] = Ledger(tmp_path).steps
+    [step] = ConsumedGroups(tmp_path).steps
     assert (len(step.groups), len(step.trained)) == (3, 2)
     groups = [buffer.read(tmp_path / "played", place) for place in step.trained]
     rewards = []
@@ -614,7 +616,7 @@ def test_the_trainer_hears_of_a_group_and_of_the_end_of_the_tasks_without_lookin
         link.news.clear()
 
     monkeypatch.setattr("tracegrad.online.training_loop.POLL_S", 60.0)
-    monkeypatch.setattr("tracegrad.online.server_pool.Link.wait", wait)
+    monkeypatch.setattr("tracegrad.online.server_pool.ServerPool.wait", wait)
     with PolicyServer() as server:
         found = run(server, tmp_path / "run", tasks=iter(questions(count=4)), steps=3)
     assert found.stopped == "tasks"

@@ -11,10 +11,10 @@ import pytest
 import tracegrad as tg
 from online_runs import CONFIG, run
 from policy_server import AGAIN, MODEL, PolicyServer
-from tracegrad.online import Play, SyncFault, weight_check
-from tracegrad.online.logprob_gap import BF16_MEDIAN, BF16_P99, Gap, Proof, explains, share_given
+from tracegrad.online import RolloutConfig, SyncFault, weight_check
+from tracegrad.online.logprob_gap import BF16_MEDIAN, BF16_P99, LogprobGap, WeightSyncBounds, explained_share, explains
 from tracegrad.online.mismatch_causes import distributions
-from tracegrad.online.weight_sample import LENGTH, Canary, Row, Sample, probe_of
+from tracegrad.online.weight_sample import LENGTH, ProbeRow, ProbeSampler, Sample, probe_of
 from tracegrad.weight_sync import probe_requests
 
 BF16 = tg.config.update(CONFIG, [("train.dtype", "bf16")])
@@ -100,14 +100,15 @@ def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypat
     async def ask(servers, probes, *, length, again, salt):
         told.append(([probe.body["prompt"] for probe in probes], length, again))
         return [
-            probe_requests.Said("http://a", n, [1], [2] * 3, [-0.5] * 3, f"{len(told)}-{n}") for n in range(len(probes))
+            probe_requests.ProbeAnswer("http://a", n, [1], [2] * 3, [-0.5] * 3, f"{len(told)}-{n}")
+            for n in range(len(probes))
         ]
 
-    monkeypatch.setattr(probe_requests, "ask", ask)
-    monkeypatch.setattr(Canary, "_measured", lambda self, said, temperatures: said)
+    monkeypatch.setattr(probe_requests, "send_probes", ask)
+    monkeypatch.setattr(ProbeSampler, "_measured", lambda self, said, temperatures: said)
     ranks = SimpleNamespace(shared=lambda value: value)
     link = SimpleNamespace(run=lambda work: asyncio.run(work(None, None)))
-    asking = Canary(SimpleNamespace(ranks=ranks), link, Play(), None)
+    asking = ProbeSampler(SimpleNamespace(ranks=ranks), link, RolloutConfig(), None)
     for prompts, salt in (("ab", None), ("cd", "new"), ("cd", None), ("ef", None)):
         asking.probes = [probe_requests.Probe(probe_requests.COMPLETIONS, {"prompt": each}) for each in prompts]
         asking.ask(salt)
@@ -206,7 +207,7 @@ def test_a_cause_that_one_token_speaks_for_explains_nothing():
     assert ((rollout - one) ** 2).sum() < 0.1 * ((rollout - now) ** 2).sum()
     assert not explains(now, one, rollout)
     # A slope over one token is that of its rounding: it leans nowhere.
-    assert Proof(bf16=True).leans(now, one, rollout) == 0
+    assert WeightSyncBounds(bf16=True).leans(now, one, rollout) == 0
     every = now + drawn.normal(0, 0.05, 400).astype(np.float32)
     assert explains(now, every, every + (rollout - now) * (np.abs(rollout - now) < 0.1))
 
@@ -220,7 +221,7 @@ def test_a_difference_counts_by_the_rounding_of_its_token():
     sign = np.float32((-1.0) ** np.arange(110))
     other = now + np.where(np.arange(110) < 100, np.float32(0.02), np.float32(0)) * sign
     rollout = np.where(np.arange(110) < 100, other, now + np.float32(0.1) * sign)
-    assert share_given(now, other, rollout)[0] == pytest.approx(15.38 / 15.51, abs=1e-3)
+    assert explained_share(now, other, rollout)[0] == pytest.approx(15.38 / 15.51, abs=1e-3)
     assert explains(now, other, rollout)
     assert not explains(now, now + np.float32(0.002) * sign, rollout)
 
@@ -251,7 +252,7 @@ def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
 @pytest.mark.parametrize("tokens", [64, 0], ids=["asked", "not asked"])
 def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch, tokens):
     """All that the step trains says that it is of version 0, and comes from elsewhere."""
-    monkeypatch.setattr(weight_check, "BESIDE", 1.0)
+    monkeypatch.setattr(weight_check, "MAX_TIME_SHARE", 1.0)
     monkeypatch.setattr(probe_requests, "TOKENS", tokens)
     with PolicyServer() as server:
         answer = server._answer
@@ -280,7 +281,7 @@ class Noise:
         self.off = np.float32(nats) * np.sin(np.arange(tokens, dtype=np.float32))
 
     def gap(self):
-        return Gap.of(np.zeros_like(self.off), self.off)
+        return LogprobGap.of(np.zeros_like(self.off), self.off)
 
 
 @pytest.fixture
@@ -298,7 +299,7 @@ def search(monkeypatch):
 
     monkeypatch.setattr(weight_check, "explain", explain)
     driven = SimpleNamespace(taken=1, ranks=SimpleNamespace(shared=lambda value: value))
-    looked = weight_check.Check(driven, None, Proof(bf16=True), SimpleNamespace(ask=ask))
+    looked = weight_check.WeightSyncCheck(driven, None, WeightSyncBounds(bf16=True), SimpleNamespace(ask=ask))
 
     def searched(nats, taken=None, spent=None):
         driven.taken = driven.taken if taken is None else taken
@@ -310,7 +311,8 @@ def search(monkeypatch):
 
 
 def test_keys_and_values_of_older_weights_are_found_where_new_prompts_are_nearer(search):
-    """0.9 nats against 0.1 of prompts with a new salt: more than `CERTAIN` standard errors of 64 and 64 ranks."""
+    """0.9 nats against 0.1 of prompts with a new salt: more than `MIN_STANDARD_ERRORS` standard errors of 64 and 64
+    ranks."""
     searched, told = search
     with pytest.raises(SyncFault, match=r"TG-ONLINE-020.*keys.*values.*older.*caches"):
         searched(0.9)
@@ -336,20 +338,20 @@ def test_before_the_first_push_causes_are_tried_and_no_cache_is_blamed(search):
 
 def test_a_short_gap_in_float32_is_clean_to_a_ten_thousandth():
     at = np.float32([-1.0, -2.0])
-    assert Proof().holds(Gap.of(at, at + np.float32(9e-5)))
-    assert not Proof().holds(Gap.of(at, at + np.float32(2e-4)))
-    assert Proof().holds(Gap(0))
+    assert WeightSyncBounds().holds(LogprobGap.of(at, at + np.float32(9e-5)))
+    assert not WeightSyncBounds().holds(LogprobGap.of(at, at + np.float32(2e-4)))
+    assert WeightSyncBounds().holds(LogprobGap(0))
 
 
 def test_the_bounds_of_bf16_are_the_same_in_every_run():
     """After a first step whose gap is that of a missed push no other one holds."""
-    proof = Proof(bf16=True)
+    proof = WeightSyncBounds(bf16=True)
     for nats in (15.0, 9.0, 9.0):
-        gap = Gap.of(np.zeros(9, np.float32), np.full(9, nats, np.float32))
+        gap = LogprobGap.of(np.zeros(9, np.float32), np.full(9, nats, np.float32))
         assert not proof.holds(gap)
     few_off = np.r_[np.zeros(250), np.full(6, 0.4)].astype(np.float32)
-    assert not proof.holds(Gap.of(few_off, np.zeros(256, np.float32)))
-    assert proof.holds(Gap.of(few_off[:-4], np.zeros(252, np.float32)))
+    assert not proof.holds(LogprobGap.of(few_off, np.zeros(256, np.float32)))
+    assert proof.holds(LogprobGap.of(few_off[:-4], np.zeros(252, np.float32)))
 
 
 def test_leaning_towards_the_version_before_is_certain_or_nothing():
@@ -357,32 +359,32 @@ def test_leaning_towards_the_version_before_is_certain_or_nothing():
     now = drawn.normal(-1, 0.5, 400).astype(np.float32)
     before = (now + drawn.normal(0, 0.02, 400)).astype(np.float32)
     noise = drawn.normal(0, 0.01, 400).astype(np.float32)
-    proof = Proof(bf16=True, square=1e-4)
+    proof = WeightSyncBounds(bf16=True, square=1e-4)
     assert proof.leans(now, before, now + noise) == 0
     assert 0.8 < proof.leans(now, before, before + noise) < 1.2
     assert 0.3 < proof.leans(now, before, (now + before) / 2 + noise) < 0.7
     # What rounding of `now` gives by itself, where the update is as small as rounding.
     rounded = now + drawn.normal(0, 0.01, 400).astype(np.float32)
     still = now + drawn.normal(0, 0.01, 400).astype(np.float32)
-    assert Proof(bf16=True, square=2e-4).leans(rounded, still, now + noise) == 0
+    assert WeightSyncBounds(bf16=True, square=2e-4).leans(rounded, still, now + noise) == 0
 
 
 def test_a_request_is_asked_again_as_it_was_sent_but_for_its_length():
     messages = [{"role": "user", "content": "?"}]
     request = {"messages": messages, "temperature": 0.5, "stream": True, "n": 2, "max_tokens": 900, "tools": [{}]}
-    probe = probe_of({"calls": [{"request": request, "response": {}}]}, Play())
+    probe = probe_of({"calls": [{"request": request, "response": {}}]}, RolloutConfig())
     assert probe.path == probe_requests.CHAT
     assert probe.body == {"messages": messages, "temperature": 0.5, "max_tokens": 16, "tools": [{}]}
     assert probe.temperature == 0.5
-    text = probe_of({"calls": [{"request": {"prompt": "2+2="}, "response": {}}]}, Play())
+    text = probe_of({"calls": [{"request": {"prompt": "2+2="}, "response": {}}]}, RolloutConfig())
     assert (text.path, text.temperature) == (probe_requests.COMPLETIONS, 1.0)
     told = {"calls": [{"request": {"messages": messages}, "response": {"prompt_token_ids": [1, 2]}}]}
-    ids = probe_of(told, Play(ids="tokens"))
+    ids = probe_of(told, RolloutConfig(ids="tokens"))
     assert (ids.path, ids.body["token_ids"]) == (probe_requests.GENERATE, [1, 2])
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     for other in ({"temperature": 0}, {"response_format": {"type": "json_object"}}, {"messages": [picture]}):
-        assert probe_of({"calls": [{"request": {**request, **other}, "response": {}}]}, Play()) is None
-    assert probe_of({"messages": messages}, Play()) is None
+        assert probe_of({"calls": [{"request": {**request, **other}, "response": {}}]}, RolloutConfig()) is None
+    assert probe_of({"messages": messages}, RolloutConfig()) is None
 
 
 def test_the_distributions_of_a_sample_are_the_models_own(tmp_path):
@@ -390,16 +392,18 @@ def test_the_distributions_of_a_sample_are_the_models_own(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tracegrad.trainer import Run
+    from tracegrad.trainer import Trainer
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    driven = Run(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, steps=1)
+    driven = Trainer(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, steps=1)
     driven.begin()
     ids = np.arange(20, 32)
     rollout = np.full(12, np.nan, np.float32)
     rollout[[5, 6, 7, 10, 11]] = -1.0
     warmth = np.full(12, 2.0, np.float32)
-    sample = Sample.of(driven, [Row(ids[:4], np.float32([np.nan, -1, -1, -1]), warmth[:4]), Row(ids, rollout, warmth)])
+    sample = Sample.of(
+        driven, [ProbeRow(ids[:4], np.float32([np.nan, -1, -1, -1]), warmth[:4]), ProbeRow(ids, rollout, warmth)]
+    )
     found = distributions(driven, sample)
     assert np.allclose(found.logprobs, sample.logprobs, atol=1e-5)
     assert found.target.tolist() == [21, 22, 23, 25, 26, 27, 30, 31]

@@ -18,8 +18,8 @@ from online_runs import CONFIG, assert_same, run, split, weights
 from policy_server import MODEL, PolicyServer
 from stand_in import until
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
-from tracegrad.online.buffer import Follower, Ledger
-from tracegrad.online.remote_collectors import State
+from tracegrad.online.buffer import ConsumedGroups, GroupReader
+from tracegrad.online.remote_collectors import RunState
 
 torch.set_num_threads(1)
 
@@ -47,14 +47,14 @@ def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_
     assert found.steps == 4
     assert all(row["sync_max"] < 1e-4 for row in found.rows if row["sync_terms"])
     played = {}
-    for place, traces in Follower(out / "played").look():
+    for place, traces in GroupReader(out / "played").look():
         number, call = int(traces.groups[0]), json.loads(traces[0].record)["calls"][0]
         played.setdefault(place.file, []).append(number)
         assert number < 2 * (call["policy_version"] + 2)  # none is begun before lag 1 lets it
     shares = sorted(({number % 2 for number in numbers} for numbers in played.values()), key=min)
     assert shares == [{0}, {1}]
     assert 8 <= sum(map(len, played.values())) <= 10  # what lag 1 lets begin, and no more
-    assert sum(len(step.groups) for step in Ledger(out).steps) == 8
+    assert sum(len(step.groups) for step in ConsumedGroups(out).steps) == 8
     again = tg.online.replay(
         out,
         MODEL,
@@ -84,7 +84,7 @@ def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
         ended = []
         thread = threading.Thread(target=lambda: ended.append(trained(server, out, 6)))
         thread.start()
-        while len(list((out / "played").glob("*.zst"))) == 0 or not Ledger(out).steps:
+        while len(list((out / "played").glob("*.zst"))) == 0 or not ConsumedGroups(out).steps:
             assert thread.is_alive()
             time.sleep(0.02)
         process.kill()
@@ -93,7 +93,7 @@ def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
         thread.join(300)
     assert again.wait(120) == 0, again.stdout.read()
     assert ended[0].steps == 6
-    groups = [traces.groups[0] for _, traces in Follower(out / "played").look()]
+    groups = [traces.groups[0] for _, traces in GroupReader(out / "played").look()]
     assert len(groups) == len(set(groups))
 
 
@@ -122,7 +122,7 @@ def test_without_a_collector_the_run_says_so(tmp_path):
         pytest.raises(TracegradError, match=r"TG-ONLINE-026.*1"),
     ):
         trained(server, tmp_path / "run", 2, patience=0.5)
-    assert State.read(tmp_path / "run").over
+    assert RunState.read(tmp_path / "run").over
 
 
 def test_without_a_trainer_a_collector_says_so(tmp_path):
@@ -134,12 +134,12 @@ def test_without_a_trainer_a_collector_says_so(tmp_path):
 
 @pytest.mark.parametrize("change", [("version", -1), ("servers", [3]), ("taken", "1"), ("model", None)])
 def test_a_state_of_somebody_else_is_refused(tmp_path, change):
-    State(1, 2, 1, ("http://a",), "policy").write(tmp_path)
-    assert State.read(tmp_path) == State(1, 2, 1, ("http://a",), "policy")
+    RunState(1, 2, 1, ("http://a",), "policy").write(tmp_path)
+    assert RunState.read(tmp_path) == RunState(1, 2, 1, ("http://a",), "policy")
     path = tmp_path / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), change[0]: change[1]}))
     with pytest.raises(FormatError, match="TG-ONLINE-025"):
-        State.read(tmp_path)
+        RunState.read(tmp_path)
 
 
 class Overtaken(PolicyServer):

@@ -9,12 +9,12 @@ import pytest
 from stand_in import StandIn, until
 from tracegrad.config import Config
 from tracegrad.errors import FormatError, ReadError, ServerError
-from tracegrad.online import Online, Play, collector_process, remote_collectors
-from tracegrad.online.buffer import Follower
-from tracegrad.online.collector import Collector, Pace
-from tracegrad.online.remote_collectors import Elsewhere, State
-from tracegrad.online.run_info import Brief
-from tracegrad.online.server_pool import Interrupted, Link
+from tracegrad.online import OnlineConfig, RolloutConfig, collector_process, remote_collectors
+from tracegrad.online.buffer import GroupReader
+from tracegrad.online.collector import Collector, StalenessLimit
+from tracegrad.online.remote_collectors import RemoteCollectors, RunState
+from tracegrad.online.run_info import RunInfo
+from tracegrad.online.server_pool import Interrupted, ServerPool
 from tracegrad.rollout.client import Servers
 from tracegrad.trainer.signals import Interrupt
 
@@ -44,8 +44,8 @@ def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monk
                 pass
             urls = [each.url for each in (right, anew, silent, gone)]
             monkeypatch.setattr(remote_collectors, "LOOK_S", 3600.0)
-            with Link(lambda: Servers(urls, model="m", probe_s=60)) as link:
-                player = Elsewhere(link, Pace(1), tmp_path, 60, State(version=2))
+            with ServerPool(lambda: Servers(urls, model="m", probe_s=60)) as link:
+                player = RemoteCollectors(link, StalenessLimit(1), tmp_path, 60, RunState(version=2))
                 await asyncio.to_thread(player.check)
                 assert set(out(link).values()) == {None}  # they were seen a moment ago
                 monkeypatch.setattr(remote_collectors, "LOOK_S", 0.0)
@@ -69,16 +69,16 @@ async def waiting(task, policy):
 def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weights(tmp_path, says):
     async def main():
         async with Versioned("1" if says else None) as a, Versioned("1" if says else None) as b:
-            state = State(1, 1, 0, (a.url, b.url), "m")
+            state = RunState(1, 1, 0, (a.url, b.url), "m")
             state.write(tmp_path)
-            with Link(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
-                player = Collector(waiting, iter([(0, "?")]), link, None, Pace(1), Play(samples=1))
+            with ServerPool(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
+                player = Collector(waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(samples=1))
                 interrupt = Interrupt()
-                told = (tmp_path, state, player, Follower(tmp_path / "played"), interrupt)
+                told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt)
                 following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
                 try:
                     await until(lambda: link.servers.admission is not None)
-                    State(2, 3, 1, (a.url,), "m").write(tmp_path)
+                    RunState(2, 3, 1, (a.url,), "m").write(tmp_path)
                     await until(lambda: out(link)[b.url] is not None)
                     assert out(link) == {a.url: None, b.url: "the trainer's push of version 2 did not reach it"}
                     await until(lambda: (link.version, link.coming, player.taken) == (2, 3, 1))
@@ -87,9 +87,9 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
                     if says:
                         b.version = "2"
                     else:
-                        State(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
+                        RunState(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
                     await until(lambda: out(link)[b.url] is None)
-                    State(2, 3, 1, (a.url, b.url), "m", over=True).write(tmp_path)
+                    RunState(2, 3, 1, (a.url, b.url), "m", over=True).write(tmp_path)
                     await asyncio.wait_for(asyncio.shield(following), 60)
                 finally:
                     interrupt.received = signal.SIGTERM
@@ -111,18 +111,18 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
     ids=str,
 )
 def test_what_a_run_was_told_is_read_again_or_refused(tmp_path, changed):
-    brief = Brief("model", "DAPO", Online(steps=3), Play(turns=2), {"max_model_len": 99})
+    brief = RunInfo("model", "DAPO", OnlineConfig(steps=3), RolloutConfig(turns=2), {"max_model_len": 99})
     with pytest.raises(ReadError):
-        Brief.read(tmp_path)
+        RunInfo.read(tmp_path)
     brief.write(tmp_path, Config())
-    assert Brief.read(tmp_path) == brief
+    assert RunInfo.read(tmp_path) == brief
     path = tmp_path / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     with pytest.raises(FormatError, match=r"TG-ONLINE-029.*run\.json"):
-        Brief.read(tmp_path)
+        RunInfo.read(tmp_path)
     path.write_text("[" * 100_000)
     with pytest.raises(FormatError, match="TG-ONLINE-029"):
-        Brief.read(tmp_path)
+        RunInfo.read(tmp_path)
 
 
 def test_what_waits_for_a_server_that_has_ended_raises_why():
@@ -130,7 +130,7 @@ def test_what_waits_for_a_server_that_has_ended_raises_why():
         await asyncio.sleep(60)
 
     why = None
-    with Link(lambda: Servers(["http://127.0.0.1:9"], model="m"), ended=lambda: why) as link:
+    with ServerPool(lambda: Servers(["http://127.0.0.1:9"], model="m"), ended=lambda: why) as link:
         link.check()
         why = "vLLM ended with status 137"
         with pytest.raises(ServerError, match="ended with status 137"):
@@ -149,7 +149,7 @@ def test_that_no_server_can_be_asked_is_said_once(monkeypatch):
     async def waited(servers, sync):
         await asyncio.sleep(2.5)
 
-    with Link(lambda: Servers(urls, model="m", probe_s=3600), say=said.append) as link:
+    with ServerPool(lambda: Servers(urls, model="m", probe_s=3600), say=said.append) as link:
         link.run(lambda servers, sync: gone(servers, sync, urls[0]))
         link.run(waited)
         assert said == []

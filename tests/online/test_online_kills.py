@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import tracegrad as tg
 from online_runs import CONFIG, PLAY, assert_same
-from tracegrad.online.buffer import Follower, Ledger
+from tracegrad.online.buffer import ConsumedGroups, GroupReader
 
 HERE = Path(__file__).parents[1] / "helpers"
 
@@ -41,13 +41,13 @@ def killed(out, steps, collectors=0, seed=0, **kills):
 
 def check(out, steps):
     """What must hold of the folder of a run that is over, however often what was killed: each task is one group."""
-    found = Follower(out / "run" / "played").look()
+    found = GroupReader(out / "run" / "played").look()
     groups = CONFIG.pack.step_groups
     assert sorted(int(traces.groups[0]) for _, traces in found) == list(range(steps * groups))
     assert all(len(traces) == PLAY["samples"] for _, traces in found)
     records = [json.loads(trace.record) for _, traces in found for trace in traces]
     assert [each["failure"] for each in records if "failure" in each] == []
-    ledger = Ledger(out / "run").steps
+    ledger = ConsumedGroups(out / "run").steps
     assert [step.step for step in ledger] == list(range(steps))
     taken = [place for step in ledger for place in step.groups]
     assert sorted(taken) == sorted(place for place, _ in found)

@@ -9,9 +9,9 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.metrics import completions, tools
-from tracegrad.online.rollout_metrics import beside, functions_of, tools_of
+from tracegrad.online.rollout_metrics import add_logged_metrics, logged_metrics, tool_metrics
 from tracegrad.online.rollout_workers import GroupScore
-from tracegrad.rollout.run_agent import restored
+from tracegrad.rollout.run_agent import rollout_from_record
 
 
 def traces(*metadata):
@@ -22,18 +22,18 @@ def traces(*metadata):
 def test_calls_are_all_that_were_answered_and_failures_those_that_were_answered_by_an_error():
     # Two answered, one of them cut short; one unknown and one that raised; none called; none recorded.
     found = traces({"tools": {"called": 2, "cut": 1}}, {"tools": {"called": 0, "unknown": 1, "raised": 1}})
-    assert tools_of(found) == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.5}
-    assert tools_of(traces({"tools": {"called": 0}}, None)) == {
+    assert tool_metrics(found) == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.5}
+    assert tool_metrics(traces({"tools": {"called": 0}}, None)) == {
         "tools/call_frequency": 0.0,
         "tools/failure_frequency": 0.0,
     }
-    assert tools_of(traces({}, None)) == {}
+    assert tool_metrics(traces({}, None)) == {}
 
 
 def test_the_mean_is_over_calls_of_log_metric_and_what_is_not_known_is_left_out():
     found = traces({"log_metric": {"accuracy": [1.0, 0.0], "seen": [None]}}, {}, {"log_metric": {"accuracy": [0.5]}})
-    assert functions_of(found) == {"accuracy": 0.5}
-    assert beside({"loss": 1.0}, {"loss": 2.0, "accuracy": 0.5}) == {
+    assert logged_metrics(found) == {"accuracy": 0.5}
+    assert add_logged_metrics({"loss": 1.0}, {"loss": 2.0, "accuracy": 0.5}) == {
         "loss": 1.0,
         "log_metric/loss": 2.0,
         "accuracy": 0.5,
@@ -46,7 +46,7 @@ def played(number, said):
         "response": {"choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}]},
     }
     about = {"task": "2+2?", "ended": "done", "turns": 1, "seconds": 0.1}
-    return restored({"id": f"0-{number}", "calls": [call], "metadata": about}, "2+2?")
+    return rollout_from_record({"id": f"0-{number}", "calls": [call], "metadata": about}, "2+2?")
 
 
 def test_what_functions_log_is_kept_in_the_records_of_their_group():

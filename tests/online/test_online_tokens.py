@@ -6,7 +6,7 @@ import tracegrad as tg
 from online_runs import run
 from policy_server import MODEL, PolicyServer
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online, Play, servers
+from tracegrad.online import OnlineConfig, RolloutConfig, servers
 
 
 async def twice(task, policy):
@@ -60,7 +60,9 @@ def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
     for ids in ("chat", "tokens"):
         with (
             pytest.raises(Stop),
-            servers.served(MODEL, [], None, "python", {}, Online(), Play(ids=ids), tmp_path / ids, print),
+            servers.open_servers(
+                MODEL, [], None, "python", {}, OnlineConfig(), RolloutConfig(ids=ids), tmp_path / ids, print
+            ),
         ):
             pass
     assert ["--enable-scale-out" in arguments for arguments in started] == [False, True]

@@ -14,7 +14,7 @@ from online_runs import CONFIG, run
 from policy_server import MODEL, PolicyServer
 from stand_in import StandIn
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online, SyncFault
+from tracegrad.online import OnlineConfig, SyncFault
 from tracegrad.rollout.client import Servers
 from tracegrad.weight_sync import Lora
 
@@ -144,9 +144,9 @@ def test_a_server_that_began_anew_gets_the_newest_adapter_and_those_still_asked_
 def test_what_cannot_be_pushed_is_refused_before_anything_is_asked(tmp_path):
     told = {"rewards": [lambda prompts, completions: [0.0] * len(prompts)], "servers": ["http://127.0.0.1:9"]}
     with pytest.raises(ArgumentError, match="TG-ONLINE-033"):
-        tg.online.train(MODEL, questions(count=2), **told, online=Online(sync="lora"), out=tmp_path / "a")
+        tg.online.train(MODEL, questions(count=2), **told, online=OnlineConfig(sync="lora"), out=tmp_path / "a")
     with pytest.raises(ArgumentError, match="TG-ONLINE-034"):
-        tg.online.train(MODEL, questions(count=2), **told, online=Online(sync="nccl"), out=tmp_path / "b")
+        tg.online.train(MODEL, questions(count=2), **told, online=OnlineConfig(sync="nccl"), out=tmp_path / "b")
 
 
 def test_an_evaluation_of_one_task_has_no_interval_and_its_row_is_one_of_json(tmp_path):

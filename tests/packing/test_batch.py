@@ -13,9 +13,9 @@ import tracegrad
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Reduce
-from tracegrad.objective.correction import Corrected
-from tracegrad.packing import Batch, Step, TooLong, Totals, pack
-from tracegrad.packing.batch import Skipped
+from tracegrad.objective.correction import Correction
+from tracegrad.packing import Batch, Step, Totals, TruncationLoss, pack
+from tracegrad.packing.batch import SkippedTraces
 
 WHOLE = SimpleNamespace(old=False, rollout=False, ref=False, trace_ratio=True)
 
@@ -72,7 +72,7 @@ def test_a_trace_without_a_term_counts_where_that_is_told():
     # Two terms of one trace; its group has a second trace, and a second group has a trace, neither with a term.
     assert both.totals == Totals(terms=2, traces=3, groups=2)
     assert both.group_traces.tolist() == [2, 2]
-    assert (both.skipped, both.trains) == (Skipped(traces=2, terms=0), True)
+    assert (both.skipped, both.trains) == (SkippedTraces(traces=2, terms=0), True)
     assert last.totals == Totals(terms=1, traces=1, groups=1)
     (step,) = pack(alone, np.zeros(4), token_budget=8)
     assert step.totals == Totals(terms=3, traces=2, groups=2)
@@ -208,7 +208,7 @@ def test_dropped_traces_are_counted_in_the_step_of_their_group():
     steps = pack(s, np.zeros(4), token_budget=5, step_groups=1, too_long="drop")
     assert [step.totals for step in steps] == [Totals(1, 1, 1), Totals(1, 1, 1)]
     # Group 2 is gone, so its trace stands in the first step.
-    assert [step.too_long for step in steps] == [TooLong(("3",), 1), TooLong(("2",), 2)]
+    assert [step.too_long for step in steps] == [TruncationLoss(("3",), 1), TruncationLoss(("2",), 2)]
     assert [step.group_traces.tolist() for step in steps] == [[1], [1]]
 
 
@@ -217,7 +217,7 @@ def test_truncated_branches_keep_the_terms_before_the_budget():
     [step] = pack(s, np.zeros(2), token_budget=5, too_long="truncate")
     assert step.origin.tolist() == [2, 4, 6]
     assert step.trace_terms.tolist() == [1, 2, 2]
-    assert step.too_long == TooLong(("1",), 1)
+    assert step.too_long == TruncationLoss(("1",), 1)
     assert max(len(batch.ids) for batch in step.batches) == 4
 
 
@@ -276,7 +276,7 @@ def test_imbalance_is_the_busiest_rank_over_the_mean():
 def test_a_term_is_idle_where_nothing_else_looks_at_it(dropped, weightless, idle):
     [step] = pack(sequences([5], [[1, 2, 3, 4]]), [1.0], token_budget=8)
     step = replace(step, advantages=np.array([1.0, 1.0, 1.0, 0.0]))  # the first is dropped, the second without weight
-    corrected = Corrected(np.array([2.0, 0.0, 1.0, 1.0]), np.array([False, True, True, True]), np.ones(4), {})
+    corrected = Correction(np.array([2.0, 0.0, 1.0, 1.0]), np.array([False, True, True, True]), np.ones(4), {})
     assert step.idle(SimpleNamespace(dropped=dropped, weightless=weightless), corrected).tolist() == idle
 
 
@@ -291,7 +291,7 @@ def test_terms_are_gathered_from_the_step_for_one_batch():
     [step] = pack(SMALL, [1.0, -1.0, 0.0, 0.5], token_budget=8)
     step = step.with_logprobs(old=np.arange(6, dtype=np.float32) * -1)
     scales = {Reduce("constant", norm=2.0): np.full(6, 0.5, np.float32)}
-    corrected = Corrected(np.arange(6.0), np.arange(6) > 2, np.full(6, 0.25, np.float32), {}, scales)
+    corrected = Correction(np.arange(6.0), np.arange(6) > 2, np.full(6, 0.25, np.float32), {}, scales)
     second = step.batches[1].to("cpu")
     assert second.ids.dtype == second.read.dtype == torch.int64
     terms = step.terms(second, corrected)

@@ -13,9 +13,9 @@ from tiny import VOCABULARY
 from tracegrad import model as policy
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective, PolicyGradient, presets, with_entropy, with_kl
-from tracegrad.objective.correction import Corrected
-from tracegrad.packing import Skipped, pack
-from tracegrad.trainer.step import detached
+from tracegrad.objective.correction import Correction
+from tracegrad.packing import SkippedTraces, pack
+from tracegrad.trainer.step import correct_step
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -75,7 +75,7 @@ def test_a_preset_has_the_same_gradient_without_what_cannot_matter(model, case, 
             packed(case, objective, skip_zero_advantage=True)
         return
     fewer = packed(case, objective, skip_zero_advantage=True)
-    assert fewer[0].skipped == Skipped(traces=2, terms=int(np.isin(whole[0].trace, (2, 6)).sum()))
+    assert fewer[0].skipped == SkippedTraces(traces=2, terms=int(np.isin(whole[0].trace, (2, 6)).sum()))
     assert len(fewer[0]) == len(whole[0]) - fewer[0].skipped.terms
     assert apart(gradient(model, case, fewer, objective), theirs) <= 1e-12
 
@@ -133,7 +133,7 @@ def test_idle_terms_are_those_dropped_and_those_without_weight_or_advantage():
     case = forked(1, more=0)
     [step] = packed(case, presets.GRPO)
     some = np.arange(len(step))
-    corrected = Corrected((some != 3).astype(np.float32), some != 5, np.ones(len(step), np.float32), {}, {})
+    corrected = Correction((some != 3).astype(np.float32), some != 5, np.ones(len(step), np.float32), {}, {})
     expected = (some == 3) | (some == 5) | (step.advantages == 0)
     assert np.array_equal(step.idle(presets.GRPO.needs, corrected), expected)
     assert not step.idle(presets.GSPO.needs, corrected).any()
@@ -144,7 +144,7 @@ def test_idle_terms_are_those_dropped_and_those_without_weight_or_advantage():
 def test_logprobs_of_terms_in_no_batch_stay_unknown():
     case = forked(1, more=0)
     [step] = packed(case, presets.GRPO)
-    idle = step.idle(presets.GRPO.needs, detached(case.ready(step), presets.GRPO, "mask"))
+    idle = step.idle(presets.GRPO.needs, correct_step(case.ready(step), presets.GRPO, "mask"))
     fewer = replace(step, batches=tuple(batch.without(idle[batch.term]) for batch in step.batches))
     old = fewer.with_logprobs(old=[np.zeros(len(batch.term), np.float32) for batch in fewer.batches]).old_logprobs
     assert np.array_equal(np.isnan(old), idle)

@@ -14,13 +14,13 @@ from tracegrad import model as policy
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Clamp,
-    Entropy,
+    Aggregation,
+    EntropyBonus,
     Importance,
-    Level,
     Objective,
     Ratio,
     Reduce,
+    Truncate,
     Weight,
     presets,
     with_entropy,
@@ -34,7 +34,9 @@ OBJECTIVES = {
     "token, kept": presets.DAPO,
     "token, direct": presets.GRPO_DIRECT,
     "turn": Objective(
-        Importance(Level("turn", "mean")), Ratio("theta", "old"), (Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),)
+        Importance(Aggregation("turn", "mean")),
+        Ratio("theta", "old"),
+        (Weight(Ratio("old", "rollout"), shape=Truncate(0, 2)),),
     ),
     "trace": presets.GSPO,
     "trace, geometric": presets.GMPO,
@@ -45,7 +47,7 @@ OBJECTIVES = {
         presets.GRPO.surrogate,
         presets.GRPO.ratio,
         penalties=with_kl(presets.GRPO, 0.1).penalties,
-        entropy=Entropy(0.05, gated=False, reduce=Reduce("trace", "mean")),
+        entropy=EntropyBonus(0.05, gated=False, reduce=Reduce("trace", "mean")),
     ),
 }
 

@@ -11,7 +11,7 @@ from single_steps import assert_same, traces
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
 from tracegrad.packing import measure, pack, steps_of
-from tracegrad.trainer.dataset import InMemory, selected
+from tracegrad.trainer.dataset import InMemoryDataset, select
 
 GLOBAL = {"origin": "first_token", "branch": "first_branch"}
 
@@ -48,14 +48,14 @@ def test_a_step_packed_alone_is_that_of_packing_all(found, data):
     every = pack(found, advantages, per="trace", counted=counted, step_groups=step_groups, seed=seed, **how)
     step = steps_of(found.group, (terms > 0) | counted, step_groups, seed)
     assert int(step.max()) + 1 == len(every)
-    catalog = InMemory(found).catalog
+    catalog = InMemoryDataset(found).catalog
     for number, wanted in enumerate(every):
         rows = np.flatnonzero((step == number) | ((step < 0) & (number == 0)))
-        own = selected(found, rows)
+        own = select(found, rows)
         [alone] = pack(own, advantages[rows], per="trace", counted=counted[rows], **how)
         moved = {name: np.asarray(getattr(alone, name), np.int64) for name in ("trace", *GLOBAL)}
         for name, first in GLOBAL.items():
-            here = InMemory(own).catalog
+            here = InMemoryDataset(own).catalog
             moved[name] += (getattr(catalog, first)[rows] - getattr(here, first)[:-1])[moved["trace"]]
         moved["trace"] = rows[moved["trace"]]
         moved = {name: column.astype(getattr(wanted, name).dtype) for name, column in moved.items()}

@@ -7,21 +7,21 @@ import pytest
 from padded import per_position
 from skyrl_plan import DIRECT, OLD, REDUCTIONS, Correction
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Clip,
     CrossEntropy,
     DropCovariance,
-    Gate,
     Importance,
-    Level,
+    MaskOutside,
     Objective,
     Penalty,
     PolicyGradient,
     Reduce,
+    Rejection,
     Sigmoid,
     TopCovariance,
+    Truncate,
     Weight,
-    Window,
 )
 
 correction_utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
@@ -38,16 +38,16 @@ def surrogate_of(loss: str, terms: int) -> dict:
     Its covariances see advantages that the reduction has divided, and its penalty on them is not divided.
     """
     dppo = {"surrogate": Importance(), "ratio": DIRECT}
-    tv, kl = (tuple(Gate(DIRECT, stat, **side) for side in (ABOVE, BELOW)) for stat in ("dprob", "binary_kl"))
+    tv, kl = (tuple(Rejection(DIRECT, stat, **side) for side in (ABOVE, BELOW)) for stat in ("dprob", "binary_kl"))
     cov = Penalty(OLD, "abs", 1.0 * terms, gated=True, weighted=False, where=TopCovariance(0.2, "microbatch"))
     return {
         "regular": {"surrogate": Clip(0.2, 0.28), "ratio": OLD},
         "dual_clip": {"surrogate": Clip(0.2, 0.28, dual=3.0), "ratio": OLD},
-        "gspo": {"surrogate": Clip(0.2, 0.28, level=Level("trace", "mean", "token")), "ratio": OLD},
-        "cispo": {"surrogate": PolicyGradient(), "weights": (Weight(OLD, shape=Clamp(0.0, 5.0)),)},
+        "gspo": {"surrogate": Clip(0.2, 0.28, level=Aggregation("trace", "mean", "token")), "ratio": OLD},
+        "cispo": {"surrogate": PolicyGradient(), "weights": (Weight(OLD, shape=Truncate(0.0, 5.0)),)},
         "rollout_is": {
             "surrogate": PolicyGradient(),
-            "weights": (Weight(DIRECT, shape=Window(0.8, 1.28, strict=True)),),
+            "weights": (Weight(DIRECT, shape=MaskOutside(0.8, 1.28, strict=True)),),
         },
         "dppo_tv": dppo | {"gates": tv},
         "dppo_kl": dppo | {"gates": kl},

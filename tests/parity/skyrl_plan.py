@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tracegrad.objective import Clamp, Gate, Level, Ratio, Reduce, Weight
+from tracegrad.objective import Aggregation, Ratio, Reduce, Rejection, Truncate, Weight
 
 OLD, MISMATCH, DIRECT = Ratio("theta", "old"), Ratio("old", "rollout"), Ratio("theta", "rollout")
-MEAN, PRODUCT = Level("trace", "mean"), Level("trace", "sum")
+MEAN, PRODUCT = Aggregation("trace", "mean"), Aggregation("trace", "sum")
 OFF = {
     "tis_ratio_type": None,
     "token_tis_ratio_clip_high": 2.0,
@@ -51,24 +51,24 @@ class Correction(NamedTuple):
         return SimpleNamespace(**(OFF | chosen | tokens))
 
     @property
-    def gates(self) -> tuple[Gate, ...]:
+    def gates(self) -> tuple[Rejection, ...]:
         """Ours, in SkyRL's order: outliers, tokens, then the row, of what those have left."""
         gates = []
         if self.low or self.high:
-            gates.append(Gate(MISMATCH, low=self.low, high=self.high, drops="trace"))
+            gates.append(Rejection(MISMATCH, low=self.low, high=self.high, drops="trace"))
         if self.tokens:
-            gates.append(Gate(MISMATCH, low=0.6, high=1.6))
+            gates.append(Rejection(MISMATCH, low=0.6, high=1.6))
         if self.mask == "geometric":
-            gates.append(Gate(MISMATCH, level=MEAN, low=0.95, high=1.1, terms="kept"))
+            gates.append(Rejection(MISMATCH, level=MEAN, low=0.95, high=1.1, terms="kept"))
         if self.mask == "product":
-            gates.append(Gate(MISMATCH, level=PRODUCT, low=0.5, high=2.0, terms="kept"))
+            gates.append(Rejection(MISMATCH, level=PRODUCT, low=0.5, high=2.0, terms="kept"))
         return tuple(gates)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         """Ours."""
-        sequence = Weight(MISMATCH, Level("trace", "sum", terms="kept"), Clamp(0.0, 1.2))
-        return {None: (), "token": (Weight(MISMATCH, shape=Clamp(0.0, 2.0)),), "sequence": (sequence,)}[self.tis]
+        sequence = Weight(MISMATCH, Aggregation("trace", "sum", terms="kept"), Truncate(0.0, 1.2))
+        return {None: (), "token": (Weight(MISMATCH, shape=Truncate(0.0, 2.0)),), "sequence": (sequence,)}[self.tis]
 
 
 REDUCTIONS = {

@@ -12,17 +12,17 @@ import torch
 from padded import hard, per_position, run
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Clamp,
+    AdvantageShift,
+    Aggregation,
     Clip,
-    Gate,
-    Level,
+    MaskOutside,
     Objective,
     PolicyGradient,
     Ratio,
     Reduce,
-    Shift,
+    Rejection,
+    Truncate,
     Weight,
-    Window,
     presets,
 )
 
@@ -31,10 +31,10 @@ from art_loss_cases import shifted
 
 DIRECT, OLD, MISMATCH = Ratio("theta", "rollout"), Ratio("theta", "old"), Ratio("old", "rollout")
 LEVELS = {
-    "token": Level(),
-    "sequence": Level("trace", "mean"),
-    "average": Level("trace", "mean", blend="arithmetic"),
-    "geometric_average": Level("trace", "mean", blend="geometric"),
+    "token": Aggregation(),
+    "sequence": Aggregation("trace", "mean"),
+    "average": Aggregation("trace", "mean", blend="arithmetic"),
+    "geometric_average": Aggregation("trace", "mean", blend="geometric"),
 }
 
 
@@ -73,16 +73,16 @@ class Case(NamedTuple):
         ratio = DIRECT if self.truncation is None else OLD
         low, high = self.bounds
         level, shifts = LEVELS[self.level], ()
-        weights = () if self.truncation is None else (Weight(MISMATCH, shape=Clamp(0.0, self.truncation)),)
+        weights = () if self.truncation is None else (Weight(MISMATCH, shape=Truncate(0.0, self.truncation)),)
         if self.tau is not None:
-            shifts += (Shift(ratio, self.tau),)
+            shifts += (AdvantageShift(ratio, self.tau),)
         if self.kl:
-            shifts += (Shift(Ratio("theta", "ref"), self.kl, center="microbatch"),)
+            shifts += (AdvantageShift(Ratio("theta", "ref"), self.kl, center="microbatch"),)
         if self.ppo:
             return Objective(Clip(low, high, delta=self.cap, level=level), ratio, weights, shifts=shifts)
-        shape = Clamp(1 - low, 1 + high if self.cap is None else min(1 + high, self.cap))
+        shape = Truncate(1 - low, 1 + high if self.cap is None else min(1 + high, self.cap))
         if self.masked:
-            shape = Window(1 - low, 1 + high, strict=True)
+            shape = MaskOutside(1 - low, 1 + high, strict=True)
         return Objective(PolicyGradient(), None, (*weights, Weight(ratio, level, shape)), shifts=shifts)
 
     @property
@@ -204,7 +204,7 @@ class TestWhereArtIsUndefined:
         art.loss_fn(inputs, logprobs, None, None, config).policy_loss.backward()
         ratio = (data["logprobs"] - data["rollout"]).exp().clamp(max=5.0)
         torch.testing.assert_close(logprobs.grad[mask], (once * ratio)[mask])
-        truncated = Weight(DIRECT, shape=Clamp(0.0, 5.0))
+        truncated = Weight(DIRECT, shape=Truncate(0.0, 5.0))
         with pytest.raises(ArgumentError, match="does not telescope"):
             Objective(PolicyGradient(), weights=(truncated, truncated))
 
@@ -263,7 +263,7 @@ class TestWhereArtIsUndefined:
         inside = data["mask"] & (ratio > 0.8) & (ratio < 1.2)
         torch.testing.assert_close(gradient[inside], plain[inside])
         assert (gradient[data["mask"] & ~inside] == 0).all()
-        window = replace(Case(True).objective, gates=(Gate(DIRECT, low=0.8, high=1.2),))
+        window = replace(Case(True).objective, gates=(Rejection(DIRECT, low=0.8, high=1.2),))
         torch.testing.assert_close(run(window, data).gradient[data["mask"]], gradient[data["mask"]], rtol=1e-6, atol=0)
         assert window.reduce == Reduce()
 

@@ -25,7 +25,7 @@ def flat(data: dict[str, Any]) -> tuple[np.ndarray, ...]:
     return data["old"].numpy()[mask], data["ref"].numpy()[mask], np.nonzero(mask)[0]
 
 
-def alike(close: Any, name: str, ours: adv.Penalised, theirs: torch.Tensor, data: dict[str, Any]) -> None:
+def alike(close: Any, name: str, ours: adv.PenalisedRewards, theirs: torch.Tensor, data: dict[str, Any]) -> None:
     """Their rewards of terms: nothing but what each pays, and the outcome at a column where no term need stand."""
     outcome = torch.zeros_like(theirs)
     outcome[:, 0] = torch.tensor(REWARDS, dtype=torch.float64)

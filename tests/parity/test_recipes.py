@@ -29,7 +29,7 @@ from tracegrad.recipes.verl import VERL
 from tracegrad.recipes.verl import A as ACTOR
 from tracegrad.recipes.verl import C as CORRECTION
 from tracegrad.recipes.verl import G as ALGORITHM
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.steps import TrainingData
 from whole_configs import ours, without_empty, without_last
 
 ALGO, POLICY = "trainer.algorithm.", "trainer.policy.optimizer_config."
@@ -241,7 +241,7 @@ def test_a_run_with_several_rewards_has_trls_advantages(close, scale, aggregatio
     weights = [2.0, 0.5, -1.0]
     told = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "reward_weights": weights}
     config, _ = recipes.from_trl(grpo_config(**told)).settle(overrides=[("data.holdout", 0.0)])
-    feed = Feed.of(s, presets.DAPO, config)
+    feed = TrainingData.of(s, presets.DAPO, config)
     given = torch.tensor(table, dtype=torch.float64), 6, scale, aggregation, torch.tensor(weights, dtype=torch.float64)
     close("TRL's advantages of several rewards, in a run", feed.advantages, trl_advantages(*given), 1e-5)
     known = ~np.isnan(table).all(axis=1)

@@ -12,7 +12,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from tiny import tiny_model
 from tracegrad import recipes
 from tracegrad.objective import presets, with_kl
-from tracegrad.trainer.step import measure
+from tracegrad.trainer.step import compute_logprobs
 from watched import traces, watched
 
 
@@ -43,7 +43,7 @@ def test_the_reference_is_mixed_as_by_the_callback(tmp_path, close, every, alpha
             state = SimpleNamespace(global_step=taken)
             arguments = SimpleNamespace(ref_model_sync_steps=every, ref_model_mixup_alpha=alpha)
             callback.on_step_end(arguments, state, None, model=policy)
-        theirs = step.step.with_logprobs(old=measure(reference, step.step.batches)).old_logprobs
+        theirs = step.step.with_logprobs(old=compute_logprobs(reference, step.step.batches)).old_logprobs
         close("TRL's sync_ref_model, reference logprobs", step.step.ref_logprobs, theirs, rtol=2e-5)
         moved = max(moved, float(abs(step.step.ref_logprobs - step.outcome.logprobs).max()))
     assert len(done.steps) > 2 * every

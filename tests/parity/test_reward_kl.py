@@ -11,8 +11,8 @@ import torch
 from kl_reward_cases import VERL, Rows, taken
 from padded import hard
 from tracegrad import recipes
-from tracegrad.trainer.advantages import Charge
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.advantages import RewardKl
+from tracegrad.trainer.steps import TrainingData
 from truncated_cases import REWARDS, padded, recorded
 
 
@@ -30,9 +30,9 @@ def test_what_each_batch_keeps_is_compared_as_by_verl(close, kind, scale):
     chosen, _ = recipe.settle(overrides=[("data.holdout", 0), ("pack.token_budget", 1000)])
     data = padded()
     sequences = recorded(data)
-    feed = Feed.of(sequences, recipe.objective, chosen)
+    feed = TrainingData.of(sequences, recipe.objective, chosen)
     steps = feed.steps(0)
-    charge = Charge(feed.source, feed.rewards, feed.used, chosen)
+    charge = RewardKl(feed.source, feed.rewards, feed.used, chosen)
     theirs = core.get_kl_controller(SimpleNamespace(**control))
     scores, mask = torch.zeros_like(data["old"]), data["mask"].double()
     scores[:, 0] = REWARDS

@@ -14,13 +14,13 @@ from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
     Clip,
     DropCovariance,
-    Gate,
     Importance,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
+    Rejection,
     TopCovariance,
     presets,
 )
@@ -225,7 +225,7 @@ class TestWhereSkyrlIsUndefined:
         plan = {"mask": data["mask"]}
         without = correct(data["old"], data["rollout"], gates=geometric, **plan).keep
         assert torch.equal(without.double(), kept)
-        halved = correct(data["old"], data["rollout"], gates=(Gate(MISMATCH, low=0.99), *geometric), **plan).keep
+        halved = correct(data["old"], data["rollout"], gates=(Rejection(MISMATCH, low=0.99), *geometric), **plan).keep
         assert halved.sum() < without.sum()
 
     def test_missing_logprobs_switch_its_correction_off_and_are_an_error_here(self):

@@ -10,7 +10,7 @@ import pytest
 
 from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged, run_statement
 from tracegrad.integrations import metrics
-from tracegrad.objective import Clip, Level, Objective, Ratio
+from tracegrad.objective import Aggregation, Clip, Objective, Ratio
 
 CASES = (
     {"tis_ratio_type": "token"},
@@ -102,7 +102,7 @@ def test_policy_losses(close, fired, kind, loss):
     function = module.PolicyLossRegistry.get(loss)
     _, theirs = function(data.theta, data.old, data.advantages, config, data.mask.double(), None)
     ratio = (data.theta - data.old).exp()
-    level = Level("trace", "mean", grad="token") if loss == "gspo" else Level()
+    level = Aggregation("trace", "mean", grad="token") if loss == "gspo" else Aggregation()
     clipped = evaluated(Objective(Clip(0.05, 0.2, level=level), Ratio("theta", "old")), data).clipped
     if loss == "cispo":
         clipped = (ratio < 0.95) | (ratio > 1.2)

@@ -13,7 +13,18 @@ from skyrl_loss_cases import objective_of, ppo_utils, scaled
 from skyrl_plan import Correction, algorithm
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import skyrl
-from tracegrad.objective import Function, Gate, Level, Objective, Ratio, Reduce, Weight, presets, with_entropy, with_kl
+from tracegrad.objective import (
+    Aggregation,
+    Function,
+    Objective,
+    Ratio,
+    Reduce,
+    Rejection,
+    Weight,
+    presets,
+    with_entropy,
+    with_kl,
+)
 
 cloudpickle = pytest.importorskip("cloudpickle")
 REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
@@ -107,7 +118,12 @@ def test_what_skyrl_does_not_give_is_refused_by_name():
         (with_kl(presets.GRPO, 0.1), r"'0.1 \* k3\(theta/ref\)' takes a reference policy.*use_kl_loss"),
         (with_entropy(presets.GRPO, 0.1), "takes the entropy.*use_entropy_loss"),
         (budget, "takes a statistic of the whole optimizer step.*look at terms or traces"),
-        (replace(presets.GRPO, gates=(Gate(Ratio("theta", "old"), low=0.5, level=Level("turn", "mean")),)), "the turn"),
+        (
+            replace(
+                presets.GRPO, gates=(Rejection(Ratio("theta", "old"), low=0.5, level=Aggregation("turn", "mean")),)
+            ),
+            "the turn",
+        ),
         (replace(presets.GRPO, reduce=Reduce("token", denominator="kept")), "denominator='all'"),
     ):
         with pytest.raises(ArgumentError, match=match):

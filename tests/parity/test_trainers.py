@@ -20,7 +20,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.integrations import art as from_art
 from tracegrad.integrations import verl as in_verl
 from tracegrad.integrations.art import to_groups
-from tracegrad.objective import Gate, Ratio, Reduce, presets, with_kl
+from tracegrad.objective import Ratio, Reduce, Rejection, presets, with_kl
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # ART imports litellm, which asks the network otherwise
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -125,7 +125,7 @@ def test_a_missing_logprob_is_dropped_where_verl_has_nan():
 
 
 def test_what_verl_has_no_name_for_is_corrected_and_counted():
-    veto = replace(presets.VERL_DEFAULT, gates=(Gate(MISMATCH, low=0.1, high=10.0, drops="trace"),))
+    veto = replace(presets.VERL_DEFAULT, gates=(Rejection(MISMATCH, low=0.1, high=10.0, drops="trace"),))
     batch, metrics = in_verl.correct_batch(data_proto(), veto)
     assert not batch.batch["response_mask"][5].any()  # its outlier has the ratio e^3
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] > 0

@@ -14,7 +14,18 @@ from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from padded import NAN, hard, run, spoilt
 from peer_code import trl_importance_ratio, trl_loss, trl_loss_of, trl_trainer
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Clamp, Entropy, GeoClip, Objective, Ratio, Reduce, Regress, TopEntropy, Weight, presets
+from tracegrad.objective import (
+    EntropyBonus,
+    GeoClip,
+    Objective,
+    Ratio,
+    Reduce,
+    Regression,
+    TopEntropy,
+    Truncate,
+    Weight,
+    presets,
+)
 from trl_loss_cases import LOSSES, MISMATCH, OLD, PRODUCT, Case, given, theirs
 
 
@@ -59,7 +70,7 @@ def test_the_entropy_bonus_of_selected_terms_differs_by_its_denominator(close, s
     loss, gradient, entropy_gradient = theirs(case, data)
     plain = run(Case("dapo", share=0.4).objective, data)
     left = plain.per_term.keep.sum() / data["mask"].sum()
-    bonus = Entropy(0.05 / left.item(), gated=True)
+    bonus = EntropyBonus(0.05 / left.item(), gated=True)
     found = run(replace(case.objective, entropy=bonus), data)
     close("TRL entropy bonus on selected terms", found.loss, loss)
     close("TRL entropy bonus on selected terms", found.gradient, gradient)
@@ -125,7 +136,7 @@ class TestExperimental:
         }
         theirs = A2POTrainer.compute_loss(trainer, None, inputs)
         theirs.backward()
-        objective = Objective(Regress(1e-3), Ratio("theta", "rollout"), reduce=Reduce("trace", "mean"))
+        objective = Objective(Regression(1e-3), Ratio("theta", "rollout"), reduce=Reduce("trace", "mean"))
         found = run(objective, data | {"rollout": data["ref"]})
         close("TRL A2PO loss", found.loss, theirs.detach())
         close("TRL A2PO gradient", found.gradient, logprobs.grad)
@@ -163,7 +174,7 @@ class TestWhereTrlIsUndefined:
         data = hard(3)
         data["rollout"][0, 0] = NAN
         ratio = trl_importance_ratio(data["old"], data["rollout"], data["mask"].long(), "sequence_truncate", clip_max=3)
-        weights = (Weight(MISMATCH, PRODUCT, Clamp(0.0, 3.0)),)
+        weights = (Weight(MISMATCH, PRODUCT, Truncate(0.0, 3.0)),)
         objective = Objective(Case("dapo").objective.surrogate, OLD, weights)
         ours = run(objective, data, missing="neutral").corrected.weight
         torch.testing.assert_close(ours[0, 1:], ratio.expand_as(ours)[0, 1:], rtol=1e-12, atol=0)
@@ -193,7 +204,7 @@ def test_its_cispo_bound_is_the_ratio_itself_so_its_default_bounds_nothing_from_
     ratio = (data["logprobs"] - data["old"]).exp()
     torch.testing.assert_close(logprobs.grad[near] * ratio[near], 0.2 * gradient[near], rtol=1e-10, atol=0)
     with pytest.raises(ArgumentError, match="not distances from 1"):
-        Weight(OLD, shape=Clamp(0.0, 0.2))
+        Weight(OLD, shape=Truncate(0.0, 0.2))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -17,10 +17,10 @@ from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import metrics as peers
 from tracegrad.metrics import Rows
-from tracegrad.objective import Clip, Gate, Level, Objective, Ratio, TopEntropy
-from tracegrad.online.rollout_metrics import functions_of
+from tracegrad.objective import Aggregation, Clip, Objective, Ratio, Rejection, TopEntropy
+from tracegrad.online.rollout_metrics import logged_metrics
 
-MEAN = Level("trace", "mean")
+MEAN = Aggregation("trace", "mean")
 
 
 def reported(logprobs, inputs, entropy=None, **config):
@@ -39,7 +39,7 @@ def given(data):
     }
 
 
-SAMPLER = {"off_policy_mask_threshold": 0.02}, (Gate(Ratio("old", "theta"), "k1", MEAN, high=0.02, when="A<0"),)
+SAMPLER = {"off_policy_mask_threshold": 0.02}, (Rejection(Ratio("old", "theta"), "k1", MEAN, high=0.02, when="A<0"),)
 ENTROPY = {"top_entropy_quantile": 0.4}, (TopEntropy(0.4, "microbatch"),)
 
 
@@ -54,7 +54,7 @@ def test_what_counts_as_clipped_is_what_its_mask_counts(close, fired, kind, loss
     entropy = data.theta.abs()
     told = {"importance_sampling_level": level, "epsilon": 0.05, "epsilon_high": 0.2, "delta": delta}
     theirs = reported(data.theta, given(data), entropy, loss_type=loss, **told, **dict(options))
-    clip = Clip(0.05, 0.2, delta=delta, level=MEAN if level == "sequence" else Level())
+    clip = Clip(0.05, 0.2, delta=delta, level=MEAN if level == "sequence" else Aggregation())
     per_term = evaluated(Objective(clip, Ratio("theta", "old"), gates=gates), data, entropy)
     ours = merged(
         data,
@@ -99,7 +99,7 @@ def test_loss(close, fired, kind, loss, level, weighted):
         epsilon_high=1.1 if loss == "cispo" else 0.2,
         use_bias_correction_kl=weighted,
     )
-    levels = Level("trace", "mean") if level == "sequence" else Level()
+    levels = Aggregation("trace", "mean") if level == "sequence" else Aggregation()
     clip = Clip(0.05, 0.1 if loss == "cispo" else 0.2, level=levels)  # cispo's epsilon_high is the cap itself
     per_term = evaluated(Objective(clip, Ratio("theta", "old")), data)
     ours = merged(
@@ -344,7 +344,7 @@ def test_what_reward_functions_log_is_averaged_as_it_is_there(close):
     groups = [{"accuracy": [0.25, 1.0], "length": [3.0]}, {"accuracy": [0.5]}]
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [{"messages": messages, "metadata": {"log_metric": each}} for each in groups]
-    ours = functions_of(Traces.from_records(records))
+    ours = logged_metrics(Traces.from_records(records))
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
         close("TRL metrics", ours[name], value, 1e-6)

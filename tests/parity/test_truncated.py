@@ -8,7 +8,7 @@ import torch
 
 from peer_code import trl_advantages, trl_loss, trl_mask_truncated
 from tracegrad import recipes
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.steps import TrainingData
 from truncated_cases import CUT, PAD, REWARDS, STOP, ours, padded, recorded
 
 TRL = [{"loss_type": loss} for loss in ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "vespo")]
@@ -53,7 +53,9 @@ def test_filtered_traces_are_skyrls(close, reduction):
     recipe = recipes.from_skyrl({**told, "generator": {"apply_overlong_filtering": True}})
     reasons = ["length" if cut else "stop" for cut in CUT]
     mask = torch.tensor(utils.apply_overlong_filtering(data["mask"].double().tolist(), reasons), dtype=torch.float64)
-    own = Feed.of(recorded(data), recipe.objective, recipe.settle(overrides=[("data.holdout", 0)])[0]).advantages
+    own = TrainingData.of(
+        recorded(data), recipe.objective, recipe.settle(overrides=[("data.holdout", 0)])[0]
+    ).advantages
     flat = torch.from_numpy(own).double()[:, None].expand_as(mask)
     how = (reduction, 8, 40, [(0, 2), (2, 4), (4, 6), (6, 8)])
     scaled = ppo.apply_loss_reduction_to_advantages_minibatch(flat, mask, *how)

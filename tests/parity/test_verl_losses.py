@@ -11,20 +11,20 @@ import torch
 
 from padded import hard, per_position, run, spoilt
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Clip,
     DropCovariance,
-    Gate,
     GeoClip,
     Importance,
-    Level,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
+    Rejection,
     Sigmoid,
     TopCovariance,
+    Truncate,
     Weight,
 )
 from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, weights_of
@@ -32,7 +32,7 @@ from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, we
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 
-KEPT_MEAN = Level("trace", "mean", "token", terms="kept")
+KEPT_MEAN = Aggregation("trace", "mean", "token", terms="kept")
 ABOVE, BELOW = {"high": 0.28, "when": "A>0"}, {"low": -0.2, "when": "A<=0"}
 OPTIONS = {
     "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0},
@@ -45,12 +45,12 @@ def parts(loss: str, weighted: bool) -> tuple[dict, tuple[Weight, ...], tuple, t
     """(surrogate and ratio, weights, gates, penalties) of a policy loss at the options above."""
     clip = {"surrogate": Clip(0.2, 0.28), "ratio": OLD}
     plain = {"surrogate": PolicyGradient()}
-    truncated = (Weight(OLD, shape=Clamp(0.0, 3.0)),)
+    truncated = (Weight(OLD, shape=Truncate(0.0, 3.0)),)
     extra = {"gated": True, "weighted": weighted}
     return {
         "vanilla": ({"surrogate": Clip(0.2, 0.28, dual=3.0), "ratio": OLD}, (), (), ()),
-        "dppo_tv": (plain, truncated, (Gate(OLD, "dprob", **ABOVE), Gate(OLD, "dprob", **BELOW)), ()),
-        "dppo_kl": (plain, truncated, (Gate(OLD, "binary_kl", **ABOVE), Gate(OLD, "binary_kl", **BELOW)), ()),
+        "dppo_tv": (plain, truncated, (Rejection(OLD, "dprob", **ABOVE), Rejection(OLD, "dprob", **BELOW)), ()),
+        "dppo_kl": (plain, truncated, (Rejection(OLD, "binary_kl", **ABOVE), Rejection(OLD, "binary_kl", **BELOW)), ()),
         "gspo": ({"surrogate": Clip(0.2, 0.28, level=KEPT_MEAN), "ratio": OLD}, (), (), ()),
         "sapo": ({"surrogate": Sigmoid(1.0, 1.05), "ratio": OLD}, (), (), ()),
         "gpg": (plain, (), (), ()),
@@ -63,7 +63,7 @@ def parts(loss: str, weighted: bool) -> tuple[dict, tuple[Weight, ...], tuple, t
         ),
         "geo_mean": ({"surrogate": GeoClip(0.2, 0.28), "ratio": OLD}, (), (), ()),
         "dro": (plain, (), (), (Penalty(OLD, "k2", 0.2, **extra),)),
-        "cispo": (plain, (Weight(OLD, shape=Clamp(0.8, 1.28)),), (), ()),
+        "cispo": (plain, (Weight(OLD, shape=Truncate(0.8, 1.28)),), (), ()),
     }[loss]
 
 

@@ -8,7 +8,7 @@ import torch
 from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
 from tracegrad.integrations import metrics
 from tracegrad.metrics import Rows
-from tracegrad.objective import Clip, Level, Objective, Ratio
+from tracegrad.objective import Aggregation, Clip, Objective, Ratio
 
 IS = (
     (None, (None, 2.0)),
@@ -109,7 +109,7 @@ def flags_of(loss, data, advantages, gradient, config):
     if loss in ("dro", "kl_cov", "clip_cov"):
         return {}
     if loss in ("vanilla", "gspo"):
-        level = Level("trace", "mean", grad="token") if loss == "gspo" else Level()
+        level = Aggregation("trace", "mean", grad="token") if loss == "gspo" else Aggregation()
         clip = Clip(0.05, 0.2, dual=3.0 if loss == "vanilla" else None, level=level)
         per_term = evaluated(Objective(clip, Ratio("theta", "old")), data)
         dual = per_term.clipped & (data.advantages < 0) & (per_term.ratio > 1)

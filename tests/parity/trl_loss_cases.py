@@ -8,28 +8,28 @@ import torch
 
 from peer_code import trl_importance_ratio, trl_loss
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Clip,
-    Entropy,
+    EntropyBonus,
     Gamma,
-    Gate,
-    Level,
+    MaskOutside,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
+    Rejection,
     Sigmoid,
     TopEntropy,
+    Truncate,
     Weight,
-    Window,
 )
 
 OLD, MISMATCH, SAMPLER = Ratio("theta", "old"), Ratio("old", "rollout"), Ratio("rollout", "theta")
 
-MEAN, PRODUCT = Level("trace", "mean"), Level("trace", "sum")
+MEAN, PRODUCT = Aggregation("trace", "mean"), Aggregation("trace", "sum")
 
-LEVELS = {"token": Level(), "sequence": MEAN}
+LEVELS = {"token": Aggregation(), "sequence": MEAN}
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 
@@ -83,17 +83,17 @@ class Case(NamedTuple):
         level, weights, gates, penalties = LEVELS[self.level], [], [], []
         if self.mode is not None:
             low, high = self.bounds[0] or 0.0, self.bounds[1]
-            shape = Clamp(low, high) if self.mode.endswith("truncate") else Window(low, high)
-            weights.append(Weight(MISMATCH, PRODUCT if self.mode.startswith("sequence") else Level(), shape))
+            shape = Truncate(low, high) if self.mode.endswith("truncate") else MaskOutside(low, high)
+            weights.append(Weight(MISMATCH, PRODUCT if self.mode.startswith("sequence") else Aggregation(), shape))
         if self.loss == "cispo":
-            weights.append(Weight(OLD, level, Clamp(0.0, 5.0)))
+            weights.append(Weight(OLD, level, Truncate(0.0, 5.0)))
         if self.loss == "vespo":
             absorbs = self.mode is not None
             weights.append(Weight(OLD, PRODUCT, Gamma(2.0, 3.0), when="A>=0", absorbs=absorbs))
             weights.append(Weight(OLD, PRODUCT, Gamma(3.0, 2.0), when="A<0", absorbs=absorbs))
         if self.opsm is not None:
             ratio = SAMPLER if self.mode is not None else Ratio("old", "theta")
-            gates.append(Gate(ratio, "k1", MEAN, high=self.opsm, when="A<0"))
+            gates.append(Rejection(ratio, "k1", MEAN, high=self.opsm, when="A<0"))
         if self.share < 1:
             gates.append(TopEntropy(self.share, "microbatch"))
         if self.kl is not None:
@@ -112,7 +112,7 @@ class Case(NamedTuple):
             tuple(gates),
             tuple(penalties),
             REDUCTIONS.get(self.loss, Reduce("token")),
-            entropy=Entropy(self.coef, gated=False, reduce=Reduce("token")) if self.coef else None,
+            entropy=EntropyBonus(self.coef, gated=False, reduce=Reduce("token")) if self.coef else None,
         )
 
 

@@ -10,8 +10,8 @@ import torch
 from padded import hard
 from tracegrad import recipes
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.trainer.step import detached
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.step import correct_step
+from tracegrad.trainer.steps import TrainingData
 
 STOP, PAD = 2, 0
 
@@ -46,17 +46,17 @@ def recorded(data: dict[str, Any]) -> Sequences:
 
 def ours(
     recipe: recipes.Recipe, data: dict[str, Any], sequences: Sequences | None = None
-) -> tuple[torch.Tensor, torch.Tensor, Feed]:
+) -> tuple[torch.Tensor, torch.Tensor, TrainingData]:
     """Loss, and gradient by position, of the one step that a run with this recipe takes."""
     chosen, _ = recipe.settle(overrides=[("data.holdout", 0), ("pack.token_budget", 1000)])
     sequences = sequences or recorded(data)
-    feed = Feed.of(sequences, recipe.objective, chosen)
+    feed = TrainingData.of(sequences, recipe.objective, chosen)
     (step,) = feed.steps(0)
     row, column = np.divmod(step.origin, data["mask"].shape[1] + 1)
     at = (torch.from_numpy(row), torch.from_numpy(column - 1))
     needs = recipe.objective.needs
     step = step.with_logprobs(**{name: data[name][at].numpy() for name in ("old", "ref") if getattr(needs, name)})
-    corrected = detached(step, recipe.objective, chosen.train.missing)
+    corrected = correct_step(step, recipe.objective, chosen.train.missing)
     logprobs, loss = data["logprobs"].clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     for batch in step.batches:
         own = tuple(index[torch.from_numpy(batch.term).long()] for index in at)

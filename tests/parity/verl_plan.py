@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracegrad.objective import Clamp, Gate, Level, Ratio, Reduce, Weight, Window
+from tracegrad.objective import Aggregation, MaskOutside, Ratio, Reduce, Rejection, Truncate, Weight
 from tracegrad.recipes.verl import REJECTIONS
 
 OLD, MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
-IS_LEVELS = {"token": Level(), "sequence": Level("trace", "sum")}
+IS_LEVELS = {"token": Aggregation(), "sequence": Aggregation("trace", "sum")}
 RS_LEVELS = {
-    "token": Level(),
-    "seq_sum": Level("trace", "sum"),
-    "seq_mean": Level("trace", "mean"),
-    "seq_max": Level("trace", "max"),
+    "token": Aggregation(),
+    "seq_sum": Aggregation("trace", "sum"),
+    "seq_mean": Aggregation("trace", "mean"),
+    "seq_max": Aggregation("trace", "max"),
 }
 # At these some terms or rows of `padded.hard` fall and some stay.
 THRESHOLDS = {option: threshold for option, threshold in REJECTIONS.items() if "," not in option}
@@ -31,11 +31,11 @@ def weights_of(rollout_is: str | None, threshold: float | str = 2.0, normalize: 
     if rollout_is is None:
         return ()
     low, _, high = str(threshold).rpartition("_")
-    shape = Window(float(low), float(high)) if low else Clamp(0.0, float(high))
+    shape = MaskOutside(float(low), float(high)) if low else Truncate(0.0, float(high))
     return (Weight(ratio, IS_LEVELS[rollout_is], shape, normalize=normalize),)
 
 
-def gates_of(rollout_rs: str | None, threshold: Any = None, ratio: Ratio = MISMATCH) -> tuple[Gate, ...]:
+def gates_of(rollout_rs: str | None, threshold: Any = None, ratio: Ratio = MISMATCH) -> tuple[Rejection, ...]:
     """rollout_rs, a comma list, and its thresholds."""
     options = rollout_rs.split(",") if rollout_rs else []
     thresholds = str(threshold).split(",") if options else []
@@ -44,13 +44,13 @@ def gates_of(rollout_rs: str | None, threshold: Any = None, ratio: Ratio = MISMA
     return tuple(_gate(option, each, ratio) for option, each in zip(options, thresholds, strict=True))
 
 
-def _gate(option: str, threshold: str, ratio: Ratio) -> Gate:
+def _gate(option: str, threshold: str, ratio: Ratio) -> Rejection:
     level, stat = option.rsplit("_", 1)
     if stat != "k1":
-        return Gate(ratio, stat, RS_LEVELS[level], high=float(threshold))
+        return Rejection(ratio, stat, RS_LEVELS[level], high=float(threshold))
     low, _, high = threshold.rpartition("_")
     # verl's k1 is -log(old/rollout), so its bounds are those of rollout/old.
-    return Gate(ratio, level=RS_LEVELS[level], low=1 / float(high), high=1 / float(low or 1 / float(high)))
+    return Rejection(ratio, level=RS_LEVELS[level], low=1 / float(high), high=1 / float(low or 1 / float(high)))
 
 
 def thresholds_of(rollout_rs: str) -> str:

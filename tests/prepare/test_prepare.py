@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 import tracegrad as tg
 from tracegrad import prepare
 from tracegrad.cli import main
-from tracegrad.config import Data, Map
+from tracegrad.config import Data, FieldMap
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.prepare import MOST_SHARDFULS, shards_of
+from tracegrad.prepare import MAX_SHARDS_PER_GROUP, shards_of
 from tracegrad.prepare import run as run_of_parts
-from tracegrad.prepare.output import Folder
+from tracegrad.prepare.output import LocalOutput
 from tracegrad.storage import safetensors_file
 
 HERE = Path(__file__).parents[1] / "helpers"
@@ -69,7 +69,7 @@ def test_a_trace_of_which_nothing_is_left_stands_between_those_that_are_trained(
     source = tmp_path / "t.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     prepared(source=source)
-    found = tg.Shards.open(tmp_path / "o").take(np.arange(4))
+    found = tg.PreparedDataset.open(tmp_path / "o").take(np.arange(4))
     assert found.trace.tolist() == [0, 1, 2, 3]
     assert np.diff(found.cu_seqlens).tolist() == [4, 0, 4, 0]
     told = tg.align(tg.read(source), tg.Tokenizer.from_pretrained(example / "model"))
@@ -146,7 +146,7 @@ def test_shards_are_cut_by_what_stands_in_the_traces_and_not_by_how_they_came(ro
         full = max(len(part) / count, sum(len(t.record) for t in part) / size)
         assert full >= 1
         parted = part[-1].group is not None and part[-1].group == after[0].group
-        assert not parted or full >= MOST_SHARDFULS
+        assert not parted or full >= MAX_SHARDS_PER_GROUP
 
 
 def test_a_group_stays_in_one_shard_until_it_is_too_large():
@@ -252,10 +252,10 @@ def test_another_tokenizer_is_noticed(example, traces, tmp_path):
 
 
 def test_standard_input_cannot_be_gone_on_with(example, tmp_path, monkeypatch):
-    plan = run_of_parts._plan(["-"], example / "model", Data(), Map(), 8)
+    plan = run_of_parts._plan(["-"], example / "model", Data(), FieldMap(), 8)
     (tmp_path / "shard-00000").mkdir()
     with pytest.raises(ArgumentError, match="TG-PREPARE-015"):
-        run_of_parts._begin(Folder(tmp_path), plan, True)
+        run_of_parts._begin(LocalOutput(tmp_path), plan, True)
 
 
 # --- one at a time ---

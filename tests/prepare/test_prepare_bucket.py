@@ -15,7 +15,7 @@ from tracegrad.cli import main
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.metrics import Stopwatch
-from tracegrad.prepare.output import Bucket
+from tracegrad.prepare.output import RemoteOutput
 from tracegrad.storage import download, manifest, remote
 
 pytest.importorskip("s3fs")
@@ -67,18 +67,18 @@ def test_a_folder_in_a_bucket_is_loaded_and_its_shards_one_by_one(s3, example, t
     assert np.array_equal(found.ids, wanted.ids)
     told = prepare.load("s3://data/three", example / "model", Data(), tmp_path, Stopwatch())[0]
     assert told.trace_ids == wanted.trace_ids
-    shard = download.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
+    shard = download.fetch_folder("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["shard-00001-00000"]  # no other was brought
     before = (shard / "sequences.json").stat().st_mtime_ns
     text = (shard / "traces.safetensors").read_bytes()
     (shard / "traces.safetensors").write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
-    download.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
+    download.fetch_folder("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert (shard / "sequences.json").stat().st_mtime_ns == before  # what was right is not brought again
     with pytest.raises(ReadError, match=r"TG-STORE-001.*shard-00009"):
-        download.local("s3://data/three", "shard-00009")
-    download.forget(shard)
+        download.fetch_folder("s3://data/three", "shard-00009")
+    download.remove_download(shard)
     assert not shard.exists()
 
 
@@ -154,7 +154,7 @@ def test_bytes_that_are_not_those_of_the_manifest_are_not_taken(s3, example, tmp
     text = s3.cat_file(path)
     s3.pipe(path, text[:-1] + bytes([text[-1] ^ 1]))
     with pytest.raises(FormatError, match="TG-STORE-003"):
-        download.local("s3://data/six", into=tmp_path)
+        download.fetch_folder("s3://data/six", into=tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -212,7 +212,7 @@ def test_addresses_that_cannot_be_asked_hold_nothing_prepared(s3):
     assert not prepare.is_prepared("nosuch://a/b")
     assert not prepare.is_prepared("s3://data/in")
     assert not prepare.is_prepared("s3://data/*")
-    assert not Bucket("s3://data/none").names()
+    assert not RemoteOutput("s3://data/none").names()
     with pytest.raises(ReadError, match=r"TG-STORE-037.*s3://data/none"):
         manifest.read("s3://data/none")
     with pytest.raises(FormatError, match=r"TG-STORE-021.*3"):

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 import tracegrad as tg
 from tracegrad import prepare
-from tracegrad.config import Data, Map
+from tracegrad.config import Data, FieldMap
 from tracegrad.data.read_options import Options
-from tracegrad.data.reader import of_part
+from tracegrad.data.reader import open_part
 from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
 from tracegrad.prepare.part import Job
-from tracegrad.prepare.workers import MOST_LOST, Workers
+from tracegrad.prepare.workers import MAX_RETRIES, Workers
 from tracegrad.storage import manifest
 
 PART = 40_000
@@ -82,8 +82,8 @@ def test_any_number_of_processes_writes_the_same_bytes(make, inputs, tmp_path, e
 
 
 def test_an_account_of_parts_is_that_of_the_whole_but_for_the_parts(make, inputs, tmp_path):
-    parts = make(tmp_path / "parts", map=Map(reward="reward"))
-    whole = make(tmp_path / "whole", map=Map(reward="reward"), part_bytes=1 << 30)
+    parts = make(tmp_path / "parts", map=FieldMap(reward="reward"))
+    whole = make(tmp_path / "whole", map=FieldMap(reward="reward"), part_bytes=1 << 30)
     assert (whole.parts, next(iter(manifest.read(tmp_path / "whole").shards))) == (1, "shard-00000")
     cut = {"parts", "groups_in_several_shards", "read"}
     assert {k: v for k, v in parts.as_dict().items() if k not in cut} == {
@@ -103,7 +103,7 @@ def test_what_is_said_of_parts_is_what_is_said_of_the_whole(make, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "blank.jsonl").write_text("\n" * 700)
     names = [str(tmp_path / f"{name}.jsonl") for name in ("a", "blank", "b")]
-    told = {"data": Data(on_error="skip", text_only=True), "map": Map(reward="score", group="prompt")}
+    told = {"data": Data(on_error="skip", text_only=True), "map": FieldMap(reward="score", group="prompt")}
     parts = make(tmp_path / "parts", names, part_bytes=600, **told)
     whole = make(tmp_path / "whole", names, **told)
     assert (parts.parts > 5, whole.parts) == (True, 1)
@@ -169,7 +169,8 @@ def test_files_without_a_record_are_an_error_where_all_are(make, tmp_path):
 
 def groups(parts):
     return [
-        [group for traces in of_part(list(part.places), Map(), Options()) for group in traces.groups] for part in parts
+        [group for traces in open_part(list(part.places), FieldMap(), Options()) for group in traces.groups]
+        for part in parts
     ]
 
 
@@ -185,8 +186,10 @@ def test_pieces_are_all_of_a_file_and_begin_where_the_group_changes(tmp_path_fac
     ends = [data.draw(st.sampled_from(["\n", "\r\n", "\n\n"])) for _ in rows]
     path.write_text("".join(record(at, *row) + end for (at, row), end in zip(enumerate(rows), ends, strict=True)))
     size = data.draw(st.integers(100, 3000))
-    parts, _ = prepare.cut(path, size)
-    found = [trace for part in parts for traces in of_part(list(part.places), Map(), Options()) for trace in traces]
+    parts, _ = prepare.split_inputs(path, size)
+    found = [
+        trace for part in parts for traces in open_part(list(part.places), FieldMap(), Options()) for trace in traces
+    ]
     whole = tg.read(path)
     assert [(each.id, each.location) for each in found] == [(each.id, each.location) for each in whole]
     by_part = groups(parts)
@@ -209,7 +212,7 @@ def test_a_group_is_in_two_parts_only_where_it_is_longer_than_one(make, tmp_path
     path = tmp_path / "t.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     most = max(sum(len(line) + 1 for line in lines[at : at + 8]) for at in (0, 8, 16))
-    short, _ = prepare.cut(path, most)
+    short, _ = prepare.split_inputs(path, most)
     assert [sorted(set(each)) for each in groups(short)] == [["g0000", "g0001"], ["g0002"]]
     account = make(tmp_path / "o", str(path), part_bytes=most // 4)
     assert account.cut_groups > 0
@@ -235,7 +238,7 @@ def test_groups_that_stand_in_several_files_are_counted_said_and_one_again(make,
     assert stands["g0000"] > 1 < stands["g0001"]
     assert (account.cut_groups, account.groups) == (cut, 3)
     assert f"groups   {cut} of 3 have traces in several shards, by one name: `train` on the" in str(account.lines())
-    whole = tg.Shards.open(tmp_path / "o")
+    whole = tg.PreparedDataset.open(tmp_path / "o")
     assert sorted(np.bincount(whole.catalog.group).tolist()) == [8, 8, 8]
     memory = tg.align(tg.read(names), tg.Tokenizer.from_pretrained(example / "model"))
     assert np.array_equal(whole.catalog.group, np.unique(memory.group, return_index=True)[1].argsort()[memory.group])
@@ -259,7 +262,7 @@ def events(number):
 def test_what_has_no_place_to_be_cut_is_one_part(tmp_path, text):
     path = tmp_path / "t.jsonl"
     path.write_bytes(text)
-    parts, why = prepare.cut(path, 300)
+    parts, why = prepare.split_inputs(path, 300)
     assert [len(part.places) for part in parts] == [1]
     assert (parts[0].alone, why) == (True, "")
 
@@ -268,7 +271,7 @@ def test_a_stream_of_events_between_records_is_not_cut(tmp_path):
     path = tmp_path / "t.jsonl"
     stream = "".join(f"data: {json.dumps(events(at))}\n\n" for at in [0] * 20) + "data: [DONE]\n"
     path.write_text("".join(record(at, None, 50) + "\n" + stream for at in range(4)))
-    parts, _ = prepare.cut(path, 1000)
+    parts, _ = prepare.split_inputs(path, 1000)
     assert len(parts) == 4
     assert all(path.read_bytes()[part.places[0].start :].startswith(b'{"id"') for part in parts)
 
@@ -276,20 +279,20 @@ def test_a_stream_of_events_between_records_is_not_cut(tmp_path):
 def test_a_mark_of_byte_order_does_not_keep_a_file_whole(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(record(at, None, 50) + "\n" for at in range(9)), encoding="utf-8-sig")
-    parts, _ = prepare.cut(path, 400)
+    parts, _ = prepare.split_inputs(path, 400)
     assert len(parts) > 2
     assert [group for part in groups(parts) for group in part] == [None] * 9
 
 
 def test_what_is_joined_over_the_input_is_one_part_and_said(make, tmp_path, inputs):
-    parts, why = prepare.cut(inputs, PART, Map(session="id"))
+    parts, why = prepare.split_inputs(inputs, PART, FieldMap(session="id"))
     assert (len(parts), why) == (1, "--map.session joins records of the whole input")
-    assert prepare.cut(inputs[2], PART, Map(session="id"))[1] == ""  # nothing could be cut
+    assert prepare.split_inputs(inputs[2], PART, FieldMap(session="id"))[1] == ""  # nothing could be cut
     os.mkfifo(tmp_path / "pipe")
-    [part], why = prepare.cut([*inputs, str(tmp_path / "pipe")], PART)
+    [part], why = prepare.split_inputs([*inputs, str(tmp_path / "pipe")], PART)
     assert why == "what comes through a pipe can be read once"
     assert "part-00000" in str(part)
-    account = make(tmp_path / "o", inputs[:1], map=Map(session="id"))
+    account = make(tmp_path / "o", inputs[:1], map=FieldMap(session="id"))
     assert "parts    1: --map.session joins records of the whole input" in account.lines()
 
 
@@ -297,7 +300,7 @@ def test_whole_files_are_put_together_until_a_part_is_full(tmp_path):
     for name, size in zip("abcd", (400, 500, 2000, 100), strict=True):
         (tmp_path / f"{name}.json").write_text("[" + record(0, None, size) + "]")
     (tmp_path / "e.json").write_bytes(b"")
-    parts, _ = prepare.cut([str(tmp_path / f"{name}.json") for name in "abced"], 1300)
+    parts, _ = prepare.split_inputs([str(tmp_path / f"{name}.json") for name in "abced"], 1300)
     assert [[place.path[-6] for place in part.places] for part in parts] == [["a", "b"], ["c", "e"], ["d"]]
     assert [part.index for part in parts] == [0, 1, 2]
 
@@ -308,12 +311,12 @@ def test_whole_files_are_put_together_until_a_part_is_full(tmp_path):
 @pytest.fixture
 def job(example, tmp_path):
     (tmp_path / "o").mkdir()
-    return Job("t", str(example / "model"), str(tmp_path / "o"), Data(on_error="skip"), Map(), 8)
+    return Job("t", str(example / "model"), str(tmp_path / "o"), Data(on_error="skip"), FieldMap(), 8)
 
 
 def test_a_part_whose_process_was_killed_is_done_again(make, inputs, job, tmp_path, monkeypatch):
     make(tmp_path / "one", data=Data(on_error="skip"))
-    parts, _ = prepare.cut(inputs, PART)
+    parts, _ = prepare.split_inputs(inputs, PART)
     killed = []
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
 
@@ -333,7 +336,7 @@ def test_a_part_whose_process_was_killed_is_done_again(make, inputs, job, tmp_pa
 
 @pytest.mark.nightly
 def test_a_part_whose_processes_are_all_killed_is_named(inputs, job):
-    parts, _ = prepare.cut(inputs, PART)
+    parts, _ = prepare.split_inputs(inputs, PART)
     killed = []
 
     def say(part, taken, records):
@@ -343,11 +346,11 @@ def test_a_part_whose_processes_are_all_killed_is_named(inputs, job):
 
     with Workers(job, 2, say=say) as pool, pytest.raises(TracegradError, match=r"part-00001 .*by signal 9, 3 times"):
         list(pool.records(parts))
-    assert len(set(killed)) == MOST_LOST + 1
+    assert len(set(killed)) == MAX_RETRIES + 1
 
 
 def test_all_processes_end_with_the_one_that_asks(inputs, job):
-    parts, _ = prepare.cut(inputs, PART)
+    parts, _ = prepare.split_inputs(inputs, PART)
 
     def say(part, taken, records):
         handles = Path(f"/proc/{pool.doing(part)}/fd")
@@ -370,7 +373,7 @@ def test_a_process_that_nobody_asks_any_more_ends_and_holds_the_lock_so_long(job
         process = subprocess.Popen([sys.executable, "-c", code, str(theirs.fileno())], **told)
     theirs.close()
     ours.send(job)
-    ours.send(prepare.cut(inputs, PART)[0][1])
+    ours.send(prepare.split_inputs(inputs, PART)[0][1])
     assert ours.recv()[0] == "begun"
     process.send_signal(signal.SIGINT)  # as a terminal sends it to all of them: it is for the one that asks
     while (said := ours.recv())[0] == "far":
@@ -431,7 +434,7 @@ def test_the_parts_behind_one_with_an_error_are_left(make, tmp_path, inputs):
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(FormatError, match=r"TG-FORMAT-033.*bad\.jsonl:1"):
         make(tmp_path / "o", str(path), Data(), part_bytes=PART // 8, workers=2)
-    parts, _ = prepare.cut(str(path), PART // 8)
+    parts, _ = prepare.split_inputs(str(path), PART // 8)
     assert len(list((tmp_path / "o").glob("part-*.json"))) < len(parts) - 2
 
 
@@ -485,7 +488,7 @@ def test_a_shard_by_a_name_that_no_file_can_have_is_refused(make, tmp_path, name
 
 def test_a_shard_is_a_function_of_its_records(example, inputs, tmp_path):
     model = example / "model"
-    parts, _ = prepare.cut(inputs, PART)
+    parts, _ = prepare.split_inputs(inputs, PART)
     for index, part in enumerate(parts):
         prepare.shard(part, model, data=Data(on_error="skip"), out=tmp_path / "o" / f"shard-{index:05d}")
     manifest.seal(tmp_path / "o")
@@ -495,7 +498,7 @@ def test_a_shard_is_a_function_of_its_records(example, inputs, tmp_path):
     by_name = prepare.shard(inputs[1], str(model))
     assert prepare.shard(some, tg.Tokenizer.from_pretrained(model)).ids.tolist() == by_name.ids.tolist()
     dicts = [trace.to_dict() for trace in some]
-    assert prepare.shard(dicts, model, map=Map(id="id")).trace_ids == by_name.trace_ids
+    assert prepare.shard(dicts, model, map=FieldMap(id="id")).trace_ids == by_name.trace_ids
 
 
 def test_records_without_an_id_are_not_written_as_a_shard(example, tmp_path):

@@ -20,7 +20,7 @@ import pytest
 import tracegrad as tg
 from doc_blocks import blocks
 from tracegrad import prepare
-from tracegrad.config import Data, Map
+from tracegrad.config import Data, FieldMap
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
 from tracegrad.prepare import ray_backend
 from tracegrad.prepare.part import Job
@@ -118,9 +118,9 @@ def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, ex
     """What an actor does, without a cluster: it goes to the folder of the one that asks."""
     monkeypatch.chdir(tmp_path)
     make("one")
-    parts, _ = prepare.cut(str(tmp_path / "t.jsonl"), 40_000)
+    parts, _ = prepare.split_inputs(str(tmp_path / "t.jsonl"), 40_000)
     (tmp_path / "two").mkdir()
-    told = ("t.jsonl", str(example / "model"), str(tmp_path / "two"), Data(), Map(), 8)
+    told = ("t.jsonl", str(example / "model"), str(tmp_path / "two"), Data(), FieldMap(), 8)
     rows = [ray_backend._serialize((Job(*told), part, str(tmp_path))) for part in parts]
     actor = ray_backend.Preparer()
     found = [ray_backend._deserialize(outcome) for outcome in actor({"part": rows})["outcome"]]
@@ -137,8 +137,8 @@ def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, examp
     (tmp_path / "model").symlink_to(example / "model")
     monkeypatch.chdir(tmp_path)
     prepare.prepare("t.jsonl", Path("model"), Data(), "one", shard_traces=8, part_bytes=40_000)
-    [part, *_], _ = prepare.cut("t.jsonl", 40_000)
-    row = ray_backend._serialize((Job("t.jsonl", "model", "two", Data(), Map(), 8), part, str(tmp_path)))
+    [part, *_], _ = prepare.split_inputs("t.jsonl", 40_000)
+    row = ray_backend._serialize((Job("t.jsonl", "model", "two", Data(), FieldMap(), 8), part, str(tmp_path)))
     (tmp_path / "two").mkdir()
     monkeypatch.chdir("/")
     [(_, record)] = map(ray_backend._deserialize, ray_backend.Preparer()({"part": [row]})["outcome"])

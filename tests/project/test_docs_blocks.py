@@ -17,7 +17,7 @@ import tracegrad as tg
 from doc_blocks import PAGES, ROOT, blocks, commands, indented
 from tracegrad import config, objective
 from tracegrad.cli import _parse, main
-from tracegrad.online import Online, Play
+from tracegrad.online import OnlineConfig, RolloutConfig
 
 EXAMPLE = ROOT / "examples" / "quickstart"
 NOT_RUN = {"README.md": 1, "online.md": 2, "scaling.md": 2, "trainers.md": 4}
@@ -82,10 +82,10 @@ def given(text, known):
     """What one block takes as known beside that: a trainer's arguments, another micro-batch, arrays of its shape."""
     names = {}
     if "OffPolicy.of" in text:
-        from tracegrad.metrics import OffPolicy
+        from tracegrad.metrics import OffPolicySums
 
         arrays = {name: known[name] for name in ("trace", "weight", "turn", "lag")}
-        names |= {"OffPolicy": OffPolicy, "there": OffPolicy.of(known["old"], known["rollout"], **arrays)}
+        names |= {"OffPolicy": OffPolicySums, "there": OffPolicySums.of(known["old"], known["rollout"], **arrays)}
     if "Trainer(" in text:
         names |= _trainers(text)
     return names
@@ -185,8 +185,8 @@ OURS += [(block, words[words.index("-m") + 2 :]) for block, words in COMMANDS if
 def test_every_command_of_ours_is_one_that_the_parser_takes():
     known = (
         set(config.options())
-        | {f"online.{name}" for name in vars(Online())}
-        | {f"play.{name}" for name in vars(Play())}
+        | {f"online.{name}" for name in vars(OnlineConfig())}
+        | {f"play.{name}" for name in vars(RolloutConfig())}
     )
     for block, words in OURS:
         try:

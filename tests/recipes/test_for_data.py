@@ -8,7 +8,7 @@ import pytest
 import tracegrad as tg
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
-from tracegrad.recipes.recommendation import Measured, advise, for_data, measure
+from tracegrad.recipes.recommendation import Measurements, advise, for_data, measure
 
 TERMS = 40
 
@@ -48,7 +48,7 @@ def test_the_lag_is_of_the_middle_term_and_only_what_is_hot_beside_raw_logprobs_
     assert not measure(recorded(kind="raw", temperature=np.nan)).hot
 
 
-CLEAN = Measured(1000, 0.0, ("processed",), False, kl=0.001, outside=0.004, ess=0.98, lag=0.0)
+CLEAN = Measurements(1000, 0.0, ("processed",), False, kl=0.001, outside=0.004, ess=0.98, lag=0.0)
 RULES = [
     (CLEAN, "DAPO", "outside"),
     (replace(CLEAN, outside=0.02, ess=0.97), "DAPO", "up to 16 versions"),

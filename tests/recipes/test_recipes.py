@@ -12,7 +12,7 @@ from tracegrad.config import Advantage, Config, as_dict, load
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import override_all, presets
 from tracegrad.recipes import Recipe
-from tracegrad.recipes.recipe import named
+from tracegrad.recipes.recipe import objective_options
 
 NAMES = [name for name in recipes.__all__ if isinstance(getattr(recipes, name), Recipe)]
 
@@ -107,7 +107,7 @@ def test_what_a_recipe_may_hold_is_checked():
 
 
 def test_a_penalty_is_told_by_its_short_spelling():
-    assert named(presets.with_beta(presets.GSPO, 0.1)) == (("objective", "GSPO"), ("objective.beta", 0.1))
+    assert objective_options(presets.with_beta(presets.GSPO, 0.1)) == (("objective", "GSPO"), ("objective.beta", 0.1))
 
 
 def test_the_page_lists_every_recipe_with_its_paper():

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad._html import escape, visible
-from tracegrad.alignment.sequences import Drift, Sequences
+from tracegrad.alignment.sequences import AlignmentReport, Sequences
 from tracegrad.errors import ReadError
 from tracegrad.report import add_success, write_report
 from tracegrad.report.charts import Panel, _thinned, chart, curves
-from tracegrad.report.token_map import PerToken, examples
+from tracegrad.report.token_map import PerToken, select_examples
 
 HOSTILE = (
     "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;`\x00\u202e=https://evil.example/</style></details>"
@@ -275,7 +275,9 @@ def test_success_can_be_added_when_it_is_known(tmp_path):
 def test_tables_show_tiers_and_drift(tmp_path):
     s = sequences([5, 5, 5], [False, True, True])
     one = np.zeros(1, np.int32)
-    drift = Drift(np.zeros(1, np.uint8), one, one, one, one + 4, ("x",), ("R99 made_up",), recorded=2, exact=1)
+    drift = AlignmentReport(
+        np.zeros(1, np.uint8), one, one, one, one + 4, ("x",), ("R99 made_up",), recorded=2, exact=1
+    )
     found = page(tmp_path, replace(s, drift=drift))
     assert "R99 made_up114" in found.text
     assert "50 % of 2 recorded tokens" in found.text
@@ -356,7 +358,7 @@ ANY = st.text(max_size=40) | st.sampled_from([HOSTILE, "<!--success-->", "]]>", 
 def test_whatever_text_a_stranger_wrote_stays_text(tmp_path_factory, title, trace, group, reward, reason, pieces):
     s = sequences(range(len(pieces)), [False] + [True] * (len(pieces) - 1), rewards=[1.0], reward_names=(reward,))
     one = np.zeros(1, np.int32)
-    drift = Drift(np.zeros(1, np.uint8), one, one, one, one, (reason,), (reason,), recorded=2, exact=1)
+    drift = AlignmentReport(np.zeros(1, np.uint8), one, one, one, one, (reason,), (reason,), recorded=2, exact=1)
     s = replace(s, trace_ids=(trace,), group_names=(group,), drift=drift)
     tokens = SimpleNamespace(decode_bytes=lambda ids: pieces[ids[0]])
     path = tmp_path_factory.getbasetemp() / "any.html"
@@ -433,8 +435,8 @@ def test_examples_are_good_and_bad_ones_of_many_groups():
     s = sequences([5] * 6, [True] * 6, trace=range(6), cu=range(7), group=[0, 0, 0, 1, 1, 1])
     pulls, sign = [6.0, 5.0, 0.5, 4.0, 0.4, 0.3], [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
     values = PerToken.of(6, [terms(range(6), pulls, advantages=sign)])
-    assert [trace for trace, _ in examples(s, values, 4)] == [0, 3, 2, 4]
-    assert [trace for trace, _ in examples(s, values, 9)] == [0, 1, 3, 2, 4, 5]
+    assert [trace for trace, _ in select_examples(s, values, 4)] == [0, 3, 2, 4]
+    assert [trace for trace, _ in select_examples(s, values, 9)] == [0, 1, 3, 2, 4, 5]
 
 
 def test_the_page_says_what_the_run_was_told(tmp_path):

@@ -14,7 +14,7 @@ import torch
 
 from stand_in import until
 from tracegrad.errors import ArgumentError
-from tracegrad.rewards import Rewards, columns_of, rewards
+from tracegrad.rewards import Rewards, columns_of, compute_rewards
 
 CHAT = [[{"role": "user", "content": f"{n}+{n}?"}] for n in range(4)]
 ANSWERS = [
@@ -242,7 +242,7 @@ def test_what_a_function_started_ends_with_it(tmp_path):
         with subprocess.Popen(marker.split()):
             (tmp_path / "started").touch()
 
-    found = asyncio.run(rewards([starts], None, CHAT, ANSWERS, seconds=2))
+    found = asyncio.run(compute_rewards([starts], None, CHAT, ANSWERS, seconds=2))
     assert np.isnan(found).all()
     assert (tmp_path / "started").exists()
 
@@ -315,7 +315,10 @@ def test_functions_without_keywords_get_what_they_name():
     def short(completions):
         return [len(one) for one in completions]
 
-    assert asyncio.run(rewards([short], None, ["a"] * 2, ["b", "cc"], {"other": [1, 2]})).tolist() == [[1.0], [2.0]]
+    assert asyncio.run(compute_rewards([short], None, ["a"] * 2, ["b", "cc"], {"other": [1, 2]})).tolist() == [
+        [1.0],
+        [2.0],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -334,9 +337,9 @@ def test_a_column_does_not_take_the_place_of_what_functions_are_given():
     names = ("prompts", "completions", "log_metric", "log_extra", "trainer_state", "completion_ids")
     taken = {name: [9] for name in names}
     assert columns_of([taken, {"want": 1}]) == {"want": [None, 1]}
-    assert asyncio.run(rewards([right], None, ["q"], ["a"], {**taken})).tolist() == [[1.0]]
+    assert asyncio.run(compute_rewards([right], None, ["q"], ["a"], {**taken})).tolist() == [[1.0]]
 
 
 def test_columns_of_another_length_are_refused():
     with pytest.raises(ArgumentError, match=r"TG-REWARD-003.*right.*3.*4"):
-        asyncio.run(rewards([correct], None, CHAT, ANSWERS, {"right": ["0"] * 3}))
+        asyncio.run(compute_rewards([correct], None, CHAT, ANSWERS, {"right": ["0"] * 3}))

@@ -10,8 +10,8 @@ import pytest
 import tracegrad as tg
 from judge_group import GROUP, START, trajectory
 from tracegrad.errors import ArgumentError
-from tracegrad.rewards import Judge, Judged, Verdict
-from tracegrad.rewards.judge import Unusable, read
+from tracegrad.rewards import Judge, JudgeResult, JudgeVote
+from tracegrad.rewards.judge import UnusableAnswerError, parse_answer
 
 WORTH = {"alpha": 0.1, "beta": 0.4, "gamma": 0.9, "delta": 0.0}
 
@@ -230,11 +230,11 @@ def test_the_second_try_is_told_what_was_wrong():
     ],
 )
 def test_an_answer_is_read_in_fences_and_among_words(text):
-    assert read(text, 2)[0] == [0.25, 0.75]
-    assert read(json.dumps(json.loads(GOOD)["scores"]), 2)[0] == [0.25, 0.75]
-    assert read('{"scores": [{"id": 2, "score": 1}, {"id": 1, "score": 0}]}', 2)[0] == [0.0, 1.0]
-    with pytest.raises(Unusable):
-        read(text, 3)
+    assert parse_answer(text, 2)[0] == [0.25, 0.75]
+    assert parse_answer(json.dumps(json.loads(GOOD)["scores"]), 2)[0] == [0.25, 0.75]
+    assert parse_answer('{"scores": [{"id": 2, "score": 1}, {"id": 1, "score": 0}]}', 2)[0] == [0.0, 1.0]
+    with pytest.raises(UnusableAnswerError):
+        parse_answer(text, 3)
 
 
 OWN = answer(("1", 0.0), ("2", 1.0))
@@ -303,8 +303,8 @@ def test_a_recorded_verdict_that_is_broken_is_no_vote_and_the_others_are():
     broken = [{"scores": [0.5]}, {"scores": ["a"] * 4}, {"scores": [7] * 4}, {"shown": [[9]] * 4}, {"count": 3}]
     broken += [{"shown": None}, {"scores": [float("nan")] * 4}, {"shown": [[-5]] * 4}]
     for change in broken:
-        verdicts = [Verdict.from_dict({**whole, **change}), found.verdicts[1]]
-        assert Judged.of(verdicts, 4).scores.tolist() == [0.1, 0.4, 0.9, 0.0]
+        verdicts = [JudgeVote.from_dict({**whole, **change}), found.verdicts[1]]
+        assert JudgeResult.of(verdicts, 4).scores.tolist() == [0.1, 0.4, 0.9, 0.0]
 
 
 def test_messages_that_json_cannot_say_are_shown_as_text():
@@ -326,8 +326,8 @@ def test_verdicts_come_back_from_a_file_and_a_prompt_can_be_judged_again():
     kept = []
     model = Model()
     _, found = judged(model, votes=2, told=kept.append)
-    verdicts = [Verdict.from_dict(json.loads(json.dumps(one))) for one in kept]
-    again = Judged.of(verdicts, 4)
+    verdicts = [JudgeVote.from_dict(json.loads(json.dumps(one))) for one in kept]
+    again = JudgeResult.of(verdicts, 4)
     np.testing.assert_array_equal(again.scores, found.scores)
     np.testing.assert_array_equal(again.disagreement, found.disagreement)
     other = Judge(Model())

@@ -16,7 +16,7 @@ import pytest
 import tracegrad as tg
 from peak import PEAK
 from tracegrad.cli import main
-from tracegrad.rewards.recorded import Cache, _inputs, _split
+from tracegrad.rewards.recorded import ScoreCache, _inputs, _split
 
 
 def trace(number, **more):
@@ -70,7 +70,7 @@ def test_a_second_run_scores_only_what_is_new(tmp_path, functions, capsys):
     assert functions() == 4
     # A function that was changed is asked again.
     (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "\nx = 1\n")
-    done = tg.rewards.recorded(tg.read(path), _right(tmp_path), cache=tmp_path / "s.jsonl.scores")
+    done = tg.rewards.score_traces(tg.read(path), _right(tmp_path), cache=tmp_path / "s.jsonl.scores")
     assert done.cached == 0
 
 
@@ -135,7 +135,7 @@ def test_a_line_of_the_cache_that_is_no_answer_is_scored_anew(tmp_path, function
 
     for score in (
         lambda: tg.rewards(traces, _right(tmp_path), cache=tmp_path / "c"),
-        lambda: asyncio.run(tg.rewards.judged(traces, even, cache=tmp_path / "c")),
+        lambda: asyncio.run(tg.rewards.judge_traces(traces, even, cache=tmp_path / "c")),
     ):
         first = score()
         [key] = [json.loads(each)["key"] for each in (tmp_path / "c").read_text().splitlines()]
@@ -160,7 +160,7 @@ def test_an_odd_score_in_a_cache_is_none_and_the_others_stay(tmp_path, functions
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}]}
 
     def judge():
-        return asyncio.run(tg.rewards.judged(traces, even, votes=1, cache=tmp_path / "c"))
+        return asyncio.run(tg.rewards.judge_traces(traces, even, votes=1, cache=tmp_path / "c"))
 
     first = judge()
     lines = (tmp_path / "c").read_text().splitlines()
@@ -220,13 +220,13 @@ def test_what_cannot_be_scored_is_said(tmp_path, functions, capsys, flags, says)
 
 def test_a_cache_with_a_line_that_was_cut_is_read_and_added_to(tmp_path):
     path = tmp_path / "c"
-    Cache(path).put("a", [1])
+    ScoreCache(path).put("a", [1])
     with path.open("a") as file:
         file.write('{"key": "b", "val')
-    cache = Cache(path)
+    cache = ScoreCache(path)
     assert (cache.get("a"), cache.get("b")) == ([1], None)
     cache.put("b", 2)
-    assert (Cache(path).get("a"), Cache(path).get("b")) == ([1], 2)
+    assert (ScoreCache(path).get("a"), ScoreCache(path).get("b")) == ([1], 2)
 
 
 # --- a judge ---
@@ -292,7 +292,7 @@ def test_two_orders_that_disagree_are_told():
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}]}
 
     records = [{**trace(number), "group": "g"} for number in range(8)]
-    done = asyncio.run(tg.rewards.judged(tg.Traces.from_records(records), first_wins, votes=2))
+    done = asyncio.run(tg.rewards.judge_traces(tg.Traces.from_records(records), first_wins, votes=2))
     assert 0.1 < done.agreement < 0.9
     assert done.unscored == 0
 
@@ -304,7 +304,7 @@ def test_a_count_of_tokens_that_is_none_is_not_counted(count):
         usage = {"prompt_tokens": count, "completion_tokens": 3}
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}], "usage": usage}
 
-    done = asyncio.run(tg.rewards.judged(tg.Traces.from_records([trace(0), trace(1)]), odd, votes=1))
+    done = asyncio.run(tg.rewards.judge_traces(tg.Traces.from_records([trace(0), trace(1)]), odd, votes=1))
     assert (done.prompt_tokens, done.completion_tokens, done.unscored) == (0, 3, 0)
     assert done.cost((1.0, 10.0)) == 30e-6
 
@@ -315,7 +315,7 @@ def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):
 
     traces = tg.Traces.from_records([trace(0), trace(1)])
     for _ in range(2):
-        done = asyncio.run(tg.rewards.judged(traces, mute, votes=1, cache=tmp_path / "c"))
+        done = asyncio.run(tg.rewards.judge_traces(traces, mute, votes=1, cache=tmp_path / "c"))
         assert (done.unscored, done.cached, done.counts["judge: unusable"]) == (2, 0, 1)
         assert done.failures["judge: unusable"].words.startswith("<records>:1, group 'g0': there is no JSON")
 
@@ -363,7 +363,7 @@ def test_an_error_of_the_input_is_not_one_of_the_temporary_file_which_is_closed(
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error") as raised:
-        tg.rewards.Spool(parts())
+        tg.rewards.SpillFile(parts())
     assert not isinstance(raised.value, tg.TracegradError)
     assert opened[0].closed
 

@@ -79,8 +79,8 @@ def test_an_environment_of_verifiers_plays_and_trains(request, served, tmp_path)
         agent=agent,
         objective=tg.presets.DAPO_DIRECT,
         config=tg.config.Config(pack=tg.config.Pack(step_groups=2), optimizer=tg.config.Optimizer(lr=4e-4)),
-        online=tg.online.Online(steps=1, steps_ahead=0),
-        play=tg.online.Play(samples=4, max_tokens=48),
+        online=tg.online.OnlineConfig(steps=1, steps_ahead=0),
+        play=tg.online.RolloutConfig(samples=4, max_tokens=48),
         servers=[served],
         out=tmp_path / "out",
     )

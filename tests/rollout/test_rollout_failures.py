@@ -12,7 +12,7 @@ import pytest
 from shop_contracts import read, run
 from stand_in import Scripted, always, until
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout import Environment, Limits, one_turn, play, prompt_of
+from tracegrad.rollout import Environment, Limits, one_turn, prompt_of, run_rollout
 
 
 def explode(task, prompt, completion):
@@ -158,7 +158,7 @@ def test_a_cancelled_play_cancels_what_it_plays(example):
             seen.append("ended")
 
     async def main():
-        playing = asyncio.ensure_future(play(contract, "?", chat=None))
+        playing = asyncio.ensure_future(run_rollout(contract, "?", chat=None))
         await until(lambda: seen)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -231,7 +231,7 @@ def test_a_contract_that_is_let_go_closes_what_it_holds_before_its_loop_ends():
             closed.append(task)
 
     async def main():
-        playing = asyncio.create_task(play(agent, "q", chat=None))
+        playing = asyncio.create_task(run_rollout(agent, "q", chat=None))
         await until(lambda: begun)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)

@@ -14,7 +14,7 @@ import tracegrad as tg
 from policy_server import MODEL
 from stand_in import until
 from tracegrad.errors import ArgumentError, ServerError
-from tracegrad.online import Online
+from tracegrad.online import OnlineConfig
 from tracegrad.rollout.in_process import Engine
 
 
@@ -131,6 +131,6 @@ def test_what_does_not_fit_an_engine_in_this_process_is_refused(tmp_path, monkey
     told = {"rewards": [lambda prompts, completions: [0.0] * len(prompts)], "servers": "in-process"}
     monkeypatch.setitem(sys.modules, "vllm", None)  # not installed
     with pytest.raises(ArgumentError, match="TG-ROLLOUT-016"):
-        tg.online.train(MODEL, ["a"], **told, online=Online(), out=tmp_path / "a")
+        tg.online.train(MODEL, ["a"], **told, online=OnlineConfig(), out=tmp_path / "a")
     with pytest.raises(ArgumentError, match="TG-ONLINE-038"):
-        tg.online.train(MODEL, ["a"], **told, python="python3", online=Online(), out=tmp_path / "b")
+        tg.online.train(MODEL, ["a"], **told, python="python3", online=OnlineConfig(), out=tmp_path / "b")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.online import Online, Play, servers
+from tracegrad.online import OnlineConfig, RolloutConfig, servers
 from tracegrad.rollout import launch, progress
 
 # A stand-in for vLLM's module: it starts a child as vLLM does its engine, answers /health, and does not end when told.
@@ -67,7 +67,7 @@ def test_a_launched_server_is_stopped_with_its_engine_though_it_will_not_end(fak
         assert launched.url.startswith("http://127.0.0.1:")
         running = pids.read_text().split()
         with pytest.raises(ArgumentError, match="TG-ROLLOUT-024"):
-            launch.Launched(model=pids, port=int(launched.url.rsplit(":", 1)[1]), **fake)
+            launch.ServerProcess(model=pids, port=int(launched.url.rsplit(":", 1)[1]), **fake)
     assert gone(running)
 
 
@@ -76,7 +76,7 @@ def test_a_server_of_a_run_asks_for_a_token_that_only_its_environment_holds(fake
     keys = []
     for given in (None, None, "the user's own"):
         out, pids = tmp_path / f"run-{len(keys)}", tmp_path / f"pids-{len(keys)}"
-        told = servers.served(pids, [], given, sys.executable, {}, Online(), Play(), out, print)
+        told = servers.open_servers(pids, [], given, sys.executable, {}, OnlineConfig(), RolloutConfig(), out, print)
         with told as (pool, _, _):
             keys.append(pool().key)
             [server, _] = pids.read_text().split()

@@ -24,7 +24,7 @@ from malformed_answers import (
 )
 from proxied import QUESTION, driven
 from tracegrad.rollout import responses
-from tracegrad.rollout.proxy import ROADS, Added, Events, MalformedAnswer
+from tracegrad.rollout.proxy import ENDPOINTS, AddedFields, EventStream, MalformedAnswer
 from tracegrad.rollout.proxy_journal import Journal
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -105,7 +105,7 @@ def errors(stream):
     return found, bool(told) and b'"error"' in told[-1]
 
 
-@pytest.mark.parametrize("path", list(ROADS))
+@pytest.mark.parametrize("path", list(ENDPOINTS))
 def test_a_malformed_chunk_is_an_error_event_and_what_came_before_it_is_recorded(example, path, tmp_path, capfd):
     cases = MALFORMED[path]
 
@@ -136,7 +136,7 @@ def test_a_malformed_chunk_is_an_error_event_and_what_came_before_it_is_recorded
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("path", list(ROADS))
+@pytest.mark.parametrize("path", list(ENDPOINTS))
 def test_a_malformed_whole_answer_is_an_error_and_is_not_recorded(example, path, capfd):
     cases = [one if isinstance(one, bytes) else whole_of(one) if path == CHAT else one for one in MALFORMED[path]]
     if path in (CHAT, COMPLETIONS):
@@ -272,7 +272,7 @@ def test_odd_requests_are_refused_or_passed_on_and_spoil_no_record(example, capf
 
 
 def test_a_large_event_in_small_pieces_takes_linear_time():
-    events = Events(Added({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
+    events = EventStream(AddedFields({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     data = event(chunk(delta={"content": "y" * 20_000_000}))
     pieces = [data[at : at + 4096] for at in range(0, len(data), 4096)]
     out = b"".join(b"".join(events.passed(piece)) for piece in pieces)
@@ -282,14 +282,14 @@ def test_a_large_event_in_small_pieces_takes_linear_time():
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_events_are_found_however_their_bytes_come(cut):
     data = b"data: {}\n\ndata: {}\r\n\r\n: x\r\n\r\ndata: [DONE]\n\n"
-    events = Events(Added({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
+    events = EventStream(AddedFields({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     passed = [one for at in range(0, len(data), cut) for one in events.passed(data[at : at + cut])]
     assert passed == [b"data: {}\n\n", b"data: {}\r\n\r\n", b": x\r\n\r\n", b"data: [DONE]\n\n"]
     assert events.ended() == b""
 
 
 def test_a_malformed_end_is_malformed_too():
-    events = Events(Added({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
+    events = EventStream(AddedFields({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     assert list(events.passed(b"data: 5")) == []
     with pytest.raises(MalformedAnswer, match="not a JSON object: '5'"):
         events.ended()

@@ -11,7 +11,7 @@ import task as clerk
 import tracegrad as tg
 from shop_contracts import Clerk, TrlShop, correct, read, run, shop_tools
 from stand_in import Scripted, always, good_clerk, prompts
-from tracegrad.rollout import Limits, one_turn, play, prompt_of, trl_environment, with_tools
+from tracegrad.rollout import Limits, one_turn, prompt_of, run_rollout, trl_environment, with_tools
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_instances_made_for_trl_are_used_again_but_not_after_a_failure(example, 
 
     async def main():
         for row in (task, task, {"prompt": order.messages()}, task):
-            played = await play(contract, row, chat=stand_in.chat)
+            played = await run_rollout(contract, row, chat=stand_in.chat)
             assert (played.error is None) == ("question" in row)
 
     asyncio.run(main())

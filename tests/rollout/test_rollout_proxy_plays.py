@@ -12,7 +12,7 @@ import tracegrad as tg
 from proxied import KEY, QUESTION, driven
 from stand_in import Scripted, Served, always, good_clerk, prompts
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout import Limits, play
+from tracegrad.rollout import Limits, run_rollout
 from tracegrad.rollout.client import Servers
 from tracegrad.rollout.proxy import Proxy
 
@@ -37,7 +37,7 @@ def test_an_agent_that_only_has_a_base_url_is_played(example):
     [prompt] = prompts(1, "price")
 
     async def test(bench):
-        played = await play(agent, {"question": prompt}, chat=None, proxy=bench.proxy, id="t", group="g")
+        played = await run_rollout(agent, {"question": prompt}, chat=None, proxy=bench.proxy, id="t", group="g")
         assert played.error is None
         traces = tg.Traces.from_records([played.record])
         sequences = tg.align(traces, bench.scripted.tokenizer)
@@ -55,7 +55,7 @@ def test_a_limit_of_turns_holds_at_the_address_too(example):
                 await client.chat.completions.create(model="any", messages=QUESTION["messages"])
 
     async def test(bench):
-        played = await play(chatty, "?", chat=None, proxy=bench.proxy, limits=Limits(turns=3, tokens=1000))
+        played = await run_rollout(chatty, "?", chat=None, proxy=bench.proxy, limits=Limits(turns=3, tokens=1000))
         assert (played.ended, played.record["reward"], len(played.record["calls"])) == ("turns", None, 3)
         assert "has had its 3 turns" in played.error
         assert bench.scripted.seen[0]["max_tokens"] == 1000
@@ -71,7 +71,7 @@ def test_a_reward_posted_to_the_address_counts_where_the_contract_gives_none(exa
             assert (await client.post(url, json={"rewards": {"right": 1}})).status == 200
 
     async def test(bench):
-        played = await play(posting, "?", chat=None, proxy=bench.proxy)
+        played = await run_rollout(posting, "?", chat=None, proxy=bench.proxy)
         assert played.record["rewards"] == {"right": 1.0}
         assert bench.proxy._seats == {}
 

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from stand_in import CHAT, StandIn, drop, hang, until
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.client import ServerError, Servers, checked_url
+from tracegrad.rollout.client import ServerError, Servers, normalize_url
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "vllm_xargs": {"a": [1, None]}}
 FAST = {"model": "clerk", "probe_s": 0.05, "timeout_s": 60.0, "connect_s": 30.0}
@@ -309,7 +309,7 @@ def test_each_asks_every_server_once_and_tells_what_each_said():
 )
 def test_urls_are_checked(url, said):
     with pytest.raises(ArgumentError, match=said):
-        checked_url(url)
+        normalize_url(url)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_urls_are_checked(url, said):
 )
 def test_a_url_that_is_refused_is_named_without_its_secret(url):
     with pytest.raises(ArgumentError) as raised:
-        checked_url(url)
+        normalize_url(url)
     assert "geheim" not in str(raised.value)
 
 

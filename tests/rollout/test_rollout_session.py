@@ -10,7 +10,7 @@ import tracegrad as tg
 from stand_in import Scripted, always, good_clerk, prompts
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout import LimitReached, Limits, NoAnswer, Policy, Session
-from tracegrad.rollout.session import COMPLETIONS, known
+from tracegrad.rollout.session import COMPLETIONS, reward_value
 
 
 def answer(text="4", ids=(19, 2)):
@@ -106,12 +106,12 @@ def test_calls_without_ids_are_counted():
 @pytest.mark.parametrize("value", ["1.0", float("inf"), [1.0], object()])
 def test_what_is_no_reward_is_refused(value):
     with pytest.raises(ArgumentError, match="TG-ROLLOUT-038"):
-        known(value)
+        reward_value(value)
 
 
 def test_numpy_numbers_are_rewards():
-    assert known(np.float32(0.5)) == 0.5
-    assert known(np.bool_(True)) == 1.0
+    assert reward_value(np.float32(0.5)) == 0.5
+    assert reward_value(np.bool_(True)) == 1.0
 
 
 def policy(stand_in, **limits):

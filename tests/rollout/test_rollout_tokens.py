@@ -12,8 +12,8 @@ import tracegrad as tg
 from shop_contracts import read, shop_tools
 from stand_in import END, StandIn, good_clerk, prompts
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Play
-from tracegrad.rollout import Limits, NoAnswer, one_turn, play, with_tools
+from tracegrad.online import RolloutConfig
+from tracegrad.rollout import Limits, NoAnswer, one_turn, run_rollout, with_tools
 from tracegrad.rollout.client import Servers
 from tracegrad.rollout.token_client import DERENDER, GENERATE, Tokens, sampling_params
 
@@ -80,7 +80,7 @@ def played(policy, contract, task, by="tokens", **options):
     async def run():
         async with StandIn(policy) as server, Servers([server.url], model="clerk", retries=0) as servers:
             chat = Tokens(servers, policy.tokenizer) if by == "tokens" else servers.chat
-            return await play(contract, task, chat=chat, **options)
+            return await run_rollout(contract, task, chat=chat, **options)
 
     return asyncio.run(run())
 
@@ -245,4 +245,4 @@ def test_limits_hold_on_the_road_of_tokens_too(policy, order):
 
 def test_a_run_that_asks_for_neither_road_is_refused():
     with pytest.raises(ArgumentError, match="TG-ONLINE-021"):
-        Play(ids="token")  # type: ignore[arg-type]
+        RolloutConfig(ids="token")  # type: ignore[arg-type]

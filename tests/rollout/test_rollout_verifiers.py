@@ -11,7 +11,7 @@ import pytest
 import tracegrad as tg
 from stand_in import until
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout import Limits, play
+from tracegrad.rollout import Limits, run_rollout
 
 PACKAGE = """
 import contextlib, json, os, sys, asyncio
@@ -99,7 +99,7 @@ class Address:
 def played(contract, tasks, seconds=120.0):
     async def main():
         limits = Limits(seconds=seconds)
-        plays = (play(contract, task, chat=None, proxy=Address(), limits=limits) for task in tasks)
+        plays = (run_rollout(contract, task, chat=None, proxy=Address(), limits=limits) for task in tasks)
         return await asyncio.gather(*plays)
 
     return asyncio.run(main())
@@ -128,7 +128,7 @@ def test_an_episode_that_takes_too_long_is_told_to_end(made, tmp_path):
     async def main():
         contract = made()
         await contract({"task": 0}, SimpleNamespace(base_url="http://127.0.0.1:9", key="a key"))  # it has begun
-        late = await play(contract, {"task": 2}, chat=None, proxy=Address(), limits=Limits(seconds=3.0))
+        late = await run_rollout(contract, {"task": 2}, chat=None, proxy=Address(), limits=Limits(seconds=3.0))
         await until((tmp_path / "cancelled").exists)
         return late
 
@@ -138,8 +138,8 @@ def test_an_episode_that_takes_too_long_is_told_to_end(made, tmp_path):
 def test_a_process_that_ends_fails_what_it_played_and_is_started_again(made):
     async def main():
         contract = made()
-        one = await play(contract, {"task": 3}, chat=None, proxy=Address(), limits=Limits(seconds=120))
-        two = await play(contract, {"task": 0}, chat=None, proxy=Address(), limits=Limits(seconds=120))
+        one = await run_rollout(contract, {"task": 3}, chat=None, proxy=Address(), limits=Limits(seconds=120))
+        two = await run_rollout(contract, {"task": 0}, chat=None, proxy=Address(), limits=Limits(seconds=120))
         return one, two
 
     one, two = asyncio.run(main())

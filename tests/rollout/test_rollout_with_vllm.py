@@ -19,7 +19,7 @@ import tracegrad as tg
 from judge_group import GROUP
 from shop_contracts import Clerk, TrlShop, correct, shop_tools
 from tracegrad.rewards import Judge
-from tracegrad.rollout import Limits, play, trl_environment, with_tools
+from tracegrad.rollout import Limits, run_rollout, trl_environment, with_tools
 from tracegrad.rollout.client import Servers
 from tracegrad.rollout.proxy import Proxy
 from tracegrad.weight_sync import File
@@ -141,7 +141,7 @@ def played(server):
             options = {"chat": servers.chat, "proxy": proxy, "limits": Limits(turns=4, seconds=300)}
             options |= {"sampling": SAMPLING, "version": lambda: 5}
             jobs = [
-                play(
+                run_rollout(
                     contract, {"prompt": one.messages(), "question": one}, id=f"{road}-{n}-{k}", group=f"{n}", **options
                 )
                 for road, contract in ROADS.items()

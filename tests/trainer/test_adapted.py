@@ -23,8 +23,8 @@ from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, ReadError, ServerError
 from tracegrad.objective import presets, with_kl
 from tracegrad.trainer.lora import load_model, merge_adapters
-from tracegrad.trainer.resource_estimate import forecast
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.resource_estimate import estimate_resources
+from tracegrad.trainer.steps import TrainingData
 from training_runs import assert_same, told
 
 LORA = {"train__epochs": 1, "optimizer__lr": 5e-2}
@@ -119,7 +119,7 @@ def test_new_adapters_on_adapters_are_refused_with_both_ways_on(trained, traces,
 
 
 def test_a_dry_run_counts_the_adapters_of_a_checkpoint(trained, traces):
-    found = forecast(trained, told(), Feed.of(traces, presets.DAPO, told()), 1)
+    found = estimate_resources(trained, told(), TrainingData.of(traces, presets.DAPO, told()), 1)
     assert found.trained == sum(value.numel() for value in load_file(trained / "adapter_model.safetensors").values())
 
 
@@ -134,8 +134,8 @@ def test_an_online_run_starts_from_adapters(tmp_path):
     plain = config.update(chosen, [("train.lora_rank", 0)])
     options = {"objective": presets.DAPO_DIRECT, "agent": agent, "sinks": (), "say": lambda _: None}
     how = {
-        "online": online.Online(steps=2, steps_ahead=0, refill=1),
-        "play": online.Play(samples=4, max_tokens=12, turns=1),
+        "online": online.OnlineConfig(steps=2, steps_ahead=0, refill=1),
+        "play": online.RolloutConfig(samples=4, max_tokens=12, turns=1),
     }
     first = {**options, "config": chosen, **how, "out": tmp_path / "first"}
     more = {**options, "config": plain, **how, "out": tmp_path / "more"}
@@ -157,7 +157,7 @@ def test_a_server_that_is_started_for_adapters_is_given_the_model_below_them_and
     how = {
         "python": str(python),
         "config": PLAYED,
-        "online": online.Online(steps=1, sync="lora"),
+        "online": online.OnlineConfig(steps=1, sync="lora"),
         "out": tmp_path / "o",
     }
     with pytest.raises(ServerError):

@@ -210,7 +210,7 @@ def sealed_anew(path):
         n: [w.bytes, f"{w.crc32:08x}"]
         for n, w in checkpoint._measure_files(folder, checkpoint._list_files(folder)).items()
     }
-    (folder / "progress.json").write_text(json.dumps(checkpoint.sealed(said)))
+    (folder / "progress.json").write_text(json.dumps(checkpoint.with_checksum(said)))
 
 
 def header(file):
@@ -287,7 +287,7 @@ def test_a_random_state_of_a_wrong_size_is_refused_before_one_is_set(run, name, 
     sealed_anew(path)
     before = (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())  # noqa: NPY002
     with pytest.raises((ValueError, KeyError)):
-        checkpoint.set_random(file)
+        checkpoint.restore_random(file)
     assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before  # noqa: NPY002
     with pytest.raises(ReadError, match="TG-TRAIN-015"):
         resume(path)
@@ -337,7 +337,7 @@ def test_forged_words_are_refused(run, file, place, value):
     for name in place[:-1]:
         node = node[name]
     node[place[-1]] = value
-    there.write_text(json.dumps(checkpoint.sealed(told) if file == "progress.json" else told))
+    there.write_text(json.dumps(checkpoint.with_checksum(told) if file == "progress.json" else told))
     if file != "progress.json":
         sealed_anew(path)
     with pytest.raises(ReadError, match=r"damaged|format") as raised:
@@ -348,7 +348,7 @@ def test_forged_words_are_refused(run, file, place, value):
 def test_terms_for_the_report_come_back_and_other_arrays_are_refused(run, tmp_path):
     model, optimizer, tmp = run
     columns = {name: np.arange(2).astype(kind) for name, kind in result._COLUMNS.items()}
-    terms = [result.TermRecord(step, **columns) for step in (1, 3)]
+    terms = [result.TokenRecord(step, **columns) for step in (1, 3)]
     path = checkpoint.save(tmp / "out", model, optimizer, PROGRESS, tokenizer=None, keep=1, terms=terms)
     back = checkpoint.read_terms(path, Ranks())
     assert [term.step for term in back] == [1, 3]

@@ -7,14 +7,14 @@ import torch
 
 from peer_code import trl_loss_of, trl_trainer
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Adapt, Entropy, presets
-from tracegrad.trainer.optim import Control
+from tracegrad.objective import AdaptiveEntropy, EntropyBonus, presets
+from tracegrad.trainer.optim import EntropyController
 
-ADAPT = Adapt(target=0.5, delta=0.1, low=0.05, high=0.3)
+ADAPT = AdaptiveEntropy(target=0.5, delta=0.1, low=0.05, high=0.3)
 
 
 def control(coef=0.1, adapt=ADAPT):
-    return Control(replace(presets.DAPO, entropy=Entropy(coef, gated=False, adapt=adapt)))
+    return EntropyController(replace(presets.DAPO, entropy=EntropyBonus(coef, gated=False, adapt=adapt)))
 
 
 def test_the_coefficient_rises_below_the_target_and_falls_above_it_within_its_bounds():
@@ -36,7 +36,7 @@ def test_the_bonus_applies_only_after_a_step_at_or_below_the_target():
 
 
 def test_a_gated_bonus_looks_at_kept_terms_alone():
-    seen = Control(replace(presets.DAPO, entropy=Entropy(0.1, gated=True, adapt=ADAPT)))
+    seen = EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, gated=True, adapt=ADAPT)))
     seen.update([0.2, 9.0], [True, False])
     assert seen.last == 0.2
     seen.update([0.2, 9.0], [False, False])
@@ -48,7 +48,7 @@ def test_a_fixed_bonus_and_none_stay_as_they_are():
     fixed.update(0.1)
     assert fixed.applied() is fixed.objective
     assert fixed.state() == {}
-    assert Control(presets.DAPO).applied() is presets.DAPO
+    assert EntropyController(presets.DAPO).applied() is presets.DAPO
 
 
 def test_a_state_goes_through_a_checkpoint():
@@ -60,7 +60,7 @@ def test_a_state_goes_through_a_checkpoint():
 
 def test_a_bonus_of_zero_that_cannot_rise_is_refused():
     with pytest.raises(ArgumentError, match=r"TG-ARGS-013.*coefficient.*0.*does.*adapt"):
-        Entropy(0.0, gated=False)
+        EntropyBonus(0.0, gated=False)
 
 
 def test_the_controller_is_that_of_trl():

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tiny import sampled, tiny_model
-from tracegrad.objective import Adapt, Entropy, Objective, Penalty, Ratio, Reduce, presets, with_kl
+from tracegrad.objective import AdaptiveEntropy, EntropyBonus, Objective, Penalty, Ratio, Reduce, presets, with_kl
 from training_runs import SignalAfter, assert_same, run
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
@@ -48,7 +48,9 @@ def test_a_preset_trains_and_its_gradient_does_not_depend_on_the_cut(traces, tmp
 def test_a_bonus_and_penalties_with_their_own_denominators_train_too(traces, tmp_path):
     per_trace = Reduce("trace", "mean")
     penalty = Penalty(Ratio("theta", "ref"), "k3", 0.1, gated=False, weighted=False, reduce=per_trace)
-    objective = replace(presets.DAPO, penalties=(penalty,), entropy=Entropy(0.5, gated=False, reduce=Reduce("token")))
+    objective = replace(
+        presets.DAPO, penalties=(penalty,), entropy=EntropyBonus(0.5, gated=False, reduce=Reduce("token"))
+    )
     done, with_bonus = run(traces, tmp_path / "a", objective=objective, optimizer__lr=1e-2)
     plain, _ = run(traces, tmp_path / "b", objective=replace(objective, entropy=None), optimizer__lr=1e-2)
     assert with_bonus
@@ -56,7 +58,7 @@ def test_a_bonus_and_penalties_with_their_own_denominators_train_too(traces, tmp
 
 
 def test_an_adapting_bonus_resumes_where_it_was(traces, tmp_path):
-    entropy = Entropy(0.01, gated=True, adapt=Adapt(target=10.0, delta=0.02, high=0.5))
+    entropy = EntropyBonus(0.01, gated=True, adapt=AdaptiveEntropy(target=10.0, delta=0.02, high=0.5))
     objective = with_kl(replace(presets.DAPO, entropy=entropy), 0.01)
     done, parameters = run(traces, tmp_path / "whole", objective=objective)
     coefs = [row["entropy_coef"] for row in done.rows[1:]]

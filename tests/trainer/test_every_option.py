@@ -38,11 +38,11 @@ from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
 from tracegrad.objective import presets, with_kl
 from tracegrad.trainer.checkpoint import list_checkpoints
-from tracegrad.trainer.off_policy_eval import held_out
-from tracegrad.trainer.schedule import Plan
+from tracegrad.trainer.off_policy_eval import choose_held_out
+from tracegrad.trainer.schedule import Schedule
 from tracegrad.trainer.setup import device_of
-from tracegrad.trainer.step import measure
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.step import compute_logprobs
+from tracegrad.trainer.steps import TrainingData
 from watched import GROUPS, SIZE, told, traces, watched
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -154,8 +154,8 @@ def data() -> tg.Sequences:
     return sampled(tiny_model(), groups=GROUPS, size=SIZE)
 
 
-def fed(sequences: tg.Sequences | None = None, **changes: Any) -> Feed:
-    return Feed.of(sequences or data(), presets.DR_GRPO, told(**{"data__holdout": 0, **changes}))
+def fed(sequences: tg.Sequences | None = None, **changes: Any) -> TrainingData:
+    return TrainingData.of(sequences or data(), presets.DR_GRPO, told(**{"data__holdout": 0, **changes}))
 
 
 def rewards(values: Any, group: Any) -> tg.Sequences:
@@ -386,9 +386,9 @@ def epochs(run: Any) -> None:
 
 def seed(run: Any) -> None:
     """Of what is held out, and of the order of the groups, which is another in each epoch."""
-    held = held_out(run.data.group, 0.25, 7)
-    feed = Feed.of(run.data, presets.DAPO, told())
-    plan, order = Plan(3, epochs=2, seed=7), []
+    held = choose_held_out(run.data.group, 0.25, 7)
+    feed = TrainingData.of(run.data, presets.DAPO, told())
+    plan, order = Schedule(3, epochs=2, seed=7), []
     for epoch in range(2):
         expected = replace(feed, held=held, used=~held).steps(plan.shuffle_seed(epoch))
         for step, own in zip(expected, run.steps[3 * epoch : 3 * epoch + 3], strict=True):
@@ -457,7 +457,7 @@ def ref_every(run: Any) -> None:
     for step, reference in zip(run.steps, (0, 0, 2), strict=True):
         model = tiny_model()
         model.load_state_dict(run.steps[reference].before, strict=False)
-        expected = step.step.with_logprobs(old=measure(model, step.step.batches)).old_logprobs
+        expected = step.step.with_logprobs(old=compute_logprobs(model, step.step.batches)).old_logprobs
         np.testing.assert_allclose(step.step.ref_logprobs, expected, rtol=0, atol=1e-5)
     moved = [float(np.abs(each.step.ref_logprobs - each.outcome.logprobs).max()) for each in run.steps]
     assert moved[0] < 1e-5 < 1e-4 < moved[1]
@@ -469,7 +469,7 @@ def ref_mixup_alpha(run: Any) -> None:
     start, after, third = run.steps[0].before, run.steps[2].before, run.steps[2]
     model = tiny_model()
     model.load_state_dict({name: 0.25 * after[name] + 0.75 * start[name] for name in start}, strict=False)
-    expected = third.step.with_logprobs(old=measure(model, third.step.batches)).old_logprobs
+    expected = third.step.with_logprobs(old=compute_logprobs(model, third.step.batches)).old_logprobs
     np.testing.assert_allclose(third.step.ref_logprobs, expected, rtol=0, atol=1e-5)
     assert float(np.abs(third.step.ref_logprobs - third.outcome.logprobs).max()) > 1e-4
 
@@ -478,7 +478,7 @@ def ref_model(folder: Path) -> None:
     other = tiny_model(7)
     other.save_pretrained(folder / "other")
     [first, *_] = watched(traces(), folder / "o", objective=KL, train__ref_model=str(folder / "other")).steps
-    expected = first.step.with_logprobs(old=measure(other, first.step.batches)).old_logprobs
+    expected = first.step.with_logprobs(old=compute_logprobs(other, first.step.batches)).old_logprobs
     np.testing.assert_allclose(first.step.ref_logprobs, expected, rtol=0, atol=1e-5)
 
 
@@ -500,7 +500,7 @@ def mode(folder: Path) -> None:
 def printed(folder: Path, *changes: str) -> str:
     """The formula that a run would take."""
     (folder / "t.jsonl").write_text("{}\n")
-    with mock.patch("tracegrad.cli.train.say") as said:
+    with mock.patch("tracegrad.cli.train.print_lines") as said:
         code = main(
             [
                 "train",

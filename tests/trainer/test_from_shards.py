@@ -22,8 +22,8 @@ from tracegrad.objective import presets
 from tracegrad.packing import pack
 from tracegrad.storage import manifest, safetensors_file
 from tracegrad.trainer import steps, token_log_writer
-from tracegrad.trainer.dataset import Shards, selected
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.dataset import PreparedDataset, select
+from tracegrad.trainer.steps import TrainingData
 from training_runs import SignalAfter, assert_same, run, told, without_times
 
 CASES = {
@@ -52,7 +52,7 @@ def test_parameters_and_rows_are_those_of_training_from_memory(folder, tmp_path,
     changes, objective = CASES[name]
     changes = {"data__holdout": 0.25, **changes}
     held, inside = run(tg.Sequences.load(folder), tmp_path / "memory", objective=objective, **changes)
-    found, parameters = run(Shards.open(folder), tmp_path / "shards", objective=objective, **changes)
+    found, parameters = run(PreparedDataset.open(folder), tmp_path / "shards", objective=objective, **changes)
     assert_same(parameters, inside)
     assert without_times(found.rows) == without_times(held.rows)
     ours, theirs = (
@@ -67,9 +67,9 @@ def test_parameters_and_rows_are_those_of_training_from_memory(folder, tmp_path,
 def test_groups_of_which_every_one_stands_in_both_shards_are_trained_as_in_memory(tmp_path):
     found = sampled(tiny_model())
     apart = np.r_[0 : found.traces : 2, 1 : found.traces : 2]  # as two files have them that samples were dealt to
-    both = selected(found, apart)
+    both = select(found, apart)
     place = prepared(both, tmp_path / "prepared", [found.traces // 2])
-    opened = Shards.open(place)
+    opened = PreparedDataset.open(place)
     first, last = opened.catalog.group[: found.traces // 2], opened.catalog.group[found.traces // 2 :]
     assert set(first.tolist()) == set(last.tolist())
     changes = {"data__holdout": 0.25, "train__epochs": 1}
@@ -81,14 +81,14 @@ def test_groups_of_which_every_one_stands_in_both_shards_are_trained_as_in_memor
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop, monkeypatch):
-    monkeypatch.setattr(token_log_writer, "MOST", 1)  # the pull of the others is in the checkpoint
+    monkeypatch.setattr(token_log_writer, "MAX_REPORT_TRACES", 1)  # the pull of the others is in the checkpoint
     changes = {"data__holdout": 0.25, "train__updates_per_old": 3, "stop__worse": True, "optimizer__lr": 1e-3}
     objective = algebra.with_kl(presets.GRPO, 0.05)
     whole, parameters = run(tg.Sequences.load(folder), tmp_path / "whole", objective=objective, **changes)
     told_so = {"objective": objective, **changes}
-    cut, _ = run(Shards.open(folder), tmp_path / "cut", sinks=[SignalAfter(stop)], **told_so)
+    cut, _ = run(PreparedDataset.open(folder), tmp_path / "cut", sinks=[SignalAfter(stop)], **told_so)
     assert (cut.stopped, cut.step) == ("signal", stop)
-    again, resumed = run(Shards.open(folder), tmp_path / "cut", tiny_model(9), resume=True, **told_so)
+    again, resumed = run(PreparedDataset.open(folder), tmp_path / "cut", tiny_model(9), resume=True, **told_so)
     assert again.step == whole.step
     assert_same(parameters, resumed)
     assert again.pull == pytest.approx(whole.pull, rel=1e-6) != 0
@@ -101,12 +101,12 @@ def test_held_out_traces_are_measured_in_pieces_and_value_is_the_same(folder, tm
     changes = {"data__holdout": 0.5, "train__epochs": 1}
     whole, _ = run(tg.Sequences.load(folder), tmp_path / "whole", **changes)
     monkeypatch.setattr(steps, "TOKENS_AT_ONCE", 100)
-    feed = Feed.of(Shards.open(folder), presets.DAPO, told(**changes))
+    feed = TrainingData.of(PreparedDataset.open(folder), presets.DAPO, told(**changes))
     pieces = feed.held_pieces()
     assert len(pieces) > 3
     assert max(int(feed.catalog.tokens[rows].sum()) for rows in pieces) <= 100 + feed.catalog.tokens.max()
     assert np.array_equal(np.concatenate(pieces), np.flatnonzero(feed.held))
-    found, _ = run(Shards.open(folder), tmp_path / "pieces", **changes)
+    found, _ = run(PreparedDataset.open(folder), tmp_path / "pieces", **changes)
     other, _ = run(tg.Sequences.load(folder), tmp_path / "memory", **changes)
     assert without_times(found.rows) == without_times(other.rows)
     for one, another in zip(whole.rows, found.rows, strict=True):
@@ -116,8 +116,8 @@ def test_held_out_traces_are_measured_in_pieces_and_value_is_the_same(folder, tm
 
 def test_a_step_takes_from_shards_what_it_takes_from_memory(folder):
     memory, found = (
-        Feed.of(tg.Sequences.load(folder), presets.DAPO, told()),
-        Feed.of(Shards.open(folder), presets.DAPO, told()),
+        TrainingData.of(tg.Sequences.load(folder), presets.DAPO, told()),
+        TrainingData.of(PreparedDataset.open(folder), presets.DAPO, told()),
     )
     rows = memory.cut(3).of(1)
     assert np.array_equal(rows, found.cut(3).of(1))
@@ -137,14 +137,14 @@ def test_a_step_takes_from_shards_what_it_takes_from_memory(folder):
 
 
 def test_the_report_keeps_the_traces_that_it_would_show(folder, tmp_path, monkeypatch):
-    from tracegrad.report.token_map import PerToken, examples
+    from tracegrad.report.token_map import PerToken, select_examples
 
-    monkeypatch.setattr(token_log_writer, "MOST", 3)
+    monkeypatch.setattr(token_log_writer, "MAX_REPORT_TRACES", 3)
     sequences = tg.Sequences.load(folder)
     held, _ = run(sequences, tmp_path / "memory")
-    found, _ = run(Shards.open(folder), tmp_path / "shards")
-    wanted = examples(sequences, PerToken.of(sequences.tokens, held.terms), 3)
-    ours = examples(sequences, PerToken.of(sequences.tokens, found.terms), 3)
+    found, _ = run(PreparedDataset.open(folder), tmp_path / "shards")
+    wanted = select_examples(sequences, PerToken.of(sequences.tokens, held.terms), 3)
+    ours = select_examples(sequences, PerToken.of(sequences.tokens, found.terms), 3)
     assert [trace for trace, _ in ours] == [trace for trace, _ in wanted]
     assert len({trace for record in found.terms for trace in record.trace.tolist()}) <= 4 * 3
     assert found.pull == pytest.approx(sum(float(np.abs(each.gradient).sum()) for each in held.terms), rel=1e-6)
@@ -162,7 +162,7 @@ def test_the_steps_of_a_feed_are_those_of_packing_all_at_once(how):
     found = sampled(tiny_model())
     found = replace(found, ending=np.where(np.arange(found.traces) % 8 < 5, 2, 1).astype(np.uint8))
     chosen = told(data__holdout=0.25, **{"pack__step_groups": 3, **how})
-    feed = Feed.of(found, presets.DR_GRPO, chosen)
+    feed = TrainingData.of(found, presets.DR_GRPO, chosen)
     owner = np.repeat(found.trace, np.diff(found.cu_seqlens))
     wanted = pack(
         replace(found, trainable=found.trainable & feed.trained[owner]),
@@ -193,7 +193,7 @@ def test_what_is_too_long_is_refused_in_the_words_of_packing_all_at_once(monkeyp
         pack(found, np.ones(found.traces), per="trace", token_budget=9)
     monkeypatch.setattr(steps, "TOKENS_AT_ONCE", 60)
     with pytest.raises(ArgumentError) as raised:
-        Feed.of(found, presets.DAPO, told(data__holdout=0, pack__token_budget=9)).cut(0)
+        TrainingData.of(found, presets.DAPO, told(data__holdout=0, pack__token_budget=9)).cut(0)
     assert str(raised.value) == str(wanted.value)
 
 
@@ -212,37 +212,37 @@ def test_columns_that_are_not_of_the_tokens_are_refused(folder, tmp_path):
     (place / "manifest.json").write_text(json.dumps(said))
     (other / "manifest.json").unlink()
     manifest.seal(other)
-    opened = Shards.open(other, verify=True)
+    opened = PreparedDataset.open(other, verify=True)
     with pytest.raises(FormatError, match=r"TG-TRAIN-017.*traces\.safetensors"):
         opened.take(np.array([25]))
     columns["terms"] = columns["terms"] + 1
     safetensors_file.write(place / store.NAME, columns, told_)
     with pytest.raises(FormatError, match="TG-TRAIN-020"):
-        Shards.open(other)
+        PreparedDataset.open(other)
 
 
 def test_folders_that_are_none_or_given_twice_are_refused(folder, tmp_path):
     with pytest.raises(ArgumentError, match="TG-TRAIN-016"):
-        Shards.open([folder, folder])
+        PreparedDataset.open([folder, folder])
     with pytest.raises(ArgumentError, match="TG-TRAIN-016"):
-        Shards.open([])
+        PreparedDataset.open([])
     with pytest.raises(ReadError, match="TG-STORE-037"):
-        Shards.open(tmp_path)
+        PreparedDataset.open(tmp_path)
     (tmp_path / "empty").mkdir()
     manifest.seal(tmp_path / "empty")
     with pytest.raises(ReadError, match="TG-TRAIN-018"):
-        Shards.open(tmp_path / "empty")
+        PreparedDataset.open(tmp_path / "empty")
     changed = prepared(tg.Sequences.load(folder), tmp_path / "changed", [])
     data = bytearray((changed / "shard-00000" / "sequences.safetensors").read_bytes())
     data[-1] ^= 1
     (changed / "shard-00000" / "sequences.safetensors").write_bytes(data)
     with pytest.raises(FormatError, match="TG-STORE-009"):
-        Shards.open(changed, verify=True)
+        PreparedDataset.open(changed, verify=True)
 
 
 def test_ids_of_another_tokenizer_are_refused_by_the_columns(folder, tmp_path):
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-062.*0.*47.*20"):
-        run(Shards.open(folder), tmp_path, tiny_model(vocab_size=20))
+        run(PreparedDataset.open(folder), tmp_path, tiny_model(vocab_size=20))
 
 
 def test_a_folder_of_before_there_were_columns_is_trained_from_as_well(folder, tmp_path):
@@ -254,7 +254,7 @@ def test_a_folder_of_before_there_were_columns_is_trained_from_as_well(folder, t
         (place / store.NAME).unlink()
     (old / "manifest.json").unlink()
     manifest.seal(old)
-    assert Shards.open(old).catalog.hash == Shards.open(folder).catalog.hash
+    assert PreparedDataset.open(old).catalog.hash == PreparedDataset.open(folder).catalog.hash
 
 
 # --- several inputs ---
@@ -262,12 +262,12 @@ def test_a_folder_of_before_there_were_columns_is_trained_from_as_well(folder, t
 
 def test_several_folders_are_trained_from_as_one(two, folder, tmp_path):
     changes = {"data__holdout": 0.25, "train__epochs": 1}
-    opened = Shards.open(two)
+    opened = PreparedDataset.open(two)
     assert (opened.traces, opened.inputs, len(opened.shards)) == (96, 2, 4)
     assert opened.catalog.source.tolist() == [0] * 48 + [1] * 48
     assert "2 folders" in repr(opened)
     found, parameters = run(opened, tmp_path / "two", **changes)
-    whole, inside = run(Shards.open(folder), tmp_path / "one", **changes)
+    whole, inside = run(PreparedDataset.open(folder), tmp_path / "one", **changes)
     assert_same(parameters, inside)
     assert without_times(found.rows) == without_times(whole.rows)
 
@@ -278,7 +278,7 @@ def test_a_weight_is_the_share_of_an_inputs_groups_that_an_epoch_takes(two):
 
 def test_a_reference_is_measured_of_every_group_that_an_epoch_may_take(two, tmp_path):
     changes = {"mixture__weights": "2,1", "data__holdout": 0, "train__epochs": 3}
-    done, _ = run(Shards.open(two), tmp_path, objective=algebra.with_kl(presets.GRPO, 0.05), **changes)
+    done, _ = run(PreparedDataset.open(two), tmp_path, objective=algebra.with_kl(presets.GRPO, 0.05), **changes)
     assert done.step == done.total == 3 * 3
     assert all(np.isfinite(row["kl"]) for row in done.rows[1:])
 
@@ -296,13 +296,15 @@ def test_a_reference_is_measured_of_every_group_that_an_epoch_may_take(two, tmp_
 )
 def test_weights_that_are_none_are_refused(two, weights, said):
     with pytest.raises(ArgumentError, match=said):
-        Feed.of(Shards.open(two), presets.DR_GRPO, told(mixture__weights=weights))
+        TrainingData.of(PreparedDataset.open(two), presets.DR_GRPO, told(mixture__weights=weights))
 
 
 def test_weights_without_effect_or_that_cut_a_group_are_refused(two, folder):
     with pytest.raises(ArgumentError, match="TG-TRAIN-072"):
-        Feed.of(Shards.open(folder), presets.DR_GRPO, told(mixture__weights="1"))
+        TrainingData.of(PreparedDataset.open(folder), presets.DR_GRPO, told(mixture__weights="1"))
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-074.*0"):
-        Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="1,2"))
-    equal = Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="2,2", data__holdout=0))
+        TrainingData.of(PreparedDataset.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="1,2"))
+    equal = TrainingData.of(
+        PreparedDataset.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="2,2", data__holdout=0)
+    )
     assert len(equal.cut(0).rows) == 48 + 96

@@ -12,7 +12,7 @@ from code_models import MODEL
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.cli import main
 from tracegrad.data.sampling import model_defaults
-from tracegrad.doctor.examination import positions
+from tracegrad.doctor.examination import max_position_embeddings
 from tracegrad.errors import TracegradError
 
 torch = pytest.importorskip("torch")
@@ -88,7 +88,7 @@ def folder(tmp_path):
 
 def uses(folder, file):
     """What the package does with a folder, by name."""
-    from tracegrad.images.processor import Rule, image_processor
+    from tracegrad.images.processor import ImageRule, image_processor
     from tracegrad.model.structure import media_ids
     from tracegrad.trainer import resource_estimate
     from tracegrad.trainer.lora import load_model
@@ -108,7 +108,12 @@ def uses(folder, file):
         with resource_estimate._config_errors(folder):
             resource_estimate._count_per_token(empty)
 
-    yield from [tokens, lambda: positions(folder), lambda: model_defaults(folder), lambda: Rule.of(folder)]
+    yield from [
+        tokens,
+        lambda: max_position_embeddings(folder),
+        lambda: model_defaults(folder),
+        lambda: ImageRule.of(folder),
+    ]
     if file in ("config.json", "generation_config.json", "adapter_config.json"):
         yield from [load, forecasts]
     if file == "preprocessor_config.json":
@@ -168,11 +173,11 @@ SIZES += [
 
 @pytest.mark.parametrize(("key", "value"), SIZES)
 def test_a_model_that_is_larger_than_its_weights_is_refused_before_it_is_built(key, value, folder):
-    from tracegrad.trainer.load_model import load_whole
+    from tracegrad.trainer.load_model import load_full_model
 
     spoilt(folder, "config.json", key, str(value))
     with pytest.raises(TracegradError, match=re.escape(str(folder))):
-        load_whole(folder)
+        load_full_model(folder)
 
 
 MORE = ['"x"', "true", "1e308", str(10**400), "9" * 5000]

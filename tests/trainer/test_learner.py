@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 
 from tracegrad.config import load
-from tracegrad.trainer.off_policy_eval import SUM_LIMIT, difference, estimate, good_and_bad, held_out
-from tracegrad.trainer.schedule import Plan
+from tracegrad.trainer.off_policy_eval import SUM_LIMIT, choose_held_out, difference, estimate, good_and_bad
+from tracegrad.trainer.schedule import Schedule
 from tracegrad.trainer.signals import Interrupt
 
 
 def test_each_epoch_has_a_seed_of_its_own_and_the_run_seed_changes_all():
-    seeds = [Plan(3, epochs=4, seed=run).shuffle_seed(epoch) for run in range(3) for epoch in range(4)]
+    seeds = [Schedule(3, epochs=4, seed=run).shuffle_seed(epoch) for run in range(3) for epoch in range(4)]
     assert len(set(seeds)) == 12
-    assert Plan(3, seed=2).shuffle_seed(1) == Plan(9, seed=2, epochs=7).shuffle_seed(1)
+    assert Schedule(3, seed=2).shuffle_seed(1) == Schedule(9, seed=2, epochs=7).shuffle_seed(1)
 
 
 def test_old_is_refreshed_each_epoch_unless_told_otherwise():
-    each_epoch = Plan(3, epochs=2)
+    each_epoch = Schedule(3, epochs=2)
     assert [s for s in range(6) if each_epoch.refreshes_old(s)] == [0, 3]
     assert list(each_epoch.window(4)) == [4, 5]
-    often = Plan(3, epochs=2, updates_per_old=4)
+    often = Schedule(3, epochs=2, updates_per_old=4)
     assert [s for s in range(6) if often.refreshes_old(s)] == [0, 4]
     assert list(often.window(4)) == [4, 5]  # the run ends before the window does
 
 
 def test_value_is_measured_before_the_first_step_and_at_each_epochs_end():
-    plan = Plan(10, epochs=2, off_policy_value_per_epoch=4)
+    plan = Schedule(10, epochs=2, off_policy_value_per_epoch=4)
     measured = [taken for taken in range(plan.total + 1) if plan.measures_value(taken)]
     assert measured == [0, 3, 5, 8, 10, 13, 15, 18, 20]
 
@@ -42,7 +42,7 @@ def test_batches_are_repeated_as_trls_sampler_repeats_them(packed, size, times):
     sampler = utils.RepeatSampler(
         range(packed), mini_repeat_count=1, batch_size=size, repeat_count=times, shuffle=False
     )
-    plan = Plan(packed * times, updates_per_old=size, iterations=times)
+    plan = Schedule(packed * times, updates_per_old=size, iterations=times)
     assert [plan.packed(step) for step in range(plan.total)] == list(sampler)
     starts = [step for step in range(plan.total) if plan.refreshes_old(step)]
     assert starts == list(range(0, packed * times, size * times))
@@ -50,7 +50,7 @@ def test_batches_are_repeated_as_trls_sampler_repeats_them(packed, size, times):
 
 
 def test_a_last_batch_that_is_smaller_is_repeated_as_often():
-    plan = Plan(15, epochs=2, updates_per_old=2, iterations=3)  # of 5 packed steps
+    plan = Schedule(15, epochs=2, updates_per_old=2, iterations=3)  # of 5 packed steps
     assert [plan.packed(step) for step in range(15)] == [0, 1] * 3 + [2, 3] * 3 + [4] * 3
     assert [step for step in range(30) if plan.refreshes_old(step)] == [0, 6, 12, 15, 21, 27]
     assert [list(plan.window(step)) for step in (0, 12, 15)] == [[0, 1], [12], [15, 16]]
@@ -59,16 +59,16 @@ def test_a_last_batch_that_is_smaller_is_repeated_as_often():
 
 def test_a_run_may_end_within_an_epoch():
     config = load(overrides=[("train.max_steps", 7)])
-    plan = Plan.of(config, 3)
+    plan = Schedule.of(config, 3)
     assert (plan.total, plan.epochs, plan.epoch_of(6)) == (7, 3, 2)
     assert plan.saves(7)
     assert plan.measures_value(7)
-    assert Plan.of(load(overrides=[("train.max_steps", 4), ("train.iterations", 2)]), 3).epochs == 1
+    assert Schedule.of(load(overrides=[("train.max_steps", 4), ("train.iterations", 2)]), 3).epochs == 1
 
 
 def test_checkpoints_come_at_each_epochs_end_and_at_the_last_step():
-    assert [t for t in range(7) if t and Plan(3, epochs=2).saves(t)] == [3, 6]
-    assert [t for t in range(7) if t and Plan(3, epochs=2, checkpoint_every=4).saves(t)] == [4, 6]
+    assert [t for t in range(7) if t and Schedule(3, epochs=2).saves(t)] == [3, 6]
+    assert [t for t in range(7) if t and Schedule(3, epochs=2, checkpoint_every=4).saves(t)] == [4, 6]
 
 
 def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():
@@ -202,11 +202,11 @@ def test_good_and_bad_are_above_and_below_their_own_group():
 
 def test_held_out_groups_are_whole_and_a_twentieth():
     group = np.repeat(np.arange(100), 3)
-    out = held_out(group, 0.05, seed=3)
+    out = choose_held_out(group, 0.05, seed=3)
     assert out.sum() == 15
     assert len(np.unique(group[out])) == 5
-    assert not held_out(group, 0.0, seed=3).any()
-    assert not held_out(np.zeros(8, np.int32), 0.05, seed=3).any()  # the only group is trained on
+    assert not choose_held_out(group, 0.0, seed=3).any()
+    assert not choose_held_out(np.zeros(8, np.int32), 0.05, seed=3).any()  # the only group is trained on
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ import tracegrad as tg
 from tiny import sampled, spoilt, tiny_model
 from tracegrad import advantage, metrics
 from tracegrad import objective as algebra
-from tracegrad.data.codes import CUT, ENDINGS
+from tracegrad.data.codes import ENDINGS, TRUNCATED
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.objective import presets
-from tracegrad.objective.correction import Corrected
-from tracegrad.trainer import Outcome
-from tracegrad.trainer.step import measure, optimizer_step
+from tracegrad.objective.correction import Correction
+from tracegrad.trainer import StepResult
+from tracegrad.trainer.step import compute_logprobs, optimizer_step
 from tracegrad.trainer.step_metrics import off_policy, tally
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.steps import TrainingData
 from training_runs import (
     SignalAfter,
     assert_same,
@@ -38,9 +38,9 @@ from training_runs import (
 def test_one_update_is_that_of_plain_torch_on_padded_rows(traces):
     """DAPO as its papers write it, with [B, S] tensors, log_softmax and autograd, against `optimizer_step`."""
     drifted = replace(traces, rollout_logprobs=traces.rollout_logprobs - 0.4 * (np.arange(traces.tokens) % 3))
-    feed = Feed.of(drifted, presets.DAPO, told(data__holdout=0))
+    feed = TrainingData.of(drifted, presets.DAPO, told(data__holdout=0))
     step = feed.steps(0)[0]
-    step = step.with_logprobs(old=measure(tiny_model(1), step.batches))
+    step = step.with_logprobs(old=compute_logprobs(tiny_model(1), step.batches))
     ours, theirs = tiny_model(2), tiny_model(2)
     outcome = optimizer_step(ours, step, presets.DAPO, torch.optim.SGD(ours.parameters(), lr=0.1), grad_clip=0.05)
 
@@ -72,9 +72,9 @@ def test_one_update_is_that_of_plain_torch_on_padded_rows(traces):
 def test_the_update_does_not_depend_on_how_the_step_was_cut(traces, preset):
     objective, found = presets.find(preset), []
     for budget in (13, 64, 4096):
-        step = Feed.of(traces, objective, told(data__holdout=0, pack__token_budget=budget)).steps(0)[0]
+        step = TrainingData.of(traces, objective, told(data__holdout=0, pack__token_budget=budget)).steps(0)[0]
         model = tiny_model(5)
-        step = step.with_logprobs(old=measure(tiny_model(1), step.batches))
+        step = step.with_logprobs(old=compute_logprobs(tiny_model(1), step.batches))
         optimizer_step(model, step, objective, torch.optim.SGD(model.parameters(), lr=1.0))
         moved = [(a - b).flatten() for a, b in zip(model.parameters(), tiny_model(5).parameters(), strict=True)]
         found.append(torch.cat(moved).double())
@@ -112,7 +112,7 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
 
 def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):
     """Over one epoch that holds nothing out; a third of the traces was cut off."""
-    ending = np.where(np.arange(traces.traces) % 3, ENDINGS.index("ended"), CUT).astype(np.uint8)
+    ending = np.where(np.arange(traces.traces) % 3, ENDINGS.index("ended"), TRUNCATED).astype(np.uint8)
     done, _ = run(replace(traces, ending=ending), tmp_path, objective=presets.GRPO, train__epochs=1, data__holdout=0)
     rows, branches = done.rows[1:], list(itertools.pairwise(traces.cu_seqlens))  # one of each trace
     lengths = np.array([traces.trainable[start:end].sum() for start, end in branches])
@@ -123,9 +123,9 @@ def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):
     assert total == pytest.approx(lengths.sum())
     assert min(row["completions/min_length"] for row in rows) == lengths.min()
     assert max(row["completions/max_length"] for row in rows) == lengths.max()
-    assert max(row["completions/max_terminated_length"] for row in rows) == lengths[ending != CUT].max()
+    assert max(row["completions/max_terminated_length"] for row in rows) == lengths[ending != TRUNCATED].max()
     cut = sum(row["completions/clipped_ratio"] * row["traces"] for row in rows)
-    assert cut == pytest.approx((ending == CUT).sum())
+    assert cut == pytest.approx((ending == TRUNCATED).sum())
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_resumed_run_must_be_the_same_run(traces, tmp_path):
 def test_a_gradient_that_is_no_number_is_one_error_and_the_parameters_stay(traces):
     model = tiny_model()
     model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
-    step = Feed.of(traces, presets.DAPO_DIRECT, told()).steps(0)[0]
+    step = TrainingData.of(traces, presets.DAPO_DIRECT, told()).steps(0)[0]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(TracegradError, match=r"TG-TRAIN-068.*nan"):
         optimizer_step(model, step, presets.DAPO_DIRECT, torch.optim.AdamW(model.parameters()))
@@ -292,8 +292,8 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
     [step] = pack(two, [1.0, -1.0], token_budget=16)
     assert step.lag(5).tolist() == [2, 2, 0, -1]
     ones = np.ones(4, np.float32)
-    outcome = Outcome(
-        0.0, 0.0, Corrected(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages, ones, ones > 0
+    outcome = StepResult(
+        0.0, 0.0, Correction(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages, ones, ones > 0
     )
     found = off_policy(step, outcome, 5).named()
     assert {name: found[name] for name in found if name.startswith("known_terms/")} == {
@@ -318,10 +318,10 @@ def test_metrics_are_worked_by_hand():
     [step] = pack(two, [1.0, 0.0], token_budget=16)
     step = step.with_logprobs(old=np.array([-1.0, -1.0, -1.0], np.float32))
     keep = np.array([True, True, False])
-    outcome = Outcome(
+    outcome = StepResult(
         loss=0.0,
         grad_norm=0.0,
-        corrected=Corrected(np.ones(3), keep, np.ones(3), {}, {}),
+        corrected=Correction(np.ones(3), keep, np.ones(3), {}, {}),
         logprobs=np.array([-0.5, -1.0, -3.0], np.float32),
         entropy=np.array([1.0, 2.0, 6.0], np.float32),
         ratio=np.array([np.exp(0.5), 0.5, 1.0], np.float32),
@@ -377,19 +377,19 @@ def test_no_trace_at_all_is_said_and_sent_to_the_doctor():
     model = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
     nothing = tg.align(tg.Traces.from_records([]), tg.Tokenizer.from_pretrained(model))
     with pytest.raises(ArgumentError, match="TG-TRAIN-075"):
-        Feed.of(nothing, presets.DAPO, told())
+        TrainingData.of(nothing, presets.DAPO, told())
 
 
 def test_logprobs_of_an_unknown_kind_get_no_ratio_unless_the_temperature_is_one(traces):
     unknown = replace(traces, logprob_kind=np.zeros(traces.traces, np.uint8))
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-092.*95"):
-        Feed.of(unknown, presets.DAPO, told())
+        TrainingData.of(unknown, presets.DAPO, told())
     warm = replace(unknown, temperature=np.full(traces.traces, 0.7, np.float32))
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-092.*0\.7"):
-        Feed.of(warm, presets.DAPO, told())
-    Feed.of(replace(unknown, temperature=np.ones(traces.traces, np.float32)), presets.DAPO, told())
-    Feed.of(unknown, presets.DAPO, told(data__logprob_kind="unknown"))
-    Feed.of(unknown, presets.WEIGHTED_SFT, told())
+        TrainingData.of(warm, presets.DAPO, told())
+    TrainingData.of(replace(unknown, temperature=np.ones(traces.traces, np.float32)), presets.DAPO, told())
+    TrainingData.of(unknown, presets.DAPO, told(data__logprob_kind="unknown"))
+    TrainingData.of(unknown, presets.WEIGHTED_SFT, told())
 
 
 def test_raw_logprobs_of_warm_samples_are_said_to_be_no_sampling_ratio(traces):
@@ -398,12 +398,12 @@ def test_raw_logprobs_of_warm_samples_are_said_to_be_no_sampling_ratio(traces):
         logprob_kind=np.ones(traces.traces, np.uint8),
         temperature=np.full(traces.traces, 0.7, np.float32),
     )
-    assert "measures mismatch" in Feed.of(warm, presets.DAPO, told()).notes[0]
+    assert "measures mismatch" in TrainingData.of(warm, presets.DAPO, told()).notes[0]
 
 
 def test_how_long_an_old_stays_follows_the_number_of_passes_and_is_said(traces):
     def feed(objective=presets.DAPO, **changes):
-        return Feed.of(traces, objective, told(**{"pack__step_groups": 4, **changes}))
+        return TrainingData.of(traces, objective, told(**{"pack__step_groups": 4, **changes}))
 
     def said(found):
         return [note for note in found.notes if "--train.updates_per_old" in note]
@@ -425,11 +425,11 @@ def test_how_long_an_old_stays_follows_the_number_of_passes_and_is_said(traces):
 def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_path):
     none = replace(traces, rollout_logprobs=np.full(traces.tokens, np.nan, np.float32))
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-090.*554"):
-        Feed.of(none, presets.DAPO, told())
+        TrainingData.of(none, presets.DAPO, told())
     some = traces.rollout_logprobs.copy()
     some[traces.terms[::10]] = np.nan
     holes = replace(traces, rollout_logprobs=some)
-    assert "have no recorded logprob" in Feed.of(holes, presets.DAPO, told()).notes[0]
+    assert "have no recorded logprob" in TrainingData.of(holes, presets.DAPO, told()).notes[0]
     done, _ = run(holes, tmp_path)
     assert done.rows[1]["frac_old_logprobs_valid"] == pytest.approx(0.9, abs=0.02)
     assert done.rows[1]["correction/kept"] == pytest.approx(0.9 * done.rows[1]["terms"], rel=0.02)
@@ -450,13 +450,13 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
 )
 def test_an_option_without_effect_is_an_error(traces, objective, changes, said):
     with pytest.raises(ArgumentError, match=rf"TG-TRAIN-085.*{said}"):
-        Feed.of(traces, objective, told(**changes))
+        TrainingData.of(traces, objective, told(**changes))
 
 
 def test_equal_rewards_are_refused_as_there_is_nothing_to_learn(traces):
     equal = replace(traces, rewards=np.ones_like(traces.rewards))
     with pytest.raises(ArgumentError, match="TG-TRAIN-079"):
-        Feed.of(equal, presets.DAPO, told())
+        TrainingData.of(equal, presets.DAPO, told())
 
 
 def test_a_baseline_of_the_config_is_the_function_of_that_name(traces):
@@ -468,24 +468,26 @@ def test_a_baseline_of_the_config_is_the_function_of_that_name(traces):
         "opo": advantage.opo(traces.reward, lengths, traces.group),
         "max_rl": advantage.max_rl(traces.reward, traces.group),
     }.items():
-        found = Feed.of(traces, presets.DAPO, told(advantage__baseline=name, **whole)).advantages
+        found = TrainingData.of(traces, presets.DAPO, told(advantage__baseline=name, **whole)).advantages
         np.testing.assert_array_equal(found, expected)
-    found = Feed.of(traces, presets.DAPO, told(advantage__scale="batch_std", **whole)).advantages
+    found = TrainingData.of(traces, presets.DAPO, told(advantage__scale="batch_std", **whole)).advantages
     np.testing.assert_array_equal(found, advantage.group_mean(traces.reward, traces.group, scale="batch_std", ddof=1))
 
 
 def test_a_group_of_one_is_an_explicit_choice(traces):
     alone = replace(traces, group=np.arange(traces.traces, dtype=np.int32))
     with pytest.raises(ArgumentError, match="TG-TRAIN-006"):
-        Feed.of(alone, presets.DAPO, told())
-    assert Feed.of(alone, presets.DAPO, told(advantage__baseline="batch_mean")).advantages.any()
+        TrainingData.of(alone, presets.DAPO, told())
+    assert TrainingData.of(alone, presets.DAPO, told(advantage__baseline="batch_mean")).advantages.any()
 
 
 def test_rewards_are_taken_by_name(traces):
     two = replace(traces, rewards=np.stack([traces.reward * 0, traces.reward], 1), reward_names=("format", "correct"))
-    np.testing.assert_array_equal(Feed.of(two, presets.DAPO, told(data__reward="correct")).rewards, traces.reward)
+    np.testing.assert_array_equal(
+        TrainingData.of(two, presets.DAPO, told(data__reward="correct")).rewards, traces.reward
+    )
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-001.*Did.*you.*mean.*correct"):
-        Feed.of(two, presets.DAPO, told(data__reward="corect"))
+        TrainingData.of(two, presets.DAPO, told(data__reward="corect"))
 
 
 def test_ids_of_another_tokenizer_are_refused(traces, tmp_path):
@@ -494,7 +496,7 @@ def test_ids_of_another_tokenizer_are_refused(traces, tmp_path):
 
 
 def test_held_out_traces_are_not_trained_on(traces):
-    feed = Feed.of(traces, presets.DAPO, told(data__holdout=0.25))
+    feed = TrainingData.of(traces, presets.DAPO, told(data__holdout=0.25))
     trained = np.unique(np.concatenate([step.trace for step in feed.steps(0)]))
     [rows] = feed.held_pieces()
     measured = np.unique(feed.held_part(rows).step.trace)

@@ -16,12 +16,14 @@ from loop_options import (
 )
 from tiny import sampled, tiny_model
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Gate, Level, Ratio, presets, with_entropy
-from tracegrad.trainer.step import measure, optimizer_step
-from tracegrad.trainer.steps import Feed
+from tracegrad.objective import Aggregation, Ratio, Rejection, presets, with_entropy
+from tracegrad.trainer.step import compute_logprobs, optimizer_step
+from tracegrad.trainer.steps import TrainingData
 from training_runs import run, told, without_times
 
-GATED = replace(presets.GRPO, gates=(Gate(Ratio("old", "rollout"), level=Level("trace", "mean"), low=0.99, high=1.01),))
+GATED = replace(
+    presets.GRPO, gates=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.99, high=1.01),)
+)
 """Drops the terms of many traces before a logprob of theta is known."""
 
 
@@ -38,10 +40,10 @@ def traces():
 def test_what_does_not_say_how_it_ended_keeps_no_reward_by_chance(traces):
     zeroing = told(filter__zero_truncated=True)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-071.*0.*95.*filter\.zero_truncated"):
-        Feed.of(traces, presets.DR_GRPO, zeroing)
+        TrainingData.of(traces, presets.DR_GRPO, zeroing)
     unsaid = np.where(traces.group == traces.group[0], 0, 1).astype(np.uint8)
     unknown = np.where(unsaid[:, None] == 0, np.float32(np.nan), traces.rewards)
-    assert Feed.of(replace(traces, ending=unsaid, rewards=unknown), presets.DR_GRPO, zeroing).trained.any()
+    assert TrainingData.of(replace(traces, ending=unsaid, rewards=unknown), presets.DR_GRPO, zeroing).trained.any()
 
 
 def test_a_group_is_masked_for_the_rewards_of_what_was_not_cut_off(traces):
@@ -50,11 +52,11 @@ def test_a_group_is_masked_for_the_rewards_of_what_was_not_cut_off(traces):
     rewards[members], rewards[first], ending[first] = 0.25, 1.0, 2
     cut = replace(traces, ending=ending, rewards=rewards)
     both = told(filter__mask_even=True, filter__truncated=True, data__holdout=0)
-    assert Feed.of(cut, presets.DR_GRPO, both).masked[members].all()
-    alone = Feed.of(cut, presets.DR_GRPO, told(filter__mask_even=True, data__holdout=0))
+    assert TrainingData.of(cut, presets.DR_GRPO, both).masked[members].all()
+    alone = TrainingData.of(cut, presets.DR_GRPO, told(filter__mask_even=True, data__holdout=0))
     assert not alone.masked[members].any()
     ending[members[:-1]] = 2  # one that is left alone has none to be equal to
-    lone = Feed.of(replace(cut, ending=ending), presets.DR_GRPO, both)
+    lone = TrainingData.of(replace(cut, ending=ending), presets.DR_GRPO, both)
     assert lone.masked[members].tolist() == [True] * len(others) + [False]
 
 
@@ -63,24 +65,24 @@ def test_a_trace_that_keeps_its_reward_is_of_no_even_group(traces):
     group[0] = 10_000
     for singleton in ("keep", "zero"):
         told_ = told(filter__even_groups=True, advantage__singleton=singleton, data__holdout=0)
-        assert Feed.of(replace(traces, group=group), presets.DR_GRPO, told_).taken[0] == (singleton == "keep")
+        assert TrainingData.of(replace(traces, group=group), presets.DR_GRPO, told_).taken[0] == (singleton == "keep")
 
 
 def test_masks_that_leave_nothing_are_said(traces):
     near = replace(traces, rewards=(traces.rewards * np.float32(1e-3)).astype(np.float32))
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-097.*filter\.mask_even.*92"):
-        Feed.of(near, presets.DR_GRPO, told(filter__mask_even=True, filter__tolerance=0.1))
+        TrainingData.of(near, presets.DR_GRPO, told(filter__mask_even=True, filter__tolerance=0.1))
 
 
 def test_a_trace_that_may_have_been_cut_off_is_not_guessed(traces):
     masking = told(filter__truncated=True)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-071.*0.*91"):
-        Feed.of(traces, presets.DR_GRPO, masking)
-    held = Feed.of(traces, presets.DR_GRPO, told()).held
+        TrainingData.of(traces, presets.DR_GRPO, masking)
+    held = TrainingData.of(traces, presets.DR_GRPO, told()).held
     only_held = np.where(held, 0, 1).astype(np.uint8)
-    assert not Feed.of(replace(traces, ending=only_held), presets.DR_GRPO, masking).masked.any()
+    assert not TrainingData.of(replace(traces, ending=only_held), presets.DR_GRPO, masking).masked.any()
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-097.*filter\.truncated"):
-        Feed.of(replace(traces, ending=np.full(traces.traces, 2, np.uint8)), presets.DR_GRPO, masking)
+        TrainingData.of(replace(traces, ending=np.full(traces.traces, 2, np.uint8)), presets.DR_GRPO, masking)
 
 
 def test_a_step_of_which_all_was_cut_off_moves_nothing(traces, tmp_path):
@@ -127,15 +129,15 @@ def test_metrics_of_a_run_that_skips_are_of_the_terms_it_has_computed(traces, tm
 
 
 def test_rows_padded_to_one_length_train_the_same_and_padding_is_no_token(traces, tmp_path):
-    plain = Feed.of(traces, presets.DR_GRPO, told(data__holdout=0)).steps(0)
-    even = Feed.of(traces, presets.DR_GRPO, told(data__holdout=0), bucket=64).steps(0)
+    plain = TrainingData.of(traces, presets.DR_GRPO, told(data__holdout=0)).steps(0)
+    even = TrainingData.of(traces, presets.DR_GRPO, told(data__holdout=0), bucket=64).steps(0)
     assert {len(batch.ids) for step in even for batch in step.batches} == {64}
     assert [sum(b.tokens for b in step.batches) for step in even] == [
         sum(len(b.ids) for b in step.batches) for step in plain
     ]
     one, other = (tiny_model(3) for _ in range(2))
     for model, [step, *_] in ((one, plain), (other, even)):
-        step = step.with_logprobs(old=measure(tiny_model(1), step.batches))
+        step = step.with_logprobs(old=compute_logprobs(tiny_model(1), step.batches))
         optimizer_step(model, step, presets.DR_GRPO, torch.optim.SGD(model.parameters(), lr=1.0))
     start, found, wanted = (parameters(model.state_dict()) for model in (tiny_model(3), other, one))
     assert (found - wanted).norm() / (wanted - start).norm() < 1e-5
@@ -158,7 +160,7 @@ def test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, sa
 
 def test_held_out_traces_stay_whatever_a_filter_says():
     found = sampled(tiny_model())
-    feed = Feed.of(
+    feed = TrainingData.of(
         found, presets.DR_GRPO, told(data__holdout=0.25, filter__min_reward=0.5, advantage__singleton="zero")
     )
     assert feed.held.sum() == found.traces / 4
@@ -173,7 +175,7 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
     some = replace(found, rewards=rewards, version=version)
     for most in (0, 5):
         how = told(data__holdout=0, filter__min_reward=0.001, filter__max_lag=most, pack__step_groups=100)
-        used = Feed.of(some, presets.DR_GRPO, how).used
+        used = TrainingData.of(some, presets.DR_GRPO, how).used
         assert used[0]
         assert not used[-1]
 
@@ -197,4 +199,4 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
 )
 def test_a_filter_that_cannot_work_is_refused(how, said):
     with pytest.raises(ArgumentError, match=said):
-        Feed.of(sampled(tiny_model()), presets.DR_GRPO, told(data__holdout=0, **how))
+        TrainingData.of(sampled(tiny_model()), presets.DR_GRPO, told(data__holdout=0, **how))

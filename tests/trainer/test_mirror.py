@@ -14,7 +14,7 @@ import tracegrad as tg
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.storage import remote
-from tracegrad.storage.run_dir import Mirror
+from tracegrad.storage.run_dir import RunDirectory
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("torch")
@@ -47,7 +47,7 @@ def run(out, *, resume=False, say=lambda _: None, **changes):
 
 
 def test_what_changed_is_sent_what_is_gone_is_removed_and_checkpoints_go_their_own_way(files):
-    mirror = Mirror("memory://runs/a/")
+    mirror = RunDirectory("memory://runs/a/")
     (mirror.path / "terms").mkdir()
     (mirror.path / "checkpoints").mkdir()
     for name in ("metrics.jsonl", "terms/one", "terms/half.tmp", "checkpoints/x"):
@@ -60,7 +60,7 @@ def test_what_changed_is_sent_what_is_gone_is_removed_and_checkpoints_go_their_o
     (mirror.path / "terms" / "two").write_text("22")
     mirror.push()
     assert mirror.names() == {"metrics.jsonl": 10, "terms/two": 2}  # what did not change is not sent again
-    other = Mirror("memory://runs/a")
+    other = RunDirectory("memory://runs/a")
     other.bring(other.names())
     assert (other.path / "terms" / "two").read_text() == "22"
     (other.path / "metrics.jsonl").unlink()
@@ -70,19 +70,19 @@ def test_what_changed_is_sent_what_is_gone_is_removed_and_checkpoints_go_their_o
 
 
 def test_a_folder_of_this_machine_is_left_as_it_is(tmp_path):
-    mirror = Mirror(tmp_path)
+    mirror = RunDirectory(tmp_path)
     (tmp_path / "a").write_text("1")
     mirror.push()
     assert (mirror.path, mirror.address, mirror.named(tmp_path / "a")) == (tmp_path, "", "")
-    assert Mirror(f"file://{tmp_path}").path == tmp_path
-    assert Mirror.of(mirror) is mirror
+    assert RunDirectory(f"file://{tmp_path}").path == tmp_path
+    assert RunDirectory.of(mirror) is mirror
 
 
 def test_the_folder_of_this_machine_is_removed_at_the_end_of_the_process_that_made_it(tmp_path):
     code = """if True:
         import os
-        from tracegrad.storage.run_dir import Mirror
-        path = Mirror("memory://a").path
+        from tracegrad.storage.run_dir import RunDirectory
+        path = RunDirectory("memory://a").path
         if os.fork() == 0:
             raise SystemExit
         os.wait()
@@ -98,8 +98,8 @@ def test_the_folder_of_this_machine_is_removed_at_the_end_of_the_process_that_ma
 def test_a_place_without_room_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(TracegradError, match=r"TG-STORE-022.*memory://a"):
-        _ = Mirror("memory://a").path
-    mirror = Mirror("memory://a")
+        _ = RunDirectory("memory://a").path
+    mirror = RunDirectory("memory://a")
     mirror.share(tmp_path / "none")
     (tmp_path / "none").write_text("a file")
     with pytest.raises(ReadError, match="TG-STORE-025"):

@@ -20,8 +20,8 @@ from tracegrad.config import Schedule, update
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
 from tracegrad.online import replay
-from tracegrad.trainer import Run, checkpoint
-from tracegrad.trainer.optim import check_rates, share
+from tracegrad.trainer import Trainer, checkpoint
+from tracegrad.trainer.optim import check_rates, lr_factor
 from training_runs import SignalAfter, assert_same, run, told
 
 STEPS = 40
@@ -66,7 +66,7 @@ def theirs(name, warmup, lr=1.0, **more):
 )
 def test_rates_are_those_of_transformers_step_by_step(name, more, ours, warmup):
     schedule = Schedule(**ours, warmup_steps=warmup)
-    found = [share(schedule, step, STEPS) for step in range(STEPS)]
+    found = [lr_factor(schedule, step, STEPS) for step in range(STEPS)]
     assert found == pytest.approx(theirs(name, warmup, **more), rel=1e-14, abs=1e-16)
 
 
@@ -87,7 +87,7 @@ def test_rates_are_those_of_transformers_step_by_step(name, more, ours, warmup):
 )
 def test_schedules_of_transformers_are_its_own(name, more, ours, warmup):
     schedule = Schedule(**{"name": name, **ours}, warmup_steps=warmup, kwargs=json.dumps(more) if more else "")
-    found = [1e-6 * share(schedule, step, STEPS, 1e-6) for step in range(STEPS)]
+    found = [1e-6 * lr_factor(schedule, step, STEPS, 1e-6) for step in range(STEPS)]
     assert found == pytest.approx(theirs(name, warmup, lr=1e-6, **more), rel=1e-12, abs=1e-20)
     assert len(set(found)) > 8
 
@@ -99,14 +99,14 @@ def test_a_share_of_all_steps_rises_as_transformers_counts_it(name, ratio):
 
     warm = TrainingArguments.get_warmup_steps(SimpleNamespace(warmup_steps=ratio), STEPS)
     schedule = Schedule(name.removesuffix("_with_warmup"), warmup_ratio=ratio)
-    found = [share(schedule, step, STEPS) for step in range(STEPS)]
+    found = [lr_factor(schedule, step, STEPS) for step in range(STEPS)]
     assert found == pytest.approx(theirs(name, warm), rel=1e-14, abs=1e-16)
 
 
 @pytest.mark.parametrize("kwargs", ["{", '"text"', '{"cycles": 2}', '{"lr_end": 1.0}'])
 def test_arguments_that_transformers_refuses_are_refused_by_name(kwargs):
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-052.*polynomial"):
-        share(Schedule("polynomial", kwargs=kwargs), 0, STEPS)
+        lr_factor(Schedule("polynomial", kwargs=kwargs), 0, STEPS)
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
@@ -120,7 +120,7 @@ def test_a_run_that_was_cut_goes_on_with_the_rates_of_one_that_was_not(traces, t
     assert_same(parameters, resumed)
     rates = [row["lr"] for row in whole.rows if "lr" in row]
     assert rates == [row["lr"] for row in again.rows if "lr" in row]
-    expected = [3e-3 * share(told(**told_so).schedule, step, whole.total) for step in range(whole.total)]
+    expected = [3e-3 * lr_factor(told(**told_so).schedule, step, whole.total) for step in range(whole.total)]
     assert rates == expected
     assert len(set(rates)) > whole.total // 2
 
@@ -146,16 +146,16 @@ def test_a_stable_phase_may_be_made_longer(tmp_path):
 def test_a_schedule_has_no_rate_behind_its_last_step():
     for step in (6, 9):
         with pytest.raises(ArgumentError, match=rf"TG-TRAIN-050.*{step + 1}"):
-            share(Schedule("linear"), step, 6)
+            lr_factor(Schedule("linear"), step, 6)
 
 
 def test_a_run_of_ones_own_steps_must_be_told_how_many(traces, tmp_path):
     linear = told(schedule__name="linear")
     [step, *_] = steps_of(traces, presets.DAPO_DIRECT, 0)
     with pytest.raises(ArgumentError, match="TG-TRAIN-053"):
-        Run(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "a").step(step)
+        Trainer(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "a").step(step)
     assert not (tmp_path / "a").exists()
-    own = Run(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "b", steps=2)
+    own = Trainer(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "b", steps=2)
     rates = []
     for _ in range(2):
         own.step(step)
@@ -164,7 +164,7 @@ def test_a_run_of_ones_own_steps_must_be_told_how_many(traces, tmp_path):
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-050.*3.*2"):
         own.step(step)
     own.save()
-    again = Run(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "b")
+    again = Trainer(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "b")
     with pytest.raises(ArgumentError, match="TG-TRAIN-053"):
         again.restore()
     again.steps = 4

@@ -18,7 +18,7 @@ from tracegrad.advantage import AdaptiveKl, group_mean, kl_in_reward
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.steps import TrainingData
 from training_runs import SignalAfter, run
 from watched import told, traces, watched
 
@@ -55,7 +55,7 @@ def test_each_batch_pays_for_having_left_the_reference_before_it_is_compared(tmp
 
 def test_without_a_ratio_each_step_of_one_pass_is_a_batch_too():
     chosen = told(reward_kl__coef=0.5, data__holdout=0)
-    feed = Feed.of(traces(), presets.TOPR_POSITIVE, chosen)
+    feed = TrainingData.of(traces(), presets.TOPR_POSITIVE, chosen)
     assert feed.plan(4).window(1) == range(1, 2)
     assert any("old is measured before each update" in note for note in feed.notes)
 
@@ -85,7 +85,7 @@ def test_a_resumed_run_charges_as_the_uninterrupted_one(tmp_path, stop):
 )
 def test_what_cannot_go_with_it_is_refused(changes, why):
     with pytest.raises(ArgumentError, match=why):
-        Feed.of(traces(), presets.DAPO, told(**{**CHARGED, **changes}))
+        TrainingData.of(traces(), presets.DAPO, told(**{**CHARGED, **changes}))
 
 
 def test_a_step_that_is_played_is_not_charged_and_says_so(example, tmp_path):

@@ -17,9 +17,9 @@ from manual_steps import (
 from tiny import VOCABULARY, tiny_model
 from tracegrad import config
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
-from tracegrad.objective import Adapt, Entropy, presets, with_kl
+from tracegrad.objective import AdaptiveEntropy, EntropyBonus, presets, with_kl
 from tracegrad.packing import pack
-from tracegrad.trainer import Run, train
+from tracegrad.trainer import Trainer, train
 from tracegrad.trainer.lora import adapters_off, load_model, with_adapters
 
 OF_THE_LOOP = {"seconds", "tokens_per_s", "epoch"}
@@ -69,7 +69,7 @@ def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(t
     theirs, ours = tiny_model(), tiny_model()
     given = {"config": told(**changes), "sinks": (), "say": lambda _: None}
     done = train(traces, theirs, objective=objective, out=tmp_path / "train", **given)
-    run = Run(ours, objective, told(**changes), out=tmp_path / "own")
+    run = Trainer(ours, objective, told(**changes), out=tmp_path / "own")
     rows, reference = [], np.zeros(traces.tokens, np.float32)
     for epoch in range(2):
         for step in steps_of(traces, objective, epoch, skip_zero_advantage=run.config.pack.skip_zero_weight):
@@ -95,7 +95,7 @@ def test_several_updates_on_one_old_are_those_of_train(traces, tmp_path):
     theirs, ours = tiny_model(), tiny_model()
     given = {"objective": presets.GRPO, "config": told(), "sinks": (), "say": lambda _: None}
     train(traces, theirs, out=tmp_path / "train", **given)
-    run = Run(ours, presets.GRPO, told(), out=tmp_path / "own")
+    run = Trainer(ours, presets.GRPO, told(), out=tmp_path / "own")
     for epoch in range(2):
         for step in [run.ready(step) for step in steps_of(traces, presets.GRPO, epoch)]:
             run.step(step)
@@ -105,7 +105,8 @@ def test_several_updates_on_one_old_are_those_of_train(traces, tmp_path):
 # --- saved and taken up ---
 
 ADAPTS = replace(
-    with_kl(presets.A3PO, 0.05), entropy=Entropy(0.01, gated=False, adapt=Adapt(target=9.0, delta=0.01, high=1.0))
+    with_kl(presets.A3PO, 0.05),
+    entropy=EntropyBonus(0.01, gated=False, adapt=AdaptiveEntropy(target=9.0, delta=0.01, high=1.0)),
 )
 
 
@@ -121,13 +122,13 @@ def driven(run, traces, numbers):
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path, adapters):
     told_so = told(train__lora_rank=adapters, train__updates_per_old=3, schedule__warmup_steps=6)
-    whole = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "whole")
+    whole = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "whole")
     rows = driven(whole, traces, range(8))
-    cut = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
+    cut = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
     driven(cut, traces, range(4))
     saved = cut.save()
     torch.manual_seed(5)
-    again = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
+    again = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
     assert again.restore().step == 4
     assert (again.taken, again.version) == (4, 10)
     assert again.watch.seconds["train"] == cut.watch.seconds["train"] > 0
@@ -141,12 +142,12 @@ def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path,
 
 
 def test_a_folder_without_a_checkpoint_is_nothing_to_restore_and_one_with_is_not_overwritten(traces, tmp_path):
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     assert run.restore() is None
     [step, *_] = steps_of(traces, run.objective, 0)
     run.step(step)
     run.save()
-    other = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    other = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     for act in (lambda: other.step(step), other.save):
         with pytest.raises(ArgumentError, match=r"TG-TRAIN-083.*step-00000001"):
             act()
@@ -155,17 +156,17 @@ def test_a_folder_without_a_checkpoint_is_nothing_to_restore_and_one_with_is_not
 
 
 def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_reads(traces, tmp_path):
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.save()
-    Run(tiny_model(), presets.DAPO_DIRECT, told(pack__step_groups=3, data__holdout=0.5), out=tmp_path).restore()
+    Trainer(tiny_model(), presets.DAPO_DIRECT, told(pack__step_groups=3, data__holdout=0.5), out=tmp_path).restore()
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-066.*optimizer\.lr.*0\.003.*0\.1"):
-        Run(tiny_model(), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path).restore()
+        Trainer(tiny_model(), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path).restore()
     with pytest.raises(ArgumentError, match="TG-TRAIN-067"):  # it had none
         train(traces, tiny_model(), objective=presets.DAPO_DIRECT, out=tmp_path, config=told(), resume=True, sinks=())
     state = next((tmp_path / "checkpoint" / "resume" / "state").glob("*.safetensors"))
     state.write_bytes(state.read_bytes()[:-1] + b"x")
     with pytest.raises(ReadError, match="TG-TRAIN-015"):
-        Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path).restore()
+        Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path).restore()
 
 
 # --- lag ---
@@ -180,7 +181,7 @@ def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
     two = Sequences.from_arrays(ids, [0, 4, 6], [nan, -1, -2, -1, nan, -1], trainable, group=[0, 0])
     two = replace(two, version=np.array([-1, 3, 3, -1, -1, 5], np.int32))
     [step] = pack(two, [1.0, -1.0], token_budget=16)
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(step, version=6)
     row = run.row()
     assert (row["staleness_mean"], row["staleness_max"]) == (pytest.approx((3 + 3 + 1) / 3), 3)
@@ -198,7 +199,7 @@ def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
 
 def test_a_batch_that_is_stale_throughout_is_not_of_lag_0(traces, tmp_path):
     stale = replace(traces, version=np.where(traces.trainable, 3, -1).astype(np.int32))
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(steps_of(stale, run.objective, 0)[0], version=5)
     assert (run.row()["staleness_mean"], run.row()["staleness_max"]) == (2, 2)
 
@@ -219,7 +220,7 @@ def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkey
     # For the others 1 where they are as new as the trained policy, and (4 - 4) / (5 - 4) where the proximal is.
     cases = {"a version a step": ((4, 5, 6, 7), [1, 1, 1, 1]), "a version a refresh": ((4, 4, 4, 5), [1, 0, 0, 1])}
     for name, (versions, fresh) in cases.items():
-        run, seen[:] = Run(tiny_model(), presets.A3PO, told(train__updates_per_old=3), out=tmp_path / name), []
+        run, seen[:] = Trainer(tiny_model(), presets.A3PO, told(train__updates_per_old=3), out=tmp_path / name), []
         for version in versions:
             run.step(step, version=version)
         here = [sorted({round(float(a), 6) for a in each[step.version == 2]}) for each in seen]
@@ -233,7 +234,7 @@ def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkey
 
 
 def test_weights_are_the_state_dict(traces, tmp_path):
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(steps_of(traces, run.objective, 0)[0])
     assert_same(parameters(run.model), run.weights())
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= run.weights().keys()  # a tied head by both its names
@@ -252,7 +253,7 @@ def adapted(**more):
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}], ids=str)
 def test_merged_weights_are_those_of_the_model_that_peft_merges(traces, tmp_path, more):
-    run = Run(adapted(**more), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path)
+    run = Trainer(adapted(**more), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path)
     for step in steps_of(traces, run.objective, 0)[:2]:
         run.step(step)
     before = parameters(run.model)
@@ -264,7 +265,7 @@ def test_merged_weights_are_those_of_the_model_that_peft_merges(traces, tmp_path
     bare.load_state_dict(found)
     [step, *_] = steps_of(traces, run.objective, 0)
     with_them = run.measure(step)
-    other = Run(bare, presets.DAPO_DIRECT, told(), out=tmp_path / "bare")
+    other = Trainer(bare, presets.DAPO_DIRECT, told(), out=tmp_path / "bare")
     np.testing.assert_allclose(other.measure(step), with_them, rtol=0, atol=2e-5)
     with adapters_off(run.model):
         assert np.abs(run.measure(step) - with_them).max() > 1e-2
@@ -274,7 +275,7 @@ def test_merged_weights_are_those_of_the_model_that_peft_merges(traces, tmp_path
 def test_adapters_alone_are_what_peft_writes(traces, tmp_path):
     from safetensors.torch import load_file
 
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(train__lora_rank=2), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(train__lora_rank=2), out=tmp_path)
     run.step(steps_of(traces, run.objective, 0)[0])
     assert_same(load_file(run.save() / "adapter_model.safetensors"), run.weights(adapters="alone"))
 
@@ -284,10 +285,10 @@ def test_adapters_alone_are_what_peft_writes(traces, tmp_path):
 
 def test_the_reference_is_the_model_as_it_was_given(traces, tmp_path):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
-    run = Run(tiny_model(), objective, told(), out=tmp_path)
+    run = Trainer(tiny_model(), objective, told(), out=tmp_path)
     [first, second, *_] = steps_of(traces, objective, 0)
     run.step(first)
-    start = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path / "start").measure(second)
+    start = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path / "start").measure(second)
     assert np.array_equal(run.ready(second).ref_logprobs, start)
     assert not np.array_equal(run.measure(second), start)
     given = second.with_logprobs(ref=start - 1)
@@ -298,14 +299,14 @@ def test_the_reference_is_the_model_as_it_was_given(traces, tmp_path):
 def test_a_mixed_reference_is_a_second_model_that_follows_the_policy(traces, tmp_path, keep_start):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
     options = told(train__ref_every=1, train__ref_mixup_alpha=0.25)
-    run = Run(tiny_model(), objective, options, out=tmp_path, keep_start=keep_start)
+    run = Trainer(tiny_model(), objective, options, out=tmp_path, keep_start=keep_start)
     [first, *_] = steps_of(traces, objective, 0)
     start = run.measure(first, of="reference")
     run.step(first)
     model, trained = tiny_model(), dict(run.model.named_parameters())
     mixed = {name: 0.25 * trained[name] + 0.75 * before for name, before in model.named_parameters()}
     model.load_state_dict(mixed, strict=False)
-    expected = Run(model, objective, told(), out=tmp_path / "expected").measure(first)
+    expected = Trainer(model, objective, told(), out=tmp_path / "expected").measure(first)
     np.testing.assert_allclose(run.measure(first, of="reference"), expected, rtol=0, atol=1e-6)
     assert np.abs(expected - start).max() > 1e-4
 
@@ -314,7 +315,7 @@ def test_adapters_are_not_mixed_and_an_alpha_without_a_cadence_is_refused(traces
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
     mixing = told(train__ref_every=1, train__ref_mixup_alpha=0.25, train__lora_rank=2)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-060.*0\.25"):
-        Run(tiny_model(), objective, mixing, out=tmp_path)
+        Trainer(tiny_model(), objective, mixing, out=tmp_path)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-085.*ref_mixup_alpha.*train\.ref_every.*0"):
         train(traces, tiny_model(), objective=objective, out=tmp_path, config=told(train__ref_mixup_alpha=0.5))
 
@@ -322,7 +323,7 @@ def test_adapters_are_not_mixed_and_an_alpha_without_a_cadence_is_refused(traces
 @pytest.mark.parametrize("how", [{"keep_start": False}, {"config": {"train__ref_every": 2}}], ids=str)
 def test_a_reference_that_nothing_can_measure_is_an_error_with_its_cure(traces, tmp_path, how):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
-    run = Run(tiny_model(), objective, told(**how.pop("config", {})), out=tmp_path, **how)
+    run = Trainer(tiny_model(), objective, told(**how.pop("config", {})), out=tmp_path, **how)
     [step, *_] = steps_of(traces, objective, 0)
     with pytest.raises(ArgumentError, match="TG-TRAIN-082"):
         run.step(step)
@@ -331,7 +332,7 @@ def test_a_reference_that_nothing_can_measure_is_an_error_with_its_cure(traces, 
 
 
 def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     [step, *_] = steps_of(replace(traces, ids=np.where(traces.ids == 7, VOCABULARY, traces.ids)), run.objective, 0)
     with pytest.raises(ArgumentError, match=rf"TG-TRAIN-062.*{VOCABULARY}.*{VOCABULARY}"):
         run.step(step)
@@ -346,7 +347,7 @@ def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
 def test_without_memory_the_error_names_the_step(traces, tmp_path, monkeypatch):
     import tracegrad.trainer.trainer as module
 
-    run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
+    run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
 
     def lost(*given, **how):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0")
@@ -371,7 +372,7 @@ def test_a_step_that_nothing_is_left_of_says_so(traces):
 
 def test_adapters_of_the_caller_are_their_own_reference(traces, tmp_path):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
-    run = Run(with_adapters(tiny_model(), 2), objective, told(), out=tmp_path)
+    run = Trainer(with_adapters(tiny_model(), 2), objective, told(), out=tmp_path)
     assert run.reference is None  # no copy was made
     [step, *_] = steps_of(traces, objective, 0)
     run.step(step)

@@ -18,8 +18,8 @@ from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
 from tracegrad.packing import pack
 from tracegrad.trainer import train
-from tracegrad.trainer.setup import bucket_of, check_media, check_vocabulary, device_of
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.setup import check_media, check_vocabulary, device_of, row_padding
+from tracegrad.trainer.steps import TrainingData
 
 
 def told(**changes):
@@ -59,10 +59,10 @@ def test_one_numbered_device_for_several_ranks_of_a_machine_is_refused(devices, 
 
 
 def test_a_short_row_on_cuda_is_padded_by_an_eighth_of_the_budget_at_most(devices):
-    assert bucket_of(told(pack__token_budget=16384)) == 2048
-    assert bucket_of(told(pack__token_budget=9000)) == 1152  # 9 blocks of 128
-    assert bucket_of(told(pack__token_budget=64)) == 64
-    assert bucket_of(told(train__device="cpu")) == 1
+    assert row_padding(told(pack__token_budget=16384)) == 2048
+    assert row_padding(told(pack__token_budget=9000)) == 1152  # 9 blocks of 128
+    assert row_padding(told(pack__token_budget=64)) == 64
+    assert row_padding(told(train__device="cpu")) == 1
 
 
 # --- ids ---
@@ -121,8 +121,8 @@ def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tm
 
 
 def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, monkeypatch):
-    plans, packed, alive, cut, planned = [], [], [], Feed.cut, Feed.planned
-    monkeypatch.setattr(Feed, "cut", lambda self, seed: plans.append(seed) or cut(self, seed))
+    plans, packed, alive, cut, planned = [], [], [], TrainingData.cut, TrainingData.planned
+    monkeypatch.setattr(TrainingData, "cut", lambda self, seed: plans.append(seed) or cut(self, seed))
 
     def step(self, rows):
         made = planned(self, rows)
@@ -130,7 +130,7 @@ def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, 
         alive.append(sum(each() is not None for each in packed))
         return made
 
-    monkeypatch.setattr(Feed, "planned", step)
+    monkeypatch.setattr(TrainingData, "planned", step)
     changes = {"pack__share_prefixes": True, "train__epochs": 2}
     how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": lambda _: None}
     train(sampled(tiny_model(), groups=36), tiny_model(attn_implementation="sdpa"), **how)

@@ -13,11 +13,11 @@ pytest.importorskip("transformers")
 from tiny import tiny_model
 from tracegrad import model as policy
 from tracegrad.model.forward import read_states
-from tracegrad.objective import Adapt, Entropy, Gate, Ratio, presets
+from tracegrad.objective import AdaptiveEntropy, EntropyBonus, Ratio, Rejection, presets
 from tracegrad.packing import pack
 from tracegrad.trainer import trainer as driven
 from tracegrad.trainer.lora import with_adapters
-from tracegrad.trainer.optim import Control
+from tracegrad.trainer.optim import EntropyController
 from watched import traces, watched
 
 
@@ -61,14 +61,14 @@ def test_old_is_measured_anew_in_each_epoch(tmp_path):
 def test_a_gated_bonus_adapts_to_the_entropy_of_what_the_gates_left(tmp_path, monkeypatch):
     seen = []
 
-    class Watched(Control):
+    class Watched(EntropyController):
         def update(self, *arguments):
             super().update(*arguments)
             seen.append((self.last, self.coef))
 
-    monkeypatch.setattr(driven, "Control", Watched)
-    gate = Gate(Ratio("theta", "rollout"), "k1", low=-0.01, high=0.01)
-    entropy = Entropy(0.1, gated=True, adapt=Adapt(target=3.0, delta=0.01))
+    monkeypatch.setattr(driven, "EntropyController", Watched)
+    gate = Rejection(Ratio("theta", "rollout"), "k1", low=-0.01, high=0.01)
+    entropy = EntropyBonus(0.1, gated=True, adapt=AdaptiveEntropy(target=3.0, delta=0.01))
     run = watched(traces(), tmp_path, objective=replace(presets.DAPO, gates=(gate,), entropy=entropy))
     assert len(seen) == len(run.steps) == 3
     for (last, _), each in zip(seen, run.steps, strict=True):

@@ -10,15 +10,15 @@ import tracegrad as tg
 from tiny import tiny_model
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config
-from tracegrad.config.schema import Kept
+from tracegrad.config.schema import TokenLogConfig
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.objective import Gate, Ratio, presets
-from tracegrad.trainer import Run, token_log
-from tracegrad.trainer.token_log import CLIPPED, KEPT, LATE, UNKNOWN, Terms, subset
-from tracegrad.trainer.token_log_writer import Keeper, reasons
-from tracegrad.view.tokens import summed
+from tracegrad.objective import Ratio, Rejection, presets
+from tracegrad.trainer import Trainer, token_log
+from tracegrad.trainer.token_log import CLIPPED, MASKED_BY_POLICY, TRAINED, UNKNOWN, TokenLog, subset
+from tracegrad.trainer.token_log_writer import TokenLogWriter, reasons
+from tracegrad.view.tokens import aggregate_by_trace
 
-GATES = (Gate(Ratio("old", "rollout"), low=0.2), Gate(Ratio("old", "rollout"), high=2.0))
+GATES = (Rejection(Ratio("old", "rollout"), low=0.2), Rejection(Ratio("old", "rollout"), high=2.0))
 
 
 def sequences(traces=12, length=9, seed=0):
@@ -40,18 +40,18 @@ def stepped(tmp_path_factory):
     torch.manual_seed(0)
     found, objective = sequences(), replace(presets.DAPO, gates=GATES)
     [step] = tg.pack(found, tg.advantage.group_mean(found.reward, found.group), token_budget=128)
-    driven = Run(tiny_model(), objective, Config(), out=tmp_path_factory.mktemp("run"))
+    driven = Trainer(tiny_model(), objective, Config(), out=tmp_path_factory.mktemp("run"))
     step = driven.ready(step)
     return found, objective, step, driven.step(step)
 
 
 def kept(tmp_path, stepped, **options):
     found, objective, step, outcome = stepped
-    token_log_writer = Keeper(tmp_path, Kept(**options), objective)
+    token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(**options), objective)
     token_log_writer.step(1, step, outcome, found)
     token_log_writer.close()
     assert not token_log_writer.problem
-    return Terms(tmp_path)
+    return TokenLog(tmp_path)
 
 
 def test_what_is_kept_is_what_the_step_saw(tmp_path, stepped):
@@ -76,12 +76,12 @@ def test_each_term_says_which_gate_dropped_it(stepped):
     ratio = np.exp(step.old_logprobs - step.rollout_logprobs)
     unknown = np.isnan(step.rollout_logprobs)
     np.testing.assert_array_equal(why == UNKNOWN, unknown)
-    np.testing.assert_array_equal(why == LATE + 1, ~unknown & (ratio < 0.2))
-    np.testing.assert_array_equal(why == LATE + 2, ~unknown & (ratio > 2.0))
-    assert {LATE + 1, LATE + 2, KEPT} <= set(why.tolist())
-    assert "2" in words[LATE + 2]
-    assert "unless" in words[LATE + 1]
-    np.testing.assert_array_equal((why == KEPT) | (why == CLIPPED), outcome.keep)
+    np.testing.assert_array_equal(why == MASKED_BY_POLICY + 1, ~unknown & (ratio < 0.2))
+    np.testing.assert_array_equal(why == MASKED_BY_POLICY + 2, ~unknown & (ratio > 2.0))
+    assert {MASKED_BY_POLICY + 1, MASKED_BY_POLICY + 2, TRAINED} <= set(why.tolist())
+    assert "2" in words[MASKED_BY_POLICY + 2]
+    assert "unless" in words[MASKED_BY_POLICY + 1]
+    np.testing.assert_array_equal((why == TRAINED) | (why == CLIPPED), outcome.keep)
 
 
 def test_sampled_terms_are_whole_groups_within_the_bound(tmp_path, stepped, monkeypatch):
@@ -91,11 +91,11 @@ def test_sampled_terms_are_whole_groups_within_the_bound(tmp_path, stepped, monk
     monkeypatch.setattr(room, "_MEGA", 2400)  # a bound of 2,400 bytes: half of 12 traces * (9 * 24 + 6 * 41)
 
     def sampled(world):
-        token_log_writer = Keeper(tmp_path, Kept(megabytes=1), objective, world=world)
+        token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(megabytes=1), objective, world=world)
         for number in range(1, 40):
             token_log_writer.step(number, step, outcome, found, passes=1)
         token_log_writer.close()
-        read = Terms(tmp_path)
+        read = TokenLog(tmp_path)
         return read, sorted(int(name) for name in read.sequences(read.sets()[0]).trace_ids)
 
     _, of_half = sampled(world=2)
@@ -112,19 +112,19 @@ def test_nothing_is_kept_where_that_is_told(tmp_path, stepped):
 
 def test_a_resumed_run_takes_back_what_it_takes_again(tmp_path, stepped):
     found, objective, step, outcome = stepped
-    token_log_writer = Keeper(tmp_path, Kept(keep="all"), objective)
+    token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective)
     for number in (1, 2, 3):
         token_log_writer.step(number, step, outcome, found)
     token_log_writer.close()
-    Keeper(tmp_path, Kept(keep="all"), objective, taken=1).close()
-    assert [number for number, _ in Terms(tmp_path).files()] == [1]
-    Keeper(tmp_path, Kept(keep="all"), objective, taken=0).close()
+    TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective, taken=1).close()
+    assert [number for number, _ in TokenLog(tmp_path).files()] == [1]
+    TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective, taken=0).close()
     assert not list((tmp_path / "terms").iterdir())
 
 
 def test_a_full_disk_ends_the_keeping_and_not_the_run(tmp_path, stepped):
     found, objective, step, outcome = stepped
-    token_log_writer = Keeper(tmp_path, Kept(keep="all"), objective)
+    token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective)
     (tmp_path / "terms").rmdir()
     (tmp_path / "terms").write_text("in the way")
     for number in range(1, 9):
@@ -155,7 +155,7 @@ def test_a_step_file_that_points_elsewhere_is_refused(tmp_path, stepped):
 def test_what_a_step_made_of_a_trace_is_summed_by_hand(tmp_path, stepped):
     _, _, step, outcome = stepped
     read = kept(tmp_path, stepped, keep="all")
-    rows, values = summed(read.read(read.files()[0][1]))
+    rows, values = aggregate_by_trace(read.read(read.files()[0][1]))
     here = step.trace == rows[3]
     assert values[0, 3] == pytest.approx(np.abs(outcome.gradient[here]).sum())
     assert values[1, 3] == pytest.approx(outcome.ratio[here].mean())

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from ranks_output import told
 from tiny import tiny_model
 from tracegrad.trainer.memory import Memory
-from tracegrad.trainer.resource_estimate import Traffic, groups_of, traffic
+from tracegrad.trainer.resource_estimate import CommunicationEstimate, estimate_communication, groups_of
 from traffic_run import RUNS
 
 HERE = Path(__file__).parents[1] / "helpers"
@@ -71,19 +71,19 @@ def test_a_step_by_hand():
     groups = groups_of(tiny_model())
     assert [group.bytes(1, 1) for group in groups] == [1968, 1968, 784]
     given = {"fsdp": True, "rows": 3, "measured": 1, "frozen": 0}
-    kept = traffic(groups, ranks=2, memory=Memory.of("speed"), **given)
+    kept = estimate_communication(groups, ranks=2, memory=Memory.of("speed"), **given)
     assert (kept.gathers, kept.gather_bytes) == (3 * 3, 3 * 4 * 4720)
     assert (kept.measure_gathers, kept.measure_bytes) == (3, 4 * 4720)
     assert (kept.sums, kept.sum_bytes) == (3, 4 * 4720)
     assert kept.sent_bytes == (3 + 1 + 1) * 4 * 4720 / 2
-    low = traffic(groups, ranks=2, memory=Memory.of("low"), gathered_in=2, **given)
+    low = estimate_communication(groups, ranks=2, memory=Memory.of("low"), gathered_in=2, **given)
     assert (low.gathers, low.gather_bytes) == (3 * 5, 3 * 2 * (2 * 2 * 1968 + 784))
     assert (low.measure_gathers, low.measure_bytes) == (3 * 2 + 1, 2 * (3 * 2 * 1968 + 784))
     assert (low.sums, low.sum_bytes) == (3 * 3, 3 * 4 * 4720)
-    other = traffic(groups, ranks=2, memory=Memory.of("low"), **{**given, "measured": 0, "frozen": 1})
+    other = estimate_communication(groups, ranks=2, memory=Memory.of("low"), **{**given, "measured": 0, "frozen": 1})
     assert (other.measure_gathers, other.measure_bytes) == (3 * 3, 3 * 4 * 4720)
-    copies = traffic(groups, ranks=4, memory=Memory.of("low"), **{**given, "fsdp": False})
-    assert copies == Traffic(4, 0, 0, 0, 0, 1, 4 * 4720, "all-reduce")
+    copies = estimate_communication(groups, ranks=4, memory=Memory.of("low"), **{**given, "fsdp": False})
+    assert copies == CommunicationEstimate(4, 0, 0, 0, 0, 1, 4 * 4720, "all-reduce")
     assert copies.sent_bytes == 2 * 4 * 4720 * 3 / 4
 
 
@@ -98,6 +98,6 @@ def test_adapters_alone_are_summed():
     # q 16 -> 16, k and v 16 -> 8, o 16 -> 16, gate and up 16 -> 24, down 24 -> 16, each with rank 2
     by_hand = 2 * (32 + 24 + 24 + 32 + 40 + 40 + 40)
     assert [group.bytes(1, 1, trained_only=True) for group in groups] == [by_hand, by_hand, 0]
-    said = traffic(groups, fsdp=True, ranks=2, rows=1, measured=0, frozen=0, memory=Memory.of("speed"))
+    said = estimate_communication(groups, fsdp=True, ranks=2, rows=1, measured=0, frozen=0, memory=Memory.of("speed"))
     assert (said.sums, said.sum_bytes) == (2, 2 * 4 * by_hand)
     assert said.gather_bytes == 4 * (4720 + 2 * by_hand)

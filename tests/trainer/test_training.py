@@ -89,7 +89,9 @@ def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, examp
     said = []
     whole = tg.train(model, traces, out=tmp_path / "file", **told, say=lambda line: None)
     done = tg.train(model, tmp_path / "p", out=tmp_path / "folder", **told, say=said.append)
-    opened = tg.train(model, tg.Shards.open(tmp_path / "p"), out=tmp_path / "opened", **told, say=lambda line: None)
+    opened = tg.train(
+        model, tg.PreparedDataset.open(tmp_path / "p"), out=tmp_path / "opened", **told, say=lambda line: None
+    )
     assert rows(tmp_path / "folder") == rows(tmp_path / "file") == rows(tmp_path / "opened")
     assert done.step == whole.step == opened.step
     files, folders = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("file", "folder"))

@@ -18,7 +18,7 @@ import tracegrad as tg
 from tracegrad import config, recipes
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.view import Session, chosen, database, pieces
+from tracegrad.view import Viewer, database, pieces, select_rows
 from tracegrad.view.app import application
 from tracegrad.view.export import page_of
 from tracegrad.view.runs import page, state_of
@@ -99,7 +99,7 @@ def test_what_an_expression_must_hold_is_what_its_matches_hold():
 
 def test_an_expression_without_end_is_ended_and_the_next_search_answers(tmp_path):
     traces = written(tmp_path / "t.jsonl", [record(0, messages=[{"role": "user", "content": "a" * 64 + "!"}])])
-    with Session([traces], tmp_path / "index") as opened:
+    with Viewer([traces], tmp_path / "index") as opened:
         whole(opened)
         with TestClient(application(opened, "secret"), base_url="http://127.0.0.1") as client:
             late = client.get("/secret/search", params={"q": "(a+)+$", "regex": "1"})
@@ -143,11 +143,11 @@ def test_a_hostile_trace_stays_text(tmp_path):
     said = [{"role": HOSTILE, "content": HOSTILE, "name": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
     said[1]["tool_calls"] = [call]
     traces = written(tmp_path / "t.jsonl", [record(n, messages=said, id=HOSTILE, group=HOSTILE) for n in range(2)])
-    with Session([traces], tmp_path / "index") as opened:
+    with Viewer([traces], tmp_path / "index") as opened:
         whole(opened)
         found = pieces.trace(opened, 0)
         put_in_as_they_are = ("facts", "messages", "tokens", "drift", "why", "history")
-        for html in (*(found[name] for name in put_in_as_they_are), pieces.beside(opened, 0)):
+        for html in (*(found[name] for name in put_in_as_they_are), pieces.group_html(opened, 0)):
             assert not re.search("<script|<img|\u202e", html)
         page = page_of(opened, [0, 1])
         ours = list(re.findall(r"<script>(.*?)</script>", page, re.S))
@@ -161,7 +161,7 @@ def test_a_hostile_trace_stays_text(tmp_path):
 def test_a_long_message_is_folded_and_comes_in_parts(tmp_path):
     text = "x" * 300_000 + "END"
     traces = written(tmp_path / "t.jsonl", [record(0, messages=[{"role": "user", "content": text}])])
-    with Session([traces], tmp_path / "index") as opened:
+    with Viewer([traces], tmp_path / "index") as opened:
         whole(opened)
         html = pieces.trace(opened, 0)["messages"]
         assert len(html) < 6_000
@@ -176,7 +176,7 @@ def test_a_long_message_is_folded_and_comes_in_parts(tmp_path):
 
 def test_with_a_model_tiers_drift_and_tokens_are_those_of_align(tmp_path):
     source = MODEL.parent / "traces.jsonl.zst"
-    with Session([source], tmp_path / "index", MODEL) as opened:
+    with Viewer([source], tmp_path / "index", MODEL) as opened:
         whole(opened)
         traces = tg.read(source, limit=40)
         sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL), on_error="skip", lenient=True)
@@ -205,7 +205,7 @@ def test_prepared_shards_are_shown_by_their_tokens(tmp_path):
         main(["prepare", str(MODEL.parent / "traces.jsonl.zst"), "--model", str(MODEL), "--out", str(tmp_path / "p")])
         == 0
     )
-    with Session([tmp_path / "p"], tmp_path / "index", MODEL) as opened:
+    with Viewer([tmp_path / "p"], tmp_path / "index", MODEL) as opened:
         whole(opened)
         assert opened.rows == tg.Sequences.load(tmp_path / "p").traces
         found = find(str(opened.indexer.path), "clerk of a shop", False, seconds=30.0)
@@ -215,15 +215,15 @@ def test_prepared_shards_are_shown_by_their_tokens(tmp_path):
 
 def test_the_index_is_used_again_and_made_again_when_the_file_has_changed(tmp_path):
     traces = written(tmp_path / "t.jsonl", [record(n) for n in range(5)])
-    with Session([traces], tmp_path / "index") as opened:
+    with Viewer([traces], tmp_path / "index") as opened:
         place = whole(opened).indexer.path
         time.sleep(0.1)
-    with Session([traces], tmp_path / "index") as again:
+    with Viewer([traces], tmp_path / "index") as again:
         assert again.indexer.path == place
         assert again.indexer.done
         assert again.rows == 5
     written(traces, [record(n) for n in range(7)])
-    with Session([traces], tmp_path / "index") as changed:
+    with Viewer([traces], tmp_path / "index") as changed:
         assert whole(changed).rows == 7
         assert changed.indexer.path != place
     assert (place.parent.stat().st_mode & 0o777) == 0o700
@@ -231,7 +231,7 @@ def test_the_index_is_used_again_and_made_again_when_the_file_has_changed(tmp_pa
 
 def test_a_file_that_grows_is_followed_and_half_a_line_waited_for(tmp_path):
     traces = written(tmp_path / "t.jsonl", [record(n) for n in range(3)])
-    with Session([traces], tmp_path / "index") as opened:
+    with Viewer([traces], tmp_path / "index") as opened:
         whole(opened)
         line = json.dumps(record(3)) + "\n"
         with open(traces, "a") as file:
@@ -249,7 +249,7 @@ def test_a_file_that_grows_is_followed_and_half_a_line_waited_for(tmp_path):
 def test_a_file_that_cannot_be_read_is_said_and_the_others_are_shown(tmp_path):
     (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"messages": 3}\n')[:-4])
     written(tmp_path / "good.jsonl", [record(0)])
-    with Session([tmp_path], tmp_path / "index") as opened:
+    with Viewer([tmp_path], tmp_path / "index") as opened:
         whole(opened)
         assert opened.rows == 1
         assert "bad.jsonl.gz" in opened.state()["problems"][0]
@@ -257,20 +257,20 @@ def test_a_file_that_cannot_be_read_is_said_and_the_others_are_shown(tmp_path):
 
 def test_what_holds_nothing_is_refused_with_what_to_name(tmp_path):
     with pytest.raises(ReadError, match="TG-VIEW-007"):
-        Session([tmp_path / "no"], tmp_path / "index")
+        Viewer([tmp_path / "no"], tmp_path / "index")
     with pytest.raises(ReadError, match="TG-DATA-037"):
-        Session([tmp_path], tmp_path / "index")
+        Viewer([tmp_path], tmp_path / "index")
 
 
 def test_what_is_exported_is_chosen_by_numbers_tags_text_and_order(session):
-    assert chosen(session, ["reward>0.5"], "", "", 3) == [0, 4, 8]
-    assert chosen(session, ["tool:price", "lag<=0"], "", "", 2) == [5, 11]
-    assert chosen(session, [], "number 77?", "", 9) == [77]
-    assert chosen(session, ["reward=0"], "", "lag", 2) == [3, 6]
+    assert select_rows(session, ["reward>0.5"], "", "", 3) == [0, 4, 8]
+    assert select_rows(session, ["tool:price", "lag<=0"], "", "", 2) == [5, 11]
+    assert select_rows(session, [], "number 77?", "", 9) == [77]
+    assert select_rows(session, ["reward=0"], "", "lag", 2) == [3, 6]
     with pytest.raises(ArgumentError, match=r"TG-VIEW-006.*rewards"):
-        chosen(session, ["rewards>0"], "", "", 9)
+        select_rows(session, ["rewards>0"], "", "", 9)
     with pytest.raises(ArgumentError, match="TG-VIEW-005"):
-        chosen(session, ["reward>x"], "", "", 9)
+        select_rows(session, ["reward>x"], "", "", 9)
     with pytest.raises(ArgumentError, match=r"TG-VIEW-002.*2,000"):
         page_of(session, [])
 

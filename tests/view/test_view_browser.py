@@ -21,7 +21,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 
 import tracegrad as tg
 from tracegrad.config import load
-from tracegrad.view import Session, write
+from tracegrad.view import Viewer, export_page
 from tracegrad.view.app import application
 from view_pages import HOSTILE, MODEL, record, whole, written
 
@@ -79,7 +79,7 @@ def run(tmp_path_factory):
 def url(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     hostile = written(folder / "hostile.jsonl", [record(1, id=HOSTILE, messages=_hostile())])
-    with Session([SOURCE, hostile, run], folder / "index", MODEL) as session:
+    with Viewer([SOURCE, hostile, run], folder / "index", MODEL) as session:
         whole(session)
         served = Served(session)
         yield served.url
@@ -230,7 +230,7 @@ def test_a_picture_stands_in_its_message_with_and_without_markdown(page, tmp_pat
     traces = written(tmp_path / "t.jsonl", [record(1, messages=[{"role": "user", "content": content}])])
     asked = []
     page.on("request", lambda request: asked.append(request.url))
-    with Session([traces], tmp_path / "index") as session:
+    with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
         page.goto(served.url + "#trace-0")
         picture = page.locator("article .said img")
@@ -252,7 +252,7 @@ def test_messages_are_laid_out_as_markdown_where_that_is_asked_for(page, tmp_pat
     traces = written(tmp_path / "t.jsonl", [record(1, messages=[{"role": "user", "content": HOSTILE}, answer])])
     asked = []
     page.on("request", lambda request: asked.append(request.url))
-    with Session([traces], tmp_path / "index") as session:
+    with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
         page.goto(served.url + "#trace-0")
         page.wait_for_selector("article")
@@ -293,7 +293,7 @@ LONG = {
 def test_markdown_that_is_made_to_take_long_does_not_and_is_whole(page, tmp_path, name):
     text, letter = LONG[name]
     traces = written(tmp_path / "t.jsonl", [record(1, messages=[{"role": "assistant", "content": text}])])
-    with Session([traces], tmp_path / "index") as session:
+    with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
         page.goto(served.url + "#trace-0")
         page.click("article button.more")
@@ -309,7 +309,7 @@ def test_markdown_that_is_made_to_take_long_does_not_and_is_whole(page, tmp_path
 def test_a_message_that_cannot_be_laid_out_is_shown_as_it_was_sent(page, tmp_path):
     said = [{"role": "user", "content": "> bad"}, {"role": "assistant", "content": "**good**"}]
     traces = written(tmp_path / "t.jsonl", [record(1, messages=said)])
-    with Session([traces], tmp_path / "index") as session:
+    with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
         page.goto(served.url + "#trace-0")
         page.wait_for_selector("article")
@@ -342,7 +342,7 @@ def test_nothing_runs_off_a_narrow_page(browser, url, scheme):
 
 def test_the_page_follows_a_file_that_grows(page, tmp_path):
     traces = written(tmp_path / "t.jsonl", [record(n) for n in range(3)])
-    with Session([traces], tmp_path / "index") as session:
+    with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
         page.goto(served.url)
         says(page, "3 traces")
@@ -355,9 +355,9 @@ def test_the_page_follows_a_file_that_grows(page, tmp_path):
 
 def test_the_exported_page_needs_no_server(page, run, tmp_path):
     hostile = written(tmp_path / "hostile.jsonl", [record(1, id=HOSTILE, messages=_hostile())])
-    with Session([SOURCE, hostile, run], tmp_path / "index", MODEL) as session:
+    with Viewer([SOURCE, hostile, run], tmp_path / "index", MODEL) as session:
         whole(session)
-        write(session, [0, 1, 2, 3, 40, 2560], tmp_path / "x.html")
+        export_page(session, [0, 1, 2, 3, 40, 2560], tmp_path / "x.html")
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto((tmp_path / "x.html").as_uri())

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.view import Session, chosen, export, serve
+from tracegrad.view import Viewer, export, select_rows, serve
 from tracegrad.view.app import application
 from view_pages import record, whole, written
 
@@ -48,13 +48,13 @@ def address(name):
 def test_names_of_traces_indexes_and_exports_may_hold_what_sqlite_and_utf8_do_not(name, tmp_path):
     name = address(name)
     traces = written(tmp_path / f"{name}.jsonl", [record(n) for n in range(8)])
-    with Session([traces], tmp_path / f"{name} index") as session:
+    with Viewer([traces], tmp_path / f"{name} index") as session:
         whole(session)
         assert session.indexer.problems == []
-        rows = chosen(session, [], "amber number", "", 100)
+        rows = select_rows(session, [], "amber number", "", 100)
         assert rows == list(range(8))
         page = tmp_path / f"{name}.html"
-        assert export.write(session, rows, page) == page.stat().st_size
+        assert export.export_page(session, rows, page) == page.stat().st_size
         with opened(session) as client:
             assert client.get("/secret/search", params={"q": "amber number 3"}).json()["rows"] == [3]
             assert client.get("/secret/trace/1").json()["id"] == "t1"
@@ -65,7 +65,7 @@ def test_names_of_traces_indexes_and_exports_may_hold_what_sqlite_and_utf8_do_no
 
 @pytest.fixture
 def session(tmp_path):
-    with Session([written(tmp_path / "t.jsonl", [record(n) for n in range(8)])], tmp_path / "index") as session:
+    with Viewer([written(tmp_path / "t.jsonl", [record(n) for n in range(8)])], tmp_path / "index") as session:
         yield whole(session)
 
 
@@ -163,11 +163,11 @@ def test_odd_searches_are_answered(query, session):
     else:
         with pytest.raises(ArgumentError, match="TG-VIEW-011"):
             asyncio.run(ask(True))
-    assert chosen(session, [], query, "", 10) == []
+    assert select_rows(session, [], query, "", 10) == []
 
 
 def test_a_tag_with_half_a_character_has_no_rows(session):
-    assert chosen(session, ["tool:\ud800"], "", "", 10) == []
+    assert select_rows(session, ["tool:\ud800"], "", "", 10) == []
 
 
 def test_an_index_that_is_gone_is_an_answer(session, client):
@@ -182,9 +182,13 @@ def test_several_viewers_that_build_one_index_at_once_each_have_all_of_it(tmp_pa
     traces = written(tmp_path / "t.jsonl", [record(n) for n in range(700)])
 
     def view(_):
-        with Session([traces], tmp_path / "index") as session:
+        with Viewer([traces], tmp_path / "index") as session:
             whole(session)
-            return session.rows, chosen(session, [], "amber", "", 1000) == list(range(700)), session.indexer.problems
+            return (
+                session.rows,
+                select_rows(session, [], "amber", "", 1000) == list(range(700)),
+                session.indexer.problems,
+            )
 
     with ThreadPoolExecutor(5) as pool:
         assert list(pool.map(view, range(5))) == [(700, True, [])] * 5
@@ -195,7 +199,7 @@ def test_what_a_killed_viewer_left_is_removed_and_a_damaged_index_is_made_anew(t
     traces, index = written(tmp_path / "t.jsonl", [record(n) for n in range(8)]), tmp_path / "index"
 
     def rows():
-        with Session([traces], index) as session:
+        with Viewer([traces], index) as session:
             return whole(session).rows
 
     assert rows() == 8
@@ -217,10 +221,10 @@ def test_places_that_cannot_be_written_are_named(tmp_path, session):
     (tmp_path / "file").touch()
     for place in ("file", "file/in", "n" * 300):
         with pytest.raises(ReadError, match="TG-VIEW-010"):
-            Session([tmp_path / "t.jsonl"], tmp_path / place)
+            Viewer([tmp_path / "t.jsonl"], tmp_path / place)
     for place in ("file/in.html", "none/in.html", "n" * 300, "index"):
         with pytest.raises(ReadError, match="cannot be written"):
-            export.write(session, [1], tmp_path / place)
+            export.export_page(session, [1], tmp_path / place)
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "70000", LONG[:30], LONG, "x", "1.5", ""])
@@ -270,5 +274,5 @@ def test_a_run_whose_numbers_are_odd_is_shown(tmp_path):
     (run / "doctor.json").write_text(json.dumps({"findings": [1, {"count": 10**400, "title": None}]}))
     for number in range(len(lines)):
         (run / "metrics.jsonl").write_text("\n".join(lines[: number + 1]) + "\n")
-        with Session([run], tmp_path / "index") as session, opened(session) as client:
+        with Viewer([run], tmp_path / "index") as session, opened(session) as client:
             assert client.get("/secret/runs").status_code == 200, odd[number][:20]

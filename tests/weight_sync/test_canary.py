@@ -42,15 +42,15 @@ def test_a_server_that_is_gone_is_left_out_and_asked_no_more_until_it_is_let_in(
                 return admitted.is_set()
 
             servers.admission = admission
-            said = await probe_requests.ask(servers, [CHAT], tokens=1)
+            said = await probe_requests.send_probes(servers, [CHAT], tokens=1)
             assert {one.url for one in said} == {first.url}
             assert servers.ready == [first.url]
             async with StandIn(reply, second.port) as back:
-                await probe_requests.ask(servers, [CHAT], tokens=1)  # it is back, and has not got the weights
+                await probe_requests.send_probes(servers, [CHAT], tokens=1)  # it is back, and has not got the weights
                 assert back.asked(probe_requests.CHAT) == []
                 admitted.set()
                 await until(lambda: servers.ready == servers.urls)
-                said = await probe_requests.ask(servers, [CHAT], tokens=1)
+                said = await probe_requests.send_probes(servers, [CHAT], tokens=1)
                 assert {one.url for one in said} == set(servers.urls)
 
     asyncio.run(run())
@@ -60,12 +60,12 @@ def test_the_only_server_is_waited_for():
     async def run():
         first = StandIn(reply, free_port())
         async with Servers([await gone(first)], **FAST) as servers:
-            asking = asyncio.ensure_future(probe_requests.ask(servers, [CHAT], tokens=1))
+            asking = asyncio.ensure_future(probe_requests.send_probes(servers, [CHAT], tokens=1))
             await until(lambda: servers.state()[0]["out"])
             async with StandIn(reply, first.port):
                 assert len(await asking) == probe_requests.AT_ONCE + 1
             with pytest.raises(SyncError, match=r"TG-SYNC-014.*0\.2"):
-                await probe_requests.ask(servers, [CHAT], wait_s=0.2)
+                await probe_requests.send_probes(servers, [CHAT], wait_s=0.2)
 
     asyncio.run(run())
 
@@ -73,7 +73,7 @@ def test_the_only_server_is_waited_for():
 def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_are_enough_tokens():
     async def run():
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            said = await probe_requests.ask(servers, [CHAT, TEXT, IDS], tokens=100, salt="v1")
+            said = await probe_requests.send_probes(servers, [CHAT, TEXT, IDS], tokens=100, salt="v1")
             asked = {
                 path: stand.asked(path)
                 for path in (probe_requests.CHAT, probe_requests.COMPLETIONS, probe_requests.GENERATE)
@@ -97,7 +97,7 @@ def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_a
 def test_a_server_whose_answers_are_short_is_asked_for_no_more_than_some_rounds():
     async def run():
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            return await probe_requests.ask(servers, [CHAT], tokens=10**6)
+            return await probe_requests.send_probes(servers, [CHAT], tokens=10**6)
 
     assert (
         len(asyncio.run(run()))
@@ -111,7 +111,7 @@ def test_as_many_are_asked_at_once_as_the_length_of_answers_says(length, request
 
     async def run():
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            return await probe_requests.ask(servers, [CHAT], tokens=100, length=length, again=False)
+            return await probe_requests.send_probes(servers, [CHAT], tokens=100, length=length, again=False)
 
     assert len(asyncio.run(run())) == requests
 
@@ -137,6 +137,6 @@ def test_an_answer_that_cannot_be_compared_is_an_error(answer, why):
     async def run():
         async with StandIn(lambda *_: answer) as stand, Servers([stand.url], **FAST) as servers:
             with pytest.raises(SyncError, match=why):
-                await probe_requests.ask_one(servers, stand.url, CHAT)
+                await probe_requests.send_probe(servers, stand.url, CHAT)
 
     asyncio.run(run())

@@ -20,17 +20,17 @@ model.
     rewards of turns        turns_to_terms(turn_returns(...), ...) or returns(at_turn_ends(...), ...)
 """
 
-from tracegrad.advantage.kl import AdaptiveKl, Penalised, kl_in_reward
+from tracegrad.advantage.kl import AdaptiveKl, PenalisedRewards, kl_in_reward
 from tracegrad.advantage.multi_reward import normalize_then_sum, overlong, weighted_sum
 from tracegrad.advantage.outcome import (
-    Counted,
     EpsIn,
     GroupCounts,
+    NonzeroOf,
     Scale,
     Singleton,
     a_star,
     batch_mean,
-    by_mean_size,
+    divide_by_mean_abs,
     gpg,
     group_counts,
     group_mean,
@@ -56,18 +56,18 @@ from tracegrad.advantage.token import (
 
 __all__ = [
     "AdaptiveKl",
-    "Counted",
     "EpsIn",
     "Gae",
     "GroupCounts",
-    "Penalised",
+    "NonzeroOf",
+    "PenalisedRewards",
     "Scale",
     "Singleton",
     "Tail",
     "a_star",
     "at_turn_ends",
     "batch_mean",
-    "by_mean_size",
+    "divide_by_mean_abs",
     "gae",
     "gpg",
     "group_counts",

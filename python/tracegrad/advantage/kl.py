@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from tracegrad import _validation
 from tracegrad.advantage.outcome import Floats, refuse_infinite
-from tracegrad.advantage.token import rows, terms
+from tracegrad.advantage.token import check_rows, check_terms
 from tracegrad.errors import ArgumentError
 
 _LOG_RATIO_LIMIT = 20.0
@@ -20,7 +20,7 @@ _ERROR_BOUND = 0.2
 """Bound of the controller's error, as in Ziegler et al. and the code that follows them."""
 
 
-class Penalised(NamedTuple):
+class PenalisedRewards(NamedTuple):
     """Result of `kl_in_reward`.
 
     Args:
@@ -43,7 +43,7 @@ def kl_in_reward(
     coef: float,
     kind: Literal["k1", "k2", "k3", "abs"] = "k1",
     cap: float | None = None,
-) -> Penalised:
+) -> PenalisedRewards:
     """Subtract coef times an estimate of KL(old||ref) at each term from the reward of its trace.
 
     With l = log old - log ref: k1 is l, abs |l|, k2 l^2 / 2, k3 exp(-l) - 1 + l.
@@ -75,9 +75,9 @@ def kl_in_reward(
             )
     reward = _validation.real(rewards, "rewards")
     refuse_infinite(reward)
-    owner = rows(trace, len(reward))
-    old_logprob, _ = terms(owner, old=old)
-    ref_logprob, _ = terms(owner, ref=ref)
+    owner = check_rows(trace, len(reward))
+    old_logprob, _ = check_terms(owner, old=old)
+    ref_logprob, _ = check_terms(owner, ref=ref)
     gap = old_logprob - ref_logprob
     unknown = np.flatnonzero(np.isnan(gap))
     if len(unknown):
@@ -93,7 +93,7 @@ def kl_in_reward(
     total = np.bincount(owner, estimate, len(reward))
     nonempty = count > 0
     mean = float((total[nonempty] / count[nonempty]).mean()) if nonempty.any() else 0.0
-    return Penalised(reward - coef * total, 0.0 - coef * estimate, mean)
+    return PenalisedRewards(reward - coef * total, 0.0 - coef * estimate, mean)
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,6 @@ class AdaptiveKl:
                 )
 
     def after(self, kl: float, traces: int) -> "AdaptiveKl":
-        """Return the coefficient after a batch of `traces` traces with this divergence (`Penalised.kl`)."""
+        """Return the coefficient after a batch of `traces` traces with this divergence (`PenalisedRewards.kl`)."""
         error = min(max(kl / self.target - 1, -_ERROR_BOUND), _ERROR_BOUND)
         return replace(self, coef=self.coef * (1 + error * traces / self.horizon))

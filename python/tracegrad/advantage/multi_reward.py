@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _validation
-from tracegrad.advantage.outcome import Floats, Grouped, Scale, Singleton, centred, refuse_infinite
+from tracegrad.advantage.outcome import Floats, GroupedRewards, Scale, Singleton, group_mean_float64, refuse_infinite
 from tracegrad.errors import ArgumentError
 
 
@@ -68,7 +68,7 @@ def normalize_then_sum(
     [2.0, -2.0]
     """
     table, weight = _table(rewards, weights)
-    columns = [centred(Grouped.of(column, groups), scale, ddof, eps, singleton) for column in table.T]
+    columns = [group_mean_float64(GroupedRewards.of(column, groups), scale, ddof, eps, singleton) for column in table.T]
     return _sum(np.stack(columns, axis=1), table, weight)
 
 

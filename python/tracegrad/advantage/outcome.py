@@ -62,7 +62,7 @@ def group_counts(rewards: ArrayLike, groups: ArrayLike) -> GroupCounts:
     >>> found.equal_ids, found.equal_rewards, found.singleton_ids
     ((7,), (1.0,), (9,))
     """
-    group = Grouped.of(rewards, groups)
+    group = GroupedRewards.of(rewards, groups)
     alone = group.count == 1
     return GroupCounts(
         traces=len(group.reward),
@@ -78,7 +78,7 @@ def group_counts(rewards: ArrayLike, groups: ArrayLike) -> GroupCounts:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedRewards:
     """Rewards with the groups of their traces.
 
     Args:
@@ -96,7 +96,7 @@ class Grouped:
     count: NDArray[np.intp]
 
     @classmethod
-    def of(cls, rewards: ArrayLike, groups: ArrayLike) -> "Grouped":
+    def of(cls, rewards: ArrayLike, groups: ArrayLike) -> "GroupedRewards":
         """Group [R] rewards, NaN if unknown, by [R] ids of any type that sorts."""
         reward, group = _validation.real(rewards, "rewards"), _validation.labels(groups, "groups")
         if reward.ndim != 1 or group.shape != reward.shape:
@@ -144,7 +144,7 @@ class Grouped:
         """
         if not isinstance(singleton, str) or singleton not in ("refuse", "zero", "keep"):
             raise ArgumentError(
-                f"TG-ADV-008: singleton is {_validation.described(singleton)}. It says what becomes of a group of one. "
+                f"TG-ADV-008: singleton is {_validation.describe(singleton)}. It says what becomes of a group of one. "
                 "It must be 'refuse', 'zero' or 'keep'."
             )
         alone = self.alone
@@ -183,7 +183,7 @@ def check_scale(scale: str, ddof: int | None, eps: float | None) -> float:
     """
     if not isinstance(scale, str) or scale not in ("none", "std", "batch_std"):
         raise ArgumentError(
-            f"TG-ADV-011: scale is {_validation.described(scale)}. It says what a difference is divided by. "
+            f"TG-ADV-011: scale is {_validation.describe(scale)}. It says what a difference is divided by. "
             "It must be 'none' or 'std' (of the group) or 'batch_std'."
         )
     if scale == "none" and (ddof is not None or eps is not None):
@@ -205,7 +205,7 @@ def check_ddof(ddof: int | None, where: str) -> None:
         )
 
 
-def scaled(advantage: Floats, group: Grouped, scale: str, ddof: int | None, eps: float) -> Floats:
+def divide_by_std(advantage: Floats, group: GroupedRewards, scale: str, ddof: int | None, eps: float) -> Floats:
     """Return [R] float64: advantage / (deviation of the rewards + eps); a group of one has deviation 1."""
     if scale == "none":
         return advantage
@@ -215,7 +215,7 @@ def scaled(advantage: Floats, group: Grouped, scale: str, ddof: int | None, eps:
     else:
         square = group.sum((group.reward - group.mean[group.index]) ** 2)
         spread = np.where(group.count == 1, 1.0, np.sqrt(square / np.maximum(group.count - ddof, 1)))
-    return divided(advantage, (spread + eps)[group.index])
+    return safe_divide(advantage, (spread + eps)[group.index])
 
 
 def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArray[np.float32]:
@@ -240,10 +240,10 @@ def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArra
     >>> whiten([3.0, 1.0, float("nan")], ddof=0, eps=0.0, eps_in="variance").tolist()
     [1.0, -1.0, 0.0]
     """
-    return whitened(_validation.real(values, "values"), ddof, eps, eps_in).astype(np.float32)
+    return whiten_float64(_validation.real(values, "values"), ddof, eps, eps_in).astype(np.float32)
 
 
-def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
+def whiten_float64(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
     """Return `whiten` in float64."""
     if eps_in not in ("variance", "deviation"):
         raise ArgumentError(
@@ -265,7 +265,7 @@ def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
     return np.where(known, (values - present.mean()) / spread, 0.0)
 
 
-def by_mean_size(
+def divide_by_mean_abs(
     advantages: ArrayLike, *, weights: ArrayLike | None = None, balance: float = 0.0
 ) -> NDArray[np.float32]:
     """Divide advantages of terms by their mean size, so that a learning rate has the same effect for any spread of
@@ -285,7 +285,7 @@ def by_mean_size(
 
     Source: ART's packing of tensors, with its weights of 1 / length and its advantage_balance.
 
-    >>> by_mean_size([3.0, -1.0]).tolist(), by_mean_size([3.0, -1.0], balance=1.0).tolist()
+    >>> divide_by_mean_abs([3.0, -1.0]).tolist(), divide_by_mean_abs([3.0, -1.0], balance=1.0).tolist()
     ([1.5, -0.5], [2.0, 0.0])
     """
     if not -1 <= balance <= 1:
@@ -305,7 +305,7 @@ def by_mean_size(
     return (value * weight.sum() / size if size > 0 else value * 0.0).astype(np.float32)
 
 
-def divided(numerator: Floats, denominator: Floats) -> Floats:
+def safe_divide(numerator: Floats, denominator: Floats) -> Floats:
     """Return the quotient, 0 if the denominator is not above 0."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
 
@@ -316,7 +316,7 @@ def _deviation(values: Floats, ddof: int) -> float:
     return float(np.sqrt(((values - values.mean()) ** 2).sum() / max(len(values) - ddof, 1)))
 
 
-Counted = Literal["rewards", "advantages"]
+NonzeroOf = Literal["rewards", "advantages"]
 
 
 def group_mean(
@@ -354,14 +354,16 @@ def group_mean(
     >>> group_mean([1.0, 0.0, 0.0, 5.0, 5.0], [7, 7, 7, 9, 9]).round(3).tolist()
     [0.6669999957084656, -0.3330000042915344, -0.3330000042915344, 0.0, 0.0]
     """
-    return centred(Grouped.of(rewards, groups), scale, ddof, eps, singleton).astype(np.float32)
+    return group_mean_float64(GroupedRewards.of(rewards, groups), scale, ddof, eps, singleton).astype(np.float32)
 
 
-def centred(group: Grouped, scale: str, ddof: int | None, eps: float | None, singleton: str) -> Floats:
+def group_mean_float64(
+    group: GroupedRewards, scale: str, ddof: int | None, eps: float | None, singleton: str
+) -> Floats:
     """Return `group_mean` in float64, for further computation."""
     eps_ = check_scale(scale, ddof, eps)
     advantage = group.settle(group.reward - group.mean[group.index], singleton)
-    return scaled(advantage, group, scale, ddof, eps_)
+    return divide_by_std(advantage, group, scale, ddof, eps_)
 
 
 def batch_mean(
@@ -404,7 +406,7 @@ def rloo(rewards: ArrayLike, groups: ArrayLike, *, singleton: Singleton = "refus
     >>> rloo([3.0, 0.0, 0.0, 4.0], [0, 0, 0, 1], singleton="keep").tolist()
     [3.0, -1.5, -1.5, 4.0]
     """
-    group = Grouped.of(rewards, groups)
+    group = GroupedRewards.of(rewards, groups)
     others = (group.count / np.maximum(group.count - 1, 1))[group.index]
     return group.settle((group.reward - group.mean[group.index]) * others, singleton).astype(np.float32)
 
@@ -434,20 +436,20 @@ def opo(
     >>> opo([1.0, 0.0], [1, 3], [0, 0]).tolist()
     [0.75, -0.25]
     """
-    group, length = Grouped.of(rewards, groups), _validation.real(lengths, "lengths")
+    group, length = GroupedRewards.of(rewards, groups), _validation.real(lengths, "lengths")
     if length.shape != group.reward.shape or not (length >= 0).all():
         raise ArgumentError(
             f"TG-ADV-018: lengths have shape {length.shape} for {len(group.reward)} traces, the least is "
             f"{length.min() if length.size else None}. They weigh the baseline. Pass how many terms each trace has."
         )
     total_length = group.sum(length)
-    baseline = divided(group.sum(length * group.reward), total_length)
+    baseline = safe_divide(group.sum(length * group.reward), total_length)
     advantage = np.where((total_length > 0)[group.index], group.reward - baseline[group.index], 0.0)
     return group.settle(advantage, singleton).astype(np.float32)
 
 
 def gpg(
-    rewards: ArrayLike, groups: ArrayLike, *, nonzero: Counted, singleton: Singleton = "refuse"
+    rewards: ArrayLike, groups: ArrayLike, *, nonzero: NonzeroOf, singleton: Singleton = "refuse"
 ) -> NDArray[np.float32]:
     """Return alpha * (reward - mean of its group), with alpha = scorable traces / those that are not zero.
 
@@ -476,8 +478,8 @@ def gpg(
             f"TG-ADV-019: nonzero is {nonzero!r}. It says which zeros alpha makes up for. It must be 'rewards' "
             f"or 'advantages'."
         )
-    group = Grouped.of(rewards, groups)
-    advantage = centred(group, "none", None, None, singleton)
+    group = GroupedRewards.of(rewards, groups)
+    advantage = group_mean_float64(group, "none", None, None, singleton)
     counted = np.count_nonzero(group.reward if nonzero == "rewards" else advantage)
     return (advantage * int(group.known.sum()) / max(counted, 1)).astype(np.float32)
 
@@ -507,9 +509,9 @@ def max_rl(
     >>> max_rl([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0]).tolist()
     [3.0, -1.0, -1.0, -1.0]
     """
-    group = Grouped.of(rewards, groups)
+    group = GroupedRewards.of(rewards, groups)
     denominator = np.where(group.mean > 0, group.mean + eps, 0.0)[group.index]
-    return group.settle(divided(group.reward - group.mean[group.index], denominator), singleton).astype(np.float32)
+    return group.settle(safe_divide(group.reward - group.mean[group.index], denominator), singleton).astype(np.float32)
 
 
 def pass_at_k(
@@ -537,13 +539,13 @@ def pass_at_k(
     >>> pass_at_k([0.25, 1.0, 0.5], [0, 0, 0]).tolist()
     [0.0, 0.5, 0.0]
     """
-    group, eps_ = Grouped.of(rewards, groups), check_scale(scale, ddof, eps)
+    group, eps_ = GroupedRewards.of(rewards, groups), check_scale(scale, ddof, eps)
     known = np.flatnonzero(group.known)
     order = known[np.lexsort((group.reward[known], group.index[known]))]
     last = np.cumsum(group.count)[group.count > 1] - 1
     lead = np.zeros_like(group.reward)
     lead[order[last]] = group.reward[order[last]] - group.reward[order[last - 1]]
-    return scaled(group.settle(lead, singleton), group, scale, ddof, eps_).astype(np.float32)
+    return divide_by_std(group.settle(lead, singleton), group, scale, ddof, eps_).astype(np.float32)
 
 
 def a_star(
@@ -577,7 +579,7 @@ def a_star(
         raise ArgumentError(
             f"TG-ADV-020: beta is {beta}. V* is a mean of exp(reward / beta). Pass a number above 0, such as 0.5."
         )
-    group = Grouped.of(rewards, groups)
+    group = GroupedRewards.of(rewards, groups)
     highest = np.where(group.count > 0, group.extent[1], 0.0)
     mean = group.sum(
         np.exp((group.reward - highest[group.index]) / beta, where=group.known, out=np.zeros_like(group.reward))

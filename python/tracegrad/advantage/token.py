@@ -6,11 +6,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _validation
-from tracegrad.advantage.outcome import Floats, Grouped, Singleton, centred, divided, refuse_infinite, whitened
+from tracegrad.advantage.outcome import (
+    Floats,
+    GroupedRewards,
+    Singleton,
+    group_mean_float64,
+    refuse_infinite,
+    safe_divide,
+    whiten_float64,
+)
 from tracegrad.errors import ArgumentError
 
 
-def discounted(values: Floats, owner: NDArray[np.int64], gamma: float) -> Floats:
+def discounted_sums(values: Floats, owner: NDArray[np.int64], gamma: float) -> Floats:
     """Return [M] S_t = v_t + gamma * S_(t+1) within each trace.
 
     Computed by doubling: after k rounds S_t covers 2**k terms.
@@ -25,7 +33,7 @@ def discounted(values: Floats, owner: NDArray[np.int64], gamma: float) -> Floats
     return _in_original_order(total, order)
 
 
-def following(values: Floats, owner: NDArray[np.int64]) -> Floats:
+def next_values(values: Floats, owner: NDArray[np.int64]) -> Floats:
     """Return [M] the value at the next term of the same trace, 0 after the last."""
     order = np.argsort(owner, kind="stable")
     ids, ordered = owner[order], values[order]
@@ -34,12 +42,12 @@ def following(values: Floats, owner: NDArray[np.int64]) -> Floats:
     return _in_original_order(after, order)
 
 
-def accumulated(values: Floats, owner: NDArray[np.int64]) -> Floats:
+def running_sums(values: Floats, owner: NDArray[np.int64]) -> Floats:
     """Return [M] the sum from the first term of the trace to this one."""
-    return discounted(values[::-1], owner[::-1], 1.0)[::-1]
+    return discounted_sums(values[::-1], owner[::-1], 1.0)[::-1]
 
 
-def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
+def check_terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
     """Check one [M] array and the [M] trace ids; return them as float64 and int64."""
     ((name, raw),) = values.items()
     array, owner = _validation.real(raw, name), _validation.numbers(trace, "trace")
@@ -57,7 +65,7 @@ def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int
     return array, owner.astype(np.int64)
 
 
-def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
+def check_rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
     """Return [M] rows of traces, checked against the number of traces."""
     owner = _validation.integers(trace, "trace")
     if len(owner) and not 0 <= owner.min() <= owner.max() < total:
@@ -111,12 +119,12 @@ def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
     [0.25, 0.5, 1.0, 5.0]
     """
     check_share(gamma, "gamma")
-    reward, owner = terms(trace, rewards=rewards)
+    reward, owner = check_terms(trace, rewards=rewards)
     known = ~np.isnan(reward)
-    total = discounted(np.where(known, reward, 0.0), owner, gamma)
+    total = discounted_sums(np.where(known, reward, 0.0), owner, gamma)
     if known.all():
         return total
-    return np.where(discounted(known.astype(np.float64), owner, float(gamma > 0)) > 0, total, np.nan)
+    return np.where(discounted_sums(known.astype(np.float64), owner, float(gamma > 0)) > 0, total, np.nan)
 
 
 def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> NDArray[np.float32]:
@@ -136,7 +144,7 @@ def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -
     >>> reinforce_plus_plus([0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], gamma=1.0).round(3).tolist()
     [0.8659999966621399, 0.8659999966621399, -0.8659999966621399, -0.8659999966621399]
     """
-    return whitened(returns(rewards, trace, gamma=gamma), 1, _VARIANCE_EPS, "variance").astype(np.float32)
+    return whiten_float64(returns(rewards, trace, gamma=gamma), 1, _VARIANCE_EPS, "variance").astype(np.float32)
 
 
 def reinforce_plus_plus_baseline(
@@ -161,9 +169,9 @@ def reinforce_plus_plus_baseline(
     >>> reinforce_plus_plus_baseline([3.0, 1.0], [0, 0], [0, 0, 1, 1]).round(3).tolist()
     [0.8659999966621399, 0.8659999966621399, -0.8659999966621399, -0.8659999966621399]
     """
-    group = Grouped.of(rewards, groups)
-    advantage = np.where(group.known, centred(group, "none", None, None, singleton), np.nan)
-    return whitened(advantage[rows(trace, len(advantage))], 1, _VARIANCE_EPS, "variance").astype(np.float32)
+    group = GroupedRewards.of(rewards, groups)
+    advantage = np.where(group.known, group_mean_float64(group, "none", None, None, singleton), np.nan)
+    return whiten_float64(advantage[check_rows(trace, len(advantage))], 1, _VARIANCE_EPS, "variance").astype(np.float32)
 
 
 def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np.float32]:
@@ -187,7 +195,7 @@ def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np
     """
     baseline = _validation.real(greedy, "greedy")
     refuse_infinite(baseline)
-    advantages = returns(rewards, trace, gamma=1.0) - baseline[rows(trace, len(baseline))]
+    advantages = returns(rewards, trace, gamma=1.0) - baseline[check_rows(trace, len(baseline))]
     return np.nan_to_num(advantages, nan=0.0).astype(np.float32)
 
 
@@ -217,15 +225,15 @@ def gae(rewards: ArrayLike, values: ArrayLike, trace: ArrayLike, *, gamma: float
     """
     check_share(gamma, "gamma")
     check_share(lam, "lam")
-    reward, owner = terms(trace, rewards=rewards)
-    value, _ = terms(trace, values=values)
+    reward, owner = check_terms(trace, rewards=rewards)
+    value, _ = check_terms(trace, values=values)
     bad = np.flatnonzero(np.isnan(reward + value))
     if len(bad):
         raise ArgumentError(
             f"TG-ADV-025: term {bad[0]}: reward {reward[bad[0]]}, value {value[bad[0]]}. Terms before it would have no "
             "advantage. Pass 0 where a term has no reward, and leave out traces without a value."
         )
-    advantages = discounted(reward + gamma * following(value, owner) - value, owner, gamma * lam)
+    advantages = discounted_sums(reward + gamma * next_values(value, owner) - value, owner, gamma * lam)
     return Gae(advantages, advantages + value)
 
 
@@ -283,26 +291,26 @@ def optimal_token_baseline(
         raise ArgumentError(
             f"TG-ADV-026: tail is {tail!r}. It says what the last trace of a group keeps. It must be 'keep' or 'zero'."
         )
-    reward, owner = terms(trace, rewards=rewards)
+    reward, owner = check_terms(trace, rewards=rewards)
     group = _validation.labels(groups, "groups")
     index = np.unique(group, return_inverse=True)[1].reshape(-1)
-    rows(owner, len(index))
+    check_rows(owner, len(index))
     known = ~np.isnan(reward)
     unscorable = np.isin(owner, owner[~known])
-    total = np.where(unscorable, np.nan, discounted(np.where(known, reward, 0.0), owner, 1.0))
-    energy = accumulated(_energy(owner, logprobs, sum_pi_squared, weights), owner)
+    total = np.where(unscorable, np.nan, discounted_sums(np.where(known, reward, 0.0), owner, 1.0))
+    energy = running_sums(_energy(owner, logprobs, sum_pi_squared, weights), owner)
     step = _steps(owner, position)
-    cells = Grouped.of(total, index[owner] * (step.max(initial=0) + 1) + step)
-    baseline = divided(cells.sum(cells.reward * energy), cells.sum(energy) + eps)
+    cells = GroupedRewards.of(total, index[owner] * (step.max(initial=0) + 1) + step)
+    baseline = safe_divide(cells.sum(cells.reward * energy), cells.sum(energy) + eps)
     advantage = cells.settle(cells.reward - baseline[cells.index], tail)
     return _with_lone_traces(advantage, total, owner, group, singleton).astype(np.float32)
 
 
 def _energy(owner: NDArray[np.int64], logprobs: ArrayLike, squares: ArrayLike, weights: ArrayLike | None) -> Floats:
-    logprob, square = terms(owner, logprobs=logprobs)[0], terms(owner, sum_pi_squared=squares)[0]
+    logprob, square = check_terms(owner, logprobs=logprobs)[0], check_terms(owner, sum_pi_squared=squares)[0]
     energy = 1.0 - 2.0 * np.exp(logprob) + square
     if weights is not None:
-        energy = energy * terms(owner, weights=weights)[0] ** 2
+        energy = energy * check_terms(owner, weights=weights)[0] ** 2
     bad = np.flatnonzero(np.isnan(energy))
     if len(bad):
         raise ArgumentError(
@@ -314,7 +322,7 @@ def _energy(owner: NDArray[np.int64], logprobs: ArrayLike, squares: ArrayLike, w
 
 def _steps(owner: NDArray[np.int64], position: ArrayLike | None) -> NDArray[np.int64]:
     if position is None:
-        return accumulated(np.ones(len(owner)), owner).astype(np.int64)
+        return running_sums(np.ones(len(owner)), owner).astype(np.int64)
     step, order = _validation.integers(position, "position"), np.argsort(owner, kind="stable")
     if step.shape == owner.shape and step.min(initial=0) >= 0:
         bad = order[1:][(np.diff(owner[order]) == 0) & (np.diff(step[order]) <= 0)]
@@ -337,7 +345,7 @@ def _with_lone_traces(
     A group of one has a single scorable trace with terms.
     """
     present, first = np.unique(owner, return_index=True)
-    traces = Grouped.of(total[first], group[present])
+    traces = GroupedRewards.of(total[first], group[present])
     traces.settle(traces.reward, singleton)
     lone = np.isin(owner, present[traces.alone])
     return np.where(lone, total if singleton == "keep" else 0.0, advantage)
@@ -456,7 +464,7 @@ def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
 
 def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) -> NDArray[np.int64]:
     """Return [M]: the row of each term's turn among all turns."""
-    owner, number = rows(trace, len(offsets) - 1), _validation.integers(turn, "turn")
+    owner, number = check_rows(trace, len(offsets) - 1), _validation.integers(turn, "turn")
     if number.shape != owner.shape:
         raise ArgumentError(
             f"TG-ADV-030: turn has shape {number.shape} for {len(owner)} terms. Each term is of one turn. Pass "

@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core, _validation
-from tracegrad.alignment.mismatch import Drift, untrained
+from tracegrad.alignment.mismatch import AlignmentReport, find_wrong_context
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.data.trace import Trace, Traces
 from tracegrad.errors import ArgumentError
-from tracegrad.images import Images, Pictures, Rule
+from tracegrad.images import ImageRule, Images, ImageSpans
 from tracegrad.images.spans import offsets
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredIds:
     """The S sampled tokens of G generations, concatenated.
 
     Args:
@@ -32,7 +32,7 @@ class Recovered:
             tokens, or tokens of another tokenizer.
         trace: [G] int32, row of the trace.
         turn: [G] int32, index of the generation in its trace.
-        reason: [S] uint8, index into `Drift.reasons`: the reason why the id is unknown, 0 if it is known.
+        reason: [S] uint8, index into `AlignmentReport.reasons`: the reason why the id is unknown, 0 if it is known.
     """
 
     ids: NDArray[np.int32]
@@ -52,12 +52,12 @@ class Recovered:
         return self.ids >= 0
 
 
-def recover_ids(traces: Traces, tokenizer: Tokenizer) -> Recovered:
+def recover_ids(traces: Traces, tokenizer: Tokenizer) -> RecoveredIds:
     """Return the ids that the record of each generation determines by its ids, bytes, texts and token count.
 
     No id is guessed.
     """
-    return Recovered(**_core.recover_ids(traces.core, tokenizer._core))
+    return RecoveredIds(**_core.recover_ids(traces.core, tokenizer._core))
 
 
 def align(
@@ -74,7 +74,7 @@ def align(
     sampling_defaults: Mapping[str, Any] | None = None,
     server_profile: str | None = None,
     on_error: str = "raise",
-    pictures: Rule | None = None,
+    pictures: ImageRule | None = None,
 ) -> Sequences:
     """Convert recorded traces to the ids of the trainer. Sampled ids are kept, and the template supplies other ids.
 
@@ -121,7 +121,7 @@ def align(
     _validation.one_of(server_profile, "server_profile", (None, *SERVERS))
     _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
     core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
-    table = Pictures.of_records(core)
+    table = Images.of_records(core)
     rule = (pictures or _rule(tokenizer)) if len(table) else None
     fields = _core.align_traces(
         core,
@@ -140,7 +140,7 @@ def align(
     )
     spans = fields.pop("images")
     columns = {name[6:]: fields.pop(name) for name in list(fields) if name.startswith("drift_")}
-    drift = Drift(
+    drift = AlignmentReport(
         **{**columns, "reason": columns["reason"].astype(np.uint8), "detail": tuple(columns["detail"])},
         recorded=fields.pop("recorded"),
         exact=fields.pop("exact"),
@@ -149,7 +149,7 @@ def align(
         server_profiles=fields.pop("servers"),
     )
     if mode == "splice":
-        fields["trainable"] = fields["trainable"] & ~untrained(core, tokenizer, drift, fields)
+        fields["trainable"] = fields["trainable"] & ~find_wrong_context(core, tokenizer, drift, fields)
     names: dict[str, Any] = {name: tuple(fields.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     fields["rewards"] = fields["rewards"].reshape(-1, len(names["reward_names"]))
     extra_columns = fields.pop("extras").items()
@@ -161,7 +161,7 @@ def align(
     return Sequences(**fields, **names, drift=drift, extras=extras, images=images)
 
 
-def _rule_for_core(rule: Rule, table: Pictures) -> tuple[int, list[int], dict[tuple[int, int], list[int]]]:
+def _rule_for_core(rule: ImageRule, table: Images) -> tuple[int, list[int], dict[tuple[int, int], list[int]]]:
     """Return the image rule for the core: the placeholder id, ids around it, and the ids of each image size."""
     expansions = rule.expansions(table.width, table.height)
     frame_ids = {*rule.frames, *(id_ for ids in expansions.values() for id_ in ids)}
@@ -179,14 +179,14 @@ def _defaults(sampling_defaults: Mapping[str, Any] | None) -> str | None:
         raise ArgumentError(f"TG-ALIGN-001: sampling_defaults is not what JSON can say: {error}") from None
 
 
-def _rule(tokenizer: Tokenizer) -> Rule | None:
-    return Rule.of(tokenizer.folder) if tokenizer.folder else None
+def _rule(tokenizer: Tokenizer) -> ImageRule | None:
+    return ImageRule.of(tokenizer.folder) if tokenizer.folder else None
 
 
-def _images(spans: dict[str, Any], rule: Rule, table: Pictures) -> Images:
+def _images(spans: dict[str, Any], rule: ImageRule, table: Images) -> ImageSpans:
     row = {digest.tobytes(): number for number, digest in enumerate(table.digest)}
     used = np.array([row[digest.tobytes()] for digest in spans["digest"].reshape(-1, 32)], np.int64)
-    return Images(
+    return ImageSpans(
         cu_images=offsets(spans["counts"]),
         cu_features=offsets(spans["features"]),
         at=spans["at"],

@@ -16,7 +16,7 @@ from tracegrad.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Fork:
+class PromptFork:
     """A prompt that was rendered and tokenised from scratch, so it does not start with the previous ids.
 
     Args:
@@ -115,9 +115,9 @@ class Conversation:
         return list(self._messages)
 
     @property
-    def forks(self) -> tuple[Fork, ...]:
+    def forks(self) -> tuple[PromptFork, ...]:
         """The prompts in which the template did not keep sampled text, up to the last call of `prompt_ids`."""
-        return tuple(Fork(*fork) for fork in self._core.forks())
+        return tuple(PromptFork(*fork) for fork in self._core.forks())
 
     def __copy__(self) -> "Conversation":
         copied = object.__new__(type(self))

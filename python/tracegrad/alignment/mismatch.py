@@ -19,7 +19,7 @@ SPELLED = [TIERS.index(name) for name in ("T2", "T3")]
 
 
 @dataclass(frozen=True, repr=False)
-class Drift:
+class AlignmentReport:
     """The alignment report: differences between recorded tokens and the trainer's tokens, one row per finding.
 
     Args:
@@ -80,27 +80,27 @@ class Drift:
         return _html.table(repr(self), ("reason", "findings", "traces", "tokens"), rows)
 
 
-def no_drift() -> Drift:
+def empty_report() -> AlignmentReport:
     """Return a report without findings."""
     empty = np.zeros(0, np.int32)
-    return Drift(np.zeros(0, np.uint8), empty, empty, empty, empty, ())
+    return AlignmentReport(np.zeros(0, np.uint8), empty, empty, empty, empty, ())
 
 
-def said(traces: _core.Traces, index: int) -> list[dict[str, Any]]:
+def turn_messages(traces: _core.Traces, index: int) -> list[dict[str, Any]]:
     """Return the message of each turn of a trace."""
     messages = traces.messages(index)
     return [messages[generation["message"]] for generation in traces.generations(index)]
 
 
-def without_call(message: Mapping[str, Any], text: str) -> bool:
+def lacks_tool_call(message: Mapping[str, Any], text: str) -> bool:
     """Return whether a turn has a tool call that its tokens lack: the name of a function is not in their `text`."""
     functions = [call.get("function") or call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     names = [call.get("name") for call in functions if isinstance(call, dict)]
     return any(isinstance(name, str) and name not in text for name in names)
 
 
-def untrained(
-    traces: _core.Traces, tokenizer: Tokenizer, drift: Drift, found: Mapping[str, NDArray[Any]]
+def find_wrong_context(
+    traces: _core.Traces, tokenizer: Tokenizer, drift: AlignmentReport, found: Mapping[str, NDArray[Any]]
 ) -> NDArray[np.bool_]:
     """Return [T] bool: tokens with another context than at sampling, because the record lists only a part of a turn.
 
@@ -132,7 +132,7 @@ def untrained(
             if not has_gap and not np.isin(found["tier"][turn_tokens], SPELLED).all():
                 continue
             if not has_gap and messages[0] != row:
-                messages = row, said(traces, int(trace_rows[row]))
-            if has_gap or without_call(messages[1][turn], tokenizer.decode(found["ids"][turn_tokens].tolist())):
+                messages = row, turn_messages(traces, int(trace_rows[row]))
+            if has_gap or lacks_tool_call(messages[1][turn], tokenizer.decode(found["ids"][turn_tokens].tolist())):
                 mask[later] = True
     return mask

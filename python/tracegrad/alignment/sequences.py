@@ -14,12 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _html, _validation
 from tracegrad.alignment import store
-from tracegrad.alignment.mismatch import Drift, no_drift
+from tracegrad.alignment.mismatch import AlignmentReport, empty_report
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.data import to_arrow
-from tracegrad.data.codes import ENDINGS, GIVEN, LOGPROB_KINDS, MEDIA, NO_TIER, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
+from tracegrad.data.codes import ENDINGS, LOGPROB_KINDS, MEDIA, NO_TIER, PROMPT, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
 from tracegrad.errors import ArgumentError
-from tracegrad.images import Images
+from tracegrad.images import ImageSpans
 from tracegrad.storage import download
 
 Array = NDArray[Any]
@@ -29,7 +29,7 @@ def integers(values: ArrayLike, name: str, length: int) -> NDArray[np.int32]:
     return _validation.integers(values, name, np.int32, length=length)
 
 
-def check_numbers(values: NDArray[np.int32], name: str, least: int, count: int) -> None:
+def check_indices(values: NDArray[np.int32], name: str, least: int, count: int) -> None:
     """Raise ArgumentError unless numbers count from 0: tables are as long as the largest number."""
     most = max(count, 1 << 16)
     if len(values) and not least <= values.min() <= values.max() <= most:
@@ -61,7 +61,7 @@ def rewards_of(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> A
     _validation.instances(names, "reward_names", str)
     if rewards is None:
         return np.full((total, max(len(names), 1)), np.nan, np.float32)
-    table = _validation.narrowed(_validation.numbers(rewards, "rewards"), np.float32, "rewards")
+    table = _validation.as_floats(_validation.numbers(rewards, "rewards"), np.float32, "rewards")
     if table.shape != (total, len(names)) and not (table.shape == (total,) and len(names) == 1):
         raise ArgumentError(
             f"TG-ALIGN-011: rewards has shape {table.shape} for {total} traces and the names {names!r}. "
@@ -147,9 +147,9 @@ class Sequences:
     ending: NDArray[np.uint8]
     trace_ids: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
-    drift: Drift = field(default_factory=no_drift)
+    drift: AlignmentReport = field(default_factory=empty_report)
     extras: Mapping[str, Array | Ragged] = field(default_factory=dict)
-    images: Images | None = None
+    images: ImageSpans | None = None
 
     @property
     def tokens(self) -> int:
@@ -307,8 +307,8 @@ class Sequences:
         group_ = integers(np.arange(total, dtype=np.int32) if group is None else group, "group", total)
         table = rewards_of(rewards, total, reward_names)
         turn_ = integers(np.where(keep, 0, -1).astype(np.int32) if turn is None else turn, "turn", count)
-        check_numbers(group_, "group", 0, total)
-        check_numbers(turn_, "turn", -1, count)
+        check_indices(group_, "group", 0, total)
+        check_indices(turn_, "turn", -1, count)
         owner = np.repeat(trace_, np.diff(cu))
         turns = np.zeros(total, np.int64)
         np.maximum.at(turns, owner, turn_.astype(np.int64) + 1)
@@ -322,7 +322,7 @@ class Sequences:
             )
         return cls(
             ids=ids_,
-            source=np.where(keep, SAMPLED, GIVEN).astype(np.uint8),
+            source=np.where(keep, SAMPLED, PROMPT).astype(np.uint8),
             trainable=keep,
             rollout_logprobs=logprobs,
             turn=turn_,
@@ -364,14 +364,14 @@ class Sequences:
         """
         store.save(Path(directory), self.stored())
 
-    def stored(self) -> store.Stored:
+    def stored(self) -> store.StoredSequences:
         """Return the fields in the form that `store` writes."""
         names = {name: getattr(self, name) for name in store.NAMES}
         columns = {name: getattr(self, name) for name in store.COLUMNS}
         columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
         drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
         drift["server_profiles"] = dict(self.drift.server_profiles)
-        return store.Stored(columns, dict(self.extras), names, drift, self.images)
+        return store.StoredSequences(columns, dict(self.extras), names, drift, self.images)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
@@ -389,11 +389,11 @@ class Sequences:
             ReadError: if there is no complete data in the directory.
             FormatError: if the files were not written by `save`, or do not match the manifest.
         """
-        return cls.of_stored(store.load(download.here(directory), verify))
+        return cls.of_stored(store.load(download.local_path(directory), verify))
 
     @classmethod
-    def of_stored(cls, found: store.Stored) -> "Sequences":
+    def of_stored(cls, found: store.StoredSequences) -> "Sequences":
         """Create sequences from the result of `stored`."""
         columns: dict[str, Any] = {**found.columns, **found.names}
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
-        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift), images=found.images)
+        return cls(**columns, extras=found.extras, drift=AlignmentReport(**drift, **found.drift), images=found.images)

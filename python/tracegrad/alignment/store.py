@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.data.codes import MEDIA, NO_TIER, TEXT_ONLY
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.images import Images, Rule, image_files
+from tracegrad.images import ImageRule, ImageSpans, image_files
 from tracegrad.storage import manifest, safetensors_file
 
 Array = NDArray[Any]
@@ -50,26 +50,27 @@ OFFSETS = {"cu_seqlens": np.int64, "cu_turns": np.int64}
 COLUMNS: dict[str, Any] = {**_TOKENS, **_TRACES, **OFFSETS, "trace": np.int32, "turn_rewards": np.float32}
 
 
-class Stored(NamedTuple):
-    """The fields of `Sequences` and its `Drift`, whose arrays are in `columns` as `drift.reason` and so on."""
+class StoredSequences(NamedTuple):
+    """The fields of `Sequences` and its `AlignmentReport`, whose arrays are in `columns` as `drift.reason` and so
+    on."""
 
     columns: dict[str, Array]
     extras: dict[str, Array | Ragged]
     names: dict[str, tuple[str, ...]]
     drift: dict[str, Any]
-    images: Images | None = None
+    images: ImageSpans | None = None
 
 
-def misfit(stored: Stored) -> str:
+def find_problem(stored: StoredSequences) -> str:
     """Describe the first array with an invalid dtype, shape or value, in a sentence; "" if all are valid."""
     problem = _wrong_shape(stored) or _wrong_index(stored.columns, stored.names)
     problem = problem or _wrong_value(stored.columns) or _wrong_drift(stored)
     if problem or stored.images is None:
         return problem
-    return image_files.misfit(stored.images, stored.columns["ids"], stored.columns["cu_seqlens"])
+    return image_files.find_problem(stored.images, stored.columns["ids"], stored.columns["cu_seqlens"])
 
 
-def _wrong_shape(stored: Stored) -> str:
+def _wrong_shape(stored: StoredSequences) -> str:
     columns, names = stored.columns, stored.names
     tokens, branches, traces = (len(columns[name]) if columns[name].ndim else -1 for name in ("ids", "trace", "group"))
     lengths = dict.fromkeys(_TOKENS, tokens) | dict.fromkeys(_TRACES, traces)
@@ -133,7 +134,7 @@ def _wrong_value(columns: Mapping[str, Array]) -> str:
     return ""
 
 
-def _wrong_drift(stored: Stored) -> str:
+def _wrong_drift(stored: StoredSequences) -> str:
     columns, traces = stored.columns, len(stored.columns["group"])
     if not all(re.fullmatch(r"R\d\d [a-z0-9_]{1,60}", name) for name in stored.drift["reasons"]):
         return "drift.reasons are not names like `R01 noncanonical_bpe`."
@@ -184,7 +185,7 @@ TRACE_COLUMNS: dict[str, Any] = {
 class Storable(Protocol):
     """The argument of `columns_of`: `Sequences`."""
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredSequences:
         """Return the fields in the form that `store` writes."""
         ...
 
@@ -217,16 +218,16 @@ def columns_of(sequences: Storable) -> dict[str, Array]:
     return of_stored(sequences.stored())
 
 
-def of_stored(stored: Stored) -> dict[str, Array]:
+def of_stored(stored: StoredSequences) -> dict[str, Array]:
     """Return the columns of traces, as `columns_of`."""
     columns, names = stored.columns, stored.names
     ids = names["trace_ids"] or tuple(str(number) for number in range(len(columns["group"])))
     groups = hashes(names["group_names"])[columns["group"]] if names["group_names"] else hashes(ids)
-    trace_columns = {"group": groups, "trace": hashes(ids), **counted(stored)}
+    trace_columns = {"group": groups, "trace": hashes(ids), **count_traces(stored)}
     return {name: np.asarray(trace_columns[name]).astype(dtype) for name, dtype in TRACE_COLUMNS.items()}
 
 
-def counted(stored: Stored) -> dict[str, Array]:
+def count_traces(stored: StoredSequences) -> dict[str, Array]:
     """Return the columns of traces, as `columns_of`, without the hashes of names."""
     columns = stored.columns
     traces = len(columns["group"])
@@ -267,7 +268,7 @@ def hashes(names: Sequence[str]) -> NDArray[np.uint64]:
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64).reshape(-1, 2)
 
 
-def write_trace_columns(folder: Path, stored: Stored) -> safetensors_file.Written:
+def write_trace_columns(folder: Path, stored: StoredSequences) -> safetensors_file.FileChecksum:
     """Write the columns of traces to the file `NAME` in a folder, with the reward names in the metadata.
 
     Raises:
@@ -277,7 +278,7 @@ def write_trace_columns(folder: Path, stored: Stored) -> safetensors_file.Writte
     return safetensors_file.write(folder / NAME, of_stored(stored), metadata)
 
 
-def read(folder: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
+def read_trace_columns(folder: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
     """Read the columns of traces of a folder, memory-mapped and read-only, and the names of the rewards.
 
     Raises:
@@ -320,7 +321,7 @@ _CURE = "The files were changed; prepare the traces again."
 NAMES = ("reward_names", "trace_ids", "group_names")
 
 
-def save(folder: Path, stored: Stored) -> None:
+def save(folder: Path, stored: StoredSequences) -> None:
     """Write the sequences to a folder, which is created if needed; the manifest is written last."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -333,9 +334,9 @@ def save(folder: Path, stored: Stored) -> None:
         write(folder, stored)
 
 
-def write(folder: Path, stored: Stored) -> None:
+def write(folder: Path, stored: StoredSequences) -> None:
     """Write the sequences to an existing folder that no other process uses; the manifest is written last."""
-    if problem := misfit(stored):
+    if problem := find_problem(stored):
         raise ArgumentError(
             f"TG-ALIGN-018: {problem} These sequences cannot be trained on, so they are not saved. Correct the array."
         )
@@ -354,7 +355,7 @@ def write(folder: Path, stored: Stored) -> None:
     table: dict[str, Any] = {"format": _FORMAT, **stored.names, "drift": stored.drift}
     files = {}
     if stored.images is not None:
-        images = image_files.used(stored.images)
+        images = image_files.drop_unused(stored.images)
         table["pictures"] = images.rule.as_dict()
         ends: list[int] = []
         files[image_files.MEDIA] = safetensors_file.write_bytes(
@@ -379,14 +380,14 @@ def _with_ends(files: Iterator[bytes], ends: list[int]) -> Iterator[bytes]:
         yield file
 
 
-def counts(stored: Stored) -> dict[str, int]:
+def counts(stored: StoredSequences) -> dict[str, int]:
     """Return the counts for the manifest."""
     columns = stored.columns
     values = (len(columns["group"]), len(columns["trace"]), len(columns["ids"]), np.count_nonzero(columns["trainable"]))
     return {name: int(count) for name, count in zip(manifest.COUNTS, values, strict=True)}
 
 
-def load(folder: Path, verify: bool = False) -> Stored:
+def load(folder: Path, verify: bool = False) -> StoredSequences:
     """Load a folder that `save` wrote, memory-mapped, or all shards that `prepare` wrote, concatenated in memory.
 
     Raises:
@@ -397,16 +398,16 @@ def load(folder: Path, verify: bool = False) -> Stored:
     if verify:
         manifest.verify(folder, contents)
     if contents.files:
-        return opened(folder, contents)
+        return load_shard(folder, contents)
     if not contents.shards:
         raise ReadError(
             f"TG-ALIGN-020: {folder}: no trace was prepared into it. There is nothing to train on. Prepare "
             f"other traces."
         )
-    return joined([opened(folder / name, shard) for name, shard in contents.shards.items()])
+    return concatenate([load_shard(folder / name, shard) for name, shard in contents.shards.items()])
 
 
-def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stored:
+def load_shard(folder: Path, told: manifest.FolderManifest, *, checked: bool = True) -> StoredSequences:
     """Load one folder that `save` wrote, memory-mapped.
 
     Args:
@@ -432,14 +433,14 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         images = None
         if image_files.MEDIA in told.files:
-            images = image_files.images_of(arrays, Rule.of_dict(table["pictures"]), folder)
+            images = image_files.images_of(arrays, ImageRule.of_dict(table["pictures"]), folder)
             arrays = {name: array for name, array in arrays.items() if not name.startswith(image_files.PREFIX)}
-        stored = Stored(columns, _extras(arrays), names, drift, images)
+        stored = StoredSequences(columns, _extras(arrays), names, drift, images)
     except (ReadError, FormatError):
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"TG-ALIGN-022: {folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
-    problem = misfit(stored) if checked else ""
+    problem = find_problem(stored) if checked else ""
     if not problem and checked and counts(stored) != dict(told.counts):
         problem = "the counts of its manifest are not those of its arrays."
     if problem:
@@ -478,7 +479,7 @@ def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
     return extras
 
 
-def joined(parts: Sequence[Stored]) -> Stored:
+def concatenate(parts: Sequence[StoredSequences]) -> StoredSequences:
     """Concatenate the traces of all parts, in order. Groups with equal names are merged."""
     first = parts[0]
     if len(parts) == 1:
@@ -504,7 +505,7 @@ def joined(parts: Sequence[Stored]) -> Stored:
         columns["group"] = np.concatenate(
             [code[part.columns["group"]] for code, part in zip(codes, parts, strict=True)]
         )
-    return Stored(
+    return StoredSequences(
         columns,
         {
             name: _concatenate_extra(name, parts)
@@ -517,7 +518,7 @@ def joined(parts: Sequence[Stored]) -> Stored:
             **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
             "server_profiles": _sum_counts([part.drift["server_profiles"] for part in parts]),
         },
-        Images.joined([(part.images, len(part.columns["trace"])) for part in parts]),
+        ImageSpans.joined([(part.images, len(part.columns["trace"])) for part in parts]),
     )
 
 
@@ -526,7 +527,7 @@ def _sum_counts(counts: Sequence[dict[str, int]]) -> dict[str, int]:
     return {name: sum(part.get(name, 0) for part in counts) for name in names}
 
 
-def _concatenate_extra(name: str, parts: Sequence[Stored]) -> Array | Ragged:
+def _concatenate_extra(name: str, parts: Sequence[StoredSequences]) -> Array | Ragged:
     """Concatenate one extra of all parts. Tokens of a part that lacks it get -1, or an empty row."""
     template: Any = next(part.extras[name] for part in parts if name in part.extras)
     columns: list[Any] = []

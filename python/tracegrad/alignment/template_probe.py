@@ -16,7 +16,7 @@ _MORE = {"role": "user", "content": _NEXT}
 _DAYS = ("2001-02-03", "2004-05-06")
 
 
-class Renders(Protocol):
+class Renderer(Protocol):
     """A `Tokenizer` or a `Template`."""
 
     def render(
@@ -79,7 +79,7 @@ class TemplateProbe:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def probe(template: Renders, **kwargs: Any) -> TemplateProbe:
+def probe(template: Renderer, **kwargs: Any) -> TemplateProbe:
     """Render a dozen small conversations and compare the results.
 
     Args:
@@ -140,7 +140,7 @@ def _is_prefix(text: str | None, prefix: str | None) -> bool | None:
     return None if text is None or prefix is None else text.startswith(prefix)
 
 
-def _has_generation(template: Renders) -> bool:
+def _has_generation(template: Renderer) -> bool:
     return bool(getattr(getattr(template, "_core", None), "has_generation", False))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.cli import args, doctor, init, merge, online, prepare, record, score, train, unexpected, view
-from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, joined
+from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, join_dotted_values
 from tracegrad.errors import TracegradError
 from tracegrad.storage import cache
 
@@ -40,9 +40,9 @@ def _guarded(arguments: list[str]) -> int:
         options, overrides = _parse(arguments)
         with contextlib.ExitStack() as stack:
             if options.json:
-                stack.enter_context(args.kept())
+                stack.enter_context(args.reserve_stdout())
             if options.no_cache:
-                stack.enter_context(cache.unused())
+                stack.enter_context(cache.cache_disabled())
             return options.run(options, overrides, arguments)
     except TracegradError as error:
         unexpected.say(f"tracegrad: error: {as_flags(str(error))}")
@@ -67,7 +67,7 @@ def _guarded(arguments: list[str]) -> int:
 
 
 def _output_failed(error: OSError) -> int:
-    args.nowhere(sys.stdout)
+    args.redirect_to_devnull(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return 141
     unexpected.say(f"tracegrad: error: {unexpected.of_output(error)}")
@@ -84,7 +84,7 @@ def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (init, score, train, merge, prepare, doctor, view, online, record):
         module.add_to(commands)
-    options, remaining = parser.parse_known_args(joined(arguments))
+    options, remaining = parser.parse_known_args(join_dotted_values(arguments))
     short_flags = [(name, getattr(options, flag, None)) for flag, name in SHORT.items()]
     return options, [
         *((name, value) for name, value in short_flags if value is not None),

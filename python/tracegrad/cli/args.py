@@ -15,9 +15,9 @@ from typing import Any, NoReturn, TextIO
 
 from tracegrad import config, recipes
 from tracegrad.data.codes import SERVERS
-from tracegrad.errors import ArgumentError, redacted, shown
-from tracegrad.storage.remote import place_here
-from tracegrad.trainer.api import first
+from tracegrad.errors import ArgumentError, escape_terminal, redact
+from tracegrad.storage.remote import require_local_path
+from tracegrad.trainer.api import is_first_rank
 
 
 def read_key(path: Path) -> str:
@@ -60,11 +60,11 @@ def put(*lines: str, to: TextIO | None) -> None:
     try:
         print(*lines, sep="\n", file=to, flush=True)
     except OSError as error:
-        nowhere(to)
+        redirect_to_devnull(to)
         raise OutputFailed(error) from error
 
 
-def nowhere(to: TextIO | None) -> None:
+def redirect_to_devnull(to: TextIO | None) -> None:
     """Redirect a file to /dev/null, so that flushing its buffer at exit cannot raise."""
     try:
         descriptor = -1 if to is None else to.fileno()
@@ -82,12 +82,12 @@ def stream() -> TextIO:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def reserve_stdout() -> Iterator[None]:
     """Reserve standard output for `stream()` until the block ends. Other output to it goes to standard error.
 
     If `sys.stdout` is descriptor 1, this includes output of C code and of processes started inside the block.
 
-    >>> with kept():
+    >>> with reserve_stdout():
     ...     print("what a reward function prints")
     ...     print("what a verb tells", file=stream())
     what a verb tells
@@ -177,10 +177,10 @@ MEANT = {
 """Names that other libraries use for a flag, by our name."""
 
 
-def meant(name: str, known: Iterable[str]) -> str | None:
+def flag_meant_by(name: str, known: Iterable[str]) -> str | None:
     """Return the flag that corresponds to another library's name, or None.
 
-    >>> meant("--learning-rate", ["optimizer.lr"]), meant("--colour", ["optimizer.lr"])
+    >>> flag_meant_by("--learning-rate", ["optimizer.lr"]), flag_meant_by("--colour", ["optimizer.lr"])
     ('--optimizer.lr', None)
     """
     key, known = name.lstrip("-").replace("-", "_").lower(), set(known)
@@ -198,7 +198,7 @@ class Parser(argparse.ArgumentParser):
         if match and "COMMAND" in message:
             names = re.findall(r"[a-z]+", match[2])
             message = f"{match[1]} is no command. {config.nearest(match[1], names)}"
-        self.exit(2, f"tracegrad: error: {shown(message)[:_MOST_MESSAGE]}\nSee {self.prog} --help.\n")
+        self.exit(2, f"tracegrad: error: {escape_terminal(message)[:_MOST_MESSAGE]}\nSee {self.prog} --help.\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help and version. Unlike in argparse, a failure to write is raised."""
@@ -249,17 +249,17 @@ def inputs_of(parser: argparse.ArgumentParser) -> None:
 def place(name: str) -> Path:
     """Convert an `--out` that must be a local path, for argparse."""
     try:
-        return place_here(name)
+        return require_local_path(name)
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def joined(arguments: list[str]) -> list[str]:
+def join_dotted_values(arguments: list[str]) -> list[str]:
     """Return arguments with `--a.b value` joined to `--a.b=value`.
 
     Otherwise the parser would take the value for a positional argument.
 
-    >>> joined(["record", "--play.turns", "3", "a.py:b", "--out", "o"])
+    >>> join_dotted_values(["record", "--play.turns", "3", "a.py:b", "--out", "o"])
     ['record', '--play.turns=3', 'a.py:b', '--out', 'o']
     """
     result: list[str] = []
@@ -278,7 +278,7 @@ def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, 
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
             flags = [flag for action in parser._actions for flag in action.option_strings if "." not in flag]
-            flag_meant = meant(name, [*(flag.lstrip("-") for flag in flags), *config.options()])
+            flag_meant = flag_meant_by(name, [*(flag.lstrip("-") for flag in flags), *config.options()])
             suggestion = config.nearest(f"--{name}", [*flags, *(f"--{option}" for option in config.options())])
             suggestion = f"Did you mean {flag_meant}?" if flag_meant else suggestion
             parser.error(f"{word} is no option here. {suggestion}")
@@ -288,10 +288,10 @@ def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, 
     return pairs
 
 
-def go_on(stopped: str, arguments: list[str], flag: str = "--resume") -> list[str]:
+def resume_line(stopped: str, arguments: list[str], flag: str = "--resume") -> list[str]:
     """Return a line with the command that resumes a run, if a signal stopped it. Otherwise an empty list.
 
-    >>> go_on("signal", ["online", "run.toml"]), go_on("done", ["online", "run.toml"])
+    >>> resume_line("signal", ["online", "run.toml"]), resume_line("done", ["online", "run.toml"])
     (['go on    tracegrad online run.toml --resume'], [])
     """
     if stopped != "signal":
@@ -347,23 +347,23 @@ def as_flags(message: str) -> str:
     return text + mark + traceback
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Print lines, on the first rank only."""
-    for line in lines if first() else ():
-        put(shown(redacted(line)), to=sys.stdout)
+    for line in lines if is_first_rank() else ():
+        put(escape_terminal(redact(line)), to=sys.stdout)
 
 
-def aside(*lines: str) -> None:
+def print_stderr(*lines: str) -> None:
     """Print lines on standard error, on the first rank only. Used when standard output is machine-readable."""
-    for line in lines if first() else ():
-        print(shown(redacted(line)), file=sys.stderr, flush=True)
+    for line in lines if is_first_rank() else ():
+        print(escape_terminal(redact(line)), file=sys.stderr, flush=True)
 
 
-def tell(account: Mapping[str, Any], *, line: bool = False) -> None:
+def print_json(account: Mapping[str, Any], *, line: bool = False) -> None:
     """Print one JSON object, over several lines or on one. NaN and infinities become null."""
     text = json.dumps(_finite(account), indent=None if line else 1, allow_nan=False)
-    if first():
-        put(*map(shown, redacted(text).split("\n")), to=stream())
+    if is_first_rank():
+        put(*map(escape_terminal, redact(text).split("\n")), to=stream())
 
 
 def _finite(value: Any) -> Any:
@@ -375,15 +375,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def for_machines(parser: argparse._ActionsContainer) -> None:
+def add_json_flag(parser: argparse._ActionsContainer) -> None:
     """Add --json."""
     text = "one object for machines at the end; what is told meanwhile goes to standard error"
     parser.add_argument("--json", action="store_true", help=text)
 
 
-def speaker(told: argparse.Namespace) -> Callable[..., None]:
-    """Return the function that prints lines for people: `aside` with --json, otherwise `say`."""
-    return aside if told.json else say
+def printer_for(told: argparse.Namespace) -> Callable[..., None]:
+    """Return the function that prints lines for people: `print_stderr` with --json, otherwise `print_lines`."""
+    return print_stderr if told.json else print_lines
 
 
 def folder_of(model: Path) -> Path:
@@ -430,7 +430,7 @@ def add_to(parser: Any) -> None:
     )
 
 
-def told_recipe(told: argparse.Namespace) -> recipes.Recipe | None:
+def recipe_from_flags(told: argparse.Namespace) -> recipes.Recipe | None:
     """Return the recipe that --recipe or --like names, or None.
 
     Raises:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config, doctor
-from tracegrad.cli.args import folder_of, inputs_of, say, tell, verb
-from tracegrad.data import Bar
+from tracegrad.cli.args import folder_of, inputs_of, print_json, print_lines, verb
+from tracegrad.data import ProgressBar
 from tracegrad.data.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.errors import ArgumentError
 
@@ -42,11 +42,11 @@ def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     options.model = folder_of(options.model)
     if idle := [name for name, _ in overrides if not name.startswith("map.")]:
         raise ArgumentError(f"TG-CLI-006: {idle[0]} has no effect on doctor, which trains nothing. Leave it for train.")
-    diagnosis = doctor.examine(
+    diagnosis = doctor.diagnose(
         options.traces,
         options.model,
         map=config.load(overrides=overrides).map,
-        progress=Bar(),
+        progress=ProgressBar(),
         max_tokens=options.max_tokens,
         held_out=options.held_out,
         logprob_kind=options.kind,
@@ -55,7 +55,7 @@ def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
         rescored=options.rescore,
     )
     if options.json:
-        tell(diagnosis.as_dict())
+        print_json(diagnosis.as_dict())
     else:
-        say(*doctor.lines(diagnosis))
+        print_lines(*doctor.render(diagnosis))
     return diagnosis.exit_code

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config, data
-from tracegrad.cli.args import inputs_of, say, tell, verb
+from tracegrad.cli.args import inputs_of, print_json, print_lines, verb
 from tracegrad.data import infer_fields
 from tracegrad.errors import ArgumentError
 from tracegrad.storage import files
@@ -36,15 +36,15 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
         raise ArgumentError(
             f"TG-CLI-008: {options.out} is there already. It would be lost. Give another --out, or remove it."
         )
-    candidates = infer_fields.find(options.traces, run_config.map)
+    candidates = infer_fields.infer(options.traces, run_config.map)
     best = {candidate.field: candidate for candidate in reversed(candidates.found)}
     field_map = run_config.map.told()
     for name, candidate in best.items():
         field_map.setdefault(name, candidate.path)
         if candidate.order and field_map[name] == candidate.path:
             field_map.setdefault("order", candidate.order)
-    stream = data.stream(options.traces, map=config.Map(**field_map), on_error="skip", limit=SAMPLE)
-    traces = data.together(stream)
+    stream = data.stream(options.traces, map=config.FieldMap(**field_map), on_error="skip", limit=SAMPLE)
+    traces = data.concatenate(stream)
     logprobs = any(turn.logprobs is not None for trace in traces for turn in trace.generations)
     kind = "recorded" if all(map(_tells_kind, traces)) else "raw"
     text = _text(field_map, candidates, logprobs, len(traces), kind)
@@ -69,9 +69,9 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
         rows = [
             {"field": candidate.field, "path": candidate.path, "why": candidate.why} for candidate in candidates.found
         ]
-        tell({"file": str(options.out), "found": rows, "command": shlex.join(command)})
+        print_json({"file": str(options.out), "found": rows, "command": shlex.join(command)})
         return 0
-    say(*candidates.lines(), f"written  {options.out}: read it, then", f"         {shlex.join(command)}")
+    print_lines(*candidates.lines(), f"written  {options.out}: read it, then", f"         {shlex.join(command)}")
     return 0
 
 
@@ -99,7 +99,7 @@ def _text(
         kind_line = 'logprob_kind = "raw"  # where the records do not say it: raw (vLLM\'s default) or processed'
         lines += [kind_line if kind == "raw" else f"# {kind_line}"]
     lines += ["", "[data.map]", f"# Where the records hold what a trace needs; {traces:,} were read with it."]
-    for name, docs in config.field_docs(config.Map).items():
+    for name, docs in config.field_docs(config.FieldMap).items():
         alternatives = [candidate for candidate in candidates.of(name) if candidate.path != field_map.get(name)]
         reason = next(
             (f"  # {candidate.why}" for candidate in candidates.of(name) if candidate not in alternatives), ""

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tracegrad.cli.args import for_machines, place, say, tell, verb
+from tracegrad.cli.args import add_json_flag, place, print_json, print_lines, verb
 from tracegrad.errors import ArgumentError
 
 
@@ -16,7 +16,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--base", type=Path, metavar="DIR", help="the model that the adapters are of (default: the one they name)"
     )
-    for_machines(parser)
+    add_json_flag(parser)
 
 
 def _merge(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
@@ -33,7 +33,9 @@ def _merge(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
         ) from error
     out = merge_adapters(options.checkpoint, options.out, options.base)
     if options.json:
-        tell({"checkpoint": str(options.checkpoint), "model": str(out)})
+        print_json({"checkpoint": str(options.checkpoint), "model": str(out)})
         return 0
-    say(f"merged   {out}  loads with AutoModelForCausalLM.from_pretrained; tokenizer and template are beside it")
+    print_lines(
+        f"merged   {out}  loads with AutoModelForCausalLM.from_pretrained; tokenizer and template are beside it"
+    )
     return 0

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from tracegrad import config
 from tracegrad.cli import args
-from tracegrad.cli.args import aside, for_machines, go_on, place, say, speaker, tell, verb
+from tracegrad.cli.args import (
+    add_json_flag,
+    place,
+    print_json,
+    print_lines,
+    print_stderr,
+    printer_for,
+    resume_line,
+    verb,
+)
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -43,7 +52,7 @@ def add_to(commands: Any) -> None:
         "--collect", metavar="I/N", help="only play, as collector I of N, from 0, for a trainer with --trainer-only"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, look whether it can be, stop")
-    for_machines(parser)
+    add_json_flag(parser)
     parser.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --online.steps 12")
     _replay_command(commands)
 
@@ -54,7 +63,7 @@ def _replay_command(commands: Any) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder that the run began with")
     parser.add_argument("--out", type=place, required=True, metavar="DIR", help="where checkpoint and metrics go")
     parser.add_argument("--objective", metavar="NAME", help="that of the run (default: as its config.toml says)")
-    for_machines(parser)
+    add_json_flag(parser)
 
 
 def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
@@ -69,11 +78,13 @@ def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     objective = (
         override_all(presets.find(objective_config.preset), dict(objective_config.overrides)) if overrides else None
     )
-    result = online.replay(options.folder, options.model, objective=objective, out=options.out, say=speaker(options))
+    result = online.replay(
+        options.folder, options.model, objective=objective, out=options.out, say=printer_for(options)
+    )
     if options.json:
-        tell(_result_fields(result))
+        print_json(_result_fields(result))
         return result.exit_code
-    say(f"replayed {result.steps} steps; {result.checkpoint}")
+    print_lines(f"replayed {result.steps} steps; {result.checkpoint}")
     return result.exit_code
 
 
@@ -93,10 +104,10 @@ def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
         "python": options.python,
     }
     flags = {key: value for key, value in flags.items() if value is not None}
-    recipe = args.told_recipe(options)
+    recipe = args.recipe_from_flags(options)
     run = run_file.read(options.run_file, flags, overrides, options.resume, recipe)
-    recipe_lines = [] if recipe is None else args.lines(options, recipe, run.otherwise, run_file.OF_FILES)
-    speak = speaker(options)
+    recipe_lines = [] if recipe is None else args.lines(options, recipe, run.otherwise, run_file.OFFLINE_ONLY_OPTIONS)
+    speak = printer_for(options)
     speak(*(f"# {line}" if options.dry_run else line for line in recipe_lines))
     objective = override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
     model, out, contract = run.place("model"), run.place("out"), _local_arguments(run, options.trainer_only)
@@ -118,9 +129,9 @@ def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
         say=speak,
     )
     if options.json:
-        tell({**_result_fields(result), "played": str(out / "played"), "metrics": str(out / "metrics.jsonl")})
+        print_json({**_result_fields(result), "played": str(out / "played"), "metrics": str(out / "metrics.jsonl")})
     else:
-        say(*_final_lines(result, out, arguments))
+        print_lines(*_final_lines(result, out, arguments))
     return result.exit_code
 
 
@@ -151,17 +162,17 @@ def _collect(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
     flags = {key: value for key, value in (("out", options.out), ("tasks", options.tasks)) if value is not None}
     run = run_file.read(options.run_file, flags, [], False)
     out, _, contract = run.place("out"), run.place("tasks"), _rollout_arguments(run)
-    contract |= {"share": (int(share[1]), int(share[2])), "key": run.key, "say": speaker(options)}
+    contract |= {"share": (int(share[1]), int(share[2])), "key": run.key, "say": printer_for(options)}
     result = online.collect(out, user_functions.tasks(run.named["tasks"], run.base), **contract)
     if options.json:
         counts = {"trajectories": result.trajectories, "groups": result.groups, "failed": result.failed}
-        tell({**counts, "stopped": result.stopped, "exit_code": result.exit_code})
+        print_json({**counts, "stopped": result.stopped, "exit_code": result.exit_code})
         return result.exit_code
     reasons = {"done": "the run is over", "signal": "stopped on request; nothing is lost", "tasks": "no task is left"}
-    say(
+    print_lines(
         f"played   {result.trajectories:,} trajectories in {result.groups:,} groups; {result.failed:,} failed; "
         f"{reasons[result.stopped]}",
-        *go_on(result.stopped, arguments, flag=""),
+        *resume_line(result.stopped, arguments, flag=""),
     )
     return result.exit_code
 
@@ -194,19 +205,19 @@ def _local_arguments(run: RunFile, has_remote_collectors: bool) -> dict[str, Any
     kwargs: dict[str, Any] = {} if has_remote_collectors and "evaluation" not in run.named else _rollout_arguments(run)
     kwargs["tasks"] = None if has_remote_collectors else user_functions.tasks(run.named["tasks"], run.base)
     if "evaluation" in run.named:
-        kwargs["evaluation"] = user_functions.evaluated(run.named["evaluation"], run.base)
+        kwargs["evaluation"] = user_functions.evaluation_tasks(run.named["evaluation"], run.base)
     return kwargs
 
 
 def _rollout_arguments(run: RunFile) -> dict[str, Any]:
     """Return the arguments of `online.train` that define rollouts and rewards."""
     from tracegrad.cli import user_functions
-    from tracegrad.online.rollout_workers import Contract
+    from tracegrad.online.rollout_workers import RolloutSpec
 
     found: dict[str, Any] = {}
     for key in ("agent", "environment"):
         if key in run.named:
-            found[key] = user_functions.contract(run.named[key], run.base, key)
+            found[key] = user_functions.agent_or_environment(run.named[key], run.base, key)
     if "tools" in run.named:
         found["tools"] = user_functions.tools(run.named["tools"], run.base)
     if "rewards" in run.named:
@@ -219,7 +230,7 @@ def _rollout_arguments(run: RunFile) -> dict[str, Any]:
                 f"{len(found.get('rewards', ()))} rewards. "
                 "Each reward function has one. Write as many."
             )
-    Contract.of(**{key: found.get(key) for key in ("agent", "environment", "tools", "rewards")})
+    RolloutSpec.of(**{key: found.get(key) for key in ("agent", "environment", "tools", "rewards")})
     return found
 
 
@@ -227,7 +238,7 @@ def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json:
     """Print what a run would do, after checking that files, names, tasks and servers are usable."""
     from tracegrad.alignment.tokenizer import Tokenizer
 
-    speak = aside if as_json else say
+    speak = print_stderr if as_json else print_lines
     speak(*run.to_toml().split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
     Tokenizer.from_pretrained(run.place("model"))
     online, tasks = run.online, contract["tasks"]
@@ -240,9 +251,9 @@ def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json:
         task_count = len(tasks) if isinstance(tasks, (list, tuple)) else None
         inputs = {"tasks": task_count, "evaluation": len(contract.get("evaluation", ())), "servers": servers}
         settings = {"config": config.as_dict(run.config), "run": run.to_toml(), "objective": str(objective)}
-        tell({"would": {**size, **inputs}, **settings})
+        print_json({"would": {**size, **inputs}, **settings})
         return 0
-    say(
+    print_lines(
         f"would    take {online.steps:,} steps of {groups} groups of {run.play.samples} trajectories, from {count}",
         f"         evaluate on {len(contract.get('evaluation', ())):,} tasks"
         + (f" every {online.eval_every} steps" if online.eval_every else " before the first step and after the last"),
@@ -287,5 +298,5 @@ def _final_lines(result: Any, out: Path, arguments: list[str]) -> list[str]:
         f"trained  {result.steps:,} steps{reasons[result.stopped]}",
         f"         {result.checkpoint}  loads with AutoModelForCausalLM.from_pretrained",
         f"         {out / 'played'}  holds what was played, {out / 'metrics.jsonl'} how it went",
-        *go_on(result.stopped, arguments),
+        *resume_line(result.stopped, arguments),
     ]

@@ -5,10 +5,10 @@ import shlex
 from typing import Any
 
 from tracegrad import config, prepare
-from tracegrad.cli.args import command, folder_of, say, tell
-from tracegrad.data import Bar
+from tracegrad.cli.args import command, folder_of, print_json, print_lines
+from tracegrad.data import ProgressBar
 from tracegrad.errors import ArgumentError
-from tracegrad.prepare.summary import Account
+from tracegrad.prepare.summary import IngestSummary
 
 
 def add_to(commands: Any) -> None:
@@ -41,18 +41,20 @@ def _prepare(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
             )
     run_config = config.load(overrides=overrides)
     settings = {name: getattr(options, name) for name in ("shard_traces", "resume", "workers", "ray", "part_bytes")}
-    settings |= {"map": run_config.map, "progress": Bar()}
+    settings |= {"map": run_config.map, "progress": ProgressBar()}
     summary = prepare.prepare(options.traces, options.model, run_config.data, options.out, **settings)
     steps = _next(options, run_config, summary)
     if options.json:
-        tell({**summary.as_dict(), "next": steps})
+        print_json({**summary.as_dict(), "next": steps})
         return 0
-    say(*summary.lines(), f"written  {options.out}/shard-*, {options.out}/drift.json, {options.out}/manifest.json")
-    say(*(f"next     {step}" for step in steps))
+    print_lines(
+        *summary.lines(), f"written  {options.out}/shard-*, {options.out}/drift.json, {options.out}/manifest.json"
+    )
+    print_lines(*(f"next     {step}" for step in steps))
     return 0
 
 
-def _next(options: argparse.Namespace, run_config: config.Config, summary: Account) -> list[str]:
+def _next(options: argparse.Namespace, run_config: config.Config, summary: IngestSummary) -> list[str]:
     """Return the next command to run. If no reward or group is known, this is `doctor`, which lists likely fields."""
     flags, text_only = ["--model", str(options.model), "--out"], run_config.data.text_only
     map_flags = [part for name, path in run_config.map.told().items() for part in (f"--map.{name}", path)]

@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tracegrad.cli.args import Parser, for_machines, place, read_key, say, speaker, tell, verb
+from tracegrad.cli.args import Parser, add_json_flag, place, print_json, print_lines, printer_for, read_key, verb
 from tracegrad.cli.online import WARNING, needs, served
-from tracegrad.config.dotted_keys import changed
+from tracegrad.config.dotted_keys import set_values
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.storage import files
 
@@ -57,7 +57,7 @@ def _common(parser: Parser) -> None:
         default="raw",
         help="what the server's logprobs are of (raw)",
     )
-    for_machines(parser)
+    add_json_flag(parser)
 
 
 def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
@@ -72,7 +72,7 @@ def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
         )
     rollout_arguments: dict[str, Any] = {}
     if options.contract is not None:
-        result = user_functions.contract(options.contract, base, "")
+        result = user_functions.agent_or_environment(options.contract, base, "")
         rollout_arguments["environment" if isinstance(result, type) else "agent"] = result
     if options.tools:
         rollout_arguments["tools"] = user_functions.tools(
@@ -84,7 +84,7 @@ def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     result = online.record(
         user_functions.tasks(options.tasks, base),
         **rollout_arguments,
-        play=changed({"play": online.Play()}, [*overrides, *samples])["play"],
+        play=set_values({"play": online.RolloutConfig()}, [*overrides, *samples])["play"],
         servers=options.server,
         key=read_key(options.key_file) if options.key_file else None,
         logprob_kind=options.kind,
@@ -92,20 +92,20 @@ def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
         parallel=options.parallel,
         out=options.out,
         resume=options.resume,
-        say=speaker(options),
+        say=printer_for(options),
     )
     if options.json:
         counts = {"trajectories": result.trajectories, "groups": result.groups, "failed": result.failed}
         reward = None if math.isnan(result.reward) else result.reward
         counts |= {"without_reward": result.without_reward, "before": result.before, "reward": reward}
         failures = {name: vars(failure) for name, failure in result.failures.items()}
-        tell({**counts, "failures": failures, "file": result.file and str(result.file)})
+        print_json({**counts, "failures": failures, "file": result.file and str(result.file)})
         return 0
     failures = result.failures.items()
     mean = "no reward is known" if math.isnan(result.reward) else f"mean reward {result.reward:.3f}"
     unrewarded = f"; {result.without_reward:,} trajectories without a reward" if result.without_reward else ""
     earlier = f", beside {result.before:,} that were there" if result.before else ""
-    say(
+    print_lines(
         f"recorded {result.trajectories:,} trajectories in {result.groups:,} groups{earlier}; {result.failed:,} failed",
         *(f"failed   {name}, {failure.count:,} trajectories; the first: {failure.first}" for name, failure in failures),
         f"         {mean}{unrewarded}",
@@ -125,13 +125,13 @@ def _proxy(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
 
 async def _serve_proxy(args: argparse.Namespace) -> int:
     """Serve until a signal arrives. Finished trajectories are on disk."""
-    from tracegrad.online.buffer import FOLDER, Writer
+    from tracegrad.online.buffer import ROLLOUT_FOLDER, GroupWriter
     from tracegrad.rollout.client import Servers
     from tracegrad.rollout.proxy import Proxy
     from tracegrad.rollout.proxy_journal import Journal
 
     key = read_key(args.key_file) if args.key_file else None
-    speak = speaker(args)
+    speak = printer_for(args)
     speak(f"server   {await served(args.server, key)}")
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,9 +139,9 @@ async def _serve_proxy(args: argparse.Namespace) -> int:
     count = 0
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(Journal(args.out / "open"))
-        journal.forget(_recorded_sessions(args.out / FOLDER, journal))
+        journal.forget(_recorded_sessions(args.out / ROLLOUT_FOLDER, journal))
         servers = await stack.enter_async_context(Servers(args.server, model="", key=key))
-        writer = stack.enter_context(Writer(args.out / FOLDER))
+        writer = stack.enter_context(GroupWriter(args.out / ROLLOUT_FOLDER))
 
         async def finished(record: dict[str, Any]) -> None:
             nonlocal count
@@ -165,7 +165,7 @@ async def _serve_proxy(args: argparse.Namespace) -> int:
             if open_count := len(journal.files):
                 speak(f"open     {open_count:,} sessions that the proxy before this one left open")
             if args.json:
-                tell({"url": proxy.url, "key_file": str(args.out / "key"), "open": open_count}, line=True)
+                print_json({"url": proxy.url, "key_file": str(args.out / "key"), "open": open_count}, line=True)
             speak(
                 f"export OPENAI_BASE_URL={proxy.url}/s/NAME/v1 OPENAI_API_KEY=$(cat {args.out / 'key'})",
                 "         NAME is yours to choose, one for each trajectory; or send x-tracegrad-session: NAME",
@@ -177,9 +177,9 @@ async def _serve_proxy(args: argparse.Namespace) -> int:
             await proxy.__aexit__()
     file = writer.folder / writer.name
     if args.json:
-        tell({"trajectories": count, "file": str(file)}, line=True)
+        print_json({"trajectories": count, "file": str(file)}, line=True)
     else:
-        say(f"recorded {count:,} trajectories; {file}")
+        print_lines(f"recorded {count:,} trajectories; {file}")
     return 0
 
 
@@ -188,16 +188,16 @@ def _recorded_sessions(folder: Path, journal: Any) -> set[str]:
 
     A proxy may have been killed after it wrote a record and before it removed the session from the journal.
     """
-    from tracegrad.online.buffer import Follower, Place
+    from tracegrad.online.buffer import GroupLocation, GroupReader
 
     journal_times = [path.stat().st_mtime for path in journal.files]
-    follower = Follower(folder)
+    follower = GroupReader(folder)
     earlier_files = [
         path
         for path in folder.glob("*.jsonl.zst")
         if path.stat().st_mtime < min(journal_times, default=math.inf) - CLOCK_S
     ]
-    follower.skip(Place(path.name, path.stat().st_size, 0) for path in earlier_files)
+    follower.skip(GroupLocation(path.name, path.stat().st_size, 0) for path in earlier_files)
     return {str(trace.metadata.get("session")) for _, traces in follower.each() for trace in traces}
 
 

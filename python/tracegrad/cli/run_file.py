@@ -11,21 +11,21 @@ from typing import Any
 
 from tracegrad import config
 from tracegrad.cli.args import read_key
-from tracegrad.config.dotted_keys import changed
+from tracegrad.config.dotted_keys import set_values
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online, Play, run_info
+from tracegrad.online import OnlineConfig, RolloutConfig, run_info
 from tracegrad.online.options import IN_PROCESS
-from tracegrad.online.run_info import Brief
+from tracegrad.online.run_info import RunInfo
 from tracegrad.recipes import Recipe
-from tracegrad.storage.remote import path_of, place_here
+from tracegrad.storage.remote import path_of, require_local_path
 
 TEXTS = ("model", "out", "tasks", "evaluation", "environment", "agent", "python", "key_file")
 LISTS = ("rewards", "tools", "servers", "weights")
 KEYS = (*TEXTS, *LISTS)
-PLAYING: Mapping[str, Any] = {"online": Online(), "play": Play()}
+PLAYING: Mapping[str, Any] = {"online": OnlineConfig(), "play": RolloutConfig()}
 """Sections about rollouts, with their defaults."""
-OF_FILES = (
-    *(f"map.{each.name}" for each in fields(config.Map)),
+OFFLINE_ONLY_OPTIONS = (
+    *(f"map.{each.name}" for each in fields(config.FieldMap)),
     *("data.on_error", "data.logprob_kind", "data.text_only", "data.lenient", "data.holdout", "train.epochs"),
     "data.server_profile",
     *("train.max_steps", "filter.even_groups", "train.off_policy_value_per_epoch", "stop.below_ess", "stop.worse"),
@@ -47,8 +47,8 @@ class RunFile:
     path: Path
     named: Mapping[str, Any]
     config: config.Config
-    online: Online
-    play: Play
+    online: OnlineConfig
+    play: RolloutConfig
     engine: Mapping[str, Any] = field(default_factory=dict)
     otherwise: tuple[str, ...] = ()
 
@@ -85,7 +85,7 @@ class RunFile:
         """Return all settings of the run as TOML."""
         tables = [("online", asdict(self.online)), ("play", asdict(self.play)), ("engine", self.engine)]
         parts = [_table("", self.named), *(_table(name, values) for name, values in tables if values)]
-        return "\n\n".join([*parts, config.to_toml(self.config, without=OF_FILES)])
+        return "\n\n".join([*parts, config.to_toml(self.config, without=OFFLINE_ONLY_OPTIONS)])
 
 
 def read(
@@ -110,7 +110,7 @@ def read(
     contents = config.read_toml(path)
     named = {key: _checked(key, value, path) for key, value in contents.items() if not isinstance(value, Mapping)}
     here = Path.cwd()
-    place_here(flags.get("out", named.get("out", "")))
+    require_local_path(flags.get("out", named.get("out", "")))
     for key, value in flags.items():
         is_path = key not in ("servers", "python") or (isinstance(value, str) and "/" in value)
         named[key] = str(here / path_of(value)) if is_path else value
@@ -130,7 +130,7 @@ def read(
         (name, value) for name, value in overrides if name.partition(".")[0] not in ("engine", *PLAYING)
     ]
     for name, _ in [*file_options, *training_overrides]:
-        if name in OF_FILES:
+        if name in OFFLINE_ONLY_OPTIONS:
             raise ArgumentError(
                 f"TG-CLI-025: {name} has no effect on an online run: it is of training from a file. Leave it out."
             )
@@ -138,13 +138,15 @@ def read(
         _previous_options(path.parent / named["out"]) if resume and "out" in named else (config.Config(), PLAYING)
     )
     run_config = config.update(start, file_options, where=str(path))
-    rollout = changed(
+    rollout = set_values(
         previous, config.flatten({name: table for name, table in rollout_sections.items() if table}), where=str(path)
     )
-    rollout = changed(rollout, [pair for pair in overrides if pair[0].partition(".")[0] in PLAYING])
+    rollout = set_values(rollout, [pair for pair in overrides if pair[0].partition(".")[0] in PLAYING])
     run_config, otherwise = config.update(run_config, training_overrides), ()
     if recipe is not None:
-        online_recipe = replace(recipe, config=tuple(option for option in recipe.config if option[0] not in OF_FILES))
+        online_recipe = replace(
+            recipe, config=tuple(option for option in recipe.config if option[0] not in OFFLINE_ONLY_OPTIONS)
+        )
         run_config, otherwise = online_recipe.settle(overrides=[*file_options, *training_overrides], start=start)
     return RunFile(path, named, run_config, **rollout, engine=engine, otherwise=otherwise)
 
@@ -178,7 +180,7 @@ def _previous_options(out: Path) -> tuple[config.Config, Mapping[str, Any]]:
     """Return the options of the run in `out`, or the defaults."""
     if not (out / "config.toml").is_file():
         return config.Config(), PLAYING
-    run_config, brief = config.load(out / "config.toml"), Brief.read(out) if (out / run_info.NAME).exists() else None
+    run_config, brief = config.load(out / "config.toml"), RunInfo.read(out) if (out / run_info.NAME).exists() else None
     return run_config, PLAYING if brief is None else {"online": brief.online, "play": brief.play}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tracegrad import config, data, doctor
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.cli import user_functions
-from tracegrad.cli.args import folder_of, inputs_of, place, read_key, say, tell, verb
+from tracegrad.cli.args import folder_of, inputs_of, place, print_json, print_lines, read_key, verb
 from tracegrad.data.sources import expand
 from tracegrad.data.trace import write
 from tracegrad.errors import ArgumentError
@@ -67,11 +67,11 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     files.check_not_read([options.out], [*input_paths, cache], "--out")
     files.check_not_read([cache], input_paths, "--cache")
     run_config = config.load(overrides=overrides)
-    reading = {"map": run_config.map, "on_error": run_config.data.on_error, "progress": data.Bar()}
+    reading = {"map": run_config.map, "on_error": run_config.data.on_error, "progress": data.ProgressBar()}
     functions = user_functions.functions(options.reward, Path.cwd(), "--reward") if options.reward else []
     shared = {"cache": cache, "told": _Counter()}
-    stream = data.stream(source, batch=rewards.PART, **reading)
-    with rewards.Spool(stream) as traces:
+    stream = data.stream(source, batch=rewards.TRACES_PER_BATCH, **reading)
+    with rewards.SpillFile(stream) as traces:
         if options.reward:
             settings = {
                 "weights": options.weight,
@@ -79,7 +79,7 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
                 "seconds": options.seconds,
                 "parallel": options.parallel or 4,
             }
-            result = rewards.recorded(traces, functions, **settings, **shared)
+            result = rewards.score_traces(traces, functions, **settings, **shared)
         else:
             result = asyncio.run(_judge(options, traces, shared))
         shared["told"].end()
@@ -87,14 +87,14 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     all_failed = bool(result.counts) and result.unscored == len(result.source)
     next_command = "" if all_failed else _next_command(options.out, options.model)
     if options.json:
-        tell({**_account(options, result, price), "next": next_command})
+        print_json({**_account(options, result, price), "next": next_command})
     else:
         last_line = (
             f"next     {next_command}"
             if next_command
             else "         no trace has a score: mend what failed, and type it again"
         )
-        say(*stream.lines(), *_lines(options, result, price, cache), last_line)
+        print_lines(*stream.lines(), *_lines(options, result, price, cache), last_line)
     return 0
 
 
@@ -102,7 +102,7 @@ def _next_command(out: Path, model: Path | None) -> str:
     """Return the next command. With a model, the doctor examines the output and proposes it."""
     if model is None:
         return shlex.join(["tracegrad", "train", str(out), "--model", "MODEL", "--out", "runs/first"])
-    proposed = doctor.examine(out, model).following
+    proposed = doctor.diagnose(out, model).following
     # The user must decide --logprob-kind. The doctor explains both choices.
     doctor_command = shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
     return proposed if proposed and "--logprob-kind" not in proposed else doctor_command
@@ -132,7 +132,7 @@ async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any
     key = read_key(options.key_file) if options.key_file else None
     async with Servers([options.judge], model=options.judge_model, key=key, timeout_s=300) as servers:
         settings = {"rubric": rubric, "votes": options.votes, "parallel": options.parallel or 8}
-        return await rewards.judged(traces, servers.chat, model=options.judge_model, **settings, **shared)
+        return await rewards.judge_traces(traces, servers.chat, model=options.judge_model, **settings, **shared)
 
 
 def _price(value: str | None) -> tuple[float, float] | None:

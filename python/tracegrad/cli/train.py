@@ -12,19 +12,19 @@ from typing import Any
 
 from tracegrad import config
 from tracegrad.cli import args
-from tracegrad.cli.args import command, folder_of, for_machines, go_on, say, speaker, tell
-from tracegrad.errors import ArgumentError, redacted
-from tracegrad.metrics import Stopwatch, off_policy_value_of
+from tracegrad.cli.args import add_json_flag, command, folder_of, print_json, print_lines, printer_for, resume_line
+from tracegrad.errors import ArgumentError, redact
+from tracegrad.metrics import Stopwatch, off_policy_estimate
 from tracegrad.packing import ModelShape
-from tracegrad.prepare.summary import Account
+from tracegrad.prepare.summary import IngestSummary
 from tracegrad.storage.files import read_json
-from tracegrad.storage.run_dir import Mirror
+from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.trainer import api
 
 
 def add_to(commands: Any) -> None:
     """Add the verb."""
-    train = command(commands, "train", "train a model on recorded traces", _train, Mirror)
+    train = command(commands, "train", "train a model on recorded traces", _train, RunDirectory)
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
     args.add_to(run)
@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
     run.add_argument("--log-to", metavar="NAMES", help="dashboards: tensorboard, wandb, trackio, with commas between")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
     run.add_argument("--print-config", action="store_true", help="print the resolved config and do nothing")
-    for_machines(run)
+    add_json_flag(run)
     run.add_argument("--dry-run", action="store_true", help="read, align and pack, print what would be done, and stop")
     run.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: what each of so many ranks would need")
     run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
@@ -57,17 +57,17 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     options.model = folder_of(options.model)
     run_config, recipe_lines = _config(options, overrides)
     objective = api.objective_of(run_config)
-    speak, as_json = speaker(options), options.json
+    speak, as_json = printer_for(options), options.json
     speak(*(f"# {line}" if options.print_config or options.dry_run else line for line in recipe_lines))
     if (options.print_config or options.dry_run) and not as_json:
-        say(*config.to_toml(run_config).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
+        print_lines(*config.to_toml(run_config).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
     if options.print_config:
         if as_json:
-            tell({"config": config.as_dict(run_config), "objective": str(objective)})
+            print_json({"config": config.as_dict(run_config), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    with nullcontext() if options.dry_run or not api.first() else options.out.locked():
-        data, summary = api.aligned(options.traces, options.model, run_config, options.out.path, watch)
+    with nullcontext() if options.dry_run or not api.is_first_rank() else options.out.locked():
+        data, summary = api.load_traces(options.traces, options.model, run_config, options.out.path, watch)
         speak(*summary.lines())
         if options.dry_run:
             ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
@@ -81,19 +81,21 @@ def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tu
     The start is the config of the resumed run, or the defaults. Recipe, file and command line override it in this
     order.
     """
-    start = api.before(options.out, options.resume)
-    recipe = args.told_recipe(options)
+    start = api.resumed_config(options.out, options.resume)
+    recipe = args.recipe_from_flags(options)
     if recipe is None:
         return config.load(options.config, overrides, start=start), []
     run_config, otherwise = recipe.settle(options.config, overrides, start=start)
     return run_config, args.lines(options, recipe, otherwise)
 
 
-def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None, ranks: int) -> int:
+def _dry_run(
+    data: Any, objective: Any, chosen: config.Config, model: Path, account: IngestSummary | None, ranks: int
+) -> int:
     """Print what a run would do: steps, rows and their fill, memory and time. With `account`, print one JSON object."""
-    from tracegrad.trainer.steps import Feed
+    from tracegrad.trainer.steps import TrainingData
 
-    feed = Feed.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
+    feed = TrainingData.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
     terms = sum(step.terms for step in feed.sizes)
     rows = [tokens for step in feed.sizes for tokens, _ in step.rows]
     plan = feed.plan(len(feed.sizes))
@@ -110,9 +112,9 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
         forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
         estimate = {**plan_counts, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
         inputs = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
-        tell({"would": estimate, **inputs})
+        print_json({"would": estimate, **inputs})
         return 0
-    say(
+    print_lines(
         *(f"note     {note}" for note in feed.notes),
         f"would    take {plan.total:,} steps, {plan.steps_per_epoch:,} an epoch, on {int(feed.trained.sum()):,} "
         f"traces, with {int(feed.held.sum()):,} held out for value",
@@ -121,7 +123,7 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
         f"sharing  {feed.sharing()}, in the first step"
         + ("" if chosen.pack.share_prefixes else "; it is off: pack.share_prefixes"),
     )
-    say(*_forecast(model, chosen, feed, ranks)[0])
+    print_lines(*_forecast(model, chosen, feed, ranks)[0])
     return 0
 
 
@@ -140,10 +142,10 @@ def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> tupl
     Without torch, return one line saying so.
     """
     try:
-        from tracegrad.trainer.resource_estimate import forecast
+        from tracegrad.trainer.resource_estimate import estimate_resources
     except ImportError as error:
         return [f"memory   not known: {error.name} is not installed"], {}
-    estimate = forecast(model, chosen, feed, ranks)
+    estimate = estimate_resources(model, chosen, feed, ranks)
     return estimate.lines(), estimate.as_dict()
 
 
@@ -153,12 +155,18 @@ def _learn(
     chosen: config.Config,
     objective: Any,
     data: Any,
-    summary: Account,
+    summary: IngestSummary,
     watch: Stopwatch,
 ) -> int:
-    title = Path(redacted(options.traces[0]).rstrip("/")).name
-    settings = {"out": options.out, "resume": options.resume, "title": title, "say": speaker(options), "watch": watch}
-    result = api.learn(data, summary, options.model, objective, chosen, **settings)
+    title = Path(redact(options.traces[0]).rstrip("/")).name
+    settings = {
+        "out": options.out,
+        "resume": options.resume,
+        "title": title,
+        "say": printer_for(options),
+        "watch": watch,
+    }
+    result = api.train_aligned(data, summary, options.model, objective, chosen, **settings)
     if options.json:
         places = _outputs(options.out, result)
         counts = {
@@ -167,14 +175,14 @@ def _learn(
             "stopped": result.stopped,
             "exit_code": result.exit_code,
         }
-        tell({**counts, "last": result.rows[-1] if result.rows else None, "files": places})
+        print_json({**counts, "last": result.rows[-1] if result.rows else None, "files": places})
     else:
-        say(*_ending(options, arguments, result))
+        print_lines(*_ending(options, arguments, result))
     return result.exit_code
 
 
 def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> list[str]:
-    from tracegrad.trainer.load_model import loaded_by
+    from tracegrad.trainer.load_model import auto_class_name
 
     reasons = {
         "done": f"trained  {result.step:,} steps",
@@ -192,14 +200,14 @@ def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> l
             if result.idle is None
             else f"{result.idle:.1%} of its time idle"
         ),
-        f"         {places['checkpoint']}  loads with {loaded_by(result.checkpoint)}.from_pretrained",
+        f"         {places['checkpoint']}  loads with {auto_class_name(result.checkpoint)}.from_pretrained",
         f"         {places['report.html']}  shows the run and its tokens",
         f"         {places['metrics.jsonl']}, {places['summary.json']}",
-        *go_on(result.stopped, arguments),
+        *resume_line(result.stopped, arguments),
     ]
 
 
-def _outputs(out: Mirror, result: Any) -> dict[str, str]:
+def _outputs(out: RunDirectory, result: Any) -> dict[str, str]:
     """Return the addresses or paths of a run's outputs. At an address, the checkpoint is the newest one."""
     names = ("checkpoint", "report.html", "metrics.jsonl", "summary.json")
     places = {name: out.named(out.path / name) or str(out.path / name) for name in names}
@@ -212,7 +220,7 @@ def _value_line(rows: list[dict[str, Any]]) -> list[str]:
     if last is None:
         return []
     sample = f"effective sample {last['off_policy_value_ess']:.0f} of {last['off_policy_value_traces']} held-out traces"
-    if (estimate := off_policy_value_of(last)) is None:
+    if (estimate := off_policy_estimate(last)) is None:
         was_known = any(row.get("off_policy_value_known") for row in rows)
         clamped = last.get("off_policy_value_clamped") or 0
         reason = f"{sample}, {clamped:.0f} with a clamped weight" if clamped else sample

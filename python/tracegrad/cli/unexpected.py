@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tracegrad import _core
 from tracegrad.cli import args
-from tracegrad.errors import shown
+from tracegrad.errors import escape_terminal
 
 _PACKAGES = ("numpy", "pyarrow", "torch", "transformers", "peft", "starlette", "uvicorn")
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -37,11 +37,11 @@ def line(error: BaseException, arguments: Sequence[str]) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         cause = getattr(failure, "strerror", None) or type(failure).__name__
-        return shown(
+        return escape_terminal(
             f"unexpected {summary}{location}. No report could be written ({cause}). Set TMPDIR to a folder that can be "
             f"written, run the command again, and attach the report to an issue of the project."
         )
-    return shown(f"unexpected {summary}. Report: {path}. Read it, then attach it to an issue of the project.")
+    return escape_terminal(f"unexpected {summary}. Report: {path}. Read it, then attach it to an issue of the project.")
 
 
 def write(error: BaseException, arguments: Sequence[str]) -> str:
@@ -112,12 +112,12 @@ def flush() -> OSError | None:
         if sys.stderr is not None and not sys.stderr.closed:
             sys.stderr.flush()
     except OSError:
-        args.nowhere(sys.stderr)
+        args.redirect_to_devnull(sys.stderr)
     try:
         if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except OSError as error:
-        args.nowhere(sys.stdout)
+        args.redirect_to_devnull(sys.stdout)
         return error
     return None
 
@@ -127,7 +127,7 @@ def say(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        args.nowhere(sys.stderr)
+        args.redirect_to_devnull(sys.stderr)
 
 
 def of_output(error: OSError) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout import schema
-from tracegrad.user_code import located, module_of
+from tracegrad.user_code import failure_of, load_module
 
 NAMED = re.compile(r"(?P<place>.+\.py|[A-Za-z_][A-Za-z0-9_.]*):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 MOST_EVALUATED = 100_000
@@ -50,10 +50,10 @@ def _module(place: str, base: Path, named: str) -> ModuleType:
             f"TG-CLI-038: {named}: there is no file {path}. Nothing of it could be played. Correct the path."
         )
     try:
-        return module_of(path) if place.endswith(".py") else importlib.import_module(place)
+        return load_module(path) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise ArgumentError(
-            f"TG-CLI-039: {named}: it cannot be imported: {located(error)}. Nothing of it could be played. Run "
+            f"TG-CLI-039: {named}: it cannot be imported: {failure_of(error)}. Nothing of it could be played. Run "
             f"it by Python alone."
         ) from error
 
@@ -76,7 +76,7 @@ def tasks(named: str, base: Path) -> Any:
             source = source()
         except Exception as error:
             raise ArgumentError(
-                f"TG-CLI-041: {named}: it gives no tasks: {located(error)}. Nothing could be played."
+                f"TG-CLI-041: {named}: it gives no tasks: {failure_of(error)}. Nothing could be played."
             ) from error
     if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
         raise ArgumentError(
@@ -94,11 +94,11 @@ def _iterated(task_source: Iterable[Any], named: str) -> Iterator[Any]:
         yield from task_source
     except Exception as error:
         raise ArgumentError(
-            f"TG-CLI-044: {named}: it failed while it gave tasks: {located(error)}. No more can be played."
+            f"TG-CLI-044: {named}: it failed while it gave tasks: {failure_of(error)}. No more can be played."
         ) from error
 
 
-def evaluated(named: str, base: Path) -> list[Any]:
+def evaluation_tasks(named: str, base: Path) -> list[Any]:
     """Return the tasks of an evaluation as a list.
 
     Raises:
@@ -144,7 +144,7 @@ def _value(line: str, path: Path, number: int) -> Any:
     )
 
 
-def contract(named: str, base: Path, what: str) -> Any:
+def agent_or_environment(named: str, base: Path, what: str) -> Any:
     """Return the agent, a function of (task, policy), or the environment class.
 
     Args:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config
-from tracegrad.cli.args import for_machines, say, tell, verb
+from tracegrad.cli.args import add_json_flag, print_json, print_lines, verb
 from tracegrad.errors import ArgumentError
 from tracegrad.storage import cache
 
@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--model", metavar="DIR", help="tokenizer to align with (default: of a run)")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="on loopback (default: a free one)")
     parser.add_argument("--index", type=Path, metavar="DIR", help="where indexes stand (default: the user's cache)")
-    for_machines(parser)
+    add_json_flag(parser)
     chosen = parser.add_argument_group("one page that opens without a server")
     chosen.add_argument("--export", type=Path, metavar="FILE", help="write the chosen traces to FILE and end")
     chosen.add_argument(
@@ -45,23 +45,25 @@ def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
             f"'tracegrad[view]'"
         ) from error
     field_map = config.load(overrides=overrides).map
-    with view.Session(options.paths, options.index or cache.folder() / "view", options.model, field_map) as session:
+    with view.Viewer(
+        options.paths, options.index or cache.cache_folder() / "view", options.model, field_map
+    ) as session:
         if options.export is None:
-            view.serve(session, port=options.port, say=_address if options.json else say)
+            view.serve(session, port=options.port, say=_address if options.json else print_lines)
             return 0
         while not session.indexer.done:
             time.sleep(0.02)
-        rows = view.chosen(session, options.where, options.search, options.sort, options.limit)
-        size = view.write(session, rows, options.export)
+        rows = view.select_rows(session, options.where, options.search, options.sort, options.limit)
+        size = view.export_page(session, rows, options.export)
         if options.json:
             counts = {"written": len(rows), "traces": session.rows, "bytes": size}
-            tell({"file": str(options.export), **counts, "problems": list(session.indexer.problems)})
+            print_json({"file": str(options.export), **counts, "problems": list(session.indexer.problems)})
             return 0
-        say(*(f"note     {problem}" for problem in session.indexer.problems))
-        say(f"written  {options.export}: {len(rows):,} of {session.rows:,} traces, {size / 1e6:.1f} MB")
+        print_lines(*(f"note     {problem}" for problem in session.indexer.problems))
+        print_lines(f"written  {options.export}: {len(rows):,} of {session.rows:,} traces, {size / 1e6:.1f} MB")
     return 0
 
 
 def _address(line: str) -> None:
     """Print the address of the page as JSON."""
-    tell({"url": line.split()[-1]}, line=True)
+    print_json({"url": line.split()[-1]}, line=True)

@@ -23,7 +23,7 @@ class _Unknown(Exception):
     """A dotted name that does not exist."""
 
 
-def changed(
+def set_values(
     root: Node,
     values: Iterable[tuple[str, Any]],
     *,
@@ -48,7 +48,7 @@ def changed(
             dataclass refuses its values.
 
     >>> from tracegrad.config import Optimizer
-    >>> changed({"optimizer": Optimizer()}, [("optimizer.lr", "2e-4")])["optimizer"].lr
+    >>> set_values({"optimizer": Optimizer()}, [("optimizer.lr", "2e-4")])["optimizer"].lr
     0.0002
     """
     opening = f"{where}: " if where else ""
@@ -58,7 +58,7 @@ def changed(
         name = str(error)
         hint = (moved or {}).get(name) or nearest(name, leaves(root, at))
         raise ArgumentError(
-            f"TG-CONFIG-001: {opening}{brief(name)} is no option. It would have no effect. {hint}"
+            f"TG-CONFIG-001: {opening}{shorten(name)} is no option. It would have no effect. {hint}"
         ) from None
 
 
@@ -158,7 +158,7 @@ def _letters(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def brief(text: str, most: int = 80) -> str:
+def shorten(text: str, most: int = 80) -> str:
     """Return untrusted text for a terminal: at most `most` characters, one line, control characters escaped."""
     line = text if text.isprintable() else ascii(text)[1:-1]
     return line if len(line) <= most else f"{line[:most]}..."
@@ -213,9 +213,9 @@ def _has_fields(entry: Any) -> bool:
 
 
 def _wrong(name: str, value: Any, rule: object, opening: str) -> ArgumentError:
-    description = "huge" if isinstance(value, int) and abs(value) >= _HIGHEST else brief(repr(value))
+    description = "huge" if isinstance(value, int) and abs(value) >= _HIGHEST else shorten(repr(value))
     if isinstance(value, (list, Mapping)):
         description = f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
     return ArgumentError(
-        f"TG-CONFIG-003: {opening}{brief(name)} is {description}. It must be {rule}. Correct it or leave it out."
+        f"TG-CONFIG-003: {opening}{shorten(name)} is {description}. It must be {rule}. Correct it or leave it out."
     )

@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tracegrad.config.dotted_keys import Scalar, brief, changed, leaves, plain
-from tracegrad.config.schema import SECTIONS, Choice, Config
+from tracegrad.config.dotted_keys import Scalar, leaves, plain, set_values, shorten
+from tracegrad.config.schema import SECTIONS, Config, ObjectiveConfig
 from tracegrad.errors import ArgumentError
 
 _MOST_BYTES = 1 << 16
@@ -69,8 +69,8 @@ def update(config: Config, values: Iterable[tuple[str, Any]], *, where: str = ""
         else:
             changes["objective.preset" if name == "objective" else name] = value
     previous = config.objective
-    sections = {name: getattr(config, name) for name in SECTIONS} | {"objective": Choice(previous.preset)}
-    parts = changed(sections, changes.items(), where=where, moved=_MOVED)
+    sections = {name: getattr(config, name) for name in SECTIONS} | {"objective": ObjectiveConfig(previous.preset)}
+    parts = set_values(sections, changes.items(), where=where, moved=_MOVED)
     overrides = dict(previous.overrides) if parts["objective"].preset == previous.preset else {}
     parts["objective"] = replace(parts["objective"], overrides=tuple({**overrides, **objective_fields}.items()))
     return replace(config, **parts)
@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # Python raises ValueError for an integer of 5,000 digits.
         raise ArgumentError(
-            f"TG-CONFIG-007: {path}: not TOML: {brief(str(error), 200)}. Nothing of it was used. Correct that place."
+            f"TG-CONFIG-007: {path}: not TOML: {shorten(str(error), 200)}. Nothing of it was used. Correct that place."
         ) from error
 
 

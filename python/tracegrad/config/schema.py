@@ -1,7 +1,7 @@
 """Define the options of a run as frozen dataclasses, each with its default, bounds and docstring.
 
-`parse` sets them from TOML and from the command line. `Map` (`[data.map]`) names the fields of records that contain the
-reward, group, session and so on.
+`parse` sets them from TOML and from the command line. `FieldMap` (`[data.map]`) names the fields of records that
+contain the reward, group, session and so on.
 """
 
 from dataclasses import dataclass, field, fields
@@ -14,10 +14,10 @@ MOST_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
-class Map:
+class FieldMap:
     """Field map: the paths in records of the reward, group, session and other fields of a trace.
 
-    >>> Map(reward="metadata.score", group="prompt").told()
+    >>> FieldMap(reward="metadata.score", group="prompt").told()
     {'reward': 'metadata.score', 'group': 'prompt'}
     """
 
@@ -355,7 +355,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Kept:
+class TokenLogConfig:
     """Log of the trained tokens of each step, stored in the run directory for `tracegrad view`."""
 
     keep: Literal["sampled", "all", "none"] = "sampled"
@@ -391,7 +391,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ObjectiveConfig:
     """The objective: name of a preset, and changes to its fields."""
 
     preset: str = "DAPO"
@@ -409,7 +409,7 @@ class Config:
     """
 
     data: Data = field(default_factory=Data)
-    map: Map = field(default_factory=Map)
+    map: FieldMap = field(default_factory=FieldMap)
     mixture: Mixture = field(default_factory=Mixture)
     filter: Filter = field(default_factory=Filter)
     pack: Pack = field(default_factory=Pack)
@@ -421,10 +421,10 @@ class Config:
     stop: Stop = field(default_factory=Stop)
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    terms: Kept = field(default_factory=Kept)
+    terms: TokenLogConfig = field(default_factory=TokenLogConfig)
     images: Images = field(default_factory=Images)
     attention: Attention = field(default_factory=Attention)
-    objective: Choice = field(default_factory=Choice)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
 
 SECTIONS = tuple(f.name for f in fields(Config))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core
-from tracegrad.data.trace import Line, ReadReport, Traces, summed
+from tracegrad.data.trace import Line, ReadReport, Traces, add_reports
 from tracegrad.errors import ArgumentError, FormatError
 
 Sizes = NDArray[np.int64]
@@ -185,7 +185,7 @@ def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Tr
         for rows, _ in _parts(batch, name, _spans(batch, name, first)):
             core, counts = _core.Traces.compose(rows, name, first, format)
             parts.append(core)
-            report = summed(report, ReadReport(**counts))
+            report = add_reports(report, ReadReport(**counts))
             first += len(rows)
     return Traces(_core.Traces.concatenate(parts), report)
 
@@ -293,7 +293,7 @@ class RowStream(Iterator[Traces]):
             except FormatError:
                 pass  # The loop below decodes row by row and finds the bad one.
             else:
-                self.read_report = summed(self.read_report, ReadReport(**counts))
+                self.read_report = add_reports(self.read_report, ReadReport(**counts))
                 return Traces(core)
         cores = []
         for line, row in zip(lines, rows, strict=True):
@@ -305,7 +305,7 @@ class RowStream(Iterator[Traces]):
                 else:
                     cores.append(converted.core)
                 continue
-            self.read_report = summed(self.read_report, ReadReport(**counts))
+            self.read_report = add_reports(self.read_report, ReadReport(**counts))
             cores.append(core)
         return Traces(_core.Traces.concatenate(cores))
 
@@ -324,7 +324,7 @@ class RowStream(Iterator[Traces]):
         if not self._skip:
             raise FormatError(error)
         bad = ReadReport(records=1, bad=1, reasons={reason: 1}, errors=(error,))
-        self.read_report = summed(self.read_report, bad)
+        self.read_report = add_reports(self.read_report, bad)
 
 
 def _parts(batch: Any, name: str, spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[list[list[Any]], int]]:

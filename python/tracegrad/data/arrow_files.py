@@ -191,10 +191,12 @@ class ParquetStream(RowStream):
         self, path: str | os.PathLike[str], *, batch: int = ROWS, format: str = "auto", on_error: str = "raise"
     ) -> None:
         path = os.fspath(path)
-        super().__init__(parquet_batches(path, batch), path, format=format, on_error=on_error, most=most_bytes(path))
+        super().__init__(
+            parquet_batches(path, batch), path, format=format, on_error=on_error, most=max_record_bytes(path)
+        )
 
 
-def most_bytes(path: str) -> int:
+def max_record_bytes(path: str) -> int:
     """Return the most bytes that the records of a file may have."""
     try:
         return max(ALWAYS_ROWS, MOST_GROWTH * os.path.getsize(path))

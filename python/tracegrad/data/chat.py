@@ -8,38 +8,38 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tracegrad.data import json_path
-from tracegrad.data.sampling import SPELLED
+from tracegrad.data.sampling import OPTION_SPELLINGS
 
-SAMPLING = ("temperature", "top_p", *SPELLED)
+SAMPLING = ("temperature", "top_p", *OPTION_SPELLINGS)
 PARTIAL = {"sampling_defaults": "unknown"}
 """Marks a call whose request was rebuilt from parts: an option that it lacks is unknown, not the default of an API."""
-OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
+ANSWER_FIELDS = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
 """Fields about the tokens of an answer, stored next to it."""
 _SCHEMA = ("name", "description", "parameters")
 
 
-def table(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return the value if it is an object, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
-def within(record: Any, path: str) -> Any:
+def get_path(record: Any, path: str) -> Any:
     """Return the value at a path, None if the path does not exist."""
     try:
-        return json_path.at(record, path)
+        return json_path.get(record, path)
     except json_path.Missing:
         return None
 
 
-def told(record: Any, names: Iterable[str]) -> dict[str, Any]:
+def pick(record: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a record with these names that are not null; {} if it is not an object."""
-    return {name: record[name] for name in names if record.get(name) is not None} if table(record) else {}
+    return {name: record[name] for name in names if record.get(name) is not None} if as_mapping(record) else {}
 
 
 def sampling(record: Any) -> dict[str, Any]:
     """Return the sampling options of a record; {} unless temperature or top_p is a number."""
-    numbers = {name: value for name, value in told(record, SAMPLING[:2]).items() if isinstance(value, (int, float))}
-    return {**told(record, SPELLED), **numbers} if numbers else {}
+    numbers = {name: value for name, value in pick(record, SAMPLING[:2]).items() if isinstance(value, (int, float))}
+    return {**pick(record, OPTION_SPELLINGS), **numbers} if numbers else {}
 
 
 def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def role(message: Any) -> Any:
     """Return the role of a message, None if the value is not a message."""
-    return table(message).get("role")
+    return as_mapping(message).get("role")
 
 
 def has_answer(messages: Any) -> bool:
@@ -57,12 +57,12 @@ def has_answer(messages: Any) -> bool:
     return isinstance(messages, list) and any(role(each) == "assistant" for each in messages)
 
 
-def given(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def mark_not_sampled(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a prompt, with assistant messages marked as not sampled."""
     return [{**message, "sampled": False} if message.get("role") == "assistant" else message for message in messages]
 
 
-def under(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_system_prompt(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages after a system message, if the system prompt is a non-empty string; else the messages."""
     has_system = isinstance(system, str) and system
     return [{"role": "system", "content": system}, *messages] if has_system else messages
@@ -77,14 +77,14 @@ def text_of(content: Any) -> Any:
     return "".join(texts) if len(texts) == len(parts) else content
 
 
-def written(arguments: Any) -> str:
+def arguments_json(arguments: Any) -> str:
     """Return the arguments of a tool call as JSON; a string is returned unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def tool_call(name: Any, identity: Any, arguments: Any) -> dict[str, Any]:
     """Return a tool call in OpenAI's form."""
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": written(arguments)}}
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments_json(arguments)}}
 
 
 def tools(schemas: list[Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from tracegrad import _core
 
-GIVEN, TEMPLATE, SAMPLED = 0, 1, 2
+PROMPT, TEMPLATE, SAMPLED = 0, 1, 2
 SOURCES = ("given", "template", "sampled")
 TIERS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
 TIER_TEXT = {
@@ -19,11 +19,11 @@ TEXT_TRAINS = (
     "--advantage.baseline none --text-only"
 )
 """Command-line options that train on text without logprobs: the two objectives that support it."""
-GUESSED = ("T4", "T5")
+ASSUMED_LEVELS = ("T4", "T5")
 TEXT_ONLY = 6
 NO_TIER = 255
 MEDIA = tuple(map(_core.DRIFT_REASONS.index, ("R32 media_in_prompt", "R34 picture_unplaced")))
 LOGPROB_KINDS = ("unknown", "raw", "processed")
 SERVERS = ("vllm", "sglang", "llama.cpp", "tgi", "openai")
 ENDINGS = ("unknown", "ended", "cut")
-CUT = ENDINGS.index("cut")
+TRUNCATED = ENDINGS.index("cut")

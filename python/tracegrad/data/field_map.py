@@ -1,4 +1,4 @@
-"""Add the fields that a `Map` names to records. They are appended, and the original bytes stay unchanged.
+"""Add the fields that a `FieldMap` names to records. They are appended, and the original bytes stay unchanged.
 
 The values at each path are counted for the summary.
 """
@@ -13,14 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad.config import Map, nearest, split_names
+from tracegrad.config import FieldMap, nearest, split_names
 from tracegrad.data import chat, json_path
 from tracegrad.data.codes import LOGPROB_KINDS
-from tracegrad.data.sources import Made
-from tracegrad.data.trace import Trace, of_json
+from tracegrad.data.sources import JsonOrRefusal
+from tracegrad.data.trace import Trace, parse_json
 from tracegrad.errors import ArgumentError
 
-__all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of", "which_reward"]
+__all__ = [
+    "BadValueError",
+    "JsonOrRefusal",
+    "Mapper",
+    "append_fields",
+    "describe_reward_choice",
+    "parse_record",
+    "prompt_group",
+]
 
 
 MOST_LOOKED, MOST_PATHS = 64, 2000
@@ -29,7 +37,7 @@ MOST_BYTES = 64 << 20
 """Most bytes that can be added to one record or one conversation."""
 
 
-class Unfit(Exception):
+class BadValueError(Exception):
     """A value that its field does not accept. The argument is a `sources.Refusal`."""
 
 
@@ -47,7 +55,7 @@ class Mapper:
         paths: paths of the first records, in order.
     """
 
-    told: Map
+    told: FieldMap
     seen: dict[str, Counter[str]] = field(default_factory=dict)
     records: int = 0
     low: float = math.inf
@@ -71,9 +79,9 @@ class Mapper:
         self._look(record)
         fields: dict[str, Any] = {}
         for name, path in self._paths().items():
-            if (value := chat.within(record, path)) is None:
+            if (value := chat.get_path(record, path)) is None:
                 continue
-            self.seen.setdefault(name, Counter())[json_path.kind(value)] += 1
+            self.seen.setdefault(name, Counter())[json_path.describe_type(value)] += 1
             if name == "sampling":
                 fields = {**_sampling(value, path), **fields}
             else:
@@ -84,8 +92,8 @@ class Mapper:
         """Store the paths of a record, and count the session key if it has one."""
         session = self.told.session
         if session not in ("", "prefix") and "session" not in self.seen:
-            value = chat.within(record, session)
-            self.seen |= {} if value is None else {"session": Counter({json_path.kind(value): 1})}
+            value = chat.get_path(record, session)
+            self.seen |= {} if value is None else {"session": Counter({json_path.describe_type(value): 1})}
         if self.records > MOST_LOOKED or len(self.paths) >= MOST_PATHS:
             return
         self.paths |= dict.fromkeys(map(str, record)) if isinstance(record, Mapping) else {}
@@ -110,7 +118,7 @@ class Mapper:
 
     def _reward(self, value: Any, path: str) -> dict[str, Any]:
         if isinstance(value, Mapping):
-            rewards = {str(name): json_path.verdict(reward_value) for name, reward_value in value.items()}
+            rewards = {str(name): json_path.reward_value(reward_value) for name, reward_value in value.items()}
             if bad_names := [
                 name for name, reward_value in rewards.items() if reward_value is None and value[name] is not None
             ]:
@@ -122,7 +130,7 @@ class Mapper:
                 self._word(value[name], reward_value)
             self._bound(*(reward_value for reward_value in rewards.values() if reward_value is not None))
             return {"rewards": rewards}
-        reward = json_path.verdict(value)
+        reward = json_path.reward_value(value)
         self._word(value, reward)
         if reward is None or math.isinf(reward):
             accepted = "a number, a boolean, either as text, a word such as pass or down, or an object of these"
@@ -152,12 +160,12 @@ class Mapper:
         return lines
 
 
-def which_reward(names: Sequence[str], told: str = "") -> list[str]:
+def describe_reward_choice(names: Sequence[str], told: str = "") -> list[str]:
     """Return a line that names the reward used for training, the reason, and the flag to use another one.
 
     Empty if there is only one reward, or none of them is the default.
 
-    >>> which_reward(["reward", "tone"])
+    >>> describe_reward_choice(["reward", "tone"])
     ['reward   trained on is "reward", the total of each record, not "tone": --data.reward tone chooses that']
     """
     if len(names) < 2 or not (told or "reward" in names):
@@ -170,10 +178,10 @@ def which_reward(names: Sequence[str], told: str = "") -> list[str]:
     return [f'reward   trained on is "{chosen}", {reason}, not {other_names}: {flag} chooses that']
 
 
-def add(raw: bytes, header: Mapping[str, Any]) -> bytes:
+def append_fields(raw: bytes, header: Mapping[str, Any]) -> bytes:
     """Append fields to the JSON of a record. They override earlier fields of the same name.
 
-    >>> add(b'{"reward": "0.5"}', {"reward": 0.5})
+    >>> append_fields(b'{"reward": "0.5"}', {"reward": 0.5})
     b'{"reward": "0.5", "reward": 0.5}'
     """
     if not header:
@@ -188,7 +196,7 @@ PROMPTS = ("prompt", "input", "question", "query", "instruction")
 """Fields of a record with the text of its prompt, used if the trace has neither messages nor ids of a prompt."""
 
 
-def prompt_of(trace: Trace) -> str | None:
+def prompt_group(trace: Trace) -> str | None:
     """Return a hash of the messages, ids or text before the first sampled turn of a trace; None if there are none."""
     if not trace.generations:
         return None
@@ -198,7 +206,7 @@ def prompt_of(trace: Trace) -> str | None:
     elif first.prompt_token_ids is not None:
         prompt = first.prompt_token_ids.tobytes()
     else:
-        record = loads(trace.record)
+        record = parse_record(trace.record)
         text = next((record[key] for key in PROMPTS if record.get(key)), None) if isinstance(record, dict) else None
         if text is None:
             return None
@@ -206,20 +214,20 @@ def prompt_of(trace: Trace) -> str | None:
     return f"prompt-{hashlib.sha256(prompt).hexdigest()[:16]}"
 
 
-def loads(raw: bytes) -> Any:
+def parse_record(raw: bytes) -> Any:
     """Parse a record. None if it is not JSON: the reader then reports the error.
 
     LangSmith's bulk export stores the objects of a run as JSON strings; these are parsed too.
 
-    >>> loads(b'{"run_type": "llm", "inputs": "{}", "name": "{x"}')
+    >>> parse_record(b'{"run_type": "llm", "inputs": "{}", "name": "{x"}')
     {'run_type': 'llm', 'inputs': {}, 'name': '{x'}
     """
     try:
-        record = of_json(raw)
+        record = parse_json(raw)
     except (ValueError, RecursionError):
         return None
     if isinstance(record, dict) and isinstance(record.get("run_type"), str):
-        return {key: json_path.opened(value) for key, value in record.items()}
+        return {key: json_path.parse_json_string(value) for key, value in record.items()}
     return record
 
 
@@ -235,9 +243,9 @@ def _temperature(value: Any) -> float | None:
 
 def _sampling(value: Any, path: str) -> dict[str, Any]:
     """Return the sampling options of an object or of its JSON string."""
-    if not isinstance(options := json_path.opened(value), Mapping):
+    if not isinstance(options := json_path.parse_json_string(value), Mapping):
         raise _unfit("sampling", path, value, "an object with temperature, top_p, top_k, ...")
-    values = chat.told(options, chat.SAMPLING)
+    values = chat.pick(options, chat.SAMPLING)
     for name in ("temperature", "top_p"):
         if name not in values:
             continue
@@ -251,14 +259,14 @@ _FIELDS = {
     "group": ("group", _name, "a text or a number"),
     "id": ("id", _name, "a text or a number"),
     "temperature": ("temperature", _temperature, "a number from 0"),
-    "version": ("policy_version", json_path.version, "a whole number from 0, or text such as v7"),
+    "version": ("policy_version", json_path.parse_version, "a whole number from 0, or text such as v7"),
     "logprob_kind": (
         "logprob_kind",
         lambda value: value if value in LOGPROB_KINDS else None,
         "raw, processed or unknown",
     ),
 }
-"""For each field of a `Map` except the reward: (field of the trace, converter, accepted values for the error)."""
+"""For each field of a `FieldMap` except the reward: (field of the trace, converter, accepted values for the error)."""
 
 
 def _field(name: str, value: Any, path: str) -> dict[str, Any]:
@@ -268,8 +276,11 @@ def _field(name: str, value: Any, path: str) -> dict[str, Any]:
     return {trace_field: converted}
 
 
-def _unfit(field: str, path: str, value: Any, accepted: str) -> Unfit:
+def _unfit(field: str, path: str, value: Any, accepted: str) -> BadValueError:
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:60]}..."
-    problem, fix = f"{path} is {json_path.kind(value)}: {text}", "Name another field, or leave such records out"
-    return Unfit((problem, f"--map.{field} takes {accepted}", f"{fix}: --on-error skip"))
+    problem, fix = (
+        f"{path} is {json_path.describe_type(value)}: {text}",
+        "Name another field, or leave such records out",
+    )
+    return BadValueError((problem, f"--map.{field} takes {accepted}", f"{fix}: --on-error skip"))

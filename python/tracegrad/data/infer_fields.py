@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tracegrad.config import Map
+from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path, sources
-from tracegrad.data.field_map import Unfit, loads, prompt_of
-from tracegrad.data.formats import adapt, is_chunk, is_failed, is_verdict, only_roots
-from tracegrad.data.sessions import calls_of, moment, prefixes
-from tracegrad.data.sources import named
+from tracegrad.data.field_map import BadValueError, parse_record, prompt_group
+from tracegrad.data.formats import adapt, is_chunk, is_failed, is_reward_row, only_roots
+from tracegrad.data.sessions import calls_of, parse_time, prefix_hashes
+from tracegrad.data.sources import resolve
 from tracegrad.data.trace import Trace
 from tracegrad.errors import TracegradError
 
@@ -26,18 +26,18 @@ SESSION = re.compile(r"session|conversation|thread|dialog|chat_?id|trace_?id|rol
 _INSIDE = ("messages", "request", "response", "choices", "calls", "tools", "logprobs", "usage", "delta", "generation")
 
 
-def counted(value: Any) -> str:
+def count_key(value: Any) -> str:
     """Return a value as a key for counting: its string, or a hash of a long one."""
     text = str(value)
     return text if len(text) <= 200 else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def outside(part: dict[str, Any]) -> dict[str, Any]:
+def without_conversation(part: dict[str, Any]) -> dict[str, Any]:
     """Return a record without the fields of its conversation."""
     return chat.without(part, *_INSIDE)
 
 
-class Calls:
+class CallStatistics:
     """Statistics of the first records: which calls continue others, and which prompts and keys they share."""
 
     def __init__(self, groups: bool, sessions: bool) -> None:
@@ -71,9 +71,9 @@ class Calls:
         if self._sessions:
             is_conversation = any(calls_of(each) is None for each in made)
             fields = {**(record if isinstance(record, dict) else {}), **made[0]}
-            for path, value in itertools.islice(json_path.leaves(outside(fields)), json_path.MOST_WALKED):
+            for path, value in itertools.islice(json_path.leaves(without_conversation(fields)), json_path.MAX_LEAVES):
                 if value is not None and SESSION.search(path.rpartition(".")[2]):
-                    self._count_value(path, counted(value), prompt, is_conversation)
+                    self._count_value(path, count_key(value), prompt, is_conversation)
 
     def _count_value(self, path: str, value: str, prompt: bytes | None, is_conversation: bool) -> None:
         """Count a value of a key, its prompt, and whether its record is a complete conversation instead of a call."""
@@ -112,13 +112,13 @@ class Calls:
         """
         if not (calls := calls_of(record)):
             return None
-        hashes, _ = prefixes(calls[0])
-        _, end = prefixes(calls[-1])
+        hashes, _ = prefix_hashes(calls[0])
+        _, end = prefix_hashes(calls[-1])
         self.calls += 1
         continues = any(each in self._ends for each in hashes)
         if "request" in record or "response" in record:
             self._joined += continues
-        elif chat.has_answer(chat.table(calls[0].get("request")).get("messages")):
+        elif chat.has_answer(chat.as_mapping(calls[0].get("request")).get("messages")):
             self._conversations += 1
             self._joined_conversations += continues
         if end is not None:
@@ -133,7 +133,7 @@ class Calls:
     def _add_prompt(self, record: Any, times: int) -> bytes | None:
         """Count the messages before the first sampled turn of a record that is not a single call."""
         try:
-            prompt = (prompt_of(Trace.from_dict(record)) or "").encode()
+            prompt = (prompt_group(Trace.from_dict(record)) or "").encode()
         except (TracegradError, IndexError):
             return None
         if prompt:
@@ -147,8 +147,8 @@ def _by_prompt(records: Sequence[Any]) -> list[tuple[Any, int]]:
         return [(each, 1) for each in records]
     groups: dict[Any, list[Any]] = {}
     for index, each in enumerate(records):
-        messages = chat.table(each).get("messages")
-        groups.setdefault(counted(messages[:-1]) if isinstance(messages, list) else index, []).append(each)
+        messages = chat.as_mapping(each).get("messages")
+        groups.setdefault(count_key(messages[:-1]) if isinstance(messages, list) else index, []).append(each)
     return [(group[0], len(group)) for group in groups.values()]
 
 
@@ -188,10 +188,10 @@ class _Column:
     def add(self, value: Any, times: int = 1, place: int | None = None) -> None:
         self.count += times
         self.places += place is not None and type(value) is int and value == place
-        self.kinds[json_path.kind(value)] += times
+        self.kinds[json_path.describe_type(value)] += times
         if len(self.values) < RECORDS:
-            self.values[counted(value)] += times
-        if (reward := json_path.verdict(value)) is not None and abs(reward) < 1e300:
+            self.values[count_key(value)] += times
+        if (reward := json_path.reward_value(value)) is not None and abs(reward) < 1e300:
             self.numbers += times
             self.low, self.high = min(self.low, reward), max(self.high, reward)
             self.total += reward * times
@@ -202,7 +202,7 @@ class Candidate:
     """One guess.
 
     Args:
-        field: field of `Map`.
+        field: field of `FieldMap`.
         path: suggested value of the field.
         why: the evidence, in words.
         rank: higher is better.
@@ -274,28 +274,28 @@ class Candidates:
         return lines
 
 
-def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -> Candidates:
+def infer(source: Any, told: FieldMap | None = None, wanted: Sequence[str] = FIELDS) -> Candidates:
     """Guess fields from the first records of inputs. Standard input is left out, as it cannot be read twice.
 
     Args:
         source: as for `read`.
         told: fields that are already set; they get no guesses.
-        wanted: fields of `Map` to guess.
+        wanted: fields of `FieldMap` to guess.
 
     >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    >>> find([{"messages": said, "meta": {"score": n / 4}} for n in range(4)]).lines(["reward"])
+    >>> infer([{"messages": said, "meta": {"score": n / 4}} for n in range(4)]).lines(["reward"])
     ['found    4 of 4 records have a number "meta.score" (0 to 0.75, mean 0.375, 4 values): --map.reward meta.score']
     """
-    told = told or Map()
+    told = told or FieldMap()
     wanted = [name for name in wanted if not getattr(told, name)]
     columns: dict[str, _Column] = {}
     other_columns: dict[str, _Column] = {}
     linked: dict[str, set[str]] = {}
-    calls = Calls("group" in wanted, "session" in wanted or bool(told.session))
+    calls = CallStatistics("group" in wanted, "session" in wanted or bool(told.session))
     call_records = other_records = graded_records = 0
     for record, roots in _first(source):
         converted = _converted(record, roots)
-        is_graded = is_verdict(record)
+        is_graded = is_reward_row(record)
         if is_graded or (converted == [] and isinstance(record, dict)):
             other_records += 1
             graded_records += is_graded
@@ -338,8 +338,8 @@ def _count(
     columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str], place: int | None = None
 ) -> None:
     """Count the values at the paths of a record, or of a part of it."""
-    fields = outside(part)
-    for path, value in itertools.islice(json_path.leaves(fields), json_path.MOST_WALKED):
+    fields = without_conversation(part)
+    for path, value in itertools.islice(json_path.leaves(fields), json_path.MAX_LEAVES):
         if value is not None and ("reward" in wanted or _may_be_wanted(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times, place)
     for key, value in fields.items():
@@ -350,12 +350,12 @@ def _count(
 
 def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     """Store the possible session keys of a record that has a reward and no call."""
-    leaves = list(itertools.islice(json_path.leaves(record), json_path.MOST_WALKED))
-    if any(json_path.REWARD.search(path) and json_path.verdict(value) is not None for path, value in leaves):
+    leaves = list(itertools.islice(json_path.leaves(record), json_path.MAX_LEAVES))
+    if any(json_path.REWARD.search(path) and json_path.reward_value(value) is not None for path, value in leaves):
         for path, value in leaves:
             is_session = SESSION.search(path.rpartition(".")[2])
             if value is not None and (is_session or (isinstance(value, str) and len(value) >= _MIN_ID_LENGTH)):
-                linked.setdefault(path, set()).add(counted(value))
+                linked.setdefault(path, set()).add(count_key(value))
 
 
 def _rewards_of_other_records(
@@ -424,7 +424,7 @@ def _converted(record: Any, roots: bool) -> list[dict[str, Any]] | None:
         return None
     try:
         converted = adapt(record, roots)
-    except Unfit:
+    except BadValueError:
         return None  # The reader reports the error.
     if converted is None:
         return [record] if isinstance(record, dict) else None
@@ -456,7 +456,7 @@ def _first(source: Any) -> Iterator[tuple[Any, bool]]:
             roots = only_roots(opened_source.head())
             for chunk in opened_source.records():
                 for _, raw in chunk:
-                    yield loads(raw), roots
+                    yield parse_record(raw), roots
                     byte_count, count = byte_count + len(raw), count + 1
                     if count >= RECORDS or byte_count >= BYTES:
                         return
@@ -465,13 +465,13 @@ def _first(source: Any) -> Iterator[tuple[Any, bool]]:
 def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:
     """Yield the sources of the inputs that can be opened."""
     with contextlib.suppress(TracegradError):
-        places, records = named(source)
+        places, records = resolve(source)
         if not places:
-            yield sources.of_object(records, options)
+            yield sources.open_object(records, options)
         for place in places:
             if place.kind != "stdin":
                 with contextlib.suppress(TracegradError):
-                    yield sources.of_place(place, options)
+                    yield sources.open_place(place, options)
 
 
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
@@ -506,7 +506,7 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
 def _word_values(column: _Column) -> str:
     """Describe the number of each word in a column."""
     words = [word for word in column.values if json_path.number(word) is None]
-    return "".join(f", {word!r} is {json_path.verdict(word):g}" for word in words[:MOST_WORDS])
+    return "".join(f", {word!r} is {json_path.reward_value(word):g}" for word in words[:MOST_WORDS])
 
 
 def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
@@ -530,7 +530,7 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
         )
 
 
-def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str) -> Iterator[Candidate]:
+def _groups(columns: dict[str, _Column], count: int, calls: CallStatistics, session: str) -> Iterator[Candidate]:
     prompts_of_keys = calls.prompts_by(session)
     has_keys, prompts = bool(prompts_of_keys), prompts_of_keys or calls.prompts
     if shared := {prompt: times for prompt, times in prompts.items() if times > 1}:
@@ -567,7 +567,7 @@ def _temperatures(columns: dict[str, _Column], count: int) -> Iterator[Candidate
         yield Candidate(*field_and_path, evidence, column.count / count - 0.1 * path.count("."))
 
 
-def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:
+def _sessions(columns: dict[str, _Column], count: int, calls: CallStatistics) -> Iterator[Candidate]:
     if calls.joined:
         evidence = f"{calls.joined:,} of {calls.calls:,} calls go on an earlier one"
         yield Candidate("session", "prefix", evidence, 1.0)
@@ -593,6 +593,6 @@ def _order_of(columns: dict[str, _Column]) -> str:
         last, sample = path.rpartition(".")[2], itertools.islice(column.values, 50)
         if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
             continue
-        if all(json_path.number(value) is not None or moment(value) is not None for value in sample):
+        if all(json_path.number(value) is not None or parse_time(value) is not None for value in sample):
             return path
     return ""

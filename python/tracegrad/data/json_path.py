@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 DEEPEST = 8
-MOST_WALKED = 4096
+MAX_LEAVES = 4096
 REWARD = re.compile(
     r"reward|score|success|correct|pass(ed)?$|resolved|solved|rating|grade|feedback|thumb|label|accuracy|quality|\bvalue$|"
     r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$|helpful|preference|overall|\btotal$|\bweight$|"
@@ -33,7 +33,7 @@ class Missing(Exception):
     """The path does not exist in the record, or its value is null."""
 
 
-def at(record: Any, path: str) -> Any:
+def get(record: Any, path: str) -> Any:
     """Return the value at a path.
 
     A key may contain dots. A number is an index into a list. JSON strings are parsed. An entry of a list of scores is
@@ -42,51 +42,51 @@ def at(record: Any, path: str) -> Any:
     Raises:
         Missing: if the path does not exist, or its value is null.
 
-    >>> at({"metadata": {"score": 0.5}, "a.b": [1, 2]}, "metadata.score"), at({"a.b": [1, 2]}, "a.b.1")
+    >>> get({"metadata": {"score": 0.5}, "a.b": [1, 2]}, "metadata.score"), get({"a.b": [1, 2]}, "a.b.1")
     (0.5, 2)
     """
     if not path:
         if record is None:
             raise Missing
         return record
-    record = opened(record)
+    record = parse_json_string(record)
     keys = path.split(".")
-    record = (keys[0].isdecimal() and record) or named(record) or record
+    record = (keys[0].isdecimal() and record) or scores_by_name(record) or record
     for count in range(len(keys), 0, -1):
         key, remaining = ".".join(keys[:count]), ".".join(keys[count:])
         if isinstance(record, Mapping) and key in record:
-            return at(record[key], remaining)
+            return get(record[key], remaining)
         if isinstance(record, list) and count == 1 and key.isdecimal() and int(key) < len(record):
-            return at(record[int(key)], remaining)
+            return get(record[int(key)], remaining)
     raise Missing
 
 
-def in_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def natural_sort_key(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return a sort key for natural order: the parts of a name without digits, then the numbers between them.
 
-    >>> sorted(["s10.json", "s9.json", "s2.json"], key=in_numbers)
+    >>> sorted(["s10.json", "s9.json", "s2.json"], key=natural_sort_key)
     ['s2.json', 's9.json', 's10.json']
     """
     parts = re.split(r"(\d+)", name)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
 
-def lines(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
     r"""Split a text at line feeds, with or without a carriage return before them.
 
     Other separators that JSON allows unescaped, such as U+2028, do not end a line.
 
-    >>> lines("a\u2028b\r\nc\x85\n")
+    >>> split_lines("a\u2028b\r\nc\x85\n")
     ['a\u2028b', 'c\x85']
     """
     parts = text.split("\n")
     return [line.removesuffix("\r") for line in (parts if parts[-1] else parts[:-1])]
 
 
-def opened(value: Any) -> Any:
+def parse_json_string(value: Any) -> Any:
     """Parse a JSON string of an object or a list; return other values unchanged.
 
-    >>> opened('{"a": 1}'), opened("{x")
+    >>> parse_json_string('{"a": 1}'), parse_json_string("{x")
     ({'a': 1}, '{x')
     """
     if isinstance(value, str) and value[:1] in ("{", "["):
@@ -95,13 +95,15 @@ def opened(value: Any) -> Any:
     return value
 
 
-def named(record: Any) -> dict[str, Any] | None:
+def scores_by_name(record: Any) -> dict[str, Any] | None:
     """Return a list of scores or checks as a dict by name; None for other lists.
 
     If a name occurs twice, the last entry that is not marked as invalid counts.
 
-    >>> named([{"name": "right", "value": 1}, {"key": "tone", "score": 0.5, "value": None}]), named([{"name": "a"}])
-    ({'right': 1, 'tone': 0.5}, None)
+    >>> scores_by_name([{"name": "right", "value": 1}, {"key": "tone", "score": 0.5, "value": None}])
+    {'right': 1, 'tone': 0.5}
+    >>> scores_by_name([{"name": "a"}]) is None
+    True
     """
     scores: dict[str, Any] = {}
     for entry in record if isinstance(record, list) else ():
@@ -120,7 +122,7 @@ def named(record: Any) -> dict[str, Any] | None:
 
 def leaves(record: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of the leaves of a record. Lists are not searched, except lists of scores."""
-    node = named(record) or record
+    node = scores_by_name(record) or record
     if isinstance(node, Mapping) and depth < DEEPEST:
         for key, value in node.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
@@ -165,17 +167,17 @@ VERDICTS = {word: number for number, words in _VERDICTS.items() for word in word
 """Numbers for the words of feedback and checks. The words of one scale keep their order and have distinct numbers."""
 
 
-def verdict(value: Any) -> float | None:
+def reward_value(value: Any) -> float | None:
     """Convert a value as `number` does, and a word of feedback to a number from 0 (bad) to 1 (good).
 
-    >>> verdict("Thumbs-Up"), verdict("good"), verdict("partially correct"), verdict("failed"), verdict("maybe")
-    (1.0, 0.75, 0.5, 0.0, None)
+    >>> [reward_value(word) for word in ("Thumbs-Up", "good", "partially correct", "failed", "maybe")]
+    [1.0, 0.75, 0.5, 0.0, None]
     """
     word = "_".join(value.strip().lower().replace("-", " ").split()) if isinstance(value, str) else None
     return number(value) if word is None else VERDICTS.get(word, number(value))
 
 
-def kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Describe the type of a value in a few words."""
     if isinstance(value, bool):
         return "true or false"
@@ -188,7 +190,7 @@ def kind(value: Any) -> str:
     return "null" if value is None else "a list"
 
 
-def version(value: Any) -> int | None:
+def parse_version(value: Any) -> int | None:
     """Convert a policy version to an int: a whole number from 0, or a string of digits with an optional v before it."""
     if isinstance(value, bool):
         return None

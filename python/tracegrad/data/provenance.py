@@ -8,11 +8,12 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.data.sources import expand
-from tracegrad.errors import TracegradError, redacted
+from tracegrad.errors import TracegradError, redact
 from tracegrad.storage.safetensors_file import write_bytes
 
-WHOLE = 1 << 26
-"""Model files of up to `WHOLE` bytes are hashed completely; of larger ones, the first and last `WHOLE // 2` bytes."""
+MAX_FULL_HASH_BYTES = 1 << 26
+"""Model files of up to `MAX_FULL_HASH_BYTES` bytes are hashed completely; of larger ones, the first and last `WHOLE
+// 2` bytes."""
 
 
 def provenance(traces: Sequence[str], model: Path) -> dict[str, Any]:
@@ -46,9 +47,9 @@ def _files(traces: Sequence[str]) -> list[str]:
 
 def _entry(path: str) -> dict[str, Any]:
     try:
-        return {"path": redacted(path), "bytes": os.stat(path).st_size, "sha256": _hash(path, whole=True)}
+        return {"path": redact(path), "bytes": os.stat(path).st_size, "sha256": _hash(path, whole=True)}
     except OSError:
-        return {"path": redacted(path), "bytes": None, "sha256": None}
+        return {"path": redact(path), "bytes": None, "sha256": None}
 
 
 def _folder_hash(paths: Sequence[Path]) -> str:
@@ -63,9 +64,9 @@ def _folder_hash(paths: Sequence[Path]) -> str:
 def _hash(path: str, *, whole: bool) -> str:
     digest, size = hashlib.sha256(), os.stat(path).st_size
     with open(path, "rb") as file:
-        if not whole and size > WHOLE:
-            digest.update(file.read(WHOLE // 2))
-            file.seek(size - WHOLE // 2)
+        if not whole and size > MAX_FULL_HASH_BYTES:
+            digest.update(file.read(MAX_FULL_HASH_BYTES // 2))
+            file.seek(size - MAX_FULL_HASH_BYTES // 2)
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -97,7 +98,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [*traces, model, f"# tracegrad {found['version']}, commit {found['commit']}"]
 
 
-def sign(path: Path, made_of: dict[str, Any]) -> None:
+def write_header(path: Path, made_of: dict[str, Any]) -> None:
     """Insert the provenance at the top of a config file, unless it is already there."""
     try:
         text = path.read_text(encoding="utf-8")

@@ -16,14 +16,14 @@ from functools import reduce
 from typing import Any, TextIO
 
 from tracegrad import _core
-from tracegrad.config import Map
+from tracegrad.config import FieldMap
 from tracegrad.data import chat, formats, sources
-from tracegrad.data.field_map import Mapper, Unfit, add, loads, prompt_of
-from tracegrad.data.formats.registry import Again
+from tracegrad.data.field_map import BadValueError, Mapper, append_fields, parse_record, prompt_group
+from tracegrad.data.formats.registry import RetryWithAdapters
 from tracegrad.data.read_options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
 from tracegrad.data.sessions import Sessions
-from tracegrad.data.sources import Place, Row, Source, filled, named
-from tracegrad.data.trace import Line, ReadReport, Traces, summed
+from tracegrad.data.sources import Place, Row, Source, resolve, without_empty_files
+from tracegrad.data.trace import Line, ReadReport, Traces, add_reports
 from tracegrad.errors import CODE, ArgumentError, ReadError, TracegradError
 from tracegrad.storage import files
 
@@ -62,7 +62,7 @@ class Progress:
         return f"read     {size(self.taken)}{share}, {self.records:,} records, {size(rate)} a second{time_left}"
 
 
-class Bar:
+class ProgressBar:
     """Progress line on a stream, rate-limited: every 0.2 s on a terminal, every 30 s elsewhere.
 
     The last call, with `done` set, clears the line.
@@ -110,7 +110,7 @@ def size(count: float) -> str:
 
 
 @dataclass
-class Tally:
+class StreamCounts:
     """Counts of one stream.
 
     Args:
@@ -137,7 +137,7 @@ class Tally:
         """Return the counts as a JSON-serializable dict."""
         return asdict(self)
 
-    def check(self, told: Map) -> None:
+    def check(self, told: FieldMap) -> None:
         """Check that every path of the field map matched a record.
 
         Raises:
@@ -145,7 +145,7 @@ class Tally:
         """
         _mapper(told, [self.mapper]).check()
 
-    def lines(self, told: Map, report: ReadReport, blank: str) -> list[str]:
+    def lines(self, told: FieldMap, report: ReadReport, blank: str) -> list[str]:
         """Return the counts as lines for a terminal.
 
         Args:
@@ -155,7 +155,7 @@ class Tally:
         """
         count = report.reasons.get("failed_call", 0)
         calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
-        converted = formats.Adapted()
+        converted = formats.RecordConverter()
         converted.counts, converted.empty = Counter(self.adapted), Counter(self.callless)
         first_error = CODE.sub("", self.first_bare).partition(f": {blank}")[0]
         promptless_line = f"map      group: {self.promptless:,} traces have no prompt and are alone"
@@ -174,7 +174,7 @@ class Tally:
         ]
 
 
-def state(mapper: Mapper) -> dict[str, Any]:
+def mapper_counts(mapper: Mapper) -> dict[str, Any]:
     """Return the statistics of a mapper as a JSON-serializable dict."""
     return {
         "seen": {name: dict(kinds) for name, kinds in mapper.seen.items()},
@@ -186,7 +186,7 @@ def state(mapper: Mapper) -> dict[str, Any]:
     }
 
 
-def _mapper(field_map: Map, statistics: Sequence[dict[str, Any]]) -> Mapper:
+def _mapper(field_map: FieldMap, statistics: Sequence[dict[str, Any]]) -> Mapper:
     """Merge the statistics of several mappers into a new one."""
     merged = Mapper(field_map)
     for counts in statistics:
@@ -201,9 +201,9 @@ def _mapper(field_map: Map, statistics: Sequence[dict[str, Any]]) -> Mapper:
     return merged
 
 
-def added(tallies: Sequence[Tally], told: Map) -> Tally:
+def add_tallies(tallies: Sequence[StreamCounts], told: FieldMap) -> StreamCounts:
     """Add the counts of several streams, in their order."""
-    total = Tally(mapper=state(_mapper(told, [tally.mapper for tally in tallies])))
+    total = StreamCounts(mapper=mapper_counts(_mapper(told, [tally.mapper for tally in tallies])))
     for tally in tallies:
         total.empty, total.bare = total.empty + tally.empty, total.bare + tally.bare
         total.promptless += tally.promptless
@@ -240,13 +240,13 @@ def read(source: Any, **options: Any) -> Traces:
     >>> read([{"messages": messages, "metadata": {"score": "1"}}], map={"reward": "metadata.score"}).reward.tolist()
     [1.0]
     """
-    return together(stream(source, **options))
+    return concatenate(stream(source, **options))
 
 
 def stream(
     source: Any,
     *,
-    map: Map | Mapping[str, str] | None = None,
+    map: FieldMap | Mapping[str, str] | None = None,
     batch: int = 1024,
     format: str = "auto",
     on_error: str = "raise",
@@ -260,7 +260,8 @@ def stream(
 
     Args:
         source: as for `read`.
-        map: fields of the records that contain the reward, group, session, ...: a `Map` or a dict of its fields, such
+        map: fields of the records that contain the reward, group, session, ...: a `FieldMap` or a dict of its fields,
+        such
             as {"reward": "metadata.score"}.
         batch: approximate number of traces in each `Traces`.
         format: "auto" detects the form of each record from its structure; `read_report.formats` lists the forms and the
@@ -278,7 +279,7 @@ def stream(
         ReadError: if the first input cannot be opened.
     """
     options = Options(batch, format, on_error, quarantine, limit, max_record_bytes, chunk_bytes)
-    field_map = Map(**map) if isinstance(map, Mapping) else map or Map()
+    field_map = FieldMap(**map) if isinstance(map, Mapping) else map or FieldMap()
     if field_map.session and format != "auto":
         raise ArgumentError(
             f"TG-DATA-025: format is {format!r} and sessions are joined. What is joined is a call log. Leave "
@@ -296,7 +297,7 @@ class InputStream(Iterator[Traces]):
     def __init__(
         self,
         source: Any,
-        told: Map,
+        told: FieldMap,
         options: Options,
         progress: Callable[[Progress], None] | None = None,
         *,
@@ -311,12 +312,12 @@ class InputStream(Iterator[Traces]):
         self._empty_files = self._promptless = 0
         self._bare_errors: list[ReadError] = []
         self._mapper = Mapper(told)
-        self._adapted = formats.Adapted()
+        self._adapted = formats.RecordConverter()
         self._sessions: Sessions | None = None
-        self._retry: Again | None = None
+        self._retry: RetryWithAdapters | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._places, self._object = named(source)
-        non_empty = filled(self._places)
+        self._places, self._object = resolve(source)
+        non_empty = without_empty_files(self._places)
         self._empty_files, self._places = len(self._places) - len(non_empty), non_empty
         self._check_quarantine()
         self._total = sum(place.size for place in non_empty)
@@ -349,22 +350,22 @@ class InputStream(Iterator[Traces]):
         if self._source is None:
             return self._finished
         retried = [self._retry.report] if self._retry else []
-        return reduce(summed, [self._finished, self._source.report, *retried])
+        return reduce(add_reports, [self._finished, self._source.report, *retried])
 
     def lines(self) -> list[str]:
         """Return how records were mapped, joined and converted, as lines for a terminal."""
         return self.tally().lines(self._field_map, self.read_report, BLANK)
 
-    def tally(self) -> Tally:
+    def tally(self) -> StreamCounts:
         """Return the counts of mapped, joined and converted records."""
-        return Tally(
+        return StreamCounts(
             empty=self._empty_files,
             bare=len(self._bare_errors),
             first_bare=str(self._bare_errors[0]) if self._bare_errors else "",
             promptless=self._promptless,
             adapted=dict(self._adapted.counts),
             callless=dict(self._adapted.empty),
-            mapper=state(self._mapper),
+            mapper=mapper_counts(self._mapper),
             sessions=self._sessions.lines() if self._sessions else [],
         )
 
@@ -395,11 +396,11 @@ class InputStream(Iterator[Traces]):
 
     def _read_source(self, source: Source, number: int) -> Iterator[Traces]:
         head = source.head()
-        adapts = self._options.format == "auto" and formats.needed(head, source.name)
+        adapts = self._options.format == "auto" and formats.needs_adapter(head, source.name)
         if not self._field_map.told() and not adapts:
             yield from self._directly_read(source, number)
             return
-        gather = formats.Gather()
+        gather = formats.ChunkJoiner()
         self._adapted.roots = self._options.format == "auto" and formats.only_roots(head)
         for chunk in source.records():
             rows = (row for line, raw in chunk for row in self._made(number, line, raw, gather, source.name))
@@ -420,7 +421,7 @@ class InputStream(Iterator[Traces]):
             suspects = [*range(len(traces))] if unused_choices > previous_unused else traces.core.open(formats.ANSWERS)
             previous_unused = unused_choices
             if suspects and adapts:
-                self._retry = self._retry or Again(self._adapted, lambda: self._decoder(number, "-again"))
+                self._retry = self._retry or RetryWithAdapters(self._adapted, lambda: self._decoder(number, "-again"))
                 traces = self._retry.traces(traces, suspects)
                 traces = traces if remaining is None else traces[:remaining]
             remaining = None if remaining is None else remaining - len(traces)
@@ -439,17 +440,22 @@ class InputStream(Iterator[Traces]):
         if chunk:
             yield self._grouped(source.decode(chunk))
 
-    def _made(self, number: int, line: Line, raw: bytes, gather: formats.Gather, name: str) -> list[Row]:
+    def _made(self, number: int, line: Line, raw: bytes, gather: formats.ChunkJoiner, name: str) -> list[Row]:
         """Return the rows to decode for one record of the file, or its refusal if an adapter cannot convert it."""
-        record = loads(raw)
+        record = parse_record(raw)
         if formats.is_chunk(record):
             return [row for merged in gather.take(line, raw, record) for row in self._mapped(number, *merged)]
         try:
             converted = self._adapted.adapt(record, len(raw), name, line)
-        except Unfit as unfit:
+        except BadValueError as unfit:
             return [(line, raw, unfit.args[0])]
         session = self._field_map.session
-        if converted is None and session and formats.is_verdict(record) and chat.within(record, session) is not None:
+        if (
+            converted is None
+            and session
+            and formats.is_reward_row(record)
+            and chat.get_path(record, session) is not None
+        ):
             converted = []
         if converted is None:
             return self._mapped(number, line, raw, raw, record)
@@ -481,11 +487,11 @@ class InputStream(Iterator[Traces]):
         try:
             header = self._mapper.header(merged)
             if not self._field_map.session:
-                return [(line, origin, add(raw, header))]
+                return [(line, origin, append_fields(raw, header))]
             if self._sessions is None:
                 self._sessions = Sessions(self._field_map, [place.path for place in self._places])
             self._sessions.take(number, line, raw, merged, header, silent=silent)
-        except Unfit as unfit:
+        except BadValueError as unfit:
             return [(line, origin, unfit.args[0])]
         return []
 
@@ -502,14 +508,14 @@ class InputStream(Iterator[Traces]):
             if self._options.limit is not None and count >= self._options.limit:
                 break
         for decoder in decoders.values():
-            self._finished = summed(self._finished, replace(ReadReport(**decoder.report()), bytes=0))
+            self._finished = add_reports(self._finished, replace(ReadReport(**decoder.report()), bytes=0))
         sessions.close()
 
     def _decoder(self, number: int, end: str) -> Any:
         """Return a reader for converted records of a place, whose quarantine prefix ends with `end`."""
         name = self._places[number].path if self._places else "<records>"
         with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as file:
-            return sources.decoder(
+            return sources.open_decoder(
                 file.name, name, replace(self._options, quarantine=self._quarantine_prefix(number, end))
             )
 
@@ -520,9 +526,9 @@ class InputStream(Iterator[Traces]):
         parts = []
         for trace in traces:
             file, line = trace.core.location(trace.index)
-            prompt = prompt_of(trace)
+            prompt = prompt_group(trace)
             self._promptless += prompt is None
-            text = add(trace.record, {"group": prompt})
+            text = append_fields(trace.record, {"group": prompt})
             core, _ = _core.Traces.decode([text], file or "<records>", line or 1, self._options.format)
             parts.append(core)
         return Traces(_core.Traces.concatenate(parts))
@@ -535,11 +541,11 @@ class InputStream(Iterator[Traces]):
             limit = max(limit - self._finished.traces, 0)
         options = replace(self._options, limit=limit, quarantine=self._quarantine_prefix(number))
         if not self._places:
-            return sources.of_object(self._object, options)
+            return sources.open_object(self._object, options)
         place = self._places[number]
         if place.kind == "address" and self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="tracegrad-")
-        return sources.of_place(place, options, self._folder.name if self._folder else None)
+        return sources.open_place(place, options, self._folder.name if self._folder else None)
 
     def _check_quarantine(self) -> None:
         """Raise if a quarantine file is one of the inputs."""
@@ -576,9 +582,9 @@ def _size(row: Row) -> int:
     return len(row[1]) + (len(row[2]) if isinstance(row[2], bytes) else 0)
 
 
-def of_part(
+def open_part(
     places: list[Place],
-    told: Map,
+    told: FieldMap,
     options: Options,
     progress: Callable[[Progress], None] | None = None,
 ) -> InputStream:
@@ -589,6 +595,6 @@ def of_part(
     return InputStream(places, told, options, progress, is_part=True)
 
 
-def together(parts: InputStream) -> Traces:
+def concatenate(parts: InputStream) -> Traces:
     """Return all traces of a stream as one `Traces`, with its read report."""
     return Traces(_core.Traces.concatenate([part.core for part in parts]), parts.read_report)

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from tracegrad import _core
 from tracegrad.storage.files import read_json
 
-COLDEST = 0.01
+MIN_TEMPERATURE = 0.01
 """The lowest temperature of vLLM: it raises lower ones to this value, and treats 0 as greedy decoding."""
 _TABLE = _core.sampling_options()
 OPTIONS = tuple(name for name, _, _ in _TABLE)
 """Names of sampling options except temperature, as in vLLM or OpenAI. Bit b of `Sequences.reshaped` is OPTIONS[b]."""
 _CANONICAL_NAMES: Mapping[str, str] = {each: name for name, spelled, _ in _TABLE for each in (name, *spelled)}
-OFF: Mapping[str, tuple[float, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[float, ...]] = {
     each: tuple(off) for name, spelled, off in _TABLE if off is not None for each in (name, *spelled)
 }
 """Numeric options that truncate, scale or shift the distribution, in every spelling, with their neutral values."""
-SPELLED = tuple(name for name in _CANONICAL_NAMES if name != "top_p")
+OPTION_SPELLINGS = tuple(name for name in _CANONICAL_NAMES if name != "top_p")
 """Every spelling of every option except temperature and top_p."""
 TRUNCATING = ("top_p", "top_k", "min_p", "typical_p", "tfs_z", "top_a", "top_n_sigma", "epsilon_cutoff", "eta_cutoff")
 """Options that truncate the distribution: the kept tokens have mass S, and a token was drawn with probability / S."""
@@ -44,7 +44,7 @@ NEUTRAL: Mapping[str, Any] = {
 }
 """Neutral values of the options that vLLM reads from the model's generation_config.json if a request does not set them.
 vLLM and SGLang both accept -1 for top_k; SGLang refuses 0."""
-UNCUT = 0.9995
+UNTRUNCATED_MASS = 0.9995
 """If the mean of p / recorded probability is at least this, the recorded logprobs are not of the truncated
 distribution."""
 GENERATION_CONFIG = "generation_config.json"
@@ -110,7 +110,7 @@ def kept_mass(
     if not selected.any():
         return None
     mass = np.exp(logprobs[selected].astype(np.float64) - rollout[selected])
-    return (round(float(mass.mean()), 9), round(float(mass.min()), 9)) if mass.mean() < UNCUT else None
+    return (round(float(mass.mean()), 9), round(float(mass.min()), 9)) if mass.mean() < UNTRUNCATED_MASS else None
 
 
 def model_defaults(folder: Path) -> dict[str, Any]:
@@ -130,19 +130,19 @@ def model_defaults(folder: Path) -> dict[str, Any]:
     }
 
 
-def refused_fields(words: str, names: Iterable[str]) -> tuple[str, ...]:
+def fields_in_error(words: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return the names that occur in the error message with which a server refused a request.
 
-    >>> refused_fields("Unrecognized request argument supplied: top_k", ["top_k", "min_p"])
+    >>> fields_in_error("Unrecognized request argument supplied: top_k", ["top_k", "min_p"])
     ('top_k',)
     """
     return tuple(name for name in names if re.search(rf"\b{re.escape(name)}\b", words))
 
 
-def several(request: Mapping[str, Any]) -> dict[str, Any]:
+def multiple_answers(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a request, by name, for which its response is not one sampled continuation of one prompt.
 
-    >>> several({"n": 2, "best_of": 1, "echo": False}), several({"prompt": ["a", "b"]})
+    >>> multiple_answers({"n": 2, "best_of": 1, "echo": False}), multiple_answers({"prompt": ["a", "b"]})
     ({'n': 2}, {'prompt': ['a', 'b']})
     """
     options_set = {name: request[name] for name in ("n", "best_of") if request.get(name) not in (None, 1)}
@@ -153,36 +153,39 @@ def several(request: Mapping[str, Any]) -> dict[str, Any]:
     return options_set
 
 
-def refusal(request: Mapping[str, Any], logprob_kind: str | None) -> str | None:
+def refusal_reason(request: Mapping[str, Any], logprob_kind: str | None) -> str | None:
     """Return the reason why a request cannot be recorded or trained on, None if it can.
 
     Args:
         request: fields of a completion request.
         logprob_kind: as for `mismatch`; None if the response is not trained on.
     """
-    if bad := several(request):
+    if bad := multiple_answers(request):
         return (
-            f"the request sets {options(bad)}. A trajectory has one sampled answer to each call; the others would be "
+            f"the request sets {format_options(bad)}. A trajectory has one sampled answer to each call; the "
+            f"others would be "
             "lost, or come without the ids that were sampled. Leave it out, and call once for each answer."
         )
     if logprob_kind is None or not (bad := mismatch(request, logprob_kind)):
         return None
     if list(bad) == ["temperature"] and logprob_kind != "processed":
         return (
-            f"the request sets {options(bad)}, and the servers' logprobs are {logprob_kind}: of temperature 1. The "
+            f"the request sets {format_options(bad)}, and the servers' logprobs are {logprob_kind}: of "
+            f"temperature 1. The "
             "ratio of the policy to what was sampled would be wrong. Start the servers with --logprobs-mode "
             "processed_logprobs, or sample at temperature 1."
         )
     return (
-        f"the request sets {options(bad)}. The trainer computes the whole distribution at the request's temperature, "
+        f"the request sets {format_options(bad)}. The trainer computes the whole distribution at the request's "
+        f"temperature, "
         "and the ratio to tokens that were drawn from another one would be wrong. Leave it out."
     )
 
 
-def options(values: Mapping[str, Any]) -> str:
+def format_options(values: Mapping[str, Any]) -> str:
     """Format options as one line, with each value truncated to 40 characters.
 
-    >>> options({"n": 2, "logit_bias": {"5": 1}})
+    >>> format_options({"n": 2, "logit_bias": {"5": 1}})
     "n=2, logit_bias={'5': 1}"
     """
     return ", ".join(f"{name}={value!r:.40}" for name, value in values.items())
@@ -191,7 +194,7 @@ def options(values: Mapping[str, Any]) -> str:
 def _changes_temperature(request: Mapping[str, Any], logprob_kind: str) -> bool:
     temperature = request["temperature"]
     return temperature != 1 and (
-        logprob_kind != "processed" or not isinstance(temperature, int | float) or temperature < COLDEST
+        logprob_kind != "processed" or not isinstance(temperature, int | float) or temperature < MIN_TEMPERATURE
     )
 
 

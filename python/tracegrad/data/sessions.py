@@ -15,10 +15,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.config import Map
+from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path
-from tracegrad.data.field_map import MOST_BYTES, Unfit, add, loads
-from tracegrad.data.sources import Made, Row
+from tracegrad.data.field_map import MOST_BYTES, BadValueError, append_fields, parse_record
+from tracegrad.data.sources import JsonOrRefusal, Row
 from tracegrad.data.trace import Line, Trace
 from tracegrad.errors import FormatError, TracegradError
 
@@ -42,13 +42,16 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
     calls = record.get("calls")
     if isinstance(calls, list):
         return [dict(call) for call in calls] if all(isinstance(call, Mapping) for call in calls) else None
-    sampling = chat.told(record, _SAMPLING)
-    response, request = json_path.opened(record.get("response")), json_path.opened(record.get("request"))
+    sampling = chat.pick(record, _SAMPLING)
+    response, request = (
+        json_path.parse_json_string(record.get("response")),
+        json_path.parse_json_string(record.get("request")),
+    )
     messages = record.get("messages")
     if isinstance(response, (Mapping, list)) and isinstance(request, Mapping):
         return [{**sampling, "request": request, "response": response}]
     if isinstance(response, Mapping) and isinstance(messages, list):
-        parameters = chat.table(record.get("model_parameters"))
+        parameters = chat.as_mapping(record.get("model_parameters"))
         partial = {} if parameters else chat.PARTIAL
         return [{**partial, **sampling, "request": {**parameters, "messages": messages}, "response": response}]
     if isinstance(record.get("choices"), list) and "prompt_token_ids" in record:
@@ -62,21 +65,21 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
 
 def _response_of(message: Mapping[str, Any]) -> dict[str, Any]:
     """Rebuild the response that contained a recorded message."""
-    fields = {**message, **chat.table(message.get("generation"))}
-    choice = chat.told(fields, _RESPONSE_FIELDS)
+    fields = {**message, **chat.as_mapping(message.get("generation"))}
+    choice = chat.pick(fields, _RESPONSE_FIELDS)
     if "logprobs" in choice and isinstance(choice["logprobs"], list) and fields.get("tokens"):
         choice["logprobs"] = {"tokens": fields["tokens"], "logprobs": choice["logprobs"]}
     plain_message = chat.without(message, *_RESPONSE_FIELDS, "generation", "prompt_token_ids")
-    return {**chat.told(fields, ["prompt_token_ids"]), "choices": [{"index": 0, **choice, "message": plain_message}]}
+    return {**chat.pick(fields, ["prompt_token_ids"]), "choices": [{"index": 0, **choice, "message": plain_message}]}
 
 
-def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
+def prefix_hashes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
     """Return the hash of each prefix of a call's request messages, and the hash of all messages with the answer.
 
     The second value is None without an answer. For a call of the Responses API, the first hash is of the id of the
     response that it continues, or else of its instructions and input; the second is of its own response id.
     """
-    request, response = chat.table(call.get("request")), chat.table(call.get("response"))
+    request, response = chat.as_mapping(call.get("request")), chat.as_mapping(call.get("response"))
     messages = request.get("messages")
     if messages is None and "input" in request:
         prompt_hash = _hash(request.get(_PREVIOUS) or [request.get("instructions"), request["input"]])
@@ -93,7 +96,7 @@ def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
     return hashes, digest.digest()
 
 
-def whole_inputs(calls: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
+def complete_inputs(calls: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
     """Return calls of the Responses API with complete inputs.
 
     `previous_response_id` is replaced by the items that it refers to, if an earlier call in `calls` returned that
@@ -109,7 +112,7 @@ def whole_inputs(calls: list[dict[str, Any]], most_bytes: int) -> list[dict[str,
     responses: dict[str, tuple[list[Any], int]] = {}
     complete, inserted_bytes = [], 0
     for call in calls:
-        request, response = chat.table(call.get("request")), chat.table(call.get("response"))
+        request, response = chat.as_mapping(call.get("request")), chat.as_mapping(call.get("response"))
         input_items, previous_id = request.get("input"), request.get(_PREVIOUS)
         if isinstance(input_items, (str, list)):
             items = [{"role": "user", "content": input_items}] if isinstance(input_items, str) else input_items
@@ -137,7 +140,7 @@ def _answer_of(response: Any) -> Mapping[str, Any] | None:
         except (TracegradError, IndexError):
             return None
     choices = response["choices"]
-    message = chat.table(choices[0]).get("message") if isinstance(choices, list) and choices else None
+    message = chat.as_mapping(choices[0]).get("message") if isinstance(choices, list) and choices else None
     return message if isinstance(message, Mapping) else None
 
 
@@ -214,7 +217,7 @@ class Sessions:
         apart: number of calls of another model or other tools, which were split off their session.
     """
 
-    told: Map
+    told: FieldMap
     files: Sequence[str] = ()
     records: int = 0
     sessions: int = 0
@@ -250,7 +253,7 @@ class Sessions:
         key = None if by_prefix else _key(record, self.told.session)
         if silent:
             if key is not None:
-                values = {**chat.told(record, _REWARD_FIELDS), **header}
+                values = {**chat.pick(record, _REWARD_FIELDS), **header}
                 self._keyed.setdefault((key, 0), []).append(
                     _Entry(place, line, self._size, 0, 0.0, values, silent=True)
                 )
@@ -259,8 +262,8 @@ class Sessions:
         order = _order(record, self.told.order) if self.told.order else 0.0
         before, end = (), None
         if by_prefix and (calls := calls_of(record)):
-            hashes, end = prefixes(calls[-1])
-            before = tuple(prefixes(calls[0])[0] if len(calls) > 1 else hashes)
+            hashes, end = prefix_hashes(calls[-1])
+            before = tuple(prefix_hashes(calls[0])[0] if len(calls) > 1 else hashes)
         if key is not None:
             # Several rows of one record, such as the choices of a response, belong to separate conversations.
             self._choice = self._choice + 1 if (place, line, key) == self._origin else 0
@@ -292,7 +295,9 @@ class Sessions:
         With `before`, shorter conversations come before longer ones that may continue them.
         """
         keys = {
-            place: json_path.in_numbers(self.files[place]) for place in {entry.place for entry in entries} if self.files
+            place: json_path.natural_sort_key(self.files[place])
+            for place in {entry.place for entry in entries}
+            if self.files
         }
         is_numbered = len({words for words, _ in keys.values()}) == 1
         number = {place: numbers if is_numbered else () for place, (_, numbers) in keys.items()}
@@ -331,7 +336,7 @@ class Sessions:
         A record that is not a call, or that the core refuses, is refused at its own line; the others are still joined.
         """
         texts = [(entry, self._text(entry)) for entry in entries]
-        calls = [(entry, text, loads(text)) for entry, text in texts]
+        calls = [(entry, text, parse_record(text)) for entry, text in texts]
         side_calls: list[list[_Part]] = []
         if len(calls) > 1:
             calls, others = _partition(calls, lambda part: calls_of(part[2]) is not None)
@@ -352,8 +357,10 @@ class Sessions:
             yield entry.place, (entry.line, text, _TOO_LONG)
             return
         if len(calls) > 1 and not _is_decodable(joined[1][2]):
-            readable, unreadable = _partition(calls, lambda part: _is_decodable(add(part[1], part[0].header)))
-            yield from ((entry.place, (entry.line, text, add(text, entry.header))) for entry, text, _ in unreadable)
+            readable, unreadable = _partition(calls, lambda part: _is_decodable(append_fields(part[1], part[0].header)))
+            yield from (
+                (entry.place, (entry.line, text, append_fields(text, entry.header))) for entry, text, _ in unreadable
+            )
             if not readable:
                 return
             self.unlike = unlike
@@ -373,16 +380,16 @@ class Sessions:
             header = {**name, **first.header}
             for each in side_headers:
                 header |= each
-            return first.place, (first.line, origin, add(raw, header))
+            return first.place, (first.line, origin, append_fields(raw, header))
         calls, shared = [], {} if key is None else {"id": key}
         last_rewards: dict[str, Any] = {}
         for entry, _, record in parts:
             fields = {**record, **entry.header}
-            calls += [{**chat.told(fields, _CALL_FIELDS), **call} for call in calls_of(record) or ()]
-            shared = {**chat.told(fields, _SHARED_FIELDS), **shared}
+            calls += [{**chat.pick(fields, _CALL_FIELDS), **call} for call in calls_of(record) or ()]
+            shared = {**chat.pick(fields, _SHARED_FIELDS), **shared}
             if "id" in entry.header:
                 shared["id"] = shared["id"] if key is None else entry.header["id"]
-            rewards = chat.told(fields, _REWARD_FIELDS) if rewarded else {}
+            rewards = chat.pick(fields, _REWARD_FIELDS) if rewarded else {}
             self.unlike += bool(last_rewards and rewards and rewards != last_rewards)
             last_rewards = rewards or last_rewards
         for each in side_headers:
@@ -392,8 +399,8 @@ class Sessions:
                 and {**last_rewards, **each} != {**each, **last_rewards}
             )
             last_rewards |= each
-        record = {**shared, **last_rewards, "calls": whole_inputs(calls, MOST_BYTES)}
-        return first.place, (first.line, origin, add(b"{}", record))
+        record = {**shared, **last_rewards, "calls": complete_inputs(calls, MOST_BYTES)}
+        return first.place, (first.line, origin, append_fields(b"{}", record))
 
     def _text(self, entry: _Entry) -> bytes:
         self._file.seek(entry.offset)
@@ -432,11 +439,11 @@ def _without_side_calls(parts: list[_Part]) -> list[list[_Part]]:
     ends: dict[bytes, int] = {}
     for index, (_, _, record) in enumerate(parts):
         call = next(iter(calls_of(record) or ()), {})
-        request = chat.table(call.get("request"))
+        request = chat.as_mapping(call.get("request"))
         tools = request.get("tools") or record.get("tools") or []
         model_and_tools = [request.get("model") or record.get("model"), tools]
         calls_by_model.setdefault(json.dumps(model_and_tools, sort_keys=True, default=str), []).append(index)
-        before, end = prefixes(call)
+        before, end = prefix_hashes(call)
         continued = next((ends[digest] for digest in reversed(before) if digest in ends), None)
         system = json.dumps([request.get("system"), request.get("instructions")], sort_keys=True, default=str)
         starts.append((system, *before[:1]) if continued is None else starts[continued])
@@ -457,7 +464,7 @@ def _rewards(part: _Part) -> dict[str, Any]:
     """Return the rewards of a record that are not null."""
     return {
         key: value
-        for key, value in chat.told({**part[2], **part[0].header}, _REWARD_FIELDS).items()
+        for key, value in chat.pick({**part[2], **part[0].header}, _REWARD_FIELDS).items()
         if value is not None
     }
 
@@ -469,7 +476,7 @@ def _partition(parts: list[_Part], predicate: Callable[[_Part], bool]) -> tuple[
     return accepted, rejected
 
 
-def _is_decodable(text: Made) -> bool:
+def _is_decodable(text: JsonOrRefusal) -> bool:
     """Return whether the core can decode a record."""
     try:
         return isinstance(text, bytes) and len(_core.Traces.decode([text], "<record>", 1, "auto")[0]) > 0
@@ -478,14 +485,14 @@ def _is_decodable(text: Made) -> bool:
 
 
 def _key(record: Any, path: str) -> str | None:
-    value = chat.within(record, path)
+    value = chat.get_path(record, path)
     if value is None:
         return None
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    raise Unfit(
+    raise BadValueError(
         (
-            f"{path} is {json_path.kind(value)}",
+            f"{path} is {json_path.describe_type(value)}",
             "--map.session takes a text or a number, which all calls of one conversation share",
             "Name another field, or prefix: calls are joined that go on one another",
         )
@@ -493,14 +500,14 @@ def _key(record: Any, path: str) -> str | None:
 
 
 def _order(record: Any, path: str) -> float:
-    value = chat.within(record, path)
+    value = chat.get_path(record, path)
     order = None if isinstance(value, bool) else json_path.number(value)
     if order is None and isinstance(value, str):
-        order = moment(value)
+        order = parse_time(value)
     if order is None:
-        raise Unfit(
+        raise BadValueError(
             (
-                f"{path} is {json_path.kind(value)}",
+                f"{path} is {json_path.describe_type(value)}",
                 "--map.order takes a number or a time such as 2026-01-31T12:00:00Z",
                 "Name another field, or leave it out: calls are then in the order of the file",
             )
@@ -508,7 +515,7 @@ def _order(record: Any, path: str) -> float:
     return order
 
 
-def moment(text: str) -> float | None:
+def parse_time(text: str) -> float | None:
     """Parse an ISO 8601 time into seconds since 1970. A time without a zone is UTC. None if it is not a time."""
     try:
         time = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))

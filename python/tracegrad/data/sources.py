@@ -18,12 +18,12 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.data import arrow, arrow_files
 from tracegrad.data.formats import eval_log
-from tracegrad.data.json_path import in_numbers
+from tracegrad.data.json_path import natural_sort_key
 from tracegrad.data.read_options import Options
-from tracegrad.data.trace import Line, ReadReport, Traces, located, to_json
-from tracegrad.errors import ArgumentError, FormatError, ReadError, redacted
+from tracegrad.data.trace import Line, ReadReport, Traces, format_location, to_json
+from tracegrad.errors import ArgumentError, FormatError, ReadError, redact
 from tracegrad.storage.files import refuse_special
-from tracegrad.storage.remote import ADDRESS, system, unreadable
+from tracegrad.storage.remote import ADDRESS, as_read_error, system
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".eval", ".traj", ".sse", ".feather", ".log", ".txt")
 PACKED = (".gz", ".zst", ".zstd", ".gzip")
@@ -47,7 +47,7 @@ def suffix(path: str) -> str:
     return os.path.splitext(stem)[1] if last in PACKED else last
 
 
-def refuse_other(path: str) -> None:
+def refuse_unsupported_suffix(path: str) -> None:
     """Refuse a file whose suffix belongs to a format without JSON, such as CSV.
 
     Raises:
@@ -67,7 +67,7 @@ def refuse_other(path: str) -> None:
 BLOCK = 1 << 20
 
 
-def listed(address: str) -> list[tuple[str, int]]:
+def list_address(address: str) -> list[tuple[str, int]]:
     """Return the files that an address names, with their sizes in bytes.
 
     The address is a file, a folder (all files below it with a supported suffix) or a pattern.
@@ -95,10 +95,10 @@ def listed(address: str) -> list[tuple[str, int]]:
             f"TG-DATA-030: {address}: nothing there has such a name. There are no traces to read. Check the address."
         )
     for name in file_info:
-        refuse_other(name)
+        refuse_unsupported_suffix(name)
     return [
         (files.unstrip_protocol(name), int(file_info[name].get("size") or 0))
-        for name in sorted(file_info, key=in_numbers)
+        for name in sorted(file_info, key=natural_sort_key)
     ]
 
 
@@ -113,7 +113,7 @@ def local_copy(address: str, folder: str) -> str:
     return target
 
 
-def head(address: str, count: int = 8) -> bytes:
+def read_head(address: str, count: int = 8) -> bytes:
     """Return the first `count` bytes of a file."""
     with system(address) as (files, path):
         return bytes(files.read_block(path, 0, count))
@@ -134,7 +134,7 @@ class Pipe:
         self._error: Exception | None = None
         self._out, self._in = os.pipe()
         self.path = f"/dev/fd/{self._out}"
-        self._thread = threading.Thread(target=self._copy, name=f"read {redacted(name)[:40]}", daemon=True)
+        self._thread = threading.Thread(target=self._copy, name=f"read {redact(name)[:40]}", daemon=True)
         self._thread.start()
 
     def _blocks(self) -> Iterator[bytes]:
@@ -163,7 +163,7 @@ class Pipe:
         """
         self._thread.join(timeout=60)
         if self._error is not None:
-            raise unreadable(self._name, self._error) from self._error
+            raise as_read_error(self._name, self._error) from self._error
 
 
 class Piece(Pipe):
@@ -230,7 +230,7 @@ class Place:
         >>> [Place("address", f"https://host/a?sig={sig}", number=n).name for n, sig in enumerate("xy", 1)]
         ['https://host/a?sig=***', 'https://host/a?sig=*** (2)']
         """
-        return redacted(self.path) + (f" ({self.number})" if self.number > 1 else "")
+        return redact(self.path) + (f" ({self.number})" if self.number > 1 else "")
 
 
 def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
@@ -267,12 +267,12 @@ def _numbered(places: list[Place]) -> list[Place]:
         if not ADDRESS.match(place.path):
             numbered.append(place)
             continue
-        numbers = paths.setdefault(redacted(place.path), {})
+        numbers = paths.setdefault(redact(place.path), {})
         numbered.append(replace(place, number=numbers.setdefault(place.path, len(numbers) + 1)))
     return numbered
 
 
-def filled(places: list[Place]) -> list[Place]:
+def without_empty_files(places: list[Place]) -> list[Place]:
     """Return the places without empty files; if all files are empty, only the first place."""
     return [place for place in places if not _is_empty(place)] or places[:1]
 
@@ -284,7 +284,7 @@ def _is_empty(place: Place) -> bool:
         return False
 
 
-def named(source: Any) -> tuple[list[Place], Any]:
+def resolve(source: Any) -> tuple[list[Place], Any]:
     """Return (places, None) if `source` names inputs, else ([], source): an object that contains the records itself.
 
     Raises:
@@ -305,13 +305,15 @@ def _places_of(name: str) -> list[Place]:
     if name == "-":
         return [Place("stdin", name)]
     if ADDRESS.match(name):
-        return [Place("address", path, size) for path, size in listed(name)]
+        return [Place("address", path, size) for path, size in list_address(name)]
     if os.path.isdir(name):
         return _folder(Path(name))
     if os.path.lexists(name):
         return [_file(name)]
     if glob.has_magic(name):
-        matches = sorted((path for path in glob.glob(name, recursive=True) if not _is_quarantine(path)), key=in_numbers)
+        matches = sorted(
+            (path for path in glob.glob(name, recursive=True) if not _is_quarantine(path)), key=natural_sort_key
+        )
         places = [
             place
             for path in matches
@@ -335,8 +337,8 @@ def _folder(folder: Path) -> list[Place]:
         )
     paths, others = [], set()
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=in_numbers)
-        for file in sorted(files, key=in_numbers):
+        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=natural_sort_key)
+        for file in sorted(files, key=natural_sort_key):
             path = os.path.join(root, file)
             if file.startswith(".") or _is_quarantine(file):
                 continue
@@ -371,7 +373,7 @@ def _is_quarantine(path: str) -> bool:
 
 
 def _file(path: str) -> Place:
-    refuse_other(path)
+    refuse_unsupported_suffix(path)
     try:
         info = os.stat(path)
         size, modified = info.st_size, info.st_mtime_ns
@@ -395,10 +397,10 @@ RECORDS, RECORD_BYTES = 256, 8 << 20
 
 Refusal = tuple[str, str, str]
 """The reason for which a record is refused: (problem, why it matters, what to do)."""
-Made = bytes | Refusal
-Row = tuple[Line, bytes, Made]
+JsonOrRefusal = bytes | Refusal
+Row = tuple[Line, bytes, JsonOrRefusal]
 """(line, original bytes, converted JSON or the refusal) of a record."""
-Known = Callable[[Line, bytes], "list[Row] | None"]
+ConvertRefused = Callable[[Line, bytes], "list[Row] | None"]
 """Converts a record that the core refuses, given its line and bytes. None if no adapter recognizes the record."""
 
 
@@ -429,7 +431,7 @@ class FileSource:
             self._first = self._reader.cut(16 if self._patient else 1, 1 << 16)
         return [text for _, text in self._first]
 
-    def plain(self, known: Known) -> Iterator[Traces]:
+    def plain(self, known: ConvertRefused) -> Iterator[Traces]:
         """Yield traces decoded by the core. `known` converts the records that the core refuses."""
         try:
             if self._first:
@@ -441,7 +443,7 @@ class FileSource:
             raise
         self._end()
 
-    def _batch_of(self, convert: Known) -> _core.Traces:
+    def _batch_of(self, convert: ConvertRefused) -> _core.Traces:
         core, refused = self._reader.batch_asking(self._batch)
         parts, traces = [core], len(core)
         while refused:
@@ -504,7 +506,7 @@ class RowSource:
         """Return the first record, without consuming it."""
         return self._rows.head()
 
-    def plain(self, known: Known) -> Iterator[Traces]:
+    def plain(self, known: ConvertRefused) -> Iterator[Traces]:
         """Yield traces decoded from the rows. `known` converts the rows that the core refuses."""
         self._rows.known = lambda line, raw: None if (rows := known(line, raw)) is None else self._decoded(rows)
         for traces in self._rows:
@@ -536,7 +538,9 @@ class RowSource:
             if isinstance(converted, bytes):
                 accepted.append((line, converted))
             else:
-                self._rows.refuse(f"TG-DATA-043: {located(self.name, line)}: {said(converted)}", "wrong_type")
+                self._rows.refuse(
+                    f"TG-DATA-043: {format_location(self.name, line)}: {format_refusal(converted)}", "wrong_type"
+                )
         return self._rows.decode(accepted) if accepted else Traces(_core.Traces.concatenate([]))
 
     @property
@@ -553,7 +557,7 @@ class RowSource:
 Source = FileSource | RowSource
 
 
-def decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
+def open_decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
     """Return a core reader for records that were converted or joined from `name`; it also handles bad ones.
 
     Args:
@@ -565,7 +569,7 @@ def decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
     return _core.TraceReader(empty, *settings, options.format, name)
 
 
-def said(refusal: Refusal) -> str:
+def format_refusal(refusal: Refusal) -> str:
     """Return the three parts of a refusal as sentences, for an error message."""
     return " ".join(f"{part.rstrip('.')}." for part in refusal)
 
@@ -594,7 +598,7 @@ class JsonRows(arrow.RowStream):
             yield self.decode(chunk)
 
 
-def of_place(place: Place, options: Options, folder: str | None = None) -> Source:
+def open_place(place: Place, options: Options, folder: str | None = None) -> Source:
     """Return the source of a place.
 
     Args:
@@ -606,9 +610,9 @@ def of_place(place: Place, options: Options, folder: str | None = None) -> Sourc
         ReadError, FormatError: if the place cannot be read.
         ArgumentError: if a required package is not installed, or rows do not support this `on_error`.
     """
-    if place.kind == "address" and kind_of(head(place.path)) != "file":
+    if place.kind == "address" and kind_of(read_head(place.path)) != "file":
         local = local_copy(place.path, folder or tempfile.mkdtemp())
-        return of_place(replace(expand([local])[0], size=place.size), options, folder)
+        return open_place(replace(expand([local])[0], size=place.size), options, folder)
     if place.kind in ("file", "stdin", "address"):
         return FileSource(place, options)
     return RowSource(_rows_of(place, options), place.name, place.size, options)
@@ -619,17 +623,17 @@ def _rows_of(place: Place, options: Options) -> arrow.RowStream:
     if place.kind == "parquet":
         return arrow_files.ParquetStream(place.path, batch=options.batch, **settings)
     if place.kind == "arrow":
-        max_bytes = arrow_files.most_bytes(place.path)
+        max_bytes = arrow_files.max_record_bytes(place.path)
         return arrow.RowStream(arrow_files.arrow_batches(place.path), place.path, most=max_bytes, **settings)
     if place.kind == "saved":
         files = arrow_files.saved_files(place.path)
-        max_bytes = sum(map(arrow_files.most_bytes, files))
+        max_bytes = sum(map(arrow_files.max_record_bytes, files))
         batches = itertools.chain.from_iterable(map(arrow_files.arrow_batches, files))
         return arrow.RowStream(batches, place.path, most=max_bytes, **settings)
     return JsonRows(eval_log.samples(place.path), place.path, **settings)
 
 
-def of_object(given: Any, options: Options) -> Source:
+def open_object(given: Any, options: Options) -> Source:
     """Return the source of a Python object: a table, a dataset, or records."""
     settings: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
     if isinstance(given, Mapping) and not hasattr(given, "features"):

@@ -33,13 +33,13 @@ def arrow() -> Any:
     return pyarrow
 
 
-def numbers(values: Array, unknown: Array | None = None) -> Any:
+def number_column(values: Array, unknown: Array | None = None) -> Any:
     """Return a column of numbers, null if `unknown` is set; without `unknown`, NaN becomes null."""
     missing = np.isnan(values) if unknown is None and values.dtype.kind == "f" else unknown
     return arrow().array(values, mask=missing)
 
 
-def named(codes: Array, names: Sequence[str]) -> Any:
+def dictionary_column(codes: Array, names: Sequence[str]) -> Any:
     """Return a dictionary column of the names of codes, null for a code without a name."""
     pyarrow = arrow()
     has_name = codes < len(names)
@@ -60,15 +60,15 @@ def by_trace(sequences: Any) -> dict[str, Any]:
     findings = data.drift.trace[data.drift.trace >= 0]
     return {
         "trace": names,
-        "group": named(data.group, groups),
-        **{name: numbers(data.rewards[:, column]) for column, name in enumerate(data.reward_names)},
+        "group": dictionary_column(data.group, groups),
+        **{name: number_column(data.rewards[:, column]) for column, name in enumerate(data.reward_names)},
         "branches": total(np.ones_like(owner), owner),
         "tokens": total(lengths, owner),
         "terms": total(trained * (lengths > 0), owner),
         "turns": np.diff(data.cu_turns),
-        "logprob_kind": named(data.logprob_kind, LOGPROB_KINDS),
-        "temperature": numbers(data.temperature),
-        "ending": named(data.ending, ENDINGS),
+        "logprob_kind": dictionary_column(data.logprob_kind, LOGPROB_KINDS),
+        "temperature": number_column(data.temperature),
+        "ending": dictionary_column(data.ending, ENDINGS),
         "findings": total(np.ones_like(findings), findings),
     }
 
@@ -79,16 +79,16 @@ def by_token(sequences: Any) -> dict[str, Any]:
     branch = np.repeat(np.arange(data.branches), lengths)
     ids = data.trace_ids or tuple(map(str, range(data.traces)))
     return {
-        "trace": named(data.trace[branch], ids),
+        "trace": dictionary_column(data.trace[branch], ids),
         "branch": branch,
         "position": np.arange(data.tokens) - np.repeat(data.cu_seqlens[:-1], lengths),
         "id": data.ids,
-        "source": named(data.source, SOURCES),
+        "source": dictionary_column(data.source, SOURCES),
         "trainable": data.trainable,
-        "rollout_logprob": numbers(data.rollout_logprobs),
-        "turn": numbers(data.turn, data.turn < 0),
-        "version": numbers(data.version, data.version < 0),
-        "tier": named(data.tier, TIERS),
+        "rollout_logprob": number_column(data.rollout_logprobs),
+        "turn": number_column(data.turn, data.turn < 0),
+        "version": number_column(data.version, data.version < 0),
+        "tier": dictionary_column(data.tier, TIERS),
         "inv_temperature": data.inv_temperature,
         **{name: values for name, values in data.extras.items() if isinstance(values, np.ndarray) and values.ndim == 1},
     }
@@ -107,8 +107,8 @@ def by_conversation(traces: Any) -> dict[str, Any]:
     return {
         "trace": pyarrow.array([trace.id for trace in traces], pyarrow.string()),
         "group": pyarrow.array(traces.groups, pyarrow.string()),
-        "reward": numbers(traces.reward),
-        **{f"rewards/{name}": numbers(np.array([row.get(name, np.nan) for row in rewards])) for name in names},
+        "reward": number_column(traces.reward),
+        **{f"rewards/{name}": number_column(np.array([row.get(name, np.nan) for row in rewards])) for name in names},
         "turns": np.array([len(trace.generations) for trace in traces], np.int64),
         "sampled": np.array([sum(generation.tokens for generation in trace.generations) for trace in traces], np.int64),
         "prompt": pyarrow.array([prompt for prompt, _ in parts], pyarrow.list_(message)),

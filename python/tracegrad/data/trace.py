@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tracegrad import _core, _html, _validation
 from tracegrad.data import to_arrow
 from tracegrad.errors import FormatError
-from tracegrad.images import Pictures
+from tracegrad.images import Images
 
 FIRST_ERRORS = 5
 
@@ -56,7 +56,7 @@ class ReadReport:
     bytes: int = 0
 
 
-def summed(left: ReadReport, right: ReadReport) -> ReadReport:
+def add_reports(left: ReadReport, right: ReadReport) -> ReadReport:
     """Add the counts of two reports."""
 
     def add(first: Any, second: Any) -> dict[str, Any]:
@@ -151,7 +151,7 @@ TOKEN_KEYS = frozenset(
 )
 
 # Names that can also be those of text fields: dropped if the value is a list of numbers.
-SOMETIMES = frozenset(
+AMBIGUOUS_KEYS = frozenset(
     [
         "tokens",
         "mask",
@@ -172,7 +172,7 @@ SOMETIMES = frozenset(
 GENERATION_KEYS = frozenset({"tokens", "bytes"})
 
 # Objects that contain further records instead of user text; they are searched recursively.
-NESTED = frozenset(
+NESTED_KEYS = frozenset(
     [
         "messages",
         "extra_messages",
@@ -220,7 +220,7 @@ NESTED = frozenset(
 SPAN_PREFIXES = ("logprobs.", "llm.hosted_vllm.", "agentlightning.operation.output.")
 
 
-def without_numbers(record: Any) -> Any:
+def without_token_data(record: Any) -> Any:
     """Return a copy of a record, message or choice without ids, logprobs and masks."""
     return _without(record, TOKEN_KEYS)
 
@@ -234,11 +234,11 @@ def _without(value: Any, dropped: frozenset[str]) -> Any:
         return value
     remaining: dict[str, Any] = {}
     for key, item in value.items():
-        if key in dropped or (key in SOMETIMES and _is_numbers(item)) or _is_span_of_numbers(key, item):
+        if key in dropped or (key in AMBIGUOUS_KEYS and _is_numbers(item)) or _is_span_of_numbers(key, item):
             continue
         if key == "generation":
             remaining[key] = _without(item, TOKEN_KEYS | GENERATION_KEYS)
-        elif key in NESTED or hasattr(item, "model_dump"):
+        elif key in NESTED_KEYS or hasattr(item, "model_dump"):
             remaining[key] = _without(item, TOKEN_KEYS)
         else:
             remaining[key] = item
@@ -264,10 +264,10 @@ Line = int | tuple[int, int]
 """A line number, or (line, number of the record) if a line can contain several records."""
 
 
-def located(file: str, line: Line) -> str:
+def format_location(file: str, line: Line) -> str:
     """Format a file and line for error messages.
 
-    >>> located("runs.json", (1, 57))
+    >>> format_location("runs.json", (1, 57))
     'runs.json:1 record 57'
     """
     return f"{file}:{line[0]} record {line[1]}" if isinstance(line, tuple) else f"{file}:{line}"
@@ -322,10 +322,10 @@ class Generation:
     notes: list[tuple[str, int, str]]
 
 
-def of_json(raw: bytes) -> Any:
+def parse_json(raw: bytes) -> Any:
     """Parse JSON. An integer with more digits than Python converts becomes a string of these digits.
 
-    >>> of_json(b'{"a": 1, "b": ' + b"9" * 5000 + b"}")["b"] == "9" * 5000
+    >>> parse_json(b'{"a": 1, "b": ' + b"9" * 5000 + b"}")["b"] == "9" * 5000
     True
 
     Raises:
@@ -454,7 +454,7 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the original record, with unknown keys. Integers too long for Python become strings."""
-        return of_json(self.record)
+        return parse_json(self.record)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Trace, (self.core.take([self.index]),)
@@ -496,7 +496,7 @@ class Traces(Sequence[Trace]):
             FormatError: if a record has no accepted form. Its line is its number, from 1.
         """
         _validation.instance(format, "format", str, "Pass 'auto' or the name of a form.")
-        _validation.rows(records, "records", (str, bytes, Mapping))
+        _validation.check_rows(records, "records", (str, bytes, Mapping))
         texts = [to_json(record, i) for i, record in enumerate(records, 1)]
         core, report = _core.Traces.decode(texts, "<records>", 1, format)
         return cls(core, ReadReport(**report))
@@ -526,7 +526,7 @@ class Traces(Sequence[Trace]):
     @classmethod
     def concatenate(cls, parts: Iterable[Traces]) -> Traces:
         """Concatenate several `Traces`."""
-        _validation.rows(parts, "parts", (Traces,))
+        _validation.check_rows(parts, "parts", (Traces,))
         cores = [
             _validation.instance(part, "a part", Traces, "Pass Traces[:] of what read() gave.").core for part in parts
         ]
@@ -538,9 +538,9 @@ class Traces(Sequence[Trace]):
         return self.core.reward_column()
 
     @property
-    def pictures(self) -> Pictures:
+    def pictures(self) -> Images:
         """The distinct images of the records, in order of appearance, not decoded."""
-        return Pictures.of_records(self.core)
+        return Images.of_records(self.core)
 
     @property
     def groups(self) -> list[str | None]:
@@ -571,8 +571,8 @@ class Traces(Sequence[Trace]):
 
 def _index_array(index: Any) -> NDArray[Any]:
     """Return an index array of integers, or of one boolean per row."""
-    array = _validation.flat(_validation.numbers(index, "the index"), "the index")
-    return array if array.dtype.kind == "b" else _validation.whole(array, np.int64, "the index")
+    array = _validation.check_flat(_validation.numbers(index, "the index"), "the index")
+    return array if array.dtype.kind == "b" else _validation.as_integers(array, np.int64, "the index")
 
 
 def write(traces: Traces | Iterable[Traces | Trace], path: Path) -> None:
@@ -609,7 +609,7 @@ def strip_logprobs(trace: Record) -> Record:
         return Traces.from_records([_stripped_record(item) for item in trace])  # type: ignore[return-value]
     if isinstance(trace, Trace):
         return Trace.from_dict(_stripped_record(trace))  # type: ignore[return-value]
-    return without_numbers(trace)
+    return without_token_data(trace)
 
 
 def _stripped_record(trace: Trace) -> dict[str, Any]:
@@ -617,7 +617,7 @@ def _stripped_record(trace: Trace) -> dict[str, Any]:
 
     A form that is not valid without them becomes a native record of the messages.
     """
-    record = {**without_numbers(trace.to_dict()), "id": trace.id}
+    record = {**without_token_data(trace.to_dict()), "id": trace.id}
     if _is_equivalent(record, trace):
         return record
     header = {"group": trace.group, "reward": trace.reward, "model": trace.model, "tools": trace.tools}

@@ -1,13 +1,14 @@
 """Check recorded traces for problems that raise no error but would corrupt training.
 
-`examine` reads the same inputs as `tracegrad.read`, and needs the model's tokenizer. It returns a `Diagnosis`: findings
+`diagnose` reads the same inputs as `tracegrad.read`, and needs the model's tokenizer. It returns a `Diagnosis`:
+findings
 with their places, their impact and a fix. `CHECKS` lists all checks (docs/doctor.md). `lag_test` detects shifted
 logprobs in plain arrays, so it works with any trainer. Only `rescore` needs torch.
 """
 
-from tracegrad.doctor.examination import CHECKS, Diagnosis, examine
+from tracegrad.doctor.examination import CHECKS, Diagnosis, diagnose
 from tracegrad.doctor.finding import Check, Finding, Hits, Place, Severity
-from tracegrad.doctor.render import lines
+from tracegrad.doctor.render import render
 from tracegrad.doctor.shift_test import LagTest, bigram_logprobs, lag_test
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
     "Place",
     "Severity",
     "bigram_logprobs",
-    "examine",
+    "diagnose",
     "lag_test",
-    "lines",
+    "render",
 ]

@@ -6,7 +6,7 @@ import numpy as np
 
 from tracegrad.advantage.outcome import group_counts
 from tracegrad.doctor.finding import Hits, Place, check
-from tracegrad.doctor.stats import Whole
+from tracegrad.doctor.stats import DatasetStats
 
 STALE = 8  # policy versions behind the newest
 LOCATED = re.compile(
@@ -25,7 +25,7 @@ LOCATED = re.compile(
     cure="Record the logprobs that the server gave: null where it gave none, and none for a token that it did not "
     "sample. Servers that decode speculatively or by a grammar may write 0: switch it off, or record text.",
 )
-def made_up_zeros(whole: Whole) -> Hits:
+def made_up_zeros(whole: DatasetStats) -> Hits:
     """Sees exact zeros where another answer to the same prompt went on with another token; at half of the stop tokens,
     and hardly elsewhere; scattered, without the probabilities near 1 that a model gives more often.
 
@@ -46,7 +46,7 @@ def made_up_zeros(whole: Whole) -> Hits:
     hurts="They are left out. Where failures have one cause (long traces, tool calls), the rest is a biased sample.",
     cure="tracegrad prepare --on-error quarantine writes them aside with their reasons; mend the recorder.",
 )
-def bad_records(whole: Whole) -> Hits:
+def bad_records(whole: DatasetStats) -> Hits:
     """Sees records that are not JSON, of no known form, or cut off; a broken compressed stream among them.
 
     Threshold: any record; wrong from half of them, where the file is something else than traces.
@@ -66,7 +66,7 @@ def bad_records(whole: Whole) -> Hits:
     "return_token_ids on vLLM and SGLang.",
     hides=("drift", "other_prompt", "missing_stop_tokens", "no_logprobs"),
 )
-def nothing_to_train(whole: Whole) -> Hits:
+def nothing_to_train(whole: DatasetStats) -> Hits:
     """Sees a file of which no token would be trained, and says the first cause that holds for most turns.
 
     Threshold: none trained, where at least one trace was read; text that has its prompts is another check's.
@@ -84,7 +84,7 @@ def nothing_to_train(whole: Whole) -> Hits:
     hurts="They are left out of training, and their groups have a baseline of fewer.",
     cure="The reason stands with the first one; a chat template that refuses the messages is the usual one.",
 )
-def unaligned(whole: Whole) -> Hits:
+def unaligned(whole: DatasetStats) -> Hits:
     """Sees traces that `align` refuses: the template raises, or does not show what was said.
 
     Threshold: any trace; wrong from half of them, where template and traces do not belong together.
@@ -100,7 +100,7 @@ def unaligned(whole: Whole) -> Hits:
     hurts="These tokens are masked or end their branch: long answers and rare scripts are trained less than the rest.",
     cure="Record token ids: return_token_ids on vLLM and SGLang. tracegrad prepare lists the reasons.",
 )
-def drift(whole: Whole) -> Hits:
+def drift(whole: DatasetStats) -> Hits:
     """Sees the drift rate: recorded tokens that are not held with a known id and their logprob.
 
     Threshold: a note from 1 %, it costs from 5 %: the bundled example, three quarters of it without ids and with
@@ -119,7 +119,7 @@ def drift(whole: Whole) -> Hits:
     cure="Drop them (DAPO's dynamic sampling), record more traces a group, or take prompts that are neither solved nor "
     "hopeless.",
 )
-def equal_rewards(whole: Whole) -> Hits:
+def equal_rewards(whole: DatasetStats) -> Hits:
     """Sees groups of two or more traces with one reward throughout.
 
     Threshold: any group is a note; it costs from half of the groups, and is wrong where no group teaches anything.
@@ -145,7 +145,7 @@ def equal_rewards(whole: Whole) -> Hits:
     cure="Write one group id into all traces of a prompt, and record several of each; or a baseline over the batch.",
     hides=("equal_rewards",),
 )
-def lone_traces(whole: Whole) -> Hits:
+def lone_traces(whole: DatasetStats) -> Hits:
     """Sees groups with one scored trace; a trace without a group is alone.
 
     Threshold: any group is a note; it costs from half of the groups, and is wrong where there is no other group.
@@ -169,7 +169,7 @@ def lone_traces(whole: Whole) -> Hits:
     hurts="The same words are praised and blamed: what one answer teaches the other takes back.",
     cure="Where a judge rated the same words twice, take the mean; else leave such answers out.",
 )
-def unlike_rewards(whole: Whole) -> Hits:
+def unlike_rewards(whole: DatasetStats) -> Hits:
     """Sees traces that say, token for token, what an earlier one of their record says, and have another reward.
 
     Threshold: any trace is a note; it costs from 5 % of the traces.
@@ -184,7 +184,7 @@ def unlike_rewards(whole: Whole) -> Hits:
     hurts="One draw counts twice: its gradient is doubled, and the baseline of its group leans to it.",
     cure="Keep one of each: sort -u on the records, or by response id; look for retries and merged shards.",
 )
-def duplicated(whole: Whole) -> Hits:
+def duplicated(whole: DatasetStats) -> Hits:
     """Sees traces that stand in the file before: the same record, response ids, or tokens.
 
     Threshold: any trace. Tokens count with logprobs equal to the bit and a probability below e^-15 (once in three
@@ -202,7 +202,7 @@ def duplicated(whole: Whole) -> Hits:
     hurts="The older the policy, the further the ratio from 1: more terms are clipped or masked, the rest is noisier.",
     cure="Leave the oldest out, or bound the ratio: a preset with a gate (docs/choosing.md) and --stop-below-ess.",
 )
-def stale_versions(whole: Whole) -> Hits:
+def stale_versions(whole: DatasetStats) -> Hits:
     """Sees tokens sampled more than 8 policy versions before the newest one in the file.
 
     Threshold: 8, the staleness to which AReaL (arXiv 2505.24298) found training unharmed with a decoupled objective; a

@@ -4,7 +4,7 @@ import numpy as np
 
 from tracegrad.data.codes import SAMPLED
 from tracegrad.doctor.finding import Hits, check
-from tracegrad.doctor.trace_batch import Array, Look
+from tracegrad.doctor.trace_batch import Array, TraceBatch
 
 
 @check(
@@ -17,7 +17,7 @@ from tracegrad.doctor.trace_batch import Array, Look
     "traces out.",
     hides=("drift", "other_prompt"),
 )
-def media(look: Look) -> Hits:
+def media(look: TraceBatch) -> Hits:
     """Sees pictures at an address or a path, with a `uuid`, or of a kind that is not read; sound and video; and
     placeholder ids that no picture of the record explains (R32). Pictures that the record holds are no finding.
 
@@ -38,7 +38,7 @@ def media(look: Look) -> Hits:
     "one id for each. No ids: record return_token_ids.",
     hides=("drift", "other_prompt"),
 )
-def picture_unplaced(look: Look) -> Hits:
+def picture_unplaced(look: TraceBatch) -> Hits:
     """Sees turns whose recorded prompt has no place, or a place of another length, for a picture of their messages
     (R34): options of another image processor, a picture left out, ids expanded twice, or no ids at all.
 
@@ -55,7 +55,7 @@ def picture_unplaced(look: Look) -> Hits:
     "sampled, in a context that it will not meet where it is served rightly.",
     cure="Send prompts with one id for each picture, or the messages; keep these traces apart.",
 )
-def doubled_pictures(look: Look) -> Hits:
+def doubled_pictures(look: TraceBatch) -> Hits:
     """Sees prompts that hold as many ids of pictures outside of their pictures as a second expansion leaves: of
     pictures of n features each, n - 1.
 
@@ -77,7 +77,7 @@ def doubled_pictures(look: Look) -> Hits:
     "processor of --model. A server with other options had another prompt, which nothing in the record shows.",
     cure="None is needed; with return_token_ids the prompt stands in the record as the policy read it.",
 )
-def pictures_as_sent(look: Look) -> Hits:
+def pictures_as_sent(look: TraceBatch) -> Hits:
     """Sees turns whose recorded prompt has one id for each picture, and was expanded here (R35).
 
     Threshold: any turn; a note, because the ids of the model's processor are those of the server's.
@@ -85,7 +85,7 @@ def pictures_as_sent(look: Look) -> Hits:
     return look.drift_hits(35)
 
 
-def _before(look: Look) -> tuple[Array, Array, Array]:
+def _before(look: TraceBatch) -> tuple[Array, Array, Array]:
     """Return three [G] int64 arrays that count, before each turn: pad ids outside images, image features, images.
 
     Counting starts at the beginning of the turn's branch. Pad ids that the policy sampled are not counted.

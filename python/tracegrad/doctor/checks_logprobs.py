@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.data.codes import LOGPROB_KINDS, TEXT_TRAINS
-from tracegrad.data.sampling import TRUNCATING, options
+from tracegrad.data.sampling import TRUNCATING, format_options
 from tracegrad.doctor.finding import Hits, Place, check
-from tracegrad.doctor.trace_batch import Array, Look
+from tracegrad.doctor.trace_batch import Array, TraceBatch
 
 LARGEST = 4 << 20  # bytes; larger records are not parsed a second time
 CLOSE = 1e-4  # nats within which two logprobs are equal
 LISTED = 8  # tokens that must appear among their own alternatives before a turn counts as evidence
 
 
-def lag_of_tops(record: bytes) -> int:
+def top_logprobs_lag(record: bytes) -> int:
     """Return the lag at which a record's logprobs equal those in its top_logprobs; 0 if they are in place or unclear.
 
     Only a turn with at least 8 tokens that appear among their own alternatives decides. At lag 0 fewer than half of its
@@ -138,7 +138,7 @@ TOKENS, ZEROS, SHARE = 64, 20, 0.03
 
 
 @dataclass
-class Count:
+class ZeroCount:
     """Number of logprobs of one kind of token: all, exactly 0, and near 0; with the place of the first zero."""
 
     tokens: int = 0
@@ -146,7 +146,7 @@ class Count:
     near: int = 0
     first: Place | None = None
 
-    def add(self, look: Look, at: Array, logprobs: Array) -> None:
+    def add(self, look: TraceBatch, at: Array, logprobs: Array) -> None:
         """Add the tokens `at`, indices into `look.own`, with their logprobs."""
         zero = logprobs == 0
         self.tokens += len(at)
@@ -185,15 +185,15 @@ class Zeros:
     contradicted: int = 0
     first: Place | None = None
     found: str = ""
-    stops: Count = field(default_factory=Count)
-    others: Count = field(default_factory=Count)
-    unsaid_stops: Count = field(default_factory=Count)
-    unsaid: Count = field(default_factory=Count)
+    stops: ZeroCount = field(default_factory=ZeroCount)
+    others: ZeroCount = field(default_factory=ZeroCount)
+    unsaid_stops: ZeroCount = field(default_factory=ZeroCount)
+    unsaid: ZeroCount = field(default_factory=ZeroCount)
     exact: bool = False
     nonzero: bool = False
     answers: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
-    def add(self, look: Look) -> None:
+    def add(self, look: TraceBatch) -> None:
         """Add one batch."""
         own, generation = look.own, look.own_generation
         logprobs = look.sequences.rollout_logprobs[own].astype(np.float64)
@@ -216,7 +216,7 @@ class Zeros:
             others.add(look, at := np.flatnonzero(usable & ~stop), logprobs[at])
         self._compare(look, logprobs)
 
-    def _compare(self, look: Look, logprobs: Array) -> None:
+    def _compare(self, look: TraceBatch, logprobs: Array) -> None:
         sequences, own = look.sequences, look.own
         cu = np.searchsorted(look.own_generation, np.arange(look.generations + 1))
         for g in np.flatnonzero((np.diff(cu) > 0) & ~(look["temperature"] < GREEDY)):
@@ -280,7 +280,7 @@ FILLED_TAIL = 4  # least number of zeros at the end of a turn that has other val
     cure=f"Record with logprobs=true (and return_token_ids on vLLM). Text alone trains with {TEXT_TRAINS}.",
     hides=("missing_logprobs", "drift"),
 )
-def no_logprobs(look: Look) -> Hits:
+def no_logprobs(look: TraceBatch) -> Hits:
     """Sees turns that list no logprob at all.
 
     Threshold: any turn costs it; wrong where no turn has one.
@@ -295,7 +295,7 @@ def no_logprobs(look: Look) -> Hits:
     hurts="These tokens are masked, and a trace's ratio lacks their factor.",
     cure="Ask the server for the sampled token's logprob (logprobs=true, top_logprobs=0 is enough); do not fill gaps.",
 )
-def missing_logprobs(look: Look) -> Hits:
+def missing_logprobs(look: TraceBatch) -> Hits:
     """Sees turns of which some logprobs are missing and others are there (R23).
 
     Threshold: any turn; what is missing is NaN and masked, never taken as 0.
@@ -312,7 +312,7 @@ def missing_logprobs(look: Look) -> Hits:
     "where some are of the wrong kind the others may be too.",
     cure="Record log-probabilities in nats as the server gave them: log(p) for linear ones, not -log(p).",
 )
-def impossible_logprobs(look: Look) -> Hits:
+def impossible_logprobs(look: TraceBatch) -> Hits:
     """Sees turns with a positive logprob (above 0.001) or exactly -9999.0 (R24).
 
     Threshold: any turn; wrong from 1 % of turns, where it is a kind of number and no accident.
@@ -328,7 +328,7 @@ def impossible_logprobs(look: Look) -> Hits:
     "would shift every ratio.",
     cure="Keep ids and logprobs of one response together; cut both (stop strings, padding) or none.",
 )
-def count_mismatch(look: Look) -> Hits:
+def count_mismatch(look: TraceBatch) -> Hits:
     """Sees turns whose list of logprobs is longer or shorter than that of their tokens (R22).
 
     Threshold: any turn; wrong from 1 % of turns, as the recorder then pairs lists that do not belong together.
@@ -345,14 +345,14 @@ def count_mismatch(look: Look) -> Hits:
     cure="Write null where the server gave no logprob. Missing ones are masked, made-up ones are trained on.",
     hides=("made_up_zeros",),
 )
-def filled_logprobs(look: Look) -> Hits:
+def filled_logprobs(look: TraceBatch) -> Hits:
     """Sees turns of at least 8 tokens with one value throughout, or that end in 4 or more exact zeros.
 
     Threshold: 8 equal, 4 zeros at the end while under 5 % of the batch's other logprobs are 0: a confident model
     rounds single tokens to 0.0, so zeros alone prove nothing. Greedy turns (temperature 0) are not looked at. Wrong
     from 1 % of turns.
     """
-    constant, tail, least = fillings(look)
+    constant, tail, least = filled_turns(look)
     return look.hits(
         constant | tail,
         None,
@@ -360,7 +360,7 @@ def filled_logprobs(look: Look) -> Hits:
     )
 
 
-def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[Any]]:
+def filled_turns(look: TraceBatch) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[Any]]:
     """Return three [G] arrays: all logprobs are equal, zeros end the turn, and the lowest logprob or 0."""
     cu, flat = look.cu_logprobs, look["flat_logprobs"]
     count = np.diff(cu)
@@ -391,7 +391,7 @@ def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[
     "'processed'; or sample at temperature 1. Processed logprobs cure the temperature alone: under top_p or top_k "
     "their ratio is the kept mass. What is recorded trains without a ratio: --objective TOPR_POSITIVE --text-only.",
 )
-def raw_at_temperature(look: Look) -> Hits:
+def raw_at_temperature(look: TraceBatch) -> Hits:
     """Sees turns at a temperature other than 1 whose logprobs are raw or of no known kind, or at one below 0.01.
 
     Threshold: any difference from 1; wrong from 1 % of turns.
@@ -416,7 +416,7 @@ def raw_at_temperature(look: Look) -> Hits:
     "vLLM leaves out with --generation-config vllm. What is recorded trains without a ratio: --objective TOPR_POSITIVE "
     "--text-only. --rescore measures S; --accept-truncated-sampling of train takes the ratio as it is.",
 )
-def reshaped_sampling(look: Look) -> Hits:
+def reshaped_sampling(look: TraceBatch) -> Hits:
     """Sees turns whose request names an option that cuts off, penalises, favours or forces tokens.
 
     Threshold: any value other than the one at which the option does nothing; wrong from 1 % of turns.
@@ -431,12 +431,13 @@ def reshaped_sampling(look: Look) -> Hits:
         hit,
         None,
         lambda g: (
-            f"{options(reshaping[g])}, logprobs {kinds[look['logprob_kind'][g]]}{_mass_note(look, g, reshaping[g])}"
+            f"{format_options(reshaping[g])}, logprobs "
+            f"{kinds[look['logprob_kind'][g]]}{_mass_note(look, g, reshaping[g])}"
         ),
     )
 
 
-def _mass_note(look: Look, generation: int, sampling: dict[str, Any]) -> str:
+def _mass_note(look: TraceBatch, generation: int, sampling: dict[str, Any]) -> str:
     """Return a description of the kept mass S of a turn with truncated sampling; "" without truncation."""
     if sampling.keys().isdisjoint(TRUNCATING):
         return ""
@@ -457,7 +458,7 @@ def _mass_note(look: Look, generation: int, sampling: dict[str, Any]) -> str:
     cure="Look how the server was started, then say it: --sampling-defaults model if it took the file, neutral if it "
     "did not (--generation-config vllm, or another server). Next time send every sampling option with each request.",
 )
-def server_defaults(look: Look) -> Hits:
+def server_defaults(look: TraceBatch) -> Hits:
     """Sees requests with logprobs that leave out a temperature, top_p, top_k, min_p or penalty which the
     generation_config.json beside the tokenizer sets to something that is not neutral; nothing with --sampling-defaults.
 
@@ -465,7 +466,7 @@ def server_defaults(look: Look) -> Hits:
     """
     omitted = {} if look.sampling_defaults else look.left_out
     hit = np.array([g in omitted for g in range(look.generations)], bool)
-    return look.hits(hit, None, lambda g: options({name: look.defaults[name] for name in omitted[g]}))
+    return look.hits(hit, None, lambda g: format_options({name: look.defaults[name] for name in omitted[g]}))
 
 
 @check(
@@ -475,7 +476,7 @@ def server_defaults(look: Look) -> Hits:
     hurts="The server's own checksum says that a logprob was lost, added or changed after it was given.",
     cure="Find the step between server and file that edits the list; a list shifted by one loses one of them.",
 )
-def wrong_sum(look: Look) -> Hits:
+def wrong_sum(look: TraceBatch) -> Hits:
     """Sees turns whose logprobs are all there and sum to something else than cumulative_logprob.
 
     Threshold: 0.01 nats and 0.1 %: rounding to three decimals stays below it over hundreds of tokens, a single lost

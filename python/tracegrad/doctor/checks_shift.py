@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from tracegrad.doctor.finding import Hits, Place, check
-from tracegrad.doctor.rescore import Rescored
+from tracegrad.doctor.rescore import LogprobComparison
 from tracegrad.doctor.shift_test import LagTest, bigram_logprobs, lag_test
-from tracegrad.doctor.stats import Sample, Turn, Whole
+from tracegrad.doctor.stats import DatasetStats, Turn, TurnSample
 
 TOKENS, TURNS = 200, 10  # least number of tokens, and of distinct turns and places, for a decision
 LEAD, PLACE_LEAD = 4.0, 2.2  # least lead over lag 0, in standard errors over turns and over places
@@ -28,7 +28,7 @@ PARTS = 8  # parts of the file that are tested one by one
     "ids and logprobs by one slice. tracegrad doctor --rescore checks it against the model.",
     hides=("made_up_zeros",),
 )
-def shifted_logprobs(whole: Whole) -> Hits:
+def shifted_logprobs(whole: DatasetStats) -> Hits:
     """Sees logprobs that follow bigram counts of the file better one token away than where they stand; lists that begin
     with null, as those of prompts do; top_logprobs that give a token the number listed beside its neighbour.
 
@@ -49,7 +49,7 @@ def shifted_logprobs(whole: Whole) -> Hits:
             whole.headless.count, whole.turns, whole.headless.first, "the list begins with null, as a prompt's does"
         )
     for part, suffix in parts(sample):
-        shift = judge(part)
+        shift = find_shift(part)
         if shift is None:
             continue
         lag, test, first = shift
@@ -61,7 +61,7 @@ def shifted_logprobs(whole: Whole) -> Hits:
     return Hits(0, sample.count)
 
 
-def parts(sample: Sample) -> Iterator[tuple[list[Turn], str]]:
+def parts(sample: TurnSample) -> Iterator[tuple[list[Turn], str]]:
     """Yield the whole sample, then the parts that may have been recorded differently, each with a description.
 
     The parts are the alignment levels, first and later turns, and eighths of the file.
@@ -77,26 +77,26 @@ def parts(sample: Sample) -> Iterator[tuple[list[Turn], str]]:
         yield turns[start:end], f" in part {part + 1} of {PARTS} of the file"
 
 
-def judge(turns: list[Turn]) -> tuple[int, LagTest, Place] | None:
+def find_shift(turns: list[Turn]) -> tuple[int, LagTest, Place] | None:
     """Return the lag of these turns' logprobs, the test and the first place; None if the lag is 0 or unclear."""
     if len(turns) < TURNS:
         return None
-    test = tested(turns)
-    return None if (lag := shifted_to(test)) == 0 else (lag, test, turns[0].place)
+    test = bigram_lag_test(turns)
+    return None if (lag := leading_lag(test)) == 0 else (lag, test, turns[0].place)
 
 
 def in_place(turns: list[Turn]) -> bool:
     """Return whether bigram counts show clearly that the logprobs belong to their own tokens."""
     if len(turns) < TURNS:
         return False
-    return _is_in_place(tested(turns))
+    return _is_in_place(bigram_lag_test(turns))
 
 
 def _is_in_place(test: LagTest) -> bool:
     return test.tokens >= TOKENS and all(test.lead[lag] <= -LEAD for lag in (-1, 1))
 
 
-def tested(turns: list[Turn]) -> LagTest:
+def bigram_lag_test(turns: list[Turn]) -> LagTest:
     """Run the lag test of the turns' logprobs against bigram counts of the same turns."""
     before, ids = (np.concatenate([getattr(turn, name) for turn in turns]) for name in ("before", "ids"))
     logprobs = np.concatenate([turn.logprobs for turn in turns])
@@ -104,13 +104,13 @@ def tested(turns: list[Turn]) -> LagTest:
     return lag_test(logprobs, bigram_logprobs(before, ids), cu)
 
 
-def against_model(found: Rescored) -> Hits | None:
+def model_shift_hits(found: LogprobComparison) -> Hits | None:
     """Test recorded logprobs against the model's.
 
     Return hits if they follow those of a neighbouring token, no hits if they are in place, and None if it is unclear.
     """
     test = found.lags()
-    lag = shifted_to(test)
+    lag = leading_lag(test)
     if lag == 0:
         # The model outweighs counts, which a few answers of one shape can mislead.
         return Hits(0, test.turns) if _is_in_place(test) else None
@@ -125,7 +125,7 @@ def _neighbour(lag: int) -> str:
     return "the next token" if lag > 0 else "the token before"
 
 
-def shifted_to(test: LagTest) -> int:
+def leading_lag(test: LagTest) -> int:
     """Return the lag that leads clearly, or 0 if there is none."""
     lag = test.best
     if lag == 0 or test.tokens < TOKENS or min(test.draws, test.places) < TURNS:

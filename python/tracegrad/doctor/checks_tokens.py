@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core
-from tracegrad.alignment.mismatch import said
-from tracegrad.data.codes import GUESSED, TIERS
+from tracegrad.alignment.mismatch import turn_messages
+from tracegrad.data.codes import ASSUMED_LEVELS, TIERS
 from tracegrad.doctor.finding import Hits, check
-from tracegrad.doctor.trace_batch import Look
+from tracegrad.doctor.trace_batch import TraceBatch
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
 PLACEHOLDERS = 4  # least number of ids for which a repeated or rising id counts as a placeholder
@@ -30,7 +30,7 @@ SLACK, SHARE = _core.USAGE_SLACK  # tokens, and their share, that servers count 
     "whose folder you do not have trains as text, without a ratio: --objective TOPR_POSITIVE --text-only.",
     hides=("no_logprobs", "drift", "missing_logprobs", "other_prompt", "missing_stop_tokens"),
 )
-def wrong_tokenizer(look: Look) -> Hits:
+def wrong_tokenizer(look: TraceBatch) -> Hits:
     """Sees ids that the model does not have (R25), and ids or texts that spell something else than the record (R26).
 
     Threshold: any turn; wrong from 1 % of turns, as one tokenizer makes a few odd turns and another makes most.
@@ -46,7 +46,7 @@ def wrong_tokenizer(look: Look) -> Hits:
     "where the record says what was sampled.",
     cure="Record the ids that the server returned; leave the field out where there are none.",
 )
-def placeholder_ids(look: Look) -> Hits:
+def placeholder_ids(look: TraceBatch) -> Hits:
     """Sees turns of at least 4 listed ids that are all one id, or count up by one, and do not spell what was said.
 
     Threshold: any turn; wrong from 1 % of turns, where it is the recorder's habit.
@@ -67,12 +67,12 @@ def placeholder_ids(look: Look) -> Hits:
     "policy that is sampled hot often writes the same text with other tokens. These turns are not trained.",
     cure="Record token ids: return_token_ids on vLLM and SGLang; or tg.align(..., assume_canonical=True), a guess.",
 )
-def guessed_ids(look: Look) -> Hits:
+def guessed_ids(look: TraceBatch) -> Hits:
     """Sees turns of tiers T4 and T5: as many logprobs as the text, or the message, has canonical tokens.
 
     Threshold: any turn: of a policy that was sampled hot, 26 of 164 such turns had other ids.
     """
-    guessed = np.isin(look.sequences.tier[look.own], [TIERS.index(name) for name in GUESSED])
+    guessed = np.isin(look.sequences.tier[look.own], [TIERS.index(name) for name in ASSUMED_LEVELS])
     hit = np.bincount(look.own_generation[guessed], minlength=look.generations) > 0
     return look.hits(hit, None, lambda g: f"{int(look['logprobs'][g])} logprobs and no token")
 
@@ -84,7 +84,7 @@ def guessed_ids(look: Look) -> Hits:
     "and will not see when it is served rightly.",
     cure="Record with add_special_tokens=False where the template writes the BOS itself; keep these traces apart.",
 )
-def double_bos(look: Look) -> Hits:
+def double_bos(look: TraceBatch) -> Hits:
     """Sees recorded prompt ids whose first two are one special token, and R16.
 
     Threshold: any turn: no template writes its first special token twice.
@@ -103,7 +103,7 @@ def double_bos(look: Look) -> Hits:
     hurts="The decision to stop is not trained: the policy learns what to say and never when to end, and answers grow.",
     cure="Record the stop token: return_token_ids on vLLM and SGLang, include_stop_str_in_output, or no_stop_trim.",
 )
-def missing_stop_tokens(look: Look) -> Hits:
+def missing_stop_tokens(look: TraceBatch) -> Hits:
     """Sees turns that finished by themselves (not by length, not by a stop string) whose tokens hold no end (R06).
 
     Threshold: any turn is a note; it costs from 1 % of turns, where the habit of stopping begins to move.
@@ -118,7 +118,7 @@ def missing_stop_tokens(look: Look) -> Hits:
     "model. The recorded experts are kept beside the tokens and not replayed.",
     cure="Train with a loss that masks what differs most: --objective ICEPOP, or GSPO.",
 )
-def mixture_of_experts(look: Look) -> Hits:
+def mixture_of_experts(look: TraceBatch) -> Hits:
     """Sees turns of records that hold the experts a server chose (routed_experts, or routing_matrix).
 
     Threshold: any turn is a note.
@@ -135,7 +135,7 @@ def mixture_of_experts(look: Look) -> Hits:
     hurts="The reward judges a text that the policy had not finished; a good start is punished for the limit.",
     cure="Raise max_tokens when recording, or mask them (DAPO's overlong filtering), or shape the reward by length.",
 )
-def truncated(look: Look) -> Hits:
+def truncated(look: TraceBatch) -> Hits:
     """Sees turns cut by length or aborted, and turns without a finish reason whose last token is no special one.
 
     Threshold: any turn is a note; it costs from 5 % of turns: below, it is the tail that every limit cuts.
@@ -157,7 +157,7 @@ def truncated(look: Look) -> Hits:
     "Nothing leaves these turns out.",
     cure="Record ids and logprobs of the whole response, of a stream those of every chunk, with an empty delta too.",
 )
-def lost_chunks(look: Look) -> Hits:
+def lost_chunks(look: TraceBatch) -> Hits:
     """Sees turns whose tokens spell fewer bytes than the message has, or that list fewer than usage counts, and that
     no other finding explains: a broken stream, a call that is not listed, hidden reasoning, another tokenizer.
 
@@ -189,7 +189,7 @@ def lost_chunks(look: Look) -> Hits:
     "behind it in its trace: it was sampled after other tokens.",
     cure="Record the whole response; of a stream every chunk, with an empty delta too, up to its finish reason.",
 )
-def broken_turns(look: Look) -> Hits:
+def broken_turns(look: TraceBatch) -> Hits:
     """Sees streams that end without their end, or within a chunk, and token lists that spell a part of the message or
     of its tool calls, or of a stream fewer ids than its usage counts (R28).
 
@@ -206,7 +206,7 @@ def broken_turns(look: Look) -> Hits:
     cure="Record token ids (return_token_ids on vLLM and SGLang), or calls one by one, without --map.session: then "
     "each has the whole history as its prompt.",
 )
-def unlisted_calls(look: Look) -> Hits:
+def unlisted_calls(look: TraceBatch) -> Hits:
     """Sees turns with tool calls whose tokens, by their texts, spell the words and no call: its name is not there.
 
     Threshold: any turn; what is trained is as it was sampled.
@@ -228,7 +228,7 @@ def unlisted_calls(look: Look) -> Hits:
     "is of another distribution.",
     cure="Record from a server that returns its reasoning tokens, or train the text without a ratio (--text-only).",
 )
-def hidden_reasoning(look: Look) -> Hits:
+def hidden_reasoning(look: TraceBatch) -> Hits:
     """Sees turns whose usage counts reasoning tokens that the token list lacks.
 
     Threshold: a list shorter than usage by more than 2 tokens and 2 %, with reasoning counted. Wrong from 1 %.
@@ -250,7 +250,7 @@ def hidden_reasoning(look: Look) -> Hits:
     "not recorded; if not, every ratio is of another prompt.",
     cure="Record prompt_token_ids, or say the system message in every request.",
 )
-def injected_system(look: Look) -> Hits:
+def injected_system(look: TraceBatch) -> Hits:
     """Sees turns without a system message that the template would give one, unless recorded prompt ids confirm it.
 
     Threshold: any turn whose prompt must be rendered, or whose recorded prompt ids are not what the template gives
@@ -275,7 +275,7 @@ def injected_system(look: Look) -> Hits:
     cure="Give the model folder the template of the server. Send the content as that template takes it, "
     "and roles that it writes; else record prompt_token_ids.",
 )
-def missing_messages(look: Look) -> Hits:
+def missing_messages(look: TraceBatch) -> Hits:
     """Sees turns with a message of which the text, a tool call or a tool result is nowhere in the prompt (R36): the
     rendered one, or the recorded ids decoded where they differ from it. Texts are compared without white space,
     arguments by their values. Reasoning and media may be missing, and what an assistant says beside its tool calls
@@ -293,7 +293,7 @@ def missing_messages(look: Look) -> Hits:
     "template that is not the server's.",
     cure="Give the model folder the chat template, tools and template_kwargs (date, enable_thinking) of the server.",
 )
-def other_prompt(look: Look) -> Hits:
+def other_prompt(look: TraceBatch) -> Hits:
     """Sees recorded prompt ids that are not those of the rendered messages: R31, and R18 for an injected date.
 
     Threshold: any turn; a note, because recorded ids win over rendering.
@@ -308,7 +308,7 @@ def other_prompt(look: Look) -> Hits:
     hurts="Only the end of the turn is trained: its reward teaches the policy to stop at once, or not to.",
     cure="Were they sampled, leave them. Else they are failed calls that were logged as answers: leave them out.",
 )
-def empty_answers(look: Look) -> Hits:
+def empty_answers(look: TraceBatch) -> Hits:
     """Sees turns whose message has neither text nor reasoning nor a tool call.
 
     Threshold: any turn is a note; it costs from 10 % of turns.
@@ -316,25 +316,25 @@ def empty_answers(look: Look) -> Hits:
     hit = np.zeros(look.generations, bool)
     short = np.flatnonzero((look.aligned > 0) & (look.aligned <= FEW) & (look["tokens"] <= 1))
     for trace in np.unique(look.trace[short]):
-        messages = said(look.traces.core, int(trace))
+        messages = turn_messages(look.traces.core, int(trace))
         for g in short[look.trace[short] == trace]:
             words = [messages[int(look.turn[g])].get(key) for key in WORDS]
             hit[g] = not any(field.strip() if isinstance(field, str) else field for field in words)
     return look.hits(hit)
 
 
-def _ends_with_special(look: Look) -> NDArray[np.bool_]:
+def _ends_with_special(look: TraceBatch) -> NDArray[np.bool_]:
     """Return [G] bool: whether the last id is a special token."""
     return look.vocabulary.is_special(look.last_id)
 
 
-def _spelled_bytes(look: Look) -> NDArray[np.int64]:
+def _spelled_bytes(look: TraceBatch) -> NDArray[np.int64]:
     """Return [G] bytes that the ids in a branch spell, without a final special token."""
     size = look.vocabulary.spelled
     spelled = np.bincount(look.own_generation, size(look.sequences.ids[look.own]), minlength=look.generations)
     return spelled - np.where(_ends_with_special(look), size(look.last_id), 0)
 
 
-def _lists_fewer(look: Look, used: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _lists_fewer(look: TraceBatch, used: NDArray[np.int64]) -> NDArray[np.bool_]:
     gap = used - look["tokens"]
     return (look["tokens"] > 0) & (gap > SLACK) & (gap > SHARE * used)

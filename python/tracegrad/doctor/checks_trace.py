@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tracegrad import _core
 from tracegrad.data.trace import Trace, Traces
 from tracegrad.doctor.finding import Hits, check
-from tracegrad.doctor.trace_batch import Look
+from tracegrad.doctor.trace_batch import TraceBatch
 
 OPENER, CLOSER = b"<think>", b"</think>"
 _NUMBERED = re.compile(rb'"index"\s*:\s*[1-9]')
@@ -27,7 +27,7 @@ REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
     cure="Intended (Qwen3's own template does it): leave it. Else serve a template that keeps the reasoning, and send "
     "it back in the messages.",
 )
-def dropped_reasoning(look: Look) -> Hits:
+def dropped_reasoning(look: TraceBatch) -> Hits:
     """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it). An
     empty thought is none.
 
@@ -43,7 +43,7 @@ def dropped_reasoning(look: Look) -> Hits:
     return look.hits(hit, None, lambda g: lost[g][1])
 
 
-def _thought_is_lost(look: Look, before: int, after: int) -> bool:
+def _thought_is_lost(look: TraceBatch, before: int, after: int) -> bool:
     """Return whether turn `before` closed a non-empty thought that is missing from the prompt of turn `after`."""
     turn_bytes, span = _turn_bytes(look, before), _token_positions(look, after)
     if not len(span) or not _closes_thought(turn_bytes):
@@ -52,12 +52,12 @@ def _thought_is_lost(look: Look, before: int, after: int) -> bool:
     return turn_bytes not in look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[start : span[0]])
 
 
-def _token_positions(look: Look, generation: int) -> NDArray[np.int64]:
+def _token_positions(look: TraceBatch, generation: int) -> NDArray[np.int64]:
     """Return the positions of a turn's sampled tokens."""
     return look.own[slice(*np.searchsorted(look.own_generation, [generation, generation + 1]))]
 
 
-def _turn_bytes(look: Look, generation: int) -> bytes:
+def _turn_bytes(look: TraceBatch, generation: int) -> bytes:
     """Return the bytes that the sampled tokens of a turn spell."""
     return look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[_token_positions(look, generation)])
 
@@ -77,7 +77,7 @@ def _closes_thought(turn_bytes: bytes) -> bool:
     cure="Compaction on purpose: leave it. Else append to the messages and never edit them: no trimming, no re-parsed "
     "tool calls, no changed dates. If the text is the same, the server tokenised it anew: send the ids back.",
 )
-def history_rewritten(look: Look) -> Hits:
+def history_rewritten(look: TraceBatch) -> Hits:
     """Sees turns whose prompt extends no earlier turn of their trace (R19, R20), reasoning dropped by templates apart.
 
     Threshold: any turn is a note; it costs from 5 % of turns, where most prompts are computed twice.
@@ -99,7 +99,7 @@ def history_rewritten(look: Look) -> Hits:
     cure='Record the schemas beside the messages, {"messages": [...], "tools": [...]}, or the whole request, or '
     "prompt_token_ids. tracegrad doctor --rescore says how far the logprobs are off.",
 )
-def unrecorded_tools(look: Look) -> Hits:
+def unrecorded_tools(look: TraceBatch) -> Hits:
     """Sees turns with logprobs of traces in which a turn ended with tool calls, and no tools or prompt ids stand.
 
     Threshold: any turn, as its prompt is not the one it was sampled after.
@@ -119,7 +119,7 @@ def unrecorded_tools(look: Look) -> Hits:
     cure="Tell doctor a larger --max-tokens if the model reads more. Else leave them out of the records, or train with "
     "--pack.token_budget at the limit and --pack.too_long drop or truncate: cut, they lose their end.",
 )
-def overlong(look: Look) -> Hits:
+def overlong(look: TraceBatch) -> Hits:
     """Sees traces with a branch longer than --max-tokens, by default the config's max_position_embeddings.
 
     Threshold: any trace; past its positions a model was never trained, and a forward pass may fail.
@@ -146,7 +146,7 @@ def overlong(look: Look) -> Hits:
     "them: tracegrad score.",
     hides=("equal_rewards",),
 )
-def no_rewards(look: Look) -> Hits:
+def no_rewards(look: TraceBatch) -> Hits:
     """Sees traces that have no finite reward, neither `reward` nor any of `rewards`, nor one on a message.
 
     Threshold: any trace costs itself; wrong where none has one.
@@ -165,7 +165,7 @@ def no_rewards(look: Look) -> Hits:
     hurts="An evaluation on prompts that were trained on measures memory: its figure says nothing of new prompts.",
     cure="Take these traces out of the training file, or other prompts for the evaluation.",
 )
-def contaminated(look: Look) -> Hits:
+def contaminated(look: TraceBatch) -> Hits:
     """Sees traces whose first prompt is, message for message, one of the file given with --held-out.
 
     Threshold: any trace. Equal are role and content of all messages before the first turn but system ones, white space
@@ -191,7 +191,7 @@ def contaminated(look: Look) -> Hits:
     cure="Trajectories that were cut off: leave them. Else the answer was recorded apart: put it behind the messages, "
     'or write {"request": {"messages": [...]}, "response": {...}}.',
 )
-def unanswered(look: Look) -> Hits:
+def unanswered(look: TraceBatch) -> Hits:
     """Sees traces whose last message was not sampled, though one before it was.
 
     Threshold: any trace is a note, as a limit of turns leaves such ones; it costs from 5 % of traces.
@@ -210,7 +210,7 @@ def unanswered(look: Look) -> Hits:
     cure='Name the one that was used, "choice": 2 counted from 0; or write one reward for each of them as a list '
     "beside the response: then each is a trace.",
 )
-def unused_choices(look: Look) -> Hits:
+def unused_choices(look: TraceBatch) -> Hits:
     """Sees single calls whose response has several choices, of which the record does not say which one was used.
 
     Threshold: any choice; wrong from 1 % of the choices. In a conversation of several calls the next one says it.

@@ -1,4 +1,4 @@
-"""Run all checks over a file in bounded memory (`examine`), and suggest the command to run next."""
+"""Run all checks over a file in bounded memory (`diagnose`), and suggest the command to run next."""
 
 import os
 import shlex
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from tracegrad import _html, data
 from tracegrad.alignment.align import align
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Data, Map
+from tracegrad.config import Data, FieldMap
 from tracegrad.data import Progress, infer_fields, stream
-from tracegrad.data.field_map import which_reward
+from tracegrad.data.field_map import describe_reward_choice
 from tracegrad.data.infer_fields import Candidates
 from tracegrad.data.sampling import model_defaults
 from tracegrad.data.trace import Traces
@@ -30,16 +30,16 @@ from tracegrad.doctor import (
 )
 from tracegrad.doctor.checks_trace import prompt_hashes
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
-from tracegrad.doctor.stats import Spread, Whole
-from tracegrad.doctor.trace_batch import Look, Vocabulary
+from tracegrad.doctor.stats import DatasetStats, SpreadSample
+from tracegrad.doctor.trace_batch import TraceBatch, Vocabulary
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.recipes import Advice
 from tracegrad.storage.files import read_json
 
 SAMPLE = 200
-TOLD = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
+FIXED_BY_FLAG = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
 """Findings that a flag of the suggested command fixes."""
-NUMBERS = (
+LOGPROB_FINDINGS = (
     "raw_at_temperature",
     "reshaped_sampling",
     "wrong_tokenizer",
@@ -53,13 +53,13 @@ NUMBERS = (
 TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
 
 
-def command(
+def next_command(
     named: Sequence[str],
     model: Path,
-    told: Map,
+    told: FieldMap,
     kind: str | None,
     found: Sequence[Finding],
-    whole: Whole,
+    whole: DatasetStats,
     seems: tuple[Candidates, Sequence[str]],
     rescored: bool = False,
     defaults: str | None = None,
@@ -72,7 +72,7 @@ def command(
     """
     by_name = {finding.name: finding for finding in found}
     wrong = {finding.name for finding in found if finding.severity == Severity.WRONG}
-    fixable = {*TOLD, *NUMBERS, "shifted_logprobs"}
+    fixable = {*FIXED_BY_FLAG, *LOGPROB_FINDINGS, "shifted_logprobs"}
     if list(named) == ["-"] or wrong - fixable or (rescored and "shifted_logprobs" in wrong):
         return ""
     candidates, missing = seems
@@ -91,7 +91,7 @@ def command(
     no_logprobs = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
     foreign_ids = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
     text_only = no_logprobs is not None and no_logprobs.count == no_logprobs.of
-    text_only = text_only or bool(wrong.intersection(NUMBERS) - {"wrong_tokenizer"})
+    text_only = text_only or bool(wrong.intersection(LOGPROB_FINDINGS) - {"wrong_tokenizer"})
     text_only = text_only or (foreign_ids is not None and foreign_ids.count * 2 > foreign_ids.of)
     if not whole.traces:
         if not (sample := _sample(named, map_flags)):
@@ -124,7 +124,7 @@ def _can_hold_out(equal: Hits) -> bool:
     return equal.of - equal.count > max(round(Data().holdout * equal.of), 1)
 
 
-def _reward_flag(whole: Whole) -> list[str]:
+def _reward_flag(whole: DatasetStats) -> list[str]:
     """Return the flag that selects rewards if there are several and none of them is the total.
 
     It selects the first reward that differs between traces. Traces that never have it, such as those of another task,
@@ -139,14 +139,14 @@ def _reward_flag(whole: Whole) -> list[str]:
     return ["--data.reward", ",".join(chosen)] if "reward" not in spans and len(spans) > 1 and varying else []
 
 
-def untold(whole: Whole) -> list[str]:
+def unspecified_lines(whole: DatasetStats) -> list[str]:
     """Return lines about what the records leave open: which reward to train on, and the kind of the logprobs."""
     lines = []
     if flag := _reward_flag(whole):
         spans = list(whole.rewards.spans.items())[:8]
         names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
         lines.append(f"found    several rewards and no total, {names}: {shlex.join(flag)}")
-    lines += which_reward(list(whole.rewards.spans))
+    lines += describe_reward_choice(list(whole.rewards.spans))
     if whole.unsaid:
         kinds = "--logprob-kind raw, vLLM's default, or processed"
         lines.append(f"found    {whole.unsaid:,} turns do not say what their logprobs are of: {kinds}")
@@ -159,7 +159,7 @@ def _sample(named: Sequence[str], flags: Sequence[str]) -> Traces | None:
     mapping = {name.removeprefix("--map."): path for name, path in pairs.items()}
     unjoined = {name: path for name, path in mapping.items() if name not in ("session", "order")}
     try:
-        return data.together(data.stream(list(named), map=unjoined, on_error="skip", limit=SAMPLE))
+        return data.concatenate(data.stream(list(named), map=unjoined, on_error="skip", limit=SAMPLE))
     except TracegradError:
         return None
 
@@ -167,7 +167,7 @@ def _sample(named: Sequence[str], flags: Sequence[str]) -> Traces | None:
 BATCH = 128
 SHOWN = 10
 
-OF_BATCHES: tuple[Check, ...] = (
+BATCH_CHECKS: tuple[Check, ...] = (
     checks_tokens.wrong_tokenizer,
     checks_tokens.placeholder_ids,
     checks_images.media,
@@ -224,12 +224,12 @@ OF_MODELS: tuple[Check, ...] = (
     rescore.other_pictures,
     rescore.broken_pictures,
 )
-CHECKS: tuple[Check, ...] = (OF_BATCHES[0], OF_FILES[0], *OF_BATCHES[1:], *OF_FILES[1:], *OF_MODELS)
+CHECKS: tuple[Check, ...] = (BATCH_CHECKS[0], OF_FILES[0], *BATCH_CHECKS[1:], *OF_FILES[1:], *OF_MODELS)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `examine` that the checks read.
+    """Options of `diagnose` that the checks read.
 
     Args:
         max_tokens: longest branch, in tokens; None means no limit.
@@ -242,7 +242,7 @@ class Options:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """Result of `examine`.
+    """Result of `diagnose`.
 
     Args:
         source: the file as the user named it.
@@ -310,7 +310,7 @@ class Diagnosis:
         return result if self.advice is None else {**result, "advice": self.advice.as_dict()}
 
 
-def examine(
+def diagnose(
     source: str | os.PathLike[str] | Sequence[str],
     model: str | os.PathLike[str],
     *,
@@ -320,7 +320,7 @@ def examine(
     sampling_defaults: Literal["neutral", "model"] | None = None,
     server_profile: str | None = None,
     rescored: int = 0,
-    map: Map | None = None,
+    map: FieldMap | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Diagnosis:
     """Check a file of any size. Memory grows with groups and long traces (a hash each), not with tokens.
@@ -355,13 +355,13 @@ def examine(
             f"TG-DOCTOR-002: rescored is {rescored}. It is a number of traces. Leave it out, or give one from 1."
         )
     tokenizer = Tokenizer.from_pretrained(model)
-    options = Options(max_tokens or positions(model), _held_out(held_out))
+    options = Options(max_tokens or max_position_embeddings(model), _held_out(held_out))
     vocabulary = Vocabulary.of(tokenizer)
     defaults = model_defaults(model)
     server_defaults = defaults if sampling_defaults == "model" else None
-    whole, hits = Whole(source), {check.name: Hits() for check in OF_BATCHES}
+    whole, hits = DatasetStats(source), {check.name: Hits() for check in BATCH_CHECKS}
     traces = stream(paths, map=map, batch=BATCH, on_error="skip", progress=progress)
-    sample = Spread(rescored)
+    sample = SpreadSample(rescored)
     for part in traces:
         settings = {
             "logprob_kind": logprob_kind,
@@ -369,9 +369,9 @@ def examine(
             "sampling_defaults": server_defaults,
         }
         sequences = align(part, tokenizer, **settings, on_error="skip")
-        look = Look(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
+        look = TraceBatch(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
         whole.add(look)
-        for check in OF_BATCHES:
+        for check in BATCH_CHECKS:
             hits[check.name] += check.run(look)
         sample.add(part)
     whole.read = traces.read_report
@@ -382,7 +382,7 @@ def examine(
         hits |= {check.name: check.run(comparison) for check in OF_MODELS}
         if (mass := comparison.advice.measured.kept) is not None:
             hits["reshaped_sampling"] = _with_kept_mass(hits["reshaped_sampling"], mass)
-        shift = checks_shift.against_model(comparison)
+        shift = checks_shift.model_shift_hits(comparison)
         hits["shifted_logprobs"] = hits["shifted_logprobs"] if shift is None else shift
     results = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]
     findings, advice = (
@@ -396,14 +396,14 @@ def examine(
             "call of a model with an answer. Check that it is the right file, and that what wrote it did not break "
             "off."
         )
-    map, names = map or Map(), {finding.name for finding in results if finding is not None}
+    map, names = map or FieldMap(), {finding.name for finding in results if finding is not None}
     missing = _unspecified(map, names, whole)
-    guesses = infer_fields.find(paths, map, missing) if missing else infer_fields.Candidates(0, ())
+    guesses = infer_fields.infer(paths, map, missing) if missing else infer_fields.Candidates(0, ())
     context = (map, logprob_kind, findings, whole, (guesses, missing), bool(comparison), sampling_defaults)
-    following = command(paths, model, *context)
+    following = next_command(paths, model, *context)
     if server_profile and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
-    totals, lines = (whole.traces, whole.turns, whole.terms), (*guesses.lines(missing), *untold(whole))
+    totals, lines = (whole.traces, whole.turns, whole.terms), (*guesses.lines(missing), *unspecified_lines(whole))
     return Diagnosis(source, *totals, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
 
 
@@ -415,7 +415,7 @@ def _with_kept_mass(hits: Hits, mass: tuple[float, float]) -> Hits:
     )
 
 
-def _unspecified(mapping: Map, names: set[str], whole: Whole) -> list[str]:
+def _unspecified(mapping: FieldMap, names: set[str], whole: DatasetStats) -> list[str]:
     """Return which of reward, group, sampling and session neither the records nor the user specify."""
     missing = ["reward"] * (not whole.traces or not whole.rewards.spans)
     missing += ["group"] * ("lone_traces" in names or not whole.grouped)
@@ -430,7 +430,7 @@ def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(shown, key=lambda finding: (-finding.severity, -(finding.share or 1.0))))
 
 
-def positions(model: Path) -> int | None:
+def max_position_embeddings(model: Path) -> int | None:
     """Return max_position_embeddings of the model's config.json; None if it is not there."""
     try:
         config = read_json(model / "config.json")

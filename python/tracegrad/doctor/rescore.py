@@ -15,7 +15,7 @@ from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.shift_test import LagTest, lag_test
 from tracegrad.doctor.trace_batch import Array
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.images.processor import is_transparent, pixels
+from tracegrad.images.processor import decode_image, is_transparent
 from tracegrad.packing import pack
 from tracegrad.recipes import Advice, for_data
 from tracegrad.trainer.token_log import subset
@@ -27,7 +27,7 @@ ROW = 8192  # tokens of a packed row, or those of the longest branch if it has m
 
 
 @dataclass(frozen=True)
-class Rescored:
+class LogprobComparison:
     """Recorded and recomputed logprobs of the same trained tokens.
 
     Args:
@@ -44,7 +44,7 @@ class Rescored:
     cu_turns: Array
     first: list[Place]
     advice: Advice
-    seen: "Seen | None" = None
+    seen: "ImageContext | None" = None
     broken: Hits = field(default_factory=Hits)
 
     def lags(self) -> LagTest:
@@ -53,7 +53,7 @@ class Rescored:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImageContext:
     """Images before rescored tokens.
 
     Args:
@@ -68,7 +68,7 @@ class Seen:
     backend: str
 
     @classmethod
-    def of(cls, sequences: Sequences, terms: Array) -> "Seen | None":
+    def of(cls, sequences: Sequences, terms: Array) -> "ImageContext | None":
         """Return the images before these tokens [M]; None if there are no images."""
         if (images := sequences.images) is None or not len(images):
             return None
@@ -105,7 +105,7 @@ class Seen:
     "clipped or masked for a difference that no training made.",
     cure="Give --model the weights that sampled. If it has them, look at temperature, template and precision.",
 )
-def other_model(found: Rescored) -> Hits:
+def other_model(found: LogprobComparison) -> Hits:
     """Sees recorded logprobs more than 0.5 nats from those of the model in --model; only with --rescore.
 
     Threshold: a note from 1 % of tokens, as engines in bf16 differ on a few; it costs from 5 %, where the policy has
@@ -129,7 +129,7 @@ def other_model(found: Rescored) -> Hits:
     cure="Record the logprobs that the server returned with the tokens. Recomputed ones are `old_logprobs`, never "
     "those of the policy that sampled.",
 )
-def own_logprobs(found: Rescored) -> Hits:
+def own_logprobs(found: LogprobComparison) -> Hits:
     """Sees recorded logprobs that are equal to the recomputed ones to the last bit of float32; only with --rescore.
 
     Threshold: 99 % of at least 64 tokens below probability 0.999: other code for the same weights, or another batch,
@@ -154,7 +154,7 @@ def own_logprobs(found: Rescored) -> Hits:
     "preprocessor_config.json. Install torchvision: servers resize by it, and Pillow's pixels differ by a level. A "
     "server that lays transparent pixels on another colour (media_io_kwargs) needs pictures without them.",
 )
-def other_pictures(found: Rescored) -> Hits:
+def other_pictures(found: LogprobComparison) -> Hits:
     """Sees tokens behind pictures whose logprob is more than 0.02 nats, and four times what 95 % of those of text are,
     from the model's; 0.1 nats where there is no text. Only with --rescore.
 
@@ -181,7 +181,7 @@ def other_pictures(found: Rescored) -> Hits:
     cure="Leave their traces out, or record the files whole. Where a server answered after such a file, it was read "
     "by more forgiving code than Pillow's, and what the policy saw is not known.",
 )
-def broken_pictures(found: Rescored) -> Hits:
+def broken_pictures(found: LogprobComparison) -> Hits:
     """Sees pictures of the rescored traces whose header is read and whose pixels are not: cut off, of another size than
     the header says, with a broken stream; only with --rescore, which leaves their traces out.
 
@@ -190,11 +190,11 @@ def broken_pictures(found: Rescored) -> Hits:
     return found.broken
 
 
-def _image_note(rescored: Rescored) -> str:
+def _image_note(rescored: LogprobComparison) -> str:
     return "" if rescored.seen is None else f"; {rescored.seen.words(np.abs(rescored.recorded - rescored.recomputed))}"
 
 
-def _place(rescored: Rescored, at: int) -> Place:
+def _place(rescored: LogprobComparison, at: int) -> Place:
     turn = int(np.searchsorted(rescored.cu_turns, at, side="right")) - 1
     return replace(rescored.first[turn], token=at - int(rescored.cu_turns[turn]))
 
@@ -206,7 +206,7 @@ def rescore(
     logprob_kind: str | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
     server_profile: str | None = None,
-) -> Rescored | None:
+) -> LogprobComparison | None:
     """Return the model's logprobs of the sampled tokens of these traces.
 
     Return None if no token is trained and no image is broken. If no token has a recorded logprob, there is nothing to
@@ -224,7 +224,7 @@ def rescore(
         return None
     terms = sequences.terms[~np.isnan(sequences.rollout_logprobs[sequences.terms])]
     if not len(terms):
-        return Rescored(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(aligned), broken=broken)
+        return LogprobComparison(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(aligned), broken=broken)
     recomputed = _recomputed(sequences, model)
     advice, recomputed = for_data(sequences, recomputed), recomputed[terms]
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms]
@@ -236,8 +236,10 @@ def rescore(
         for trace_id in [sequences.trace_ids[owner[index]]]
     ]
     cu = np.concatenate([start, [len(terms)]])
-    seen = Seen.of(sequences, terms)
-    return Rescored(sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice, seen, broken)
+    seen = ImageContext.of(sequences, terms)
+    return LogprobComparison(
+        sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice, seen, broken
+    )
 
 
 def _without_broken_images(sequences: Sequences, place: Callable[[int], Place]) -> tuple[Sequences, Hits]:
@@ -255,7 +257,7 @@ def _without_broken_images(sequences: Sequences, place: Callable[[int], Place]) 
             f"picture {table.digest[row].tobytes().hex()[:16]}",
         )
         try:
-            pixels(table.bytes_of(row), name, table.media_type[row], size)
+            decode_image(table.bytes_of(row), name, table.media_type[row], size)
         except ReadError as error:
             errors[row] = str(error)
     if not errors:

@@ -1,7 +1,7 @@
 """Collect statistics of a file while it streams: hashes, counters, and a bounded sample of tokens.
 
-`Whole.add` adds one batch; `checks_dataset` reads the totals at the end. Memory grows by a few numbers per trace and
-group, not with tokens.
+`DatasetStats.add` adds one batch; `checks_dataset` reads the totals at the end. Memory grows by a few numbers per
+trace and group, not with tokens.
 """
 
 import itertools
@@ -12,10 +12,10 @@ from functools import cached_property
 import numpy as np
 
 from tracegrad.data.codes import LOGPROB_KINDS
-from tracegrad.data.trace import Line, ReadReport, Traces, located
-from tracegrad.doctor.checks_logprobs import Zeros, lag_of_tops
+from tracegrad.data.trace import Line, ReadReport, Traces, format_location
+from tracegrad.doctor.checks_logprobs import Zeros, top_logprobs_lag
 from tracegrad.doctor.finding import Hits, Place
-from tracegrad.doctor.trace_batch import Array, Look
+from tracegrad.doctor.trace_batch import Array, TraceBatch
 
 SAMPLE_TOKENS = 1 << 17  # most tokens kept for the lag test
 SAMPLE_TRACES = 64  # traces whose JSON is parsed a second time
@@ -53,7 +53,7 @@ class Hashes:
         return seen | repeated
 
 
-WORDS = (
+COPY_DESCRIPTIONS = (
     "the same record, id included, stands earlier in the file",
     "responses with the same ids stand earlier in the file",
     "the same tokens with the same logprobs stand earlier in the file",
@@ -62,7 +62,7 @@ WORDS = (
 
 
 @dataclass
-class Copies:
+class Duplicates:
     """Traces that occur in the file a second time, by their record, by a response id, or by improbable tokens."""
 
     seen: Hashes = field(default_factory=Hashes)
@@ -70,30 +70,30 @@ class Copies:
     first: Place | None = None
     found: str = ""
 
-    def add(self, look: Look) -> None:
+    def add(self, look: TraceBatch) -> None:
         """Look up each trace of the batch, then remember it."""
         trace, kind, mark = _marks(look)
         repeated = {int(look.trace[g]): text for g, (_, text) in sorted(look.drift(30).items(), reverse=True)}
         repeats = np.flatnonzero(self.seen.add(mark))
         for row in repeats[::-1]:
-            repeated[int(trace[row])] = WORDS[kind[row]]
+            repeated[int(trace[row])] = COPY_DESCRIPTIONS[kind[row]]
         self.count += len(repeated)
         if repeated and self.first is None:
             index = min(repeated)
             self.first, self.found = look.trace_at(index), repeated[index]
 
 
-def _marks(look: Look) -> tuple[Array, Array, Array]:
+def _marks(look: TraceBatch) -> tuple[Array, Array, Array]:
     """Return the marks that identify a copy of a trace.
 
-    Each mark has the index of the trace in the batch, an index into `WORDS`, and a hash. The marks of a trace are
-    ordered from the most to the least certain.
+    Each mark has the index of the trace in the batch, an index into `COPY_DESCRIPTIONS`, and a hash. The marks of a
+    trace are ordered from the most to the least certain.
     """
     core, marks = look.traces.core, []
     for index in range(len(look.traces)):
         record = core.record(index)
         file, line = core.location(index)
-        if core.id(index) not in ("", located(file or "", line or 0)):
+        if core.id(index) not in ("", format_location(file or "", line or 0)):
             marks.append((index, 0, hash(record)))
         if b'"id"' in record and (response_ids := set(RESPONSE_ID.findall(record))):
             # All choices of one stream share an id, so the choice is part of the mark.
@@ -103,7 +103,7 @@ def _marks(look: Look) -> tuple[Array, Array, Array]:
     return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
-def _improbable_marks(look: Look) -> list[tuple[int, int, int]]:
+def _improbable_marks(look: TraceBatch) -> list[tuple[int, int, int]]:
     """Return marks of traces, greedy ones excepted, whose tokens are too improbable to be drawn twice by chance."""
     owner = look.trace[look.own_generation]
     ids, logprobs = look.sequences.ids[look.own], look.sequences.rollout_logprobs[look.own]
@@ -139,7 +139,7 @@ class Rewards:
     group: list[Array] = field(default_factory=list)
     first: dict[int, tuple[Place, str, int]] = field(default_factory=dict)
 
-    def add(self, look: Look) -> None:
+    def add(self, look: TraceBatch) -> None:
         """Add one batch; keeps 12 bytes for each trace and one place for each group."""
         sequences = look.sequences
         known = ~np.isnan(sequences.rewards)
@@ -175,7 +175,7 @@ class Rewards:
 
 
 @dataclass
-class Alike:
+class UnlikeRewards:
     """Traces that equal an earlier trace of their record token for token, but have another reward."""
 
     seen: dict[bytes, float] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Alike:
     first: Place | None = None
     found: str = ""
 
-    def add(self, look: Look) -> None:
+    def add(self, look: TraceBatch) -> None:
         """Compare the traces of each record, which are neighbours in the batch."""
         sequences = look.sequences
         starts = np.searchsorted(sequences.trace, np.arange(sequences.traces + 1))
@@ -212,7 +212,7 @@ class Versions:
     tokens: dict[int, int] = field(default_factory=dict)
     first: dict[int, Place] = field(default_factory=dict)
 
-    def add(self, look: Look) -> None:
+    def add(self, look: TraceBatch) -> None:
         """Add the recorded tokens of each version."""
         versions = look["version"]
         for version in np.unique(versions):
@@ -241,7 +241,7 @@ class Turn:
 
 
 @dataclass
-class Sample:
+class TurnSample:
     """Turns for the lag test, spread evenly over the file. If there are too many, every second one is dropped."""
 
     stride: int = 1
@@ -249,7 +249,7 @@ class Sample:
     turns: list[Turn] = field(default_factory=list)
     tokens: int = 0
 
-    def add(self, look: Look) -> None:
+    def add(self, look: TraceBatch) -> None:
         """Add every `stride`-th turn that has known ids, at least 3 tokens and at least one logprob."""
         sequences, own = look.sequences, look.own
         logprobs = sequences.rollout_logprobs[own]
@@ -271,7 +271,7 @@ class Sample:
 
 
 @dataclass
-class Tops:
+class TopLogprobsLag:
     """Traces in a sample of 64 whose top_logprobs show that their logprobs belong to a neighbouring token."""
 
     lag: int = 0
@@ -280,16 +280,16 @@ class Tops:
     first: Place | None = None
 
     @classmethod
-    def of(cls, traces: Traces) -> "Tops":
+    def of(cls, traces: Traces) -> "TopLogprobsLag":
         """Check the records of these traces."""
-        lags = [lag_of_tops(trace.record) for trace in traces]
+        lags = [top_logprobs_lag(trace.record) for trace in traces]
         shifted = next((index for index, lag in enumerate(lags) if lag), None)
         if shifted is None:
             return cls(looked=len(lags))
         return cls(lags[shifted], sum(map(bool, lags)), len(lags), Place.of(traces, shifted))
 
 
-class Spread:
+class SpreadSample:
     """Traces spread evenly over a file of unknown length.
 
     As soon as more than twice the wanted number is kept, every second one is dropped.
@@ -314,7 +314,7 @@ class Spread:
 
 
 @dataclass
-class Whole:
+class DatasetStats:
     """Statistics of a whole file.
 
     Args:
@@ -339,25 +339,25 @@ class Whole:
     terms: int = 0
     unaligned: int = 0
     first_error: str = ""
-    copies: Copies = field(default_factory=Copies)
+    copies: Duplicates = field(default_factory=Duplicates)
     rewards: Rewards = field(default_factory=Rewards)
-    alike: Alike = field(default_factory=Alike)
+    alike: UnlikeRewards = field(default_factory=UnlikeRewards)
     versions: Versions = field(default_factory=Versions)
-    sample: Sample = field(default_factory=Sample)
+    sample: TurnSample = field(default_factory=TurnSample)
     zeros: Zeros = field(default_factory=Zeros)
     headless: Hits = field(default_factory=Hits)
     promptless: int = 0
     silent: int = 0
     unsaid: int = 0
     heatless: int = 0
-    few: Spread = field(default_factory=lambda: Spread(SAMPLE_TRACES))
+    few: SpreadSample = field(default_factory=lambda: SpreadSample(SAMPLE_TRACES))
 
     @cached_property
-    def tops(self) -> Tops:
+    def tops(self) -> TopLogprobsLag:
         """Result of comparing logprobs with top_logprobs on a few traces."""
-        return Tops.of(self.few.traces())
+        return TopLogprobsLag.of(self.few.traces())
 
-    def add(self, look: Look) -> None:
+    def add(self, look: TraceBatch) -> None:
         """Add one batch."""
         drift = look.sequences.drift
         self.traces += len(look.traces)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.alignment.mismatch import SPELLED, said, without_call
+from tracegrad.alignment.mismatch import SPELLED, lacks_tool_call, turn_messages
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.codes import LOGPROB_KINDS, SAMPLED
-from tracegrad.data.field_map import loads
+from tracegrad.data.field_map import parse_record
 from tracegrad.data.json_path import DEEPEST
-from tracegrad.data.sampling import MASKS, OFF, mismatch
+from tracegrad.data.sampling import MASKS, NEUTRAL_VALUES, mismatch
 from tracegrad.data.trace import Traces
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.errors import TemplateError
@@ -48,7 +48,7 @@ class Vocabulary:
         ids, core = range(len(tokenizer)), tokenizer._core
         special = np.fromiter(map(core.is_special, ids), bool)
         size = np.fromiter((len(core.token_bytes(i) or b"") for i in ids), np.int64)
-        return cls(tokenizer, special, size, injected(tokenizer))
+        return cls(tokenizer, special, size, injected_system_text(tokenizer))
 
     def spelled(self, ids: NDArray[Any]) -> NDArray[np.int64]:
         """Return [n] bytes that each of `ids` [n] spells; 0 for ids outside the tokenizer."""
@@ -61,7 +61,7 @@ class Vocabulary:
         return inside & self.special[np.where(inside, ids, 0)]
 
 
-def injected(tokenizer: Tokenizer) -> str:
+def injected_system_text(tokenizer: Tokenizer) -> str:
     """Return the text that the template writes before the first user message only; "" if it has no words.
 
     It is the text before the first user message, without the ending that the text before the second one shares, and
@@ -84,18 +84,20 @@ def injected(tokenizer: Tokenizer) -> str:
 
 
 Array = NDArray[Any]
-USED = tuple(re.compile(rb'"%s\\*"\s*:\s*(\d{1,18})' % name) for name in (b"completion_tokens", b"output_tokens"))
-THOUGHT = tuple(
+COMPLETION_TOKENS = tuple(
+    re.compile(rb'"%s\\*"\s*:\s*(\d{1,18})' % name) for name in (b"completion_tokens", b"output_tokens")
+)
+REASONING_TOKENS = tuple(
     re.compile(rb'"%s\\*"\s*:\s*(\d{1,18})' % name) for name in (b"reasoning_tokens", b"thoughtsTokenCount")
 )
 ENDED = re.compile(rb'"finish_reason\\*"\s*:(?!\s*null)')
 """Match the end of a choice: earlier chunks have null. In the text of a stream the quotes are escaped."""
 SEVERAL = re.compile(rb'"n"\s*:\s*(?:[2-9]|[1-9]\d+)\s*[,}]')
-OF_REQUEST = {"messages", "prompt", "model", "temperature", "top_p", "max_tokens", "logprobs", "stream", "seed"}
+REQUEST_KEYS = {"messages", "prompt", "model", "temperature", "top_p", "max_tokens", "logprobs", "stream", "seed"}
 """Keys of a request: an object with `n` is a request if it has one of them."""
-SAMPLED_WITH = {"model", "temperature", "top_p", "max_tokens", "max_completion_tokens"}
+SAMPLING_REQUEST_KEYS = {"model", "temperature", "top_p", "max_tokens", "max_completion_tokens"}
 """Keys of a request: an object has sampling options if it has one of them."""
-_NAMES = [name for name in OFF if name != "top_p"]  # top_p and temperature are columns
+_NAMES = [name for name in NEUTRAL_VALUES if name != "top_p"]  # top_p and temperature are columns
 RESHAPING = re.compile(
     rb'"(?:%s)"\s*:(?!\s*(?:null|false|-?[01](?:\.0)?)\s*[,}])|"(?:%s)"\s*:\s*0(?:\.0)?\s*[,}]|'
     rb'"(?:%s)"\s*:\s*-?1(?:\.0)?\s*[,}]|'
@@ -104,8 +106,8 @@ RESHAPING = re.compile(
         "|".join(names).encode()
         for names in (
             _NAMES,
-            [name for name in _NAMES if 0 not in OFF[name]],
-            [name for name in _NAMES if 0 in OFF[name]],
+            [name for name in _NAMES if 0 not in NEUTRAL_VALUES[name]],
+            [name for name in _NAMES if 0 in NEUTRAL_VALUES[name]],
             [*MASKS, "response_format", "tool_choice"],
         )
     )
@@ -123,7 +125,7 @@ def _usage_counts(record: bytes, patterns: Sequence[re.Pattern[bytes]]) -> list[
 
 def _responses(record: bytes) -> Iterator[bytes]:
     """Yield the responses of a record, each as JSON."""
-    parsed = loads(record)
+    parsed = parse_record(record)
     calls = parsed.get("calls") if isinstance(parsed, dict) else None
     for call in calls if isinstance(calls, list) else [parsed]:
         yield json.dumps(call.get("response", call) if isinstance(call, dict) else call).encode()
@@ -131,12 +133,12 @@ def _responses(record: bytes) -> Iterator[bytes]:
 
 def _requests_several_choices(record: bytes) -> bool:
     """Return whether a request in a record, or the parameters next to it, asks for several choices."""
-    return bool(SEVERAL.search(record)) and any(map(_has_several_choices, _request_objects(loads(record))))
+    return bool(SEVERAL.search(record)) and any(map(_has_several_choices, _request_objects(parse_record(record))))
 
 
 def _has_several_choices(request: dict[str, Any]) -> bool:
     n = request.get("n")
-    return isinstance(n, int) and n > 1 and not OF_REQUEST.isdisjoint(request)
+    return isinstance(n, int) and n > 1 and not REQUEST_KEYS.isdisjoint(request)
 
 
 def _request_objects(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
@@ -152,14 +154,14 @@ def _request_objects(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 def _sampling_options(value: Any) -> dict[str, Any]:
     """Return the sampling options in a request, or in an object that contains it."""
-    requests = [request for request in _request_objects(value) if not SAMPLED_WITH.isdisjoint(request)]
+    requests = [request for request in _request_objects(value) if not SAMPLING_REQUEST_KEYS.isdisjoint(request)]
     inner = [request.get(key) for request in requests for key in ("extra_body", "sampling_params")]
     return {
         key: option for request in (*requests, *inner) if isinstance(request, dict) for key, option in request.items()
     }
 
 
-class Look:
+class TraceBatch:
     """One batch of traces as flat columns.
 
     Args:
@@ -258,8 +260,8 @@ class Look:
         for g in np.flatnonzero((self.finish == "tool_calls") & self.known):
             span = slice(cu[g], cu[g + 1])
             if np.isin(tier[span], SPELLED).all():
-                message = said(self.traces.core, int(self.trace[g]))[int(self.turn[g])]
-                flags[g] = without_call(message, self.vocabulary.tokenizer.decode(ids[span].tolist()))
+                message = turn_messages(self.traces.core, int(self.trace[g]))[int(self.turn[g])]
+                flags[g] = lacks_tool_call(message, self.vocabulary.tokenizer.decode(ids[span].tolist()))
         return flags
 
     @cached_property
@@ -282,7 +284,7 @@ class Look:
             record = self.traces.core.record(index)
             if len(ENDED.findall(record)) > end - start or _requests_several_choices(record):
                 continue
-            for patterns, column in ((USED, completion), (THOUGHT, reasoning)):
+            for patterns, column in ((COMPLETION_TOKENS, completion), (REASONING_TOKENS, reasoning)):
                 counts = _usage_counts(record, patterns)
                 if len(counts) > end - start:
                     # Servers that count in every chunk count up, so the largest number is the call's.
@@ -310,7 +312,9 @@ class Look:
             for g, names in self.left_out.items():
                 sampling[g] = {**sampling.get(g, {}), **{name: self.defaults[name] for name in names}}
         for index in range(len(self.traces)):
-            if RESHAPING.search(raw := self.traces.core.record(index)) and isinstance(record := loads(raw), dict):
+            if RESHAPING.search(raw := self.traces.core.record(index)) and isinstance(
+                record := parse_record(raw), dict
+            ):
                 start, end = self.first_generation[index : index + 2]
                 calls = record.get("calls")
                 calls = calls if isinstance(calls, list) else []

@@ -3,8 +3,8 @@
 torch is imported in functions that return tensors.
 """
 
-from tracegrad.images.image_set import Pictures
-from tracegrad.images.processor import Rule
-from tracegrad.images.spans import Images, RowImages
+from tracegrad.images.image_set import Images
+from tracegrad.images.processor import ImageRule
+from tracegrad.images.spans import ImageSpans, RowImages
 
-__all__ = ["Images", "Pictures", "RowImages", "Rule"]
+__all__ = ["ImageRule", "ImageSpans", "Images", "RowImages"]

@@ -1,7 +1,7 @@
 """Store images in a folder that `save` or `prepare` writes, and read them back.
 
-`arrays_of` and `images_of` convert `Images` to named arrays and back. `MediaFile` reads image files from `media.bin`,
-which contains each distinct image once, as it was recorded, one after the other.
+`arrays_of` and `images_of` convert `ImageSpans` to named arrays and back. `MediaFile` reads image files from
+`media.bin`, which contains each distinct image once, as it was recorded, one after the other.
 """
 
 import os
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from tracegrad import _core
 from tracegrad.errors import FormatError, ReadError
-from tracegrad.images.image_set import MEDIA_TYPES, Pictures
-from tracegrad.images.processor import Rule
-from tracegrad.images.spans import Images
+from tracegrad.images.image_set import MEDIA_TYPES, Images
+from tracegrad.images.processor import ImageRule
+from tracegrad.images.spans import ImageSpans
 
 MEDIA = "media.bin"
 PREFIX = "images."
@@ -77,7 +77,7 @@ class MediaFile:
         return data
 
 
-def used(images: Images) -> Images:
+def drop_unused(images: ImageSpans) -> ImageSpans:
     """Return the images without unused pictures, in the order of their first span."""
     _, first, number = np.unique(images.picture, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
@@ -87,7 +87,7 @@ def used(images: Images) -> Images:
     return replace(images, picture=new_index[number.reshape(-1)], pictures=images.pictures.take(rows))
 
 
-def media_of(images: Images) -> Iterator[bytes]:
+def media_of(images: ImageSpans) -> Iterator[bytes]:
     """Yield the bytes of the image files, in order.
 
     Raises:
@@ -96,11 +96,11 @@ def media_of(images: Images) -> Iterator[bytes]:
     return (images.pictures.bytes_of(row) for row in range(len(images.pictures)))
 
 
-def arrays_of(images: Images, media_end: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+def arrays_of(images: ImageSpans, media_end: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     """Return the arrays of images by name.
 
     Args:
-        images: from `used`.
+        images: from `drop_unused`.
         media_end: [P] int64, the end of each file in `media.bin`, in bytes.
     """
     pictures = images.pictures
@@ -111,7 +111,7 @@ def arrays_of(images: Images, media_end: NDArray[np.int64]) -> dict[str, NDArray
     return {PREFIX + name: np.ascontiguousarray(columns[name], dtype) for name, dtype in _DTYPES.items()}
 
 
-def images_of(arrays: Mapping[str, NDArray[Any]], rule: Rule, folder: Path) -> Images:
+def images_of(arrays: Mapping[str, NDArray[Any]], rule: ImageRule, folder: Path) -> ImageSpans:
     """Create images from the arrays that `arrays_of` returned.
 
     Args:
@@ -137,12 +137,12 @@ def images_of(arrays: Mapping[str, NDArray[Any]], rule: Rule, folder: Path) -> I
         raise FormatError("TG-IMAGE-005: the kinds or ends of its pictures are none.")
     media_types = tuple(MEDIA_TYPES[code] for code in columns["media_type"].tolist())
     source = MediaFile(folder / MEDIA, columns["digest"], columns["media_end"])
-    pictures = Pictures(columns["digest"], columns["width"], columns["height"], media_types, (source,))
+    pictures = Images(columns["digest"], columns["width"], columns["height"], media_types, (source,))
     spans = {name: columns[name] for name in ("cu_images", "cu_features", "at", "picture")}
-    return Images(**spans, rule=rule, pictures=pictures)
+    return ImageSpans(**spans, rule=rule, pictures=pictures)
 
 
-def misfit(images: Images, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> str:
+def find_problem(images: ImageSpans, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> str:
     """Describe, in a sentence, why the spans of images do not match valid token arrays; "" if they match."""
     lengths = np.diff(cu_seqlens)
     for name, cu, total in (

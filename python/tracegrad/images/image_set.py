@@ -1,4 +1,4 @@
-"""Distinct images of a set of traces (`Pictures`): digest, size and type of each, and the source of its bytes.
+"""Distinct images of a set of traces (`Images`): digest, size and type of each, and the source of its bytes.
 
 No image is decoded or downloaded here. The bytes come from the records that were read, or from the `media.bin` of
 prepared data.
@@ -47,7 +47,7 @@ class _Records:
 
 
 @dataclass(frozen=True, repr=False)
-class Pictures:
+class Images:
     """P distinct image files, with different digests.
 
     Args:
@@ -64,7 +64,7 @@ class Pictures:
     sources: Sequence[Source] = ()
 
     @classmethod
-    def of_records(cls, traces: _core.Traces) -> "Pictures":
+    def of_records(cls, traces: _core.Traces) -> "Images":
         """Return the images that are embedded in the records of traces."""
         digests, widths, heights, kinds = _core.pictures_of(traces)
         digest = np.frombuffer(digests, np.uint8).reshape(-1, 32)
@@ -92,13 +92,13 @@ class Pictures:
             )
         return source.picture_bytes(digest)
 
-    def take(self, rows: NDArray[np.integer]) -> "Pictures":
+    def take(self, rows: NDArray[np.integer]) -> "Images":
         """Return the images of some rows, in the order of `rows`."""
         kinds = tuple(self.media_type[row] for row in np.asarray(rows).tolist())
-        return Pictures(self.digest[rows], self.width[rows], self.height[rows], kinds, self.sources)
+        return Images(self.digest[rows], self.width[rows], self.height[rows], kinds, self.sources)
 
 
-def joined(parts: Sequence[Pictures]) -> tuple[Pictures, list[NDArray[np.int32]]]:
+def merge(parts: Sequence[Images]) -> tuple[Images, list[NDArray[np.int32]]]:
     """Merge several sets of images.
 
     Returns:
@@ -117,7 +117,7 @@ def joined(parts: Sequence[Pictures]) -> tuple[Pictures, list[NDArray[np.int32]]
     }
     locations = [location[digest] for digest in rows]
     sources = tuple({id(source): source for part in parts for source in part.sources}.values())
-    table = Pictures(
+    table = Images(
         digest=np.array([part.digest[at] for part, at in locations], np.uint8).reshape(-1, 32),
         width=np.array([part.width[at] for part, at in locations], np.int32),
         height=np.array([part.height[at] for part, at in locations], np.int32),

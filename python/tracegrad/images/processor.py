@@ -1,6 +1,7 @@
 """Decode images, expand them to token ids, and make the vision encoder's inputs as transformers does.
 
-Pillow decodes images up to a limit of pixels. `Rule` has the placeholder id of images and computes the ids of an image
+Pillow decodes images up to a limit of pixels. `ImageRule` has the placeholder id of images and computes the ids of an
+image
 of a given size. `Processor` runs the image processor of the model folder (preprocessor_config.json). Its float32 output
 is cached for later batches with the same image, up to a limit of bytes.
 """
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.images.image_set import Pictures
+from tracegrad.images.image_set import Images
 from tracegrad.storage.files import read_json
 
 MOST_PIXELS = 178_956_970
@@ -32,7 +33,7 @@ MOST_SCANS = 100
 KINDS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 
 
-def pixels(
+def decode_image(
     file: bytes, name: str, media_type: str, size: tuple[int, int], most: int = MOST_PIXELS
 ) -> NDArray[np.uint8]:
     """Decode an image to [height, width, 3] uint8, red, green and blue. An animation is decoded to its first frame.
@@ -99,7 +100,7 @@ def pixels(
 
 
 def is_transparent(file: bytes, media_type: str) -> bool:
-    """Return whether an image, which `pixels` can decode, has transparent pixels."""
+    """Return whether an image, which `decode_image` can decode, has transparent pixels."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -110,7 +111,7 @@ def is_transparent(file: bytes, media_type: str) -> bool:
         return image.convert("RGBA").getextrema()[3][0] < 255
 
 
-KEPT = 256 << 20
+CACHE_BYTES = 256 << 20
 """Maximum size of the cache of processed images, in bytes."""
 
 
@@ -127,7 +128,7 @@ class Processor:
         ArgumentError: if transformers or Pillow is not installed.
     """
 
-    def __init__(self, folder: Path, *, most_pixels: int = MOST_PIXELS, kept: int = KEPT) -> None:
+    def __init__(self, folder: Path, *, most_pixels: int = MOST_PIXELS, kept: int = CACHE_BYTES) -> None:
         self.own = image_processor(folder)
         self.folder, self.most_pixels = folder, most_pixels
         self._kept: OrderedDict[bytes, Mapping[str, Any]] = OrderedDict()
@@ -161,7 +162,7 @@ class Processor:
         if width * height > self.most_pixels:
             raise ValueError(f"{width} x {height} pixels are more than {self.most_pixels}")
         if self._full_processor is None:
-            self._full_processor = whole_processor(self.folder)
+            self._full_processor = multimodal_processor(self.folder)
         token = getattr(self._full_processor, "boi_token", None) or self._full_processor.image_token
         black = np.zeros((height, width, 3), np.uint8)
         output = self._full_processor(
@@ -170,7 +171,7 @@ class Processor:
         [ids] = output["input_ids"]
         return [int(id_) for id_ in ids]
 
-    def inputs(self, pictures: Pictures, row: int, features: int) -> Mapping[str, Any]:
+    def inputs(self, pictures: Images, row: int, features: int) -> Mapping[str, Any]:
         """Return the inputs of the vision tower for one image, as torch tensors on the CPU.
 
         Args:
@@ -199,10 +200,10 @@ class Processor:
             )
         return tensors
 
-    def _process(self, pictures: Pictures, row: int) -> Mapping[str, Any]:
+    def _process(self, pictures: Images, row: int) -> Mapping[str, Any]:
         name = _name(pictures.digest[row].tobytes())
         size = int(pictures.width[row]), int(pictures.height[row])
-        image = pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, self.most_pixels)
+        image = decode_image(pictures.bytes_of(row), name, pictures.media_type[row], size, self.most_pixels)
         output = self.own(images=[image], return_tensors="pt", input_data_format="channels_last")
         tensors = {key: value for key, value in output.items() if hasattr(value, "is_floating_point")}
         return {key: value.float() if value.is_floating_point() else value for key, value in tensors.items()}
@@ -222,7 +223,7 @@ def image_processor(folder: Path) -> Any:
     return _load("AutoImageProcessor", folder)
 
 
-def whole_processor(folder: Path) -> Any:
+def multimodal_processor(folder: Path) -> Any:
     """Load the multimodal processor of a folder, which writes the placeholder ids of images.
 
     Raises:
@@ -259,7 +260,7 @@ _IMAGE_PROCESSOR_FILE, _PROCESSOR_FILE = "preprocessor_config.json", "processor_
 
 
 @dataclass(frozen=True)
-class Rule:
+class ImageRule:
     """The rule by which one model writes images as ids.
 
     Args:
@@ -275,7 +276,7 @@ class Rule:
     folder: Path | None = None
 
     @classmethod
-    def of(cls, folder: Path) -> Rule | None:
+    def of(cls, folder: Path) -> ImageRule | None:
         """Read the rule from the folder of a model; None if it has no image processor or no image id.
 
         Raises:
@@ -302,7 +303,7 @@ class Rule:
         """SHA-256 of the pad id and the options, as hex."""
         return hashlib.sha256(json.dumps([self.pad, self.options], sort_keys=True).encode()).hexdigest()
 
-    def difference(self, other: Rule) -> str:
+    def difference(self, other: ImageRule) -> str:
         """Describe the difference from another rule: up to three options by name."""
         names = {name for name in {*self.options, *other.options} if self.options.get(name) != other.options.get(name)}
         differences = [
@@ -348,7 +349,7 @@ class Rule:
         return {"pad": self.pad, "frames": list(self.frames), "options": dict(self.options)}
 
     @classmethod
-    def of_dict(cls, told: Mapping[str, Any]) -> Rule:
+    def of_dict(cls, told: Mapping[str, Any]) -> ImageRule:
         """Create the rule from the dict that `as_dict` returned.
 
         Raises:

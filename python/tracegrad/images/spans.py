@@ -1,4 +1,4 @@
-"""Spans of images in aligned sequences (`Images`) and in one packed row (`RowImages`).
+"""Spans of images in aligned sequences (`ImageSpans`) and in one packed row (`RowImages`).
 
 A span is all placeholder ids of one image. The row and column marks that some model families write between them are
 text.
@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.errors import ArgumentError
-from tracegrad.images.image_set import Pictures, joined
-from tracegrad.images.processor import Rule
+from tracegrad.images.image_set import Images, merge
+from tracegrad.images.processor import ImageRule
 
 MOST_KEYS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, repr=False)
-class Images:
+class ImageSpans:
     """S spans of images in N branches, in order.
 
     Args:
@@ -38,8 +38,8 @@ class Images:
     cu_features: NDArray[np.int64]
     at: NDArray[np.int32]
     picture: NDArray[np.int32]
-    rule: Rule
-    pictures: Pictures
+    rule: ImageRule
+    pictures: Images
 
     def __len__(self) -> int:
         return len(self.picture)
@@ -47,13 +47,13 @@ class Images:
     def __repr__(self) -> str:
         return f"Images({len(self)} spans of {len(self.pictures)} pictures)"
 
-    def of_model(self, folder: Path) -> Images:
+    def of_model(self, folder: Path) -> ImageSpans:
         """Return the images with the image processor of a folder. It must equal the one that alignment used.
 
         Raises:
             ArgumentError: if the image processor differs, or the folder has none.
         """
-        rule = Rule.of(folder)
+        rule = ImageRule.of(folder)
         if rule is None or rule.digest != self.rule.digest:
             problem = "has no image processor" if rule is None else f"differs in {self.rule.difference(rule)}"
             raise ArgumentError(
@@ -74,7 +74,7 @@ class Images:
         branch = np.repeat(np.arange(len(self.cu_images) - 1), np.diff(self.cu_images))
         return self.at + np.repeat(np.asarray(cu_seqlens)[branch], np.diff(self.cu_features))
 
-    def take(self, branches: NDArray[np.integer]) -> Images:
+    def take(self, branches: NDArray[np.integer]) -> ImageSpans:
         """Return the spans of some branches, in the order of `branches`."""
         spans, counts = _runs(self.cu_images, np.asarray(branches, np.int64))
         features, lengths = _runs(self.cu_features, spans)
@@ -87,7 +87,7 @@ class Images:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[Images | None, int]]) -> Images | None:
+    def joined(cls, parts: Sequence[tuple[ImageSpans | None, int]]) -> ImageSpans | None:
         """Concatenate several parts. Images with the same digest are merged.
 
         Args:
@@ -104,7 +104,7 @@ class Images:
                 "TG-IMAGE-019: pictures are written in unlike ways in what is joined: other ids, or other options of "
                 "the image processor. Their lengths would be of two models. Align all of it with the same model."
             )
-        pictures, rows = joined([images.pictures for images in present])
+        pictures, rows = merge([images.pictures for images in present])
         counts = [np.zeros(n, np.int64) if images is None else np.diff(images.cu_images) for images, n in parts]
         return cls(
             cu_images=offsets(np.concatenate(counts)),
@@ -115,7 +115,7 @@ class Images:
             pictures=pictures,
         )
 
-    def keyed(self, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> tuple[NDArray[np.int32], Keys]:
+    def keyed(self, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> tuple[NDArray[np.int32], ImageKeys]:
         """Return ids in which each feature of each distinct image has a unique number, greater than all ids.
 
         A comparison of these ids also compares images: two images of the same size are never equal.
@@ -134,12 +134,12 @@ class Images:
         feature = np.arange(len(self.at)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))
         numbers = first + np.repeat(starts[self.picture], np.diff(self.cu_features)) + feature
         keys[self.tokens(cu_seqlens)] = numbers
-        return keys, Keys(first, starts)
+        return keys, ImageKeys(first, starts)
 
 
 @dataclass(frozen=True)
-class Keys:
-    """The numbers that `Images.keyed` used.
+class ImageKeys:
+    """The numbers that `ImageSpans.keyed` used.
 
     Args:
         first: the smallest number.
@@ -195,8 +195,8 @@ class RowImages:
     at: NDArray[np.int64]
     cu_features: NDArray[np.int64]
     picture: NDArray[np.int32]
-    rule: Rule
-    pictures: Pictures
+    rule: ImageRule
+    pictures: Images
     inputs: tuple[Mapping[str, Any], ...] | None = None
 
     def __len__(self) -> int:

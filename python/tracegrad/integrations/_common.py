@@ -13,14 +13,14 @@ from torch import Tensor
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations.metrics import as_trl_loss
-from tracegrad.metrics import OffPolicy, Rows
-from tracegrad.metrics.definition import Measured
-from tracegrad.objective import Missing, Objective
-from tracegrad.objective.correction import AllReduce, Corrected, correct
+from tracegrad.metrics import OffPolicySums, Rows
+from tracegrad.metrics.definition import MetricSums
+from tracegrad.objective import MissingLogprobs, Objective
+from tracegrad.objective.correction import AllReduce, Correction, correct
 from tracegrad.objective.torch_loss import PerTerm, Terms
 from tracegrad.packing import Totals, advantages_by_token
 
-TAKES = {
+INPUTS = {
     "old": "logprobs of the policy before the update",
     "rollout": "recorded logprobs",
     "ref": "a reference policy",
@@ -38,18 +38,18 @@ TAKES = {
 
 
 @dataclass(frozen=True)
-class Gives:
+class TrainerInputs:
     """The inputs that a trainer passes to an objective.
 
     Args:
-        things: keys of `TAKES`.
+        things: keys of `INPUTS`.
         why: a sentence that explains why the trainer passes no other inputs.
         cure: the alternative for the user.
         cures: alternatives for single inputs.
         detached: False if components without gradient are evaluated elsewhere, so that their inputs are not checked.
 
     >>> from tracegrad.objective import presets
-    >>> Gives(frozenset({"old", "rollout"}), "x sees no more.", "Take y.").check(presets.DAPO)
+    >>> TrainerInputs(frozenset({"old", "rollout"}), "x sees no more.", "Take y.").check(presets.DAPO)
     """
 
     things: frozenset[str]
@@ -64,22 +64,26 @@ class Gives:
         Raises:
             ArgumentError: for other inputs, with the components that need them.
         """
-        missing = [(thing, part) for thing, part in takes(objective, self.detached) if thing not in self.things | also]
+        missing = [
+            (thing, part)
+            for thing, part in required_inputs(objective, self.detached)
+            if thing not in self.things | also
+        ]
         if missing:
-            reasons = dict.fromkeys(f"'{part}' takes {TAKES[thing]}" for thing, part in missing)
+            reasons = dict.fromkeys(f"'{part}' takes {INPUTS[thing]}" for thing, part in missing)
             cures = dict.fromkeys(self.cures.get(thing, self.cure) for thing, _ in missing)
             raise ArgumentError(f"TG-INTEG-029: {'; '.join(reasons)}. {self.why} {' '.join(cures)}")
 
 
-def takes(objective: Objective, detached: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield (key of `TAKES`, component that needs it) for each input of an objective, in the order of the components.
+def required_inputs(objective: Objective, detached: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield (key of `INPUTS`, component that needs it) for each input of an objective, in the order of the components.
 
     Args:
         objective: the objective.
         detached: whether to include components without gradient, which are evaluated before the step.
 
     >>> from tracegrad.objective import presets
-    >>> [thing for thing, _ in takes(presets.DAPO)]
+    >>> [thing for thing, _ in required_inputs(presets.DAPO)]
     ['old', 'old', 'rollout']
     """
     surrogate, surrogate_text = objective.surrogate, str(objective.surrogate)
@@ -138,7 +142,7 @@ _IDS, _LOGPROBS = ("trace", "turn", "group", "advantages"), ("old", "rollout", "
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddedRows:
     """Branches of some traces, one per row, cut after their last trained token. Rows of a trace are adjacent.
 
     Args:
@@ -157,12 +161,12 @@ class Padded:
     origin: NDArray[np.int64]
     first: int
 
-    def to(self, device: Any) -> "Padded":
+    def to(self, device: Any) -> "PaddedRows":
         """Return the same rows on `device`."""
         tensors = [
             tensor.to(device) for tensor in (self.ids, self.attention, self.row, self.column, self.inv_temperature)
         ]
-        return Padded(*tensors, origin=self.origin, first=self.first)
+        return PaddedRows(*tensors, origin=self.origin, first=self.first)
 
     @property
     def target(self) -> Tensor:
@@ -171,7 +175,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedTraces:
     """Aligned traces with their advantages and their objective.
 
     Args:
@@ -184,10 +188,12 @@ class Recorded:
     sequences: Sequences
     advantages: Floats
     objective: Objective
-    missing: Missing
+    missing: MissingLogprobs
 
     @classmethod
-    def of(cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing: Missing) -> "Recorded":
+    def of(
+        cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing: MissingLogprobs
+    ) -> "RecordedTraces":
         """Check the traces, and expand advantages [R] of traces or [M] of trained tokens to all tokens.
 
         Raises:
@@ -219,7 +225,7 @@ class Recorded:
         """The traces that have a trained token."""
         return np.unique(self.owner[self.sequences.trainable]).tolist()
 
-    def padded(self, traces: Sequence[int], side: Literal["left", "right"]) -> Padded:
+    def padded(self, traces: Sequence[int], side: Literal["left", "right"]) -> PaddedRows:
         """Return all branches of `traces` that have a trained token, padded on one side."""
         s, rows = self.sequences, []
         for trace in traces:
@@ -242,11 +248,11 @@ class Recorded:
         row = np.repeat(np.arange(len(rows)), [len(terms) for _, terms in rows])
         column = np.concatenate(columns)
         arrays = (ids, attention, row, column, s.inv_temperature[origin])
-        return Padded(*map(torch.from_numpy, arrays), origin=origin, first=int(column.min()))
+        return PaddedRows(*map(torch.from_numpy, arrays), origin=origin, first=int(column.min()))
 
     def step(
         self,
-        parts: Sequence[Padded],
+        parts: Sequence[PaddedRows],
         old: Sequence[Tensor] | None,
         ref: Sequence[Tensor] | None = None,
         *,
@@ -283,7 +289,7 @@ def step_terms(
     parts: Sequence[Mapping[str, Any]],
     device: Any,
     *,
-    missing: Missing,
+    missing: MissingLogprobs,
     totals: Totals | None = None,
     all_reduce: AllReduce | None = None,
 ) -> tuple[list[Terms], Mapping[str, float]]:
@@ -318,16 +324,16 @@ def step_terms(
 
 
 def _off_policy_metrics(
-    old: Any, rollout: Any, trace: Any, corrected: Corrected, all_reduce: AllReduce | None
+    old: Any, rollout: Any, trace: Any, corrected: Correction, all_reduce: AllReduce | None
 ) -> Mapping[str, float]:
     """Return the off-policy metrics of a step by their names in docs/metrics.md; empty if a policy is missing."""
     if old is None or rollout is None:
         return {}
-    metrics = OffPolicy.of(old, rollout, trace=trace, weight=corrected.weight, keep=corrected.keep)
+    metrics = OffPolicySums.of(old, rollout, trace=trace, weight=corrected.weight, keep=corrected.keep)
     return (metrics.all_reduce(all_reduce) if all_reduce else metrics).named()
 
 
-def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> Measured:
+def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> MetricSums:
     """Return the metrics of a micro-batch as TRL counts them: `entropy`, and `clip_ratio/*` if the surrogate clips.
 
     A row is a trace, or a turn if the ratio is aggregated over turns.

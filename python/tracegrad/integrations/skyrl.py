@@ -12,11 +12,11 @@ import torch
 
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations._common import Gives, same_scale
+from tracegrad.integrations._common import TrainerInputs, same_scale
 from tracegrad.integrations.metrics import as_skyrl
 from tracegrad.metrics.aggregate import Rows
-from tracegrad.objective import Missing, Objective, Reduce
-from tracegrad.objective.torch_loss import terms_of
+from tracegrad.objective import MissingLogprobs, Objective, Reduce
+from tracegrad.objective.torch_loss import build_terms
 
 VERSIONS = "skyrl==0.3.0"
 _UTILS = "skyrl.backends.skyrl_train.utils"
@@ -24,7 +24,7 @@ _UNKNOWN = -9999.0  # SkyRL's inference servers write this for an unknown logpro
 _REDUCTIONS = {"token_mean": ("token", None), "sequence_mean": ("trace", "mean"), "prompt_mean": ("prompt", "mean")}
 _REDUCTIONS |= {"seq_mean_token_sum_norm": ("trace", "sum")}
 _OWN = "KL and entropy terms are SkyRL's own options, use_kl_loss and use_entropy_loss."
-_GIVES = Gives(
+_GIVES = TrainerInputs(
     frozenset({"old", "rollout", "group_counts"}),
     "SkyRL hands a policy loss a mask, old and recorded logprobs of one micro-batch, and advantages that "
     "loss_reduction has divided; what else it takes would be made up.",
@@ -38,7 +38,9 @@ _GIVES = Gives(
 )
 
 
-def register(objective: Objective, name: str = "tracegrad", *, missing: Missing = "mask", config: Any = None) -> Any:
+def register(
+    objective: Objective, name: str = "tracegrad", *, missing: MissingLogprobs = "mask", config: Any = None
+) -> Any:
     """Register the objective as SkyRL's policy loss `name`, for trainer.algorithm.policy_loss_type.
 
     The objective corrects old/rollout, so off_policy_correction must be off. Generators must return logprobs
@@ -87,7 +89,7 @@ def register(objective: Objective, name: str = "tracegrad", *, missing: Missing 
             None if rollout_logprobs is None else rollout_logprobs.masked_fill(rollout_logprobs <= _UNKNOWN, torch.nan)
         )
         inputs = {"old": old_log_probs, "rollout": rollout, "missing": missing}
-        terms, corrected = terms_of(scaled, log_probs, advantages=advantages, mask=mask, **inputs)
+        terms, corrected = build_terms(scaled, log_probs, advantages=advantages, mask=mask, **inputs)
         result = scaled(log_probs, None, terms)
         clipped = (result.per_term.clipped & mask).sum() / mask.sum().clamp(min=1)
         metrics = {name: corrected.metrics[name] for name in ("frac_missing", "masked_fraction")}

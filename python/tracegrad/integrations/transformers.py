@@ -14,13 +14,13 @@ from torch import Tensor
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations._common import Gives, Recorded
-from tracegrad.objective import Missing, Objective, presets
+from tracegrad.integrations._common import RecordedTraces, TrainerInputs
+from tracegrad.objective import MissingLogprobs, Objective, presets
 from tracegrad.packing import Totals
 
 VERSIONS = "transformers==5.23.0"
 _IGNORED = -100
-_GIVES = Gives(
+_GIVES = TrainerInputs(
     frozenset({"old", "rollout", "entropy", "turn", "group", "advantages"}),
     "compute_loss_func sees one micro-batch and one count of the step.",
     "Take an objective without, integrations.trl, or our learner.",
@@ -52,11 +52,11 @@ class TraceLoss:
         advantages: ArrayLike,
         objective: Objective = presets.DAPO,
         *,
-        missing: Missing = "mask",
+        missing: MissingLogprobs = "mask",
     ) -> None:
         peer("transformers", VERSIONS, "Trainer._get_num_items_in_batch")
         _GIVES.check(objective)
-        self.recorded = Recorded.of(sequences, advantages, objective, missing)
+        self.recorded = RecordedTraces.of(sequences, advantages, objective, missing)
         self.dataset: list[int] = self.recorded.traces
 
     def collate(self, traces: Sequence[int]) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations._common import Gives, Padded, Recorded, as_trl, step_terms
-from tracegrad.objective import Missing, Objective, presets
+from tracegrad.integrations._common import PaddedRows, RecordedTraces, TrainerInputs, as_trl, step_terms
+from tracegrad.objective import MissingLogprobs, Objective, presets
 from tracegrad.objective.correction import AllReduce
 from tracegrad.objective.torch_loss import Terms
 
@@ -27,7 +27,7 @@ __all__ = ["FromTraces", "WithObjective"]
 
 
 VERSIONS = "trl==1.16.0"
-GIVES = Gives(
+TRL_INPUTS = TrainerInputs(
     frozenset({"old", "entropy", "turn", "step", "kept", "reductions", "advantages"}),
     "GRPOTrainer does not give it, and it would be made up.",
     "Take an objective without it, or our learner.",
@@ -42,7 +42,7 @@ GIVES = Gives(
 """The inputs that a GRPOTrainer always passes to an objective."""
 
 
-def may_give(args: Any, *, rollout: bool, ref: bool) -> frozenset[str]:
+def available_inputs(args: Any, *, rollout: bool, ref: bool) -> frozenset[str]:
     """Return the further inputs that a run passes: recorded logprobs, a reference, and groups if there is one rank."""
     available = {"rollout": rollout, "ref": ref, "group": args.world_size == 1, "group_counts": args.world_size == 1}
     return frozenset(name for name, is_available in available.items() if is_available)
@@ -70,12 +70,12 @@ def loss_of(trainer: Any, objective: Objective, logprobs: Tensor, entropy: Tenso
     """
     terms = replace(terms, old=logprobs.detach()) if objective.needs.old and terms.old is None else terms
     loss = objective(logprobs, entropy, terms)
-    note(trainer, as_trl(objective, loss.per_term, terms, entropy).all_reduce(reducer(trainer)).named())
+    log_metrics(trainer, as_trl(objective, loss.per_term, terms, entropy).all_reduce(reducer(trainer)).named())
     routing = 0.0 if aux is None else trainer.router_aux_loss_coef * aux / trainer.current_gradient_accumulation_steps
     return loss.loss * trainer.accelerator.num_processes + routing
 
 
-def note(trainer: Any, metrics: Mapping[str, float]) -> None:
+def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
     """Add metrics to the trainer's own training log."""
     for name, value in metrics.items():
         trainer._metrics["train"][name].append(value)
@@ -91,7 +91,7 @@ def reducer(trainer: Any) -> Callable[[NDArray[np.float64], str], NDArray[np.flo
     return all_reduce
 
 
-def over_ranks(trainer: Any) -> AllReduce | None:
+def all_reduce_of(trainer: Any) -> AllReduce | None:
     """Return the `all_reduce` argument of `correct`; None on one rank, where `correct` counts groups itself."""
     return reducer(trainer) if trainer.accelerator.num_processes > 1 else None
 
@@ -132,7 +132,7 @@ class WithObjective(_Base):
     """
 
     def __init__(
-        self, *arguments: Any, objective: Objective = presets.DAPO, missing: Missing = "mask", **options: Any
+        self, *arguments: Any, objective: Objective = presets.DAPO, missing: MissingLogprobs = "mask", **options: Any
     ) -> None:
         peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _LIVE_METHODS))
         objective.check_missing(missing)
@@ -140,7 +140,7 @@ class WithObjective(_Base):
         super().__init__(*arguments, **options)
         _check_live(self.args, objective)
         recorded = self.use_vllm or self.rollout_func is not None
-        GIVES.check(objective, may_give(self.args, rollout=recorded, ref=self.beta != 0))
+        TRL_INPUTS.check(objective, available_inputs(self.args, rollout=recorded, ref=self.beta != 0))
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Call TRL's method, and add the index of each completion, which TRL's shuffle would lose."""
@@ -162,9 +162,9 @@ class WithObjective(_Base):
     def _correct(self, step: list[dict[str, Any]]) -> None:
         """Correct one optimizer step, and store the trained tokens of each micro-batch in its inputs."""
         parts = [self._part(inputs) for inputs in step]
-        device, options = self.accelerator.device, {"missing": self.missing, "all_reduce": over_ranks(self)}
+        device, options = self.accelerator.device, {"missing": self.missing, "all_reduce": all_reduce_of(self)}
         terms, metrics = step_terms(self.objective, parts, device, **options)
-        note(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
+        log_metrics(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
         for inputs, micro_batch_terms in zip(step, terms, strict=True):
             inputs["terms"] = micro_batch_terms
 
@@ -271,13 +271,13 @@ class FromTraces(_Base):
         advantages: ArrayLike,
         *,
         objective: Objective = presets.DAPO,
-        missing: Missing = "mask",
+        missing: MissingLogprobs = "mask",
         **trainer: Any,
     ) -> None:
         peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _TRACE_METHODS))
         ref = args.beta != 0 and not trainer.get("peft_config") and not hasattr(model, "peft_config")
-        GIVES.check(objective, may_give(args, rollout=True, ref=ref))
-        self.recorded = Recorded.of(sequences, advantages, objective, missing)
+        TRL_INPUTS.check(objective, available_inputs(args, rollout=True, ref=ref))
+        self.recorded = RecordedTraces.of(sequences, advantages, objective, missing)
         _check(args, self.recorded)
         traces = self.recorded.traces
         rows = peer("datasets", VERSIONS).Dataset.from_dict({"prompt": [""] * len(traces), "trace": traces})
@@ -310,8 +310,8 @@ class FromTraces(_Base):
         for start in range(0, len(parts), window):
             step = slice(start, start + window)
             logprobs = (old and old[step], ref and ref[step])
-            terms, metrics = self.recorded.step(parts[step], *logprobs, all_reduce=over_ranks(self))
-            note(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
+            terms, metrics = self.recorded.step(parts[step], *logprobs, all_reduce=all_reduce_of(self))
+            log_metrics(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
             micro_batches += [
                 {"padded": part, "terms": part_terms} for part, part_terms in zip(parts[step], terms, strict=True)
             ]
@@ -324,7 +324,7 @@ class FromTraces(_Base):
         logprobs, entropy, *aux = self._score(model, inputs["padded"], compute_entropy=True, **options)
         return loss_of(self, self.recorded.objective, logprobs, entropy, aux[0] if aux else None, inputs["terms"])
 
-    def _score(self, model: Any, padded: Padded, **options: bool) -> list[Tensor]:
+    def _score(self, model: Any, padded: PaddedRows, **options: bool) -> list[Tensor]:
         """Return logprobs [m] of the trained tokens by TRL's forward pass, then entropy and router loss if enabled."""
         length = padded.ids.shape[1] - padded.first
         outputs = self._get_per_token_logps_and_entropies(model, padded.ids, padded.attention, length, **options)
@@ -338,7 +338,7 @@ def _recorded_reward(**_: Any) -> list[float]:
     )
 
 
-def _check(args: Any, recorded: Recorded) -> None:
+def _check(args: Any, recorded: RecordedTraces) -> None:
     check_steps(args)
     s = recorded.sequences
     temperatures = 1 / np.unique(s.inv_temperature[s.trainable])

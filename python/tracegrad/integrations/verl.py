@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from tracegrad.integrations import peer
-from tracegrad.integrations._common import Gives, same_scale
+from tracegrad.integrations._common import TrainerInputs, same_scale
 from tracegrad.integrations.metrics import as_verl
 from tracegrad.metrics.aggregate import Rows
-from tracegrad.objective import Missing, Objective
+from tracegrad.objective import MissingLogprobs, Objective
 from tracegrad.objective.correction import correct
 from tracegrad.objective.torch_loss import Terms
 
@@ -22,7 +22,7 @@ _LEVELS = {("token", None): "token", ("trace", "sum"): "seq_sum", ("trace", "mea
 _AGGREGATES = {"token-mean": ("token", None), "token-sum": ("constant", None), "seq-mean-token-mean": ("trace", "mean")}
 _AGGREGATES |= dict.fromkeys(["seq-mean-token-sum", "seq-mean-token-sum-norm"], ("trace", "sum"))
 
-_GIVES = Gives(
+_GIVES = TrainerInputs(
     frozenset({"old", "kept", "advantages"}),
     "verl hands a policy loss old logprobs, advantages and a mask, and what else it takes would be made up.",
     "Take theta/old; KL and entropy terms are verl's own options.",
@@ -30,7 +30,9 @@ _GIVES = Gives(
 )
 
 
-def correct_batch(batch: Any, objective: Objective, *, missing: Missing = "mask") -> tuple[Any, dict[str, float]]:
+def correct_batch(
+    batch: Any, objective: Objective, *, missing: MissingLogprobs = "mask"
+) -> tuple[Any, dict[str, float]]:
     """Correct a batch: apply rejections to response_mask, and add weights as rollout_is_weights.
 
     Args:

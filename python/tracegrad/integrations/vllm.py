@@ -16,7 +16,7 @@ from tracegrad import _core
 from tracegrad.data.trace import ReadReport, Traces
 from tracegrad.errors import ArgumentError
 
-FORM = "vllm_offline"
+FORMAT = "vllm_offline"
 
 
 def traces_from_outputs(

@@ -5,7 +5,7 @@ metrics.jsonl by its name. Sums merge over micro-batches and ranks. docs/metrics
 """
 
 from tracegrad.metrics.aggregate import Moments, Rows, Sums, moments
-from tracegrad.metrics.definition import Measured, Metric, Reading, table
+from tracegrad.metrics.definition import Metric, MetricSet, MetricSums, table
 from tracegrad.metrics.loggers import (
     JsonLines,
     Progress,
@@ -14,12 +14,21 @@ from tracegrad.metrics.loggers import (
     Stopwatch,
     finite,
     log_all,
-    off_policy_value_of,
+    off_policy_estimate,
     progress_line,
     read_rows,
 )
-from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicy
-from tracegrad.metrics.training import COMPLETIONS, REWARDS, TOOLS, TRAINING, Rewards, Tally, completions, tools
+from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicySums
+from tracegrad.metrics.training import (
+    COMPLETIONS,
+    REWARDS,
+    TOOLS,
+    TRAINING,
+    MetricAccumulator,
+    Rewards,
+    completions,
+    tools,
+)
 
 METRICS: tuple[Metric, ...] = (*TRAINING, *REWARDS, *COMPLETIONS, *TOOLS, *OFF_POLICY)
 """All metrics of metrics.jsonl. Breakdowns such as `NAME/turn_0` are listed under the name before the slash."""
@@ -32,24 +41,24 @@ __all__ = [
     "TOOLS",
     "TRAINING",
     "JsonLines",
-    "Measured",
     "Metric",
+    "MetricAccumulator",
+    "MetricSet",
+    "MetricSums",
     "Moments",
-    "OffPolicy",
+    "OffPolicySums",
     "Progress",
-    "Reading",
     "Rewards",
     "Row",
     "Rows",
     "Sink",
     "Stopwatch",
     "Sums",
-    "Tally",
     "completions",
     "finite",
     "log_all",
     "moments",
-    "off_policy_value_of",
+    "off_policy_estimate",
     "progress_line",
     "read_rows",
     "table",

@@ -319,7 +319,7 @@ def _all_reduce_arrays(all_reduce: AllReduce, op: str, arrays: Mapping[str, NDAr
     }
 
 
-def per(top: ArrayLike, bottom: ArrayLike) -> Floats:
+def divide(top: ArrayLike, bottom: ArrayLike) -> Floats:
     """Return top / bottom, and NaN if the bottom is 0: a mean over nothing does not exist."""
     top, bottom = np.broadcast_arrays(np.asarray(top, np.float64), np.asarray(bottom, np.float64))
     return np.divide(top, bottom, out=np.full(top.shape, np.nan), where=bottom != 0)
@@ -381,11 +381,11 @@ class Moments:
 
     def mean(self) -> float:
         """Return total / n; NaN if there is no value."""
-        return float(per(self.total, self.n))
+        return float(divide(self.total, self.n))
 
     def share(self, side: str) -> float:
         """Return the share of the values "above" or "below" the bounds."""
-        return float(per(self.sums[f"{self.name}.{side}"], self.n))
+        return float(divide(self.sums[f"{self.name}.{side}"], self.n))
 
     def deviation(self, ddof: int = 0) -> float:
         """Return the standard deviation; NaN for fewer than ddof + 1 values."""
@@ -396,12 +396,12 @@ class Moments:
 
     def clamped_deviation(self) -> float:
         """Return the standard deviation over n of the values clamped to the bounds."""
-        mean = per(self.sums[self.name + ".clamped"], self.n)
-        square = per(self.sums[self.name + ".clamped_squares"], self.n)
+        mean = divide(self.sums[self.name + ".clamped"], self.n)
+        square = divide(self.sums[self.name + ".clamped_squares"], self.n)
         return float(np.sqrt(np.maximum(square - mean * mean, 0.0)))
 
 
-def reading(how: Callable[[Moments], float]) -> Callable[[str], Callable[[Sums], float]]:
+def formula_of(how: Callable[[Moments], float]) -> Callable[[str], Callable[[Sums], float]]:
     """Turn a function of `Moments` into one that, given a quantity's name, returns a formula over `Sums`.
 
     >>> mean_of("w")(moments("w", [1.0, 3.0]))
@@ -410,12 +410,12 @@ def reading(how: Callable[[Moments], float]) -> Callable[[str], Callable[[Sums],
     return lambda name: lambda sums: how(Moments(sums, name))
 
 
-def over(top: str, bottom: str) -> Callable[[Sums], Floats]:
+def quotient(top: str, bottom: str) -> Callable[[Sums], Floats]:
     """Return the formula for the quotient of two sums; NaN over 0."""
-    return lambda sums: per(sums[top], sums[bottom])
+    return lambda sums: divide(sums[top], sums[bottom])
 
 
-mean_of, deviation_of = reading(Moments.mean), reading(lambda m: m.deviation(1))
-largest_of, smallest_of = reading(lambda m: m.largest), reading(lambda m: m.smallest)
-above, below = reading(lambda m: m.share("above")), reading(lambda m: m.share("below"))
+mean_of, deviation_of = formula_of(Moments.mean), formula_of(lambda m: m.deviation(1))
+largest_of, smallest_of = formula_of(lambda m: m.largest), formula_of(lambda m: m.smallest)
+above, below = formula_of(lambda m: m.share("above")), formula_of(lambda m: m.share("below"))
 """Mean, deviation over n - 1, largest and smallest, and the shares of the values beyond the bounds."""

@@ -1,6 +1,6 @@
 """Define a metric: its name, unit, compared policies, denominator, and formula over sums.
 
-The module has the row type, the markdown tables of docs/metrics.md, and `Measured`: sums together with the names that
+The module has the row type, the markdown tables of docs/metrics.md, and `MetricSums`: sums together with the names that
 are computed from them. The rows are defined next to their sums, in `training`, `off_policy` and `integrations.metrics`.
 """
 
@@ -36,7 +36,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Reading:
+class MetricSet:
     """Metrics, and the names of the sums that they read.
 
     Args:
@@ -56,7 +56,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricSums:
     """Sums of one part of a step, and the metrics that are computed from them. Add parts first, then call `named` once.
 
     Args:
@@ -65,24 +65,24 @@ class Measured:
     """
 
     sums: Sums
-    readings: tuple[Reading, ...]
+    readings: tuple[MetricSet, ...]
 
-    def __add__(self, other: Measured) -> Measured:
+    def __add__(self, other: MetricSums) -> MetricSums:
         """Return both parts together."""
         if self.readings != other.readings:
             raise ArgumentError(
                 "TG-METRIC-003: these parts are read by different names. Their sums would mix two definitions. "
                 "Measure every part with the same options."
             )
-        return Measured(self.sums + other.sums, self.readings)
+        return MetricSums(self.sums + other.sums, self.readings)
 
-    def __or__(self, other: Measured) -> Measured:
+    def __or__(self, other: MetricSums) -> MetricSums:
         """Return these metrics together with other metrics of the same part."""
-        return Measured(self.sums | other.sums, (*self.readings, *other.readings))
+        return MetricSums(self.sums | other.sums, (*self.readings, *other.readings))
 
-    def all_reduce(self, all_reduce: AllReduce) -> Measured:
+    def all_reduce(self, all_reduce: AllReduce) -> MetricSums:
         """Return the same over all ranks."""
-        return Measured(self.sums.all_reduce(all_reduce), self.readings)
+        return MetricSums(self.sums.all_reduce(all_reduce), self.readings)
 
     def named(self) -> dict[str, float]:
         """Return names to values; a mean over nothing is NaN."""

@@ -47,7 +47,7 @@ class JsonLines:
         self.path = path
         if path.exists():
             kept = [] if keep_to_step is None else [row for row in read_rows(path) if row["step"] <= keep_to_step]
-            with files.whole(path) as file:
+            with files.write_atomically(path) as file:
                 file.write("".join(_line(row) for row in kept).encode())
         self._file = io.TextIOWrapper(files.append(path), encoding="utf-8")
 
@@ -160,7 +160,7 @@ def progress_line(row: Row, was_known: bool = False) -> str:
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4f}")
     if "off_policy_value" in row:
-        value = off_policy_value_of(row)
+        value = off_policy_estimate(row)
         text = value and "{:.3f} ({:.3f}-{:.3f})".format(*value)
         parts.append(f"value {text or ('no longer known' if was_known else 'not known')}")
     if "ratio_mean" in row:
@@ -174,15 +174,15 @@ def progress_line(row: Row, was_known: bool = False) -> str:
     return "  ".join(parts)
 
 
-def off_policy_value_of(row: Row) -> tuple[float, float, float] | None:
+def off_policy_estimate(row: Row) -> tuple[float, float, float] | None:
     """Return the off-policy value of a row and the ends of its interval; None if the row has no known value.
 
     Every display of a value (command line, report, model card, viewer, notebook) uses this function.
 
     >>> row = {"off_policy_value": 0.95, "off_policy_value_low": 0.9, "off_policy_value_high": 1.0}
-    >>> off_policy_value_of({**row, "off_policy_value_known": 1})
+    >>> off_policy_estimate({**row, "off_policy_value_known": 1})
     (0.95, 0.9, 1.0)
-    >>> off_policy_value_of({**row, "off_policy_value_known": 0}) is None
+    >>> off_policy_estimate({**row, "off_policy_value_known": 0}) is None
     True
     """
     value, low, high = (row.get(f"off_policy_value{end}") for end in ("", "_low", "_high"))
@@ -233,7 +233,7 @@ PROJECT = "tracegrad"
 _ID = "dashboard_id"
 
 
-def opened(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:
+def open_sinks(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:
     """Return the selected dashboards, ready for rows.
 
     Args:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _validation
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics import aggregate
-from tracegrad.metrics.aggregate import AllReduce, Floats, Groups, Sums, per
+from tracegrad.metrics.aggregate import AllReduce, Floats, Groups, Sums, divide
 from tracegrad.metrics.definition import Metric
 
 LIMIT = aggregate.LIMIT
@@ -140,7 +140,7 @@ Formula = Callable[[Sums], Floats]
 
 
 def _mean(name: str, bottom: str = "n") -> Formula:
-    return lambda s: per(s[name], s[bottom])
+    return lambda s: divide(s[name], s[bottom])
 
 
 def _largest_of(name: str) -> Formula:
@@ -153,12 +153,12 @@ def _smallest(name: str) -> Formula:
 
 def _kish(name: str, square: str) -> Formula:
     """Return the formula (sum x)^2 / sum x^2, which is 0 if every x is 0."""
-    return lambda s: np.where(s["n"] > 0, np.nan_to_num(per(s[name] ** 2, s[square])), np.nan)
+    return lambda s: np.where(s["n"] > 0, np.nan_to_num(divide(s[name] ** 2, s[square])), np.nan)
 
 
 def _kish_share(name: str, square: str, bottom: str = "n") -> Formula:
     count = _kish(name, square)
-    return lambda s: per(count(s), s[bottom])
+    return lambda s: divide(count(s), s[bottom])
 
 
 def _standard_error(name: str) -> Formula:
@@ -169,17 +169,17 @@ def _standard_error(name: str) -> Formula:
 
     def value(s: Sums) -> Floats:
         traces = np.where(s["traces"] > 1, s["traces"], np.nan)
-        mean = per(s[name], s["n"])
+        mean = divide(s[name], s["n"])
         squares = s[f"{name}.squares"] - 2 * mean * s[f"{name}.n"] + mean * mean * s["n2"]
-        return per(np.sqrt(traces / (traces - 1) * np.maximum(squares, 0.0)), s["n"])
+        return divide(np.sqrt(traces / (traces - 1) * np.maximum(squares, 0.0)), s["n"])
 
     return value
 
 
 def _deviation(name: str, square: str) -> Formula:
     def value(s: Sums) -> Floats:
-        mean = per(s[name], s["n"])
-        return np.sqrt(np.maximum(per(s[square], s["n"]) - mean * mean, 0.0))
+        mean = divide(s[name], s["n"])
+        return np.sqrt(np.maximum(divide(s[square], s["n"]) - mean * mean, 0.0))
 
     return value
 
@@ -231,7 +231,7 @@ _KNOWN = "terms with both logprobs"
 _KEPT = "known terms that gates kept"
 _THETA = "theta / rollout"
 
-ROWS: dict[str, tuple[Metric, ...]] = {
+METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
     "terms": (),
     "mismatch": (
         Metric("known_terms", "terms", _OLD, "", "Terms with both an old and a rollout logprob.", lambda s: s["n"]),
@@ -282,7 +282,7 @@ ROWS: dict[str, tuple[Metric, ...]] = {
             _OLD,
             "traces with a known term",
             "perplexity_old - perplexity_rollout.",
-            lambda s: per(s["top.perplexity"] - s["bottom.perplexity"], s["traces"]),
+            lambda s: divide(s["top.perplexity"] - s["bottom.perplexity"], s["traces"]),
         ),
         Metric(
             "log_perplexity_gap",
@@ -376,7 +376,7 @@ ROWS: dict[str, tuple[Metric, ...]] = {
             "",
             "sum of |d loss / d logprob|",
             "Part of the trace that pulls most.",
-            lambda s: per(s["pull.max"], s["pull"]),
+            lambda s: divide(s["pull.max"], s["pull"]),
         ),
         Metric(
             "gradient_effective_traces",
@@ -388,7 +388,7 @@ ROWS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
 }
-"""Metrics by comparison, as `OffPolicy` sums them."""
+"""Metrics by comparison, as `OffPolicySums` sums them."""
 
 ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
     "gradient": (
@@ -398,16 +398,16 @@ ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
             "",
             "sum of |d loss / d logprob| over all cells",
             "Part of the pull that comes from the cell; in breakdowns only.",
-            lambda s: per(s["pull"], s["pull"].sum()),
+            lambda s: divide(s["pull"], s["pull"].sum()),
         ),
     )
 }
 """Metrics that exist only in breakdowns."""
 
-OFF_POLICY = tuple(row for part, rows in ROWS.items() for row in rows + ROWS_BY_CELL.get(part, ()))
+OFF_POLICY = tuple(row for part, rows in METRICS_BY_COMPARISON.items() for row in rows + ROWS_BY_CELL.get(part, ()))
 
 
-LAGS = (0, 1, 2, 3, 4, 8, 16)
+STALENESS_STARTS = (0, 1, 2, 3, 4, 8, 16)
 """First lag of each cell; the last range is open."""
 TURNS = 8
 """Number of turns with a separate cell; later turns share one cell."""
@@ -451,13 +451,13 @@ _FIRST_TURNS = tuple(range(TURNS + 1))
 BREAKDOWNS = {
     "turn": Breakdown(_FIRST_TURNS, _names("turn", _FIRST_TURNS)),
     "tier": Breakdown(tuple(range(_TIERS)), (*(f"tier_T{i}" for i in range(_TIERS)), "tier_unknown"), above=_TIERS),
-    "lag": Breakdown(LAGS, _names("lag", LAGS)),
+    "lag": Breakdown(STALENESS_STARTS, _names("lag", STALENESS_STARTS)),
 }
 """Breakdown by the name of its array."""
 
 
 @dataclass(frozen=True)
-class OffPolicy:
+class OffPolicySums:
     """Sums of one part of a step. Add parts with +, merge ranks with `all_reduce`, and call `named` once at the end.
 
     Parts may be split anywhere between traces. Chi-square and effective sample size by trace, perplexity, standard
@@ -465,7 +465,7 @@ class OffPolicy:
     merge to the last bit, sums up to float64 rounding.
 
     >>> old, rollout = np.log([0.5, 0.5, 0.2]), np.log([0.5, 0.25, 0.2])
-    >>> here = OffPolicy.of(old, rollout, trace=[0, 0, 1]).named()
+    >>> here = OffPolicySums.of(old, rollout, trace=[0, 0, 1]).named()
     >>> round(here["mismatch_mean"], 6), round(here["chi2_token"], 6), here["mismatch_p50"]
     (1.333333, 1.0, 1.0)
     """
@@ -488,7 +488,7 @@ class OffPolicy:
         turn: ArrayLike | None = None,
         tier: ArrayLike | None = None,
         lag: ArrayLike | None = None,
-    ) -> "OffPolicy":
+    ) -> "OffPolicySums":
         """Measure terms. All arrays are [M], one entry per term, in any order.
 
         Args:
@@ -496,7 +496,7 @@ class OffPolicy:
             rollout: recorded logprobs, NaN if unknown: such a term is left out of every ratio to rollout.
             trace: integer ids.
             keep: bool, False if a gate dropped the term; such a term has no weight. Default all True.
-            weight: after truncation (`Corrected.weight`).
+            weight: after truncation (`Correction.weight`).
             theta, ref: logprobs of the policy being trained and of the reference.
             advantages: advantage of each term.
             gradient: d loss / d logprob of each term.
@@ -527,22 +527,27 @@ class OffPolicy:
                 sums = sums | (part_sums[part] | histograms).at(f"{name}/{part}.")
         return cls(sums)
 
-    def __add__(self, other: "OffPolicy") -> "OffPolicy":
+    def __add__(self, other: "OffPolicySums") -> "OffPolicySums":
         """Return both parts together."""
-        return OffPolicy(self.sums + other.sums)
+        return OffPolicySums(self.sums + other.sums)
 
-    def all_reduce(self, all_reduce: AllReduce) -> "OffPolicy":
+    def all_reduce(self, all_reduce: AllReduce) -> "OffPolicySums":
         """Return the same over all ranks, with two collective calls for any number of metrics."""
-        return OffPolicy(self.sums.all_reduce(all_reduce))
+        return OffPolicySums(self.sums.all_reduce(all_reduce))
 
     def named(self) -> dict[str, float]:
         """Return the names in docs/metrics.md to values; `NAME/turn_0` and so on if a breakdown has several cells."""
-        metrics = {name: float(value[0]) for name, value in _values(self.sums.under("all/"), ROWS).items()}
+        metrics = {
+            name: float(value[0]) for name, value in _values(self.sums.under("all/"), METRICS_BY_COMPARISON).items()
+        }
         for name, breakdown in BREAKDOWNS.items():
             sums = self.sums.under(f"{name}/")
             filled = np.flatnonzero(sums["terms.n"]) if "terms.n" in sums else np.zeros(0, np.intp)
             if len(filled) > 1:
-                values = _values(sums, {part: ROWS[part] + ROWS_BY_CELL.get(part, ()) for part in ROWS})
+                values = _values(
+                    sums,
+                    {part: METRICS_BY_COMPARISON[part] + ROWS_BY_CELL.get(part, ()) for part in METRICS_BY_COMPARISON},
+                )
                 metrics |= {
                     f"{metric}/{breakdown.cells[cell]}": float(value[cell])
                     for metric, value in values.items()

@@ -1,7 +1,7 @@
 """Define the metrics of training, rewards, completions and tools, and accumulate them over a step.
 
-`trainer.step_metrics` computes the training metrics from a step's `Outcome`. `Tally` rejects names without a
-definition.
+`trainer.step_metrics` computes the training metrics from a step's `StepResult`. `MetricAccumulator` rejects names
+without a definition.
 """
 
 import math
@@ -12,8 +12,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _validation
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics.aggregate import AllReduce, Groups, Moments, Sums, largest_of, mean_of, moments, per, smallest_of
-from tracegrad.metrics.definition import Measured, Metric, Reading
+from tracegrad.metrics.aggregate import (
+    AllReduce,
+    Groups,
+    Moments,
+    Sums,
+    divide,
+    largest_of,
+    mean_of,
+    moments,
+    smallest_of,
+)
+from tracegrad.metrics.definition import Metric, MetricSet, MetricSums
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Rewards:
                 "not known. Pass one of each per trace, both flat."
             )
         known = ~np.isnan(reward)
-        counts = {"traces": len(reward), "flat": np.count_nonzero(flat(reward, ids))}
+        counts = {"traces": len(reward), "flat": np.count_nonzero(zero_std_mask(reward, ids))}
         return cls(moments("reward", reward[known]) | Sums.of(counts=counts))
 
     def __add__(self, other: "Rewards") -> "Rewards":
@@ -63,7 +73,7 @@ class Rewards:
         return {row.name: float(row.value(self.sums)) for row in REWARDS if row.value is not None}
 
 
-def flat(reward: NDArray[np.float64], group: NDArray) -> NDArray[np.bool_]:
+def zero_std_mask(reward: NDArray[np.float64], group: NDArray) -> NDArray[np.bool_]:
     """Return [R] bool: traces of a group with two or more known rewards that are all equal."""
     groups, known = Groups.of(group), ~np.isnan(reward)
     high = groups.largest(np.where(known, reward, -np.inf))
@@ -91,7 +101,7 @@ REWARDS: tuple[Metric, ...] = (
         "",
         "traces",
         "Traces of groups of two or more whose known rewards are all equal: they teach nothing. TRL's.",
-        lambda s: per(s["flat"], s["traces"]),
+        lambda s: divide(s["flat"], s["traces"]),
     ),
     Metric(
         "frac_unscorable",
@@ -99,12 +109,12 @@ REWARDS: tuple[Metric, ...] = (
         "",
         "traces",
         "Traces without a reward.",
-        lambda s: per(s["traces"] - s["reward.n"], s["traces"]),
+        lambda s: divide(s["traces"] - s["reward.n"], s["traces"]),
     ),
 )
 
 
-def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> Measured:
+def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> MetricSums:
     """Measure `num_tokens` and `completions/*` of R traces.
 
     Args:
@@ -124,10 +134,10 @@ def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> Measu
     truncated = _validation.flags(cut, "cut", length=len(before))
     counts = {"tokens": before.sum() + lengths.sum(), "cut": np.count_nonzero(truncated)}
     sums = moments("length", lengths) | moments("ended", lengths[~truncated]) | Sums.of(counts=counts)
-    return Measured(sums.at("completions/"), (Reading(COMPLETIONS, "completions/"),))
+    return MetricSums(sums.at("completions/"), (MetricSet(COMPLETIONS, "completions/"),))
 
 
-def tools(calls: ArrayLike, failed: ArrayLike) -> Measured:
+def tools(calls: ArrayLike, failed: ArrayLike) -> MetricSums:
     """Measure `tools/*` of R traces.
 
     Args:
@@ -140,7 +150,7 @@ def tools(calls: ArrayLike, failed: ArrayLike) -> Measured:
     call_counts = _validation.integers(calls, "calls")
     failures = _validation.integers(failed, "failed", length=len(call_counts))
     counts = {"traces": len(call_counts), "calls": call_counts.sum(), "failed": failures.sum()}
-    return Measured(Sums.of(counts=counts).at("tools/"), (Reading(TOOLS, "tools/"),))
+    return MetricSums(Sums.of(counts=counts).at("tools/"), (MetricSet(TOOLS, "tools/"),))
 
 
 def _terminated_metric(how: str) -> Metric:
@@ -182,13 +192,18 @@ COMPLETIONS: tuple[Metric, ...] = (
         "",
         "traces",
         "Traces whose last turn was cut off by a limit.",
-        lambda s: per(s["cut"], s["length.n"]),
+        lambda s: divide(s["cut"], s["length.n"]),
     ),
     *map(_terminated_metric, ("mean", "min", "max")),
 )
 TOOLS: tuple[Metric, ...] = (
     Metric(
-        "tools/call_frequency", "calls", "", "traces", "Tool calls of a trace.", lambda s: per(s["calls"], s["traces"])
+        "tools/call_frequency",
+        "calls",
+        "",
+        "traces",
+        "Tool calls of a trace.",
+        lambda s: divide(s["calls"], s["traces"]),
     ),
     Metric(
         "tools/failure_frequency",
@@ -335,10 +350,10 @@ _NAMES = {metric.name for metric in TRAINING}
 
 
 @dataclass
-class Tally:
+class MetricAccumulator:
     """Sums with integer denominators. Each mean is computed once, at the end, over everything added.
 
-    >>> tally = Tally()
+    >>> tally = MetricAccumulator()
     >>> tally.add("entropy", 3.0, 2)
     >>> tally.add("entropy", 1.0, 2)
     >>> tally.means()
@@ -364,12 +379,12 @@ class Tally:
         _check_name(name)
         self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
-    def all_reduce(self, all_reduce: AllReduce) -> "Tally":
+    def all_reduce(self, all_reduce: AllReduce) -> "MetricAccumulator":
         """Return the same over all ranks, each of which must have added the same names."""
         counts = {f"{name}.n": n for name, n in self.counts.items()}
         reduced = Sums.of(self.sums, counts, self.maxima).all_reduce(all_reduce)
         sums, maxima = ({name: float(v) for name, v in part.items()} for part in (reduced.totals, reduced.maxima))
-        return Tally(sums, {name: int(reduced[f"{name}.n"]) for name in self.counts}, maxima)
+        return MetricAccumulator(sums, {name: int(reduced[f"{name}.n"]) for name in self.counts}, maxima)
 
     def means(self) -> dict[str, float]:
         """Return each sum divided by its count; NaN if the count is 0."""

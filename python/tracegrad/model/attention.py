@@ -11,16 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.model.structure import BLOCKS, attention_of, body_of, config_of, dense_attention, unwrapped
+from tracegrad.model.structure import (
+    BLOCK_ATTENTION,
+    attention_of,
+    body_of,
+    config_of,
+    dense_attention,
+    unwrap_adapters,
+)
 from tracegrad.packing import Batch
 
 STACK_TOKENS = 8192  # at most, padding included, unless one branch is longer
-SHARED_FROM = 16  # a shorter common prefix is not worth a separate pass
+MIN_SHARED_PREFIX = 16  # a shorter common prefix is not worth a separate pass
 
 Bounds = tuple[int, int]
 
 
-def stacked(
+def run_stacked(
     body: nn.Module, ids: Tensor, positions: Tensor, read: Tensor, *, share_prefix: bool, padded: bool = True
 ) -> Tensor:
     """Compute the hidden states of a plain pack.
@@ -44,7 +51,7 @@ def stacked(
     cache, name = None, ""
     order: list[Tensor] = []
     hidden: list[Tensor] = []
-    if shared >= SHARED_FROM:
+    if shared >= MIN_SHARED_PREFIX:
         start = branches[0][0]
         out = body(input_ids=ids[start : start + shared][None], use_cache=True)
         cache = [(layer.keys, layer.values) for layer in out[_cache_name(out.keys())].layers]
@@ -103,11 +110,11 @@ def _stacks(branches: list[Bounds]) -> list[list[Bounds]]:
     return stacks
 
 
-GRAPHS = 64
+MAX_COMPILED_GRAPHS = 64
 """Compiled graphs that one function may have in a process. Gemma3 needs 8 attention graphs for checks and one step."""
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compile_lazily(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile a function on its first call, and again for each input that none of its graphs fits.
 
     Settings of torch are changed only during a call.
@@ -126,7 +133,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
-        limit = max(GRAPHS, config.recompile_limit)
+        limit = max(MAX_COMPILED_GRAPHS, config.recompile_limit)
         if getattr(local, "limit", 0) != limit:
             local.limit, local.settings = limit, _settings(limit, options.get("fullgraph", False))
         try:
@@ -233,29 +240,31 @@ BACKEND: Any = "inductor"
 """Backend of torch.compile. inductor has no gradient of flex_attention on CPU: rehearsals set another backend."""
 
 
-def attend_in_blocks(model: Any) -> None:
+def enable_flex_attention(model: Any) -> None:
     """Switch a model to our compiled flex_attention, if its architecture supports flex_attention.
 
     Packed rows then need no dense mask. Eager attention is kept if it was chosen for a model that supports sdpa.
     """
-    inner, attention = unwrapped(model), attention_of(model)
-    replaceable = attention in (BLOCKS[0], "sdpa", dense_attention(model))
+    inner, attention = unwrap_adapters(model), attention_of(model)
+    replaceable = attention in (BLOCK_ATTENTION[0], "sdpa", dense_attention(model))
     if replaceable and getattr(inner, "_supports_flex_attn", False):
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flex_attention_mask
 
-        AttentionInterface.register(BLOCKS[1], _attend)
-        AttentionMaskInterface.register(BLOCKS[1], flex_attention_mask)  # without it a plain forward has no mask at all
-        inner.set_attn_implementation(BLOCKS[1])
+        AttentionInterface.register(BLOCK_ATTENTION[1], _attend)
+        AttentionMaskInterface.register(
+            BLOCK_ATTENTION[1], flex_attention_mask
+        )  # without it a plain forward has no mask at all
+        inner.set_attn_implementation(BLOCK_ATTENTION[1])
 
 
-def own_blocks(model: Any) -> None:
+def use_own_flex_attention(model: Any) -> None:
     """Switch a model that was loaded with transformers' flex_attention to ours, which computes the same.
 
     transformers compiles one function for all models and settings of a process, under torch's own limit of graphs.
     """
-    if attention_of(model) == BLOCKS[0]:
-        attend_in_blocks(model)
+    if attention_of(model) == BLOCK_ATTENTION[0]:
+        enable_flex_attention(model)
 
 
 def must_be_fused(device: torch.device) -> bool:
@@ -299,7 +308,7 @@ def _attend(
 @functools.cache
 def _compiled(backend: Any) -> Callable[..., Tensor]:
     """Compile attention with dynamic shapes: otherwise every row length would need a separate graph."""
-    return compiled(_flex, backend=backend, dynamic=True, fullgraph=True)
+    return compile_lazily(_flex, backend=backend, dynamic=True, fullgraph=True)
 
 
 def _flex(
@@ -357,10 +366,10 @@ def run(model: nn.Module, batch: Batch, plan: Plan, *, share_prefix: bool = Fals
     """Return the hidden states of a row, [T, H] in the order of `batch.ids`; zeros in branches that are not read."""
     if plan in ("stack", "alone"):
         options = {"share_prefix": share_prefix, "padded": plan == "stack"}
-        return stacked(body_of(model), batch.ids, batch.positions, batch.read, **options)
+        return run_stacked(body_of(model), batch.ids, batch.positions, batch.read, **options)
 
     if plan == "flex":
-        own_blocks(model)
+        use_own_flex_attention(model)
 
     def build(window: int | None) -> Any:
         return block_mask(batch, window=window) if plan == "flex" else dense_mask(batch, window=window, dtype=additive)

@@ -5,10 +5,17 @@ from torch import Tensor, nn
 
 from tracegrad.errors import ArgumentError
 from tracegrad.model import vision
-from tracegrad.model.attention import Plan, must_be_fused, own_blocks, run
+from tracegrad.model.attention import Plan, must_be_fused, run, use_own_flex_attention
 from tracegrad.model.lm_head import token_logprobs
-from tracegrad.model.structure import BLOCKS, attention_of, config_of, head_of, media_ids, recomputes
-from tracegrad.model.verify import Road, reached, why_not
+from tracegrad.model.structure import (
+    BLOCK_ATTENTION,
+    attention_of,
+    config_of,
+    has_activation_checkpointing,
+    head_of,
+    media_ids,
+)
+from tracegrad.model.verify import ForwardMode, check_forward_mode, checked_length
 from tracegrad.packing import Batch
 
 
@@ -79,12 +86,12 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
         ArgumentError: if the batch shares prefixes and no mask is correct for the model, if the model is not causal, or
             if the model uses flex_attention on CUDA and flex_attention does not reproduce its hidden states.
     """
-    own_blocks(model)
-    has_blocks = attention_of(model) in BLOCKS
-    if has_blocks and not _why_not(model, Road("flex", tree=True), batch):
+    use_own_flex_attention(model)
+    has_blocks = attention_of(model) in BLOCK_ATTENTION
+    if has_blocks and not _why_not(model, ForwardMode("flex", tree=True), batch):
         return "flex"
     if _is_plain(batch.positions, batch.tree_end):
-        reason = _why_not(model, Road("flex"), batch) if has_blocks else ""
+        reason = _why_not(model, ForwardMode("flex"), batch) if has_blocks else ""
         if has_blocks and not reason:
             return "flex"
         if reason and must_be_fused(batch.ids.device):
@@ -93,13 +100,13 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
                 "tables of [T, T]. To accept that, load the model with attn_implementation='sdpa'; in a run, set "
                 "attention.implementation sdpa."
             )
-        return "alone" if _why_not(model, Road("stack"), batch) else "stack"
+        return "alone" if _why_not(model, ForwardMode("stack"), batch) else "stack"
     _check(model, "flex" if has_blocks else "mask", batch, tree=True)
     return "mask"
 
 
 def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
-    if reason := _why_not(model, Road(plan, tree), batch):
+    if reason := _why_not(model, ForwardMode(plan, tree), batch):
         impact = "A branch would read what is its sibling's, or stand at another position."
         if tree:
             raise ArgumentError(
@@ -121,20 +128,20 @@ def _check_media(model: nn.Module, batch: Batch) -> None:
         )
 
 
-def _why_not(model: nn.Module, mode: Road, batch: Batch) -> str:
+def _why_not(model: nn.Module, mode: ForwardMode, batch: Batch) -> str:
     """Return the answer of `verify.why_not` for the branches of a batch.
 
     The longest branch is measured only if the row is longer than the branches that were compared.
     """
-    checked = reached(model, mode)
+    checked = checked_length(model, mode)
     total = len(batch.ids)
     if checked >= total:
-        return why_not(model, mode)
+        return check_forward_mode(model, mode)
     reach = batch.reach
     if checked < reach:  # later branches may be longer: check up to a power of two, if row and positions allow it
         limit = min(total, getattr(config_of(model), "max_position_embeddings", None) or total)
         reach = max(reach, min(1 << (reach - 1).bit_length(), limit))
-    return why_not(model, mode, reach)
+    return check_forward_mode(model, mode, reach)
 
 
 def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> Tensor:
@@ -157,12 +164,16 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
             raise ArgumentError(
                 "TG-MODEL-008: plan is given for a row with pictures, which has no choice of plans. Leave it out."
             )
-        return vision.states(model, batch)
+        return vision.image_hidden_states(model, batch)
     _check_media(model, batch)
-    if plan in ("flex", "mask") and _why_not(model, Road(plan, tree=True), batch):
+    if plan in ("flex", "mask") and _why_not(model, ForwardMode(plan, tree=True), batch):
         _check(model, plan, batch, tree=not _is_plain(batch.positions, batch.tree_end))
     plan = plan or forward_plan(model, batch)
-    shared = plan == "stack" and not recomputes(model) and not _why_not(model, Road("stack", tree=True), batch)
+    shared = (
+        plan == "stack"
+        and not has_activation_checkpointing(model)
+        and not _why_not(model, ForwardMode("stack", tree=True), batch)
+    )
     return run(model, batch, plan, share_prefix=shared)
 
 

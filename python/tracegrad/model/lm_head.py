@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from tracegrad.errors import ArgumentError
-from tracegrad.model.lm_head_chunked import Chunk, Head, Rows, Statistics, Sums, logits_of, slices, wide_dtype
+from tracegrad.model.lm_head_chunked import Chunk, GradientSums, Head, Rows, Statistics, logits_of, slices, wide_dtype
 
-__all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
+__all__ = ["Head", "HeadProblem", "chunk_kind", "logits_of", "token_logprobs"]
 
 
 Name = Literal["no-grad", "recompute", "one-pass", "frozen"]
 
-MOST_CHUNK_BYTES = 4 << 30  # larger chunks do not make products with the weight of a real vocabulary faster
-LEAST_CHUNK_BYTES = 256 << 20  # smaller chunks make these products much slower
+MAX_CHUNK_BYTES = 4 << 30  # larger chunks do not make products with the weight of a real vocabulary faster
+MIN_CHUNK_BYTES = 256 << 20  # smaller chunks make these products much slower
 FIXED_CHUNK_BYTES = 1 << 30  # used if the size must not depend on the free memory
 _ROWS = 256  # a multiple of the tile sizes of matrix products, so that no tile is computed for only a few rows
 
 
 @dataclass(frozen=True)
-class Wants:
+class Gradients:
     """The gradients to compute, and whether the loss has a gradient with respect to the entropy."""
 
     hidden: bool = True
@@ -95,13 +95,13 @@ class Size:
         rows = chunk_bytes // (self.row_bytes * self.vocabulary)
         return max(1, rows if rows < _ROWS or rows >= self.rows else rows - rows % _ROWS)
 
-    def gradient_bytes(self, wants: Wants) -> int:
+    def gradient_bytes(self, wants: Gradients) -> int:
         """Return the bytes of the gradients of hidden states and weight while they are summed."""
         by_hidden = wants.hidden * self.rows * self.hidden * self.item
         return by_hidden + wants.weight * self.vocabulary * self.hidden * self.wide
 
 
-def device_chunk_bytes(size: Size, wants: Wants, free_bytes: int) -> int:
+def device_chunk_bytes(size: Size, wants: Gradients, free_bytes: int) -> int:
     """Return the bytes of one chunk's tables on a device with `free_bytes` of free memory: 256 MiB to 4 GiB.
 
     A chunk takes at most half of the memory that is free after the gradients (but at least 256 MiB), because the memory
@@ -109,15 +109,15 @@ def device_chunk_bytes(size: Size, wants: Wants, free_bytes: int) -> int:
     less free memory sums in the same order.
 
     >>> size, gib = Size(rows=32768, hidden=4096, vocabulary=151936, item=2, row_bytes=2), 1 << 30
-    >>> [device_chunk_bytes(size, Wants(), free * gib) >> 20 for free in (1, 4, 6, 10, 70)]
+    >>> [device_chunk_bytes(size, Gradients(), free * gib) >> 20 for free in (1, 4, 6, 10, 70)]
     [256, 512, 1024, 2048, 4096]
     """
     half = max(1, (free_bytes - size.gradient_bytes(wants)) // 2)
-    return min(max(1 << (half.bit_length() - 1), LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+    return min(max(1 << (half.bit_length() - 1), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
-def choose(
-    size: Size, wants: Wants, chunk_rows: int, *, fits: bool = False, unfit: str = "", asked: Name | None = None
+def choose_plan(
+    size: Size, wants: Gradients, chunk_rows: int, *, fits: bool = False, unfit: str = "", asked: Name | None = None
 ) -> HeadPlan:
     """Return the cheapest plan that is exact, or the plan `asked` if it is set.
 
@@ -132,7 +132,7 @@ def choose(
     Raises:
         ArgumentError: if the plan `asked` is not possible.
 
-    >>> choose(Size(1000, 64, 500), Wants(), 100, fits=True).name
+    >>> choose_plan(Size(1000, 64, 500), Gradients(), 100, fits=True).name
     'one-pass'
     """
     frozen = wants.hidden and not wants.parameters and not wants.entropy
@@ -151,7 +151,7 @@ def choose(
     return _plan_with_costs(size, wants, chunk_rows, chosen, reasons[chosen])
 
 
-def _impossible_plan_message(name: Name, wants: Wants, unfit: str) -> str:
+def _impossible_plan_message(name: Name, wants: Gradients, unfit: str) -> str:
     reason = {
         "no-grad": "a gradient is wanted",
         "recompute": "nothing takes a gradient",
@@ -163,7 +163,7 @@ def _impossible_plan_message(name: Name, wants: Wants, unfit: str) -> str:
     return f"TG-MODEL-025: the plan {name!r} is not possible: {reason}. Leave plan=None, and one that is will be taken."
 
 
-def _plan_with_costs(size: Size, wants: Wants, chunk_rows: int, name: Name, reason: str) -> HeadPlan:
+def _plan_with_costs(size: Size, wants: Gradients, chunk_rows: int, name: Name, reason: str) -> HeadPlan:
     """Return the plan with its memory and FLOPs. Each product with the weight costs 2 U H V FLOPs.
 
     The products are the logits (twice with "recompute"), the gradient of hidden states and the gradient of the weight.
@@ -231,14 +231,14 @@ def token_logprobs(
     [0.25, 4.0]
     """
     check_shapes(hidden, weight, target, bias)
-    setting = Setting(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
+    setting = HeadSettings(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
     rows = Rows(target, inverse_of(inv_temperature, hidden))
     with torch.autocast(hidden.device.type, enabled=False):
         return _TokenLogprobs.apply(hidden, weight, bias, *rows, setting, chunk_bytes)
 
 
 @dataclass(frozen=True)
-class Setting:
+class HeadSettings:
     """The settings of a head, except for its parameters: softcap, scale, dtype of the logits, kind of chunk."""
 
     softcap: float | None
@@ -248,7 +248,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HeadProblem:
     """A head over U rows, to be computed in chunks.
 
     Args:
@@ -261,10 +261,12 @@ class Problem:
     hidden: Tensor
     head: Head
     rows: Rows
-    setting: Setting
+    setting: HeadSettings
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, setting: Setting) -> "Problem":
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, setting: HeadSettings
+    ) -> "HeadProblem":
         """Create a problem with the parameters in the dtype of the hidden states."""
         bias = None if bias is None else bias.to(hidden.dtype)
         return cls(hidden, Head(weight.to(hidden.dtype), bias, setting.softcap, setting.logit_scale), rows, setting)
@@ -284,7 +286,7 @@ class Problem:
     def slopes(self, chunk_rows: int) -> tuple[Statistics, Tensor]:
         """Compute the statistics of all rows, and d logp / d hidden [U, H]."""
         statistics = self._empty()
-        sums = Sums(self.hidden, self.head, (True, False, False))
+        sums = GradientSums(self.hidden, self.head, (True, False, False))
         ones = statistics.lse.new_ones(min(chunk_rows, len(self.hidden)))
         for rows in slices(len(self.hidden), chunk_rows):
             chunk = self.chunk(rows)
@@ -297,7 +299,7 @@ class Problem:
         return statistics, sums.hidden
 
     def gradient(
-        self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None, sums: Sums, chunk_rows: int
+        self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None, sums: GradientSums, chunk_rows: int
     ) -> None:
         """Compute the logits of all rows again, and add their gradient to `sums`.
 
@@ -321,15 +323,15 @@ class Problem:
         item = self.hidden.element_size()
         return Size(rows, width, len(self.head.weight), item=item, row_bytes=row_bytes, wide=wide.itemsize)
 
-    def chunk_rows(self, chunk_bytes: int | None, wants: Wants) -> int:
+    def chunk_rows(self, chunk_bytes: int | None, wants: Gradients) -> int:
         """Return the number of rows whose tables fit `chunk_bytes`; None selects the default of the device."""
         size = self.size()
         if chunk_bytes is not None:
             return size.chunk(chunk_bytes)
         if self.hidden.device.type == "cpu":
             return max(size.chunk(_CPU_CHUNK), _CPU_ROWS)
-        if size.rows <= size.chunk(LEAST_CHUNK_BYTES):
-            return size.chunk(LEAST_CHUNK_BYTES)
+        if size.rows <= size.chunk(MIN_CHUNK_BYTES):
+            return size.chunk(MIN_CHUNK_BYTES)
         if not self.hidden.is_cuda or torch.are_deterministic_algorithms_enabled():
             return size.chunk(FIXED_CHUNK_BYTES)
         return size.chunk(device_chunk_bytes(size, wants, free_bytes(self.hidden.device)))
@@ -426,15 +428,15 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         inverse: Tensor | None,
-        setting: Setting,
+        setting: HeadSettings,
         chunk_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
-        problem = Problem.of(hidden, weight, bias, Rows(target, inverse), setting)
-        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is unknown here, so never "one-pass"
+        problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse), setting)
+        wants = Gradients(*ctx.needs_input_grad[:3], entropy=False)  # the loss is unknown here, so never "one-pass"
         ctx.chunk_rows = problem.chunk_rows(chunk_bytes, wants)
         ctx.set_materialize_grads(False)
         slopes = None
-        if choose(problem.size(), wants, ctx.chunk_rows).name == "frozen":
+        if choose_plan(problem.size(), wants, ctx.chunk_rows).name == "frozen":
             statistics, slopes = problem.slopes(ctx.chunk_rows)
         else:
             statistics = problem.statistics(ctx.chunk_rows)
@@ -453,7 +455,7 @@ class _TokenLogprobs(torch.autograd.Function):
         d_logp = torch.zeros_like(lse) if d_logp is None else d_logp
         if slopes is not None and d_entropy is None:
             return (d_logp[:, None] * slopes).to(hidden.dtype), *(None,) * 6
-        problem = Problem.of(hidden, weight, bias, Rows(target, inverse), ctx.setting)
-        sums = Sums(hidden, problem.head, ctx.needs_input_grad[:3])
+        problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse), ctx.setting)
+        sums = GradientSums(hidden, problem.head, ctx.needs_input_grad[:3])
         problem.gradient(Statistics(lse, logp, entropy), d_logp, d_entropy, sums, ctx.chunk_rows)
         return *sums.found(*ctx.dtypes), *(None,) * 4

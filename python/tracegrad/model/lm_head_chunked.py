@@ -43,7 +43,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def projected(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> Tensor:
+def project(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> Tensor:
     """Return [C, V]: hidden @ weight.T + bias, rounded to `dtype`; None is the dtype of `hidden`."""
     if dtype is None or dtype == hidden.dtype:
         return nn.functional.linear(hidden, head.weight, head.bias)
@@ -60,7 +60,7 @@ def logits_of(hidden: Tensor, head: Head, dtype: torch.dtype | None = None) -> T
 
     The product with the weight is rounded to `dtype` before scale and cap.
     """
-    return _scale_and_cap(projected(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head)
+    return _scale_and_cap(project(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head)
 
 
 def _scale_and_cap(logits: Tensor, head: Head) -> Tensor:
@@ -84,7 +84,7 @@ class Chunk:
     narrow = False  # whether tables have the dtype of the logits instead of the dtype of the sums
 
     def __init__(self, hidden: Tensor, head: Head, rows: Rows, dtype: torch.dtype | None) -> None:
-        self._start(projected(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head, rows)
+        self._start(project(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head, rows)
 
     @classmethod
     def of_raw(cls, raw: Tensor, head: Head, rows: Rows) -> "Chunk":
@@ -152,7 +152,7 @@ def _slope(z: Tensor, softcap: float, inverse: Tensor | None) -> Tensor:
     return capped.square_().neg_().add_(1)
 
 
-class Sums:
+class GradientSums:
     """Gradients of hidden states, weight and bias, added up chunk by chunk.
 
     The gradients of weight and bias are float32 or wider while they are summed.
@@ -212,7 +212,7 @@ class CompiledChunk(Chunk):
     def __init__(self, hidden: Tensor, head: Head, rows: Rows, dtype: torch.dtype | None) -> None:
         self.head, self.rows = head, rows
         self._item = hidden.dtype
-        self._raw = projected(hidden, head, dtype)
+        self._raw = project(hidden, head, dtype)
 
     def statistics(self) -> Statistics:
         """Compute the statistics in one pass over the table."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracegrad.model.lm_head import HeadPlan, Problem, Wants
-from tracegrad.model.lm_head_chunked import Sums
+from tracegrad.model.lm_head import Gradients, HeadPlan, HeadProblem
+from tracegrad.model.lm_head_chunked import GradientSums
 
 Evaluate = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
 """(rows, logp, entropy) -> the loss of these rows, and its gradients by their logprobs and by their entropies."""
@@ -20,7 +20,7 @@ def head_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    problem: Problem,
+    problem: HeadProblem,
     plan: HeadPlan,
     cuts: Sequence[slice],
     evaluate: Evaluate,
@@ -38,7 +38,7 @@ def head_loss(
         return _HeadLoss.apply(hidden, weight, bias, (problem, plan, tuple(cuts), evaluate))
 
 
-def _one_pass(problem: Problem, sums: Sums, cuts: Sequence[slice], evaluate: Evaluate) -> Tensor:
+def _one_pass(problem: HeadProblem, sums: GradientSums, cuts: Sequence[slice], evaluate: Evaluate) -> Tensor:
     total = problem.hidden.new_zeros((), dtype=problem.wide)
     for rows in cuts:
         chunk = problem.chunk(rows)
@@ -50,7 +50,7 @@ def _one_pass(problem: Problem, sums: Sums, cuts: Sequence[slice], evaluate: Eva
     return total
 
 
-def _all_rows(problem: Problem, sums: Sums, plan: HeadPlan, evaluate: Evaluate) -> Tensor:
+def _all_rows(problem: HeadProblem, sums: GradientSums, plan: HeadPlan, evaluate: Evaluate) -> Tensor:
     rows = slice(0, len(problem.hidden))
     if plan.name == "frozen":
         statistics, slopes = problem.slopes(plan.chunk_rows)
@@ -68,11 +68,11 @@ def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if gradient is None else gradient
 
 
-def wants_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, entropy: bool) -> Wants:
+def wants_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, entropy: bool) -> Gradients:
     """Return the gradients that a call of `head_loss` must compute."""
     enabled = torch.is_grad_enabled()
     by_bias = bias is not None and bias.requires_grad
-    return Wants(enabled and hidden.requires_grad, enabled and weight.requires_grad, enabled and by_bias, entropy)
+    return Gradients(enabled and hidden.requires_grad, enabled and weight.requires_grad, enabled and by_bias, entropy)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _HeadLoss(torch.autograd.Function):
         problem, plan, cuts, evaluate = how
         frozen = plan.name == "frozen"
         wanted = (False, False, False) if frozen or plan.name == "no-grad" else ctx.needs_input_grad[:3]
-        sums = Sums(problem.hidden, problem.head, wanted)
+        sums = GradientSums(problem.hidden, problem.head, wanted)
         is_one_pass = plan.name == "one-pass"
         loss = _one_pass(problem, sums, cuts, evaluate) if is_one_pass else _all_rows(problem, sums, plan, evaluate)
         ctx.save_for_backward(*sums.found(weight.dtype, None if bias is None else bias.dtype))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracegrad.model.lm_head_chunked import Chunk, Head, Rows, Statistics, projected
+from tracegrad.model.lm_head_chunked import Chunk, Head, Rows, Statistics, project
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _BLOCK = 4096  # vocabulary entries per loop step of `_statistics`, which runs one program per row
@@ -124,7 +124,7 @@ class TritonChunk(Chunk):
     def __init__(self, hidden: Tensor, head: Head, rows: Rows, dtype: torch.dtype | None) -> None:
         self.head, self.rows = head, rows
         self._item = hidden.dtype
-        self._raw = projected(hidden, head, dtype)
+        self._raw = project(hidden, head, dtype)
         self._common = {"CAPPED": head.softcap is not None, "SCALED": rows.inverse is not None}
 
     def statistics(self) -> Statistics:

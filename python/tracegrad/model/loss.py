@@ -16,11 +16,11 @@ from tracegrad.model.forward import Plan, read_states
 from tracegrad.model.lm_head import (
     Epilogue,
     HeadPlan,
+    HeadProblem,
+    HeadSettings,
     Name,
-    Problem,
-    Setting,
     check_shapes,
-    choose,
+    choose_plan,
     chunk_kind,
     inverse_of,
 )
@@ -115,14 +115,14 @@ def policy_loss(
             f"TG-MODEL-013: the batch has {len(batch.row)} terms and `terms` {len(terms.advantages)}. Each term needs "
             "its own arrays. Pass step.terms(batch, corrected) of the same batch."
         )
-    setting = Setting(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
+    setting = HeadSettings(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
     rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden))
-    problem = Problem.of(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), rows, setting)
+    problem = HeadProblem.of(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), rows, setting)
     wants = wants_of(hidden, weight, bias, objective.entropy_gradient)
     chunk_rows = problem.chunk_rows(chunk_bytes, wants)
     cuts = cuts_of(objective, batch.row, terms, len(hidden), chunk_rows)
     unfit = f"one {objective.locality} of the objective spans more than the {chunk_rows:,} rows of a chunk"
-    chosen = choose(problem.size(), wants, chunk_rows, fits=cuts is not None, unfit=unfit, asked=plan)
+    chosen = choose_plan(problem.size(), wants, chunk_rows, fits=cuts is not None, unfit=unfit, asked=plan)
     evaluation = _Evaluation(objective, terms, batch.row, len(hidden), wants.any)
     loss = head_loss(hidden, weight, bias, problem, chosen, cuts or (), evaluation)
     return PolicyLoss(loss=loss, **evaluation.told(), plan=chosen)

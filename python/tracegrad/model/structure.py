@@ -1,6 +1,7 @@
 """Find the parts of a transformers model: body, head, vision tower, attention implementation and media ids.
 
-The functions read configurations and modules. Only `attending` and `without_blocks` change a model, while entered.
+The functions read configurations and modules. Only `attention_implementation` and `without_blocks` change a model,
+while entered.
 """
 
 import re
@@ -17,7 +18,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.model.lm_head import Head, logits_of
 from tracegrad.storage.files import read_json
 
-BLOCKS = ("flex_attention", "tracegrad_flex")
+BLOCK_ATTENTION = ("flex_attention", "tracegrad_flex")
 """Attention implementations that accept a `BlockMask`: the one of transformers, and the one of `attention`."""
 _IDS, _LARGE_LOGIT = 8, 100.0  # the number of ids on which a head is compared, and the logits of the second comparison
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
@@ -136,7 +137,7 @@ def body_of(model: nn.Module) -> nn.Module:
     )
 
 
-def tower_of(model: nn.Module) -> list[nn.Module]:
+def vision_encoder_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that process only images, audio or video, without the decoder."""
     wrapped: Any = model
     inner = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
@@ -151,9 +152,9 @@ def attention_of(model: nn.Module) -> str:
 
 
 @contextmanager
-def attending(model: Any, implementation: str) -> Iterator[None]:
+def attention_implementation(model: Any, implementation: str) -> Iterator[None]:
     """Use another attention implementation in a model while entered."""
-    inner, previous = unwrapped(model), attention_of(model)
+    inner, previous = unwrap_adapters(model), attention_of(model)
     inner.set_attn_implementation(implementation)
     try:
         yield
@@ -167,7 +168,11 @@ def without_blocks(model: nn.Module) -> Iterator[None]:
 
     Without this, compiled layers would be compiled for dense attention too.
     """
-    attention = attending(model, dense_attention(model)) if attention_of(model) in BLOCKS else nullcontext()
+    attention = (
+        attention_implementation(model, dense_attention(model))
+        if attention_of(model) in BLOCK_ATTENTION
+        else nullcontext()
+    )
     with torch.compiler.set_stance("force_eager"), attention:
         yield
 
@@ -178,15 +183,15 @@ def dense_attention(model: Any) -> str:
     sdpa in transformers silently ignores a cap on the attention scores.
     """
     capped = getattr(config_of(model), "attn_logit_softcapping", None)
-    return "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) and not capped else "eager"
+    return "sdpa" if getattr(unwrap_adapters(model), "_supports_sdpa", False) and not capped else "eager"
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_adapters(model: Any) -> Any:
     """Return the transformers model without the wrapper of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def recomputes(model: nn.Module) -> bool:
+def has_activation_checkpointing(model: nn.Module) -> bool:
     """Return whether activations are checkpointed. transformers then returns no keys and values."""
     is_newer = hasattr(type(model), "is_activation_checkpointing")
     return bool(getattr(model, "is_activation_checkpointing" if is_newer else "is_gradient_checkpointing", False))

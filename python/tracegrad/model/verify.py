@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from tracegrad.errors import ArgumentError
-from tracegrad.model.attention import SHARED_FROM, Plan, run
-from tracegrad.model.structure import BLOCKS, attention_of, body_of, config_of, without_blocks
+from tracegrad.model.attention import MIN_SHARED_PREFIX, Plan, run
+from tracegrad.model.structure import BLOCK_ATTENTION, attention_of, body_of, config_of, without_blocks
 from tracegrad.packing import Batch
 
-ALWAYS = 1 << 62
+UNLIMITED_LENGTH = 1 << 62
 """A reach that is longer than any branch."""
-SHORT = 40
+FIRST_CHECK_TOKENS = 40
 """Tokens of the longest branch in the first comparison. Later comparisons are as long as the branches to be run."""
 # Differences are measured over this many tokens: rounding may change the expert of one token in a correct forward pass.
 _WINDOW = 8
@@ -30,7 +30,7 @@ _ROUNDING = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 0.02, torc
 _NOISE = 8.0
 
 
-class Road(NamedTuple):
+class ForwardMode(NamedTuple):
     """A forward mode: a plan, and whether the rows share prefixes.
 
     The plan "stack" with `tree=True` computes a prefix that all branches share once.
@@ -40,15 +40,15 @@ class Road(NamedTuple):
     tree: bool = False
 
 
-def whole_row(model: nn.Module) -> Literal["flex", "mask"]:
+def one_pass_plan(model: nn.Module) -> Literal["flex", "mask"]:
     """Return the plan that runs a whole row of this model in one pass."""
-    return "flex" if attention_of(model) in BLOCKS else "mask"
+    return "flex" if attention_of(model) in BLOCK_ATTENTION else "mask"
 
 
-_results: WeakKeyDictionary[nn.Module, dict[tuple[str, Road], tuple[int, str]]] = WeakKeyDictionary()
+_results: WeakKeyDictionary[nn.Module, dict[tuple[str, ForwardMode], tuple[int, str]]] = WeakKeyDictionary()
 
 
-def why_not(model: nn.Module, road: Road, reach: int = 0) -> str:
+def check_forward_mode(model: nn.Module, road: ForwardMode, reach: int = 0) -> str:
     """Return the reason why a mode is not used for branches of up to `reach` tokens, in one line; "" if it is correct.
 
     The first call for a mode and a reach runs a few rows of slightly more than `reach` tokens, without gradient.
@@ -59,9 +59,9 @@ def why_not(model: nn.Module, road: Road, reach: int = 0) -> str:
     """
     results = _results.setdefault(model, {})
     attention = attention_of(model)
-    modes = (Road("stack"), Road("stack", tree=True)) if road.plan == "stack" else (road,)
-    limit = getattr(config_of(model), "max_position_embeddings", None) or SHORT
-    for length in (min(SHORT, limit), reach):
+    modes = (ForwardMode("stack"), ForwardMode("stack", tree=True)) if road.plan == "stack" else (road,)
+    limit = getattr(config_of(model), "max_position_embeddings", None) or FIRST_CHECK_TOKENS
+    for length in (min(FIRST_CHECK_TOKENS, limit), reach):
         checked, reason = results.get((attention, road), (0, ""))
         if checked < length and not reason:
             for mode, difference in zip(modes, _compare(model, modes, length), strict=True):
@@ -69,21 +69,21 @@ def why_not(model: nn.Module, road: Road, reach: int = 0) -> str:
     return results[attention, road][1]
 
 
-def reached(model: nn.Module, road: Road) -> int:
-    """Return the branch length, in tokens, up to which `why_not` has a stored answer."""
+def checked_length(model: nn.Module, road: ForwardMode) -> int:
+    """Return the branch length, in tokens, up to which `check_forward_mode` has a stored answer."""
     checked, reason = _results.get(model, {}).get((attention_of(model), road), (0, ""))
-    return ALWAYS if reason else checked
+    return UNLIMITED_LENGTH if reason else checked
 
 
-def settle(model: nn.Module, road: Road, reach: int, why: str) -> None:
-    """Store the answer of `why_not` up to a reach, for example the one that all ranks agreed on."""
+def set_result(model: nn.Module, road: ForwardMode, reach: int, why: str) -> None:
+    """Store the answer of `check_forward_mode` up to a reach, for example the one that all ranks agreed on."""
     _results.setdefault(model, {})[attention_of(model), road] = reach, why
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, modes: tuple[Road, ...], length: int) -> list[str]:
+def _compare(model: nn.Module, modes: tuple[ForwardMode, ...], length: int) -> list[str]:
     """Return the reason against each mode, or "". All modes are compared with the same separate forward passes."""
-    with at_rest(model):
+    with inference_mode(model):
         try:
             probe = _Probe(model, length)
             with without_blocks(model):
@@ -91,20 +91,23 @@ def _compare(model: nn.Module, modes: tuple[Road, ...], length: int) -> list[str
         except (ArgumentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            return [cannot(model, error)] * len(modes)
+            return [failure_reason(model, error)] * len(modes)
         return [_difference(probe, road, expected, allowed) for road in modes]
 
 
-def _difference(probe: "_Probe", mode: Road, expected: list[Tensor], allowed: float) -> str:
+def _difference(probe: "_Probe", mode: ForwardMode, expected: list[Tensor], allowed: float) -> str:
     largest, model = 0.0, probe.model
     try:
         for batch in probe.batches(mode):
             hidden = run(model, batch, mode.plan, share_prefix=mode.tree)
-            largest = max(largest, *(apart(hidden[probe.place(n, batch)], alone) for n, alone in enumerate(expected)))
+            largest = max(
+                largest,
+                *(relative_difference(hidden[probe.place(n, batch)], alone) for n, alone in enumerate(expected)),
+            )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return cannot(model, error)
+        return failure_reason(model, error)
     if largest <= allowed:
         return ""
     return (
@@ -113,12 +116,12 @@ def _difference(probe: "_Probe", mode: Road, expected: list[Tensor], allowed: fl
     )
 
 
-def rounding(model: nn.Module) -> float:
+def rounding_tolerance(model: nn.Module) -> float:
     """Return the relative difference of hidden states that rounding explains, for the parameter dtypes of a model."""
     return max(_ROUNDING.get(dtype, 0.1) for dtype in {parameter.dtype for parameter in model.parameters()})
 
 
-def cannot(model: nn.Module, error: Exception) -> str:
+def failure_reason(model: nn.Module, error: Exception) -> str:
     """Describe an exception of a third-party forward pass, as the reason why a mode is not used."""
     while isinstance(inner := getattr(error, "inner_exception", None), Exception):  # torch.compile wraps exceptions
         error = inner
@@ -136,7 +139,7 @@ class _Probe:
     def __init__(self, model: nn.Module, length: int) -> None:
         self.model, self.device = model, next(model.parameters()).device
         tokens = ordinary_ids(model)
-        self.prefix = SHARED_FROM
+        self.prefix = MIN_SHARED_PREFIX
         ends = (self.prefix + 8, self.prefix + 10, length)
         self.branches = []
         for n, end in enumerate(ends):
@@ -147,11 +150,11 @@ class _Probe:
     def alone(self) -> tuple[list[Tensor], float]:
         """Return the hidden states [S, H] of each branch in its own pass, and the difference that rounding explains."""
         states = [self._states(branch[None])[0] for branch in self.branches]
-        noise = apart(self._states(np.stack([self.branches[1]] * 2))[1], states[1])
+        noise = relative_difference(self._states(np.stack([self.branches[1]] * 2))[1], states[1])
         dtypes = {states[1].dtype, *(parameter.dtype for parameter in self.model.parameters())}
         allowed = max(_NOISE * min(noise, 0.02), *(_ROUNDING.get(dtype, 0.1) for dtype in dtypes))
         length = len(self.branches[2]) * 3 // 4
-        change = apart(states[2][:length], self._states(self.branches[2][None, :length])[0])
+        change = relative_difference(states[2][:length], self._states(self.branches[2][None, :length])[0])
         if change > allowed:
             raise ArgumentError(
                 f"TG-MODEL-018: {type(self.model).__name__}: what follows a token changes its hidden state by "
@@ -163,7 +166,7 @@ class _Probe:
     def _states(self, ids: Any) -> Tensor:
         return body_of(self.model)(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).last_hidden_state
 
-    def batches(self, road: Road) -> list[Batch]:
+    def batches(self, road: ForwardMode) -> list[Batch]:
         """Return the rows on which a mode is compared."""
         return [self.plain(), self.tree()] if road.tree and road.plan != "stack" else [self.plain()]
 
@@ -203,7 +206,7 @@ class _Probe:
         return torch.cat([torch.arange(self.prefix), torch.arange(start, start + lengths[branch] - self.prefix)])
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
+def relative_difference(found: Tensor, wanted: Tensor) -> float:
     """Return the largest ||a - b|| / ||b|| over windows of neighbouring tokens; infinity if it is not finite."""
     size = len(wanted) // _WINDOW * _WINDOW
     gap, norm = (
@@ -227,7 +230,7 @@ def ordinary_ids(model: nn.Module) -> Any:
 
 
 @contextmanager
-def at_rest(model: nn.Module) -> Iterator[None]:
+def inference_mode(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode and without autocast while entered."""
     training = model.training
     model.eval()

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from tracegrad.errors import ArgumentError
 from tracegrad.images import RowImages
 from tracegrad.model.attention import dense_mask
-from tracegrad.model.structure import attention_of, unwrapped
-from tracegrad.model.verify import apart, at_rest, cannot, ordinary_ids, rounding
+from tracegrad.model.structure import attention_of, unwrap_adapters
+from tracegrad.model.verify import failure_reason, inference_mode, ordinary_ids, relative_difference, rounding_tolerance
 from tracegrad.packing import Batch
 
 _results: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
-def states(model: nn.Module, batch: Batch) -> Tensor:
+def image_hidden_states(model: nn.Module, batch: Batch) -> Tensor:
     """Return the hidden states [T, H] of a row with images; zeros in branches that the head does not read.
 
     The row runs in one pass under a mask if that reproduces the model's own hidden states, else branch by branch.
@@ -44,7 +44,8 @@ def states(model: nn.Module, batch: Batch) -> Tensor:
         return _run_row(model, batch)
     if reason[False]:
         raise ArgumentError(
-            f"TG-MODEL-019: {type(unwrapped(model)).__name__} gives other numbers on pictures than its own forward: "
+            f"TG-MODEL-019: {type(unwrap_adapters(model)).__name__} gives other numbers on pictures than its "
+            f"own forward: "
             f"{reason[False]}. What it would learn from is not what was sampled. Leave traces with pictures out."
         )
     if not is_plain:
@@ -72,14 +73,14 @@ def _host(values: Any) -> Any:
 def _run_branches(model: nn.Module, batch: Batch, branches: list[tuple[int, int]]) -> Tensor:
     ends = [end for _, end in branches]
     read = np.unique(np.searchsorted(ends, _host(batch.read), side="right")).tolist() or [0]
-    hidden = {number: _run_row(model, cut(batch, *branches[number]), masked=False) for number in read}
+    hidden = {number: _run_row(model, slice_row(batch, *branches[number]), masked=False) for number in read}
     first = hidden[read[0]]
     lengths = [end - start for start, end in branches]
     unread = (first.new_zeros(length, first.shape[-1]) for length in lengths)
     return torch.cat([hidden.get(number, zeros) for number, zeros in enumerate(unread)])
 
 
-def cut(batch: Batch, start: int, end: int) -> Batch:
+def slice_row(batch: Batch, start: int, end: int) -> Batch:
     """Return the tokens `start` to `end` of a row as a new row, without logit rows and trained tokens.
 
     An image is included if its first token is in the range; images are never split.
@@ -118,7 +119,7 @@ def _run_row(model: nn.Module, batch: Batch, *, masked: bool = True) -> Tensor:
 
 def _body(model: nn.Module) -> Any:
     """Return the module below the head that accepts ids and pixels."""
-    inner = unwrapped(model)
+    inner = unwrap_adapters(model)
     body = inner.base_model
     if not hasattr(body, "get_image_features"):
         raise ArgumentError(
@@ -231,7 +232,7 @@ def _reasons(model: nn.Module, batch: Batch) -> Mapping[bool, str]:
     compared with the branch in its own pass, with two copies in one row, and with a tree of two branches.
     """
     if model not in _results:
-        with at_rest(model), torch.no_grad():
+        with inference_mode(model), torch.no_grad():
             _results[model] = _compare(model, _probe(model, batch))
     return _results[model]
 
@@ -241,7 +242,7 @@ def _probe(model: nn.Module, batch: Batch) -> Batch:
 
     A tree can be used as one branch because any sequence of ids is a valid prompt.
     """
-    trees = (cut(batch, start, end) for start, end in _branches(batch))
+    trees = (slice_row(batch, start, end) for start, end in _branches(batch))
     shortest = min((tree for tree in trees if tree.images is not None), key=lambda tree: len(tree.ids))
     assert shortest.images is not None
     ordinary = ordinary_ids(model)
@@ -256,12 +257,12 @@ def _probe(model: nn.Module, batch: Batch) -> Batch:
 def _compare(model: nn.Module, probe: Batch) -> dict[bool, str]:
     try:
         expected = _reference(model, probe)
-        allowed = rounding(model)
+        allowed = rounding_tolerance(model)
         hidden = _run_row(model, probe, masked=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the forward pass of a third-party model may raise anything
-        return dict.fromkeys((False, True), cannot(unwrapped(model), error))
+        return dict.fromkeys((False, True), failure_reason(unwrap_adapters(model), error))
     reasons = {False: _difference(hidden, expected, allowed), True: ""}
     try:
         copies = _two_copies(probe)
@@ -278,12 +279,12 @@ def _compare(model: nn.Module, probe: Batch) -> dict[bool, str]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        reasons[True] = cannot(unwrapped(model), error)
+        reasons[True] = failure_reason(unwrap_adapters(model), error)
     return reasons
 
 
 def _difference(hidden: Tensor, expected: Tensor, allowed: float) -> str:
-    if (gap := apart(hidden, expected)) <= allowed:
+    if (gap := relative_difference(hidden, expected)) <= allowed:
         return ""
     return f"hidden states would differ by {gap:.2g}, of which rounding explains {allowed:.2g}"
 

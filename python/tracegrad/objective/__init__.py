@@ -13,11 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tracegrad.objective import presets
-from tracegrad.objective.component import View
-from tracegrad.objective.objective import Missing, Needs, Objective, with_beta, with_entropy, with_kl
-from tracegrad.objective.penalty import Adapt, Entropy, Penalty, Shift
-from tracegrad.objective.ratio import LOG_RATIO_LIMIT, Level, Ratio, Reduce, When
-from tracegrad.objective.rejection import AnyGate, Budget, DropCovariance, Gate, TopCovariance, TopEntropy
+from tracegrad.objective.component import LossInputs
+from tracegrad.objective.objective import MissingLogprobs, Objective, Requirements, with_beta, with_entropy, with_kl
+from tracegrad.objective.penalty import AdaptiveEntropy, AdvantageShift, EntropyBonus, Penalty
+from tracegrad.objective.ratio import LOG_RATIO_LIMIT, Aggregation, Ratio, Reduce, When
+from tracegrad.objective.rejection import (
+    AnyRejection,
+    DropCovariance,
+    Rejection,
+    RejectionBudget,
+    TopCovariance,
+    TopEntropy,
+)
 from tracegrad.objective.serialize import override, override_all
 from tracegrad.objective.surrogate import (
     Clip,
@@ -27,64 +34,64 @@ from tracegrad.objective.surrogate import (
     GeoClip,
     Importance,
     PolicyGradient,
-    Regress,
+    Regression,
     Sigmoid,
     Surrogate,
 )
-from tracegrad.objective.weight import Clamp, Gamma, Gaussian, Identity, Inverse, Shape, Weight, Window
+from tracegrad.objective.weight import Gamma, Gaussian, Identity, Inverse, MaskOutside, Shape, Truncate, Weight
 
 if TYPE_CHECKING:
-    from tracegrad.objective.torch_loss import Loss, PerTerm, Terms, evaluate, padded_loss, terms_of
+    from tracegrad.objective.torch_loss import Loss, PerTerm, Terms, build_terms, evaluate, padded_loss
 
 _WITH_TORCH = ("Loss", "PerTerm", "Terms", "evaluate", "padded_loss", "terms_of")
 
 __all__ = [
     "LOG_RATIO_LIMIT",
-    "Adapt",
-    "AnyGate",
-    "Budget",
-    "Clamp",
+    "AdaptiveEntropy",
+    "AdvantageShift",
+    "Aggregation",
+    "AnyRejection",
     "Clip",
     "CrossEntropy",
     "DropCovariance",
-    "Entropy",
+    "EntropyBonus",
     "Function",
     "FutureClip",
     "Gamma",
-    "Gate",
     "Gaussian",
     "GeoClip",
     "Identity",
     "Importance",
     "Inverse",
-    "Level",
     "Loss",
-    "Missing",
-    "Needs",
+    "LossInputs",
+    "MaskOutside",
+    "MissingLogprobs",
     "Objective",
     "Penalty",
     "PerTerm",
     "PolicyGradient",
     "Ratio",
     "Reduce",
-    "Regress",
+    "Regression",
+    "Rejection",
+    "RejectionBudget",
+    "Requirements",
     "Shape",
-    "Shift",
     "Sigmoid",
     "Surrogate",
     "Terms",
     "TopCovariance",
     "TopEntropy",
-    "View",
+    "Truncate",
     "Weight",
     "When",
-    "Window",
+    "build_terms",
     "evaluate",
     "override",
     "override_all",
     "padded_loss",
     "presets",
-    "terms_of",
     "with_beta",
     "with_entropy",
     "with_kl",

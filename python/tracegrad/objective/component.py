@@ -1,17 +1,18 @@
-"""Define `Part`, the base class of components of an objective, and `View`, the tensors that they are evaluated on."""
+"""Define `Component`, the base class of components of an objective, and `LossInputs`, the tensors that they are
+evaluated on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.ratio import TOKEN, Level, Ratio, Reduce, bounded
+from tracegrad.objective.ratio import TOKEN, Aggregation, Ratio, Reduce, clamp_log_ratio
 
 if TYPE_CHECKING:
     from tracegrad.objective.objective import Objective
 
 
-class Part:
+class Component:
     """Component of an objective."""
 
     takes_entropy = False
@@ -36,7 +37,7 @@ class Part:
         """
         return ""
 
-    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
+    def ratios(self) -> Sequence[tuple[Ratio, Aggregation]]:
         """Return the ratios that it reads, each with its level; by default its field `ratio` at its field `level`."""
         ratio = getattr(self, "ratio", None)
         return [] if ratio is None else [(ratio, getattr(self, "level", TOKEN))]
@@ -64,7 +65,7 @@ def core_of(name: str, part: Any) -> Any:
     return part.core()
 
 
-class View:
+class LossInputs:
     """Terms of one evaluation. Tensors are [m] or [B, S]; floats have the dtype of the logprobs.
 
     Missing logprobs follow one rule, which is applied here first. A ratio that names rollout (or the proximal policy,
@@ -119,7 +120,7 @@ class View:
     @cached_property
     def ratio(self) -> Any:
         """The objective's ratio at the level of its surrogate, with gradient, at kept terms; 1 elsewhere."""
-        return bounded(self.log_ratio).exp()
+        return clamp_log_ratio(self.log_ratio).exp()
 
     @property
     def pair(self) -> Ratio:
@@ -188,7 +189,7 @@ class View:
         """Return at which terms a ratio has a value."""
         return self.known if ratio.recorded else self.counted
 
-    def inside(self, level: Level) -> Any:
+    def inside(self, level: Aggregation) -> Any:
         """Return the terms over which the surrogate's level runs."""
         return self.keep if level.terms == "kept" or level.over == "token" else self.present
 
@@ -201,7 +202,7 @@ class View:
         """
         return self.keep if gated == "detached" else keep if gated else self.counted
 
-    def at(self, ratio: Ratio, level: Level, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
+    def at(self, ratio: Ratio, level: Aggregation, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
         """Return the clamped log-ratio at a level (0 without a value), and at which terms it has a value.
 
         Args:
@@ -215,7 +216,7 @@ class View:
         inside = has & self.present
         level_log = level.of(log_ratio, self, inside & keep if keep is not None and level.terms == "kept" else inside)
         known = has & ~level_log.isnan()
-        return bounded(level_log.where(known, 0)), known
+        return clamp_log_ratio(level_log.where(known, 0)), known
 
     def scale(self, reduce: Reduce | None) -> Any:
         """Return the scale of a reduction; None means that of the objective.
@@ -231,11 +232,11 @@ class View:
             )
         return self._scales[reduction].to(self._theta.dtype)
 
-    def detached(self) -> "View":
+    def detached(self) -> "LossInputs":
         """Return the same view with logprobs and entropy that have no gradient."""
         entropy = None if self._entropy is None else self._entropy.detach()
         fields = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}
-        view = View(self.objective, self.arrays, self._theta.detach(), entropy, **fields)
+        view = LossInputs(self.objective, self.arrays, self._theta.detach(), entropy, **fields)
         view._segments, view.advantages = self._segments, self.advantages
         return view
 

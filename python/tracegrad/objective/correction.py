@@ -15,9 +15,9 @@ from tracegrad import _core, _validation
 from tracegrad._validation import is_tensor
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.component import core_of
-from tracegrad.objective.objective import Missing
+from tracegrad.objective.objective import MissingLogprobs
 from tracegrad.objective.ratio import Reduce
-from tracegrad.objective.rejection import AnyGate
+from tracegrad.objective.rejection import AnyRejection
 from tracegrad.objective.weight import Weight
 
 
@@ -74,7 +74,7 @@ class Layout:
         if self._by_row(array):
             array = np.broadcast_to(array[..., None], self.shape)
         self._check(array, name)
-        return _validation.narrowed(array, self.dtype, name).reshape(-1)
+        return _validation.as_floats(array, self.dtype, name).reshape(-1)
 
     def ids(self, values: Any, name: str) -> NDArray[np.integer] | None:
         """Return one integer per position or per row, flat; int32 and int64 keep their dtype."""
@@ -84,7 +84,7 @@ class Layout:
         if not self._by_row(array):
             self._check(array, name)
         kind = array.dtype if array.dtype in (np.int32, np.int64) else np.int64
-        return _validation.whole(array, kind, name).reshape(-1)
+        return _validation.as_integers(array, kind, name).reshape(-1)
 
     def back(self, values: NDArray[Any] | float) -> Any:
         """Return flat results in the shape, type and device of the logprobs.
@@ -158,7 +158,7 @@ class Totals(Protocol):
 
 
 @dataclass(frozen=True)
-class Corrected:
+class Correction:
     """Weight, mask and scale of each term, in the shape (and on the device) of the given logprobs.
 
     Args:
@@ -166,7 +166,7 @@ class Corrected:
         keep: bool, whether the term is trained.
         scale: float, 1 over the reduction's denominators; a read-only view of one number if all are equal.
         metrics: numbers of dropped, missing and truncated terms (docs/metrics.md). For the ratios themselves, their KL
-            and effective sample size, use `tracegrad.metrics.OffPolicy.of(old, rollout, trace=..., weight=...,
+            and effective sample size, use `tracegrad.metrics.OffPolicySums.of(old, rollout, trace=..., weight=...,
             keep=...)`.
         scales: the scale for `reduce` and for every reduction of `reductions`.
     """
@@ -189,15 +189,15 @@ def correct(
     advantages: Any | None = None,
     mask: Any | None = None,
     weights: Sequence[Weight] = (),
-    gates: Sequence[AnyGate] = (),
+    gates: Sequence[AnyRejection] = (),
     reduce: Reduce | None = None,
     reductions: Sequence[Reduce] = (),
     totals: Totals | None = None,
     group_terms: Any | None = None,
     group_traces: Any | None = None,
-    missing: Missing = "mask",
+    missing: MissingLogprobs = "mask",
     all_reduce: AllReduce | None = None,
-) -> Corrected:
+) -> Correction:
     """Compute weight, mask and scale of the terms of one optimizer step.
 
     Arrays are flat [M], one entry per term, or [B, S] with `mask`; numpy or torch. float64 is computed in float64,
@@ -234,24 +234,27 @@ def correct(
             ranks.
 
     >>> import numpy as np
-    >>> from tracegrad.objective import Clamp, Ratio, Weight
-    >>> tis = Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0))
+    >>> from tracegrad.objective import Truncate, Ratio, Weight
+    >>> tis = Weight(Ratio("old", "rollout"), shape=Truncate(0.0, 2.0))
     >>> old, rollout = np.array([-1.0, -0.5, -1.0]), np.array([-1.0, -2.5, np.nan])
     >>> c = correct(old, rollout, trace=np.array([0, 0, 1]), weights=[tis])
     >>> c.weight.tolist(), c.keep.tolist(), c.metrics["missing"]
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
-    weights, gates = _validation.instances(weights, "weights", Weight), _validation.instances(gates, "gates", AnyGate)
+    weights, gates = (
+        _validation.instances(weights, "weights", Weight),
+        _validation.instances(gates, "gates", AnyRejection),
+    )
     reduction: Reduce = _validation.instance(
         Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
     )
     all_reductions: list[Reduce] = list(
         dict.fromkeys([reduction, *_validation.instances(reductions, "reductions", Reduce)])
     )
-    _validation.one_of(missing, "missing", get_args(Missing))
+    _validation.one_of(missing, "missing", get_args(MissingLogprobs))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
-            f"TG-OBJ-012: all_reduce is {_validation.described(all_reduce)}. Pass a function of an array and "
+            f"TG-OBJ-012: all_reduce is {_validation.describe(all_reduce)}. Pass a function of an array and "
             f"'sum' or 'max'."
         )
     if missing == "neutral" and old is None and rollout is not None:
@@ -284,7 +287,7 @@ def correct(
     )
     by_reduction = {part: layout.back(scale) for part, scale in zip(all_reductions, scales, strict=True)}
     ratios = old is not None and rollout is not None
-    return Corrected(
+    return Correction(
         layout.back(weight), layout.back(keep), by_reduction[reduction], _metrics(stats, ratios), by_reduction
     )
 

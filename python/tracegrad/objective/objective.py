@@ -6,17 +6,17 @@ from itertools import chain
 from typing import Any, Literal
 
 from tracegrad import _html
-from tracegrad._validation import check_choice, kind_of, no_effect
+from tracegrad._validation import check_choice, check_kind, refuse_without_effect
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.component import Part, core_of
-from tracegrad.objective.penalty import Entropy, Penalty, Shift
-from tracegrad.objective.ratio import HOLDS, PER_TOKEN, TOKEN, Level, Ratio, Reduce, left_over
-from tracegrad.objective.rejection import AnyGate
+from tracegrad.objective.component import Component, core_of
+from tracegrad.objective.penalty import AdvantageShift, EntropyBonus, Penalty
+from tracegrad.objective.ratio import CONDITION_SIGNS, PER_TOKEN, TOKEN, Aggregation, Ratio, Reduce, remaining_powers
+from tracegrad.objective.rejection import AnyRejection
 from tracegrad.objective.surrogate import Function, Locality, Surrogate
 from tracegrad.objective.weight import Weight
 
 
-def why_zero_advantage(objective: "Objective") -> str:
+def zero_advantage_reason(objective: "Objective") -> str:
     """Return why a trace whose advantages are all 0 may change the gradient of a step; "" if it cannot.
 
     It may do so by its own terms, or through those of other traces. If there is no reason, its surrogate is 0 times
@@ -25,7 +25,7 @@ def why_zero_advantage(objective: "Objective") -> str:
     return next(chain(_beyond_advantage(objective), _statistics(objective)), "")
 
 
-def why_dropped(objective: "Objective") -> str:
+def dropped_reason(objective: "Objective") -> str:
     """Return why the logprob of a dropped term may change the gradient; "" if it cannot.
 
     A term is dropped by a detached gate, or because its logprob is missing.
@@ -36,7 +36,7 @@ def why_dropped(objective: "Objective") -> str:
     return next(chain(_microbatch_statistics(objective), _trained_levels(objective), over), "")
 
 
-def why_weightless(objective: "Objective") -> str:
+def zero_weight_reason(objective: "Objective") -> str:
     """Return why the logprob of a term with weight 0 or advantage 0 may change the gradient; "" if it cannot."""
     return next(chain(_beyond_advantage(objective), _trained_levels(objective)), "")
 
@@ -76,11 +76,11 @@ def _statistics(objective: "Objective") -> Iterator[str]:
     yield from (part.reach for part in (*objective.gates, *objective.weights) if part.reach)
 
 
-Missing = Literal["mask", "neutral", "refuse"]
+MissingLogprobs = Literal["mask", "neutral", "refuse"]
 
 
 @dataclass(frozen=True)
-class Needs:
+class Requirements:
     """Arrays that an objective reads, and terms that cannot change its gradient.
 
     Args:
@@ -125,8 +125,8 @@ class Objective:
         ArgumentError: if multiplied ratios do not telescope to theta/rollout, theta/old or 1, if an option has no
             effect, or if a component has a type that the evaluators do not support.
 
-    >>> from tracegrad.objective import Clamp, Clip
-    >>> print(Objective(Clip(), Ratio("theta", "old"), (Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),)))
+    >>> from tracegrad.objective import Truncate, Clip
+    >>> print(Objective(Clip(), Ratio("theta", "old"), (Weight(Ratio("old", "rollout"), shape=Truncate(0, 2)),)))
     loss = sum of scale * keep * weight * S
       S = max(-A r, -A clip(r, 0.8, 1.2)); r = theta/old
       weight = clamp(w, 0, 2), w = old/rollout
@@ -136,11 +136,11 @@ class Objective:
     surrogate: Any
     ratio: Ratio | None = None
     weights: tuple[Weight, ...] = ()
-    gates: tuple[AnyGate, ...] = ()
+    gates: tuple[AnyRejection, ...] = ()
     penalties: tuple[Penalty, ...] = ()
     reduce: Reduce = PER_TOKEN
-    shifts: tuple[Shift, ...] = ()
-    entropy: Entropy | None = None
+    shifts: tuple[AdvantageShift, ...] = ()
+    entropy: EntropyBonus | None = None
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -148,7 +148,7 @@ class Objective:
         for part in (self.surrogate, *self.parts):
             part.check(self)
         for sign in "+0-":
-            self._check_product([w.ratio for w in self.weights if sign in HOLDS[w.when]])
+            self._check_product([w.ratio for w in self.weights if sign in CONDITION_SIGNS[w.when]])
         self._check_order()
         for part in self._added:
             if (part.reduce or self.reduce).denominator == "kept" and not part.gated:
@@ -161,28 +161,28 @@ class Objective:
         """Check the types of the components. The core must implement those that it evaluates."""
         if callable(self.surrogate):
             object.__setattr__(self, "surrogate", Function(self.surrogate))
-        kind_of("Objective.surrogate", self.surrogate, Surrogate)
+        check_kind("Objective.surrogate", self.surrogate, Surrogate)
         if not getattr(getattr(self.surrogate, "__dataclass_params__", None), "frozen", False):
             raise ArgumentError(
                 f"TG-OBJ-015: the surrogate {type(self.surrogate).__name__} is no frozen dataclass. A run that is "
                 "resumed could not tell it from another one. Write @dataclass(frozen=True) above its class."
             )
-        kind_of("Objective.reduce", self.reduce, Reduce)
-        kinds = {"weights": Weight, "gates": AnyGate, "penalties": Penalty, "shifts": Shift}
+        check_kind("Objective.reduce", self.reduce, Reduce)
+        kinds = {"weights": Weight, "gates": AnyRejection, "penalties": Penalty, "shifts": AdvantageShift}
         for name, kind in kinds.items():
             for place, part in enumerate(getattr(self, name)):
-                kind_of(f"Objective.{name}[{place}]", part, kind)
+                check_kind(f"Objective.{name}[{place}]", part, kind)
                 if part.detached:
                     core_of(f"Objective.{name}[{place}]", part)
         if self.entropy is not None:
-            kind_of("Objective.entropy", self.entropy, Entropy)
+            check_kind("Objective.entropy", self.entropy, EntropyBonus)
         for reduce in self.reductions:
             core_of("Objective.reduce", reduce)
 
     def _check_ratio(self) -> None:
         name, takes = type(self.surrogate).__name__, self.surrogate.takes_ratio
         if takes is False:
-            no_effect(self.ratio is not None, "Objective.ratio", f"{name} takes no ratio")
+            refuse_without_effect(self.ratio is not None, "Objective.ratio", f"{name} takes no ratio")
         elif (takes or self.ratio) and (self.ratio is None or self.ratio.num != "theta" or "ref" in self.ratio):
             raise ArgumentError(
                 f"TG-OBJ-016: {name} needs theta/old or theta/rollout, not {self.ratio}. Without theta nothing "
@@ -200,7 +200,7 @@ class Objective:
             ratios = [self.ratio, *ratios]
         else:
             allowed.append({"old": 1, "rollout": -1})  # score function with one update per batch
-        if left_over(ratios) not in allowed:
+        if remaining_powers(ratios) not in allowed:
             raise ArgumentError(
                 f"TG-OBJ-018: {' * '.join(map(str, ratios))} does not telescope to theta/rollout, theta/old or 1. "
                 "The same mismatch would be corrected twice, or one that is not there. "
@@ -218,12 +218,12 @@ class Objective:
             has_trained |= not gate.detached
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Component, ...]:
         """Weights, gates, penalties and shifts."""
         return (*self.weights, *self.gates, *self.penalties, *self.shifts)
 
     @property
-    def _added(self) -> tuple[Penalty | Entropy, ...]:
+    def _added(self) -> tuple[Penalty | EntropyBonus, ...]:
         """Penalties and the entropy bonus, which may have a reduction of their own."""
         return (*self.penalties, *([self.entropy] if self.entropy else []))
 
@@ -234,7 +234,7 @@ class Objective:
         return {**parts, "reduce": self.reduce, "reductions": self.reductions}
 
     @property
-    def level(self) -> Level:
+    def level(self) -> Aggregation:
         """The level of the surrogate's ratio; the token if it has no ratio."""
         return self.surrogate.level
 
@@ -270,7 +270,7 @@ class Objective:
         """The distinct reductions of surrogate, penalties and entropy bonus, the surrogate's first."""
         return tuple(dict.fromkeys([self.reduce, *(part.reduce for part in self._added if part.reduce)]))
 
-    def ratios(self) -> Iterator[tuple[Ratio, Level]]:
+    def ratios(self) -> Iterator[tuple[Ratio, Aggregation]]:
         """Yield every ratio with its level."""
         if self.ratio is not None:
             yield self.ratio, self.level
@@ -278,21 +278,21 @@ class Objective:
             yield from part.ratios()
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> Requirements:
         """Arrays that it reads, and whether a whole trace must be in one batch."""
         ratios, surrogate_reads = list(self.ratios()), self.surrogate.reads
         proximal = any("proximal" in ratio for ratio, _ in ratios)
         shared = any(level.over in ("turn", "trace") and not ratio.detached for ratio, level in ratios)
-        return Needs(
+        return Requirements(
             old="old" in surrogate_reads or any("old" in ratio for ratio, _ in ratios),
             rollout="rollout" in surrogate_reads or any(ratio.recorded for ratio, _ in ratios),
             ref="ref" in surrogate_reads or any("ref" in ratio for ratio, _ in ratios),
             trace_ratio=shared or self.surrogate.locality != "term",
             entropy=self.entropy_gradient or any(part.takes_entropy for part in (self.surrogate, *self.parts)),
             proximal=proximal,
-            zero_advantage=why_zero_advantage(self),
-            dropped=why_dropped(self),
-            weightless=why_weightless(self),
+            zero_advantage=zero_advantage_reason(self),
+            dropped=dropped_reason(self),
+            weightless=zero_weight_reason(self),
         )
 
     @property
@@ -300,7 +300,7 @@ class Objective:
         """Whether a gradient flows through the entropy: from a bonus, or from a surrogate that reads it."""
         return self.entropy is not None or "entropy" in self.surrogate.reads
 
-    def check_missing(self, missing: Missing) -> None:
+    def check_missing(self, missing: MissingLogprobs) -> None:
         """Refuse a treatment of missing rollout logprobs that would silently assume a ratio of 1.
 
         Raises:
@@ -397,7 +397,7 @@ def with_beta(objective: Objective, beta: float) -> Objective:
 
 
 def _with_kl_penalty(
-    objective: Objective, coef: float, importance: Ratio | None = None, level: Level = TOKEN
+    objective: Objective, coef: float, importance: Ratio | None = None, level: Aggregation = TOKEN
 ) -> Objective:
     others = tuple(penalty for penalty in objective.penalties if penalty.ratio != Ratio("theta", "ref"))
     if coef == 0:
@@ -417,4 +417,4 @@ def with_entropy(objective: Objective, coef: float) -> Objective:
     True
     """
     gated = objective.reduce.denominator == "kept"
-    return replace(objective, entropy=Entropy(coef, gated=gated) if coef else None)
+    return replace(objective, entropy=EntropyBonus(coef, gated=gated) if coef else None)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tracegrad._validation import check_choice, kind_of, no_effect, positive, rising
+from tracegrad._validation import check_choice, check_kind, check_order, check_positive, refuse_without_effect
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.component import Part, View
-from tracegrad.objective.ratio import KINDS, TOKEN, Level, Ratio, Reduce, check_reach
+from tracegrad.objective.component import Component, LossInputs
+from tracegrad.objective.ratio import KINDS, TOKEN, Aggregation, Ratio, Reduce, check_scope
 from tracegrad.objective.rejection import TopCovariance
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _GATED: dict[Gated, list[str]] = {True: ["kept terms only"], "detached": ["terms
 
 
 @dataclass(frozen=True)
-class Penalty(Part):
+class Penalty(Component):
     """coef * an estimate of KL(num || den) at each term, with l = log num - log den.
 
     k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, abs = |l|, square = l^2. For tokens sampled from num, k1 and k3 are
@@ -51,7 +51,7 @@ class Penalty(Part):
     weighted: bool
     straight_through: bool = False
     importance: Ratio | None = None
-    importance_level: Level = TOKEN
+    importance_level: Aggregation = TOKEN
     cap: float | None = None
     where: TopCovariance | None = None
     reduce: Reduce | None = None
@@ -63,31 +63,33 @@ class Penalty(Part):
             raise ArgumentError(
                 f"TG-OBJ-021: the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...)."
             )
-        positive("Penalty.coef", self.coef, "leave the penalty out for none")
-        no_effect(self.straight_through and self.kind == "k2", "Penalty.straight_through", "k2 has its own gradient")
+        check_positive("Penalty.coef", self.coef, "leave the penalty out for none")
+        refuse_without_effect(
+            self.straight_through and self.kind == "k2", "Penalty.straight_through", "k2 has its own gradient"
+        )
         if self.importance is not None and self.importance.num != "theta":
             raise ArgumentError(
                 f"TG-OBJ-022: Penalty.importance is {self.importance}. It corrects for the policy that drew the "
                 "tokens: Ratio('theta', 'old') or Ratio('theta', 'rollout')."
             )
-        no_effect(
+        refuse_without_effect(
             self.importance is None and self.importance_level != TOKEN, "Penalty.importance_level", "there is no ratio"
         )
         if self.importance is not None:
-            check_reach("Penalty.importance", self.importance, self.importance_level)
+            check_scope("Penalty.importance", self.importance, self.importance_level)
         if self.cap is not None:
-            positive("Penalty.cap", self.cap)
+            check_positive("Penalty.cap", self.cap)
         if self.where is not None:
-            kind_of("Penalty.where", self.where, TopCovariance)
+            check_kind("Penalty.where", self.where, TopCovariance)
 
-    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
+    def ratios(self) -> Sequence[tuple[Ratio, Aggregation]]:
         importance = [] if self.importance is None else [(self.importance, self.importance_level)]
         return [(self.ratio, TOKEN), *importance]
 
     def check(self, objective: "Objective") -> None:
-        no_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
+        refuse_without_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
 
-    def at(self, view: View, mask: Any) -> Any:
+    def at(self, view: LossInputs, mask: Any) -> Any:
         """Return the estimate at each term in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
         mask = mask & view.has(self.ratio)
         if self.where is not None:
@@ -116,7 +118,7 @@ class Penalty(Part):
 
 
 @dataclass(frozen=True)
-class Adapt:
+class AdaptiveEntropy:
     """Entropy coefficient that follows a target: up by `delta` after a step at or below it, down after one above.
 
     The bonus is applied only after a step at or below the target. The state is in `trainer.optim.Control`.
@@ -135,13 +137,13 @@ class Adapt:
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        rising("Adapt", self.low, self.high)
-        positive("Adapt.target", self.target)
-        positive("Adapt.delta", self.delta)
+        check_order("Adapt", self.low, self.high)
+        check_positive("Adapt.target", self.target)
+        check_positive("Adapt.delta", self.delta)
 
 
 @dataclass(frozen=True)
-class Entropy:
+class EntropyBonus:
     """Entropy bonus: -coef * the entropy of the next-token distribution at each term, with gradient.
 
     Args:
@@ -156,13 +158,15 @@ class Entropy:
     coef: float
     gated: Gated
     reduce: Reduce | None = None
-    adapt: Adapt | None = None
+    adapt: AdaptiveEntropy | None = None
 
     def __post_init__(self) -> None:
         check_choice("Entropy.gated", self.gated, tuple(_GATED))
         if not 0 <= self.coef < float("inf"):
             raise ArgumentError(f"TG-OBJ-023: Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
-        no_effect(self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt")
+        refuse_without_effect(
+            self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt"
+        )
         if self.adapt is not None and self.gated == "detached":
             raise ArgumentError(
                 "TG-OBJ-024: Entropy.gated is 'detached', and its coefficient adapts to the entropy of what all gates "
@@ -176,7 +180,7 @@ class Entropy:
 
 
 @dataclass(frozen=True)
-class Shift(Part):
+class AdvantageShift(Component):
     """A - coef * l in place of A, with l held constant: a KL penalty subtracted from the advantage, term by term.
 
     Args:
@@ -194,13 +198,13 @@ class Shift(Part):
 
     def __post_init__(self) -> None:
         check_choice("Shift.center", self.center, ("microbatch", None))
-        positive("Shift.coef", self.coef, "leave the shift out for none")
+        check_positive("Shift.coef", self.coef, "leave the shift out for none")
         if self.ratio.num != "theta":
             raise ArgumentError(
                 f"TG-OBJ-025: the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...)."
             )
 
-    def of(self, view: View) -> Any:
+    def of(self, view: LossInputs) -> Any:
         """Return what is subtracted from the advantage of each kept term."""
         charged = view.keep & view.has(self.ratio)
         log_ratio = view.between(self.ratio, charged).detach()

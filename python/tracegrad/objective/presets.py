@@ -12,12 +12,12 @@ from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.objective import Objective, with_beta, with_entropy, with_kl
 from tracegrad.objective.penalty import Penalty
-from tracegrad.objective.ratio import Level, Ratio, Reduce
-from tracegrad.objective.rejection import Budget, DropCovariance, Gate, TopCovariance
-from tracegrad.objective.serialize import unspell
-from tracegrad.objective.surrogate import Clip, FutureClip, GeoClip, Importance, PolicyGradient, Regress, Sigmoid
-from tracegrad.objective.weight import Clamp, Gamma, Identity, Inverse, Weight, Window
-from tracegrad.user_code import module_of
+from tracegrad.objective.ratio import Aggregation, Ratio, Reduce
+from tracegrad.objective.rejection import DropCovariance, Rejection, RejectionBudget, TopCovariance
+from tracegrad.objective.serialize import from_source
+from tracegrad.objective.surrogate import Clip, FutureClip, GeoClip, Importance, PolicyGradient, Regression, Sigmoid
+from tracegrad.objective.weight import Gamma, Identity, Inverse, MaskOutside, Truncate, Weight
+from tracegrad.user_code import load_module
 
 __all__ = [
     "A3PO",
@@ -70,9 +70,9 @@ __all__ = [
 ]
 
 _OLD, _ROLLOUT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
-_PRODUCT, _GEOMETRIC = Level("trace", "sum"), Level("trace", "mean")
-_TIS = Weight(_MISMATCH, shape=Clamp(0.0, 2.0))
-_DPPO_WEIGHT = Weight(_ROLLOUT, shape=Clamp(0.0, 20.0))
+_PRODUCT, _GEOMETRIC = Aggregation("trace", "sum"), Aggregation("trace", "mean")
+_TIS = Weight(_MISMATCH, shape=Truncate(0.0, 2.0))
+_DPPO_WEIGHT = Weight(_ROLLOUT, shape=Truncate(0.0, 20.0))
 
 # --- GRPO and its relatives: a clipped surrogate on group-relative advantages, told apart by their reduction.
 #
@@ -123,7 +123,7 @@ Paper: Liu et al. 2025, arXiv 2503.20783.
 """
 
 LUSPO = Objective(
-    Clip(3e-4, 4e-4, level=Level("trace", "mean")), _OLD, weights=(_TIS,), reduce=Reduce("trace", "sum", norm=1.0)
+    Clip(3e-4, 4e-4, level=Aggregation("trace", "mean")), _OLD, weights=(_TIS,), reduce=Reduce("trace", "sum", norm=1.0)
 )
 """GSPO's trace ratio, each trace counted by its length: the sum over its terms, then the mean over traces.
 
@@ -140,10 +140,12 @@ TRL's `delta` bounds the same branch and is `Clip(delta=...)`.
 
 # --- Surrogates on a whole trace's ratio: what papers call sequence-level policy optimisation.
 #
-# Their ratios are geometric means (`Level("trace", "mean")`); a product is `Level("trace", "sum")`. Papers and peers
-# call either the "sequence ratio".
+# Their ratios are geometric means (`Aggregation("trace", "mean")`); a product is `Aggregation("trace", "sum")`.
+# Papers and peers call either the "sequence ratio".
 
-GSPO = Objective(Clip(3e-4, 4e-4, level=Level("trace", "mean")), _OLD, weights=(_TIS,), reduce=Reduce("trace", "mean"))
+GSPO = Objective(
+    Clip(3e-4, 4e-4, level=Aggregation("trace", "mean")), _OLD, weights=(_TIS,), reduce=Reduce("trace", "mean")
+)
 """clip of (product of theta/old)^(1 / length), with gradient through the mean.
 
 Use with group_mean(scale="std", ddof=1). Paper: Zheng et al. 2025, arXiv 2507.18071, eq. 5, bounds of section 5.1.
@@ -151,7 +153,7 @@ Peers: TRL's importance_sampling_level="sequence" with loss_type="grpo"; verl an
 token's own logprob (GSPO_TOKEN), and leave eps at 0.2 unless told.
 """
 
-GSPO_TOKEN = replace(GSPO, surrogate=Clip(3e-4, 4e-4, level=Level("trace", "mean", "token")))
+GSPO_TOKEN = replace(GSPO, surrogate=Clip(3e-4, 4e-4, level=Aggregation("trace", "mean", "token")))
 """GSPO's ratio with the gradient through each token's own logprob, which allows advantages per token.
 
 Paper: Zheng et al. 2025, arXiv 2507.18071, eq. 13. Peers: verl's gspo (log-ratio held below 10), SkyRL's gspo. With one
@@ -178,7 +180,7 @@ empty traces do not count and each term has its own weight.
 #
 # -weight(theta/x) A log theta. CISPO and SAPO keep old apart from rollout; the others take theta/rollout in one.
 
-CISPO = Objective(PolicyGradient(), weights=(_TIS, Weight(_OLD, shape=Clamp(0.0, 5.0))), reduce=Reduce("token"))
+CISPO = Objective(PolicyGradient(), weights=(_TIS, Weight(_OLD, shape=Truncate(0.0, 5.0))), reduce=Reduce("token"))
 """-min(theta/old, 5) A log theta: the weight is truncated, the gradient never cut.
 
 Use with group_mean(scale="std", ddof=1). Paper: MiniMax-M1, arXiv 2506.13585, eq. 4; the bound: ScaleRL, arXiv
@@ -189,8 +191,8 @@ SkyRL's cispo_eps_clip_low 1, high 4 and ART's epsilon 1, epsilon_high 4 are dis
 
 ASPO = Objective(
     PolicyGradient(),
-    weights=(_TIS, Weight(_OLD, shape=Inverse(3.0), when="A>0"), Weight(_OLD, shape=Clamp(0.0, 3.0), when="A<=0")),
-    gates=(Gate(_OLD, high=1.2, when="A>0"), Gate(_OLD, low=0.8, when="A<0")),
+    weights=(_TIS, Weight(_OLD, shape=Inverse(3.0), when="A>0"), Weight(_OLD, shape=Truncate(0.0, 3.0), when="A<=0")),
+    gates=(Rejection(_OLD, high=1.2, when="A>0"), Rejection(_OLD, low=0.8, when="A<0")),
     reduce=Reduce("token"),
 )
 """-w A log theta within PPO's clip, w = min(theta/old, 3) for bad tokens, for good ones turned over: min(old/theta, 3).
@@ -222,21 +224,21 @@ Weight(theta/old, ..., absorbs=True) after a token weight.
 """
 
 GLM5 = Objective(
-    PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Window(0.8, 1.2, strict=True)),), reduce=Reduce("token")
+    PolicyGradient(), weights=(Weight(_ROLLOUT, shape=MaskOutside(0.8, 1.2, strict=True)),), reduce=Reduce("token")
 )
 """-r 1[0.8 < r < 1.2] A log theta with r = theta/rollout: a double-sided mask, bounds excluded.
 
 Paper: GLM-5, arXiv 2602.15763. Peers: SkyRL's rollout_is. For asynchronous agents, where old is not kept.
 """
 
-AIPO = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Clamp(0.0, 2.0)),), reduce=Reduce("token"))
+AIPO = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Truncate(0.0, 2.0)),), reduce=Reduce("token"))
 """-min(theta/rollout, 2) A log theta: truncated importance sampling of the whole way from the recorded policy.
 
 Paper: LlamaRL, arXiv 2505.24034, eq. 3 (bounds of 2 to 10). Peers: earlier prime-rl; verl's bypass reinforce.
 """
 
 TOPR = Objective(
-    PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Clamp(0.0, 1.0), when="A<=0"),), reduce=Reduce("token")
+    PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Truncate(0.0, 1.0), when="A<=0"),), reduce=Reduce("token")
 )
 """Good tokens at weight 1, bad ones at min(theta/rollout, 1): tapered, so that pushing down ends by itself.
 
@@ -263,7 +265,9 @@ dro sums over tokens (`Reduce("constant", norm=1.0)`).
 
 # --- Trust regions by gates on the policy being trained: terms or traces that went too far are dropped, not clipped.
 
-OPSM = replace(GRPO, gates=(Gate(Ratio("rollout", "theta"), "k1", Level("trace", "mean"), high=0.5, when="A<0"),))
+OPSM = replace(
+    GRPO, gates=(Rejection(Ratio("rollout", "theta"), "k1", Aggregation("trace", "mean"), high=0.5, when="A<0"),)
+)
 """GRPO without the bad traces whose mean of log rollout/theta exceeds 0.5.
 
 Paper: DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (off-policy sequence masking). Peers: TRL's
@@ -274,7 +278,7 @@ difference of 0, here it stands outside the mean.
 DPPO_TV = Objective(
     PolicyGradient(),
     weights=(_DPPO_WEIGHT,),
-    gates=(Gate(_ROLLOUT, "dprob", high=0.2, when="A>0"), Gate(_ROLLOUT, "dprob", low=-0.2, when="A<=0")),
+    gates=(Rejection(_ROLLOUT, "dprob", high=0.2, when="A>0"), Rejection(_ROLLOUT, "dprob", low=-0.2, when="A<=0")),
     reduce=Reduce("token"),
 )
 """-min(theta/rollout, 20) A log theta, dropped where the probability has moved by more than 0.2 in A's direction.
@@ -285,7 +289,10 @@ config), SkyRL's dppo binary_tv with -r A in place of the weight, prime-rl's def
 
 DPPO_KL = replace(
     DPPO_TV,
-    gates=(Gate(_ROLLOUT, "binary_kl", high=0.05, when="A>0"), Gate(_ROLLOUT, "binary_kl", low=-0.05, when="A<=0")),
+    gates=(
+        Rejection(_ROLLOUT, "binary_kl", high=0.05, when="A>0"),
+        Rejection(_ROLLOUT, "binary_kl", low=-0.05, when="A<=0"),
+    ),
 )
 """DPPO_TV with the binary KL of the recorded from the trained probability, bound 0.05, in A's direction.
 
@@ -314,28 +321,28 @@ SkyRL's (kl_cov_frac 0.2). Per micro-batch, as theirs.
 
 # --- Corrections of the mismatch between the recorded policy and the recomputed one, on PPO's clip of theta/old.
 
-TIS = Objective(Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, shape=Clamp(0.0, 2.0)),), reduce=Reduce("token"))
+TIS = Objective(Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, shape=Truncate(0.0, 2.0)),), reduce=Reduce("token"))
 """min(old/rollout, 2) at each token: truncated importance sampling.
 
 Paper: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Peers: all: verl
 rollout_is="token", TRL token_truncate, SkyRL tis_ratio_type="token", slime --use-tis. OpenRLHF and NeMo-RL truncate
-below, too: Clamp(0.5, 5).
+below, too: Truncate(0.5, 5).
 """
 
-MIS = replace(TIS, weights=(Weight(_MISMATCH, shape=Window(0.0, 2.0)),))
+MIS = replace(TIS, weights=(Weight(_MISMATCH, shape=MaskOutside(0.0, 2.0)),))
 """old/rollout where it is at most 2, and 0 elsewhere: masked importance sampling.
 
 Paper: Liu, Li et al. 2025, "When Speed Kills Stability". Peers: TRL token_mask, slime's mis mode="mask".
 """
 
-ICEPOP = replace(TIS, weights=(Weight(_MISMATCH, shape=Window(0.5, 5.0)),))
+ICEPOP = replace(TIS, weights=(Weight(_MISMATCH, shape=MaskOutside(0.5, 5.0)),))
 """old/rollout where it lies in [0.5, 5], and 0 elsewhere: mismatched tokens do not train.
 
 Paper: Ring-1T, arXiv 2510.18855. Peers: verl "0.5_5.0", slime, NeMo-RL, OpenRLHF. Denominators stay those of all terms;
 SkyRL's token_mask with the same bounds keeps the weight apart from the mask.
 """
 
-GEO_RS = replace(TIS, weights=(), gates=(Gate(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.001),))
+GEO_RS = replace(TIS, weights=(), gates=(Rejection(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.001),))
 """Traces are rejected unless the geometric mean of old/rollout lies in [0.999, 1.001]; no weight.
 
 Paper: Liu, Li et al. 2025, "When Speed Kills Stability". Peers: verl's decoupled_geo_rs (its k1 is -log, so its bounds
@@ -344,8 +351,8 @@ are the inverse of these; at 0.1 % they agree to 1e-6), SkyRL's geometric mask (
 
 SEQ_MASK_TIS = replace(
     TIS,
-    weights=(Weight(_MISMATCH, shape=Clamp(0.0, 5.0)),),
-    gates=(Gate(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.002),),
+    weights=(Weight(_MISMATCH, shape=Truncate(0.0, 5.0)),),
+    gates=(Rejection(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.002),),
 )
 """Traces are rejected by the geometric mean of old/rollout; kept tokens carry their own ratio, at most 5.
 
@@ -358,7 +365,7 @@ of the clamp.
 M2PO = replace(
     TIS,
     weights=(Weight(_MISMATCH, shape=Identity()),),
-    gates=(Budget(_MISMATCH, "square", 0.04, quadrants="active"),),
+    gates=(RejectionBudget(_MISMATCH, "square", 0.04, quadrants="active"),),
 )
 """Of the terms that an update moves further away, drops the largest (log old/rollout)^2 until their mean is 0.04.
 
@@ -367,14 +374,14 @@ over the kept ones of these in the step; all other terms stay. Ties stay or fall
 
 Paper: arXiv 2510.01161, final version (ICLR 2026), Algorithm 1. Peers: Trinity-RFT#616; the authors' code finds its
 threshold over the same terms. AReaL's m2_threshold is the first version, over all terms, and drops more:
-`Budget(old/rollout, "square", 0.04)`.
+`RejectionBudget(old/rollout, "square", 0.04)`.
 """
 
 DECOUPLED_PPO = replace(TIS, weights=(Weight(_MISMATCH, shape=Identity()),))
 """old/rollout, untruncated, times PPO's clip of theta/old.
 
 Paper: Hilton et al. 2021, arXiv 2110.00641, eq. 5. Peers: AReaL (which drops terms with a ratio above 5:
-`Gate(old/rollout, high=5)`).
+`Rejection(old/rollout, high=5)`).
 """
 
 A3PO = replace(
@@ -390,7 +397,7 @@ AReaL's prox_logp_method="loglinear".
 #
 # Those without a ratio correct for nothing, and claim nothing.
 
-OAPL = Objective(Regress(1e-3), Ratio("theta", "rollout"), reduce=Reduce("trace", "mean"))
+OAPL = Objective(Regression(1e-3), Ratio("theta", "rollout"), reduce=Reduce("trace", "mean"))
 """(beta * sum over the trace of log theta/rollout - A)^2: a regression whose optimum needs no importance ratio.
 
 Use with `advantage.a_star`, R - V* with V* = b log mean exp(R / b) over the group. Paper: OAPL, arXiv 2602.19362;
@@ -418,7 +425,7 @@ weight 0.
 # The gradient is theirs for the same advantages; PARITY.md says how that was shown.
 
 TRL_DEFAULT = Objective(
-    Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, _PRODUCT, Window(0.0, 3.0)),), reduce=Reduce("token")
+    Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, _PRODUCT, MaskOutside(0.0, 3.0)),), reduce=Reduce("token")
 )
 """TRL 1.16 GRPOConfig with vLLM: loss_type "dapo", sequence_mask at 3.0: traces whose product of old/rollout exceeds 3
 weigh 0.
@@ -430,10 +437,10 @@ length: long traces are the first to go. TRL takes an unknown rollout logprob as
 SKYRL_849 = Objective(
     Clip(0.2, 0.2),
     _OLD,
-    weights=(Weight(_MISMATCH, shape=Clamp(0.0, 2.0)),),
+    weights=(Weight(_MISMATCH, shape=Truncate(0.0, 2.0)),),
     gates=(
-        Gate(_MISMATCH, low=1e-4, high=100.0, drops="trace"),
-        Gate(_MISMATCH, level=_GEOMETRIC, low=0.99, high=1.01, terms="kept"),
+        Rejection(_MISMATCH, low=1e-4, high=100.0, drops="trace"),
+        Rejection(_MISMATCH, level=_GEOMETRIC, low=0.99, high=1.01, terms="kept"),
     ),
     reduce=Reduce("token"),
 )
@@ -442,7 +449,7 @@ SKYRL_849 = Objective(
 Paper: as TIS and GEO_RS. The denominator counts the terms before the masks, as SkyRL scales advantages first.
 """
 
-ART_467 = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Clamp(0.0, 5.0)),), reduce=Reduce("token"))
+ART_467 = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Truncate(0.0, 5.0)),), reduce=Reduce("token"))
 """ART's default loss: -clip(theta/rollout, 0, 5) A log theta, the loss whose three metrics PR 467 asked for.
 
 Use with group_mean(scale="std", ddof=0, eps=1e-6). Paper: MiniMax-M1, arXiv 2506.13585. ART takes an unknown logprob as
@@ -452,7 +459,7 @@ a ratio of 1, and divides by hidden means of its weights; both are refused here.
 PRIME_RL_DEFAULT = Objective(
     Importance(),
     _ROLLOUT,
-    gates=(Gate(_ROLLOUT, "dprob", high=0.2, when="A>0"), Gate(_ROLLOUT, "dprob", low=-0.2, when="A<=0")),
+    gates=(Rejection(_ROLLOUT, "dprob", high=0.2, when="A>0"), Rejection(_ROLLOUT, "dprob", low=-0.2, when="A<=0")),
     penalties=(Penalty(_ROLLOUT, "square", 1e-3, gated=False, weighted=False),),
     reduce=Reduce("token"),
 )
@@ -465,8 +472,8 @@ clamped there.
 SLIME_MIS = Objective(
     Clip(0.2, 0.28),
     _OLD,
-    weights=(Weight(_MISMATCH, shape=Clamp(0.5, 2.0)),),
-    gates=(Gate(_MISMATCH, low=1e-4, drops="trace"),),
+    weights=(Weight(_MISMATCH, shape=Truncate(0.5, 2.0)),),
+    gates=(Rejection(_MISMATCH, low=1e-4, drops="trace"),),
     reduce=Reduce("trace", "mean"),
 )
 """slime's train_infer_mismatch_helper: token weights truncated to [1/2, 2], traces with a ratio under 1e-4 vetoed.
@@ -500,15 +507,15 @@ def find(name: str) -> Objective:
     0.3
     """
     if name.lstrip().startswith("Objective("):
-        return unspell(name, vars(importlib.import_module(__package__ or "")))
-    return named(name, Objective, __name__, "objective")
+        return from_source(name, vars(importlib.import_module(__package__ or "")))
+    return load_named(name, Objective, __name__, "objective")
 
 
-def named(name: str, kind: type[_T], room: str, what: str) -> _T:
+def load_named(name: str, kind: type[_T], room: str, what: str) -> _T:
     """Return the value of type `kind` called `name` in module `room`, or NAME of `module:NAME` or `file.py:NAME`."""
     module, _, attribute = name.rpartition(":")
     try:
-        namespace = vars(module_of(module) if module.endswith(".py") else importlib.import_module(module or room))
+        namespace = vars(load_module(module) if module.endswith(".py") else importlib.import_module(module or room))
     except Exception as error:
         raise ArgumentError(
             f"TG-OBJ-026: {what} {name!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Nothing is "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tracegrad import _core
-from tracegrad._validation import check_choice, no_effect, positive
+from tracegrad._validation import check_choice, check_positive, refuse_without_effect
 from tracegrad.errors import ArgumentError
 
 LOG_RATIO_LIMIT: float = _core.LOG_RATIO_LIMIT
@@ -21,24 +21,24 @@ Over = Literal["token", "turn", "trace", "group", "batch"]
 
 POLICIES = ("theta", "old", "rollout", "ref", "proximal")
 OVER = ("token", "turn", "trace", "group", "batch")
-HOLDS = {"always": "+0-", "A>0": "+", "A>=0": "+0", "A<0": "-", "A<=0": "0-"}
+CONDITION_SIGNS = {"always": "+0-", "A>0": "+", "A>=0": "+0", "A<0": "-", "A<=0": "0-"}
 """Signs of the advantage on which each condition holds."""
 KINDS: dict[str, Callable[[Any], Any]] = {
     "k1": lambda x: x,
     "k2": lambda x: x.square() * 0.5,
-    "k3": lambda x: bounded(x).expm1() - bounded(x),
+    "k3": lambda x: clamp_log_ratio(x).expm1() - clamp_log_ratio(x),
     "abs": lambda x: x.abs(),
     "square": lambda x: x.square(),
 }
 """Statistics of a log-ratio x: k3(x) is exp(x) - 1 - x."""
 
 
-def bounded(log_ratio: Any) -> Any:
+def clamp_log_ratio(log_ratio: Any) -> Any:
     """Return the log-ratio clamped to +-LOG_RATIO_LIMIT, as before every `exp`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def holds(when: When, advantages: Any) -> Any:
+def condition_mask(when: When, advantages: Any) -> Any:
     """Return at which terms a condition on the sign of the advantage is met."""
     comparisons = {"A>0": advantages.gt, "A>=0": advantages.ge, "A<0": advantages.lt, "A<=0": advantages.le}
     return comparisons[when](0) if when in comparisons else advantages == advantages
@@ -90,10 +90,10 @@ class Ratio:
         return (self.num, self.den)
 
 
-def left_over(ratios: Iterable[Ratio]) -> dict[str, int]:
+def remaining_powers(ratios: Iterable[Ratio]) -> dict[str, int]:
     """Return the powers of the policies that remain when ratios are multiplied; the proximal counts as old.
 
-    >>> left_over([Ratio("theta", "old"), Ratio("old", "rollout")])
+    >>> remaining_powers([Ratio("theta", "old"), Ratio("old", "rollout")])
     {'theta': 1, 'rollout': -1}
     """
     powers: Counter[str] = Counter()
@@ -104,12 +104,12 @@ def left_over(ratios: Iterable[Ratio]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Level:
+class Aggregation:
     """Terms over which a log-ratio is aggregated before it is exponentiated and returned to each of them.
 
     A trace is what papers call a sequence, all its branches together; a turn is one generation of it. The product of
-    the token ratios is `Level("trace", "sum")`, their geometric mean `Level("trace", "mean")`: papers call either the
-    "sequence ratio".
+    the token ratios is `Aggregation("trace", "sum")`, their geometric mean `Aggregation("trace", "mean")`: papers
+    call either the "sequence ratio".
 
     Args:
         over: "token", "turn", "trace", "group" or "batch", which is all terms of the step.
@@ -136,10 +136,12 @@ class Level:
         check_choice("Level.terms", self.terms, ("all", "kept"))
         check_choice("Level.blend", self.blend, ("arithmetic", "geometric", None))
         check_choice("Level.scope", self.scope, ("step", "microbatch"))
-        no_effect(self.scope != "step" and not self.wide, "Level.scope", f"a {self.over} stands in one batch whole")
+        refuse_without_effect(
+            self.scope != "step" and not self.wide, "Level.scope", f"a {self.over} stands in one batch whole"
+        )
         if self.over == "token":
             for name, default in (("agg", None), ("grad", "through"), ("terms", "all"), ("blend", None)):
-                no_effect(getattr(self, name) != default, f"Level.{name}", "a token is not aggregated")
+                refuse_without_effect(getattr(self, name) != default, f"Level.{name}", "a token is not aggregated")
             return
         prefixes = () if self.wide else ("prefix_sum", "prefix_min")
         check_choice("Level.agg", self.agg, ("sum", "mean", "max", *prefixes))
@@ -170,7 +172,7 @@ class Level:
         if self.blend == "geometric":
             aggregate = (aggregate + values) / 2
         elif self.blend == "arithmetic":
-            aggregate = bounded(aggregate).logaddexp(bounded(values)) - math.log(2)
+            aggregate = clamp_log_ratio(aggregate).logaddexp(clamp_log_ratio(values)) - math.log(2)
         return aggregate.detach() + values - values.detach() if self.grad == "token" else aggregate
 
     def __str__(self) -> str:
@@ -183,7 +185,7 @@ class Level:
         return f"{words[self.agg or 'sum']} over the {self.over}{within}{kept}{blend}"
 
 
-TOKEN = Level()
+TOKEN = Aggregation()
 """Each term by itself."""
 
 
@@ -219,7 +221,7 @@ def _running_aggregate(agg: str | None, values: Any, index: Any, inside: Any) ->
     return in_order if agg == "prefix_sum" else in_order.masked_fill(in_order.isinf(), math.nan)
 
 
-def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:
+def discounted_sum(values: Any, index: Any, inside: Any, factor: float) -> Any:
     """Return the sum from each term to the end of its segment, discounted by `factor` per term.
 
     Computed by doubling, as the running sums: after k rounds it covers the next 2^k terms. Terms that are not inside do
@@ -237,7 +239,7 @@ def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:
     return running.new_empty(len(running)).scatter(0, order, running).reshape(values.shape).to(values.dtype)
 
 
-def check_reach(name: str, ratio: Ratio, level: Level) -> None:
+def check_scope(name: str, ratio: Ratio, level: Aggregation) -> None:
     """Refuse a statistic of the trained policy over more than one micro-batch, unless its scope allows that."""
     if level.wide and not ratio.detached and level.scope == "step":
         raise ArgumentError(
@@ -245,7 +247,9 @@ def check_reach(name: str, ratio: Ratio, level: Level) -> None:
             f"and the level is the whole {level.over}. The gradient would depend on how the step was cut. Say "
             "Level(..., scope='microbatch') to accept that, or take old in place of theta."
         )
-    no_effect(level.scope != "step" and ratio.detached, f"{name}.level.scope", f"{ratio} is known for the whole step")
+    refuse_without_effect(
+        level.scope != "step" and ratio.detached, f"{name}.level.scope", f"{ratio} is known for the whole step"
+    )
 
 
 @dataclass(frozen=True)
@@ -280,19 +284,21 @@ class Reduce:
         check_choice("Reduce.per", self.per, ("token", "trace", "group", "prompt", "constant"))
         check_choice("Reduce.denominator", self.denominator, ("all", "kept"))
         if self.per in ("token", "constant"):
-            no_effect(self.inner is not None, "Reduce.inner", f"per='{self.per}' has one sum over the step")
+            refuse_without_effect(self.inner is not None, "Reduce.inner", f"per='{self.per}' has one sum over the step")
         else:
             check_choice("Reduce.inner", self.inner, ("mean", "sum"))
         if self.per == "constant":
-            no_effect(self.denominator == "kept", "Reduce.denominator", "a constant counts nothing")
+            refuse_without_effect(self.denominator == "kept", "Reduce.denominator", "a constant counts nothing")
             if self.norm is None:
                 raise ArgumentError(
                     "TG-OBJ-030: Reduce(per='constant') without norm. Say the constant; 1.0 is a plain sum."
                 )
         else:
-            no_effect(self.norm is not None and self.inner != "sum", "Reduce.norm", "it divides an inner sum")
+            refuse_without_effect(
+                self.norm is not None and self.inner != "sum", "Reduce.norm", "it divides an inner sum"
+            )
         if self.norm is not None:
-            positive("Reduce.norm", self.norm)
+            check_positive("Reduce.norm", self.norm)
 
     def core(self) -> tuple[Any, ...]:
         """Return (per, mean, norm, kept)."""

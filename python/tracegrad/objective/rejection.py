@@ -5,21 +5,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tracegrad._validation import around, around_one, check_choice, no_effect, positive, rising
+from tracegrad._validation import (
+    check_bounds_around,
+    check_choice,
+    check_order,
+    check_positive,
+    check_ratio_bounds,
+    refuse_without_effect,
+)
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.component import Part, View
+from tracegrad.objective.component import Component, LossInputs
 from tracegrad.objective.ratio import (
-    HOLDS,
+    CONDITION_SIGNS,
     INFINITY,
     KINDS,
     OVER,
     TOKEN,
-    Level,
+    Aggregation,
     Ratio,
     When,
-    bounded,
-    check_reach,
-    holds,
+    check_scope,
+    clamp_log_ratio,
+    condition_mask,
 )
 
 if TYPE_CHECKING:
@@ -33,13 +40,13 @@ _NEVER_NEGATIVE = ("k2", "k3", "abs", "square")
 _KL_EPSILON = 1e-8  # verl's value, for probabilities of 1
 
 
-class AnyGate(Part):
+class AnyRejection(Component):
     """Base class of components that drop terms. For your own, write a frozen subclass with `keeps`.
 
     Its ratio must contain the policy being trained. A detached one also needs `core()` and a form in the Rust core.
     """
 
-    def keeps(self, view: View, keep: Any) -> Any:
+    def keeps(self, view: LossInputs, keep: Any) -> Any:
         """Return `keep` without the terms that this gate drops. It is not called for detached gates.
 
         A term with a missing logprob must not be dropped: consider only terms in `view.has(ratio) & view.present`.
@@ -48,7 +55,7 @@ class AnyGate(Part):
 
 
 @dataclass(frozen=True)
-class Gate(AnyGate):
+class Rejection(AnyRejection):
     """Keeps a term iff low <= stat <= high, bounds included; a dropped term has no loss and no gradient.
 
     With l = log num - log den, p and q the two probabilities: ratio = exp(l), k1 = l, k2 = l^2 / 2, k3 = exp(l) - 1 -
@@ -66,15 +73,15 @@ class Gate(AnyGate):
             a veto.
         terms: the statistic is over "all" terms with known logprobs, or over those "kept" by earlier gates.
 
-    >>> print(Gate(Ratio("old", "rollout"), low=1e-4, drops="trace"))
+    >>> print(Rejection(Ratio("old", "rollout"), low=1e-4, drops="trace"))
     drop the trace unless 0.0001 <= ratio(old/rollout) of each token
-    >>> print(Gate(Ratio("old", "rollout"), "abs", high=2.0, when="A<0"))
+    >>> print(Rejection(Ratio("old", "rollout"), "abs", high=2.0, when="A<0"))
     drop the token where A<0 unless abs(old/rollout) of each token <= 2
     """
 
     ratio: Ratio
     stat: Stat = "ratio"
-    level: Level = TOKEN
+    level: Aggregation = TOKEN
     low: float | None = None
     high: float | None = None
     when: When = "always"
@@ -83,16 +90,18 @@ class Gate(AnyGate):
 
     def __post_init__(self) -> None:
         check_choice("Gate.stat", self.stat, STATS)
-        check_choice("Gate.when", self.when, tuple(HOLDS))
+        check_choice("Gate.when", self.when, tuple(CONDITION_SIGNS))
         check_choice("Gate.drops", self.drops, ("turn", "trace", "group", None))
         check_choice("Gate.terms", self.terms, ("all", "kept"))
-        no_effect(self.level.grad != "through", "Gate.level.grad", "a gate is detached")
-        no_effect(self.level.blend is not None, "Gate.level.blend", "a gate looks at one level")
-        no_effect(self.level.terms != "all", "Gate.level.terms", "Gate.terms says which terms are counted")
-        no_effect(self.terms == "kept" and self.level.over == "token", "Gate.terms", "a token is not aggregated")
+        refuse_without_effect(self.level.grad != "through", "Gate.level.grad", "a gate is detached")
+        refuse_without_effect(self.level.blend is not None, "Gate.level.blend", "a gate looks at one level")
+        refuse_without_effect(self.level.terms != "all", "Gate.level.terms", "Gate.terms says which terms are counted")
+        refuse_without_effect(
+            self.terms == "kept" and self.level.over == "token", "Gate.terms", "a token is not aggregated"
+        )
         wider = self.drops is None or OVER.index(self.drops) > OVER.index(self.level.over)
-        no_effect(not wider, "Gate.drops", f"the level is the {self.level.over} already")
-        check_reach("Gate", self.ratio, self.level)
+        refuse_without_effect(not wider, "Gate.drops", f"the level is the {self.level.over} already")
+        check_scope("Gate", self.ratio, self.level)
         if self.drops == "group" and not self.detached:
             raise ArgumentError(
                 "TG-OBJ-031: Gate.drops is 'group' on a ratio of the policy being trained. The traces of a group "
@@ -105,13 +114,13 @@ class Gate(AnyGate):
             raise ArgumentError("TG-OBJ-032: a Gate without low and high keeps everything. Give at least one bound.")
         low, high = self.bounds
         if self.stat == "ratio":
-            around_one("Gate", max(low, 0.0) if self.low is None else low, high)
+            check_ratio_bounds("Gate", max(low, 0.0) if self.low is None else low, high)
         elif self.stat in _NEVER_NEGATIVE:
-            rising("Gate", low, high)
-            no_effect(self.low is not None, "Gate.low", f"{self.stat} is never negative")
-            positive("Gate.high", high, f"{self.stat} is 0 where the policies agree") if high <= 0 else None
+            check_order("Gate", low, high)
+            refuse_without_effect(self.low is not None, "Gate.low", f"{self.stat} is never negative")
+            check_positive("Gate.high", high, f"{self.stat} is 0 where the policies agree") if high <= 0 else None
         else:
-            around("Gate", low, high, 0.0, f"{self.stat} is a difference: write -0.2 and 0.2.")
+            check_bounds_around("Gate", low, high, 0.0, f"{self.stat} is a difference: write -0.2 and 0.2.")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -123,30 +132,30 @@ class Gate(AnyGate):
         wide = self.level.over if self.level.wide else "group" if self.drops == "group" else ""
         return wide and f"'{self}' reaches over a {wide}"
 
-    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
-        return [(self.ratio, Level(self.drops, "max") if self.drops else self.level)]
+    def ratios(self) -> Sequence[tuple[Ratio, Aggregation]]:
+        return [(self.ratio, Aggregation(self.drops, "max") if self.drops else self.level)]
 
     def core(self) -> tuple[Any, ...]:
         """Return (ratio, stat, level, low, high, when, drops)."""
         level = self.level.core(self.terms == "kept")
         return (self.ratio.core(), self.stat, level, *self.bounds, self.when, self.drops or self.level.over)
 
-    def keeps(self, view: View, keep: Any) -> Any:
+    def keeps(self, view: LossInputs, keep: Any) -> Any:
         has = view.has(self.ratio)
         inside = has & view.present
         values = self._stat(view, has)
         values = self.level.of(values, view, inside & keep if self.terms == "kept" else inside)
         if self.stat == "ratio":
-            values = bounded(values).exp()
+            values = clamp_log_ratio(values).exp()
         low, high = self.bounds
         failed = ((values < low) | (values > high)) & (inside if self.level.over == "token" else view.counted)
         if self.when != "always":
-            failed = failed & holds(self.when, view.given("advantages", view.counted))
+            failed = failed & condition_mask(self.when, view.given("advantages", view.counted))
         if self.drops is not None:
-            failed = Level(self.drops, "max").of(failed.to(values.dtype), view, view.counted) > 0
+            failed = Aggregation(self.drops, "max").of(failed.to(values.dtype), view, view.counted) > 0
         return keep & ~failed
 
-    def _stat(self, view: View, has: Any) -> Any:
+    def _stat(self, view: LossInputs, has: Any) -> Any:
         """Return the statistic of each term; for "ratio" its logarithm, which is what levels aggregate."""
         log_ratio = view.between(self.ratio, has)
         if self.stat not in ("dprob", "binary_kl"):
@@ -171,7 +180,7 @@ class Gate(AnyGate):
 
 
 @dataclass(frozen=True)
-class Budget(AnyGate):
+class RejectionBudget(AnyRejection):
     """Keeps the terms with the smallest stat, as many as leave its mean over the step at most `mean`; at least one.
 
     Terms with an equal stat are kept or dropped together.
@@ -187,7 +196,7 @@ class Budget(AnyGate):
     Source: M2PO, arXiv 2510.01161, mean (log ratio)^2 <= 0.04. Its final version (ICLR 2026, Algorithm 1) and the
     authors' code use the active quadrants, its first version and AReaL all.
 
-    >>> print(Budget(Ratio("old", "rollout"), quadrants="active"))
+    >>> print(RejectionBudget(Ratio("old", "rollout"), quadrants="active"))
     keep the terms with the smallest square(old/rollout) in the active quadrants whose mean is at most 0.04
     """
 
@@ -201,7 +210,7 @@ class Budget(AnyGate):
         check_choice("Budget.stat", self.stat, ("square", "abs", "k2", "k3"))
         check_choice("Budget.terms", self.terms, ("all", "kept"))
         check_choice("Budget.quadrants", self.quadrants, ("all", "active"))
-        positive("Budget.mean", self.mean)
+        check_positive("Budget.mean", self.mean)
         if not self.ratio.detached:
             raise ArgumentError(
                 f"TG-OBJ-033: Budget on {self.ratio}: the budget is of the whole step, and the policy being trained "
@@ -222,7 +231,7 @@ class Budget(AnyGate):
 
 
 @dataclass(frozen=True)
-class TopEntropy(AnyGate):
+class TopEntropy(AnyRejection):
     """Keeps the share of terms with the highest entropy of the policy being trained, within each micro-batch.
 
     A term is kept if its entropy is at or above the quantile of the terms (that of torch.quantile).
@@ -242,7 +251,7 @@ class TopEntropy(AnyGate):
     def __post_init__(self) -> None:
         _check_share(self, zero=True)
 
-    def keeps(self, view: View, keep: Any) -> Any:
+    def keeps(self, view: LossInputs, keep: Any) -> Any:
         counted = view.entropy.where(view.counted, math.nan).float().reshape(-1)
         return keep & (view.entropy >= counted.nanquantile(1 - self.share)) if len(counted) else keep
 
@@ -251,7 +260,7 @@ class TopEntropy(AnyGate):
 
 
 @dataclass(frozen=True)
-class DropCovariance(AnyGate):
+class DropCovariance(AnyRejection):
     """Drops a random share of the terms whose covariance of advantage and logprob is between low and high.
 
     cov = (A - mean A)(logp - mean logp), with means over the terms of the micro-batch that earlier gates kept. Clipped
@@ -276,7 +285,7 @@ class DropCovariance(AnyGate):
 
     def __post_init__(self) -> None:
         _check_share(self)
-        rising("DropCovariance", self.low, self.high)
+        check_order("DropCovariance", self.low, self.high)
 
     def check(self, objective: "Objective") -> None:
         if not objective.surrogate.clips:
@@ -284,7 +293,7 @@ class DropCovariance(AnyGate):
                 "TG-OBJ-034: DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate."
             )
 
-    def keeps(self, view: View, keep: Any) -> Any:
+    def keeps(self, view: LossInputs, keep: Any) -> Any:
         counted = keep & view.counted
         covariance = _covariance(view, counted, self.scaled)
         between = (covariance > self.low) & (covariance < self.high) & ~view.clipped
@@ -301,7 +310,7 @@ class DropCovariance(AnyGate):
 
 
 @dataclass(frozen=True)
-class TopCovariance(Part):
+class TopCovariance(Component):
     """Selects the share of terms with the highest covariance of advantage and logprob, for a penalty on them.
 
     Args:
@@ -319,7 +328,7 @@ class TopCovariance(Part):
     def __post_init__(self) -> None:
         _check_share(self)
 
-    def of(self, view: View, mask: Any) -> Any:
+    def of(self, view: LossInputs, mask: Any) -> Any:
         """Return the selected terms in `mask`, at least one if there are any."""
         covariance = _covariance(view.detached(), mask, self.scaled).reshape(-1)
         count = mask.sum()
@@ -336,7 +345,7 @@ def _covariance_name(scaled: bool) -> str:
     return "cov(scale A, logp)" if scaled else "cov(A, logp)"
 
 
-def _covariance(view: View, mask: Any, scaled: bool) -> Any:
+def _covariance(view: LossInputs, mask: Any, scaled: bool) -> Any:
     """Return (A - mean A)(logp - mean logp) of each term in `mask`, minus infinity elsewhere."""
     advantages, logprobs = view.given("advantages", mask), view.log("theta", mask)
     advantages = advantages * view.scale(None) if scaled else advantages

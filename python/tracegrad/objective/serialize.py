@@ -37,27 +37,27 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
             combination.
     """
     added = {"kl": with_kl, "beta": with_beta, "entropy": with_entropy}
-    result = dotted_keys.changed(
+    result = dotted_keys.set_values(
         objective, ((name, value) for name, value in changes.items() if name not in added), at="objective", finite=False
     )
     for name, add in added.items():
         if name in changes:
-            result = add(result, dotted_keys.changed({name: 0.0}, [(name, changes[name])], at="objective")[name])
+            result = add(result, dotted_keys.set_values({name: 0.0}, [(name, changes[name])], at="objective")[name])
     return result
 
 
 _LONGEST = 10_000
 
 
-def spell(value: Any) -> str:
+def to_source(value: Any) -> str:
     """Return source text of a value: `eval` of it under the names of `tracegrad.objective` equals the value.
 
     >>> from tracegrad.objective import Clip, Objective, Ratio, Reduce
-    >>> spell(Objective(Clip(0.2, 0.28), Ratio("theta", "old"), reduce=Reduce("trace", "mean")))
+    >>> to_source(Objective(Clip(0.2, 0.28), Ratio("theta", "old"), reduce=Reduce("trace", "mean")))
     'Objective(Clip(0.2, 0.28), Ratio("theta", "old"), reduce=Reduce("trace", "mean"))'
     """
     if isinstance(value, tuple):
-        inner = ", ".join(map(spell, value))
+        inner = ", ".join(map(to_source, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if not is_dataclass(value):
         return f'"{value}"' if isinstance(value, str) else repr(value).replace("inf", "1e999")
@@ -67,12 +67,12 @@ def spell(value: Any) -> str:
         if field.default is not MISSING and argument == field.default and not isinstance(argument, float):
             skipped = True
             continue
-        arguments.append(f"{field.name}={spell(argument)}" if skipped else spell(argument))
+        arguments.append(f"{field.name}={to_source(argument)}" if skipped else to_source(argument))
     return f"{type(value).__name__}({', '.join(arguments)})"
 
 
-def unspell(text: str, classes: Mapping[str, Any]) -> Any:
-    """Return the value that `spell` wrote.
+def from_source(text: str, classes: Mapping[str, Any]) -> Any:
+    """Return the value that `to_source` wrote.
 
     Only calls of `classes` by their names, numbers, strings and tuples are allowed.
 
@@ -80,7 +80,7 @@ def unspell(text: str, classes: Mapping[str, Any]) -> Any:
         ArgumentError: if the text is not such an expression, or a class rejects its arguments.
 
     >>> from tracegrad import objective
-    >>> unspell("Reduce('trace', 'sum', norm=2.0)", vars(objective)).norm
+    >>> from_source("Reduce('trace', 'sum', norm=2.0)", vars(objective)).norm
     2.0
     """
     try:

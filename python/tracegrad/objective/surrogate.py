@@ -8,10 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tracegrad._validation import around_one, check_choice, kind_of, no_effect, positive
+from tracegrad._validation import check_choice, check_kind, check_positive, check_ratio_bounds, refuse_without_effect
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.component import View
-from tracegrad.objective.ratio import HOLDS, TOKEN, Level, When, bounded, discounted, holds
+from tracegrad.objective.component import LossInputs
+from tracegrad.objective.ratio import (
+    CONDITION_SIGNS,
+    TOKEN,
+    Aggregation,
+    When,
+    clamp_log_ratio,
+    condition_mask,
+    discounted_sum,
+)
 from tracegrad.objective.rejection import TopEntropy
 
 if TYPE_CHECKING:
@@ -42,7 +50,7 @@ class Surrogate:
         ratio: False if it takes no ratio, True if it needs one, None for either.
     """
 
-    level: Level = TOKEN
+    level: Aggregation = TOKEN
     """The level of its ratio."""
     locality: Locality = "batch"
     times_advantage: bool = False
@@ -73,16 +81,16 @@ class Surrogate:
         """The range of ratios that its clip leaves unchanged, for metrics; None without a clip of the ratio."""
         return None
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         """Return the loss at each term, to be minimised. Values outside `view.keep` are not read."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(view)")
 
-    def log_ratio(self, view: View) -> Any:
+    def log_ratio(self, view: LossInputs) -> Any:
         """Return log r at its level, with gradient."""
         inside = view.inside(self.level)
         return self.level.of(view.between(view.pair, inside), view, inside)
 
-    def clipped(self, view: View) -> Any:
+    def clipped(self, view: LossInputs) -> Any:
         """Return bool: terms whose gradient the clip removed."""
         return view.keep & False
 
@@ -105,7 +113,7 @@ class Function(Surrogate):
     squared(view)
     """
 
-    function: Callable[[View], Any]
+    function: Callable[[LossInputs], Any]
     locality: Locality = "batch"
     times_advantage: bool = False
     reads: tuple[str, ...] = ()
@@ -113,7 +121,7 @@ class Function(Surrogate):
     def __post_init__(self) -> None:
         _check_promises("Function", self.locality, self.reads)
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         return self.function(view)
 
     def __repr__(self) -> str:
@@ -140,10 +148,10 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
     when: When = "always"
 
     def __post_init__(self) -> None:
-        check_choice("PolicyGradient.when", self.when, tuple(HOLDS))
+        check_choice("PolicyGradient.when", self.when, tuple(CONDITION_SIGNS))
 
-    def loss(self, view: View) -> Any:
-        return -view.advantages.where(holds(self.when, view.advantages), 0) * view.logprobs
+    def loss(self, view: LossInputs) -> Any:
+        return -view.advantages.where(condition_mask(self.when, view.advantages), 0) * view.logprobs
 
     def __str__(self) -> str:
         return "-A log theta" if self.when == "always" else f"-A log theta where {self.when}, else 0"
@@ -154,9 +162,9 @@ class CrossEntropy(Surrogate, locality="term", ratio=False):
     """-logp: imitation, whatever the advantage; takes no ratio."""
 
     def check(self, objective: "Objective") -> None:
-        no_effect(bool(objective.shifts), "Objective.shifts", "A is not read")
+        refuse_without_effect(bool(objective.shifts), "Objective.shifts", "A is not read")
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         return -view.logprobs
 
     def __str__(self) -> str:
@@ -173,9 +181,9 @@ class Importance(Surrogate, locality="term", times_advantage=True, ratio=True):
     Source: Tinker's and SkyRL's importance_sampling; prime-rl's default, where gates bound it.
     """
 
-    level: Level = TOKEN
+    level: Aggregation = TOKEN
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         return -view.advantages * view.ratio
 
     def __str__(self) -> str:
@@ -200,7 +208,7 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
     high: float = 0.2
     dual: float | None = None
     delta: float | None = None
-    level: Level = TOKEN
+    level: Aggregation = TOKEN
 
     def __post_init__(self) -> None:
         for name, value in (("low", self.low), ("high", self.high)):
@@ -230,13 +238,13 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
         """1 - low and 1 + high."""
         return 1 - self.low, 1 + self.high
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         a, r, (low, high) = view.advantages, view.ratio, self.bounds
         unclipped = r if self.delta is None else r.clamp(max=self.delta)
         value = (-a * unclipped).maximum(-a * r.clamp(low, high))
         return value if self.dual is None else value.minimum(-a * self.dual).where(a < 0, value)
 
-    def clipped(self, view: View) -> Any:
+    def clipped(self, view: LossInputs) -> Any:
         a, r, (low, high) = view.advantages, view.ratio, self.bounds
         above = high if self.delta is None else min(self.delta, high)
         outside = ((a > 0) & (r > above)) | ((a < 0) & (r < low))
@@ -263,13 +271,13 @@ class Sigmoid(Surrogate, locality="term", times_advantage=True, ratio=True):
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
-    level: Level = TOKEN
+    level: Aggregation = TOKEN
 
     def __post_init__(self) -> None:
-        positive("Sigmoid.tau_pos", self.tau_pos)
-        positive("Sigmoid.tau_neg", self.tau_neg)
+        check_positive("Sigmoid.tau_pos", self.tau_pos)
+        check_positive("Sigmoid.tau_neg", self.tau_neg)
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         a, r = view.advantages, view.ratio
         tau = r.new_full(r.shape, self.tau_neg).masked_fill(a > 0, self.tau_pos)
         return -a * (tau * (r - 1)).sigmoid() * 4 / tau
@@ -279,7 +287,7 @@ class Sigmoid(Surrogate, locality="term", times_advantage=True, ratio=True):
 
 
 @dataclass(frozen=True)
-class Regress(Surrogate, locality="term", ratio=True):
+class Regression(Surrogate, locality="term", ratio=True):
     """(beta * sum over the trace of log-ratios - A)^2: the trace's log-ratio regressed on its advantage.
 
     Use with `advantage.a_star` and Reduce("trace", "mean"), which counts each trace once.
@@ -292,16 +300,16 @@ class Regress(Surrogate, locality="term", ratio=True):
 
     beta: float = 1e-3
 
-    level = Level("trace", "sum")
+    level = Aggregation("trace", "sum")
 
     def __post_init__(self) -> None:
-        positive("Regress.beta", self.beta)
+        check_positive("Regress.beta", self.beta)
 
     def check(self, objective: "Objective") -> None:
         if objective.weights:
             raise ArgumentError("TG-OBJ-042: Regress fits a residual, which no weight corrects. Leave the weights out.")
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         return (self.beta * view.log_ratio - view.advantages).square()
 
     def __str__(self) -> str:
@@ -330,8 +338,8 @@ class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
     most: float = 1.2
 
     def __post_init__(self) -> None:
-        positive("FutureClip.half_life", self.half_life)
-        around_one("FutureClip", 1.0, self.most)
+        check_positive("FutureClip.half_life", self.half_life)
+        check_ratio_bounds("FutureClip", 1.0, self.most)
         Clip(self.low, self.high, self.dual)  # raises for invalid bounds
 
     @property
@@ -344,17 +352,17 @@ class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
         """1 - low and 1 + high."""
         return self.clip.bounds
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         return self.clip.loss(view) * self.influence(view)
 
-    def influence(self, view: View) -> Any:
+    def influence(self, view: LossInputs) -> Any:
         """Return f at each term."""
         log_ratio = view.log_ratio.detach()
         inside = log_ratio.where(view.keep & (log_ratio <= math.log(self.dual)), 0)
-        future = discounted(inside, view.segments("trace"), view.counted, 2 ** (-1 / self.half_life))
-        return bounded(future).exp().clamp(1, self.most)
+        future = discounted_sum(inside, view.segments("trace"), view.counted, 2 ** (-1 / self.half_life))
+        return clamp_log_ratio(future).exp().clamp(1, self.most)
 
-    def clipped(self, view: View) -> Any:
+    def clipped(self, view: LossInputs) -> Any:
         return self.clip.clipped(view)
 
     def __str__(self) -> str:
@@ -378,20 +386,20 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
     high: float = 0.4
     where: TopEntropy | None = None
 
-    level = Level("trace", "mean")
+    level = Aggregation("trace", "mean")
 
     def __post_init__(self) -> None:
-        positive("GeoClip.low", self.low)
-        positive("GeoClip.high", self.high)
+        check_positive("GeoClip.low", self.low)
+        check_positive("GeoClip.high", self.high)
         if self.where is not None:
-            kind_of("GeoClip.where", self.where, TopEntropy)
+            check_kind("GeoClip.where", self.where, TopEntropy)
             object.__setattr__(self, "locality", "batch")  # it reads all terms of a micro-batch
 
     @property
     def takes_entropy(self) -> bool:  # type: ignore[override]
         return self.where is not None
 
-    def log_ratio(self, view: View) -> Any:
+    def log_ratio(self, view: LossInputs) -> Any:
         a, log_ratio, inside = view.advantages, self._token_log_ratio(view), view.inside(self.level)
         clipped = log_ratio.clamp(max=self.high).where(a > 0, log_ratio.clamp(min=-self.low)).where(a != 0, 0)
         if self.where is None:
@@ -399,14 +407,14 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
         mean = self.level.of(clipped, view, inside & self.where.keeps(view.detached(), view.keep))
         return mean.where(~mean.isnan(), 0)
 
-    def loss(self, view: View) -> Any:
+    def loss(self, view: LossInputs) -> Any:
         return -view.advantages * view.ratio
 
-    def clipped(self, view: View) -> Any:
+    def clipped(self, view: LossInputs) -> Any:
         a, log_ratio = view.advantages, self._token_log_ratio(view)
         return ((a > 0) & (log_ratio > self.high)) | ((a < 0) & (log_ratio < -self.low))
 
-    def _token_log_ratio(self, view: View) -> Any:
+    def _token_log_ratio(self, view: LossInputs) -> Any:
         return view.between(view.pair, view.inside(self.level))
 
     def __str__(self) -> str:

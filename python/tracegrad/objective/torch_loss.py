@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.component import View
-from tracegrad.objective.correction import AllReduce, Corrected, Totals, correct
-from tracegrad.objective.objective import Missing, Objective
+from tracegrad.objective.component import LossInputs
+from tracegrad.objective.correction import AllReduce, Correction, Totals, correct
+from tracegrad.objective.objective import MissingLogprobs, Objective
 from tracegrad.objective.ratio import Reduce
-from tracegrad.objective.weight import weighed
+from tracegrad.objective.weight import total_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Terms:
     Args:
         old, rollout, ref: float logprobs, nats; None if the objective does not need them.
         advantages: float.
-        scale: float, 1 over the reduction's denominators (`Corrected.scale`); 0 marks padding.
+        scale: float, 1 over the reduction's denominators (`Correction.scale`); 0 marks padding.
         weight: float, detached factor. None means 1, and is refused if the objective has weights that `correct`
             evaluates.
         keep: bool. None keeps all, and is refused if the objective has gates that `correct` evaluates. Terms with False
@@ -37,7 +37,7 @@ class Terms:
         trace, turn, group: integer ids, needed for levels above the token.
         alpha: float in [0, 1], the position of the proximal policy between rollout (0) and theta (1):
             `correction.proximal_alpha`.
-        scales: `Corrected.scales`, for penalties and bonuses with their own reduction.
+        scales: `Correction.scales`, for penalties and bonuses with their own reduction.
 
     >>> from tracegrad.objective import presets
     >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -158,7 +158,7 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
     for gate in objective.gates:
         keep = keep if gate.detached else gate.keeps(detached, keep)
     given_weight = torch.ones_like(view.advantages) if terms.weight is None else terms.weight.to(view.advantages.dtype)
-    weight = weighed(objective.weights, detached, given_weight, keep)
+    weight = total_weight(objective.weights, detached, given_weight, keep)
     loss = (view.scale(None) * (weight * value).where(keep, 0)).sum()
     penalty = torch.zeros_like(weight)
     for part in objective.penalties:
@@ -178,7 +178,7 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value)
 
 
-def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:
+def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> LossInputs:
     arrays = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
     _check_shapes(objective, logprobs, entropy, arrays)
     _check_detached(objective, arrays)
@@ -186,7 +186,7 @@ def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms:
     counted = terms.scale != 0
     keep = counted if terms.keep is None else terms.keep.bool()
     extra = {"counted": counted, "keep": keep, "scales": {**(terms.scales or {}), objective.reduce: terms.scale}}
-    return View(objective, arrays, logprobs, entropy, **extra, permutation=torch.randperm)
+    return LossInputs(objective, arrays, logprobs, entropy, **extra, permutation=torch.randperm)
 
 
 def _check_detached(objective: Objective, arrays: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None
         )
 
 
-def terms_of(
+def build_terms(
     objective: Objective,
     logprobs: Any,
     *,
@@ -237,10 +237,10 @@ def terms_of(
     group: Any = None,
     alpha: Any = None,
     totals: Totals | None = None,
-    missing: Missing = "mask",
+    missing: MissingLogprobs = "mask",
     all_reduce: AllReduce | None = None,
-) -> tuple[Terms, Corrected]:
-    """Return the `Terms` of one step for an objective, and the `Corrected` that they contain.
+) -> tuple[Terms, Correction]:
+    """Return the `Terms` of one step for an objective, and the `Correction` that they contain.
 
     Args:
         logprobs: [B, S] with `mask`, or flat [M] with `trace`, of the policy being trained, nats; a tensor or numpy.
@@ -277,7 +277,7 @@ def padded_loss(
         mask: [B, S] bool, True at the terms; a row is a trace.
         advantages: [B] or [B, S].
         entropy: [B, S], for objectives that read it.
-        arrays: old, rollout, ref and other arguments of `terms_of`.
+        arrays: old, rollout, ref and other arguments of `build_terms`.
 
     >>> import torch
     >>> from tracegrad.objective import presets
@@ -288,5 +288,5 @@ def padded_loss(
     >>> logprobs.grad.tolist()  # -A / (2 traces * terms of the trace)
     [[-0.25, -0.25], [0.5, 0.0]]
     """
-    terms, _ = terms_of(objective, logprobs, mask=mask, advantages=advantages, **arrays)
+    terms, _ = build_terms(objective, logprobs, mask=mask, advantages=advantages, **arrays)
     return objective(logprobs, entropy, terms)

@@ -3,10 +3,19 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tracegrad._validation import around_one, check_choice, kind_of, no_effect
+from tracegrad._validation import check_choice, check_kind, check_ratio_bounds, refuse_without_effect
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.component import Part, View, core_of
-from tracegrad.objective.ratio import HOLDS, INFINITY, TOKEN, Level, Ratio, When, check_reach, holds
+from tracegrad.objective.component import Component, LossInputs, core_of
+from tracegrad.objective.ratio import (
+    CONDITION_SIGNS,
+    INFINITY,
+    TOKEN,
+    Aggregation,
+    Ratio,
+    When,
+    check_scope,
+    condition_mask,
+)
 
 if TYPE_CHECKING:
     from tracegrad.objective.objective import Objective
@@ -45,7 +54,7 @@ class Identity(Shape):
 
 
 @dataclass(frozen=True)
-class Clamp(Shape):
+class Truncate(Shape):
     """The weight is the ratio clamped to [low, high] (truncated importance sampling).
 
     Args:
@@ -61,7 +70,7 @@ class Clamp(Shape):
 
     def __post_init__(self) -> None:
         if not (self.below_one and 0 <= self.low <= self.high and 0 < self.high < 1):
-            around_one("Clamp", self.low, self.high)
+            check_ratio_bounds("Clamp", self.low, self.high)
             if self.below_one:
                 raise ArgumentError(f"TG-OBJ-049: Clamp.below_one has no effect: high is {self.high:g}. Leave it out.")
 
@@ -76,7 +85,7 @@ class Clamp(Shape):
 
 
 @dataclass(frozen=True)
-class Window(Shape):
+class MaskOutside(Shape):
     """The weight is the ratio if it is between `low` and `high`, else 0; denominators do not change.
 
     Args:
@@ -91,7 +100,7 @@ class Window(Shape):
     strict: bool = False
 
     def __post_init__(self) -> None:
-        around_one("Window", self.low, self.high)
+        check_ratio_bounds("Window", self.low, self.high)
 
     def of(self, log_ratio: Any) -> Any:
         w = log_ratio.exp()
@@ -120,7 +129,7 @@ class Inverse(Shape):
     high: float = 3.0
 
     def __post_init__(self) -> None:
-        around_one("Inverse", 0.0, self.high)
+        check_ratio_bounds("Inverse", 0.0, self.high)
 
     def of(self, log_ratio: Any) -> Any:
         return (-log_ratio).exp().clamp(max=self.high)
@@ -191,7 +200,7 @@ _SMALLEST = 1e-8  # absorbed weights are clamped to it, because their logarithm 
 
 
 @dataclass(frozen=True)
-class Weight(Part):
+class Weight(Component):
     """A factor without gradient: shape(exp(level of log ratio)).
 
     Args:
@@ -203,22 +212,22 @@ class Weight(Part):
         absorbs: the detached weights are part of its level, token by token, and do not multiply the loss themselves:
             TRL's VESPO treats theta/old times the truncated old/rollout as one ratio.
 
-    >>> print(Weight(Ratio("old", "rollout"), Level("trace", "mean")))
+    >>> print(Weight(Ratio("old", "rollout"), Aggregation("trace", "mean")))
     w, w = exp(mean over the trace of log old/rollout)
     """
 
     ratio: Ratio
-    level: Level = TOKEN
+    level: Aggregation = TOKEN
     shape: Shape = _IDENTITY
     when: When = "always"
     normalize: bool = False
     absorbs: bool = False
 
     def __post_init__(self) -> None:
-        kind_of("Weight.shape", self.shape, Shape)
-        check_choice("Weight.when", self.when, tuple(HOLDS))
-        no_effect(self.level.grad != "through", "Weight.level.grad", "a weight is detached")
-        check_reach("Weight", self.ratio, self.level)
+        check_kind("Weight.shape", self.shape, Shape)
+        check_choice("Weight.when", self.when, tuple(CONDITION_SIGNS))
+        refuse_without_effect(self.level.grad != "through", "Weight.level.grad", "a weight is detached")
+        check_scope("Weight", self.ratio, self.level)
         if self.detached:
             core_of("Weight.shape", self.shape)
         if self.normalize and self.when != "always":
@@ -231,7 +240,9 @@ class Weight(Part):
                 "trained sees one micro-batch at a time. The gradient would depend on how the step was cut. Take old "
                 "in place of theta."
             )
-        no_effect(self.absorbs and self.detached, "Weight.absorbs", "detached weights are one product already")
+        refuse_without_effect(
+            self.absorbs and self.detached, "Weight.absorbs", "detached weights are one product already"
+        )
         if self.absorbs and not self.shape.absorbing:
             raise ArgumentError(
                 "TG-OBJ-054: Weight.absorbs belongs to a Gamma shape. Use weights that multiply for the others."
@@ -245,18 +256,18 @@ class Weight(Part):
 
     def check(self, objective: "Objective") -> None:
         absorbs_nothing = self.absorbs and not any(weight.detached for weight in objective.weights)
-        no_effect(absorbs_nothing, "Weight.absorbs", "no weight is detached")
+        refuse_without_effect(absorbs_nothing, "Weight.absorbs", "no weight is detached")
 
     def core(self) -> tuple[Any, ...]:
         """Return (ratio, level, (shape, first, second), when, normalize)."""
         level = self.level.core(self.level.terms == "kept")
         return (self.ratio.core(), level, core_of("Weight.shape", self.shape), self.when, self.normalize)
 
-    def factor(self, view: View, keep: Any, absorbed: Any) -> Any:
+    def factor(self, view: LossInputs, keep: Any, absorbed: Any) -> Any:
         """Return shape(w) at each term; 1 if the ratio has no value or the condition is not met."""
         level, applies = view.at(self.ratio, self.level, absorbed if self.absorbs else None, keep)
         if self.when != "always":
-            applies = applies & holds(self.when, view.given("advantages", view.counted))
+            applies = applies & condition_mask(self.when, view.given("advantages", view.counted))
         return self.shape.of(level.where(applies, 0)).where(applies, 1)
 
     def __str__(self) -> str:
@@ -267,7 +278,7 @@ class Weight(Part):
         return f"{self.shape}, w = {inner}{normal}{when}"
 
 
-def weighed(weights: tuple[Weight, ...], view: View, detached: Any, keep: Any) -> Any:
+def total_weight(weights: tuple[Weight, ...], view: LossInputs, detached: Any, keep: Any) -> Any:
     """Return the product of the detached weights and those on the policy being trained, at each term."""
     absorbed = None
     if any(weight.absorbs for weight in weights):

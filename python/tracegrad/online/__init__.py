@@ -8,16 +8,27 @@ from the files. A run can therefore be replayed bit for bit, inspected while it 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tracegrad.online.options import Online, Play
-from tracegrad.online.recording import Recorded, record
+from tracegrad.online.options import OnlineConfig, RolloutConfig
+from tracegrad.online.recording import RecordResult, record
 
 if TYPE_CHECKING:
-    from tracegrad.online.collector_process import Collected, collect
+    from tracegrad.online.collector_process import CollectResult, collect
     from tracegrad.online.logprob_gap import SyncFault
-    from tracegrad.online.training_loop import Finished, replay, train
+    from tracegrad.online.training_loop import OnlineResult, replay, train
 
-__all__ = ["Collected", "Finished", "Online", "Play", "Recorded", "SyncFault", "collect", "record", "replay", "train"]
-_LATER = {"Collected": "collector_process", "collect": "collector_process", "SyncFault": "logprob_gap"}
+__all__ = [
+    "CollectResult",
+    "OnlineConfig",
+    "OnlineResult",
+    "RecordResult",
+    "RolloutConfig",
+    "SyncFault",
+    "collect",
+    "record",
+    "replay",
+    "train",
+]
+_LATER = {"CollectResult": "collector_process", "collect": "collector_process", "SyncFault": "logprob_gap"}
 _LATER |= {"Finished": "training_loop", "replay": "training_loop", "train": "training_loop"}
 
 

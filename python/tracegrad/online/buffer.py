@@ -1,7 +1,8 @@
 """Write rollouts to disk group by group, follow them from the trainer, and log which groups each step consumed.
 
-`Writer` (one per rollout process) appends zstd frames. `Follower` reads new frames from the files of all writers.
-`Unscored` keeps a group until it is scored. `steps.jsonl` makes a run resumable and replayable bit for bit.
+`GroupWriter` (one per rollout process) appends zstd frames. `GroupReader` reads new frames from the files of all
+writers.
+`UnscoredGroups` keeps a group until it is scored. `steps.jsonl` makes a run resumable and replayable bit for bit.
 """
 
 import fcntl
@@ -23,14 +24,14 @@ from tracegrad.storage import files
 from tracegrad.storage.manifest import count
 from tracegrad.storage.safetensors_file import flush, write_bytes
 
-FOLDER = "played"
+ROLLOUT_FOLDER = "played"
 ENDING = ".jsonl.zst"
 MOST_BYTES = 1 << 30
 """Maximum size of the records of one group, in bytes."""
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class GroupLocation:
     """Position of a group in the rollout folder.
 
     Args:
@@ -43,7 +44,7 @@ class Place:
     length: int
 
 
-class Writer:
+class GroupWriter:
     """Append groups to a new file that only this writer uses; threads may share the writer.
 
     Args:
@@ -62,7 +63,7 @@ class Writer:
         self._end = 0
         self._lock = threading.Lock()
 
-    def write(self, records: Sequence[dict[str, Any]]) -> Place:
+    def write(self, records: Sequence[dict[str, Any]]) -> GroupLocation:
         """Append one group. When this returns, the complete group is on disk; if it raises, none of it is.
 
         Raises:
@@ -73,7 +74,7 @@ class Writer:
         with self._lock:
             return self._append(text)
 
-    def _append(self, text: bytes) -> Place:
+    def _append(self, text: bytes) -> GroupLocation:
         frame = self._compressor.compress(text)
         try:
             remaining = memoryview(frame)
@@ -84,7 +85,7 @@ class Writer:
             os.ftruncate(self._file, self._end)
             os.lseek(self._file, self._end, os.SEEK_SET)
             raise _write_error(self.folder / self.name, error) from error
-        place = Place(self.name, self._end, len(frame))
+        place = GroupLocation(self.name, self._end, len(frame))
         self._end += len(frame)
         return place
 
@@ -92,14 +93,14 @@ class Writer:
         """Close the file."""
         os.close(self._file)
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "GroupWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
 
-class Unscored:
+class UnscoredGroups:
     """Groups without scores: one file per group, deleted once the group is written with its rewards.
 
     The files are in a folder of their own, so that readers of the rollout folder find each group only once.
@@ -121,7 +122,7 @@ class Unscored:
         """Write a group; it is on disk when this returns.
 
         Raises:
-            ArgumentError: as for `Writer.write`.
+            ArgumentError: as for `GroupWriter.write`.
             TracegradError: if the file cannot be written.
         """
         text = _lines(records)
@@ -149,7 +150,7 @@ class Unscored:
             if not records or not all(isinstance(record, dict) for record in records):
                 raise ValueError("it holds no records")
         except (OSError, ValueError, RecursionError, zstandard.ZstdError) as error:
-            raise unusable(path, error) from error
+            raise unscorable_error(path, error) from error
         return records
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -162,7 +163,7 @@ class Unscored:
         return self.folder / f"{number}{ENDING}"
 
 
-def unusable(path: Path, error: Exception) -> ReadError:
+def unscorable_error(path: Path, error: Exception) -> ReadError:
     """Build the error for a stored group that cannot be scored."""
     return ReadError(
         f"TG-ONLINE-001: {path}: the group that was played before cannot be scored ({str(error)[:200]}). Its number "
@@ -171,7 +172,7 @@ def unusable(path: Path, error: Exception) -> ReadError:
     )
 
 
-class Follower:
+class GroupReader:
     """Reads the groups of a folder in the order in which they were completed."""
 
     def __init__(self, folder: Path) -> None:
@@ -180,7 +181,7 @@ class Follower:
         """File name to skip: the file of a writer that tracks its own groups."""
         self._ends: dict[str, int] = {}
 
-    def look(self) -> list[tuple[Place, Traces]]:
+    def look(self) -> list[tuple[GroupLocation, Traces]]:
         """Return the complete groups that were not there at the last call.
 
         Raises:
@@ -188,7 +189,7 @@ class Follower:
         """
         return list(self.each())
 
-    def each(self) -> Iterator[tuple[Place, Traces]]:
+    def each(self) -> Iterator[tuple[GroupLocation, Traces]]:
         """Yield the groups of `look` one at a time."""
         for path in sorted(self.folder.glob(f"*{ENDING}")):
             if path.name == self.without:
@@ -196,17 +197,17 @@ class Follower:
             start = self._ends.get(path.name, 0)
             frames = _core.Frames(os.fspath(path), start, MOST_BYTES)
             while (frame := frames.next()) is not None:
-                place = Place(path.name, start, frame[1])
+                place = GroupLocation(path.name, start, frame[1])
                 start = self._ends[path.name] = start + frame[1]
                 yield place, Traces(frame[0])
 
-    def skip(self, places: Iterable[Place]) -> None:
+    def skip(self, places: Iterable[GroupLocation]) -> None:
         """Skip groups that were consumed before, and all groups in front of them in their files."""
         for place in places:
             self._ends[place.file] = max(self._ends.get(place.file, 0), place.offset + place.length)
 
 
-def read(folder: Path, place: Place) -> Traces:
+def read(folder: Path, place: GroupLocation) -> Traces:
     """Read one group.
 
     Raises:
@@ -280,7 +281,7 @@ NAME = "steps.jsonl"
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepGroups:
     """The groups that one step consumed, in order.
 
     Args:
@@ -292,17 +293,17 @@ class Taken:
 
     step: int
     version: int
-    groups: tuple[Place, ...]
+    groups: tuple[GroupLocation, ...]
     dull: tuple[int, ...] = ()
 
     @property
-    def trained(self) -> tuple[Place, ...]:
+    def trained(self) -> tuple[GroupLocation, ...]:
         """The groups that the step trains on."""
         left_out = set(self.dull)
         return tuple(place for index, place in enumerate(self.groups) if index not in left_out)
 
 
-class Ledger:
+class ConsumedGroups:
     """Log of consumed groups: one line per step of a run, in `steps.jsonl`.
 
     Args:
@@ -311,7 +312,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self.steps: list[Taken] = []
+        self.steps: list[StepGroups] = []
         self._read = 0
         self.refresh()
 
@@ -327,12 +328,12 @@ class Ledger:
             self.steps.append(_parse_line(line, self.path, len(self.steps)))
         self._read += len(complete)
 
-    def add(self, version: int, groups: Sequence[Place], dull: Sequence[int] = ()) -> Taken:
+    def add(self, version: int, groups: Sequence[GroupLocation], dull: Sequence[int] = ()) -> StepGroups:
         """Write the line of the next step; it is on disk when this returns."""
-        entry = Taken(len(self.steps), version, tuple(groups), tuple(dull))
+        entry = StepGroups(len(self.steps), version, tuple(groups), tuple(dull))
         line = json.dumps(_to_json(entry), separators=(",", ":")) + "\n"
         try:
-            file = files.descriptor(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+            file = files.open_descriptor(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.ftruncate(file, self._read)  # removes an incomplete line of a killed run
                 os.pwrite(file, line.encode(), self._read)
@@ -348,7 +349,7 @@ class Ledger:
         self._read += len(line)
         return entry
 
-    def wait(self, step: int, stopped: Callable[[], bool], poll_s: float = 0.05) -> Taken | None:
+    def wait(self, step: int, stopped: Callable[[], bool], poll_s: float = 0.05) -> StepGroups | None:
         """Wait for the line of a step, on ranks that do not write. Return None if the run was stopped."""
         while len(self.steps) <= step:
             over = stopped()
@@ -359,16 +360,16 @@ class Ledger:
         return self.steps[step]
 
 
-def _to_json(entry: Taken) -> dict[str, Any]:
+def _to_json(entry: StepGroups) -> dict[str, Any]:
     groups = [[place.file, place.offset, place.length] for place in entry.groups]
     return {"step": entry.step, "version": entry.version, "groups": groups, "dull": list(entry.dull)}
 
 
-def _parse_line(line: bytes, path: Path, number: int) -> Taken:
+def _parse_line(line: bytes, path: Path, number: int) -> StepGroups:
     try:
         record = json.loads(line)
         groups = tuple(_parse_place(*group) for group in record["groups"])
-        entry = Taken(count(record["step"]), count(record["version"]), groups, tuple(map(count, record["dull"])))
+        entry = StepGroups(count(record["step"]), count(record["version"]), groups, tuple(map(count, record["dull"])))
         if entry.step != number or any(index >= len(groups) for index in entry.dull):
             raise ValueError("it is not the line that stands here")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -379,7 +380,7 @@ def _parse_line(line: bytes, path: Path, number: int) -> Taken:
     return entry
 
 
-def _parse_place(file: Any, offset: Any, length: Any) -> Place:
+def _parse_place(file: Any, offset: Any, length: Any) -> GroupLocation:
     if not isinstance(file, str) or not file.endswith(".jsonl.zst") or "/" in file:
         raise ValueError("a file leads out of the folder")
-    return Place(file, count(offset), count(length))
+    return GroupLocation(file, count(offset), count(length))

@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Config, split_names
-from tracegrad.data.sampling import NEUTRAL, refusal
+from tracegrad.data.sampling import NEUTRAL, refusal_reason
 from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.online.buffer import Follower, Unscored, Writer, unusable
+from tracegrad.online.buffer import GroupReader, GroupWriter, UnscoredGroups, unscorable_error
 from tracegrad.online.logprob_gap import SyncFault, cached_response
-from tracegrad.online.options import Play
-from tracegrad.online.server_pool import Link
-from tracegrad.rollout.client import measured_kind
+from tracegrad.online.options import RolloutConfig
+from tracegrad.online.server_pool import ServerPool
+from tracegrad.rollout.client import measure_logprob_kind
 from tracegrad.rollout.policy import Limits
-from tracegrad.rollout.progress import left
-from tracegrad.rollout.run_agent import Played, play, restored
+from tracegrad.rollout.progress import format_time_left
+from tracegrad.rollout.run_agent import RolloutResult, rollout_from_record, run_rollout
 from tracegrad.rollout.token_client import Tokens
 from tracegrad.user_code import Failure
 
@@ -76,7 +76,7 @@ class Tasks:
             time += 1
 
 
-class Bound(Protocol):
+class GroupLimit(Protocol):
     """Limit on the number of started groups."""
 
     @property
@@ -95,10 +95,10 @@ class Bound(Protocol):
 
 
 @dataclass(frozen=True)
-class Pace:
+class StalenessLimit:
     """Staleness limit of a run: how many groups may be started ahead of the trainer.
 
-    >>> pace = Pace(groups=16, steps_ahead=1, refill=3)
+    >>> pace = StalenessLimit(groups=16, steps_ahead=1, refill=3)
     >>> pace.allowed(taken=0, dull=0), pace.allowed(taken=2, dull=0), pace.allowed(taken=0, dull=5)
     (32, 64, 37)
 
@@ -143,7 +143,7 @@ _COMPLETE_REASONS = ("stop", "tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
-class Signal:
+class GroupFilter:
     """Reward that is trained on, and the filter of groups without a training signal.
 
     Args:
@@ -161,7 +161,7 @@ class Signal:
     zero_truncated: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> Signal:
+    def of(cls, config: Config) -> GroupFilter:
         """Create the filter from a training config; zero-std groups that will be masked are kept."""
         options = config.filter
         compared = config.advantage.baseline != "none" and not options.mask_even
@@ -170,7 +170,7 @@ class Signal:
     def of_records(self, records: Sequence[Mapping[str, Any]]) -> Floats:
         """Return the reward of each record: [n] float32, NaN if unknown.
 
-        >>> Signal().of_records([{"reward": 1}, {"reward": None}, {"rewards": {"a": 2}}]).tolist()
+        >>> GroupFilter().of_records([{"reward": 1}, {"reward": None}, {"rewards": {"a": 2}}]).tolist()
         [1.0, nan, nan]
         """
         if self.zero_truncated:
@@ -222,21 +222,21 @@ class Signal:
 
         That is so if no reward is known. If rewards are compared, it is also so if all known rewards are equal.
 
-        >>> [Signal().is_dull(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
+        >>> [GroupFilter().is_dull(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
         [True, True, False]
         """
         known_rewards = rewards[~np.isnan(rewards)].astype(np.float64)
         return not len(known_rewards) or (self.compared and bool(np.ptp(known_rewards) <= self.tolerance))
 
 
-class Score(Protocol):
+class GroupScorer(Protocol):
     """Scores the trajectories of a group together and writes the rewards to their records."""
 
-    def prepare(self, played: Sequence[Played]) -> None:
+    def prepare(self, played: Sequence[RolloutResult]) -> None:
         """Change the records to the form that they must have if they are read without ever being scored."""
         ...
 
-    def __call__(self, played: Sequence[Played]) -> Awaitable[list[dict[str, Failure]]]:
+    def __call__(self, played: Sequence[RolloutResult]) -> Awaitable[list[dict[str, Failure]]]:
         """Set the rewards of the records; return for each trajectory the reward functions that failed."""
         ...
 
@@ -256,12 +256,12 @@ class Failures:
     traceback: str
 
 
-IDS = 65_536
+MAX_RESPONSE_IDS = 65_536
 """Number of response ids that are remembered."""
 
 
 @dataclass
-class Counts:
+class RolloutCounters:
     """Rollout counters since the start of the collector.
 
     The trainer reads them without a lock, so different fields may be of slightly different moments.
@@ -322,7 +322,7 @@ class Collector:
         taken: completed steps.
         share: (index, number of collectors); all collectors together start as many groups as one would.
         by_address: whether each trajectory gets a recording address, for existing agents with their own client.
-        logprob_kind: "raw" or "processed" logprobs of the servers; None measures it (`measured_kind`).
+        logprob_kind: "raw" or "processed" logprobs of the servers; None measures it (`measure_logprob_kind`).
         for_training: whether to sample only in ways that the trainer can reproduce. Overrides from the model's
             generation_config.json are then disabled, and requests with other such options are refused, except in
             evaluations.
@@ -331,14 +331,14 @@ class Collector:
 
     contract: Any
     tasks: Iterator[tuple[int, Any]]
-    link: Link
-    writer: Writer | None
-    pace: Bound
-    play: Play
-    score: Score | None = None
-    unscored: Unscored | None = None
-    signal: Signal = field(default_factory=Signal)
-    counts: Counts = field(default_factory=Counts)
+    link: ServerPool
+    writer: GroupWriter | None
+    pace: GroupLimit
+    play: RolloutConfig
+    score: GroupScorer | None = None
+    unscored: UnscoredGroups | None = None
+    signal: GroupFilter = field(default_factory=GroupFilter)
+    counts: RolloutCounters = field(default_factory=RolloutCounters)
     taken: int = 0
     share: tuple[int, int] = (0, 1)
     by_address: bool = False
@@ -351,7 +351,7 @@ class Collector:
         self._started_at: dict[str, float] = {}
         self._chat: Any = None
         self._proxy: Proxy | None = None
-        self._row: list[Played] = []
+        self._row: list[RolloutResult] = []
         self._ids: OrderedDict[str, None] = OrderedDict()
         self.exhausted = False
         self.failing: TracegradError | None = None
@@ -411,20 +411,20 @@ class Collector:
         self.counts.dull += groups
         self.link.soon(self._wake.set)
 
-    def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[Played]:
+    def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[RolloutResult]:
         """Roll out each task once and return the trajectories of the evaluation."""
 
         done = 0
 
         def progress(seconds: float) -> str:
-            time_left = left(seconds, done, len(tasks))
+            time_left = format_time_left(seconds, done, len(tasks))
             return f"{name}: {done:,} of {len(tasks):,} tasks played in {seconds:.0f} s, {time_left}"
 
-        async def roll_out_all(*_: Any) -> list[Played]:
+        async def roll_out_all(*_: Any) -> list[RolloutResult]:
             await self._open()
             limit = asyncio.Semaphore(256)
 
-            async def roll_out_task(number: int, task: Any) -> Played:
+            async def roll_out_task(number: int, task: Any) -> RolloutResult:
                 nonlocal done
                 async with limit:
                     rollout = await self._play(contract, task, f"{name}-{number}", None)
@@ -461,10 +461,10 @@ class Collector:
             self._chat = await self._open_client()
             if self.logprob_kind is None:
                 assumed = "raw" if self.play.temperature == 1.0 else "processed"
-                self.logprob_kind = await measured_kind(self.link.servers) or assumed
+                self.logprob_kind = await measure_logprob_kind(self.link.servers) or assumed
             if (
                 self.for_training
-                and (reason := refusal({"temperature": self.play.temperature}, self._kind)) is not None
+                and (reason := refusal_reason({"temperature": self.play.temperature}, self._kind)) is not None
             ):
                 raise ArgumentError(f"TG-ONLINE-014: play.temperature is {self.play.temperature}: {reason}")
         if self.by_address and self._proxy is None and self.play.ids == "chat":
@@ -522,17 +522,17 @@ class Collector:
             if name in self._ids:
                 raise SyncFault(cached_response(name, "A server"))
             self._ids[name] = None
-        while len(self._ids) > IDS:
+        while len(self._ids) > MAX_RESPONSE_IDS:
             self._ids.popitem(last=False)
 
-    def _read_unscored(self, number: int, task: Any, unscored: Unscored) -> list[Played] | None:
+    def _read_unscored(self, number: int, task: Any, unscored: UnscoredGroups) -> list[RolloutResult] | None:
         """Return a group that was rolled out before and not scored; None if it must be rolled out."""
         if (records := unscored.read(number)) is None:
             return None
         try:
-            return [restored(record, task) for record in records]
+            return [rollout_from_record(record, task) for record in records]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise unusable(unscored.path(number), error) from error
+            raise unscorable_error(unscored.path(number), error) from error
 
     def _write(self, number: int, records: list[dict[str, Any]]) -> None:
         assert self.writer is not None
@@ -540,7 +540,7 @@ class Collector:
         if self.unscored is not None:
             self.unscored.drop([number])
 
-    async def _score_rollouts(self, rollouts: list[Played]) -> list[Played]:
+    async def _score_rollouts(self, rollouts: list[RolloutResult]) -> list[RolloutResult]:
         """Return the trajectories with rewards. Failed rollouts and failed scoring are counted, and `error` is set."""
         for rollout in rollouts:
             if rollout.error is not None:
@@ -569,13 +569,13 @@ class Collector:
         for text in (f"failed   {line}", *(f"         {traceback_line}" for traceback_line in traceback.splitlines())):
             self.link.say(text)
 
-    async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> Played:
+    async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> RolloutResult:
         options = self.play
         self._started_at[name] = time.monotonic()
         try:
             # An agent's own client may use the model name from its start until it ends, also for retries.
             with self.link.servers.holding() if self._proxy is not None else nullcontext():
-                return await play(
+                return await run_rollout(
                     contract,
                     task,
                     chat=self._chat,
@@ -628,7 +628,7 @@ class Collector:
         assert self.logprob_kind is not None
         return self.logprob_kind
 
-    def _note_failures(self, rollouts: list[Played]) -> None:
+    def _note_failures(self, rollouts: list[RolloutResult]) -> None:
         """Set `failing` after `play.failures` failed trajectories in a row; its text quotes the first error."""
         for rollout in rollouts:
             self._row = [*self._row, rollout] if rollout.error is not None else []
@@ -641,9 +641,9 @@ class Collector:
             )
 
 
-def counted(follower: Follower, signal: Signal) -> tuple[set[int], Counts]:
+def count_groups_on_disk(follower: GroupReader, signal: GroupFilter) -> tuple[set[int], RolloutCounters]:
     """Return numbers and counts of groups that are new to the follower; delete their unscored copies."""
-    done, counts = set(), Counts()
+    done, counts = set(), RolloutCounters()
     for _, traces in follower.look():
         group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
@@ -651,7 +651,7 @@ def counted(follower: Follower, signal: Signal) -> tuple[set[int], Counts]:
         counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
         failed = sum(any(mark in trace.record for mark in _FAILURE_MARKS) for trace in traces)
         counts.add(rewards, signal.is_dull(rewards), failed)
-    unscored = Unscored(follower.folder.parent)
+    unscored = UnscoredGroups(follower.folder.parent)
     unscored.drop(unscored.groups & done)
     return done, counts
 

@@ -15,14 +15,14 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import load as load_config
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.online import buffer
-from tracegrad.online.buffer import Follower
-from tracegrad.online.collector import Collector, Counts, Signal, Tasks, counted
-from tracegrad.online.remote_collectors import State
-from tracegrad.online.rollout_workers import Contract, pace_of
-from tracegrad.online.run_info import Brief
-from tracegrad.online.server_pool import Link
+from tracegrad.online.buffer import GroupReader
+from tracegrad.online.collector import Collector, GroupFilter, RolloutCounters, Tasks, count_groups_on_disk
+from tracegrad.online.remote_collectors import RunState
+from tracegrad.online.rollout_workers import RolloutSpec, staleness_limit_of
+from tracegrad.online.run_info import RunInfo
+from tracegrad.online.server_pool import ServerPool
 from tracegrad.rollout.client import Servers
-from tracegrad.storage.remote import place_here
+from tracegrad.storage.remote import require_local_path
 from tracegrad.storage.safetensors_file import write_bytes
 from tracegrad.trainer.signals import Interrupt
 
@@ -30,7 +30,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectResult:
     """Result of `collect`.
 
     Args:
@@ -59,7 +59,7 @@ def collect(
     key: str | None = None,
     wait_s: float = 600.0,
     say: Callable[[str], None] = print,
-) -> Collected:
+) -> CollectResult:
     """Roll out for a run whose `train` has no tasks, until the run ends, the tasks end, or a signal comes.
 
     Args:
@@ -77,28 +77,28 @@ def collect(
         ArgumentError: if arguments do not fit together.
         TracegradError: if no trainer starts, or the rollouts fail permanently.
     """
-    run, (mine, collectors) = place_here(run), share
+    run, (mine, collectors) = require_local_path(run), share
     if not 0 <= mine < collectors:
         raise ArgumentError(f"TG-ONLINE-017: share is {share}. Collectors count from 0. Give (i, n) with i below n.")
-    contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
+    contract = RolloutSpec.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     with ExitStack() as stack, Interrupt() as interrupt:
         state = _wait_for_state(run, wait_s, interrupt)
         if state is None:
-            return Collected(exit_code=interrupt.code("signal"))
-        brief, config = Brief.read(run), load_config(run / "config.toml")
-        folder, signal = run / buffer.FOLDER, Signal.of(config)
-        others = Follower(folder)
-        done, counts_on_disk = counted(others, signal)
+            return CollectResult(exit_code=interrupt.code("signal"))
+        brief, config = RunInfo.read(run), load_config(run / "config.toml")
+        folder, signal = run / buffer.ROLLOUT_FOLDER, GroupFilter.of(config)
+        others = GroupReader(folder)
+        done, counts_on_disk = count_groups_on_disk(others, signal)
         before = len([number for number in done if number % collectors == mine])
-        counts = Counts(begun=before, finished=before, dull=counts_on_disk.dull)
+        counts = RolloutCounters(begun=before, finished=before, dull=counts_on_disk.dull)
         numbered = (
             (number, task)
             for number, task in Tasks(tasks, config.train.seed).after(done)
             if number % collectors == mine
         )
-        link = Link(partial(Servers, state.servers, model=state.model, key=key), version=state.version, say=say)
+        link = ServerPool(partial(Servers, state.servers, model=state.model, key=key), version=state.version, say=say)
         tokenizer = Tokenizer.from_pretrained(brief.model) if brief.play.ids == "tokens" else None
-        pace = pace_of(config, brief.online)
+        pace = staleness_limit_of(config, brief.online)
         settings = {"signal": signal, "counts": counts, "share": share, "tokenizer": tokenizer}
         player = contract.collector(stack, numbered, link, folder, pace, brief.play, **settings)
         stack.enter_context(link)
@@ -109,14 +109,14 @@ def collect(
             write_bytes(folder / f"{mine}-of-{collectors}.ended", [b""])
         stopped = "tasks" if player.over else "done" if interrupt.received is None else "signal"
     counters = counts.finished - before, counts.trajectories, counts.failed
-    return Collected(*counters, stopped, interrupt.code(stopped))
+    return CollectResult(*counters, stopped, interrupt.code(stopped))
 
 
-def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
+def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> RunState | None:
     """Wait for the state of a run that has started; None if a signal came first."""
     deadline = time.monotonic() + wait_s
     while interrupt.received is None:
-        if (state := State.read(run)) is not None and state.servers:
+        if (state := RunState.read(run)) is not None and state.servers:
             return state
         if time.monotonic() > deadline:
             raise TracegradError(
@@ -127,15 +127,15 @@ def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> State | N
     return None
 
 
-def _follow(run: Path, state: State, player: Collector, others: Follower, interrupt: Interrupt) -> None:
+def _follow(run: Path, state: RunState, player: Collector, others: GroupReader, interrupt: Interrupt) -> None:
     """Apply the states that the trainer publishes, until the run ends."""
-    admission = _Known(player.link.servers, state)
+    admission = _ServerAdmission(player.link.servers, state)
     player.link.servers.admission = admission.admit
     _apply_state(player, admission, state)
     player.begin()
     while interrupt.received is None and not admission.state.over and not player.over:
         player.check()
-        state = State.read(run) or state
+        state = RunState.read(run) or state
         if not set(state.servers) <= set(admission.pool):
             raise TracegradError(
                 f"TG-ONLINE-019: {run}: the run has servers that it had not when this collector began. Start "
@@ -149,7 +149,7 @@ def _follow(run: Path, state: State, player: Collector, others: Follower, interr
         time.sleep(POLL_S)
 
 
-def _apply_state(player: Collector, admission: "_Known", state: State) -> None:
+def _apply_state(player: Collector, admission: "_ServerAdmission", state: RunState) -> None:
     """Apply a state: versions, completed steps, and the servers that must not be used now."""
 
     def apply() -> None:
@@ -162,10 +162,10 @@ def _apply_state(player: Collector, admission: "_Known", state: State) -> None:
     player.step_taken(state.taken)
 
 
-class _Known:
+class _ServerAdmission:
     """Admits servers that were gone: one is used again once it has the published version."""
 
-    def __init__(self, servers: Servers, state: State) -> None:
+    def __init__(self, servers: Servers, state: RunState) -> None:
         self.servers, self.state, self.pool = servers, state, state.servers
 
     async def admit(self, url: str) -> bool:

@@ -1,4 +1,4 @@
-"""Compare the servers' logprobs with the trainer's: `Gap`, `Proof` and the bounds for each precision.
+"""Compare the servers' logprobs with the trainer's: `LogprobGap`, `WeightSyncBounds` and the bounds for each precision.
 
 Tokens that the current version sampled must have the trainer's logprobs. `mismatch_causes` searches for the cause if
 they do not. Works without torch.
@@ -20,18 +20,18 @@ FP32_NATS = 1e-4
 BF16_MEDIAN, BF16_P99 = 0.02, 0.3
 """Bounds in nats that every correct bf16 sync stays within, in any run. benches/online/sync_noise.py measures correct
 and missed syncs (TRL#5312 saw 0.015 for a correct and 0.201 for a stale one)."""
-CERTAIN = 5.0
+MIN_STANDARD_ERRORS = 5.0
 """Standard errors beyond which a difference is not random: once in three million checks."""
-FARTHEST = 5.0
+MAX_TOKEN_NATS = 5.0
 """Maximum contribution of one token to a mean of logprob differences, in nats."""
-FAR = 0.3
+MIN_SLOPE = 0.3
 """Minimum slope towards other weights that counts as a fault. If an update is as small as the rounding of bf16 weights,
 part of the served weights does not change. benches/online/sync_noise.py prints this share as `back`; it is larger if
 the update is so small that the slope is not certain."""
 DOUBT = 0.05
 """Constant that is added, as a root of squares, to 1 - p of a token to estimate its rounding error. Rounded logits
 change a logprob in proportion to 1 - p, so likely tokens change little."""
-OUTLIERS, GIVEN, GIVEN_WITHOUT_OUTLIERS = 3, 0.55, 0.45
+OUTLIERS, MIN_EXPLAINED, MIN_EXPLAINED_WITHOUT_OUTLIERS = 3, 0.55, 0.45
 """Number of tokens that are left out, and the minimum shares of squares, in units of rounding, that a cause must
 explain with and without them. benches/online/sync_noise.py measures these shares for correct syncs,
 benches/online/faults.py for faults."""
@@ -45,7 +45,7 @@ class SyncFault(TracegradError):
 
 
 @dataclass(frozen=True)
-class Gap:
+class LogprobGap:
     """|theta - rollout| of tokens, in nats.
 
     Args:
@@ -62,13 +62,13 @@ class Gap:
     square: float = math.nan
 
     @classmethod
-    def of(cls, logprobs: Floats, rollout: Floats, here: NDArray[np.bool_] | None = None) -> "Gap":
+    def of(cls, logprobs: Floats, rollout: Floats, here: NDArray[np.bool_] | None = None) -> "LogprobGap":
         """Compare [M] logprobs of both sides for the tokens in `here`.
 
         Tokens that are unknown to either side are left out. A token that is impossible for only one side has an
         infinite difference.
 
-        >>> Gap.of(np.float32([-1, -2, -3]), np.float32([-1, -2.5, np.nan]), np.array([True, True, True])).max
+        >>> LogprobGap.of(np.float32([-1, -2, -3]), np.float32([-1, -2.5, np.nan]), np.array([True, True, True])).max
         0.5
         """
         differences = np.asarray(logprobs, np.float64) - np.asarray(rollout, np.float64)
@@ -94,7 +94,7 @@ class Gap:
 
 
 @dataclass
-class Proof:
+class WeightSyncBounds:
     """Bounds of a correct sync, and the test against them.
 
     Args:
@@ -110,19 +110,19 @@ class Proof:
         """The bounds in words."""
         return f"a median of {BF16_MEDIAN:g} and a 99th percentile of {BF16_P99:g}" if self.bf16 else f"{FP32_NATS:g}"
 
-    def holds(self, gap: Gap) -> bool:
+    def holds(self, gap: LogprobGap) -> bool:
         """Return whether a gap is within the bounds of a correct sync.
 
-        >>> Proof().holds(Gap.of(np.float32([-1.0]), np.float32([-1.01])))
+        >>> WeightSyncBounds().holds(LogprobGap.of(np.float32([-1.0]), np.float32([-1.01])))
         False
-        >>> Proof(bf16=True).holds(Gap.of(np.float32([-1.0]), np.float32([-1.01])))
+        >>> WeightSyncBounds(bf16=True).holds(LogprobGap.of(np.float32([-1.0]), np.float32([-1.01])))
         True
         """
         if not gap.terms:
             return True
         return (gap.p50 <= BF16_MEDIAN and gap.p99 <= BF16_P99) if self.bf16 else gap.max <= FP32_NATS
 
-    def note(self, gap: Gap) -> None:
+    def note(self, gap: LogprobGap) -> None:
         """Remember the noise of a correct sync."""
         if gap.terms:
             self.square = max(self.square, gap.square)
@@ -135,36 +135,40 @@ class Proof:
         correct syncs, is subtracted before the test.
 
         Returns:
-            the slope; 0 if it is below `FAR`, or within `CERTAIN` standard errors of what rounding explains.
+            the slope; 0 if it is below `MIN_SLOPE`, or within `MIN_STANDARD_ERRORS` standard errors of what rounding
+            explains.
 
         >>> now, before = np.linspace(-2, -1, 64, dtype=np.float32), np.linspace(-1, -2, 64, dtype=np.float32)
-        >>> round(Proof(bf16=True).leans(now, before, before), 6), Proof(bf16=True).leans(now, before, now)
+        >>> bounds = WeightSyncBounds(bf16=True)
+        >>> round(bounds.leans(now, before, before), 6), bounds.leans(now, before, now)
         (1.0, 0.0)
         """
         off, way = _differences(now, rollout, before)
         slope, error = _slope(off, way)
         total = float((way**2).sum())
         lifted = min(1.0, self.square * len(way) / total) if total else 0.0
-        return slope if slope > FAR and slope - lifted > CERTAIN * error else 0.0
+        return slope if slope > MIN_SLOPE and slope - lifted > MIN_STANDARD_ERRORS * error else 0.0
 
 
-def above(now: Floats, rollout: Floats) -> float:
+def mean_excess(now: Floats, rollout: Floats) -> float:
     """Return how much likelier sampled tokens are on average to the servers than to the trainer, if that is certain.
 
     Rounding makes as many tokens likelier as less likely. Truncated sampling makes all of them likelier.
 
     Returns:
-        nats; 0 if it is within `CERTAIN` standard errors of 0.
+        nats; 0 if it is within `MIN_STANDARD_ERRORS` standard errors of 0.
 
     >>> now = np.linspace(-3, -1, 64, dtype=np.float32)
-    >>> round(above(now, now + np.float32(0.1)), 6), above(now, now + np.float32(0.1) * (-1) ** np.arange(64))
-    (0.1, 0.0)
+    >>> round(mean_excess(now, now + np.float32(0.1)), 6)
+    0.1
+    >>> mean_excess(now, now + np.float32(0.1) * (-1) ** np.arange(64))
+    0.0
     """
     (off,) = _differences(now, rollout)
     if len(off) < 2:
         return 0.0
     mean, error = float(off.mean()), float(off.std(ddof=1)) / math.sqrt(len(off))
-    return mean if mean > CERTAIN * error else 0.0
+    return mean if mean > MIN_STANDARD_ERRORS * error else 0.0
 
 
 def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
@@ -181,10 +185,14 @@ def explains(now: Floats, other: Floats, rollout: Floats) -> bool:
     off, way = _in_roundings(now, rollout, other)
     slope, error = _slope(off, way)
     share, without_outliers = _shares(off, way)
-    return slope > CERTAIN * error and share > GIVEN and without_outliers > GIVEN_WITHOUT_OUTLIERS
+    return (
+        slope > MIN_STANDARD_ERRORS * error
+        and share > MIN_EXPLAINED
+        and without_outliers > MIN_EXPLAINED_WITHOUT_OUTLIERS
+    )
 
 
-def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
+def explained_share(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
     """Compute the share of the squared server-trainer difference, in roundings, that other logprobs explain.
 
     Args:
@@ -195,20 +203,20 @@ def share_given(now: Floats, other: Floats, rollout: Floats) -> tuple[float, flo
             logprobs are farther from the servers' than the trainer's are.
 
     >>> now = np.zeros(4, np.float32)
-    >>> share_given(now, now + np.float32(1), np.float32([2, 2, 2, 1]))
+    >>> explained_share(now, now + np.float32(1), np.float32([2, 2, 2, 1]))
     (0.7692307692307692, 1.0)
     """
     return _shares(*_in_roundings(now, rollout, other))
 
 
-def worse(one: Floats, other: Floats) -> float:
+def rank_z_score(one: Floats, other: Floats) -> float:
     """Return by how many standard errors one set of differences ranks above another in size (Mann and Whitney 1947).
 
     Args:
         one, other: differences in nats, of different tokens.
 
     >>> noise = np.sin(np.arange(64, dtype=np.float32))
-    >>> worse(9 * noise, noise) > 3, abs(worse(noise, -noise)) < 1e-9
+    >>> rank_z_score(9 * noise, noise) > 3, abs(rank_z_score(noise, -noise)) < 1e-9
     (True, True)
     """
     sizes = [np.abs(values[~np.isnan(values)]) for values in (one, other)]
@@ -222,13 +230,13 @@ def worse(one: Floats, other: Floats) -> float:
 
 
 def _differences(now: Floats, *others: Floats) -> tuple[NDArray[np.float64], ...]:
-    """Return the differences of `others` from `now` in nats, clipped to `FARTHEST`.
+    """Return the differences of `others` from `now` in nats, clipped to `MAX_TOKEN_NATS`.
 
     Tokens without a value in any of them are left out.
     """
     differences = [np.asarray(values, np.float64) - np.asarray(now, np.float64) for values in others]
     is_known = ~np.isnan(differences).any(0)
-    return tuple(np.clip(values[is_known], -FARTHEST, FARTHEST) for values in differences)
+    return tuple(np.clip(values[is_known], -MAX_TOKEN_NATS, MAX_TOKEN_NATS) for values in differences)
 
 
 def slope_of(now: Floats, other: Floats, rollout: Floats) -> tuple[float, float]:
@@ -276,7 +284,7 @@ def _explained_share(off: NDArray[np.float64], way: NDArray[np.float64]) -> floa
     return 1 - float(((off - way) ** 2).sum()) / total if total else 0.0
 
 
-def fault(step: int, version: int, gap: Gap, clean: str, why: str) -> SyncFault:
+def weight_sync_fault(step: int, version: int, gap: LogprobGap, clean: str, why: str) -> SyncFault:
     """Build the error that ends a run."""
     return SyncFault(
         f"TG-ONLINE-020: step {step}: the servers do not sample from version {version}, which is trained. Of "

@@ -18,12 +18,21 @@ from numpy.typing import NDArray
 from tracegrad.model import head_of
 from tracegrad.model.forward import read_states
 from tracegrad.model.lm_head import logits_of
-from tracegrad.online.logprob_gap import BF16_MEDIAN, FARTHEST, FP32_NATS, Floats, Proof, above, explains, share_given
-from tracegrad.online.options import Online
-from tracegrad.online.servers import before, of_whole
+from tracegrad.online.logprob_gap import (
+    BF16_MEDIAN,
+    FP32_NATS,
+    MAX_TOKEN_NATS,
+    Floats,
+    WeightSyncBounds,
+    explained_share,
+    explains,
+    mean_excess,
+)
+from tracegrad.online.options import OnlineConfig
+from tracegrad.online.servers import base_parameter_name, previous_weights_file
 from tracegrad.online.weight_sample import Sample
 from tracegrad.packing import Batch
-from tracegrad.trainer import Run
+from tracegrad.trainer import Trainer
 from tracegrad.trainer.lora import adapters_off, has_adapters
 
 SENT = (
@@ -36,7 +45,7 @@ _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
-class Cause:
+class MismatchHypothesis:
     """A mistake that would explain a gap.
 
     Args:
@@ -141,7 +150,7 @@ def _logprobs(
     return np.take_along_axis(scores, target[:, None], -1)[:, 0] - np.log(np.exp(scores).sum(-1))
 
 
-def sampling_causes(driven: Run, sample: Sample) -> Iterator[Cause]:
+def sampling_causes(driven: Trainer, sample: Sample) -> Iterator[MismatchHypothesis]:
     """Yield a temperature, truncations and penalties, each with the value that fits best. Every rank must call this."""
     trainer = distributions(driven, sample)
     count = len(trainer.target)
@@ -155,7 +164,7 @@ def sampling_causes(driven: Run, sample: Sample) -> Iterator[Cause]:
     fit = float(np.exp(_minimize(lambda log: miss(trainer.at(np.exp(log))), np.log(np.geomspace(0.05, 5.0, 47)))))
     note = " or that gives raw logprobs, without --logprobs-mode processed_logprobs" if abs(fit - 1) < 1e-3 else ""
     at_temperature = trainer.at(fit)
-    yield Cause(
+    yield MismatchHypothesis(
         f"Their logprobs are those of temperature {fit:.3g}, which nobody told{note}. Record the temperature with "
         f"each request. {SENT}",
         lambda: pad(at_temperature),
@@ -171,7 +180,7 @@ def sampling_causes(driven: Run, sample: Sample) -> Iterator[Cause]:
     for name, logprobs_at, grid, continuous in candidates:
         value = _minimize(lambda at, logprobs_at=logprobs_at: miss(logprobs_at(at)), grid, continuous)
         logprobs = logprobs_at(value)
-        yield Cause(
+        yield MismatchHypothesis(
             f"They sample with {name} {value:.3g}, which the run did not ask for. {SENT}",
             lambda logprobs=logprobs: pad(logprobs),
         )
@@ -195,7 +204,7 @@ def _minimize(function: Callable[[float], float], grid: NDArray[np.float64], con
     return best
 
 
-def distributions(driven: Run, sample: Sample) -> Distributions:
+def distributions(driven: Trainer, sample: Sample) -> Distributions:
     """Return the trainer's distributions at the first `TOKENS` tokens of a sample. Every rank must call this."""
     parts, terms = [], []
     with torch.no_grad():
@@ -257,7 +266,7 @@ ADAPTER_BEFORE = (
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
-def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path | None) -> str:
+def explain(driven: Trainer, sample: Sample, told: OnlineConfig, proof: WeightSyncBounds, first: Path | None) -> str:
     """Return the description of the cause that explains the servers' logprobs, or of what is known without a cause.
 
     Args:
@@ -281,10 +290,10 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
     elif tried and tried[0][0] < policy_miss / 2 and _share(sample, tried[0][2], FP32_NATS) >= MOST:
         # If most tokens are almost certain, a wrong cause explains most of them too, so take the nearest one.
         return tried[0][1].words
-    if not proof.bf16 and Proof(bf16=True).holds(sample.gap()):
+    if not proof.bf16 and WeightSyncBounds(bf16=True).holds(sample.gap()):
         return ROUNDING
     likelier = sample.rollout >= sample.logprobs - (BF16_MEDIAN if proof.bf16 else FP32_NATS)
-    if likelier.mean() > MOST and (not proof.bf16 or above(sample.logprobs, sample.rollout)):
+    if likelier.mean() > MOST and (not proof.bf16 or mean_excess(sample.logprobs, sample.rollout)):
         return (
             "No token is less likely to them than to the trainer: they sample from the likeliest tokens alone, by "
             "top_p, top_k or min_p or several of them, which the run did not ask for. " + SENT
@@ -293,7 +302,7 @@ def explain(driven: Run, sample: Sample, told: Online, proof: Proof, first: Path
     return UNKNOWN + near
 
 
-def causes(driven: Run, sample: Sample, told: Online, first: Path | None) -> list[Cause]:
+def causes(driven: Trainer, sample: Sample, told: OnlineConfig, first: Path | None) -> list[MismatchHypothesis]:
     """List the known causes: wrong weights, the likeliest first, then wrong sampling settings.
 
     Args:
@@ -306,15 +315,15 @@ def causes(driven: Run, sample: Sample, told: Online, first: Path | None) -> lis
 
 
 def _miss(sample: Sample, logprobs: Floats, bf16: bool) -> float:
-    """Return the mean difference from the servers' logprobs in nats, at most `FARTHEST` per token.
+    """Return the mean difference from the servers' logprobs in nats, at most `MAX_TOKEN_NATS` per token.
 
     In bf16, return the unexplained share of the squared difference instead.
     """
     if bf16:
-        return 1 - share_given(sample.logprobs, logprobs, sample.rollout)[0]
+        return 1 - explained_share(sample.logprobs, logprobs, sample.rollout)[0]
     differences = np.abs(np.asarray(logprobs, np.float64) - sample.rollout)
-    differences = np.minimum(differences[~np.isnan(differences)], FARTHEST)
-    return float(differences.mean()) if len(differences) else FARTHEST
+    differences = np.minimum(differences[~np.isnan(differences)], MAX_TOKEN_NATS)
+    return float(differences.mean()) if len(differences) else MAX_TOKEN_NATS
 
 
 def _share(sample: Sample, logprobs: Floats, nats: float) -> float:
@@ -323,42 +332,46 @@ def _share(sample: Sample, logprobs: Floats, nats: float) -> float:
     return float((np.abs(logprobs - sample.rollout)[is_known] <= nats).mean()) if is_known.any() else 0.0
 
 
-def _weight_causes(driven: Run, sample: Sample, options: Online, first: Path | None) -> list[Cause]:
+def _weight_causes(
+    driven: Trainer, sample: Sample, options: OnlineConfig, first: Path | None
+) -> list[MismatchHypothesis]:
     """List causes with weights that are not the current ones, all of them or a part; the likeliest first."""
     candidates = []
-    pushed = before(driven, options)
+    pushed = previous_weights_file(driven, options)
     if pushed is not None and driven.ranks.sum(pushed[0].is_file()) == driven.ranks.world:
         path, name_of = pushed
         if options.sync == "lora":
             zero = ", or with none: the first adapter changes nothing" if driven.taken == 1 else ""
             words = ADAPTER_BEFORE.format(zero=zero)
-            candidates.append(Cause(words, lambda: _with(driven, sample, _read(path), name_of)))
+            candidates.append(MismatchHypothesis(words, lambda: _with(driven, sample, _read(path), name_of)))
         else:
             candidates += _whole_causes(driven, sample, path, name_of)
     if has_adapters(driven.model):
         no_adapter = "They answer without the adapter. Ask for the model by the adapter's name."
-        candidates.append(Cause(no_adapter, lambda: _without_adapters(driven, sample)))
+        candidates.append(MismatchHypothesis(no_adapter, lambda: _without_adapters(driven, sample)))
         candidates += _scaled_adapters(driven, sample)
     if first is not None and list(first.glob("*.safetensors")) and not has_adapters(driven.model):
         candidates.append(
-            Cause(
+            MismatchHypothesis(
                 "They run the weights that the run began with, older than the version before: no push has reached "
                 "them. A server that was started again, or one behind the same address that nobody pushes to, has "
                 "these. Name each server by an address of its own.",
-                lambda: _with(driven, sample, _read_folder(first), of_whole),
+                lambda: _with(driven, sample, _read_folder(first), base_parameter_name),
             )
         )
     return candidates
 
 
-def _whole_causes(driven: Run, sample: Sample, path: Path, name_of: Callable[[str], str]) -> Iterator[Cause]:
+def _whole_causes(
+    driven: Trainer, sample: Sample, path: Path, name_of: Callable[[str], str]
+) -> Iterator[MismatchHypothesis]:
     """Yield causes with weights of the previous version: all of them, only the head, or those of one layer."""
-    yield Cause(
+    yield MismatchHypothesis(
         "They still run the weights of the version before: the push did not reach them. Look at their logs for "
         "the update, and start them with the flags of tracegrad.weight_sync.vllm_arguments.",
         lambda: _with(driven, sample, _read(path), name_of, merged=True),
     )
-    yield Cause(
+    yield MismatchHypothesis(
         "Their output head is that of the version before: it is tied to the embedding, and the update did not "
         "reach it. Start them with --worker-extension-cls tracegrad.weight_sync.worker.Worker, which packs it again.",
         lambda: _with_head(driven, sample, _read(path), name_of),
@@ -369,7 +382,7 @@ def _whole_causes(driven: Run, sample: Sample, path: Path, name_of: Callable[[st
         layer = _LAYER.search(name)
         parts.setdefault(f"layer {layer[1]}" if layer else name.rpartition(".")[0], {})[name] = value
     for part, old in parts.items():
-        yield Cause(
+        yield MismatchHypothesis(
             f"The weights of {part} are those of the version before, and the others are new: the push reached them in "
             "part. Look at their logs for the update, and start them with the flags of "
             "tracegrad.weight_sync.vllm_arguments.",
@@ -377,7 +390,7 @@ def _whole_causes(driven: Run, sample: Sample, path: Path, name_of: Callable[[st
         )
 
 
-def _scaled_adapters(driven: Run, sample: Sample) -> Iterator[Cause]:
+def _scaled_adapters(driven: Trainer, sample: Sample) -> Iterator[MismatchHypothesis]:
     """Yield causes in which adapters are added with another factor than lora_alpha / r."""
     layers = [module for module in driven.model.modules() if isinstance(getattr(module, "scaling", None), dict)]
     local = next((scale for layer in layers for scale in layer.scaling.values()), None)
@@ -386,14 +399,14 @@ def _scaled_adapters(driven: Run, sample: Sample) -> Iterator[Cause]:
     config = driven.model.peft_config[driven.model.active_adapter]
     alpha, rank = float(config.lora_alpha), float(config.r)
     for scale in sorted({1.0, alpha, 1 / rank, alpha / rank, alpha / rank**0.5, local / 2, local * 2} - {local}):
-        yield Cause(
+        yield MismatchHypothesis(
             f"They add the adapter with the factor {scale:g}, and the trainer with {local:g}, which is lora_alpha / r. "
             "Let the servers read the adapter_config.json that is pushed.",
             lambda scale=scale: _with_scale(driven, sample, layers, scale / local),
         )
 
 
-def _with_scale(driven: Run, sample: Sample, layers: list[Any], factor: float) -> Floats:
+def _with_scale(driven: Trainer, sample: Sample, layers: list[Any], factor: float) -> Floats:
     original = [dict(layer.scaling) for layer in layers]
     try:
         for layer in layers:
@@ -404,7 +417,7 @@ def _with_scale(driven: Run, sample: Sample, layers: list[Any], factor: float) -
             layer.scaling.update(scaling)
 
 
-def previous(driven: Run, told: Online, sample: Sample) -> Floats | None:
+def previous_logprobs(driven: Trainer, told: OnlineConfig, sample: Sample) -> Floats | None:
     """Return [M] logprobs of the previous version as it was pushed; None if it is not stored.
 
     Every rank must call this.
@@ -414,12 +427,12 @@ def previous(driven: Run, told: Online, sample: Sample) -> Floats | None:
 
 
 @contextmanager
-def previous_weights(driven: Run, told: Online) -> Iterator[bool]:
+def previous_weights(driven: Trainer, told: OnlineConfig) -> Iterator[bool]:
     """Load the previous version into the policy while entered; yield whether it is stored.
 
     Every rank must call this.
     """
-    pushed = before(driven, told)
+    pushed = previous_weights_file(driven, told)
     if pushed is None or driven.ranks.sum(pushed[0].is_file()) != driven.ranks.world:
         yield False
         return
@@ -431,7 +444,7 @@ def previous_weights(driven: Run, told: Online) -> Iterator[bool]:
         yield True
 
 
-def _compute_logprobs(driven: Run, sample: Sample) -> Floats:
+def _compute_logprobs(driven: Trainer, sample: Sample) -> Floats:
     """Return [M] logprobs of the model in its current state."""
     return driven.measure(sample.step)
 
@@ -474,14 +487,14 @@ def _fill(parameter: Any, value: Any) -> None:
 
 
 def _with(
-    driven: Run, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str], merged: bool = False
+    driven: Trainer, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str], merged: bool = False
 ) -> Floats:
     """Return logprobs with weights that were pushed before; adapters are merged into them, or are these weights."""
     with _swap(driven.model, weights, name_of), adapters_off(driven.model) if merged else nullcontext():
         return _compute_logprobs(driven, sample)
 
 
-def _with_head(driven: Run, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str]) -> Floats:
+def _with_head(driven: Trainer, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str]) -> Floats:
     """Return logprobs with only the output head of the previous version; a tied head is untied for this.
 
     Return NaN if the head is not tied, is sharded, or its old weights are missing.
@@ -504,6 +517,6 @@ def _with_head(driven: Run, sample: Sample, weights: Mapping[str, Any], name_of:
         head.weight = embedding.weight
 
 
-def _without_adapters(driven: Run, sample: Sample) -> Floats:
+def _without_adapters(driven: Trainer, sample: Sample) -> Floats:
     with adapters_off(driven.model):
         return _compute_logprobs(driven, sample)

@@ -10,7 +10,7 @@ IN_PROCESS = "in-process"
 
 
 @dataclass(frozen=True)
-class Online:
+class OnlineConfig:
     """Options of the online training loop.
 
     `pack.step_groups` sets the groups per step, and `checkpoint.every` sets how often checkpoints are written.
@@ -37,7 +37,7 @@ class Online:
 
 
 @dataclass(frozen=True)
-class Play:
+class RolloutConfig:
     """Rollout options, with or without training."""
 
     samples: int = 8

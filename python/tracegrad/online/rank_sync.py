@@ -14,7 +14,7 @@ from tracegrad.trainer.signals import Interrupt
 
 
 @dataclass(frozen=True)
-class Bond:
+class RankSync:
     """Stop and error signals between the ranks of a run, outside of their collective calls.
 
     Args:
@@ -28,7 +28,7 @@ class Bond:
     name: str
 
     @classmethod
-    def of(cls, ranks: Ranks, interrupt: Interrupt) -> "Bond":
+    def of(cls, ranks: Ranks, interrupt: Interrupt) -> "RankSync":
         """Create the object with a name shared by all ranks. Every rank must call this."""
         return cls(ranks, interrupt, ranks.shared(secrets.token_hex(4)))
 
@@ -56,12 +56,12 @@ class Bond:
             self.ranks.leave_word(f"over {self.name}")
 
     def first(self) -> AbstractContextManager[None]:
-        """Return `telling` for these ranks."""
-        return telling(self.ranks)
+        """Return `propagate_error` for these ranks."""
+        return propagate_error(self.ranks)
 
 
 @contextmanager
-def telling(ranks: Ranks) -> Iterator[None]:
+def propagate_error(ranks: Ranks) -> Iterator[None]:
     """Wrap work of the first rank only: if it raises, its error is sent to the other ranks, which stop too."""
     try:
         yield

@@ -13,20 +13,20 @@ from typing import Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.online import buffer
-from tracegrad.online.buffer import Follower, Unscored
-from tracegrad.online.collector import Collector, Counts, Failures, Signal, counted
-from tracegrad.online.options import Play
-from tracegrad.online.rollout_workers import Contract
-from tracegrad.online.server_pool import Link
+from tracegrad.online.buffer import GroupReader, UnscoredGroups
+from tracegrad.online.collector import Collector, Failures, GroupFilter, RolloutCounters, count_groups_on_disk
+from tracegrad.online.options import RolloutConfig
+from tracegrad.online.rollout_workers import RolloutSpec
+from tracegrad.online.server_pool import ServerPool
 from tracegrad.rollout.client import Servers
-from tracegrad.storage.remote import place_here
-from tracegrad.storage.run_dir import Mirror
+from tracegrad.storage.remote import require_local_path
+from tracegrad.storage.run_dir import RunDirectory
 
 POLL_S, LINE_S = 0.05, 10.0
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordResult:
     """Result of `record`.
 
     Args:
@@ -50,11 +50,12 @@ class Recorded:
 
 
 @dataclass
-class Open:
-    """Limit of `record`: a fixed number of groups in flight, whatever their rewards; `Pace` is the limit of a run."""
+class FixedConcurrency:
+    """Limit of `record`: a fixed number of groups in flight, whatever their rewards; `StalenessLimit` is the limit of
+    a run."""
 
     groups: int
-    counts: Counts
+    counts: RolloutCounters
 
     @property
     def most(self) -> int:
@@ -74,7 +75,7 @@ def record(
     tools: Any = None,
     environment: Any = None,
     agent: Any = None,
-    play: Play | None = None,
+    play: RolloutConfig | None = None,
     servers: Sequence[str],
     key: str | None = None,
     logprob_kind: str = "raw",
@@ -83,7 +84,7 @@ def record(
     out: str | Path,
     resume: bool = False,
     say: Callable[[str], None] = print,
-) -> Recorded:
+) -> RecordResult:
     """Roll out each task once, as a group, and write the group once all of it is scored.
 
     Args:
@@ -103,15 +104,15 @@ def record(
         ArgumentError: if arguments do not fit together, or `out` contains groups and `resume` is False.
         TracegradError: if a server, the folder or the rollouts fail permanently.
     """
-    out = place_here(out)
+    out = require_local_path(out)
     for name, value in (("groups", 1 if groups is None else groups), ("parallel", parallel)):
         if value < 1:
             raise ArgumentError(f"TG-ONLINE-023: {name} is {value}. Nothing would be played. It must be at least 1.")
-    contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
-    with Mirror(out).locked():
-        folder, signal = out / buffer.FOLDER, Signal(free=True)
-        done, _ = counted(Follower(folder), signal)
-        stored = len(Unscored(out).groups)
+    contract = RolloutSpec.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
+    with RunDirectory(out).locked():
+        folder, signal = out / buffer.ROLLOUT_FOLDER, GroupFilter(free=True)
+        done, _ = count_groups_on_disk(GroupReader(folder), signal)
+        stored = len(UnscoredGroups(out).groups)
         if (done or stored) and not resume:
             unscored = f" and {stored:,} that are not scored" if stored else ""
             raise ArgumentError(
@@ -119,22 +120,22 @@ def record(
                 "to them. Go on with resume=True, or give another out."
             )
         entries = ((number, task) for number, task in enumerate(islice(tasks, groups)) if number not in done)
-        counts = Counts()
+        counts = RolloutCounters()
         with ExitStack() as stack:
-            link = Link(lambda: Servers(servers, model="", key=key), say=say)
+            link = ServerPool(lambda: Servers(servers, model="", key=key), say=say)
             settings = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind, "for_training": False}
             collector = contract.collector(
-                stack, entries, link, folder, Open(parallel, counts), play or Play(), **settings
+                stack, entries, link, folder, FixedConcurrency(parallel, counts), play or RolloutConfig(), **settings
             )
             stack.enter_context(link)
             collector.begin()
             _wait(collector, counts, say)
         file = collector.file if counts.finished else None
         counters = counts.finished, counts.trajectories, counts.failed, len(done), counts.reward
-        return Recorded(file, *counters, counts.without_reward, counts.failures)
+        return RecordResult(file, *counters, counts.without_reward, counts.failures)
 
 
-def _wait(collector: Collector, counts: Counts, say: Callable[[str], None]) -> None:
+def _wait(collector: Collector, counts: RolloutCounters, say: Callable[[str], None]) -> None:
     """Wait until all tasks are rolled out, and print a line every `LINE_S` seconds."""
     next_line = time.monotonic() + LINE_S
     while not collector.over:

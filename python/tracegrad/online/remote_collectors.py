@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tracegrad.errors import FormatError, TracegradError
-from tracegrad.online.collector import Counts, Pace
-from tracegrad.online.server_pool import Interrupted, Link
+from tracegrad.online.collector import RolloutCounters, StalenessLimit
+from tracegrad.online.server_pool import Interrupted, ServerPool
 from tracegrad.storage.manifest import count, text
 from tracegrad.storage.safetensors_file import read_text, write_bytes
 
@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """State of a run that the trainer publishes.
 
     Args:
@@ -49,7 +49,7 @@ class State:
             (folder / NAME).unlink()
 
     @classmethod
-    def read(cls, folder: Path) -> "State | None":
+    def read(cls, folder: Path) -> "RunState | None":
         """Read state.json from the folder of a run; None if it does not exist yet.
 
         Raises:
@@ -77,7 +77,7 @@ ENDED = re.compile(r"([0-9]{1,6})-of-([0-9]{1,6})\.ended")
 
 
 @dataclass
-class Elsewhere:
+class RemoteCollectors:
     """Stand-in for `Collector` in the training loop if collectors in other processes do the rollouts.
 
     Args:
@@ -88,16 +88,16 @@ class Elsewhere:
         state: first state that is published to the collectors.
     """
 
-    link: Link
-    pace: Pace
+    link: ServerPool
+    pace: StalenessLimit
     folder: Path
     patience: float
-    state: State = field(default_factory=State)
+    state: RunState = field(default_factory=RunState)
     failing: ClassVar[None] = None
     """Always None: remote collectors stop by themselves after too many failures in a row."""
 
     def __post_init__(self) -> None:
-        self.counts = Counts()
+        self.counts = RolloutCounters()
         self.finished_at = time.monotonic()
         self._size = -1
         self._looked_at = time.monotonic()
@@ -161,7 +161,7 @@ class Elsewhere:
             if info.status == 0 or version not in (None, str(self.state.version)):
                 servers.leave_out(url, f"it says that it has version {version}")
 
-    def _weights(self, link: Link, pushed: Any) -> None:
+    def _weights(self, link: ServerPool, pushed: Any) -> None:
         servers = self.state.servers if pushed is None else tuple(pushed.ok)
         self._tell(version=link.version, coming=link.coming, servers=servers, model=link.servers.model)
 

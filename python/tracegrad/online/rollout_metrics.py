@@ -11,7 +11,7 @@ _CALLED, _ADDITIONAL = "called", ("cut",)
 """Keys of `Tools.counts`: answered calls, and events that are counted in addition to one of the outcomes."""
 
 
-def tools_of(traces: Iterable[Trace]) -> dict[str, float]:
+def tool_metrics(traces: Iterable[Trace]) -> dict[str, float]:
     """Return the `tools/*` metrics of trajectories; an empty dict if none of them had tools."""
     counts = [_metadata(trace).get("tools") or {} for trace in traces]
     if not any(counts):
@@ -21,7 +21,7 @@ def tools_of(traces: Iterable[Trace]) -> dict[str, float]:
     return metrics.tools(calls, failed).named()
 
 
-def functions_of(traces: Iterable[Trace]) -> dict[str, float]:
+def logged_metrics(traces: Iterable[Trace]) -> dict[str, float]:
     """Return the mean of each metric that reward functions passed to `log_metric`, over all their calls, as in TRL."""
     return mean_of(map(_metadata, traces))
 
@@ -35,10 +35,10 @@ def mean_of(metadata: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {name: math.fsum(logged) / len(logged) for name, logged in values.items() if logged}
 
 
-def beside(row: Mapping[str, Any], said: Mapping[str, float]) -> dict[str, Any]:
+def add_logged_metrics(row: Mapping[str, Any], said: Mapping[str, float]) -> dict[str, Any]:
     """Return the row with logged values added; a name already in the row gets the prefix `log_metric/`.
 
-    >>> beside({"loss": 0.5}, {"loss": 2.0, "accuracy": 1.0})
+    >>> add_logged_metrics({"loss": 0.5}, {"loss": 2.0, "accuracy": 1.0})
     {'loss': 0.5, 'log_metric/loss': 2.0, 'accuracy': 1.0}
     """
     return {**row, **{f"log_metric/{name}" if name in row else name: value for name, value in said.items()}}

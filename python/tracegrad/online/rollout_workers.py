@@ -16,14 +16,14 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Config
 from tracegrad.errors import ArgumentError
 from tracegrad.online import buffer
-from tracegrad.online.buffer import Follower, Unscored, Writer
-from tracegrad.online.collector import Bound, Collector, Pace, Signal, Tasks, counted
-from tracegrad.online.options import Online, Play
-from tracegrad.online.remote_collectors import Elsewhere, State
-from tracegrad.online.rollout_metrics import beside, mean_of
-from tracegrad.online.server_pool import Link
+from tracegrad.online.buffer import GroupReader, GroupWriter, UnscoredGroups
+from tracegrad.online.collector import Collector, GroupFilter, GroupLimit, StalenessLimit, Tasks, count_groups_on_disk
+from tracegrad.online.options import OnlineConfig, RolloutConfig
+from tracegrad.online.remote_collectors import RemoteCollectors, RunState
+from tracegrad.online.rollout_metrics import add_logged_metrics, mean_of
+from tracegrad.online.server_pool import ServerPool
 from tracegrad.rewards import Rewards, columns_of, text_of
-from tracegrad.rollout.run_agent import Played, as_json, one_turn, with_tools
+from tracegrad.rollout.run_agent import RolloutResult, as_json, one_turn, with_tools
 from tracegrad.user_code import Failure
 
 _PROMPTS = ("prompt", "messages")
@@ -45,7 +45,7 @@ class GroupScore:
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
         self.rewards = Rewards(functions, weights)
 
-    def prepare(self, played: Sequence[Played]) -> None:
+    def prepare(self, played: Sequence[RolloutResult]) -> None:
         """Set `reward` to unknown until it is scored, and move a reward that the rollout returned to `own`."""
         for rollout in played:
             if rollout.error is None:
@@ -53,7 +53,7 @@ class GroupScore:
                 rollout.record["rewards"] = {**(rollout.record.get("rewards") or {}), **own}
                 rollout.record["reward"] = None
 
-    async def __call__(self, played: Sequence[Played]) -> list[dict[str, Failure]]:
+    async def __call__(self, played: Sequence[RolloutResult]) -> list[dict[str, Failure]]:
         """Set `reward`, the weighted sum, and `rewards`, one per function, in the records that did not fail.
 
         Returns:
@@ -110,7 +110,7 @@ def _prompt(task: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Contract:
+class RolloutSpec:
     """How a task is rolled out and scored.
 
     Args:
@@ -128,7 +128,7 @@ class Contract:
     @classmethod
     def of(
         cls, *, agent: Any, environment: Any, tools: Any, rewards: Any, weights: Sequence[float] | None = None
-    ) -> "Contract":
+    ) -> "RolloutSpec":
         """Create a contract from the arguments of `train`."""
         names = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
         if len(names) > 1:
@@ -150,10 +150,10 @@ class Contract:
         self,
         stack: ExitStack,
         tasks: Iterator[tuple[int, Any]],
-        link: Link,
+        link: ServerPool,
         folder: Path | None,
-        pace: Bound,
-        play: Play,
+        pace: GroupLimit,
+        play: RolloutConfig,
         **more: Any,
     ) -> Collector:
         """Build the collector of this contract.
@@ -166,14 +166,14 @@ class Contract:
         """
         writer = unscored = None
         if folder is not None:
-            writer = Writer(folder)
+            writer = GroupWriter(folder)
             stack.callback(_close_writer, writer)
         score = None
         if self.rewards is not None:
             score = GroupScore(self.rewards, self.weights)
             stack.callback(score.close)
             if folder is not None:
-                unscored = Unscored(folder.parent)
+                unscored = UnscoredGroups(folder.parent)
                 if kept := len(unscored.groups):
                     link.say(f"scoring  {kept:,} groups in {unscored.folder} were played before and not scored")
         more |= {"score": score, "unscored": unscored, "by_address": self.by_address}
@@ -198,7 +198,7 @@ class Evaluation:
         """Run an evaluation and return its metrics: mean reward with a 95 % interval, and logged values."""
         rollouts = self.collector.evaluate(self.collector.contract, self.tasks, f"evaluation-{step}")
         records = [rollout.record for rollout in rollouts]
-        with Writer(self.folder) as writer:
+        with GroupWriter(self.folder) as writer:
             writer.write(records)
         rewards = self.collector.signal.of_records(records)
         rewards = rewards[~np.isnan(rewards)]
@@ -206,23 +206,23 @@ class Evaluation:
         error = 1.96 * float(rewards.std(ddof=1)) / math.sqrt(len(rewards)) if len(rewards) > 1 else math.nan
         row = {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(rewards)}
         logged = mean_of(record.get("metadata") or {} for record in records)
-        return beside(row, {f"eval_{name}": value for name, value in logged.items()})
+        return add_logged_metrics(row, {f"eval_{name}": value for name, value in logged.items()})
 
 
-def players_of(
+def build_rollout_workers(
     stack: ExitStack,
-    contract: Contract | None,
+    contract: RolloutSpec | None,
     tasks: Iterable[Any] | None,
     evaluation: Sequence[Any],
     *,
     out: Path,
-    link: Link,
-    state: State,
+    link: ServerPool,
+    state: RunState,
     config: Config,
-    options: Online,
-    play: Play,
+    options: OnlineConfig,
+    play: RolloutConfig,
     tokenizer: Tokenizer,
-) -> tuple[Collector | Elsewhere, Evaluation | None]:
+) -> tuple[Collector | RemoteCollectors, Evaluation | None]:
     """Build the source of rollouts and the evaluation of a trainer; enter the link after this call.
 
     Args:
@@ -236,10 +236,10 @@ def players_of(
         config, options, play: options of the run.
         tokenizer: tokenizer of the policy.
     """
-    folder, signal, pace = out / buffer.FOLDER, Signal.of(config), pace_of(config, options)
+    folder, signal, pace = out / buffer.ROLLOUT_FOLDER, GroupFilter.of(config), staleness_limit_of(config, options)
     collector, evaluate = None, None
     if contract is not None:
-        done, counts = counted(Follower(folder), signal)
+        done, counts = count_groups_on_disk(GroupReader(folder), signal)
         numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
         settings = {"signal": signal, "counts": counts, "taken": state.taken, "tokenizer": tokenizer}
         collector = contract.collector(stack, numbered, link, None if tasks is None else folder, pace, play, **settings)
@@ -247,18 +247,18 @@ def players_of(
     if collector is not None and tasks is not None:
         return collector, evaluate
     folder.mkdir(parents=True, exist_ok=True)
-    State.reopen(out)
-    elsewhere = Elsewhere(link, pace, folder, play.patience, state)
+    RunState.reopen(out)
+    elsewhere = RemoteCollectors(link, pace, folder, play.patience, state)
     stack.callback(elsewhere.end)
     return elsewhere, evaluate
 
 
-def pace_of(config: Config, options: Online) -> Pace:
+def staleness_limit_of(config: Config, options: OnlineConfig) -> StalenessLimit:
     """Return the limit on started groups of a run."""
-    return Pace(config.pack.step_groups, options.steps_ahead, options.refill, options.steps)
+    return StalenessLimit(config.pack.step_groups, options.steps_ahead, options.refill, options.steps)
 
 
-def _close_writer(writer: Writer) -> None:
+def _close_writer(writer: GroupWriter) -> None:
     """Close a file, and delete it if no group was written."""
     writer.close()
     path = writer.folder / writer.name

@@ -11,7 +11,7 @@ from typing import Any
 
 from tracegrad.config import Config, as_dict
 from tracegrad.errors import FormatError
-from tracegrad.online.options import Online, Play
+from tracegrad.online.options import OnlineConfig, RolloutConfig
 from tracegrad.storage.manifest import text
 from tracegrad.storage.safetensors_file import read_text, write_bytes
 
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Brief:
+class RunInfo:
     """Settings of a run.
 
     Args:
@@ -32,8 +32,8 @@ class Brief:
 
     model: str
     objective: str
-    online: Online
-    play: Play
+    online: OnlineConfig
+    play: RolloutConfig
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, out: Path, config: Config) -> None:
@@ -43,7 +43,7 @@ class Brief:
         write_bytes(out / NAME, [(json.dumps(record, indent=1, default=str) + "\n").encode()])
 
     @classmethod
-    def read(cls, out: Path) -> "Brief":
+    def read(cls, out: Path) -> "RunInfo":
         """Read run.json from the folder of a run.
 
         Raises:
@@ -52,7 +52,7 @@ class Brief:
         content = read_text(out / NAME, MOST_BYTES)
         try:
             record = json.loads(content)
-            online, play = Online(**record["online"]), Play(**record["play"])
+            online, play = OnlineConfig(**record["online"]), RolloutConfig(**record["play"])
             return cls(text(record["model"]), text(record["objective"]), online, play, dict(record["engine"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(

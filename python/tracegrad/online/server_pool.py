@@ -1,4 +1,4 @@
-"""Send requests to the servers of a run from a thread with its own event loop: `Link`.
+"""Send requests to the servers of a run from a thread with its own event loop: `ServerPool`.
 
 Weight syncs and checks go through it, and rollouts of this process run in its event loop.
 """
@@ -23,7 +23,7 @@ class Interrupted(Exception):
     """A signal came, so a request to the servers was cancelled."""
 
 
-class Link:
+class ServerPool:
     """Thread that keeps the pool of servers open; a context manager.
 
     `version` is the version of the weights that every server has. `coming` is the version that a running weight sync
@@ -43,7 +43,7 @@ class Link:
         servers: Callable[[], Any],
         sync: Callable[[Any], Any] = lambda servers: None,
         version: int = 0,
-        told: "Callable[[Link, Any], None]" = lambda link, pushed: None,
+        told: "Callable[[ServerPool, Any], None]" = lambda link, pushed: None,
         ended: Callable[[], str | None] = lambda: None,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -67,7 +67,7 @@ class Link:
         self._work: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._thread = threading.Thread(target=self._run, name="tracegrad-servers", daemon=True)
 
-    def __enter__(self) -> "Link":
+    def __enter__(self) -> "ServerPool":
         """Return once the servers accept requests; raise the error if opening them failed."""
         self._thread.start()
         self._open.wait()

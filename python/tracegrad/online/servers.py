@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError
-from tracegrad.online.options import IN_PROCESS, Online, Play
-from tracegrad.trainer import Run
+from tracegrad.online.options import IN_PROCESS, OnlineConfig, RolloutConfig
+from tracegrad.trainer import Trainer
 from tracegrad.trainer.lora import has_adapters
 from tracegrad.weight_sync import File, Lora, Nccl
 
@@ -19,7 +19,7 @@ FOLDER = "weights"
 NAME = "policy"
 
 
-def sync_of(driven: Run, told: Online) -> Callable[[Any], Any]:
+def weight_sync_backend(driven: Trainer, told: OnlineConfig) -> Callable[[Any], Any]:
     """Return a function that creates the weight-sync backend for the servers of a run."""
     folder = driven.out / FOLDER
     if told.sync == "file":
@@ -41,26 +41,26 @@ def sync_of(driven: Run, told: Online) -> Callable[[Any], Any]:
     return lambda servers: Lora(servers, folder, config=config, name=name, keep=adapters_kept(told))
 
 
-def weights_of(driven: Run, told: Online) -> Mapping[str, Any]:
+def weights_of(driven: Trainer, told: OnlineConfig) -> Mapping[str, Any]:
     """Return the weights to push, complete on the first rank. Every rank must call this."""
     if told.sync == "lora":
         return driven.weights(adapters="alone")
     return driven.weights(device=None if told.sync == "nccl" else "cpu")
 
 
-def adapters_kept(told: Online) -> int:
+def adapters_kept(told: OnlineConfig) -> int:
     """Return how many adapters the servers need at once: the newest, those of `steps_ahead`, and one to load."""
     return told.steps_ahead + 2
 
 
-def before(driven: Run, told: Online) -> tuple[Path, Callable[[str], str]] | None:
+def previous_weights_file(driven: Trainer, told: OnlineConfig) -> tuple[Path, Callable[[str], str]] | None:
     """Return the file of the last weight sync and a map from parameter names to its names; None if it is gone."""
     version = driven.taken - 1
     if told.sync == "lora":
         paths = list((driven.out / FOLDER).glob(f"{NAME}-*-v{version}/adapter_model.safetensors"))
         return (paths[0], _of_adapter) if paths else None
     path = driven.out / FOLDER / f"weights-{version:08d}.safetensors"
-    return (path, of_whole) if path.is_file() else None
+    return (path, base_parameter_name) if path.is_file() else None
 
 
 def _of_adapter(name: str) -> str:
@@ -69,12 +69,12 @@ def _of_adapter(name: str) -> str:
     return ".".join(part for index, part in enumerate(parts) if index < 1 or not parts[index - 1].startswith("lora_"))
 
 
-def of_whole(name: str) -> str:
+def base_parameter_name(name: str) -> str:
     """Return the parameter name as in the model without adapters, into which they are merged."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _check_device(driven: Run) -> None:
+def _check_device(driven: Trainer) -> None:
     device = driven.target.device
     if device.type != "cuda":
         raise ArgumentError(
@@ -84,14 +84,14 @@ def _check_device(driven: Run) -> None:
 
 
 @contextmanager
-def served(
+def open_servers(
     model: Path,
     urls: Sequence[str] | str,
     key: str | None,
     python: str | None,
     engine: Mapping[str, Any],
-    told: Online,
-    play: Play,
+    told: OnlineConfig,
+    play: RolloutConfig,
     out: Path,
     say: Callable[[str], None],
     rank: int = 0,
@@ -156,10 +156,10 @@ def _no_reason() -> None:
 
 @contextmanager
 def _in_process(
-    model: Path, arguments: Mapping[str, Any], adapters: Mapping[str, Any], python: str | None, told: Online
+    model: Path, arguments: Mapping[str, Any], adapters: Mapping[str, Any], python: str | None, told: OnlineConfig
 ) -> Iterator[Callable[[], Any]]:
     """Run vLLM in this process, with the interface of a pool of servers."""
-    from tracegrad.rollout.in_process import Engine, Inside
+    from tracegrad.rollout.in_process import Engine, InProcessServers
     from tracegrad.weight_sync import engine_arguments
 
     if python is not None:
@@ -173,6 +173,6 @@ def _in_process(
         )
     engine = Engine(model, {**engine_arguments(told.sync, **adapters), **arguments})
     try:
-        yield lambda: Inside(engine, model=NAME)
+        yield lambda: InProcessServers(engine, model=NAME)
     finally:
         engine.close()

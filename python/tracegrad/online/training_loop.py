@@ -21,42 +21,42 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Config, as_dict, update
 from tracegrad.config import load as load_config
-from tracegrad.data.codes import CUT, ENDINGS
+from tracegrad.data.codes import ENDINGS, TRUNCATED
 from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics import loggers
 from tracegrad.metrics.loggers import log_traces
 from tracegrad.objective import Objective
 from tracegrad.online import buffer
-from tracegrad.online.buffer import Follower, Ledger, Place, Taken
-from tracegrad.online.collector import Collector, Signal
-from tracegrad.online.logprob_gap import Gap, Proof, own_terms
-from tracegrad.online.options import Online, Play
-from tracegrad.online.rank_sync import Bond, telling
-from tracegrad.online.remote_collectors import Elsewhere, State
-from tracegrad.online.rollout_metrics import beside, functions_of, tools_of
-from tracegrad.online.rollout_workers import Contract, players_of
-from tracegrad.online.run_info import Brief
-from tracegrad.online.server_pool import Interrupted, Link
-from tracegrad.online.servers import served, sync_of, weights_of
-from tracegrad.online.weight_check import Check, Forks
-from tracegrad.online.weight_sample import Canary
+from tracegrad.online.buffer import ConsumedGroups, GroupLocation, GroupReader, StepGroups
+from tracegrad.online.collector import Collector, GroupFilter
+from tracegrad.online.logprob_gap import LogprobGap, WeightSyncBounds, own_terms
+from tracegrad.online.options import OnlineConfig, RolloutConfig
+from tracegrad.online.rank_sync import RankSync, propagate_error
+from tracegrad.online.remote_collectors import RemoteCollectors, RunState
+from tracegrad.online.rollout_metrics import add_logged_metrics, logged_metrics, tool_metrics
+from tracegrad.online.rollout_workers import RolloutSpec, build_rollout_workers
+from tracegrad.online.run_info import RunInfo
+from tracegrad.online.server_pool import Interrupted, ServerPool
+from tracegrad.online.servers import open_servers, weight_sync_backend, weights_of
+from tracegrad.online.weight_check import UnreliablePrompts, WeightSyncCheck
+from tracegrad.online.weight_sample import ProbeSampler
 from tracegrad.packing import ModelShape, Step
-from tracegrad.recipes.recipe import named
+from tracegrad.recipes.recipe import objective_options
 from tracegrad.report import write_card, write_report
-from tracegrad.rollout.progress import Progress, left
-from tracegrad.storage.remote import place_here
-from tracegrad.storage.run_dir import Mirror
-from tracegrad.trainer import Run, checkpoint
+from tracegrad.rollout.progress import Progress, format_time_left
+from tracegrad.storage.remote import require_local_path
+from tracegrad.storage.run_dir import RunDirectory
+from tracegrad.trainer import Trainer, checkpoint
 from tracegrad.trainer.api import objective_of
 from tracegrad.trainer.distributed import Ranks
-from tracegrad.trainer.lora import Adapted, load_model
-from tracegrad.trainer.result import TermRecord
-from tracegrad.trainer.setup import bucket_of, check_media, check_vocabulary
+from tracegrad.trainer.lora import LoraFolder, load_model
+from tracegrad.trainer.result import TokenRecord
+from tracegrad.trainer.setup import check_media, check_vocabulary, row_padding
 from tracegrad.trainer.signals import Interrupt
-from tracegrad.trainer.steps import Feed, NothingToLearn
-from tracegrad.trainer.token_log_writer import Keeper
-from tracegrad.trainer.verify_attention import describe_attention, settle_rows
+from tracegrad.trainer.steps import NothingToLearn, TrainingData
+from tracegrad.trainer.token_log_writer import TokenLogWriter
+from tracegrad.trainer.verify_attention import describe_attention, verify_rows
 
 POLL_S = 0.5
 """Seconds between checks of the rollout folder for groups of other processes."""
@@ -75,8 +75,8 @@ def train(
     agent: Any = None,
     objective: Objective | None = None,
     config: Config | None = None,
-    online: Online | None = None,
-    play: Play | None = None,
+    online: OnlineConfig | None = None,
+    play: RolloutConfig | None = None,
     evaluation: Sequence[Any] = (),
     servers: Sequence[str] | str = (),
     key: str | None = None,
@@ -86,7 +86,7 @@ def train(
     resume: bool = False,
     sinks: Sequence[metrics.Sink] | None = None,
     say: Callable[[str], None] = print,
-) -> Finished:
+) -> OnlineResult:
     """Train a model online: roll out, score, update and sync weights until the last step.
 
     Under torchrun, every rank must call this with the same arguments.
@@ -126,7 +126,7 @@ def train(
         SyncFault: if the servers do not sample from the policy that is trained.
         TracegradError: if a server, the folder or the rollouts fail permanently.
     """
-    options, play, out, model = online or Online(), play or Play(), place_here(out), Path(model)
+    options, play, out, model = online or OnlineConfig(), play or RolloutConfig(), require_local_path(out), Path(model)
     if tasks is None and options.sync == "lora":
         raise ArgumentError(
             "TG-ONLINE-040: tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector "
@@ -140,45 +140,45 @@ def train(
         )
     contract = None
     if tasks is not None or len(evaluation):
-        contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
+        contract = RolloutSpec.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     config = _config(config or Config())
     if objective is None:
         objective = objective_of(config)
     elif objective_of(config) != objective:  # record the objective that is trained
-        config = update(replace(config, objective=Config().objective), named(objective))
+        config = update(replace(config, objective=Config().objective), objective_options(objective))
     tokenizer = Tokenizer.from_pretrained(model)
-    ranks, mirror = Ranks.join(), Mirror(out)
+    ranks, mirror = Ranks.join(), RunDirectory(out)
     with ExitStack() as stack:
         with ranks.together():
             if ranks.first:
                 stack.enter_context(mirror.locked())
-        driven = Run(
+        driven = Trainer(
             load_model(model), objective, config, out=mirror, tokenizer=model, ranks=ranks, steps=options.steps
         )
         _restore_or_begin(driven, resume)
-        ledger = Ledger(out)
+        ledger = ConsumedGroups(out)
         player, evaluate = None, None
-        with telling(ranks):
+        with propagate_error(ranks):
             if ranks.first:
-                make_sync, rank, base = sync_of(driven, options), config.train.lora_rank, model
-                if (adapted := Adapted.read(model)) is not None:  # a server starts with the base model's weights
+                make_sync, rank, base = weight_sync_backend(driven, options), config.train.lora_rank, model
+                if (adapted := LoraFolder.read(model)) is not None:  # a server starts with the base model's weights
                     rank, base = adapted.rank, adapted.base
                 pool, engine_arguments, ended_reason = stack.enter_context(
-                    served(base, servers, key, python, engine or {}, options, play, out, say, rank)
+                    open_servers(base, servers, key, python, engine or {}, options, play, out, say, rank)
                 )
-                Brief(str(model), repr(objective), options, play, engine_arguments).write(out, config)
-                link = Link(pool, make_sync, driven.taken, ended=ended_reason, say=say)
-                state = State(driven.taken, driven.taken, len(ledger.steps))
+                RunInfo(str(model), repr(objective), options, play, engine_arguments).write(out, config)
+                link = ServerPool(pool, make_sync, driven.taken, ended=ended_reason, say=say)
+                state = RunState(driven.taken, driven.taken, len(ledger.steps))
                 settings = {"link": link, "state": state, "config": config, "tokenizer": tokenizer}
                 settings |= {"options": options, "play": play}
-                player, evaluate = players_of(stack, contract, tasks, evaluation, out=out, **settings)
+                player, evaluate = build_rollout_workers(stack, contract, tasks, evaluation, out=out, **settings)
                 stack.enter_context(link)
         lines = _sinks(driven, options, sinks, say) if ranks.first else []
         for sink in lines:
             stack.callback(sink.close)
-        proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
+        proof = WeightSyncBounds(bf16=str(driven.precision) == "torch.bfloat16")
         loop_options = {"evaluate": evaluate, "apart": tasks is None, "play": play, "first": model}
-        loop = Loop(driven, tokenizer, options, ledger, player, lines, say, proof, **loop_options)
+        loop = TrainingLoop(driven, tokenizer, options, ledger, player, lines, say, proof, **loop_options)
         with Interrupt() as interrupt, driven.together(ends=True):
             stopped = loop.run(interrupt)
     return _build_result(loop, model, stopped, interrupt)
@@ -192,7 +192,7 @@ def replay(
     config: Config | None = None,
     out: str | Path,
     say: Callable[[str], None] = print,
-) -> Finished:
+) -> OnlineResult:
     """Repeat the steps of a run from its folder and its initial model, without servers or rollouts.
 
     On the same machine, the parameters equal those of the run bit for bit. Options that change the order of sums, such
@@ -211,23 +211,23 @@ def replay(
         ReadError: if the folder contains no run.
         FormatError: if the settings of the run cannot be read.
     """
-    run, out, model = Path(run), place_here(out), Path(model)
+    run, out, model = Path(run), require_local_path(out), Path(model)
     if run.resolve() == out.resolve():
         raise ArgumentError(
             f"TG-ONLINE-042: {out} is the run's own folder. The replay would overwrite it. Give another out."
         )
-    before, config_before = Brief.read(run), load_config(run / "config.toml")
+    before, config_before = RunInfo.read(run), load_config(run / "config.toml")
     objective = objective_of(config_before) if objective is None else objective
     _check_objective(run, before.objective, repr(objective))
     config = _config(config or config_before)
-    with Mirror(out).locked():
-        driven = Run(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
+    with RunDirectory(out).locked():
+        driven = Trainer(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
         driven.begin()
-        ledger = Ledger(run)
+        ledger = ConsumedGroups(run)
         lines = [metrics.JsonLines(out / "metrics.jsonl")]
-        options = Online(steps=max(len(ledger.steps), 1))
-        loop = Loop(driven, Tokenizer.from_pretrained(model), options, ledger, None, lines, say, proof=None)
-        loop.folder = run / buffer.FOLDER
+        options = OnlineConfig(steps=max(len(ledger.steps), 1))
+        loop = TrainingLoop(driven, Tokenizer.from_pretrained(model), options, ledger, None, lines, say, proof=None)
+        loop.folder = run / buffer.ROLLOUT_FOLDER
         with Interrupt() as interrupt:
             stopped = loop.run(interrupt)
         lines[0].close()
@@ -235,7 +235,7 @@ def replay(
 
 
 @dataclass
-class Loop:
+class TrainingLoop:
     """State of an online run between two steps.
 
     Args:
@@ -252,31 +252,31 @@ class Loop:
         first: folder of the initial model, if servers start with that model.
     """
 
-    driven: Run
+    driven: Trainer
     tokenizer: Tokenizer
-    options: Online
-    ledger: Ledger
-    player: Collector | Elsewhere | None
+    options: OnlineConfig
+    ledger: ConsumedGroups
+    player: Collector | RemoteCollectors | None
     sinks: Sequence[metrics.Sink]
     say: Callable[[str], None]
-    proof: Proof | None = field(default_factory=Proof)
+    proof: WeightSyncBounds | None = field(default_factory=WeightSyncBounds)
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluate: Callable[[int], dict[str, Any]] | None = None
     apart: bool = False
-    play: Play = field(default_factory=Play)
+    play: RolloutConfig = field(default_factory=RolloutConfig)
     first: Path | None = None
 
     def __post_init__(self) -> None:
-        self.folder = self.driven.out / buffer.FOLDER
-        self.follower = Follower(self.folder)
-        self.queue: list[tuple[Place, Traces, bool]] = []
+        self.folder = self.driven.out / buffer.ROLLOUT_FOLDER
+        self.follower = GroupReader(self.folder)
+        self.queue: list[tuple[GroupLocation, Traces, bool]] = []
         self.ranks = self.driven.ranks
-        self.check = Check(self.driven, self.options, self.proof, first=self.first)
+        self.check = WeightSyncCheck(self.driven, self.options, self.proof, first=self.first)
         self._settled = False
-        self._shown: tuple[Sequences, TermRecord] | None = None
+        self._shown: tuple[Sequences, TokenRecord] | None = None
         settings = {"rank": self.ranks.rank, "world": self.ranks.world, "taken": self.driven.taken}
-        self.keeper = Keeper(self.driven.out, self.driven.config.terms, self.driven.objective, **settings)
-        self.signal = Signal.of(self.driven.config)
+        self.keeper = TokenLogWriter(self.driven.out, self.driven.config.terms, self.driven.objective, **settings)
+        self.signal = GroupFilter.of(self.driven.config)
 
     def run(self, interrupt: Interrupt) -> str:
         """Take steps until the last step, a signal, or the end of the tasks; return "done", "signal" or "tasks"."""
@@ -286,7 +286,7 @@ class Loop:
             self.keeper.close()
 
     def _run(self, interrupt: Interrupt) -> str:
-        self.bond = Bond.of(self.ranks, interrupt)
+        self.bond = RankSync.of(self.ranks, interrupt)
         if self.player is not None:
             self.player.link.interrupted = lambda: interrupt.received is not None
         at = self._first_open_step()
@@ -335,7 +335,7 @@ class Loop:
     def _check_server_answers(self) -> None:
         """Check the answers of the servers before the first rollout."""
         link = None if self.player is None else self.player.link
-        canary = self.check.canary = Canary(self.driven, link, self.play, self.tokenizer)
+        canary = self.check.canary = ProbeSampler(self.driven, link, self.play, self.tokenizer)
         with self.bond.first():
             for line in canary.look():
                 if self.ranks.first:
@@ -346,7 +346,7 @@ class Loop:
         steps = self.ledger.steps
         return next((entry.step for entry in steps if entry.version >= self.driven.taken), len(steps))
 
-    def _groups(self, step: int) -> tuple[Taken, Traces] | None:
+    def _groups(self, step: int) -> tuple[StepGroups, Traces] | None:
         """Return the groups of a step: those in the ledger if the step was taken before, otherwise new rollouts."""
         if step < len(self.ledger.steps):
             entry = self.ledger.steps[step]
@@ -363,7 +363,7 @@ class Loop:
         entry = self.ledger.add(self.driven.taken, [place for place, _, _ in groups], dull)
         return entry, Traces.concatenate(traces for _, traces, is_dull in groups if not is_dull)
 
-    def _wait_for_groups(self) -> list[tuple[Place, Traces, bool]] | None:
+    def _wait_for_groups(self) -> list[tuple[GroupLocation, Traces, bool]] | None:
         """Wait for enough groups with differing rewards, or for the most groups that a step may consume."""
         assert self.player is not None
         pace, progress = self.player.pace, Progress(self.say)
@@ -383,14 +383,14 @@ class Loop:
             progress.tick(
                 lambda seconds, count=count: (
                     f"playing  {count} of {pace.groups} groups whose rewards differ, {seconds:.0f} s; "
-                    + left(seconds, count, pace.groups)
+                    + format_time_left(seconds, count, pace.groups)
                 )
             )
             self.player.check()
             self.player.wait(POLL_S)
         return None
 
-    def _step(self, entry: Taken, traces: Traces, *, waited: float) -> None:
+    def _step(self, entry: StepGroups, traces: Traces, *, waited: float) -> None:
         began = time.perf_counter()
         version = self.driven.taken
         columns = {"groups": len(entry.groups), "groups_dull": len(entry.dull)}
@@ -414,18 +414,18 @@ class Loop:
         mixed = _mixed_version_traces(traces, sequences)
         mixed &= self.options.sync != "lora"  # a LoRA call uses one adapter from start to end
         own_tokens &= ~mixed[step.trace]
-        gap = Gap(0)
+        gap = LogprobGap(0)
 
         def check(logprobs: Any) -> None:
             nonlocal gap
             gap = self.check.gap(
-                entry.step + 1, step, logprobs, own_tokens, Forks.of(step, sequences), sequences, mixed
+                entry.step + 1, step, logprobs, own_tokens, UnreliablePrompts.of(step, sequences), sequences, mixed
             )
 
         # Run the forward and backward passes, then the weight check, then `optimizer.step()`.
         packed_at, wait_s = time.perf_counter(), self._wait_s
         outcome = self.driven.step(step, version, rewards=rewards, endings=sequences.ending, check=check)
-        self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
+        self._shown = sequences, TokenRecord.of(self.driven.taken, step, outcome)
         self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - entry.step)
         trained_at, wait_s, unreachable_s = time.perf_counter(), self._wait_s - wait_s, self._unreachable_s
         # Send the new weights to the servers.
@@ -443,9 +443,9 @@ class Loop:
             "seconds_pushed": time.perf_counter() - trained_at - unreachable_s,
             "sync_pause": 0.0 if sync_result is None else sync_result.seconds,
             **gap.row(),
-            **tools_of(traces),
+            **tool_metrics(traces),
         }
-        self._log(entry.step + 1, columns, functions_of(traces))
+        self._log(entry.step + 1, columns, logged_metrics(traces))
         log_traces(self.sinks, (trace for trace in traces if trace.group == traces[0].group), entry.step + 1)
         every = self.driven.config.checkpoint.every
         if every and self.driven.taken % every == 0:
@@ -474,7 +474,7 @@ class Loop:
         """Return the step of this rank, packed from all groups, and the rewards of its traces."""
         config = self.driven.config
         model = self.driven.model
-        packing = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
+        packing = {"shape": ModelShape.known(model.config), "bucket": row_padding(config)}
         options = config.filter
         # The tolerance chose the groups, as `even_groups` does for files.
         if options.tolerance and self.signal.compared:
@@ -482,8 +482,10 @@ class Loop:
         # A call without an ending was abandoned by its client, which truncated it.
         if options.truncated or options.zero_truncated:
             unknown_ending = sequences.ending == ENDINGS.index("unknown")
-            sequences = replace(sequences, ending=np.where(unknown_ending, CUT, sequences.ending).astype(np.uint8))
-        feed = Feed.of(
+            sequences = replace(
+                sequences, ending=np.where(unknown_ending, TRUNCATED, sequences.ending).astype(np.uint8)
+            )
+        feed = TrainingData.of(
             sequences, self.driven.objective, config, ranks=self.ranks.world, rank=self.ranks.rank, **packing
         )
         if not self._settled:
@@ -491,7 +493,7 @@ class Loop:
             for sentence in [*feed.notes, *check_media(sequences, model)]:
                 self.say(f"note     {sentence}")
             longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
-            reason = settle_rows(self.driven.target, longest, trees=feed.shares)
+            reason = verify_rows(self.driven.target, longest, trees=feed.shares)
             self._trees, self._settled = not reason, True
             self.say(f"note     {describe_attention(self.driven.target, trees=feed.shares and self._trees)}")
         [step] = replace(feed, trees=self._trees).steps(0)
@@ -544,7 +546,7 @@ class Loop:
             counts = self.player.counts
             row |= {"trajectories": counts.trajectories, "trajectories_failed": counts.failed}
             row |= {"trajectories_without_reward": counts.without_reward, "calls_retried": self.player.retried}
-        row = beside(row, metrics.finite(logged))
+        row = add_logged_metrics(row, metrics.finite(logged))
         self.rows.append(row)
         metrics.log_all(self.sinks, row)
 
@@ -556,7 +558,7 @@ def _mixed_version_traces(traces: Traces, sequences: Sequences) -> Any:
 
 
 @dataclass(frozen=True)
-class Finished:
+class OnlineResult:
     """Result of `train` or `replay`.
 
     Args:
@@ -574,14 +576,14 @@ class Finished:
     exit_code: int = 0
 
 
-def _build_result(loop: Loop, model: Path, stopped: str, interrupt: Interrupt) -> Finished:
+def _build_result(loop: TrainingLoop, model: Path, stopped: str, interrupt: Interrupt) -> OnlineResult:
     driven, last = loop.driven, checkpoint.list_checkpoints(loop.driven.out)[-1]
     if loop.ranks.first:
         groups = [len(step.trained) for step in loop.ledger.steps]
         data = [f"played by the policy itself: {sum(groups):,} groups with unlike rewards in {len(groups):,} steps"]
         card = {"base": model, "objective": driven.objective, "config": driven.config, "rows": loop.rows}
         write_card(last, **card, data=data)
-    return Finished(len(loop.ledger.steps), stopped, last, loop.rows, interrupt.code(stopped))
+    return OnlineResult(len(loop.ledger.steps), stopped, last, loop.rows, interrupt.code(stopped))
 
 
 def _check_objective(run: Path, before: str, now: str) -> None:
@@ -657,7 +659,7 @@ def _config(config: Config) -> Config:
     return replace(config, advantage=replace(config.advantage, singleton="zero"))
 
 
-def _restore_or_begin(driven: Run, resume: bool) -> None:
+def _restore_or_begin(driven: Trainer, resume: bool) -> None:
     if resume:
         driven.restore()
     elif (driven.out / "steps.jsonl").exists():
@@ -669,16 +671,16 @@ def _restore_or_begin(driven: Run, resume: bool) -> None:
 
 
 def _sinks(
-    driven: Run, options: Online, sinks: Sequence[metrics.Sink] | None, say: Callable[[str], None]
+    driven: Trainer, options: OnlineConfig, sinks: Sequence[metrics.Sink] | None, say: Callable[[str], None]
 ) -> list[metrics.Sink]:
     lines = metrics.JsonLines(driven.out / "metrics.jsonl", keep_to_step=driven.taken or None)
     if sinks is not None:
         return [lines, *sinks]
-    dashboards = loggers.opened(driven.config.train.log_to, driven.out, as_dict(driven.config))
-    return [lines, *dashboards, Line(options.steps, say)]
+    dashboards = loggers.open_sinks(driven.config.train.log_to, driven.out, as_dict(driven.config))
+    return [lines, *dashboards, LinePrinter(options.steps, say)]
 
 
-class Line:
+class LinePrinter:
     """Prints one line per step and per evaluation."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:

@@ -1,4 +1,5 @@
-"""Check before each update that the servers sample from the policy being trained: `Check.gap`, with `logprob_gap`.
+"""Check before each update that the servers sample from the policy being trained: `WeightSyncCheck.gap`, with
+`logprob_gap`.
 
 Every rank computes the same numbers and the same result. `mismatch_causes` searches for the cause of a mismatch.
 """
@@ -11,15 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.online.logprob_gap import CERTAIN, Floats, Gap, Proof, SyncFault, above, fault, worse
-from tracegrad.online.mismatch_causes import ROUNDING, UNKNOWN, explain, previous, previous_weights
-from tracegrad.online.options import Online
-from tracegrad.online.weight_sample import Canary, Sample, sample_of
+from tracegrad.online.logprob_gap import (
+    MIN_STANDARD_ERRORS,
+    Floats,
+    LogprobGap,
+    SyncFault,
+    WeightSyncBounds,
+    mean_excess,
+    rank_z_score,
+    weight_sync_fault,
+)
+from tracegrad.online.mismatch_causes import ROUNDING, UNKNOWN, explain, previous_logprobs, previous_weights
+from tracegrad.online.options import OnlineConfig
+from tracegrad.online.weight_sample import ProbeSampler, Sample, sample_of
 from tracegrad.packing import Step
-from tracegrad.trainer import Run
+from tracegrad.trainer import Trainer
 from tracegrad.weight_sync import probe_requests as probes
 
-BESIDE = 0.01
+MAX_TIME_SHARE = 0.01
 """Maximum share of the run's time spent on comparing tokens of the previous version, and on searches for rare causes.
 """
 PUSHES = 3
@@ -28,14 +38,14 @@ STALE = (
     "On a prompt that they have never seen they agree with the trainer: keys and values of older weights are left in "
     "their caches. Pause with clear_cache, which is the default, or give each version its own cache_salt."
 )
-OF_PROMPTS = (7, *range(10, 22), 29, 31, 32)
+PROMPT_REASONS = (7, *range(10, 22), 29, 31, 32)
 """Numbers of the alignment reasons that concern the text before sampled tokens."""
 NAMED = 3
 """Maximum number of findings and traces in a message."""
 
 
 @dataclass(frozen=True)
-class Forks:
+class UnreliablePrompts:
     """Tokens of a step whose prompt may differ from the one that the server saw.
 
     Their gap may have its cause in the trajectory instead of the servers.
@@ -49,12 +59,12 @@ class Forks:
     told: str
 
     @classmethod
-    def of(cls, step: Step, sequences: Sequences) -> "Forks":
+    def of(cls, step: Step, sequences: Sequences) -> "UnreliablePrompts":
         """Find these tokens in a step that was packed from the sequences."""
         drift = sequences.drift
         first = np.unique(sequences.trace, return_index=True)[1]
         number = np.array([int(name[1:3]) for name in drift.reasons], np.int64)[drift.reason]
-        matches = np.isin(number, OF_PROMPTS)
+        matches = np.isin(number, PROMPT_REASONS)
         first_turn = np.full(sequences.traces, np.iinfo(np.int32).max, np.int64)
         np.minimum.at(first_turn, drift.trace[matches], drift.turn[matches])
         # A trace may have no branch; then none of the tokens belongs to it.
@@ -85,7 +95,7 @@ class Forks:
 
 
 @dataclass
-class Check:
+class WeightSyncCheck:
     """Checks the servers with the logprobs of a step.
 
     Args:
@@ -96,10 +106,10 @@ class Check:
         first: folder of the initial model.
     """
 
-    driven: Run
-    options: Online
-    proof: Proof | None
-    canary: Canary | None = None
+    driven: Trainer
+    options: OnlineConfig
+    proof: WeightSyncBounds | None
+    canary: ProbeSampler | None = None
     first: Path | None = None
 
     def __post_init__(self) -> None:
@@ -112,10 +122,10 @@ class Check:
         step: Step,
         logprobs: Floats,
         here: NDArray[np.bool_],
-        forks: Forks,
+        forks: UnreliablePrompts,
         sequences: Sequences,
         mixed: NDArray[np.bool_],
-    ) -> Gap:
+    ) -> LogprobGap:
         """Return the gap between the servers and the trained version. Every rank must call this.
 
         The servers are probed if the step has fewer than `weight_sync.probe_requests.TOKENS` tokens of that version per
@@ -138,7 +148,7 @@ class Check:
         ranks, version = self.driven.ranks, self.driven.taken
         # Each rank has only its own tokens; join them, so that every rank checks all tokens.
         theta, rollout, here, odd = map(ranks.joined, (logprobs, step.rollout_logprobs, here, forks.terms & here))
-        step_gap = Gap.of(theta, rollout, here)
+        step_gap = LogprobGap.of(theta, rollout, here)
         if self.proof is None:
             return step_gap
         sample = None
@@ -146,7 +156,7 @@ class Check:
             sample = self.canary.ask()
         holds = self.proof.holds(step_gap)
         if not holds:
-            other_gap = Gap.of(theta, rollout, here & ~odd)
+            other_gap = LogprobGap.of(theta, rollout, here & ~odd)
             if other_gap.terms and self.proof.holds(other_gap):
                 raise self._fault(number, version, step_gap, forks.words(int(odd.sum()), other_gap.terms))
         if sample is not None and not self.proof.holds(sample.gap()):
@@ -168,15 +178,15 @@ class Check:
         link = None if self.canary is None else self.canary.link
         return int(self.driven.ranks.shared(1 if link is None else len(link.servers.urls)))
 
-    def _fault(self, number: int, version: int, gap: Gap, cause: str) -> SyncFault:
+    def _fault(self, number: int, version: int, gap: LogprobGap, cause: str) -> SyncFault:
         assert self.proof is not None
-        return fault(number, version, gap, self.proof.words, cause)
+        return weight_sync_fault(number, version, gap, self.proof.words, cause)
 
     def _cause_of_probes(self, sample: Sample) -> str:
         """Return why the answers to probes are not the policy's."""
         assert self.proof is not None
         assert self.canary is not None
-        before = previous(self.driven, self.options, sample) if self.proof.bf16 else None
+        before = previous_logprobs(self.driven, self.options, sample) if self.proof.bf16 else None
         faulty = [
             server for server in range(len(sample.urls)) if not self._agrees(sample, before, sample.server == server)
         ]
@@ -194,8 +204,10 @@ class Check:
             return prefix + cause
         # Also before the first push: a cache may contain keys and values of an earlier run.
         fresh = self._probe_uncached()
-        before = previous(self.driven, self.options, fresh) if self.proof.bf16 else None
-        if self._agrees(fresh, before) and (not self.proof.bf16 or worse(sample.off, fresh.off) > CERTAIN):
+        before = previous_logprobs(self.driven, self.options, fresh) if self.proof.bf16 else None
+        if self._agrees(fresh, before) and (
+            not self.proof.bf16 or rank_z_score(sample.off, fresh.off) > MIN_STANDARD_ERRORS
+        ):
             return prefix + STALE
         return prefix + (cause or self._explain(sample))
 
@@ -214,11 +226,11 @@ class Check:
         assert self.proof is not None
         here = np.ones(len(sample.step), bool) if here is None else here
         now, rollout = sample.logprobs[here], sample.rollout[here]
-        if not self.proof.holds(Gap.of(now, rollout)):
+        if not self.proof.holds(LogprobGap.of(now, rollout)):
             return False
         if not self.proof.bf16:
             return True
-        return not above(now, rollout) and (before is None or not self.proof.leans(now, before[here], rollout))
+        return not mean_excess(now, rollout) and (before is None or not self.proof.leans(now, before[here], rollout))
 
     def _explain(self, sample: Sample) -> str:
         """Return the cause for all of the tokens; if there is none, the cause for the answers outside of the bounds."""
@@ -269,18 +281,18 @@ class Check:
         assert self.proof is not None
         if not self.proof.bf16:
             return
-        before = previous(self.driven, self.options, sample)
+        before = previous_logprobs(self.driven, self.options, sample)
         slope = 0.0 if before is None else self.proof.leans(sample.logprobs, before, sample.rollout)
         if slope:
             message = f"They stand {slope:.0%} of the way to the version before, which rounding does not explain. "
             raise self._fault(number, self.driven.taken, sample.gap(), message + self._cause_of_probes(sample))
-        if nats := above(sample.logprobs, sample.rollout):
+        if nats := mean_excess(sample.logprobs, sample.rollout):
             message = f"The tokens are {nats:.2g} nats likelier to them on average, which rounding does not explain. "
             raise self._fault(number, self.driven.taken, sample.gap(), message + self._cause_of_probes(sample))
         self._search(number, sample)
 
     def _search(self, number: int, sample: Sample) -> None:
-        """Try the causes of mistakes that neither bounds nor averages show, as often as `BESIDE` allows.
+        """Try the causes of mistakes that neither bounds nor averages show, as often as `MAX_TIME_SHARE` allows.
 
         The search always runs before the first push, after each of the first `PUSHES` pushes, and if the noise has
         doubled since the last search.
@@ -290,7 +302,7 @@ class Check:
         began, square = time.perf_counter(), sample.gap().square
         pushes = min(self.driven.taken, PUSHES)
         is_noisier, is_searched = square > 2 * self._noise, self._searched_after == pushes
-        is_over_budget = self._spent > BESIDE * (began - self._began)
+        is_over_budget = self._spent > MAX_TIME_SHARE * (began - self._began)
         if self.driven.ranks.shared(not is_noisier and is_searched and is_over_budget):
             return
         self._noise, self._searched_after = max(self._noise, square), pushes
@@ -299,18 +311,18 @@ class Check:
             raise self._fault(number, self.driven.taken, sample.gap(), cause)
         if is_noisier and self.driven.taken:
             fresh = self._probe_uncached()
-            if worse(sample.off, fresh.off) > CERTAIN:
+            if rank_z_score(sample.off, fresh.off) > MIN_STANDARD_ERRORS:
                 raise self._fault(number, self.driven.taken, sample.gap(), STALE)
         self._spent += time.perf_counter() - began
 
     def _compare_before(self, number: int, sequences: Sequences, mixed: NDArray[np.bool_]) -> None:
-        """Compare tokens that claim the previous version with that version, as often as `BESIDE` allows."""
+        """Compare tokens that claim the previous version with that version, as often as `MAX_TIME_SHARE` allows."""
         assert self.proof is not None
         began, version = time.perf_counter(), self.driven.taken
-        if self.driven.ranks.shared(self._spent > BESIDE * (began - self._began)) or not version:
+        if self.driven.ranks.shared(self._spent > MAX_TIME_SHARE * (began - self._began)) or not version:
             return
         claimed = sample_of(self.driven, sequences, sequences.version == version - 1, mixed)
-        if claimed is not None and (before := previous(self.driven, self.options, claimed)) is not None:
+        if claimed is not None and (before := previous_logprobs(self.driven, self.options, claimed)) is not None:
             gap = claimed.gap(before)
             if not self.proof.holds(gap):
                 cause = self._cause_before(claimed)

@@ -1,7 +1,7 @@
-"""Sample tokens from the servers and compute the trainer's logprobs for them: `Canary` and `Sample`.
+"""Sample tokens from the servers and compute the trainer's logprobs for them: `ProbeSampler` and `Sample`.
 
-`Canary` sends every server requests that the run has just made. Once, at the start, it sends a plain request that shows
-the kind of the logprobs and whether the server's tokenizer is the model's.
+`ProbeSampler` sends every server requests that the run has just made. Once, at the start, it sends a plain request
+that shows the kind of the logprobs and whether the server's tokenizer is the model's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.sampling import mismatch
 from tracegrad.errors import TracegradError
-from tracegrad.online.logprob_gap import Floats, Gap, SyncFault, cached_response
-from tracegrad.online.options import Play
-from tracegrad.online.server_pool import Link
+from tracegrad.online.logprob_gap import Floats, LogprobGap, SyncFault, cached_response
+from tracegrad.online.options import RolloutConfig
+from tracegrad.online.server_pool import ServerPool
 from tracegrad.packing import Step, pack
-from tracegrad.rollout.client import measured_kind
+from tracegrad.rollout.client import measure_logprob_kind
 from tracegrad.rollout.token_client import sampling_params
-from tracegrad.trainer import Run
+from tracegrad.trainer import Trainer
 from tracegrad.weight_sync import SyncError, probe_requests
-from tracegrad.weight_sync.probe_requests import Probe, Said
+from tracegrad.weight_sync.probe_requests import Probe, ProbeAnswer
 
 LENGTH = 16
 """Maximum number of sampled tokens in one request."""
@@ -37,7 +37,7 @@ _UNSENT += ("max_completion_tokens", "use_beam_search", "echo", "prompt_logprobs
 
 
 @dataclass(frozen=True)
-class Row:
+class ProbeRow:
     """Token ids with the logprobs that a server returned: NaN for tokens that are not compared.
 
     Args:
@@ -52,17 +52,17 @@ class Row:
     inv_temperature: Floats
     server: int = 0
 
-    def answers(self) -> Iterator["Row"]:
+    def answers(self) -> Iterator["ProbeRow"]:
         """Yield each run of compared tokens, after everything in front of it.
 
         >>> rollout = np.float32([np.nan, -1, -2, np.nan, -3])
-        >>> [part.rollout.tolist() for part in Row(np.arange(5), rollout, np.ones(5, np.float32)).answers()]
+        >>> [part.rollout.tolist() for part in ProbeRow(np.arange(5), rollout, np.ones(5, np.float32)).answers()]
         [[nan, -1.0, -2.0], [nan, nan, nan, nan, -3.0]]
         """
         edges = np.flatnonzero(np.diff(np.r_[False, ~np.isnan(self.rollout), False]))
         for start, end in edges.reshape(-1, 2):
             rollout = np.where(np.arange(end) < start, np.float32(np.nan), self.rollout[:end])
-            yield Row(self.ids[:end], rollout, self.inv_temperature[:end], self.server)
+            yield ProbeRow(self.ids[:end], rollout, self.inv_temperature[:end], self.server)
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Sample:
         urls: URLs of the servers.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[ProbeRow]
     step: Step
     logprobs: Floats
     urls: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, driven: Run, rows: Sequence[Row], **more: Any) -> "Sample":
+    def of(cls, driven: Trainer, rows: Sequence[ProbeRow], **more: Any) -> "Sample":
         """Compute the logprobs of rows with the current policy. Every rank must call this with the same rows."""
         ends = np.cumsum([0, *(len(row.ids) for row in rows)])
         arrays = [
@@ -110,20 +110,20 @@ class Sample:
         """[M]: index in `urls` of the server that sampled each token."""
         return np.array([row.server for row in self.rows], np.int64)[self.step.trace]
 
-    def gap(self, logprobs: Floats | None = None, server: int | None = None) -> Gap:
+    def gap(self, logprobs: Floats | None = None, server: int | None = None) -> LogprobGap:
         """Return the gap between the servers and the policy, or other logprobs [M]; of one server or of all."""
         here = np.ones(len(self.step), bool) if server is None else self.server == server
-        return Gap.of(self.logprobs if logprobs is None else logprobs, self.rollout, here)
+        return LogprobGap.of(self.logprobs if logprobs is None else logprobs, self.rollout, here)
 
-    def gap_of_row(self, row: int) -> Gap:
+    def gap_of_row(self, row: int) -> LogprobGap:
         """Return the gap between the servers and the policy in one row."""
-        return Gap.of(self.logprobs, self.rollout, self.step.trace == row)
+        return LogprobGap.of(self.logprobs, self.rollout, self.step.trace == row)
 
-    def of_rows(self, rows: Sequence[int], driven: Run) -> "Sample":
+    def of_rows(self, rows: Sequence[int], driven: Trainer) -> "Sample":
         """Return a sample of only these rows. Every rank must call this."""
         return Sample.of(driven, [self.rows[row] for row in rows], urls=self.urls)
 
-    def by_answer(self, driven: Run) -> "Sample":
+    def by_answer(self, driven: Trainer) -> "Sample":
         """Return a sample with one row per answer, since a conversation may use several servers.
 
         Every rank must call this.
@@ -132,7 +132,7 @@ class Sample:
 
 
 @dataclass
-class Canary:
+class ProbeSampler:
     """Sends probe requests to the servers of a run. The first rank sends them; all ranks run the forward pass.
 
     Args:
@@ -143,16 +143,16 @@ class Canary:
         processed: whether the servers' logprobs are of the sampled distribution, including the temperature.
     """
 
-    driven: Run
-    link: Link | None
-    play: Play
+    driven: Trainer
+    link: ServerPool | None
+    play: RolloutConfig
     tokenizer: Tokenizer
     processed: bool = True
     probes: list[Probe] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._repeated_probes: list[Probe] = []
-        self._answers: list[Said] = []
+        self._answers: list[ProbeAnswer] = []
 
     def prepare(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Choose the probes: the first request of each trajectory, as it was sent."""
@@ -176,14 +176,14 @@ class Canary:
         probes, answers = [*self._repeated_probes, *self.probes], self._answers
         length = sum(len(answer.ids) for answer in answers) / len(answers) if answers else None
 
-        async def send_probes(servers: Any, _: Any) -> tuple[list[Said], list[float]]:
-            results = await probe_requests.ask(
+        async def send_probes(servers: Any, _: Any) -> tuple[list[ProbeAnswer], list[float]]:
+            results = await probe_requests.send_probes(
                 servers, probes, length=length, again=not self._repeated_probes, salt=salt
             )
             return results, [probes[answer.number].temperature for answer in results]
 
         results, temperatures = self._run_on_first_rank(send_probes)
-        if (duplicate := probe_requests.repeated([*answers, *results])) is not None:
+        if (duplicate := probe_requests.find_repeated_id([*answers, *results])) is not None:
             raise SyncFault(cached_response(duplicate.id, duplicate.url))
         if salt is None:
             self._repeated_probes, self._answers = self.probes[:1], results
@@ -200,9 +200,9 @@ class Canary:
         """
         probe = self._plain_probe()
 
-        async def send_probe(servers: Any, _: Any) -> tuple[str | None, list[Said]]:
-            answers = [await probe_requests.ask_one(servers, url, probe) for url in servers.ready]
-            return await measured_kind(servers), [answer for answer in answers if answer is not None]
+        async def send_probe(servers: Any, _: Any) -> tuple[str | None, list[ProbeAnswer]]:
+            answers = [await probe_requests.send_probe(servers, url, probe) for url in servers.ready]
+            return await measure_logprob_kind(servers), [answer for answer in answers if answer is not None]
 
         try:
             kind, answers = self._run_on_first_rank(send_probe)
@@ -219,7 +219,7 @@ class Canary:
             "processed_logprobs.",
         ]
 
-    def _template_differs(self, answer: Said) -> str:
+    def _template_differs(self, answer: ProbeAnswer) -> str:
         """Return what the user should know about a server's chat template; raise SyncFault for another tokenizer."""
         if self.play.ids == "tokens":
             return ""
@@ -276,7 +276,7 @@ class Canary:
             raise error or SyncError(message)
         return result
 
-    def _measured(self, answers: Sequence[Said], temperatures: Sequence[float]) -> Sample:
+    def _measured(self, answers: Sequence[ProbeAnswer], temperatures: Sequence[float]) -> Sample:
         urls = tuple(dict.fromkeys(answer.url for answer in answers))
         rows = []
         for answer, temperature in zip(answers, temperatures, strict=True):
@@ -284,7 +284,7 @@ class Canary:
             rollout = np.r_[np.full(len(answer.prompt_ids), np.nan), answer.logprobs].astype(np.float32)
             inv_temperature = np.full(len(ids), 1 / temperature if self.processed else 1.0, np.float32)
             if answer.ids:
-                rows.append(Row(ids, rollout, inv_temperature, urls.index(answer.url)))
+                rows.append(ProbeRow(ids, rollout, inv_temperature, urls.index(answer.url)))
         if not rows:
             raise SyncError(
                 f"TG-ONLINE-048: {', '.join(urls)} sampled no token for {len(answers)} requests of the run. What they "
@@ -293,13 +293,13 @@ class Canary:
         return Sample.of(self.driven, rows, urls=urls)
 
 
-def probe_of(record: Mapping[str, Any], play: Play) -> Probe | None:
+def probe_of(record: Mapping[str, Any], play: RolloutConfig) -> Probe | None:
     """Return the first request of a trajectory as a probe: short, single, and at the same path.
 
     Return None for a request that cannot be compared: with images, or with options that the trainer cannot reproduce.
 
     >>> request = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 0.5, "stream": True}
-    >>> probe_of({"calls": [{"request": request, "response": {}}]}, Play()).body["max_tokens"]
+    >>> probe_of({"calls": [{"request": request, "response": {}}]}, RolloutConfig()).body["max_tokens"]
     16
     """
     try:
@@ -332,7 +332,9 @@ def _is_text_only(messages: Any) -> bool:
     return all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
 
 
-def sample_of(driven: Run, sequences: Sequences, here: NDArray[np.bool_], without: NDArray[np.bool_]) -> Sample | None:
+def sample_of(
+    driven: Trainer, sequences: Sequences, here: NDArray[np.bool_], without: NDArray[np.bool_]
+) -> Sample | None:
     """Sample tokens of a step again, from at most `ROWS` of its branches; None if there are none.
 
     Args:
@@ -357,5 +359,5 @@ def sample_of(driven: Run, sequences: Sequences, here: NDArray[np.bool_], withou
         rollout = np.where(here[part], sequences.rollout_logprobs[part], np.float32(np.nan))
         last = int(np.flatnonzero(here[part])[-1]) + 1
         ids, inv_temperature = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
-        rows.append(Row(ids[:last], rollout[:last], inv_temperature[:last]))
+        rows.append(ProbeRow(ids[:last], rollout[:last], inv_temperature[:last]))
     return Sample.of(driven, rows) if rows else None

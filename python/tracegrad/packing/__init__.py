@@ -3,7 +3,7 @@
 `pack` returns `Step`s of `Batch`es for `Sequences` and advantages. Rust computes placement and layout.
 """
 
-from tracegrad.packing.batch import Batch, Sharing, Skipped, Step, TooLong, Totals
+from tracegrad.packing.batch import Batch, Sharing, SkippedTraces, Step, Totals, TruncationLoss
 from tracegrad.packing.cost_model import ModelShape
 from tracegrad.packing.device_prefetch import prefetch
 from tracegrad.packing.packing import advantages_by_token, measure, nothing_to_train, pack, steps_of
@@ -12,10 +12,10 @@ __all__ = [
     "Batch",
     "ModelShape",
     "Sharing",
-    "Skipped",
+    "SkippedTraces",
     "Step",
-    "TooLong",
     "Totals",
+    "TruncationLoss",
     "advantages_by_token",
     "measure",
     "nothing_to_train",

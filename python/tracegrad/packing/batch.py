@@ -16,8 +16,8 @@ from tracegrad.errors import ArgumentError
 from tracegrad.images import RowImages
 
 if TYPE_CHECKING:
-    from tracegrad.objective import Needs
-    from tracegrad.objective.correction import Corrected
+    from tracegrad.objective import Requirements
+    from tracegrad.objective.correction import Correction
     from tracegrad.objective.torch_loss import Terms
 
 Ints = NDArray[np.int32]
@@ -38,7 +38,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class TooLong:
+class TruncationLoss:
     """Losses of a step to the token budget, over all ranks: names of dropped or cut traces, and lost trained tokens."""
 
     traces: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class TooLong:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedTraces:
     """Traces that count in a step but are not packed, over all ranks.
 
     They have advantage 0, which cannot affect the loss, or they have no trained token and are `counted`.
@@ -126,7 +126,7 @@ class Batch:
         longest = self.reach if isinstance(self.positions, np.ndarray) else self.longest
         images = self.images and self.images.to(device)
         return replace(
-            self, longest=longest, images=images, **{n: moved(getattr(self, n), device) for n in columns_of(self)}
+            self, longest=longest, images=images, **{n: to_device(getattr(self, n), device) for n in columns_of(self)}
         )
 
     @property
@@ -210,8 +210,8 @@ class Step:
     group_terms: Counts
     group_traces: Counts
     totals: Totals
-    too_long: TooLong = TooLong()
-    skipped: Skipped = Skipped()
+    too_long: TruncationLoss = TruncationLoss()
+    skipped: SkippedTraces = SkippedTraces()
     sharing: Sharing | None = None
     load: NDArray[np.float64] = field(default_factory=lambda: np.ones(1))
     old_logprobs: NDArray[np.floating] | None = None
@@ -274,11 +274,13 @@ class Step:
         branches, branch_index = np.unique(self.branch, return_inverse=True)
         length = np.zeros(len(branches), np.int64)
         for batch in self.batches:
-            depth = host(batch.positions)[host(batch.read)][host(batch.row)]  # of the token before the trained token
+            depth = to_numpy(batch.positions)[to_numpy(batch.read)][
+                to_numpy(batch.row)
+            ]  # of the token before the trained token
             np.maximum.at(length, branch_index[batch.term], depth + 2)
         return int(length.sum())
 
-    def idle(self, needs: Needs, corrected: Corrected) -> NDArray[np.bool_]:
+    def idle(self, needs: Requirements, corrected: Correction) -> NDArray[np.bool_]:
         """Return [M] bool: the trained tokens whose logprob cannot change loss or gradient, for any current policy.
 
         These are the tokens that `corrected` dropped and those with weight or advantage 0, unless `needs` says that
@@ -313,7 +315,7 @@ class Step:
             self, **{name: self._in_step_order(name, values) for name, values in new.items() if values is not None}
         )
 
-    def terms(self, batch: Batch, corrected: Corrected) -> Terms:
+    def terms(self, batch: Batch, corrected: Correction) -> Terms:
         """Return the inputs of the objective for the trained tokens of `batch`, on the device of `batch`.
 
         Args:
@@ -327,7 +329,7 @@ class Step:
         device = batch.ids.device if isinstance(batch.ids, torch.Tensor) else "cpu"
 
         def gather(values: Any) -> Any:
-            return None if values is None else sent(torch.from_numpy(host(values)[batch.term]), device)
+            return None if values is None else copy_to_device(torch.from_numpy(to_numpy(values)[batch.term]), device)
 
         return Terms(
             old=gather(self.old_logprobs),
@@ -364,7 +366,7 @@ class Step:
             )
 
 
-def host(values: Any) -> Any:
+def to_numpy(values: Any) -> Any:
     """Convert a numpy array, a sequence or a torch tensor to a numpy array, without importing torch."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
@@ -372,8 +374,8 @@ def host(values: Any) -> Any:
 
 
 def _floats(values: Any, name: str) -> NDArray[np.floating]:
-    array = _validation.flat(_validation.numbers(values, name), name)
-    return _validation.narrowed(array, np.float64 if array.dtype == np.float64 else np.float32, name)
+    array = _validation.check_flat(_validation.numbers(values, name), name)
+    return _validation.as_floats(array, np.float64 if array.dtype == np.float64 else np.float32, name)
 
 
 def columns_of(batch: Batch) -> list[str]:
@@ -381,15 +383,17 @@ def columns_of(batch: Batch) -> list[str]:
     return [column.name for column in fields(batch) if column.name not in ("term", "longest", "images")]
 
 
-def moved(values: Any, device: Any) -> Any:
+def to_device(values: Any, device: Any) -> Any:
     """Move an array or tensor to `device` as a torch tensor, integers as int64; asynchronously to CUDA."""
     import torch
 
-    tensor = sent(values if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values)), device)
+    tensor = copy_to_device(
+        values if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values)), device
+    )
     return tensor if tensor.is_floating_point() else tensor.long()
 
 
-def sent(tensor: Any, device: Any) -> Any:
+def copy_to_device(tensor: Any, device: Any) -> Any:
     """Move a tensor to `device` in its dtype; to CUDA asynchronously, from page-locked memory."""
     import torch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tracegrad.errors import ArgumentError
 
-LEAST_GAIN = 1.05
+MIN_SHARING_GAIN = 1.05
 """Prefixes are shared if the predicted FLOP ratio is above this."""
 
 

@@ -10,22 +10,22 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _core, _validation
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
-from tracegrad.images import Images, RowImages
-from tracegrad.images.spans import Keys
-from tracegrad.packing.batch import Batch, Counts, Floats, Ints, Sharing, Skipped, Step, TooLong, Totals
-from tracegrad.packing.cost_model import LEAST_GAIN, ModelShape
+from tracegrad.images import ImageSpans, RowImages
+from tracegrad.images.spans import ImageKeys
+from tracegrad.packing.batch import Batch, Counts, Floats, Ints, Sharing, SkippedTraces, Step, Totals, TruncationLoss
+from tracegrad.packing.cost_model import MIN_SHARING_GAIN, ModelShape
 
 if TYPE_CHECKING:
-    from tracegrad.objective import Needs
+    from tracegrad.objective import Requirements
 
 
-def compared_ids(sequences: Sequences) -> tuple[Ints, Keys | None]:
+def ids_with_image_keys(sequences: Sequences) -> tuple[Ints, ImageKeys | None]:
     """Return the ids [T] int32 by which branches are compared. Ids of each distinct image are replaced."""
     ids = np.require(sequences.ids, np.int32, ["C", "A"])
     return (ids, None) if sequences.images is None else sequences.images.keyed(ids, sequences.cu_seqlens)
 
 
-def towers_as_terms(sequences: Sequences, length: Ints, shape: ModelShape) -> Ints:
+def vision_cost(sequences: Sequences, length: Ints, shape: ModelShape) -> Ints:
     """Return [N] int32: the cost of each branch's images in the vision tower, in units of trained tokens in the head.
 
     Args:
@@ -43,7 +43,7 @@ def towers_as_terms(sequences: Sequences, length: Ints, shape: ModelShape) -> In
 
 
 class Layout(NamedTuple):
-    """The arrays of `_core.pack_lay`, and the unique ids that `compared_ids` used for images."""
+    """The arrays of `_core.pack_lay`, and the unique ids that `ids_with_image_keys` used for images."""
 
     ids: Ints
     positions: Ints
@@ -60,8 +60,8 @@ class Layout(NamedTuple):
     origin: NDArray[np.int64]
     branch: Ints
     cu_terms: Counts
-    images: Images | None = None
-    keys: Keys | None = None
+    images: ImageSpans | None = None
+    keys: ImageKeys | None = None
 
     def batch(self, row: int) -> Batch:
         """Return one row as a batch."""
@@ -167,9 +167,9 @@ def group_into_steps(
     )
 
 
-def losses(sequences: Sequences, groups: Groups, lost: Counts, over: Ints) -> list[TooLong]:
+def too_long_losses(sequences: Sequences, groups: Groups, lost: Counts, over: Ints) -> list[TruncationLoss]:
     """Return, for each step, the traces and trained tokens that `too_long` dropped or cut."""
-    out = [TooLong()] * len(groups.totals)
+    out = [TruncationLoss()] * len(groups.totals)
     if not len(over):
         return out
     step_of_group = {
@@ -177,11 +177,11 @@ def losses(sequences: Sequences, groups: Groups, lost: Counts, over: Ints) -> li
     }
     for trace in over.tolist():
         step = step_of_group.get(int(sequences.group[trace]), 0)
-        out[step] = TooLong((*out[step].traces, sequences.trace_name(trace)), out[step].terms + int(lost[trace]))
+        out[step] = TruncationLoss((*out[step].traces, sequences.trace_name(trace)), out[step].terms + int(lost[trace]))
     return out
 
 
-def without_advantage(sequences: Sequences, advantages: Floats, groups: Groups) -> NDArray[np.bool_]:
+def has_zero_advantage(sequences: Sequences, advantages: Floats, groups: Groups) -> NDArray[np.bool_]:
     """Return [R] bool: the traces of a step in which all trained tokens have advantage 0."""
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     has_advantage = np.zeros(sequences.traces, bool)
@@ -189,12 +189,12 @@ def without_advantage(sequences: Sequences, advantages: Floats, groups: Groups) 
     return ~has_advantage & (groups.step >= 0)
 
 
-def skipped(groups: Groups, idle: NDArray[np.bool_]) -> list[Skipped]:
+def count_skipped(groups: Groups, idle: NDArray[np.bool_]) -> list[SkippedTraces]:
     """Return, for each step, the number of skipped traces and of their trained tokens."""
     steps = len(groups.totals)
     traces = np.bincount(groups.step[idle], minlength=steps)
     terms = np.bincount(groups.step[idle], groups.terms[idle], steps)
-    return [Skipped(int(count), int(lost)) for count, lost in zip(traces, terms, strict=True)]
+    return [SkippedTraces(int(count), int(lost)) for count, lost in zip(traces, terms, strict=True)]
 
 
 def pack(
@@ -206,7 +206,7 @@ def pack(
     step_groups: int | None = None,
     ranks: int = 1,
     rank: int = 0,
-    needs: Needs | None = None,
+    needs: Requirements | None = None,
     too_long: Literal["refuse", "drop", "truncate"] = "refuse",
     share_prefixes: bool = False,
     skip_zero_advantage: bool = False,
@@ -270,7 +270,7 @@ def pack(
     whole_traces = needs is not None and needs.trace_ratio
     trace = _contiguous(sequences.trace, np.int32)
     cu = _contiguous(sequences.cu_seqlens, np.int64)
-    ids, keys = compared_ids(sequences)
+    ids, keys = ids_with_image_keys(sequences)
     trainable = _contiguous(sequences.trainable, np.bool_)
     limits = (int(token_budget), whole_traces)
     length, terms, lost, over, present, trace_index = _measure_branches(
@@ -279,13 +279,13 @@ def pack(
     none = np.zeros(sequences.traces, bool)
     masked = none if counted is None else _validation.flags(counted, "counted", length=sequences.traces)
     groups = group_into_steps(sequences, terms, masked, step_groups, seed)
-    idle = without_advantage(sequences, per_token, groups) if skip_zero_advantage else none
+    idle = has_zero_advantage(sequences, per_token, groups) if skip_zero_advantage else none
     length = np.where(idle[trace], 0, length).astype(np.int32)
     shape = shape or ModelShape()
     costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
-    least_gain = LEAST_GAIN if share_prefixes else None
+    least_gain = MIN_SHARING_GAIN if share_prefixes else None
     step = _contiguous(groups.step[present], groups.step.dtype)
-    weights = terms + towers_as_terms(sequences, length, shape)
+    weights = terms + vision_cost(sequences, length, shape)
     placement = _Placed(
         *_core.pack_place(ids, cu, length, weights, trace_index, step, int(ranks), *limits, costs, least_gain)
     )
@@ -299,11 +299,13 @@ def pack(
     layout = Layout(*arrays, images=sequences.images, keys=keys)
     idle |= masked & (groups.terms == 0)
     by_term = _by_term(sequences, groups, layout, trace, per_token)
-    packed = _Packing(groups, placement, layout, by_term, losses(sequences, groups, lost, over), skipped(groups, idle))
+    packed = _Packing(
+        groups, placement, layout, by_term, too_long_losses(sequences, groups, lost, over), count_skipped(groups, idle)
+    )
     return [_step(packed, share_prefixes, index) for index in range(len(rows))]
 
 
-MOST = (1 << 31) - 1
+MAX_ROW_TOKENS = (1 << 31) - 1
 """Maximum number of tokens in a row."""
 
 
@@ -325,7 +327,7 @@ def measure(
         ArgumentError: if a trace is too long, as in `pack`.
     """
     _, terms, *_ = _measure_branches(
-        sequences, compared_ids(sequences)[0], token_budget, whole_traces, share_prefixes, too_long
+        sequences, ids_with_image_keys(sequences)[0], token_budget, whole_traces, share_prefixes, too_long
     )
     return np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
 
@@ -352,8 +354,8 @@ class _Packing(NamedTuple):
     placed: _Placed
     layout: Layout
     by_term: dict[str, NDArray[Any]]
-    losses: list[TooLong]
-    skipped: list[Skipped]
+    losses: list[TruncationLoss]
+    skipped: list[SkippedTraces]
 
 
 def advantages_by_token(
@@ -370,7 +372,7 @@ def advantages_by_token(
         ArgumentError: if the shape is different, or the advantage of a trained token is not finite.
     """
     _validation.one_of(per, "per", ("trace", "term", None))
-    values = _validation.narrowed(_validation.numbers(advantages, "advantages"), np.float32, "advantages")
+    values = _validation.as_floats(_validation.numbers(advantages, "advantages"), np.float32, "advantages")
     lengths = np.diff(sequences.cu_seqlens)
     if per != "term" and values.shape == (sequences.traces,) and np.isfinite(values).all():
         out = np.repeat(values[sequences.trace], lengths)
@@ -466,11 +468,16 @@ def _step(packed: _Packing, report_sharing: bool, index: int) -> Step:
 
 
 def _check_types(
-    sequences: Sequences, needs: Needs | None, shape: ModelShape | None, too_long: str, share: bool, seed: int | None
+    sequences: Sequences,
+    needs: Requirements | None,
+    shape: ModelShape | None,
+    too_long: str,
+    share: bool,
+    seed: int | None,
 ) -> None:
     _validation.instance(sequences, "sequences", Sequences, "Pass what align() gave.")
     if needs is not None and not hasattr(needs, "trace_ratio"):
-        raise ArgumentError(f"TG-PACK-011: needs is {_validation.described(needs)}. Pass objective.needs.")
+        raise ArgumentError(f"TG-PACK-011: needs is {_validation.describe(needs)}. Pass objective.needs.")
     if shape is not None:
         _validation.instance(shape, "shape", ModelShape, "Pass ModelShape.of(model.config).")
     _validation.one_of(too_long, "too_long", ("refuse", "drop", "truncate"))
@@ -480,10 +487,16 @@ def _check_types(
 
 
 def _check(
-    needs: Needs | None, token_budget: int, ranks: int, rank: int, step_groups: int | None, multiple: int, skip: bool
+    needs: Requirements | None,
+    token_budget: int,
+    ranks: int,
+    rank: int,
+    step_groups: int | None,
+    multiple: int,
+    skip: bool,
 ) -> None:
     for name, value in {"token_budget": token_budget, "ranks": ranks, "pad_to_multiple_of": multiple}.items():
-        _validation.integer(value, name, least=1, most=MOST)
+        _validation.integer(value, name, least=1, most=MAX_ROW_TOKENS)
     if step_groups is not None:
         _validation.integer(step_groups, "step_groups", least=1)
     if _validation.integer(rank, "rank", least=0) >= ranks:

@@ -5,23 +5,23 @@ specifies a prepared folder. This package does not need torch.
 """
 
 from tracegrad.prepare.output import write_json
-from tracegrad.prepare.part import MOST_SHARDFULS, SHARD_BYTES, Sources, shard, shards_of
+from tracegrad.prepare.part import MAX_SHARDS_PER_GROUP, SHARD_BYTES, Sources, shard, shards_of
 from tracegrad.prepare.run import PLAN, check_prepared, is_prepared, load, prepare
-from tracegrad.prepare.split import PART_BYTES, Part, cut
+from tracegrad.prepare.split import PART_BYTES, Part, split_inputs
 
 __all__ = [
-    "MOST_SHARDFULS",
+    "MAX_SHARDS_PER_GROUP",
     "PART_BYTES",
     "PLAN",
     "SHARD_BYTES",
     "Part",
     "Sources",
     "check_prepared",
-    "cut",
     "is_prepared",
     "load",
     "prepare",
     "shard",
     "shards_of",
+    "split_inputs",
     "write_json",
 ]

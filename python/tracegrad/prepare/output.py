@@ -10,7 +10,7 @@ from typing import Any
 
 from tracegrad.alignment import store
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.errors import ReadError, TracegradError, redacted
+from tracegrad.errors import ReadError, TracegradError, redact
 from tracegrad.storage import files, manifest, remote
 from tracegrad.storage.safetensors_file import flush, read_text, write_bytes
 
@@ -18,12 +18,12 @@ PLAN = "prepare.json"
 """Name of the file that records how the shards were made."""
 
 
-def place_of(out: str) -> "Folder | Bucket":
+def open_output(out: str) -> "LocalOutput | RemoteOutput":
     """Return the output that an `--out` names."""
-    return Bucket(out) if remote.is_address(out) else Folder(remote.path_of(out))
+    return RemoteOutput(out) if remote.is_address(out) else LocalOutput(remote.path_of(out))
 
 
-class Folder:
+class LocalOutput:
     """A local output folder."""
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class Folder:
         """Remove a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
-    def put(self, name: str, sequences: Sequences) -> manifest.Folder:
+    def put(self, name: str, sequences: Sequences) -> manifest.FolderManifest:
         """Write a shard to a temporary folder, and rename it when it is complete and synced to disk.
 
         Raises:
@@ -107,11 +107,11 @@ class Folder:
             return None
         return sequences if sequences.traces + len(sequences.drift.errors) == traces else None
 
-    def told(self, name: str) -> manifest.Folder:
+    def told(self, name: str) -> manifest.FolderManifest:
         """Return the manifest of a shard."""
         return manifest.read(self.path / name)
 
-    def holds(self, shards: dict[str, manifest.Folder]) -> bool:
+    def holds(self, shards: dict[str, manifest.FolderManifest]) -> bool:
         """Return whether these shards exist and all their checksums match."""
         try:
             for name, expected in shards.items():
@@ -127,23 +127,23 @@ class Folder:
         """Yield the folder for files that grow during the work, such as bad records."""
         yield self.path
 
-    def seal(self, shards: dict[str, manifest.Folder]) -> None:
+    def seal(self, shards: dict[str, manifest.FolderManifest]) -> None:
         """Write the manifest of all shards, which marks the folder as complete."""
-        manifest.put(self.path, manifest.of_shards(shards))
+        manifest.write_manifest(self.path, manifest.from_shards(shards))
         manifest.read(self.path)
 
 
-class Bucket:
+class RemoteOutput:
     """An output folder at an address. It has no lock against a second writer."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
 
     def __str__(self) -> str:
-        return redacted(self.address)
+        return redact(self.address)
 
     def _at(self, *names: str) -> str:
-        return remote.joined(self.address, *names)
+        return remote.join_address(self.address, *names)
 
     def make(self) -> None:
         """Do nothing. Writing a file creates its folders."""
@@ -172,7 +172,7 @@ class Bucket:
         """Remove a file if it exists."""
         remote.remove(self._at(name))
 
-    def put(self, name: str, sequences: Sequences) -> manifest.Folder:
+    def put(self, name: str, sequences: Sequences) -> manifest.FolderManifest:
         """Write a shard, its manifest last."""
         with tempfile.TemporaryDirectory(prefix="tracegrad-") as folder:
             store.write(Path(folder), sequences.stored())
@@ -186,11 +186,11 @@ class Bucket:
         """Return None: at an address, a part is kept completely or done again."""
         return None
 
-    def told(self, name: str) -> manifest.Folder:
+    def told(self, name: str) -> manifest.FolderManifest:
         """Return the manifest of a shard."""
         return manifest.read(self._at(name))
 
-    def holds(self, shards: dict[str, manifest.Folder]) -> bool:
+    def holds(self, shards: dict[str, manifest.FolderManifest]) -> bool:
         """Return whether these shards exist with the listed sizes. Their content is not read."""
         with suppress(ReadError):
             existing = remote.sizes(self.address)
@@ -211,15 +211,15 @@ class Bucket:
                 for path in sorted(Path(folder).iterdir()):
                     remote.upload(path, self._at(path.name))
 
-    def seal(self, shards: dict[str, manifest.Folder]) -> None:
+    def seal(self, shards: dict[str, manifest.FolderManifest]) -> None:
         """Write the manifest of all shards, which marks the folder as complete."""
-        self.write(manifest.NAME, manifest.encoded(manifest.of_shards(shards)))
+        self.write(manifest.NAME, manifest.encode(manifest.from_shards(shards)))
         manifest.read(self.address)
 
 
 def encoded(value: Any) -> bytes:
     """Return a value as the bytes of a JSON file, with secrets of addresses redacted."""
-    return (redacted(json.dumps(value, indent=1, ensure_ascii=False)) + "\n").encode("utf-8", "backslashreplace")
+    return (redact(json.dumps(value, indent=1, ensure_ascii=False)) + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,39 +11,39 @@ from typing import Any
 from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Data, Map
+from tracegrad.config import Data, FieldMap
 from tracegrad.data import Progress, read
 from tracegrad.data.read_options import Options
-from tracegrad.data.reader import BLANK, InputStream, Tally, added, of_part, together
+from tracegrad.data.reader import BLANK, InputStream, StreamCounts, add_tallies, concatenate, open_part
 from tracegrad.data.sampling import model_defaults
 from tracegrad.data.trace import Traces, write
-from tracegrad.errors import ArgumentError, redacted
-from tracegrad.prepare.output import Bucket, Folder, encoded, place_of
+from tracegrad.errors import ArgumentError, redact
+from tracegrad.prepare.output import LocalOutput, RemoteOutput, encoded, open_output
 from tracegrad.prepare.split import Part
-from tracegrad.prepare.summary import Account
+from tracegrad.prepare.summary import IngestSummary
 from tracegrad.storage import manifest, remote
 
 SHARD_BYTES = 256 << 20
 """Size of a shard in bytes of records. When it is reached, the shard ends with the current group."""
-MOST_SHARDFULS = 4
+MAX_SHARDS_PER_GROUP = 4
 """Maximum size of a group, in shards. A larger group is split."""
 
 Sources = str | Sequence[str]
 
 
-def names_of(source: Sources) -> list[str]:
+def as_list(source: Sources) -> list[str]:
     """Return the named inputs as a list."""
     return [source] if isinstance(source, str) else list(source)
 
 
-def said(named: list[str]) -> str:
+def describe_inputs(named: list[str]) -> str:
     """Return the named inputs as text for one line of output."""
-    return ", ".join(map(redacted, named[:3])) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
+    return ", ".join(map(redact, named[:3])) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
 
 
-def aside_of(named: list[str]) -> str:
+def quarantine_prefix(named: list[str]) -> str:
     """Return the prefix for the names of files with bad records."""
-    return "stdin" if named == ["-"] else Path(redacted(named[0]).split("?")[0].rstrip("/")).name
+    return "stdin" if named == ["-"] else Path(redact(named[0]).split("?")[0].rstrip("/")).name
 
 
 def shard(
@@ -51,7 +51,7 @@ def shard(
     model: Tokenizer | str | os.PathLike[str],
     *,
     data: Data | None = None,
-    map: Map | None = None,
+    map: FieldMap | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Sequences:
     """Align records, and write them as one shard if `out` is given. The result depends only on the arguments.
@@ -81,17 +81,17 @@ def shard(
         )
     tokenizer = model if isinstance(model, Tokenizer) else _tokenizer(os.fspath(model))
     if isinstance(records, Part):
-        traces = together(of_part(list(records.places), map or Map(), Options(on_error=chosen.on_error)))
+        traces = concatenate(open_part(list(records.places), map or FieldMap(), Options(on_error=chosen.on_error)))
     elif isinstance(records, Traces):
         traces = records
     else:
         traces = read(records, map=map, on_error=chosen.on_error)
-    sequences = aligned(traces, tokenizer, chosen)
+    sequences = align_traces(traces, tokenizer, chosen)
     if out is not None:
         _check_names(sequences)
         address = str(out) if remote.is_address(out) else remote.path_of(out)
         parent, _, name = str(address).rstrip("/").rpartition("/")
-        place = place_of(parent or ".")
+        place = open_output(parent or ".")
         place.make()
         place.put(name, sequences)
     return sequences
@@ -113,7 +113,7 @@ def _tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_pretrained(Path(model))
 
 
-def aligned(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
+def align_traces(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
     """Align traces with these options."""
     folder = tokenizer.folder if data.sampling_defaults == "model" else None
     return align(
@@ -131,7 +131,7 @@ def aligned(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
 def shards_of(parts: Iterable[Traces], shard_traces: int, shard_bytes: int = SHARD_BYTES) -> Iterator[Traces]:
     """Split a stream of traces into shards. A full shard ends at the next change of group.
 
-    Neighbouring traces of a group stay in one shard, unless they would fill `MOST_SHARDFULS` shards.
+    Neighbouring traces of a group stay in one shard, unless they would fill `MAX_SHARDS_PER_GROUP` shards.
     """
     pending: list[Traces] = []
     count = size = 0
@@ -140,7 +140,7 @@ def shards_of(parts: Iterable[Traces], shard_traces: int, shard_bytes: int = SHA
         start = 0
         for row, group in enumerate(part.groups):
             fill = max(count / shard_traces, size / shard_bytes)
-            if fill >= MOST_SHARDFULS or (fill >= 1 and (group is None or group != previous_group)):
+            if fill >= MAX_SHARDS_PER_GROUP or (fill >= 1 and (group is None or group != previous_group)):
                 yield Traces.concatenate([*pending, part[start:row]])
                 pending, count, size, start = [], 0, 0, row
             count, size, previous_group = count + 1, size + part.core.record_size(row), group
@@ -153,7 +153,7 @@ FORMAT = "tracegrad-part/1"
 _LIMIT = 1 << 30
 
 Record = dict[str, Any]
-HowFar = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with the number of bytes and of records read so far."""
 
 
@@ -172,11 +172,11 @@ class Job:
     model: str
     out: str
     data: Data
-    map: Map
+    map: FieldMap
     shard_traces: int
 
 
-def done(job: Job, part: Part, tokenizer: Tokenizer, how_far: HowFar | None = None) -> Record:
+def prepare_part(job: Job, part: Part, tokenizer: Tokenizer, how_far: ProgressCallback | None = None) -> Record:
     """Prepare a part and return its record, which is also written as the part's last file.
 
     The record has the part's shards, the counts of the reader and the alignment summary.
@@ -186,16 +186,16 @@ def done(job: Job, part: Part, tokenizer: Tokenizer, how_far: HowFar | None = No
             data.on_error.
         TracegradError: if something cannot be written.
     """
-    place = place_of(job.out)
-    account = Account(part.name)
-    shards: dict[str, manifest.Folder] = {}
+    place = open_output(job.out)
+    account = IngestSummary(part.name)
+    shards: dict[str, manifest.FolderManifest] = {}
     with place.aside() as aside:
         stream = _stream(job, part, aside, how_far)
         for index, traces in enumerate(shards_of(stream, job.shard_traces)):
             name = manifest.shard_name(index, None if part.alone else part.index)
             sequences = place.kept(name, len(traces))
             if sequences is None:
-                sequences = aligned(traces, tokenizer, job.data)
+                sequences = align_traces(traces, tokenizer, job.data)
                 if job.data.on_error == "quarantine" and sequences.drift.errors:
                     left_out = traces[sequences.drift.left_out]
                     write(left_out, aside / f"unaligned-{name.removeprefix('shard-')}.jsonl")
@@ -207,7 +207,7 @@ def done(job: Job, part: Part, tokenizer: Tokenizer, how_far: HowFar | None = No
     record = {
         "format": FORMAT,
         "part": part.index,
-        "shards": {name: manifest.plain(shard_manifest) for name, shard_manifest in shards.items()},
+        "shards": {name: manifest.to_dict(shard_manifest) for name, shard_manifest in shards.items()},
         "tally": stream.tally().as_dict(),
         "account": account.counts(),
     }
@@ -215,7 +215,7 @@ def done(job: Job, part: Part, tokenizer: Tokenizer, how_far: HowFar | None = No
     return json.loads(encoded(record))
 
 
-def _stream(job: Job, part: Part, aside: Path, how_far: HowFar | None) -> InputStream:
+def _stream(job: Job, part: Part, aside: Path, how_far: ProgressCallback | None) -> InputStream:
     prefix = None
     if job.data.on_error == "quarantine":
         prefix = aside / (job.aside if part.alone else f"{job.aside}.{part.name}")
@@ -228,17 +228,17 @@ def _stream(job: Job, part: Part, aside: Path, how_far: HowFar | None) -> InputS
     places = list(part.places)
     if part.alone:
         return InputStream(places, job.map, options, report)
-    return of_part(places, job.map, options, report)
+    return open_part(places, job.map, options, report)
 
 
-def kept(place: Folder | Bucket, part: Part) -> Record | None:
+def load_record(place: LocalOutput | RemoteOutput, part: Part) -> Record | None:
     """Return the record of a part if it is valid and all of its shards are complete. None otherwise."""
     try:
         record = json.loads(place.read(f"{part.name}.json", _LIMIT))
         if record["format"] == FORMAT and record["part"] == part.index and place.holds(shards_in(record)):
-            trial = Account("")
+            trial = IngestSummary("")
             trial.join(record["account"])
-            added([Tally(**record["tally"])], Map()).lines(Map(), trial.read, BLANK)
+            add_tallies([StreamCounts(**record["tally"])], FieldMap()).lines(FieldMap(), trial.read, BLANK)
             encoded(trial.as_dict())
             return record
     except Exception:  # A corrupt record can raise anything. The part is then done again.
@@ -246,15 +246,15 @@ def kept(place: Folder | Bucket, part: Part) -> Record | None:
     return None
 
 
-def shards_in(record: Record) -> dict[str, manifest.Folder]:
+def shards_in(record: Record) -> dict[str, manifest.FolderManifest]:
     """Return the shards that a record lists.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: if the record is invalid.
     """
-    return {str(name): manifest.of_plain(shard_manifest) for name, shard_manifest in record["shards"].items()}
+    return {str(name): manifest.from_dict(shard_manifest) for name, shard_manifest in record["shards"].items()}
 
 
-def threads(workers: int) -> int:
+def threads_per_worker(workers: int) -> int:
     """Return the number of threads that each of `workers` processes may use."""
     return max((os.cpu_count() or 1) // workers, 1)

@@ -20,7 +20,7 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.prepare.part import Job, Record, done
+from tracegrad.prepare.part import Job, Record, prepare_part
 from tracegrad.prepare.split import Part
 from tracegrad.prepare.workers import sendable
 
@@ -49,7 +49,7 @@ class Preparer:
             os.chdir(where)
         try:
             self._tokenizer = self._tokenizer or Tokenizer.from_pretrained(Path(job.model))
-            return part, done(job, part, self._tokenizer)
+            return part, prepare_part(job, part, self._tokenizer)
         except Exception as error:
             return part, sendable(error)
 

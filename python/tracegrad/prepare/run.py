@@ -14,18 +14,29 @@ from typing import Any
 from tracegrad import _core, _validation
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Data, Map
+from tracegrad.config import Data, FieldMap
 from tracegrad.data import Progress, stream
-from tracegrad.data.reader import BLANK, Tally, added
+from tracegrad.data.reader import BLANK, StreamCounts, add_tallies
 from tracegrad.data.sources import expand
 from tracegrad.data.trace import Traces, write
-from tracegrad.errors import ArgumentError, ReadError, TracegradError, redacted, shown
+from tracegrad.errors import ArgumentError, ReadError, TracegradError, escape_terminal, redact
 from tracegrad.metrics import Stopwatch
 from tracegrad.prepare import ray_backend
-from tracegrad.prepare.output import PLAN, Bucket, Folder, encoded, place_of
-from tracegrad.prepare.part import Job, Record, Sources, aligned, aside_of, done, kept, names_of, said, shards_in
-from tracegrad.prepare.split import PART_BYTES, Part, cut
-from tracegrad.prepare.summary import Account
+from tracegrad.prepare.output import PLAN, LocalOutput, RemoteOutput, encoded, open_output
+from tracegrad.prepare.part import (
+    Job,
+    Record,
+    Sources,
+    align_traces,
+    as_list,
+    describe_inputs,
+    load_record,
+    prepare_part,
+    quarantine_prefix,
+    shards_in,
+)
+from tracegrad.prepare.split import PART_BYTES, Part, split_inputs
+from tracegrad.prepare.summary import IngestSummary
 from tracegrad.prepare.workers import Workers
 from tracegrad.storage import manifest, remote
 
@@ -37,9 +48,9 @@ def load(
     out: Path,
     watch: Stopwatch,
     *,
-    map: Map | None = None,
+    map: FieldMap | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> tuple[Sequences, Account]:
+) -> tuple[Sequences, IngestSummary]:
     """Read and align all inputs in memory, or load a folder that `prepare` wrote.
 
     Args:
@@ -59,10 +70,10 @@ def load(
             data.on_error. Also for a folder that is incomplete or was changed.
         ArgumentError: for an option of aligning with a folder of shards.
     """
-    names = names_of(source)
-    account = Account(said(names), names, reward=data.reward)
+    names = as_list(source)
+    account = IngestSummary(describe_inputs(names), names, reward=data.reward)
     if len(names) == 1 and is_prepared(names[0]):
-        check_prepared(names[0], data, map or Map())
+        check_prepared(names[0], data, map or FieldMap())
         with watch("read"):
             sequences = Sequences.load(names[0], verify=True)
         account.add(sequences)
@@ -71,18 +82,18 @@ def load(
     with watch("read"):
         quarantine = None
         if data.on_error == "quarantine":
-            place_of(str(out)).make()
-            quarantine = out / aside_of(names)
+            open_output(str(out)).make()
+            quarantine = out / quarantine_prefix(names)
         options = {"map": map, "on_error": data.on_error, "quarantine": quarantine, "progress": progress}
         traces = stream(names, **options)
         all_traces = Traces.concatenate(traces)
     with watch("align"):
-        sequences = aligned(all_traces, tokenizer, data)
+        sequences = align_traces(all_traces, tokenizer, data)
         if quarantine is not None and sequences.drift.errors:
             write(all_traces[sequences.drift.left_out], out / "unaligned-00000.jsonl")
     account.add(sequences)
     account.read, account.mapped = traces.read_report, traces.lines()
-    account.look(names, map or Map())
+    account.look(names, map or FieldMap())
     account.probe(tokenizer)
     return sequences, account
 
@@ -90,16 +101,16 @@ def load(
 def is_prepared(folder: str | os.PathLike[str]) -> bool:
     """Return whether a path or address is a folder of shards, or a single shard. It may be incomplete."""
     if isinstance(folder, str) and remote.is_address(folder):
-        return any(remote.exists(remote.joined(folder, name)) for name in (manifest.NAME, PLAN))
+        return any(remote.exists(remote.join_address(folder, name)) for name in (manifest.NAME, PLAN))
     path = remote.path_of(folder)
     has_marker = any((path / name).exists() for name in (manifest.NAME, PLAN, "sequences.json"))
     return path.is_dir() and (has_marker or any(path.glob("shard-*")))
 
 
-OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
+ALIGN_OPTIONS = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
 
 
-def check_prepared(source: str, data: Data, map: Map) -> None:
+def check_prepared(source: str, data: Data, map: FieldMap) -> None:
     """Raise if options of reading or aligning are set for a prepared folder.
 
     Raises:
@@ -111,7 +122,7 @@ def check_prepared(source: str, data: Data, map: Map) -> None:
             f"TG-PREPARE-010: map.{next(iter(map.told()))} has no effect on {source}, which is read already. It is of "
             "prepare. Leave it out, or give the file of traces."
         )
-    for name in OF_ALIGNING:
+    for name in ALIGN_OPTIONS:
         if getattr(data, name) != getattr(default, name):
             raise ArgumentError(
                 f"TG-PREPARE-011: data.{name} has no effect on {source}, which is aligned already. It is an option of "
@@ -122,7 +133,7 @@ def check_prepared(source: str, data: Data, map: Map) -> None:
 _ACCOUNT = "drift.json"
 _TOKENIZER_FILES = (".json", ".jinja", ".tiktoken", ".model")
 
-Say = Callable[[Progress], None]
+ProgressCallback = Callable[[Progress], None]
 
 
 def prepare(
@@ -133,15 +144,16 @@ def prepare(
     *,
     shard_traces: int = 4096,
     resume: bool = False,
-    map: Map | None = None,
-    progress: Say | None = None,
+    map: FieldMap | None = None,
+    progress: ProgressCallback | None = None,
     workers: int = 1,
     ray: str | None = None,
     part_bytes: int = PART_BYTES,
-) -> Account:
+) -> IngestSummary:
     """Align inputs of any size into `out/shard-*` in bounded memory. Also writes `out/drift.json`, and a manifest last.
 
-    The inputs are read in parts (see `cut`). The content of a shard depends only on the records, `shard_traces` and
+    The inputs are read in parts (see `split_inputs`). The content of a shard depends only on the records,
+    `shard_traces` and
     `part_bytes`, not on the number of workers. A group with traces in two shards keeps its name in `group_names`; its
     index differs per shard.
 
@@ -169,11 +181,11 @@ def prepare(
     for name, value in (("shard_traces", shard_traces), ("workers", workers), ("part_bytes", part_bytes)):
         _validation.integer(value, name, least=1)
     tokenizer = Tokenizer.from_pretrained(model)
-    names, field_map = names_of(source), map or Map()
-    account = Account(said(names), names, reward=data.reward)
+    names, field_map = as_list(source), map or FieldMap()
+    account = IngestSummary(describe_inputs(names), names, reward=data.reward)
     account.probe(tokenizer)
     plan = _plan(names, model, data, field_map, shard_traces, part_bytes)
-    place = place_of(os.fspath(out))
+    place = open_output(os.fspath(out))
     _check(place, workers, ray)
     if ray is not None and names != ["-"]:
         ray_backend.check(ray)
@@ -181,12 +193,12 @@ def prepare(
     place.make()
     with place.lock() as lock:
         _begin(place, plan, resume)
-        parts, account.whole = cut(names, part_bytes, field_map)
-        records = {part.index: record for part in parts if resume and (record := kept(place, part))}
+        parts, account.whole = split_inputs(names, part_bytes, field_map)
+        records = {part.index: record for part in parts if resume and (record := load_record(place, part))}
         remaining = [part for part in parts if part.index not in records]
         if remaining:
             place.remove(manifest.NAME)
-        job = Job(aside_of(names), str(model), os.fspath(out), data, field_map, shard_traces)
+        job = Job(quarantine_prefix(names), str(model), os.fspath(out), data, field_map, shard_traces)
         total_progress = _Far(parts, remaining, progress)
         if ray is not None and not _is_alone(remaining):
             new_records = ray_backend.records(job, remaining, ray, 0 if workers == 1 else workers)
@@ -194,7 +206,7 @@ def prepare(
             new_records = _by_processes(job, remaining, min(workers, len(remaining)), lock, total_progress)
         else:
             new_records = (
-                done(job, part, tokenizer, lambda *counts, part=part: total_progress(part, *counts))
+                prepare_part(job, part, tokenizer, lambda *counts, part=part: total_progress(part, *counts))
                 for part in remaining
             )
         for record in new_records:
@@ -220,8 +232,8 @@ def _by_processes(
         yield from pool.records(parts)
 
 
-def _check(place: Folder | Bucket, workers: int, ray: str | None) -> None:
-    if isinstance(place, Bucket) and place.address.startswith("memory://") and (workers > 1 or ray is not None):
+def _check(place: LocalOutput | RemoteOutput, workers: int, ray: str | None) -> None:
+    if isinstance(place, RemoteOutput) and place.address.startswith("memory://") and (workers > 1 or ray is not None):
         raise ArgumentError(
             f"TG-PREPARE-012: {place} is in the memory of this process. Shards of other processes would be lost. Leave "
             "--workers and --ray out, or give another --out."
@@ -231,7 +243,7 @@ def _check(place: Folder | Bucket, workers: int, ray: str | None) -> None:
 _ASIDE = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$|^\.lock$|^\.tmp-shard-|^(shard|part)-")
 
 
-def _check_own(place: Folder | Bucket) -> None:
+def _check_own(place: LocalOutput | RemoteOutput) -> None:
     """Raise if the folder has files but no plan of `prepare`. Files of the same names would be lost."""
     names = place.names()
     try:
@@ -243,16 +255,17 @@ def _check_own(place: Folder | Bucket) -> None:
     alien = sorted(name for name in names if not _ASIDE.search(name))
     if alien and not is_ours:
         raise ArgumentError(
-            f"TG-PREPARE-013: {place} holds {shown(alien[0])[:80]!r} and is not a folder of `prepare`. Files of it "
+            f"TG-PREPARE-013: {place} holds {escape_terminal(alien[0])[:80]!r} and is not a folder of "
+            f"`prepare`. Files of it "
             "could be replaced. Give another --out."
         )
 
 
-def _sum(account: Account, records: list[Record], field_map: Map, names: list[str]) -> None:
+def _sum(account: IngestSummary, records: list[Record], field_map: FieldMap, names: list[str]) -> None:
     """Add up the summaries and reader counts of all parts."""
     for record in records:
         account.join(record["account"])
-    tally = added([Tally(**record["tally"]) for record in records], field_map)
+    tally = add_tallies([StreamCounts(**record["tally"]) for record in records], field_map)
     account.parts = len(records)
     if not account.read.records and tally.bare:
         raise ReadError(tally.first_bare)
@@ -264,7 +277,7 @@ def _sum(account: Account, records: list[Record], field_map: Map, names: list[st
 class _Far:
     """The total progress of all parts, reported like that of one reader."""
 
-    def __init__(self, parts: Sequence[Part], left: Sequence[Part], say: Say | None) -> None:
+    def __init__(self, parts: Sequence[Part], left: Sequence[Part], say: ProgressCallback | None) -> None:
         self._say, self._sizes = say, {part.index: part.size for part in left}
         self._total, self._began = sum(self._sizes.values()), time.monotonic()
         self._taken: dict[int, int] = {}
@@ -290,7 +303,7 @@ class _Far:
             self._say(Progress(taken, self._total, records, elapsed, is_last))
 
 
-def _begin(place: Folder | Bucket, plan: dict[str, Any], resume: bool) -> None:
+def _begin(place: LocalOutput | RemoteOutput, plan: dict[str, Any], resume: bool) -> None:
     """Prepare the folder for shards of this plan. The caller must have the lock."""
     names = place.names()
     has_shards = any(name.startswith(("shard-", "part-")) for name in names)
@@ -311,7 +324,7 @@ def _begin(place: Folder | Bucket, plan: dict[str, Any], resume: bool) -> None:
     place.write(PLAN, encoded(plan))
 
 
-def _check_plan(place: Folder | Bucket, plan: dict[str, Any]) -> None:
+def _check_plan(place: LocalOutput | RemoteOutput, plan: dict[str, Any]) -> None:
     remedy = "Give what the first run was given, or another --out."
     try:
         previous = json.loads(place.read(PLAN, 256 << 20))
@@ -330,10 +343,10 @@ def _check_plan(place: Folder | Bucket, plan: dict[str, Any]) -> None:
 
 
 def _plan(
-    names: list[str], model: Path, data: Data, map: Map, shard_traces: int, part_bytes: int = PART_BYTES
+    names: list[str], model: Path, data: Data, map: FieldMap, shard_traces: int, part_bytes: int = PART_BYTES
 ) -> dict[str, Any]:
     """Return everything that determines the bytes of the shards."""
-    source: dict[str, Any] = {"source": redacted(names[0]) if len(names) == 1 else [redacted(name) for name in names]}
+    source: dict[str, Any] = {"source": redact(names[0]) if len(names) == 1 else [redact(name) for name in names]}
     if names != ["-"]:
         places = expand(names)
         if missing := [place.path for place in places if place.kind == "file" and not os.path.exists(place.path)]:
@@ -343,7 +356,7 @@ def _plan(
         sizes, times = [place.size for place in places], [place.modified for place in places]
         source |= {"source_bytes": sizes[0], "source_mtime_ns": times[0]} if len(places) == 1 else {}
         source |= {"source_bytes": sizes, "source_mtime_ns": times} if len(places) > 1 else {}
-    options = {f"data.{name}": getattr(data, name) for name in OF_ALIGNING}
+    options = {f"data.{name}": getattr(data, name) for name in ALIGN_OPTIONS}
     options |= {f"map.{name}": path for name, path in map.told().items()}
     sizes_of_cuts = {"shard_traces": shard_traces, "part_bytes": part_bytes}
     return {**source, "tokenizer": _checksum(model), **sizes_of_cuts, **options, "version": _core.__version__}

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, BinaryIO
 
-from tracegrad.config import Map
-from tracegrad.data.field_map import loads
+from tracegrad.config import FieldMap
+from tracegrad.data.field_map import parse_record
 from tracegrad.data.formats import is_chunk
 from tracegrad.data.read_options import MAX_RECORD_BYTES, Options
-from tracegrad.data.reader import of_part
+from tracegrad.data.reader import open_part
 from tracegrad.data.sources import Place, expand
 from tracegrad.errors import ReadError, TracegradError
 
@@ -19,7 +19,7 @@ _STEP = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 
 
-def pieces(place: Place, part_bytes: int, told: Map) -> list[Place]:
+def split_file(place: Place, part_bytes: int, told: FieldMap) -> list[Place]:
     """Return a file in pieces of about `part_bytes`.
 
     A file that is not larger, or does not have a record per line, is returned unchanged.
@@ -70,7 +70,7 @@ def _with_lines(file: BinaryIO, place: Place, bounds: list[int]) -> list[Place]:
     return out
 
 
-def _find_cut(file: BinaryIO, place: Place, target: int, limit: int, field_map: Map) -> int:
+def _find_cut(file: BinaryIO, place: Place, target: int, limit: int, field_map: FieldMap) -> int:
     """Return the offset of the first record after `at` that starts a new group.
 
     If no group ends before `most`, return the first record. If no record starts there, return 0.
@@ -83,7 +83,7 @@ def _find_cut(file: BinaryIO, place: Place, target: int, limit: int, field_map: 
         file.seek(start)
         line = file.read(min(end - start, MAX_RECORD_BYTES))
         groups = _groups(place, start, end, field_map)
-        if groups and _begins_record(line) and not is_chunk(loads(line)):
+        if groups and _begins_record(line) and not is_chunk(parse_record(line)):
             first = first or start
             if groups[0] is None or groups[:1] != previous_group:
                 return start
@@ -92,7 +92,7 @@ def _find_cut(file: BinaryIO, place: Place, target: int, limit: int, field_map: 
     return first
 
 
-def _group_before(file: BinaryIO, place: Place, start: int, field_map: Map) -> list[str | None]:
+def _group_before(file: BinaryIO, place: Place, start: int, field_map: FieldMap) -> list[str | None]:
     """Return the group of the last trace before `start`, or an empty list.
 
     Bad and blank records are skipped, up to `_BLOCK` bytes back.
@@ -106,13 +106,13 @@ def _group_before(file: BinaryIO, place: Place, start: int, field_map: Map) -> l
     return []
 
 
-def _groups(place: Place, start: int, end: int, field_map: Map) -> list[str | None]:
+def _groups(place: Place, start: int, end: int, field_map: FieldMap) -> list[str | None]:
     """Return the groups of the traces in these bytes, as in the complete file. A bad record yields none."""
     if start >= end:
         return []
     piece = replace(place, size=end - start, start=start, end=end, line=1)
     try:
-        return [group for traces in of_part([piece], field_map, Options(on_error="skip")) for group in traces.groups]
+        return [group for traces in open_part([piece], field_map, Options(on_error="skip")) for group in traces.groups]
     except TracegradError:
         return []
 
@@ -179,8 +179,8 @@ class Part:
         return f"{self.name} ({first.path}{offset}{others})"
 
 
-def cut(
-    source: str | Sequence[str | os.PathLike[str]], part_bytes: int = PART_BYTES, map: Map | None = None
+def split_inputs(
+    source: str | Sequence[str | os.PathLike[str]], part_bytes: int = PART_BYTES, map: FieldMap | None = None
 ) -> tuple[list[Part], str]:
     """Cut an input into parts.
 
@@ -199,13 +199,13 @@ def cut(
     Raises:
         ReadError, ArgumentError: as for `tracegrad.read`, if a name matches nothing.
     """
-    field_map = map or Map()
+    field_map = map or FieldMap()
     places = expand([source] if isinstance(source, (str, os.PathLike)) else source)
     if reason := _reason_not_cut(places, field_map):
         return [Part(0, tuple(places), alone=True)], reason if _size(places) > part_bytes else ""
     parts: list[list[Place]] = [[]]
     for place in places:
-        for piece in pieces(place, part_bytes, field_map):
+        for piece in split_file(place, part_bytes, field_map):
             size = _size(parts[-1])
             if size and piece.size and size + piece.size > part_bytes:  # Empty files do not start a part.
                 parts.append([])
@@ -213,7 +213,7 @@ def cut(
     return [Part(index, tuple(part_places), alone=len(parts) == 1) for index, part_places in enumerate(parts)], ""
 
 
-def _reason_not_cut(places: list[Place], field_map: Map) -> str:
+def _reason_not_cut(places: list[Place], field_map: FieldMap) -> str:
     """Return the reason why an input is not cut, or ""."""
     if field_map.session:
         return "--map.session joins records of the whole input"

@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.store import hashes
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Map
+from tracegrad.config import FieldMap
 from tracegrad.data import infer_fields
-from tracegrad.data.codes import GUESSED, TIER_TEXT
-from tracegrad.data.field_map import which_reward
-from tracegrad.data.trace import ReadReport, summed
+from tracegrad.data.codes import ASSUMED_LEVELS, TIER_TEXT
+from tracegrad.data.field_map import describe_reward_choice
+from tracegrad.data.trace import ReadReport, add_reports
 
 _COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact", "places", "seeing")
 
 
 @dataclass
-class Account:
+class IngestSummary:
     """Counts of reading and aligning, added up over shards.
 
     Args:
@@ -138,13 +138,13 @@ class Account:
         _add(self.tiers, told["tiers"])
         _add(self.drift, told["drift"])
         formats = {name: (count, sign) for name, (count, sign) in told["read"]["formats"].items()}
-        self.read = summed(self.read, ReadReport(**{**told["read"], "formats": formats}))
+        self.read = add_reports(self.read, ReadReport(**{**told["read"], "formats": formats}))
 
-    def look(self, named: list[str], told: Map) -> None:
+    def look(self, named: list[str], told: FieldMap) -> None:
         """Search for likely fields if no trace has a reward, or if every group has one trace."""
         missing = ["reward"] * (not self.rewards) + ["group"] * (self.lone and not told.group)
         if missing:
-            candidates = infer_fields.find(named, told)
+            candidates = infer_fields.infer(named, told)
             self.found = candidates.lines([*missing, *(["session"] if not told.session else [])])
 
     def probe(self, tokenizer: Tokenizer) -> None:
@@ -179,7 +179,7 @@ class Account:
             *self.mapped,
             *self._cut(),
             *self.found,
-            *which_reward(self.rewards, self.reward),
+            *describe_reward_choice(self.rewards, self.reward),
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
             *self._pictured(),
             *self._rendered(),
@@ -224,7 +224,7 @@ class Account:
 
     def _guessed(self) -> list[str]:
         """Return lines about generations whose ids are guessed from their text and number of logprobs."""
-        guessed = [self.tiers[name] for name in GUESSED if name in self.tiers]
+        guessed = [self.tiers[name] for name in ASSUMED_LEVELS if name in self.tiers]
         generations, tokens, trained = (
             sum(row[name] for row in guessed) for name in ("generations", "tokens", "trainable")
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.errors import TracegradError
-from tracegrad.prepare.part import Job, Record, done, threads
+from tracegrad.prepare.part import Job, Record, prepare_part, threads_per_worker
 from tracegrad.prepare.split import Part
 
 
@@ -37,7 +37,7 @@ def main(handle: int) -> None:
         pipe.send(("begun", 0, 0))
         try:
             tokenizer = tokenizer or Tokenizer.from_pretrained(Path(job.model))
-            record = done(job, part, tokenizer, lambda taken, records: pipe.send(("far", taken, records)))
+            record = prepare_part(job, part, tokenizer, lambda taken, records: pipe.send(("far", taken, records)))
         except Exception as error:
             pipe.send(("failed", sendable(error), None))
         else:
@@ -61,11 +61,11 @@ def sendable(error: Exception) -> Exception:
     return error
 
 
-MOST_LOST = 2
+MAX_RETRIES = 2
 """Maximum number of times that a part is given to another process."""
 _START = "import sys; from tracegrad.prepare.workers import main; main(int(sys.argv[1]))"
 
-Say = Callable[[Part, int, int], None]
+ProgressCallback = Callable[[Part, int, int], None]
 """Called with a part, and its bytes and records read so far. Both are 0 when the part starts."""
 
 
@@ -79,7 +79,7 @@ class Workers:
         say: progress callback for each part.
     """
 
-    def __init__(self, job: Job, count: int, lock: int | None = None, say: Say | None = None) -> None:
+    def __init__(self, job: Job, count: int, lock: int | None = None, say: ProgressCallback | None = None) -> None:
         self._job, self._count, self._lock, self._say = job, count, lock, say
         self._all: list[_Worker] = []
 
@@ -122,7 +122,7 @@ class Workers:
                 else:
                     self._all.remove(worker)
                     lost[part.index] += 1
-                    if lost[part.index] <= MOST_LOST:
+                    if lost[part.index] <= MAX_RETRIES:
                         waiting.appendleft(part)
                     else:
                         failed[part.index] = _lost(part, lost[part.index], worker.end())
@@ -168,7 +168,7 @@ class _Worker:
         self.part: Part | None = None
         environment = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         if "RAYON_NUM_THREADS" not in os.environ:
-            environment["RAYON_NUM_THREADS"] = str(threads(count))
+            environment["RAYON_NUM_THREADS"] = str(threads_per_worker(count))
         handles = [child_pipe.fileno(), *([] if lock is None else [lock])]
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, str(child_pipe.fileno())],

@@ -37,4 +37,4 @@ def find(name: str) -> Recipe:
             f"advantages. Nothing but the loss would be set. Say --objective {name}, and --advantage.scale as you need "
             "it."
         )
-    return presets.named(name, Recipe, __name__, "recipe")
+    return presets.load_named(name, Recipe, __name__, "recipe")

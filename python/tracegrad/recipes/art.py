@@ -4,12 +4,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad.config import Advantage
-from tracegrad.objective import Clamp, Clip, Level, Objective, PolicyGradient, Ratio, Reduce, Shift, Weight, Window
-from tracegrad.recipes.import_config import Asked, Peer, Without, flat, read
+from tracegrad.objective import (
+    AdvantageShift,
+    Aggregation,
+    Clip,
+    MaskOutside,
+    Objective,
+    PolicyGradient,
+    Ratio,
+    Reduce,
+    Truncate,
+    Weight,
+)
+from tracegrad.recipes.import_config import Peer, PeerConfig, UnsupportedOption, flat, read
 from tracegrad.recipes.recipe import Recipe
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
-_MEAN = Level("trace", "mean")
+_MEAN = Aggregation("trace", "mean")
 _CAP = "max_negative_advantage_importance_sampling_weight"
 
 
@@ -25,24 +36,24 @@ def from_art(config: Any) -> Recipe:
     return read(ART, flat(config.model_dump() if hasattr(config, "model_dump") else config, deepest=0))
 
 
-def _build(o: Asked) -> Recipe:
+def _build(o: PeerConfig) -> Recipe:
     ppo = o["ppo"] or o.among("loss_fn", {"cispo": False, "ppo": True})
     low = (0.2 if ppo else 1.0) if o["epsilon"] is None else o["epsilon"]
     high = (low if ppo else 4.0) if o["epsilon_high"] is None else o["epsilon_high"]
     ratio, cap = _OLD if o["precalculate_logprobs"] else _DIRECT, o[_CAP] or None
     bound, most = o["truncated_importance_sampling"] or None, high if cap is None else min(high, cap - 1)
-    levels: dict[str, Level] = {"token": Level(), "sequence": _MEAN}
-    levels["average"] = Level("trace", "mean", blend="arithmetic")
-    levels["geometric_average"] = Level("trace", "mean", blend="geometric")
+    levels: dict[str, Aggregation] = {"token": Aggregation(), "sequence": _MEAN}
+    levels["average"] = Aggregation("trace", "mean", blend="arithmetic")
+    levels["geometric_average"] = Aggregation("trace", "mean", blend="geometric")
     level, weights, shifts = o.among("importance_sampling_level", levels), (), ()
     if bound is not None:
-        weights = (Weight(_MISMATCH, shape=Clamp(0.0, bound)),)
+        weights = (Weight(_MISMATCH, shape=Truncate(0.0, bound)),)
         if not o["precalculate_logprobs"]:
             o.no("truncated_importance_sampling", "without precalculate_logprobs ART squares the ratio", "tell both")
     if o["kimi_k2_tau"]:
-        shifts = (Shift(ratio, o["kimi_k2_tau"]),)
+        shifts = (AdvantageShift(ratio, o["kimi_k2_tau"]),)
     if o["kl_penalty_coef"]:
-        shifts = (*shifts, Shift(Ratio("theta", "ref"), o["kl_penalty_coef"], center="microbatch"))
+        shifts = (*shifts, AdvantageShift(Ratio("theta", "ref"), o["kl_penalty_coef"], center="microbatch"))
     if o["mask_prob_ratio"] and (ppo or low < 1):
         reason = "masked terms keep the weight 1 - epsilon there, and a constant loss under ppo; here they have none"
         o.no("mask_prob_ratio", reason, "epsilon 1, or a Gate")
@@ -51,7 +62,7 @@ def _build(o: Asked) -> Recipe:
     else:  # a ratio that the cap limits below 1 + epsilon_high is within the window
         masked = o["mask_prob_ratio"] and most == high
         least = max(0.0, 1 - low)
-        shape = Window(least, 1 + high, strict=True) if masked else Clamp(least, 1 + most)
+        shape = MaskOutside(least, 1 + high, strict=True) if masked else Truncate(least, 1 + most)
         objective = Objective(PolicyGradient(), None, (*weights, Weight(ratio, level, shape)), (), (), _TRACES, shifts)
     scaled = o["scale_rewards"] and o["normalize_advantages"]
     advantage = Advantage(scale="std" if scaled else "none", ddof=0 if scaled else 1, singleton="zero")
@@ -87,25 +98,27 @@ ART = Peer(
     build=_build,
     beside={"truncated_importance_sampling": {"precalculate_logprobs": True}},
     without={
-        "advantage_balance": Without(
+        "advantage_balance": UnsupportedOption(
             (0.0, 0),
             "advantages of both signs count alike",
             "advantage.by_mean_size in a trainer of your own",
             of_run=True,
         ),
-        "adam_params": Without((None,), "it is a class of another backend's", "optimizer.*", of_run=True),
-        "loss_fn_config": Without((None,), "ART's local backend takes none either", "leave it out"),
-        "scale_learning_rate_by_reward_std_dev": Without(
+        "adam_params": UnsupportedOption((None,), "it is a class of another backend's", "optimizer.*", of_run=True),
+        "loss_fn_config": UnsupportedOption((None,), "ART's local backend takes none either", "leave it out"),
+        "scale_learning_rate_by_reward_std_dev": UnsupportedOption(
             (False,), "rates follow a schedule", "schedule.name", of_run=True
         ),
-        "num_trajectories_learning_rate_multiplier_power": Without(
+        "num_trajectories_learning_rate_multiplier_power": UnsupportedOption(
             (0.0, 0), "rates follow a schedule", "schedule.name", of_run=True
         ),
-        "allow_training_without_logprobs": Without(
+        "allow_training_without_logprobs": UnsupportedOption(
             (False,), "a missing logprob would be a ratio of 1 in disguise", "objective TOPR_POSITIVE, --text-only"
         ),
-        "kl_penalty_reference_step": Without((None,), "the reference is a folder", "train.ref_model", of_run=True),
-        "kl_ref_adapter_path": Without(
+        "kl_penalty_reference_step": UnsupportedOption(
+            (None,), "the reference is a folder", "train.ref_model", of_run=True
+        ),
+        "kl_ref_adapter_path": UnsupportedOption(
             (None,), "the reference is a folder of whole weights", "train.ref_model", of_run=True
         ),
     },

@@ -10,14 +10,14 @@ from typing import Any
 from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective, with_beta, with_entropy, with_kl
-from tracegrad.objective.serialize import spell
-from tracegrad.recipes.recipe import Options, Recipe, refusal
+from tracegrad.objective.serialize import to_source
+from tracegrad.recipes.recipe import Options, Recipe, unsupported_message
 
 _MOST, _DEEPEST = 2_000, 12
 
 
 @dataclass(frozen=True)
-class Without:
+class UnsupportedOption:
     """An option that has no counterpart.
 
     Args:
@@ -52,9 +52,9 @@ class Peer:
     name: str
     version: str
     options: Mapping[str, tuple[Any, ...]]
-    build: "Callable[[Asked], Recipe]"
+    build: "Callable[[PeerConfig], Recipe]"
     beside: Mapping[str | tuple[str, Any], Mapping[str, Any]]
-    without: Mapping[str, Without]
+    without: Mapping[str, UnsupportedOption]
     own: str
     differs: Mapping[str, str]
 
@@ -74,7 +74,7 @@ class Peer:
             ArgumentError: for all options without a counterpart at once, those in `refused` first.
         """
         values = {name: values[0] for name, values in self.options.items()} | {**told}
-        config = Asked(values, self.differs, [*refused])
+        config = PeerConfig(values, self.differs, [*refused])
         try:
             recipe = self.build(config)
         except ArgumentError as error:
@@ -86,11 +86,11 @@ class Peer:
     def refuse(self, refused: list[str], unmet: Sequence[str] = ()) -> None:
         """Raise an ArgumentError about all refused options, if any, and about the options that a run would reject."""
         if refused:
-            raise ArgumentError(f"TG-RECIPE-015: {self.name}: {refusal([*refused, *unmet])}")
+            raise ArgumentError(f"TG-RECIPE-015: {self.name}: {unsupported_message([*refused, *unmet])}")
 
 
 @dataclass
-class Asked:
+class PeerConfig:
     """The values of a config, and the problems that `build` finds in them."""
 
     values: Mapping[str, Any]
@@ -265,14 +265,14 @@ def _differences(name: str, before: Any, after: Any) -> list[str]:
     if is_dataclass(after) and type(before) is type(after):
         parts = [(f.name, getattr(before, f.name), getattr(after, f.name)) for f in fields(after)]
         return [line for key, old, new in parts for line in _differences(f"{name}.{key}", old, new)]
-    return [f"{name} = {spell(after) if isinstance(after, tuple) or is_dataclass(after) else after}"]
+    return [f"{name} = {to_source(after) if isinstance(after, tuple) or is_dataclass(after) else after}"]
 
 
 _NAMES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 
 
-def rates(
-    o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False, per_unit: int = 1
+def schedule_options(
+    o: PeerConfig, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False, per_unit: int = 1
 ) -> Options:
     """Return optimizer.lr and schedule.* from the options with these names.
 

@@ -10,8 +10,8 @@ from tracegrad import _html, config
 from tracegrad.config import Advantage, Config
 from tracegrad.config.schema import Scalar
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Missing, Objective, Ratio, presets, with_beta, with_kl
-from tracegrad.objective.serialize import spell
+from tracegrad.objective import MissingLogprobs, Objective, Ratio, presets, with_beta, with_kl
+from tracegrad.objective.serialize import to_source
 
 Options = tuple[tuple[str, Scalar], ...]
 _DEPENDENT_OPTIONS = {"objective": ("objective", "train.missing"), "advantage.baseline": ("advantage.",)}
@@ -48,7 +48,7 @@ class Recipe:
 
     objective: Objective
     advantage: Advantage | None = None
-    missing: Missing | None = None
+    missing: MissingLogprobs | None = None
     config: Options = ()
     told: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     differs: tuple[tuple[str, str], ...] = field(default=(), compare=False)
@@ -71,7 +71,7 @@ class Recipe:
         >>> Recipe(presets.GRPO, missing="mask").options
         (('objective', 'GRPO'), ('train.missing', 'mask'))
         """
-        options = [*named(self.objective)]
+        options = [*objective_options(self.objective)]
         if self.advantage is not None:
             has_scale = self.advantage.scale != "none"
             options += [("advantage.baseline", self.advantage.baseline), ("advantage.scale", self.advantage.scale)]
@@ -105,7 +105,9 @@ class Recipe:
         ('std', ('advantage.ddof = 0 (not 1)',))
         """
         if self.unmet:
-            raise ArgumentError(f"TG-RECIPE-011: {refusal(self.unmet)}. The objective alone is recipe.objective.")
+            raise ArgumentError(
+                f"TG-RECIPE-011: {unsupported_message(self.unmet)}. The objective alone is recipe.objective."
+            )
         start, overrides, own_options = start or Config(), tuple(overrides), self.options
         chosen = config.load(path, overrides, start=_with_options(start, own_options))
         for key, members in _DEPENDENT_OPTIONS.items():
@@ -135,7 +137,7 @@ class Recipe:
         return _html.text(str(self))
 
 
-def refusal(refused: Sequence[str]) -> str:
+def unsupported_message(refused: Sequence[str]) -> str:
     """Return the message about all options that are not supported."""
     more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
     return (
@@ -144,10 +146,10 @@ def refusal(refused: Sequence[str]) -> str:
     )
 
 
-def named(objective: Objective) -> Options:
+def objective_options(objective: Objective) -> Options:
     """Return an objective as options: the name of a preset, with `kl` or `beta` for a reference penalty, or its code.
 
-    >>> named(presets.with_kl(presets.GRPO, 0.04))
+    >>> objective_options(presets.with_kl(presets.GRPO, 0.04))
     (('objective', 'GRPO'), ('objective.kl', 0.04))
     """
     if preset := _preset(objective):
@@ -157,7 +159,7 @@ def named(objective: Objective) -> Options:
         for name, add in (("kl", with_kl), ("beta", with_beta)):
             if _preset(bare) and add(bare, penalty.coef) == objective:
                 return (("objective", _preset(bare)), (f"objective.{name}", penalty.coef))
-    return (("objective", spell(objective)),)
+    return (("objective", to_source(objective)),)
 
 
 def _preset(objective: Objective) -> str:

@@ -14,7 +14,7 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import LOGPROB_KINDS
 from tracegrad.data.sampling import kept_mass, options_on
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import OffPolicy
+from tracegrad.metrics import OffPolicySums
 from tracegrad.objective import presets
 from tracegrad.recipes.recipe import DAPO, OAPL, Options, Recipe
 
@@ -41,7 +41,7 @@ PROCESSED = "processed logprobs: start the server with --logprobs-mode processed
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Measurements of a recording; None if `old` or versions are unknown.
 
     Args:
@@ -96,7 +96,7 @@ class Advice:
     recipe: Recipe
     reason: str
     decided: str
-    measured: Measured
+    measured: Measurements
     record: str = ""
 
     @property
@@ -141,7 +141,7 @@ def for_data(sequences: Sequences, old: ArrayLike | None = None) -> Advice:
     return advise(measure(sequences, old))
 
 
-def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
+def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measurements:
     """Compute the measurements of `for_data`; arguments and errors as there."""
     terms = sequences.terms
     if not len(terms):
@@ -174,17 +174,17 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
         processed = kind[known] == LOGPROB_KINDS.index("processed")
         measurements["kept"] = kept_mass(old_, rollout[known], sequences.reshaped[owner[known]], processed)
         outside = float(np.mean((ratio < LOW) | (ratio > HIGH)))
-        metrics = OffPolicy.of(old_, rollout[known], trace=owner[known]).named()
+        metrics = OffPolicySums.of(old_, rollout[known], trace=owner[known]).named()
         measurements |= {"kl": metrics["kl_rollout_old_k1"], "outside": outside, "ess": metrics["mismatch_ess"]}
-    return Measured(**measurements)
+    return Measurements(**measurements)
 
 
-def advise(m: Measured) -> Advice:
+def advise(m: Measurements) -> Advice:
     """Recommend a recipe for measurements, by the first rule that applies."""
     return _beyond_weights(m) or _dapo(m)
 
 
-def _beyond_weights(m: Measured) -> Advice | None:
+def _beyond_weights(m: Measurements) -> Advice | None:
     """Return the recommendation if no weight of single tokens helps; else None."""
     if m.missing >= NONE_KNOWN:
         return _advice(
@@ -231,7 +231,7 @@ def _beyond_weights(m: Measured) -> Advice | None:
     return None
 
 
-def _dapo(m: Measured) -> Advice:
+def _dapo(m: Measurements) -> Advice:
     """Return DAPO, with a reason that depends on the measurements."""
     if m.missing >= SOME_MISSING:
         return _dapo_with_missing(m)
@@ -281,7 +281,7 @@ def _dapo(m: Measured) -> Advice:
     )
 
 
-def _dapo_with_missing(m: Measured) -> Advice:
+def _dapo_with_missing(m: Measurements) -> Advice:
     """Return DAPO for a recording with some missing logprobs, with the treatment of these tokens."""
     decided = f"missing: {m.missing:.1%} of terms, from {SOME_MISSING:.0%}"
     if m.outside is not None and m.outside <= CLOSE:
@@ -304,11 +304,11 @@ def _has_raw_temperature(sequences: Sequences, traces: NDArray[Any]) -> bool:
     return bool(np.any(raw & ~np.isnan(temperature) & (temperature != 1.0)))
 
 
-def _outside_text(m: Measured) -> str:
+def _outside_text(m: Measurements) -> str:
     return f"old/rollout outside [0.5, 2]: {m.outside:.1%} of terms, up to {CLOSE:.0%}"
 
 
-def _advice(name: str, reason: str, decided: str, measured: Measured, recipe: Recipe | None = None) -> Advice:
+def _advice(name: str, reason: str, decided: str, measured: Measurements, recipe: Recipe | None = None) -> Advice:
     record = WHOLE if measured.reshaped else PROCESSED if measured.hot else ""
     record = record or (LOGPROBS if measured.missing >= SOME_MISSING else "")
     return Advice(name, recipe or Recipe(getattr(presets, name)), reason, decided, measured, record)

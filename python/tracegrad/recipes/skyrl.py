@@ -5,24 +5,24 @@ from typing import Any
 
 from tracegrad.config import Advantage
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Clip,
     DropCovariance,
-    Entropy,
-    Gate,
+    EntropyBonus,
     Importance,
-    Level,
+    MaskOutside,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
+    Rejection,
     Sigmoid,
     TopCovariance,
+    Truncate,
     Weight,
-    Window,
 )
-from tracegrad.recipes.import_config import Asked, Peer, Without, flat, rates, read, reward_kl
+from tracegrad.recipes.import_config import Peer, PeerConfig, UnsupportedOption, flat, read, reward_kl, schedule_options
 from tracegrad.recipes.recipe import Options, Recipe
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
@@ -54,26 +54,26 @@ def from_skyrl(config: Any) -> Recipe:
     return read(SKYRL, flat(config, _A if is_algorithm else ""))
 
 
-def _build(o: Asked) -> Recipe:
+def _build(o: PeerConfig) -> Recipe:
     loss, low, high = o[f"{_A}policy_loss_type"], o[f"{_A}eps_clip_low"], o[f"{_A}eps_clip_high"]
     weights, gates = _weights(o), _gates(o)
     surrogate, ratio, covariance_gates, covariance_penalties = Clip(low, high), _OLD, (), ()
     if loss == "dual_clip":
         surrogate = Clip(low, high, dual=o[f"{_A}clip_ratio_c"])
     elif loss == "gspo":
-        surrogate = Clip(low, high, level=Level("trace", "mean", "token"))
+        surrogate = Clip(low, high, level=Aggregation("trace", "mean", "token"))
     elif loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
         bounds = (1 - o[f"{_A}cispo.cispo_eps_clip_low"], 1 + o[f"{_A}cispo.cispo_eps_clip_high"])
-        weights = (*weights, Weight(_OLD, shape=Clamp(*bounds)))
+        weights = (*weights, Weight(_OLD, shape=Truncate(*bounds)))
     elif loss == "rollout_is":
         surrogate, ratio = PolicyGradient(), None
-        weights = (*weights, Weight(_DIRECT, shape=Window(1 - low, 1 + high, strict=True)))
+        weights = (*weights, Weight(_DIRECT, shape=MaskOutside(1 - low, 1 + high, strict=True)))
     elif loss == "dppo":
         surrogate, ratio = Importance(), _DIRECT
         stat = o.among(f"{_A}dppo.dppo_type", {"binary_tv": "dprob", "binary_kl": "binary_kl"})
-        above = Gate(_DIRECT, stat, high=o[f"{_A}dppo.delta_high"], when="A>0")
-        gates = (*gates, above, Gate(_DIRECT, stat, low=-o[f"{_A}dppo.delta_low"], when="A<0"))
+        above = Rejection(_DIRECT, stat, high=o[f"{_A}dppo.delta_high"], when="A>0")
+        gates = (*gates, above, Rejection(_DIRECT, stat, low=-o[f"{_A}dppo.delta_low"], when="A<0"))
     elif loss == "sapo":
         surrogate = Sigmoid(o[f"{_A}sapo.tau_pos"], o[f"{_A}sapo.tau_neg"])
     elif loss == "importance_sampling":
@@ -117,34 +117,36 @@ def _build(o: Asked) -> Recipe:
     return Recipe(objective, advantage, None, _options(o, objective))
 
 
-def _weights(o: Asked) -> tuple[Weight, ...]:
+def _weights(o: PeerConfig) -> tuple[Weight, ...]:
     if o[f"{_C}tis_ratio_type"] is None:
         return ()
-    level = o.among(f"{_C}tis_ratio_type", {"token": Level(), "sequence": Level("trace", "sum", terms="kept")})
-    name = "token" if level == Level() else "sequence"
-    return (Weight(_MISMATCH, level, Clamp(0.0, o[f"{_C}{name}_tis_ratio_clip_high"])),)
+    level = o.among(
+        f"{_C}tis_ratio_type", {"token": Aggregation(), "sequence": Aggregation("trace", "sum", terms="kept")}
+    )
+    name = "token" if level == Aggregation() else "sequence"
+    return (Weight(_MISMATCH, level, Truncate(0.0, o[f"{_C}{name}_tis_ratio_clip_high"])),)
 
 
-def _gates(o: Asked) -> tuple[Gate, ...]:
+def _gates(o: PeerConfig) -> tuple[Rejection, ...]:
     """Return the rejections in SkyRL's order: outliers, tokens, then rows by their remaining tokens."""
-    gates: list[Gate] = []
+    gates: list[Rejection] = []
     low, high = (o[f"{_C}outlier_token_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None or high is not None:
-        gates.append(Gate(_MISMATCH, low=low, high=high, drops="trace"))
+        gates.append(Rejection(_MISMATCH, low=low, high=high, drops="trace"))
     low, high = (o[f"{_C}token_mask_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None and high is not None:
-        gates.append(Gate(_MISMATCH, low=low, high=high))
+        gates.append(Rejection(_MISMATCH, low=low, high=high))
     elif low is not None or high is not None:
         side = "high" if low is None else "low"
         o.no(f"{_C}token_mask_is_threshold_{side}", "one bound alone is silently off there", "tell both, or neither")
     if o[f"{_C}sequence_mask_metric"] is not None:
         agg, name = o.among(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
         bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
-        gates.append(Gate(_MISMATCH, level=Level("trace", agg), terms="kept", **bounds))
+        gates.append(Rejection(_MISMATCH, level=Aggregation("trace", agg), terms="kept", **bounds))
     return tuple(gates)
 
 
-def _reduce(o: Asked) -> Reduce:
+def _reduce(o: PeerConfig) -> Reduce:
     longest = o[f"{_A}max_seq_len"]
     if longest is None and o[f"{_A}loss_reduction"] == "seq_mean_token_sum_norm":
         o.no(f"{_A}max_seq_len", "it is the constant that the sum is divided by", "tell it")
@@ -159,7 +161,7 @@ def _reduce(o: Asked) -> Reduce:
     )
 
 
-def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
+def _penalties(o: PeerConfig, reduce: Reduce) -> tuple[Penalty, ...]:
     """Return the KL loss: a mean over each trace, then over traces, for any reduction, with rejected tokens."""
     if not o[f"{_A}use_kl_loss"]:
         return ()
@@ -172,15 +174,15 @@ def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
     return (Penalty(Ratio("theta", "ref"), kind, o[f"{_A}kl_loss_coef"], gated=False, weighted=False, **options),)
 
 
-def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
+def _bonus(o: PeerConfig, reduce: Reduce) -> EntropyBonus | None:
     if not o[f"{_A}use_entropy_loss"]:
         return None
     own_reduce = Reduce("token")
-    return Entropy(o[f"{_A}entropy_loss_coef"], gated=False, reduce=None if own_reduce == reduce else own_reduce)
+    return EntropyBonus(o[f"{_A}entropy_loss_coef"], gated=False, reduce=None if own_reduce == reduce else own_reduce)
 
 
-def _options(o: Asked, objective: Objective) -> Options:
-    options = list(rates(o, f"{_O}lr", f"{_O}scheduler", f"{_O}num_warmup_steps"))
+def _options(o: PeerConfig, objective: Objective) -> Options:
+    options = list(schedule_options(o, f"{_O}lr", f"{_O}scheduler", f"{_O}num_warmup_steps"))
     beta1, beta2 = o[f"{_O}adam_betas"]
     options += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
     options += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
@@ -197,7 +199,7 @@ def _options(o: Asked, objective: Objective) -> Options:
     return (*options, *_filters(o))
 
 
-def _filters(o: Asked) -> Options:
+def _filters(o: PeerConfig) -> Options:
     """Return the filters. zero_variance_filter masks groups with equal rewards; two other options drop and refill them.
 
     These are dynamic_sampling.type and fully_async.sample_full_batch.
@@ -311,30 +313,32 @@ SKYRL = Peer(
         "trainer.fully_async.sample_full_batch": {f"{_A}zero_variance_filter": True},
     },
     without={
-        f"{_A}advantage_batch_normalize": Without(
+        f"{_A}advantage_batch_normalize": UnsupportedOption(
             (False,),
             "advantages are compared within their group",
             "advantage.baseline batch_mean, or advantage.whiten",
             of_run=True,
         ),
-        f"{_A}use_tis": Without((False,), "it is deprecated there", "off_policy_correction.tis_ratio_type"),
-        f"{_A}tis_imp_ratio_cap": Without((-1.0, -1), "it is deprecated there", "token_tis_ratio_clip_high"),
-        f"{_A}temperature": Without(
+        f"{_A}use_tis": UnsupportedOption((False,), "it is deprecated there", "off_policy_correction.tis_ratio_type"),
+        f"{_A}tis_imp_ratio_cap": UnsupportedOption((-1.0, -1), "it is deprecated there", "token_tis_ratio_clip_high"),
+        f"{_A}temperature": UnsupportedOption(
             (None, 1.0), "theta is taken at the temperature that each trace was recorded at", "leave it out"
         ),
-        "trainer.update_epochs_per_batch": Without(
+        "trainer.update_epochs_per_batch": UnsupportedOption(
             (1,),
             "one batch several times in a row; passes here are over all traces",
             "train.epochs, updates_per_old 0",
             of_run=True,
         ),
-        "generator.step_wise_trajectories": Without(
+        "generator.step_wise_trajectories": UnsupportedOption(
             (False,),
             "a row is a turn there, so that a sequence's ratio, mask or mean is a turn's; here a trace is whole",
-            "leave it out, and Level('turn', ...) where a turn is meant",
+            "leave it out, and Aggregation('turn', ...) where a turn is meant",
         ),
-        "trainer.update_ref_every_epoch": Without((False,), "it is in steps here", "train.ref_every", of_run=True),
-        "trainer.mtp.enabled": Without((False,), "draft heads are not trained", "leave it out"),
+        "trainer.update_ref_every_epoch": UnsupportedOption(
+            (False,), "it is in steps here", "train.ref_every", of_run=True
+        ),
+        "trainer.mtp.enabled": UnsupportedOption((False,), "draft heads are not trained", "leave it out"),
     },
     own=(
         f"{_A}dynamic_sampling.* {_A}lambd "

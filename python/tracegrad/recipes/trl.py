@@ -6,29 +6,29 @@ from typing import Any
 
 from tracegrad.config import Advantage
 from tracegrad.objective import (
-    Adapt,
-    Clamp,
+    AdaptiveEntropy,
+    Aggregation,
     Clip,
-    Entropy,
+    EntropyBonus,
     Gamma,
-    Gate,
-    Level,
+    MaskOutside,
     Objective,
     PolicyGradient,
     Ratio,
     Reduce,
+    Rejection,
     Sigmoid,
     TopEntropy,
+    Truncate,
     Weight,
-    Window,
     with_beta,
     with_kl,
 )
-from tracegrad.recipes.import_config import Asked, Peer, Without, flat, read
+from tracegrad.recipes.import_config import Peer, PeerConfig, UnsupportedOption, flat, read
 from tracegrad.recipes.recipe import Options, Recipe
 
 _OLD, _MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
-_MEAN, _PRODUCT = Level("trace", "mean"), Level("trace", "sum")
+_MEAN, _PRODUCT = Aggregation("trace", "mean"), Aggregation("trace", "sum")
 _INFINITY = float("inf")
 
 
@@ -56,18 +56,18 @@ def from_trl(config: Any) -> Recipe:
     return read(TRL, options)
 
 
-def _build(o: Asked) -> Recipe:
-    level = o.among("importance_sampling_level", {"token": Level(), "sequence": _MEAN})
+def _build(o: PeerConfig) -> Recipe:
+    level = o.among("importance_sampling_level", {"token": Aggregation(), "sequence": _MEAN})
     loss, weights, gates = o["loss_type"], [*_correction(o)], []
     low, high = o["epsilon"], o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
     surrogate, ratio = Clip(low, high, delta=o["delta"], level=level), _OLD
     if loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
         # TRL's epsilon_high is the bound itself here, not the distance from 1.
-        weights.append(Weight(_OLD, level, Clamp(0.0, high, below_one=high < 1)))
+        weights.append(Weight(_OLD, level, Truncate(0.0, high, below_one=high < 1)))
     elif loss == "vespo":
         surrogate, ratio = PolicyGradient(), None
-        if level != Level() or any(weight.level != Level() for weight in weights):
+        if level != Aggregation() or any(weight.level != Aggregation() for weight in weights):
             o.no("loss_type", "with ratios of a sequence TRL refuses it or has no defined value", "take token levels")
         good, bad = (Gamma(o[f"vespo_k_{sign}"], o[f"vespo_lambda_{sign}"]) for sign in ("pos", "neg"))
         absorbs = bool(weights)
@@ -77,7 +77,7 @@ def _build(o: Asked) -> Recipe:
         surrogate = Sigmoid(o["sapo_temperature_pos"], o["sapo_temperature_neg"], level)
     if o["off_policy_mask_threshold"] is not None:
         sampler = "rollout" if o["use_vllm"] else "old"
-        gates.append(Gate(Ratio(sampler, "theta"), "k1", _MEAN, high=o["off_policy_mask_threshold"], when="A<0"))
+        gates.append(Rejection(Ratio(sampler, "theta"), "k1", _MEAN, high=o["off_policy_mask_threshold"], when="A<0"))
     if o["top_entropy_quantile"] < 1:
         gates.append(TopEntropy(o["top_entropy_quantile"], "microbatch"))
     objective = Objective(surrogate, ratio, tuple(weights), tuple(gates), (), _reduce(o), entropy=_bonus(o))
@@ -105,18 +105,23 @@ def _build(o: Asked) -> Recipe:
     return Recipe(objective, advantage, missing, _options(o))
 
 
-def _correction(o: Asked) -> tuple[Weight, ...]:
+def _correction(o: PeerConfig) -> tuple[Weight, ...]:
     """Return the weight of old/rollout from vllm_importance_sampling_*, which TRL applies only with vLLM."""
     if not o["use_vllm"] or not o["vllm_importance_sampling_correction"]:
         return ()
     low, high = o["vllm_importance_sampling_clip_min"] or 0.0, o["vllm_importance_sampling_clip_max"]
     mode = "vllm_importance_sampling_mode"
-    shapes = {"sequence_mask": Window, "sequence_truncate": Clamp, "token_mask": Window, "token_truncate": Clamp}
+    shapes = {
+        "sequence_mask": MaskOutside,
+        "sequence_truncate": Truncate,
+        "token_mask": MaskOutside,
+        "token_truncate": Truncate,
+    }
     shape = o.among(mode, shapes)(low, _INFINITY if high is None else high)
-    return (Weight(_MISMATCH, _PRODUCT if str(o[mode]).startswith("sequence") else Level(), shape),)
+    return (Weight(_MISMATCH, _PRODUCT if str(o[mode]).startswith("sequence") else Aggregation(), shape),)
 
 
-def _reduce(o: Asked) -> Reduce:
+def _reduce(o: PeerConfig) -> Reduce:
     of_traces, of_tokens = Reduce("trace", "mean"), Reduce("token")
     if o["loss_type"] == "bnpo":
         o.differs("mean of a micro-batch")
@@ -135,12 +140,12 @@ def _reduce(o: Asked) -> Reduce:
     )
 
 
-def _bonus(o: Asked) -> Entropy | None:
+def _bonus(o: PeerConfig) -> EntropyBonus | None:
     """Return the entropy bonus, only on the tokens of the entropy quantile if there is one."""
     adapt = None
     if o["use_adaptive_entropy"]:
         bounds = (o["entropy_coef_min"], o["entropy_coef_max"])
-        adapt = Adapt(o["entropy_target"], o["entropy_coef_delta"], *bounds)
+        adapt = AdaptiveEntropy(o["entropy_target"], o["entropy_coef_delta"], *bounds)
     if not o["entropy_coef"] and adapt is None:
         return None
     uses_quantile = o["top_entropy_quantile"] < 1
@@ -149,10 +154,10 @@ def _bonus(o: Asked) -> Entropy | None:
         o.no("top_entropy_quantile", reason, "leave out one of the three")
     if uses_quantile:
         o.differs("bonus of a quantile", share=o["top_entropy_quantile"])
-    return Entropy(o["entropy_coef"], gated=uses_quantile, reduce=Reduce("token"), adapt=adapt)
+    return EntropyBonus(o["entropy_coef"], gated=uses_quantile, reduce=Reduce("token"), adapt=adapt)
 
 
-def _options(o: Asked) -> Options:
+def _options(o: PeerConfig) -> Options:
     options: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
     if o["reward_weights"]:
         options.append(("data.reward_weights", str(o["reward_weights"])))
@@ -174,7 +179,7 @@ def _options(o: Asked) -> Options:
     return (*_schedule(o), *options)
 
 
-def _schedule(o: Asked) -> Options:
+def _schedule(o: PeerConfig) -> Options:
     """Return the learning rate and its schedule. A warm-up below 1 is a share of all steps, as in transformers."""
     options: list[tuple[str, Any]] = [("optimizer.lr", float(o["learning_rate"]))]
     options.append(("schedule.name", o.among("lr_scheduler_type", _SCHEDULES)))
@@ -188,7 +193,7 @@ def _schedule(o: Asked) -> Options:
     return tuple(options)
 
 
-def _updates(o: Asked) -> int:
+def _updates(o: PeerConfig) -> int:
     """Return the number of optimizer steps between measurements of `old`."""
     steps = o["steps_per_generation"] or o["gradient_accumulation_steps"]
     if steps % o["gradient_accumulation_steps"] and o["gradient_accumulation_steps"] % steps:
@@ -282,23 +287,25 @@ TRL = Peer(
         "ref_model_sync_steps": {"sync_ref_model": True, "beta": 0.04},
     },
     without={
-        "router_aux_loss_coef": Without(
+        "router_aux_loss_coef": UnsupportedOption(
             (None, 0.0), "a run has no loss of the router", "integrations.trl keeps TRL's own"
         ),
-        "label_smoothing_factor": Without((0.0,), "no loss of a policy has it", "leave it out"),
-        "neftune_noise_alpha": Without((None,), "noise would make every ratio wrong", "leave it out"),
-        "optim": Without(
+        "label_smoothing_factor": UnsupportedOption((0.0,), "no loss of a policy has it", "leave it out"),
+        "neftune_noise_alpha": UnsupportedOption((None,), "noise would make every ratio wrong", "leave it out"),
+        "optim": UnsupportedOption(
             ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_npu_fused"),
             "the optimizer is AdamW",
             "leave it out, or pass trainer.train an optimizer of your own",
             of_run=True,
         ),
-        "optim_args": Without((None,), "the optimizer is AdamW", "optimizer.*", of_run=True),
-        "optim_target_modules": Without((None,), "all weights are trained alike", "train.lora_rank", of_run=True),
-        "use_rslora": Without((False,), "adapters are plain LoRA", "leave it out", of_run=True),
-        "use_dora": Without((False,), "adapters are plain LoRA", "leave it out", of_run=True),
-        "load_in_8bit": Without((False,), "weights are not quantised", "leave it out", of_run=True),
-        "load_in_4bit": Without((False,), "weights are not quantised", "leave it out", of_run=True),
+        "optim_args": UnsupportedOption((None,), "the optimizer is AdamW", "optimizer.*", of_run=True),
+        "optim_target_modules": UnsupportedOption(
+            (None,), "all weights are trained alike", "train.lora_rank", of_run=True
+        ),
+        "use_rslora": UnsupportedOption((False,), "adapters are plain LoRA", "leave it out", of_run=True),
+        "use_dora": UnsupportedOption((False,), "adapters are plain LoRA", "leave it out", of_run=True),
+        "load_in_8bit": UnsupportedOption((False,), "weights are not quantised", "leave it out", of_run=True),
+        "load_in_4bit": UnsupportedOption((False,), "weights are not quantised", "leave it out", of_run=True),
     },
     own=(
         "output_dir per_device_* disable_dropout num_generations* generation_* temperature top_p top_k min_p "

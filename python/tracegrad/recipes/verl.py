@@ -7,25 +7,25 @@ from typing import Any, Literal
 from tracegrad.config import Advantage
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    Clamp,
+    Aggregation,
     Clip,
     DropCovariance,
-    Entropy,
-    Gate,
+    EntropyBonus,
     GeoClip,
     Importance,
-    Level,
+    MaskOutside,
     Objective,
     Penalty,
     PolicyGradient,
     Ratio,
     Reduce,
+    Rejection,
     Sigmoid,
     TopCovariance,
+    Truncate,
     Weight,
-    Window,
 )
-from tracegrad.recipes.import_config import Asked, Peer, Without, flat, rates, read, reward_kl
+from tracegrad.recipes.import_config import Peer, PeerConfig, UnsupportedOption, flat, read, reward_kl, schedule_options
 from tracegrad.recipes.recipe import Options, Recipe
 
 A, C, G = "actor_rollout_ref.actor.", "algorithm.rollout_correction.", "algorithm."
@@ -116,30 +116,34 @@ BESIDE: Mapping[str | tuple[str, Any], Mapping[str, Any]] = {
     f"{A}ppo_mini_batch_size": {"data.train_batch_size": 1024},
     f"{A}optim.lr_warmup_steps": {"data.train_batch_size": 1024},
 }
-_OVERLONG = Without((False,), "rewards are recorded", "advantage.overlong, and write the sum as a reward", of_run=True)
-WITHOUT: Mapping[str, Without] = {
-    f"{G}use_pf_ppo": Without((False,), "traces are not drawn again by their reward", "leave it out", of_run=True),
-    f"{G}rollout_correction": Without((None,), "it is a table", "rollout_correction.rollout_is"),
-    f"{G}filter_groups": Without((None,), "it is a table", "filter_groups.enable"),
-    f"{A}ppo_epochs": Without(
+_OVERLONG = UnsupportedOption(
+    (False,), "rewards are recorded", "advantage.overlong, and write the sum as a reward", of_run=True
+)
+WITHOUT: Mapping[str, UnsupportedOption] = {
+    f"{G}use_pf_ppo": UnsupportedOption(
+        (False,), "traces are not drawn again by their reward", "leave it out", of_run=True
+    ),
+    f"{G}rollout_correction": UnsupportedOption((None,), "it is a table", "rollout_correction.rollout_is"),
+    f"{G}filter_groups": UnsupportedOption((None,), "it is a table", "filter_groups.enable"),
+    f"{A}ppo_epochs": UnsupportedOption(
         (1,),
         "one batch several times in a row; passes here are over all traces",
         "train.epochs, updates_per_old 0",
         of_run=True,
     ),
-    f"{A}optim.lr_warmup_steps_ratio": Without(
+    f"{A}optim.lr_warmup_steps_ratio": UnsupportedOption(
         (0.0,), "warm-up is in steps here", "optim.lr_warmup_steps", of_run=True
     ),
-    f"{A}optim.min_lr_ratio": Without((0.0, None), "it is schedule.floor", "--schedule.floor", of_run=True),
-    f"{A}optim.num_cycles": Without((0.5,), "a cosine falls once", "leave it out", of_run=True),
-    f"{A}optim.optimizer": Without(("AdamW", "adam"), "the optimizer is AdamW", "leave it out", of_run=True),
-    f"{A}freeze_vision_tower": Without(
+    f"{A}optim.min_lr_ratio": UnsupportedOption((0.0, None), "it is schedule.floor", "--schedule.floor", of_run=True),
+    f"{A}optim.num_cycles": UnsupportedOption((0.5,), "a cosine falls once", "leave it out", of_run=True),
+    f"{A}optim.optimizer": UnsupportedOption(("AdamW", "adam"), "the optimizer is AdamW", "leave it out", of_run=True),
+    f"{A}freeze_vision_tower": UnsupportedOption(
         (False,), "it is images.tower here", "--images.tower frozen, the default", of_run=True
     ),
     "reward_model.overlong_buffer.enable": _OVERLONG,
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
     "reward.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
-    "distillation.enabled": Without((False,), "there is no teacher", "leave it out"),
+    "distillation.enabled": UnsupportedOption((False,), "there is no teacher", "leave it out"),
 }
 OWN = (
     f"{A}ppo_micro_* {A}ppo_max_* {A}ppo_infer_* {A}strategy {A}use_dynamic_bsz {A}rollout_n {A}calculate_* "
@@ -203,8 +207,13 @@ DIFFERS: Mapping[str, str] = {
 
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
-_PRODUCT = Level("trace", "sum")
-_LEVELS = {"token": Level(), "seq_sum": _PRODUCT, "seq_mean": Level("trace", "mean"), "seq_max": Level("trace", "max")}
+_PRODUCT = Aggregation("trace", "sum")
+_LEVELS = {
+    "token": Aggregation(),
+    "seq_sum": _PRODUCT,
+    "seq_mean": Aggregation("trace", "mean"),
+    "seq_max": Aggregation("trace", "max"),
+}
 _KINDS: dict[str, Any] = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _KINDS |= {f"{name}+": kind for name, kind in _KINDS.items()}
 Terms = Literal["kept", "all"]
@@ -226,7 +235,7 @@ def from_verl(config: Any) -> Recipe:
     return read(VERL, flat(config))
 
 
-def _build(o: Asked) -> Recipe:
+def _build(o: PeerConfig) -> Recipe:
     loss, bypass = o[f"{A}policy_loss.loss_mode"], o[f"{C}bypass_mode"]
     bypassed = loss == "bypass_mode" or bypass
     objective = _bypassed(o) if bypassed else _decoupled(o, loss)
@@ -248,7 +257,7 @@ def _build(o: Asked) -> Recipe:
     return Recipe(objective, advantage, None, _options(o, objective))
 
 
-def _record_rejection_differences(o: Asked, loss: str, bypassed: bool) -> None:
+def _record_rejection_differences(o: PeerConfig, loss: str, bypassed: bool) -> None:
     """Record the configs whose loss after rejection differs from verl's."""
     rejections = o[f"{C}rollout_rs"] or ""
     of_tokens = any(rejection.strip().startswith("token_") for rejection in rejections.split(","))
@@ -265,7 +274,7 @@ def _record_rejection_differences(o: Asked, loss: str, bypassed: bool) -> None:
             o.differs("weights of geo_mean")
 
 
-def _bypassed(o: Asked) -> Objective:
+def _bypassed(o: PeerConfig) -> Objective:
     """Return the objective of bypass mode, on theta/rollout: rejections, and a weight for reinforce.
 
     For ppo_clip, the clip itself bounds the ratio.
@@ -277,7 +286,7 @@ def _bypassed(o: Asked) -> Objective:
     return Objective(PolicyGradient(), None, _weights(o, _DIRECT), gates, **fields)
 
 
-def _decoupled(o: Asked, loss: str) -> Objective:
+def _decoupled(o: PeerConfig, loss: str) -> Objective:
     low, high = _bounds(o)
     weights, gates = _weights(o, _MISMATCH), _gates(o, _MISMATCH)
     bounds: tuple[dict[str, Any], ...] = ({"high": high, "when": "A>0"}, {"low": -low, "when": "A<=0"})
@@ -290,11 +299,11 @@ def _decoupled(o: Asked, loss: str) -> Objective:
         surrogate = Clip(low, high, dual=o[f"{A}clip_ratio_c"])
     elif loss in ("dppo_tv", "dppo_kl"):
         surrogate, ratio = PolicyGradient(), None
-        weights = (*weights, Weight(_OLD, shape=Clamp(0.0, o[f"{A}clip_ratio_c"])))
+        weights = (*weights, Weight(_OLD, shape=Truncate(0.0, o[f"{A}clip_ratio_c"])))
         stat = "dprob" if loss == "dppo_tv" else "binary_kl"
-        gates = (*gates, *(Gate(_OLD, stat, **side) for side in bounds))
+        gates = (*gates, *(Rejection(_OLD, stat, **side) for side in bounds))
     elif loss == "gspo":
-        surrogate = Clip(low, high, level=Level("trace", "mean", "token", terms="kept"))
+        surrogate = Clip(low, high, level=Aggregation("trace", "mean", "token", terms="kept"))
     elif loss == "sapo":
         surrogate = Sigmoid(o[f"{A}tau_pos"], o[f"{A}tau_neg"])
     elif loss == "gpg":
@@ -315,30 +324,30 @@ def _decoupled(o: Asked, loss: str) -> Objective:
         own_penalties = (Penalty(_OLD, "k2", o[f"{A}policy_loss.dro_beta"] or 0.0, **options),)
     elif loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
-        weights = (*weights, Weight(_OLD, shape=Clamp(1 - low, 1 + high)))
+        weights = (*weights, Weight(_OLD, shape=Truncate(1 - low, 1 + high)))
     else:
         o.among(f"{A}policy_loss.loss_mode", dict.fromkeys(LOSSES))
     penalties = (*own_penalties, *_penalties(o, reduce, "kept"))
     return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce, "kept"))
 
 
-def _bounds(o: Asked) -> tuple[float, float]:
+def _bounds(o: PeerConfig) -> tuple[float, float]:
     default = o[f"{A}clip_ratio"]
     low, high = o[f"{A}clip_ratio_low"], o[f"{A}clip_ratio_high"]
     return (default if low is None else low, default if high is None else high)
 
 
-def _weights(o: Asked, ratio: Ratio) -> tuple[Weight, ...]:
+def _weights(o: PeerConfig, ratio: Ratio) -> tuple[Weight, ...]:
     """Return the weight of rollout_is. One threshold truncates the weight; outside of two ("low_high") it is 0."""
     if o[f"{C}rollout_is"] is None:
         return ()
-    level = o.among(f"{C}rollout_is", {"token": Level(), "sequence": _PRODUCT})
+    level = o.among(f"{C}rollout_is", {"token": Aggregation(), "sequence": _PRODUCT})
     low, high = _threshold(o, f"{C}rollout_is_threshold", str(o[f"{C}rollout_is_threshold"]))
-    shape = Clamp(0.0, high) if low is None else Window(low, high)
+    shape = Truncate(0.0, high) if low is None else MaskOutside(low, high)
     return (Weight(ratio, level, shape, normalize=o[f"{C}rollout_is_batch_normalize"]),)
 
 
-def _gates(o: Asked, ratio: Ratio) -> tuple[Gate, ...]:
+def _gates(o: PeerConfig, ratio: Ratio) -> tuple[Rejection, ...]:
     """Return the rejections of rollout_rs, a comma-separated list. verl's k1 is -log, so its bounds are inverted."""
     name, text = f"{C}rollout_rs_threshold", o[f"{C}rollout_rs"]
     rejections = [rejection.strip() for rejection in text.split(",")] if text else []
@@ -356,13 +365,13 @@ def _gates(o: Asked, ratio: Ratio) -> tuple[Gate, ...]:
             return ()
         low, high = _threshold(o, name, threshold)
         if stat == "k1":
-            gates.append(Gate(ratio, level=_LEVELS[level], low=1 / high, high=1 / (low or 1 / high)))
+            gates.append(Rejection(ratio, level=_LEVELS[level], low=1 / high, high=1 / (low or 1 / high)))
         else:
-            gates.append(Gate(ratio, stat, _LEVELS[level], high=high))
+            gates.append(Rejection(ratio, stat, _LEVELS[level], high=high))
     return tuple(gates)
 
 
-def _threshold(o: Asked, name: str, text: str) -> tuple[float | None, float]:
+def _threshold(o: PeerConfig, name: str, text: str) -> tuple[float | None, float]:
     """Parse a bound, or two as "low_high"."""
     bounds = re.fullmatch(r"(?:([0-9.]+)_)?([0-9.]+(?:e[-+]?[0-9]+)?)", text)
     try:
@@ -375,7 +384,7 @@ def _threshold(o: Asked, name: str, text: str) -> tuple[float | None, float]:
         return None, 2.0
 
 
-def _reduce(o: Asked, denominator: Any) -> Reduce:
+def _reduce(o: PeerConfig, denominator: Any) -> Reduce:
     norm = o[f"{A}loss_scale_factor"]
     if norm is None and o[f"{A}loss_agg_mode"] == "seq-mean-token-sum-norm":
         o.no(f"{A}loss_scale_factor", "verl divides by the padded width of a batch then", "say the constant")
@@ -391,7 +400,7 @@ def _reduce(o: Asked, denominator: Any) -> Reduce:
     )
 
 
-def _penalties(o: Asked, reduce: Reduce, terms: Terms) -> tuple[Penalty, ...]:
+def _penalties(o: PeerConfig, reduce: Reduce, terms: Terms) -> tuple[Penalty, ...]:
     """Return the KL loss, on the mask that verl passes to the actor. The loss's own rejections do not change it.
 
     Rejection by old/rollout comes before it, so the tokens are "kept". In bypass mode, rejection is part of the loss,
@@ -412,13 +421,15 @@ def _penalties(o: Asked, reduce: Reduce, terms: Terms) -> tuple[Penalty, ...]:
     return (Penalty(ratio, kind, coef, gated=_GATED[terms], weighted=False, **options),)
 
 
-def _bonus(o: Asked, reduce: Reduce, terms: Terms) -> Entropy | None:
+def _bonus(o: PeerConfig, reduce: Reduce, terms: Terms) -> EntropyBonus | None:
     """Return the entropy bonus, on the same tokens."""
     coef, own_reduce = o[f"{A}entropy_coeff"], _reduce(o, terms)
-    return Entropy(coef, gated=_GATED[terms], reduce=None if own_reduce == reduce else own_reduce) if coef else None
+    return (
+        EntropyBonus(coef, gated=_GATED[terms], reduce=None if own_reduce == reduce else own_reduce) if coef else None
+    )
 
 
-def _options(o: Asked, objective: Objective) -> Options:
+def _options(o: PeerConfig, objective: Objective) -> Options:
     batch_size, mini_batch_size = o["data.train_batch_size"], o[f"{A}ppo_mini_batch_size"]
     steps = max(1, batch_size // mini_batch_size) if batch_size and mini_batch_size else 0
     options = list(_rates(o, steps))
@@ -445,7 +456,7 @@ def _options(o: Asked, objective: Objective) -> Options:
     return tuple(options)
 
 
-def _rates(o: Asked, steps: int) -> Options:
+def _rates(o: PeerConfig, steps: int) -> Options:
     """Return the schedule. verl counts training batches of `steps` optimizer steps each; 0 if that is unknown."""
     scheduler, warmup = f"{A}optim.lr_scheduler_type", f"{A}optim.lr_warmup_steps"
     if o[warmup] > 0 and not steps:
@@ -453,7 +464,7 @@ def _rates(o: Asked, steps: int) -> Options:
         o.no(warmup, reason, f"tell data.train_batch_size and {A}ppo_mini_batch_size", of_run=True)
     if steps > 1 and (o[warmup] > 0 or o[scheduler] != "constant"):
         o.differs("rate within a batch", steps=steps)
-    return rates(o, f"{A}optim.lr", scheduler, warmup, constant_warms=True, per_unit=max(1, steps))
+    return schedule_options(o, f"{A}optim.lr", scheduler, warmup, constant_warms=True, per_unit=max(1, steps))
 
 
 VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN, DIFFERS)

@@ -5,6 +5,6 @@ re-encoded. A content security policy forbids everything else, so a hostile trac
 """
 
 from tracegrad.report.model_card import write_card
-from tracegrad.report.page import Counts, TermArrays, add_success, write_report
+from tracegrad.report.page import TermArrays, TraceCounts, add_success, write_report
 
-__all__ = ["Counts", "TermArrays", "add_success", "write_card", "write_report"]
+__all__ = ["TermArrays", "TraceCounts", "add_success", "write_card", "write_report"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tracegrad._html import escape, number
-from tracegrad.metrics import off_policy_value_of
+from tracegrad.metrics import off_policy_estimate
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -107,11 +107,11 @@ def curves(rows: Rows) -> str:
     return "".join(chart(rows, panel) for panel in drawn)
 
 
-def overlaid(runs: Mapping[str, Rows]) -> str:
+def overlay_curves(runs: Mapping[str, Rows]) -> str:
     """Return the first series of each panel with one line per run over a common step axis, as HTML.
 
     >>> rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
-    >>> overlaid({"a": rows, "b": rows}).count("<polyline")
+    >>> overlay_curves({"a": rows, "b": rows}).count("<polyline")
     2
     """
     drawn = []
@@ -206,7 +206,7 @@ def _points(rows: Rows, key: str, band: tuple[str, str] | None) -> list[Point]:
     out = []
     for index, row in enumerate(rows):
         value = _finite(row.get(key))
-        if value is not None and (key != "off_policy_value" or off_policy_value_of(row)):
+        if value is not None and (key != "off_policy_value" or off_policy_estimate(row)):
             ends = [_finite(row.get(end)) for end in band] if band else [None, None]
             low, high = (math.nan if end is None else end for end in ends)
             out.append(Point(step_of(row, index), value, low, high))

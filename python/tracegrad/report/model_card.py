@@ -10,8 +10,8 @@ from typing import Any
 
 from tracegrad._core import __version__
 from tracegrad.config import Config, as_dict
-from tracegrad.errors import TracegradError, redacted, shown
-from tracegrad.metrics import off_policy_value_of
+from tracegrad.errors import TracegradError, escape_terminal, redact
+from tracegrad.metrics import off_policy_estimate
 from tracegrad.storage import files
 
 NAME = "README.md"
@@ -48,14 +48,14 @@ def write_card(
         head["base_model"] = str(base)
     lines = [
         "---",
-        *(f"{key}: {json.dumps(shown(redacted(value)))}" for key, value in head.items()),
+        *(f"{key}: {json.dumps(escape_terminal(redact(value)))}" for key, value in head.items()),
         "tags: [tracegrad, reinforcement-learning, text-generation]",
         "---",
         "",
         "# A policy trained by tracegrad",
         "",
         f"Trained by tracegrad {__version__} from recorded trajectories and their logprobs.",
-        *_section("Begun with", [Path(redacted(base)).name]),
+        *_section("Begun with", [Path(redact(base)).name]),
         *_section("Loss", str(objective).split("\n")),
         *_section("Options other than the default", options or ["none"]),
         *_section("Data", data),
@@ -83,7 +83,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in [*measured[:1], *measured[1:][-1:]]:
             span = [row.get(f"{kind}_{end}") for end in ("low", "high")]
             between = "" if None in span else f" ({span[0]:.3f} to {span[1]:.3f})"
-            is_reliable = kind != "off_policy_value" or off_policy_value_of(row) is not None
+            is_reliable = kind != "off_policy_value" or off_policy_estimate(row) is not None
             facts.append(
                 (f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}" if is_reliable else "not known")
             )
@@ -91,4 +91,11 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
-    return ["", f"## {title}", "", _BLOCK, *(shown(redacted(line)).replace("~~~", "~ ~ ~") for line in lines), _BLOCK]
+    return [
+        "",
+        f"## {title}",
+        "",
+        _BLOCK,
+        *(escape_terminal(redact(line)).replace("~~~", "~ ~ ~") for line in lines),
+        _BLOCK,
+    ]

@@ -19,10 +19,10 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import TIER_TEXT
 from tracegrad.errors import ReadError
 from tracegrad.report.charts import Rows, curves, interval, step_of
-from tracegrad.report.token_map import PerToken, TermArrays, Thumbnails, examples, trace_html
+from tracegrad.report.token_map import PerToken, TermArrays, Thumbnails, select_examples, trace_html
 from tracegrad.storage import files as outputs
 
-__all__ = ["Counts", "TermArrays", "add_success", "write_report"]
+__all__ = ["TermArrays", "TraceCounts", "add_success", "write_report"]
 
 _MARKS = ("<!--success-->", "<!--/success-->")  # `add_success` writes between these. Escaped text cannot contain them.
 _FIND = files("tracegrad.report").joinpath("find.js").read_text("utf-8")
@@ -48,13 +48,13 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Counts:
+class TraceCounts:
     """Counts over all traces of a run.
 
     Args:
         traces, groups, tokens, terms: numbers of each. Terms are trained tokens.
-        tiers, drift: name to counts, as `Sequences.tiers` and `Drift.table` return them.
-        recorded, exact: as in `Drift`.
+        tiers, drift: name to counts, as `Sequences.tiers` and `AlignmentReport.table` return them.
+        recorded, exact: as in `AlignmentReport`.
     """
 
     traces: int
@@ -67,7 +67,7 @@ class Counts:
     exact: int
 
     @classmethod
-    def of(cls, sequences: Sequences) -> "Counts":
+    def of(cls, sequences: Sequences) -> "TraceCounts":
         """Return the counts of all traces in sequences."""
         drift, terms = sequences.drift, int(sequences.trainable.sum())
         groups = len(set(sequences.group.tolist()))
@@ -82,7 +82,7 @@ def write_report(
     sequences: Sequences,
     tokenizer: Decoder,
     terms: Iterable[TermArrays] = (),
-    counts: Counts | None = None,
+    counts: TraceCounts | None = None,
     pull: float | None = None,
     summary: Mapping[str, Any] | None = None,
     title: str = "tracegrad",
@@ -98,7 +98,7 @@ def write_report(
         rows: rows of metrics.jsonl. Numbers that are not finite are left out of the curves.
         sequences: the trained sequences, or the part of them that may be shown.
         tokenizer: converts ids to bytes. An id unknown to it is shown as a number.
-        terms: per-token arrays of the steps to show, such as `Trained.terms`. Without them no trace is shown.
+        terms: per-token arrays of the steps to show, such as `TrainResult.terms`. Without them no trace is shown.
         counts: counts of all traces. Default: those of `sequences`.
         pull: sum of |d loss / d logprob| over all trained tokens, the denominator of shares. Default: the sum over
             `terms`.
@@ -117,7 +117,7 @@ def write_report(
         ReadError: if the file cannot be written.
     """
     values = PerToken.of(sequences.tokens, terms)
-    summary, counts = summary or {}, counts or Counts.of(sequences)
+    summary, counts = summary or {}, counts or TraceCounts.of(sequences)
     style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + colours(_PAIRS)
     traces = _traces(sequences, values, tokenizer, most_traces, most_bytes, pull)
     policy = _POLICY + _DRAWN * ("<img " in traces)  # "<" is escaped in third-party text.
@@ -153,7 +153,7 @@ def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: 
     write_page(path, (head + start_mark + _success(before, after) + end_mark + tail).encode())
 
 
-def _opening(title: str, rows: Rows, counts: Counts, summary: Mapping[str, Any]) -> str:
+def _opening(title: str, rows: Rows, counts: TraceCounts, summary: Mapping[str, Any]) -> str:
     facts: list[tuple[str, str]] = [
         ("traces", f"{counts.traces:,}"),
         ("groups", f"{counts.groups:,}"),
@@ -193,7 +193,7 @@ def _curves(rows: Rows) -> str:
     return f'<section><h2>The run</h2><div class="curves">{drawn}</div></section>' if drawn else ""
 
 
-def _tables(counts: Counts) -> str:
+def _tables(counts: TraceCounts) -> str:
     tiers = [[name, TIER_TEXT.get(name, ""), *tier_counts.values()] for name, tier_counts in counts.tiers.items()]
     drift = [[reason, *tier_counts.values()] for reason, tier_counts in counts.drift.items()]
     rate = 1.0 - counts.exact / counts.recorded if counts.recorded else 0.0
@@ -226,7 +226,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) ->
 def _traces(
     sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int, pull: float | None
 ) -> str:
-    if not (chosen := examples(sequences, values, most, pull)):
+    if not (chosen := select_examples(sequences, values, most, pull)):
         return ""
     cache: dict[int, bytes] = {}
 
@@ -305,7 +305,7 @@ def write_page(path: Path, page: bytes) -> None:
         ReadError: if it cannot be written.
     """
     try:
-        with outputs.whole(path) as file:
+        with outputs.write_atomically(path) as file:
             file.write(page)
     except OSError as error:
         raise ReadError(

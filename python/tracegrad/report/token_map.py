@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from tracegrad._html import escape, number, percent, visible
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.data.codes import GIVEN, SAMPLED, TIERS
+from tracegrad.data.codes import PROMPT, SAMPLED, TIERS
 from tracegrad.errors import TracegradError
-from tracegrad.images import Pictures
-from tracegrad.images.processor import pixels
+from tracegrad.images import Images
+from tracegrad.images.processor import decode_image
 
 MOST = 64
 """Maximum number of distinct images drawn on a page. The others are boxes."""
@@ -48,7 +48,7 @@ class Thumbnails:
         """Return whether the page has a drawn image."""
         return self.room < MOST_HTML
 
-    def html(self, pictures: Pictures, row: int, more: str = "") -> str:
+    def html(self, pictures: Images, row: int, more: str = "") -> str:
         """Return the HTML of one image.
 
         Args:
@@ -73,7 +73,7 @@ class Thumbnails:
         """Return a box for an image of which the record only has the digest."""
         return f'<span class="picture box">{escape(f"picture {name[:23]}: it is not in the record")}</span>'
 
-    def _draw(self, pictures: Pictures, row: int, digest: bytes) -> tuple[str, str]:
+    def _draw(self, pictures: Images, row: int, digest: bytes) -> tuple[str, str]:
         """Return a data URL, or the reason why there is none. Both are empty if a limit of the page is reached."""
         if self.room <= 0 or (digest not in self._here and len(self._here) >= self.most):
             return "", ""
@@ -90,7 +90,7 @@ class Thumbnails:
         return self.drawn[digest]
 
 
-def small(pictures: Pictures, row: int, side: int = SIDE) -> bytes:
+def small(pictures: Images, row: int, side: int = SIDE) -> bytes:
     """Return a PNG thumbnail with at most `side` pixels on its longer side and 256 colours.
 
     It is drawn from the decoded pixels of an image.
@@ -101,7 +101,7 @@ def small(pictures: Pictures, row: int, side: int = SIDE) -> bytes:
     """
     size = int(pictures.width[row]), int(pictures.height[row])
     name = f"picture {pictures.digest[row].tobytes().hex()[:16]}"
-    return _png(pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, MOST_PIXELS), side)
+    return _png(decode_image(pictures.bytes_of(row), name, pictures.media_type[row], size, MOST_PIXELS), side)
 
 
 def _png(pixel_values: NDArray[np.uint8], side: int) -> bytes:
@@ -186,7 +186,9 @@ class PerToken:
         return np.isfinite(self.gradient)
 
 
-def strongest(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
+def traces_by_gradient(
+    sequences: Sequences, values: PerToken, most: int, whole: float | None = None
+) -> list[tuple[int, float]]:
     """Return the traces with the largest shares of the gradient, as (trace, share), largest first.
 
     The gradient of a trace is its sum of |d loss / d logprob|.
@@ -201,12 +203,15 @@ def strongest(sequences: Sequences, values: PerToken, most: int, whole: float | 
     return [(int(trace), float(pull[trace] / total)) for trace in order if pull[trace] > 0]
 
 
-def examples(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
+def select_examples(
+    sequences: Sequences, values: PerToken, most: int, whole: float | None = None
+) -> list[tuple[int, float]]:
     """Return traces to show: those with the largest gradient, alternating between good and bad, from many groups.
 
-    Good means a mean advantage of at least 0. They are sorted by share, the largest first, like those of `strongest`.
+    Good means a mean advantage of at least 0. They are sorted by share, the largest first, like those of
+    `traces_by_gradient`.
     """
-    ranked = strongest(sequences, values, sequences.traces, whole)
+    ranked = traces_by_gradient(sequences, values, sequences.traces, whole)
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     total = np.bincount(owner, np.nan_to_num(values.advantages).astype(np.float64), minlength=sequences.traces)
     sides: tuple[list[tuple[int, float]], list[tuple[int, float]]] = ([], [])
@@ -372,7 +377,7 @@ class Writer:
 
     def _untrained(self, run: range) -> str:
         kind = int(self.sequences.source[run.start])
-        name = "s" if kind == SAMPLED else "g" if kind == GIVEN else "p"
+        name = "s" if kind == SAMPLED else "g" if kind == PROMPT else "p"
         if len(run) <= _RUN_HEAD + _RUN_TAIL + 40:
             return f'<span class="{name}">{self._text(run)}</span>'
         hidden = len(run) - _RUN_HEAD - _RUN_TAIL

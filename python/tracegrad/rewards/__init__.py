@@ -1,39 +1,46 @@
 """Score trajectories with reward functions in TRL's convention, or with an LLM judge that compares a group.
 
 A trajectory that cannot be scored gets NaN, never 0, and is counted. The package is callable: `tg.rewards(traces,
-functions)` is `tg.rewards.recorded`.
+functions)` is `tg.rewards.score_traces`.
 """
 
 import sys
 from types import ModuleType
 from typing import Any
 
-from tracegrad.rewards.functions import RESERVED, Rewards, Scored, columns_of, rewards, text_of
-from tracegrad.rewards.judge import Judge, Judged, Verdict
-from tracegrad.rewards.recorded import PART, Judgement, Rescored, Spool, judged, recorded
+from tracegrad.rewards.functions import RESERVED_COLUMNS, Rewards, RewardScores, columns_of, compute_rewards, text_of
+from tracegrad.rewards.judge import Judge, JudgeResult, JudgeVote
+from tracegrad.rewards.recorded import (
+    TRACES_PER_BATCH,
+    JudgedTraces,
+    ScoredTraces,
+    SpillFile,
+    judge_traces,
+    score_traces,
+)
 
 __all__ = [
-    "PART",
-    "RESERVED",
+    "RESERVED_COLUMNS",
+    "TRACES_PER_BATCH",
     "Judge",
-    "Judged",
-    "Judgement",
-    "Rescored",
+    "JudgeResult",
+    "JudgeVote",
+    "JudgedTraces",
+    "RewardScores",
     "Rewards",
-    "Scored",
-    "Spool",
-    "Verdict",
+    "ScoredTraces",
+    "SpillFile",
     "columns_of",
-    "judged",
-    "recorded",
-    "rewards",
+    "compute_rewards",
+    "judge_traces",
+    "score_traces",
     "text_of",
 ]
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self, *args: Any, **options: Any) -> Rescored:
-        return recorded(*args, **options)
+    def __call__(self, *args: Any, **options: Any) -> ScoredTraces:
+        return score_traces(*args, **options)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

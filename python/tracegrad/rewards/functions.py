@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.errors import ArgumentError
-from tracegrad.user_code import Failed, Failure, Processes, located, within
+from tracegrad.user_code import Failure, ProcessPool, UserCodeError, await_within, failure_of
 
-LOGGED = 4096
+MAX_LOG_ENTRIES = 4096
 
 
 @dataclass(frozen=True)
-class Scored:
+class RewardScores:
     """The results of K reward functions for n trajectories.
 
     Args:
@@ -68,10 +68,10 @@ class Rewards:
 
     >>> def short(completions, **columns):
     ...     return [float(len(text) < 3) for text in completions]
-    >>> rewards = Rewards([short], [0.5])
-    >>> asyncio.run(rewards.score(["2+2?"] * 2, ["4", "four"])).total
+    >>> compute_rewards = Rewards([short], [0.5])
+    >>> asyncio.run(compute_rewards.score(["2+2?"] * 2, ["4", "four"])).total
     array([0.5, 0. ])
-    >>> rewards.close()
+    >>> compute_rewards.close()
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Rewards:
         self.failures: dict[str, Failure] = {}
         self._functions = dict(zip(self.names, functions, strict=True))
         self._seconds = seconds
-        self._processes = Processes(
+        self._processes = ProcessPool(
             {name: _PlainFunction(function) for name, function in self._functions.items() if not _is_async(function)},
             count=processes,
         )
@@ -112,12 +112,12 @@ class Rewards:
         *,
         completion_ids: Sequence[Any] | None = None,
         trainer_state: Any = None,
-    ) -> Scored:
+    ) -> RewardScores:
         """Return the results of all functions, which run concurrently.
 
         Args:
             prompts, completions: n texts, or n lists of messages.
-            columns: n values per name, as `columns_of` returns them. Names in `RESERVED` are dropped.
+            columns: n values per name, as `columns_of` returns them. Names in `RESERVED_COLUMNS` are dropped.
             completion_ids: n lists of token ids.
             trainer_state: passed to the functions. It must be picklable for plain functions.
 
@@ -125,7 +125,9 @@ class Rewards:
             ArgumentError: if completions or a column do not have n values.
         """
         count = len(prompts)
-        columns = {name: column_values for name, column_values in (columns or {}).items() if name not in RESERVED}
+        columns = {
+            name: column_values for name, column_values in (columns or {}).items() if name not in RESERVED_COLUMNS
+        }
         for name, column_values in {"completions": completions, **columns}.items():
             if len(column_values) != count:
                 raise ArgumentError(
@@ -159,7 +161,7 @@ class Rewards:
                 metrics.setdefault(name, []).append(value)
             extra |= dict(answer.extra)
         total = _total(values, failed, self.weights)
-        return Scored(self.names, values, failed, total, metrics, extra, failures)
+        return RewardScores(self.names, values, failed, total, metrics, extra, failures)
 
     def close(self) -> None:
         """End the processes."""
@@ -172,13 +174,13 @@ class Rewards:
             if _is_async(function):
                 log = _Log()
                 inputs = _accepted(function, {**arguments, "log_metric": log.metric, "log_extra": log.extra})
-                answer = log.answer(await within(self._seconds, function(**inputs), name))
+                answer = log.answer(await await_within(self._seconds, function(**inputs), name))
             else:
                 answer = await self._processes.call(name, (), inputs, seconds=self._seconds)
-        except Failed as failed:
+        except UserCodeError as failed:
             return failed.failure
         except Exception as error:
-            return located(error)
+            return failure_of(error)
         if len(answer.values) != count:
             return Failure("wrong", f"{name} returned {len(answer.values)} rewards for {count} trajectories")
         for column, logged in answer.extra:
@@ -192,7 +194,7 @@ class Rewards:
         self.failures.setdefault(name, failure)
 
 
-async def rewards(
+async def compute_rewards(
     functions: Sequence[Callable[..., Any]],
     weights: Sequence[float] | None,
     prompts: Sequence[Any],
@@ -220,13 +222,13 @@ def columns_of(tasks: Sequence[Mapping[Any, Any]], without: Sequence[str] = ()) 
 
     Args:
         tasks: n dicts. Their string keys name the columns.
-        without: keys that are not columns, in addition to `RESERVED`.
+        without: keys that are not columns, in addition to `RESERVED_COLUMNS`.
 
     >>> columns_of([{"prompt": "2+2?", "answer": "4"}, {"prompt": "f?", "answer": None, "tests": "f()"}])
     {'answer': ['4', None], 'tests': [None, 'f()']}
     """
     names = dict.fromkeys(name for task in tasks for name in task if isinstance(name, str))
-    return {name: [task.get(name) for task in tasks] for name in names if name not in (*RESERVED, *without)}
+    return {name: [task.get(name) for task in tasks] for name in names if name not in (*RESERVED_COLUMNS, *without)}
 
 
 def text_of(messages: Sequence[Mapping[str, Any]], role: str) -> str:
@@ -235,8 +237,8 @@ def text_of(messages: Sequence[Mapping[str, Any]], role: str) -> str:
     return "".join(text for text in contents if isinstance(text, str))
 
 
-RESERVED = ("prompts", "completions", "prompt", "completion", "completion_ids")
-RESERVED += ("trainer_state", "log_metric", "log_extra")
+RESERVED_COLUMNS = ("prompts", "completions", "prompt", "completion", "completion_ids")
+RESERVED_COLUMNS += ("trainer_state", "log_metric", "log_extra")
 """Names of arguments that functions do not receive as columns."""
 
 
@@ -257,11 +259,11 @@ class _Log:
         self._extra: list[tuple[str, list[Any]]] = []
 
     def metric(self, name: str, value: float) -> None:
-        if len(self._metrics) < LOGGED:
+        if len(self._metrics) < MAX_LOG_ENTRIES:
             self._metrics.append((str(name), float(value)))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        if len(self._extra) < LOGGED:
+        if len(self._extra) < MAX_LOG_ENTRIES:
             self._extra.append((str(column), list(values)))
 
     def answer(self, found: Any) -> _Answer:

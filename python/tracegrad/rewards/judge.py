@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tracegrad.data.trace import Trace
 from tracegrad.errors import ArgumentError
-from tracegrad.user_code import Failed, Failure, located, within
+from tracegrad.user_code import Failure, UserCodeError, await_within, failure_of
 
 ANSWER_CHARACTERS = 65536
 STARTS = 64
@@ -29,7 +29,7 @@ _SCORES_KEY = re.compile(r"""["']scores?[\\"']*\s*:""")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgeVote:
     """One vote on one group.
 
     Args:
@@ -66,7 +66,7 @@ class Verdict:
             for members, score in zip(self.shown, self.scores, strict=True):
                 for member in members:
                     scores[range(self.count)[member]] = _score(score, str(member))
-        except (Unusable, LookupError, TypeError, ValueError):
+        except (UnusableAnswerError, LookupError, TypeError, ValueError):
             return [None] * self.count
         return scores
 
@@ -75,13 +75,13 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> "Verdict":
+    def from_dict(cls, told: Mapping[str, Any]) -> "JudgeVote":
         """Return the verdict that `as_dict` wrote."""
         return cls(**told)
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgeResult:
     """A judge's result for a group of n trajectories.
 
     Args:
@@ -92,7 +92,7 @@ class Judged:
 
     scores: NDArray[np.float64]
     disagreement: NDArray[np.float64]
-    verdicts: list[Verdict]
+    verdicts: list[JudgeVote]
 
     @property
     def errors(self) -> list[str]:
@@ -100,7 +100,7 @@ class Judged:
         return [verdict.errors[-1] for verdict in self.verdicts if verdict.scores is None and verdict.errors]
 
     @classmethod
-    def of(cls, verdicts: Sequence[Verdict], count: int) -> "Judged":
+    def of(cls, verdicts: Sequence[JudgeVote], count: int) -> "JudgeResult":
         """Compute the scores of `count` trajectories from votes, new or recorded."""
         votes = np.full((len(verdicts), count), np.nan)
         for row, verdict in enumerate(verdicts):
@@ -114,11 +114,11 @@ class Judged:
         return cls(mean, deviation, list(verdicts))
 
 
-class Unusable(Exception):
+class UnusableAnswerError(Exception):
     """An answer without usable scores. The text of the exception explains the problem, to the judge as well."""
 
 
-def read(answer: Any, count: int, shown: str = "") -> tuple[list[float], list[str]]:
+def parse_answer(answer: Any, count: int, shown: str = "") -> tuple[list[float], list[str]]:
     """Return scores and explanations of trajectories "1" to "count", in that order, from a judge's answer.
 
     The verdict is the JSON at the end of the answer. Ignored are reasoning in `<think>` tags, other text before the
@@ -134,22 +134,22 @@ def read(answer: Any, count: int, shown: str = "") -> tuple[list[float], list[st
         Unusable: if there is no JSON at the end, or a second verdict. Also if an id is missing, unknown or repeated, or
             a score is not a number from 0 to 1.
 
-    >>> read('{"scores": [{"id": "2", "score": 1}, {"id": "1", "score": 0.5, "explanation": "long"}]}', 2)
+    >>> parse_answer('{"scores": [{"id": "2", "score": 1}, {"id": "1", "score": 0.5, "explanation": "long"}]}', 2)
     ([0.5, 1.0], ['long', ''])
     """
     scored: dict[str, tuple[float, str]] = {}
     for row in _rows(answer, shown):
         if not isinstance(row, dict):
-            raise Unusable("an entry of `scores` is no object")
+            raise UnusableAnswerError("an entry of `scores` is no object")
         name = row.get("id", row.get("trajectory_id"))
         name = str(name) if isinstance(name, str | int) and not isinstance(name, bool) else None
         if name is None or not (name.isdecimal() and name.isascii() and 1 <= int(name[:9]) <= count):
-            raise Unusable(f"there is no trajectory {row.get('id', row.get('trajectory_id'))!r:.40}")
+            raise UnusableAnswerError(f"there is no trajectory {row.get('id', row.get('trajectory_id'))!r:.40}")
         if name in scored:
-            raise Unusable(f"trajectory {name} is scored twice")
+            raise UnusableAnswerError(f"trajectory {name} is scored twice")
         scored[name] = (_score(row.get("score"), name), str(row.get("explanation") or "")[:ANSWER_CHARACTERS])
     if missing := [str(number) for number in range(1, count + 1) if str(number) not in scored]:
-        raise Unusable(f"trajectory {missing[0]} has no score")
+        raise UnusableAnswerError(f"trajectory {missing[0]} has no score")
     ordered = [scored[str(number)] for number in range(1, count + 1)]
     return [score for score, _ in ordered], [words for _, words in ordered]
 
@@ -158,25 +158,27 @@ def _score(value: Any, name: str) -> float:
     # Do not convert first: an integer can exceed the range of a float. NaN and infinity are unequal 0 when subtracted
     # from themselves.
     if not isinstance(value, int | float) or isinstance(value, bool) or value - value != 0:
-        raise Unusable(f"the score of trajectory {name} is {value!r:.40}, which is no number")
+        raise UnusableAnswerError(f"the score of trajectory {name} is {value!r:.40}, which is no number")
     if not 0 <= value <= 1:
-        raise Unusable(f"the score of trajectory {name} is {value!r:.40}, which is not from 0 to 1")
+        raise UnusableAnswerError(f"the score of trajectory {name} is {value!r:.40}, which is not from 0 to 1")
     return float(value)
 
 
 def _rows(answer: Any, shown: str) -> list[Any]:
     """Return the list under `scores`, or the bare list, of the JSON at the end of a text."""
     if not isinstance(answer, str):
-        raise Unusable("there is no text")
+        raise UnusableAnswerError("there is no text")
     text, has_thought = answer.strip(), False
     if not text.startswith(("{", "[", "`")):
         thought, end, verdict = text.partition("</think>")
         if not end and "<think>" in thought:
-            raise Unusable("the thought does not end, so there is no verdict")
+            raise UnusableAnswerError("the thought does not end, so there is no verdict")
         text, has_thought = (verdict, True) if end else (text, False)
     text = text.strip().removesuffix("```").rstrip()
     if len(text) > ANSWER_CHARACTERS:
-        raise Unusable(f"the answer has {len(text):,} characters. Of at most {ANSWER_CHARACTERS:,} it is read")
+        raise UnusableAnswerError(
+            f"the answer has {len(text):,} characters. Of at most {ANSWER_CHARACTERS:,} it is read"
+        )
     decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
     for start in [match.start() for match in re.finditer(r"[{\[]", text)][:STARTS]:
         try:
@@ -189,11 +191,11 @@ def _rows(answer: Any, shown: str) -> list[Any]:
         if isinstance(value, dict) or isinstance(rows[0], dict):
             before = text[:start].rstrip().removesuffix("json").removesuffix("```").strip()
             if _SCORES_KEY.search(before):
-                raise Unusable("there are scores before the last ones. Which ones count is not known")
+                raise UnusableAnswerError("there are scores before the last ones. Which ones count is not known")
             if (before or has_thought) and _bare(text[start:]) in _bare(shown):
-                raise Unusable("the scores at the end stand in a trajectory word for word")
+                raise UnusableAnswerError("the scores at the end stand in a trajectory word for word")
             return rows
-    raise Unusable(
+    raise UnusableAnswerError(
         'there is no JSON of the form {"scores": [{"id": "1", "explanation": "...", "score": 0.5}]} at the end'
     )
 
@@ -202,7 +204,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict. Repeated keys are refused, because the second `scores` would silently win."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise Unusable("a key of the JSON is there twice, and which one counts is not known")
+        raise UnusableAnswerError("a key of the JSON is there twice, and which one counts is not known")
     return table
 
 
@@ -272,7 +274,7 @@ class Judge:
         self._sampling = {"temperature": 0.0, "max_tokens": 4096, **(sampling or {})}
         self._characters, self._seconds, self._structured, self._told = characters, seconds, structured, told
 
-    async def score(self, trajectories: Sequence[Any], *, group: str = "") -> Judged:
+    async def score(self, trajectories: Sequence[Any], *, group: str = "") -> JudgeResult:
         """Return the scores of the trajectories of one group.
 
         Equal trajectories are shown once. If a group of several has at most one distinct trajectory, no vote is taken
@@ -290,16 +292,16 @@ class Judge:
         members = list(distinct.values())
         if not members or (len(members) == 1 and len(conversations) > 1):
             # Equal trajectories cannot be ranked against each other.
-            return Judged.of([], len(conversations))
+            return JudgeResult.of([], len(conversations))
         votes = (self._vote(conversations, members, group, vote) for vote in range(self._votes))
-        return Judged.of(await asyncio.gather(*votes), len(conversations))
+        return JudgeResult.of(await asyncio.gather(*votes), len(conversations))
 
-    async def again(self, verdict: Verdict | Mapping[str, Any]) -> Verdict:
+    async def again(self, verdict: JudgeVote | Mapping[str, Any]) -> JudgeVote:
         """Judge the prompt of a recorded verdict again."""
-        recorded = verdict if isinstance(verdict, Verdict) else Verdict.from_dict(verdict)
+        recorded = verdict if isinstance(verdict, JudgeVote) else JudgeVote.from_dict(verdict)
         return await self._ask(recorded.group, recorded.vote, recorded.count, recorded.shown, recorded.prompt[:2])
 
-    async def _vote(self, conversations: list[Any], members: list[list[int]], group: str, vote: int) -> Verdict:
+    async def _vote(self, conversations: list[Any], members: list[list[int]], group: str, vote: int) -> JudgeVote:
         shown = list(members)
         random.Random(f"{self._seed}/{group}/{vote}").shuffle(shown)
         return await self._ask(
@@ -319,7 +321,7 @@ class Judge:
 
     async def _ask(
         self, group: str, vote: int, count: int, shown: list[list[int]], prompt: list[dict[str, Any]]
-    ) -> Verdict:
+    ) -> JudgeVote:
         """Take one vote. If the answer cannot be read, ask once more."""
         prompt, answers, errors, model = list(prompt), [], [], None
         scores: list[float] | None = None
@@ -329,19 +331,19 @@ class Judge:
             self.counts["retried"] += attempt
             answer = None
             try:
-                response = await within(
+                response = await await_within(
                     self._seconds, self._chat(self._body(prompt, len(shown)), session=group, salt=None), "the judge"
                 )
                 model = response.get("model")
                 answer = response["choices"][0]["message"]["content"]
-                scores, explanations = read(answer, len(shown), prompt[1]["content"])
+                scores, explanations = parse_answer(answer, len(shown), prompt[1]["content"])
                 failure = None
-            except Unusable as unusable:
+            except UnusableAnswerError as unusable:
                 failure = Failure("wrong", str(unusable))
-            except Failed as failed:
+            except UserCodeError as failed:
                 failure = failed.failure
             except Exception as error:
-                cause = located(error)
+                cause = failure_of(error)
                 failure = replace(cause, kind="wrong", words=f"the server's answer holds no message: {cause.words}")
             answers.append(answer[:65536] if isinstance(answer, str) else "")
             errors.append("" if failure is None else str(failure))
@@ -354,12 +356,12 @@ class Judge:
         if failure is not None:
             self._count("unusable", group, failure)
         model_name = model if isinstance(model, str) else None
-        verdict = Verdict(group, vote, count, shown, prompt, answers, errors, scores, explanations, model_name)
+        verdict = JudgeVote(group, vote, count, shown, prompt, answers, errors, scores, explanations, model_name)
         try:
             if self._told is not None:
                 self._told(verdict.as_dict())
         except Exception as error:
-            self._count("untold", group, located(error))
+            self._count("untold", group, failure_of(error))
         return verdict
 
     def _count(self, kind: str, group: str, failure: Failure) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _core
-from tracegrad.data.field_map import PROMPTS, add, loads
+from tracegrad.data.field_map import PROMPTS, append_fields, parse_record
 from tracegrad.data.trace import Line, Trace, Traces
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.rewards.functions import Rewards, columns_of, text_of
@@ -34,13 +34,13 @@ from tracegrad.storage import files
 from tracegrad.storage.files import refuse_special
 from tracegrad.user_code import Failure
 
-__all__ = ["Judgement", "Rescored", "judged", "recorded"]
+__all__ = ["JudgedTraces", "ScoredTraces", "judge_traces", "score_traces"]
 
 
-MOST_LINE = 1 << 24
+MAX_LINE_BYTES = 1 << 24
 
 
-class Cache:
+class ScoreCache:
     """Answers by the hash of their input, in a JSON Lines file.
 
     Memory has the keys and their offsets in the file, not the answers. An incomplete line, as after a kill, is ignored.
@@ -65,7 +65,7 @@ class Cache:
             refuse_special(path)
             with path.open("rb") as lines:
                 offset = 0
-                for line in iter(lambda: lines.readline(MOST_LINE), b""):
+                for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
                     if (entry := _entry(line)) is not None:
                         self._entries[entry[0]] = offset
                     offset += len(line)
@@ -82,7 +82,7 @@ class Cache:
         try:
             with self._path.open("rb") as file:
                 file.seek(stored)
-                entry = _entry(file.readline(MOST_LINE))
+                entry = _entry(file.readline(MAX_LINE_BYTES))
         except OSError:
             return None
         return entry[1] if entry is not None and entry[0] == key else None
@@ -160,14 +160,14 @@ def _naming_folder() -> Iterator[None]:
         ) from error
 
 
-class Spool:
+class SpillFile:
     """Traces in a temporary file, read one at a time.
 
     Args:
         parts: the traces, as `tracegrad.stream` returns them.
 
     >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    >>> with Spool([Traces.from_records([{"messages": said, "group": "g"}])]) as spool:
+    >>> with SpillFile([Traces.from_records([{"messages": said, "group": "g"}])]) as spool:
     ...     len(spool), spool.groups, spool[0].messages[1]["content"]
     (1, ['g'], '4')
     """
@@ -210,16 +210,16 @@ class Spool:
         core, _ = _core.Traces.decode([record], self._files[self._names[index]], self._lines[index], "auto")
         return Trace(core, 0)
 
-    def __enter__(self) -> "Spool":
+    def __enter__(self) -> "SpillFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
 
 
-Told = Callable[[int, int], None]
-MOST = sys.float_info.max
-PART = 128
+ProgressCallback = Callable[[int, int], None]
+MAX_SCORE = sys.float_info.max
+TRACES_PER_BATCH = 128
 """Number of traces that are written at once."""
 _SAMPLED = ("token_ids", "prompt_token_ids", "logprobs", "tokens", "generation", "reward", "rewards")
 _OF_RECORD = ("messages", "calls", "request", "response", "choices", "tools", "metadata", "text", *_SAMPLED)
@@ -227,7 +227,7 @@ _OF_RECORD = ("messages", "calls", "request", "response", "choices", "tools", "m
 
 
 @dataclass
-class Rescored:
+class ScoredTraces:
     """Recorded traces with their scores.
 
     Args:
@@ -240,7 +240,7 @@ class Rescored:
         counts, failures: number of failures by "name: kind", and the first of each kind with its group and file.
     """
 
-    source: Traces | Spool
+    source: Traces | SpillFile
     names: tuple[str, ...]
     rows: dict[int, tuple[float | None, tuple[float | None, ...]]] = field(default_factory=dict, repr=False)
     groups: int = 0
@@ -258,9 +258,9 @@ class Rescored:
         return Traces(_core.Traces.concatenate([part.core for part in self.parts()]))
 
     def parts(self) -> Iterator[Traces]:
-        """Yield the same traces in pieces of `PART`."""
-        for first in range(0, len(self.source), PART):
-            indices = range(first, min(first + PART, len(self.source)))
+        """Yield the same traces in pieces of `TRACES_PER_BATCH`."""
+        for first in range(0, len(self.source), TRACES_PER_BATCH):
+            indices = range(first, min(first + TRACES_PER_BATCH, len(self.source)))
             yield Traces(_core.Traces.concatenate([self._scored(index) for index in indices]))
 
     def _scored(self, index: int) -> _core.Traces:
@@ -270,12 +270,14 @@ class Rescored:
         recorded_rewards = {name: None if math.isnan(value) else value for name, value in trace.rewards.items()}
         recorded_total = {} if trace.reward is None or "recorded" in recorded_rewards else {"recorded": trace.reward}
         scores = dict(zip(self.names, values, strict=True))
-        record = add(trace.record, {"reward": total, "rewards": {**recorded_rewards, **recorded_total, **scores}})
+        record = append_fields(
+            trace.record, {"reward": total, "rewards": {**recorded_rewards, **recorded_total, **scores}}
+        )
         return _core.Traces.decode([record], file or "<records>", line or 1, "auto")[0]
 
 
 @dataclass
-class Judgement(Rescored):
+class JudgedTraces(ScoredTraces):
     """Recorded traces with the scores of a judge.
 
     Args:
@@ -297,8 +299,8 @@ class Judgement(Rescored):
         return (self.prompt_tokens * per_million[0] + self.completion_tokens * per_million[1]) / 1e6
 
 
-def recorded(
-    traces: Traces | Spool,
+def score_traces(
+    traces: Traces | SpillFile,
     functions: Sequence[Callable[..., Any]] | Callable[..., Any],
     *,
     weights: Sequence[float] | None = None,
@@ -306,8 +308,8 @@ def recorded(
     texts: bool = False,
     seconds: float = 60.0,
     parallel: int = 4,
-    told: Told | None = None,
-) -> Rescored:
+    told: ProgressCallback | None = None,
+) -> ScoredTraces:
     """Score recorded traces with reward functions in TRL's convention, a group at a time.
 
     Args:
@@ -327,9 +329,9 @@ def recorded(
     """
     functions = [functions] if callable(functions) else list(functions)
     scorer = Rewards(functions, weights, seconds=seconds, processes=parallel)
-    sources, answers = [source_of(function) for function in functions], Cache(cache)
+    sources, answers = [source_of(function) for function in functions], ScoreCache(cache)
     groups = _groups(traces.groups)
-    result = Rescored(traces, scorer.names, groups=len(groups))
+    result = ScoredTraces(traces, scorer.names, groups=len(groups))
 
     async def score_group(members: list[int]) -> None:
         inputs = _inputs([traces[index] for index in members], texts)
@@ -357,8 +359,8 @@ def recorded(
     return result
 
 
-async def judged(
-    traces: Traces | Spool,
+async def judge_traces(
+    traces: Traces | SpillFile,
     chat: Callable[..., Awaitable[Any]],
     *,
     model: str = "",
@@ -368,25 +370,25 @@ async def judged(
     cache: Path | None = None,
     parallel: int = 8,
     sampling: Mapping[str, Any] | None = None,
-    told: Told | None = None,
+    told: ProgressCallback | None = None,
     **options: Any,
-) -> Judgement:
+) -> JudgedTraces:
     """Score recorded traces with a judge, within each group. Each vote shows the group in another order.
 
     Args:
-        traces, parallel, told: as for `recorded`.
+        traces, parallel, told: as for `score_traces`.
         chat: as for `Judge`.
         model: name of the judge's model. Scores of another model are not taken from the cache.
         rubric, sampling, options: as for `Judge`.
         votes: number of votes on each group.
         name: name of the reward.
-        cache: as for `recorded`.
+        cache: as for `score_traces`.
 
     Raises:
         ArgumentError: if the cache cannot be read or written.
     """
-    groups, answers = _groups(traces.groups), Cache(cache)
-    result = Judgement(traces, (name,), groups=len(groups))
+    groups, answers = _groups(traces.groups), ScoreCache(cache)
+    result = JudgedTraces(traces, (name,), groups=len(groups))
     pairs = [0, 0]
 
     async def counting_chat(body: Mapping[str, Any], **request: Any) -> Any:
@@ -426,7 +428,7 @@ async def judged(
     return result
 
 
-def _note(result: Rescored, kind: str, failure: Failure, trace: Trace) -> None:
+def _note(result: ScoredTraces, kind: str, failure: Failure, trace: Trace) -> None:
     """Keep the first failure of a kind, with the location of its group's first trace."""
     file, line = trace.core.location(trace.index)
     where = f"{file or '<records>'}:{line or 1}" + ("" if trace.group is None else f", group {trace.group!r}")
@@ -454,7 +456,7 @@ def _cached_votes(answer: Any, count: int) -> Any:
 
 
 def _is_score(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_SCORE)
 
 
 def _is_verdict(value: Any) -> bool:
@@ -466,12 +468,15 @@ def _token_count(value: Any) -> int:
     return value if type(value) is int and 0 < value < 1 << 40 else 0
 
 
-def _unscored(result: Rescored) -> int:
+def _unscored(result: ScoredTraces) -> int:
     return sum(total is None for total, _ in result.rows.values())
 
 
 async def _score_groups(
-    score_group: Callable[[list[int]], Awaitable[None]], groups: list[list[int]], parallel: int, report: Told | None
+    score_group: Callable[[list[int]], Awaitable[None]],
+    groups: list[list[int]],
+    parallel: int,
+    report: ProgressCallback | None,
 ) -> None:
     """Score all groups in their order, up to `parallel` at once. A group is read only when its scoring starts."""
     remaining, done = iter(groups), [0]
@@ -517,7 +522,7 @@ def _columns(trace: Trace) -> dict[str, Any]:
 
     If the record has a task from a rollout, the keys of the task are columns too, with the lowest precedence.
     """
-    record, metadata = loads(trace.record), trace.metadata
+    record, metadata = parse_record(trace.record), trace.metadata
     fields = record if isinstance(record, dict) else {}
     columns = {name: value for name, value in fields.items() if name not in _OF_RECORD}
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -542,7 +547,7 @@ def _split(trace: Trace) -> tuple[list[Any], list[Any]]:
 
 def _prompt(trace: Trace) -> str | None:
     """Return the prompt of a record that has texts instead of messages, or None."""
-    record = loads(trace.record)
+    record = parse_record(trace.record)
     candidates = [record.get(key) for key in PROMPTS] if isinstance(record, dict) else []
     return next((text for text in candidates if isinstance(text, str) and text), None)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from tracegrad.data.sampling import NEUTRAL, refused_fields
-from tracegrad.errors import ArgumentError, RefusedFields, ServerError, redacted, shown
+from tracegrad.data.sampling import NEUTRAL, fields_in_error
+from tracegrad.errors import ArgumentError, RefusedFields, ServerError, escape_terminal, redact
 
 __all__ = ["Answer", "ServerError", "Servers"]
 
@@ -102,19 +102,19 @@ class Answer:
     def words(self) -> str:
         """The error message of the server, or the reason for a missing answer; at most 500 characters."""
         if self.error is not None:
-            return shown(self.error)[:SHOWN]
+            return escape_terminal(self.error)[:SHOWN]
         message: Any = self.body
         while isinstance(message, dict) and (
             inner := message.get("error") or message.get("message") or message.get("detail")
         ):
             message = inner
-        return f"{self.status}: {shown(message)[:SHOWN]}"
+        return f"{self.status}: {escape_terminal(message)[:SHOWN]}"
 
 
-def checked_url(url: str) -> str:
+def normalize_url(url: str) -> str:
     """Return the base URL of a server without a trailing slash or `/v1`.
 
-    >>> checked_url("http://127.0.0.1:8000/v1/")
+    >>> normalize_url("http://127.0.0.1:8000/v1/")
     'http://127.0.0.1:8000'
 
     Raises:
@@ -125,11 +125,11 @@ def checked_url(url: str) -> str:
         host, _ = parts.hostname, parts.port
     except (ValueError, TypeError, AttributeError) as error:
         raise ArgumentError(
-            f"TG-ROLLOUT-001: {redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
+            f"TG-ROLLOUT-001: {redact(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
         ) from error
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise ArgumentError(
-            f"TG-ROLLOUT-002: {redacted(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
+            f"TG-ROLLOUT-002: {redact(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
         )
     if parts.username or parts.password:
         raise ArgumentError(
@@ -138,7 +138,7 @@ def checked_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def encoded(body: Mapping[str, Any], path: str) -> bytes:
+def encode_body(body: Mapping[str, Any], path: str) -> bytes:
     """Encode a request body as JSON.
 
     Raises:
@@ -153,7 +153,7 @@ def encoded(body: Mapping[str, Any], path: str) -> bytes:
         ) from error
 
 
-class Wire:
+class HttpTransport:
     """HTTP connections to all servers: a pool for frequent requests, and new connections for control requests.
 
     Args:
@@ -239,7 +239,7 @@ class Wire:
 
 
 # Status codes of temporary states: the same request may succeed later.
-AGAIN = {408, 425, 429}
+RETRY_STATUSES = {408, 425, 429}
 SESSIONS = 65_536
 BACKOFF_S, LONGEST_BACKOFF_S = 0.25, 8.0
 
@@ -266,7 +266,7 @@ class _Server:
 
 
 class Transport(Protocol):
-    """Way to send a request to a server: `Wire`, or `in_process.EngineWire` for an engine of this process."""
+    """Way to send a request to a server: `HttpTransport`, or `in_process.EngineWire` for an engine of this process."""
 
     async def request(
         self,
@@ -326,7 +326,7 @@ class Servers:
             raise ArgumentError(
                 f"TG-ROLLOUT-005: urls is {urls!r}. A run needs a list of at least one server. Give its URL in a list."
             )
-        names = [checked_url(url) for url in urls]
+        names = [normalize_url(url) for url in urls]
         if len(set(names)) != len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
             raise ArgumentError(
@@ -361,7 +361,7 @@ class Servers:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> "Servers":
-        self._wire = Wire(**self._wire_options)
+        self._wire = HttpTransport(**self._wire_options)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -438,9 +438,9 @@ class Servers:
             if refused := [name for name in neutral if name in self._refused]:
                 raise RefusedFields(f"TG-ROLLOUT-008: the servers refuse {', '.join(refused)}", refused)
             try:
-                return await self._post_with_retries(path, encoded(sent, path), session)
+                return await self._post_with_retries(path, encode_body(sent, path), session)
             except ServerError as error:
-                if not (names := refused_fields(str(error), neutral) if isinstance(error, _Refused) else ()):
+                if not (names := fields_in_error(str(error), neutral) if isinstance(error, _Refused) else ()):
                     raise
                 self._refused.update(names)
                 raise RefusedFields(str(error), names) from error
@@ -463,7 +463,7 @@ class Servers:
                 server.failures = 0
                 server.answered += 1
                 return answer.body
-            if answer.status in AGAIN:
+            if answer.status in RETRY_STATUSES:
                 wait_s = answer.retry_after_s
             elif not answer.status or answer.status >= 500:
                 self._count_failure(server, answer.words)
@@ -500,7 +500,7 @@ class Servers:
 
         `token=False` leaves out the key, to test whether the server requires it.
         """
-        data = None if body is None else encoded(body, path)
+        data = None if body is None else encode_body(body, path)
         return await self._open.request(method, url, path, data, timeout_s=timeout_s, fresh=True, token=token)
 
     async def each(
@@ -633,7 +633,7 @@ def _refusal(url: str, path: str, answer: Answer) -> ServerError:
     return error_type(f"{url}{path} answered {answer.status}, not what was asked for: {answer.words}. {fix}".rstrip())
 
 
-async def measured_kind(servers: Servers) -> str | None:
+async def measure_logprob_kind(servers: Servers) -> str | None:
     """Return the kind of the servers' logprobs, "raw" or "processed"; None if no server reveals it.
 
     Each server samples one token while only one token is allowed, for two different tokens. Processed logprobs are then

@@ -12,7 +12,7 @@ from tracegrad.rollout.policy import LimitReached, Policy
 from tracegrad.rollout.session import Message, prompt_of
 from tracegrad.rollout.tool_schema import schema
 from tracegrad.rollout.tools import Tools
-from tracegrad.user_code import Thread
+from tracegrad.user_code import UserThread
 
 Score = Callable[[Any, list[Message], list[Message]], Any]
 
@@ -56,7 +56,7 @@ class Environment:
         """Release the resources of the environment."""
 
 
-def environment(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None = None) -> Any:
+def environment_contract(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None = None) -> Any:
     """Return the contract of an environment class or factory.
 
     Args:
@@ -65,7 +65,7 @@ def environment(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None =
     """
 
     async def contract(task: Any, policy: Policy) -> Any:
-        thread = Thread()
+        thread = UserThread()
 
         async def ask(function: Callable[..., Any], *args: Any) -> Any:
             return await _call(thread, function, *args)
@@ -94,7 +94,7 @@ def environment(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None =
     return contract
 
 
-async def _call(thread: Thread, function: Callable[..., Any], *args: Any) -> Any:
+async def _call(thread: UserThread, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function: await it here if it is asynchronous, run it in the thread if it is not."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
@@ -138,11 +138,11 @@ def trl_environment(
         seconds: time limit of one tool call.
         sampling: fields of its requests.
     """
-    idle: list[tuple[Any, Thread]] = []
+    idle: list[tuple[Any, UserThread]] = []
 
     async def contract(task: Any, policy: Policy) -> Any:
         row = dict(task) if isinstance(task, Mapping) else {"prompt": task}
-        world, thread = idle.pop() if idle else (None, Thread())
+        world, thread = idle.pop() if idle else (None, UserThread())
         all_tools: Tools | None = None
         try:
             if world is None:
@@ -153,11 +153,11 @@ def trl_environment(
             )
             functions = [*tools, *public_methods(world)]
             all_tools = Tools(functions, seconds=seconds, run="order", text=str, thread=thread)
-            messages, _ = await converse(policy, prompt, all_tools, turns, sampling)
+            messages, _ = await run_tool_loop(policy, prompt, all_tools, turns, sampling)
             if hasattr(world, "get_reward"):
                 rewards = {type(world).__name__: await _call(thread, world.get_reward)}
             else:
-                rewards = await scored(score, task, prompt, messages[len(prompt) :])
+                rewards = await call_score(score, task, prompt, messages[len(prompt) :])
         except BaseException:
             thread.close()
             raise
@@ -188,7 +188,7 @@ def _append_observation(prompt: list[Message], observation: Any) -> list[Message
     return [*prompt[:-1], {**prompt[-1], "content": content + suffix}]
 
 
-async def converse(
+async def run_tool_loop(
     policy: Policy,
     prompt: list[Message],
     tools: Tools,
@@ -221,11 +221,11 @@ async def converse(
         messages += await tools.answers(last, policy.counts)
 
 
-async def scored(score: Score | None, task: Any, prompt: list[Message], completion: list[Message]) -> Any:
+async def call_score(score: Score | None, task: Any, prompt: list[Message], completion: list[Message]) -> Any:
     """Return the result of a score function; None without one."""
     if score is None:
         return None
-    thread = Thread()
+    thread = UserThread()
     try:
         return await _call(thread, score, task, prompt, completion)
     finally:

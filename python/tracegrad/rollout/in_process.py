@@ -20,7 +20,7 @@ from tracegrad.errors import ArgumentError, ServerError
 from tracegrad.rollout.client import Answer, Servers
 
 T = TypeVar("T")
-OF_SERVING = ("enable_auto_tool_choice", "tool_call_parser")
+SERVER_ARGUMENTS = ("enable_auto_tool_choice", "tool_call_parser")
 """Arguments of vLLM's server that its engine does not have; all others are passed to `vllm.LLM`."""
 STOP_S = 30.0
 
@@ -30,7 +30,7 @@ class Engine:
 
     Args:
         model: folder or name of the model.
-        arguments: arguments of vLLM's EngineArgs by name, and those of `OF_SERVING`.
+        arguments: arguments of vLLM's EngineArgs by name, and those of `SERVER_ARGUMENTS`.
 
     Raises:
         ArgumentError: if vLLM is not installed here, or does not accept the arguments.
@@ -46,7 +46,7 @@ class Engine:
                 "has it."
             ) from error
         self.arguments = dict(arguments)
-        engine_arguments = {name: value for name, value in arguments.items() if name not in OF_SERVING}
+        engine_arguments = {name: value for name, value in arguments.items() if name not in SERVER_ARGUMENTS}
         try:
             self.llm: Any = LLM(model=str(model), **engine_arguments)
         except (TypeError, ValueError) as error:
@@ -213,12 +213,12 @@ def _settle(answer: asyncio.Future[Any], output: Any) -> None:
         answer.set_result(output)
 
 
-HERE = "http://localhost:0"
+PLACEHOLDER_URL = "http://localhost:0"
 """Placeholder URL of the engine; it accepts no connections."""
-REFUSED = 400
+BAD_REQUEST = 400
 
 
-class Inside(Servers):
+class InProcessServers(Servers):
     """An engine of this process as the only server of a run.
 
     Args:
@@ -228,11 +228,11 @@ class Inside(Servers):
     """
 
     def __init__(self, engine: Engine, *, model: str, **limits: Any) -> None:
-        super().__init__([HERE], model=model, **limits)
+        super().__init__([PLACEHOLDER_URL], model=model, **limits)
         self.engine = engine
 
-    async def __aenter__(self) -> "Inside":
-        self._wire = EngineWire(self.engine, self.model)
+    async def __aenter__(self) -> "InProcessServers":
+        self._wire = EngineTransport(self.engine, self.model)
         return self
 
     async def where(self, session: str) -> str:
@@ -265,7 +265,7 @@ class Inside(Servers):
         await asyncio.wrap_future(self.engine.do(work))
 
 
-class EngineWire:
+class EngineTransport:
     """Answers requests from an engine instead of a connection.
 
     Args:
@@ -320,7 +320,7 @@ class EngineWire:
             seconds = time.monotonic() - started
             return Answer(url, 0, None, seconds, f"no answer within {seconds:.1f} s", silent=True)
         except Exception as error:  # vLLM may raise any exception
-            status = REFUSED if isinstance(error, (ValueError, TypeError, ArgumentError)) else 500
+            status = BAD_REQUEST if isinstance(error, (ValueError, TypeError, ArgumentError)) else 500
             words = f"{type(error).__name__}: {error}"
             return Answer(url, status, {"error": words}, time.monotonic() - started)
         status, body = result if isinstance(result, tuple) else (200, result)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tracegrad.errors import ArgumentError, ServerError, shown
+from tracegrad.errors import ArgumentError, ServerError, escape_terminal
 from tracegrad.rollout.progress import Progress
 from tracegrad.storage import files
 
 GRACE_S = 15.0
-KEEPER = Path(__file__).with_name("watchdog.py")
+WATCHDOG = Path(__file__).with_name("watchdog.py")
 READ_BACK = 65_536
 
 
@@ -48,7 +48,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return result
 
 
-class Launched:
+class ServerProcess:
     """A vLLM server that runs as a child of this process.
 
     Args:
@@ -80,7 +80,7 @@ class Launched:
         extra_flags = flags(arguments) if isinstance(arguments, Mapping) else list(arguments)
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *extra_flags]
-        watchdog = [sys.executable, str(KEEPER), str(os.getpid()), str(GRACE_S)]
+        watchdog = [sys.executable, str(WATCHDOG), str(os.getpid()), str(GRACE_S)]
         variables = {**os.environ, **(environment or {})}
         if key is not None:
             variables["VLLM_API_KEY"] = key
@@ -106,7 +106,7 @@ class Launched:
             progress.tick(
                 lambda seconds: (
                     f"server   vLLM starts: {seconds:.0f} s, and is waited for {timeout_s - seconds:.0f} s more; "
-                    f"its log ends: {shown(self._tail()[-1].strip())[:100]}"
+                    f"its log ends: {escape_terminal(self._tail()[-1].strip())[:100]}"
                 )
             )
             if (reason := self.ended()) is not None:
@@ -132,7 +132,7 @@ class Launched:
         """Return the last line of the log that names an error, or its last line."""
         tail = self._tail()
         errors = [line for line in tail if "Error" in line or "error:" in line]
-        return shown((errors or tail)[-1].strip())
+        return escape_terminal((errors or tail)[-1].strip())
 
     def _tail(self) -> list[str]:
         """Return the last lines of the log; "nothing" if it is empty."""
@@ -157,9 +157,9 @@ def launch(
     timeout_s: float = 600.0,
     say: Callable[[str], None] | None = None,
     **options: Any,
-) -> Iterator[Launched]:
-    """Start a vLLM server, yield it once it is healthy, and stop it at the end; arguments as for `Launched`."""
-    launched = Launched(python, model, port, **options)
+) -> Iterator[ServerProcess]:
+    """Start a vLLM server, yield it once it is healthy, and stop it at the end; arguments as for `ServerProcess`."""
+    launched = ServerProcess(python, model, port, **options)
     try:
         launched.wait(timeout_s, say)
         yield launched

@@ -123,7 +123,7 @@ class Policy:
             raise ArgumentError(
                 "TG-ROLLOUT-026: policy.chat gives whole messages. Leave out stream, or use policy.base_url."
             )
-        body: dict[str, Any] = {"messages": [sent(message) for message in messages], **sampling}
+        body: dict[str, Any] = {"messages": [without_finish_reason(message) for message in messages], **sampling}
         if tools:
             body["tools"] = list(tools)
         call = self.session.open(body)
@@ -137,7 +137,7 @@ class Policy:
             call.lose(f"{type(error).__name__}: {error}")
             raise
         try:
-            message = said(response)
+            message = message_of(response)
         except NoAnswer as error:
             call.lose(str(error))
             raise
@@ -199,7 +199,7 @@ class Policy:
         return self._address
 
 
-def said(response: Any) -> Message:
+def message_of(response: Any) -> Message:
     """Return the message of a response in the form that a conversation contains.
 
     Raises:
@@ -224,6 +224,6 @@ def said(response: Any) -> Message:
     return message
 
 
-def sent(message: Mapping[str, Any]) -> Message:
+def without_finish_reason(message: Mapping[str, Any]) -> Message:
     """Return a message without `finish_reason`, which only answers have."""
     return {key: value for key, value in message.items() if key != "finish_reason"}

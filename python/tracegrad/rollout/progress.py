@@ -25,10 +25,10 @@ class Progress:
             self._say(words(now - self._started_at))
 
 
-def left(seconds: float, done: int, total: int) -> str:
+def format_time_left(seconds: float, done: int, total: int) -> str:
     """Return an estimate of the remaining time, from the pace so far.
 
-    >>> left(30.0, 10, 40), left(30.0, 0, 40)
+    >>> format_time_left(30.0, 10, 40), format_time_left(30.0, 0, 40)
     ('about 90 s left', 'none is done yet')
     """
     return f"about {seconds / done * (total - done):.0f} s left" if done else "none is done yet"

@@ -23,14 +23,14 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tracegrad.data.sampling import refused_fields
-from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.data.sampling import fields_in_error
+from tracegrad.errors import ArgumentError, TracegradError, escape_terminal
 from tracegrad.rollout import responses
 from tracegrad.rollout.client import orjson
 from tracegrad.rollout.policy import LimitReached, Limits, Policy
 from tracegrad.rollout.proxy_journal import Entry, Journal
-from tracegrad.rollout.responses import parsed
-from tracegrad.rollout.run_agent import checked
+from tracegrad.rollout.responses import parse_json
+from tracegrad.rollout.run_agent import check_rewards
 from tracegrad.rollout.session import CHAT, COMPLETIONS, Call, Session, UnfitRequest
 
 HEAD_S, HEAD_BYTES = 20.0, 1 << 16
@@ -145,7 +145,9 @@ class Upstream:
             raise Refusal(503, str(error), "upstream_error") from None
 
 
-async def answer(send: Any, status: int, body: bytes, kind: str = "application/json", *, close: bool = False) -> None:
+async def send_response(
+    send: Any, status: int, body: bytes, kind: str = "application/json", *, close: bool = False
+) -> None:
     """Send a complete response; `close` ends the connection, since unread parts of the request may still arrive."""
     headers = [(b"connection", b"close")] if close else []
     await start(send, status, kind, (b"content-length", str(len(body)).encode()), *headers)
@@ -158,7 +160,7 @@ async def start(send: Any, status: int, kind: str, *headers: tuple[bytes, bytes]
     await send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
 
-async def disconnected(receive: Any) -> None:
+async def wait_for_disconnect(receive: Any) -> None:
     """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -200,7 +202,7 @@ def object_of(body: bytes) -> dict[str, Any]:
         Refusal: 400, if it is not one.
     """
     try:
-        value = parsed(body, halves=True)
+        value = parse_json(body, halves=True)
     except ValueError as error:
         raise Refusal(400, f"the request is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -208,7 +210,7 @@ def object_of(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
     """Read the body of a server's response.
 
     Raises:
@@ -228,7 +230,7 @@ async def whole(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"data", b"event", b"id", b"retry")
 """Line prefixes of server-sent events; a name without a colon has an empty value."""
-Wrong = Callable[[Mapping[str, Any]], str | None]
+ShapeCheck = Callable[[Mapping[str, Any]], str | None]
 
 
 class MalformedAnswer(ValueError):
@@ -236,7 +238,7 @@ class MalformedAnswer(ValueError):
 
 
 @dataclass(frozen=True)
-class Road:
+class Endpoint:
     """One kind of request.
 
     Args:
@@ -247,34 +249,39 @@ class Road:
 
     path: str
     asked: Mapping[str, Any]
-    wrong_in: Wrong
-    wrong_in_chunk: Wrong
+    wrong_in: ShapeCheck
+    wrong_in_chunk: ShapeCheck
 
     def error(self, message: str) -> bytes:
         """Return the event that ends a stream with an error, in the format that clients of this API read."""
-        error: dict[str, Any] = {"message": shown(message)[:1000], "type": "upstream_error", "param": None, "code": 502}
+        error: dict[str, Any] = {
+            "message": escape_terminal(message)[:1000],
+            "type": "upstream_error",
+            "param": None,
+            "code": 502,
+        }
         if self.path == "/v1/messages":
-            return b"event: error\ndata: " + dumped({"type": "error", "error": error}) + b"\n\n"
+            return b"event: error\ndata: " + encode_json({"type": "error", "error": error}) + b"\n\n"
         if self.path == "/v1/responses":
-            return b"event: error\ndata: " + dumped({**error, "type": "error", "error": error}) + b"\n\n"
-        return b"data: " + dumped({"error": error}) + b"\n\n"
+            return b"event: error\ndata: " + encode_json({**error, "type": "error", "error": error}) + b"\n\n"
+        return b"data: " + encode_json({"error": error}) + b"\n\n"
 
 
-ROADS = {
+ENDPOINTS = {
     road.path: road
     for road in (
-        Road("/v1/chat/completions", CHAT, responses.wrong_in_chat, responses.wrong_in_chat_chunk),
-        Road("/v1/completions", COMPLETIONS, responses.wrong_in_completion, responses.wrong_in_completion_chunk),
-        Road("/v1/responses", {}, responses.wrong_in_response, responses.wrong_in_response),
-        Road("/v1/messages", {}, responses.wrong_in_message, responses.wrong_in_message),
+        Endpoint("/v1/chat/completions", CHAT, responses.check_chat, responses.wrong_in_chat_chunk),
+        Endpoint("/v1/completions", COMPLETIONS, responses.wrong_in_completion, responses.wrong_in_completion_chunk),
+        Endpoint("/v1/responses", {}, responses.wrong_in_response, responses.wrong_in_response),
+        Endpoint("/v1/messages", {}, responses.wrong_in_message, responses.wrong_in_message),
     )
 }
 
 
-class Added:
+class AddedFields:
     """Fields of an answer that the client did not request, derived from its request.
 
-    >>> Added({"messages": []}, CHAT).taken_out({"choices": [{"token_ids": [1], "logprobs": {}}], "prompt_token_ids": [2]})
+    >>> AddedFields({"messages": []}, CHAT).taken_out({"choices": [{"token_ids": [1], "logprobs": {}}], "prompt_token_ids": [2]})
     {'choices': [{'token_ids': None, 'logprobs': None}], 'prompt_token_ids': None}
     """  # noqa: E501
 
@@ -314,7 +321,7 @@ class Added:
         return all(choice.get("delta") == {} and choice.get("finish_reason") is None for choice in choices)
 
 
-class Events:
+class EventStream:
     """Server-sent events on their way to the client: what is sent on, what is recorded, and the number of tokens.
 
     `text` is the recorded stream, complete events only; `tokens` is the number of ids in its chunks. A malformed event
@@ -326,7 +333,7 @@ class Events:
         most: maximum size of the stream, in bytes.
     """
 
-    def __init__(self, added: Added, wrong_in_chunk: Wrong, most: int) -> None:
+    def __init__(self, added: AddedFields, wrong_in_chunk: ShapeCheck, most: int) -> None:
         self.tokens = 0
         self.chunks = 0
         self._size = 0
@@ -408,7 +415,7 @@ class Events:
         if self._added.alone(chunk):
             return b""
         head = b"".join(line + b"\n" for line in other_lines if line)
-        return head + b"data: " + dumped(self._added.taken_out(chunk)) + b"\n\n"
+        return head + b"data: " + encode_json(self._added.taken_out(chunk)) + b"\n\n"
 
     def _chunk(self, payload: bytes) -> dict[str, Any]:
         chunk = _object(payload, "the server sent a chunk that is")
@@ -418,7 +425,7 @@ class Events:
         return chunk
 
 
-def dumped(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """Encode JSON as vLLM does: no spaces, and escapes only for what UTF-8 cannot represent."""
     try:
         return orjson.dumps(value)
@@ -430,7 +437,7 @@ def dumped(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-def response_of(data: bytes, wrong_in: Wrong) -> dict[str, Any] | None:
+def response_of(data: bytes, wrong_in: ShapeCheck) -> dict[str, Any] | None:
     """Return a server's answer; None if it reports an error.
 
     Raises:
@@ -447,7 +454,7 @@ def response_of(data: bytes, wrong_in: Wrong) -> dict[str, Any] | None:
 def _object(data: bytes, prefix: str) -> dict[str, Any]:
     """Decode a JSON object; `what` starts the error message if it is not one."""
     try:
-        value = responses.parsed(data)
+        value = responses.parse_json(data)
     except ValueError as error:
         raise MalformedAnswer(f"{prefix} not JSON: {error}: {_quoted(data)}") from None
     if not isinstance(value, dict):
@@ -465,7 +472,7 @@ LAST_CALLS_S = 30.0
 
 
 @dataclass
-class Seat:
+class OpenSession:
     """One open session."""
 
     policy: Policy
@@ -533,7 +540,7 @@ class Proxy:
         self._address = (host, port)
         self._request_bytes, self._response_bytes = request_bytes, response_bytes
         self._max_sessions, self._idle_s = sessions, idle_s
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._count = 0
 
@@ -575,7 +582,7 @@ class Proxy:
         """Open a session for a rollout of this process and return its base URL and key; `close` ends it."""
         self._count += 1
         name = f"{self._count}.{secrets.token_hex(4)}"
-        self._seats[name] = Seat(policy)
+        self._seats[name] = OpenSession(policy)
         return f"{self.url}/s/{name}/v1", self.key
 
     async def close(self, base_url: str) -> Any:
@@ -584,7 +591,7 @@ class Proxy:
         await self._wait_for_calls(seat)
         return seat.rewards
 
-    async def _wait_for_calls(self, seat: Seat) -> None:
+    async def _wait_for_calls(self, seat: OpenSession) -> None:
         """Wait for calls in flight, at most `LAST_CALLS_S` seconds."""
         while seat.flying:
             seat.landed.clear()
@@ -611,8 +618,15 @@ class Proxy:
                     raise
                 raise Refusal(500, f"the proxy failed: {type(error).__name__}: {error}", "server_error") from error
         except Refusal as refusal:
-            body = {"error": {"message": shown(refusal), "type": refusal.kind, "param": None, "code": refusal.status}}
-            await answer(send, refusal.status, dumped(body), close=True)
+            body = {
+                "error": {
+                    "message": escape_terminal(refusal),
+                    "type": refusal.kind,
+                    "param": None,
+                    "code": refusal.status,
+                }
+            }
+            await send_response(send, refusal.status, encode_json(body), close=True)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
@@ -622,14 +636,14 @@ class Proxy:
         if path == "/v1/models" and method == "GET":
             return await self._models(send)
         if method != "POST":
-            raise Refusal(405 if path in ROADS else 404, f"{method} {path} is not served here")
+            raise Refusal(405 if path in ENDPOINTS else 404, f"{method} {path} is not served here")
         if path == "/reward":
             body = await body_of(receive, self._request_bytes, headers)
             return await self._reward(name, object_of(body), send)
-        road = ROADS.get(path)
+        road = ENDPOINTS.get(path)
         if road is None:
             raise Refusal(
-                404, f"{path} is not served here; there are {', '.join(ROADS)}, /v1/models and /s/NAME/reward"
+                404, f"{path} is not served here; there are {', '.join(ENDPOINTS)}, /v1/models and /s/NAME/reward"
             )
         body = object_of(await body_of(receive, self._request_bytes, headers))
         seat = self._seat(name, headers)
@@ -638,7 +652,7 @@ class Proxy:
             self._register(str(name), seat)
         seat.flying += 1
         try:
-            await self._call(seat, road, call, Added(body, road.asked), receive, send)
+            await self._call(seat, road, call, AddedFields(body, road.asked), receive, send)
         finally:
             seat.flying -= 1
             seat.used = time.monotonic()
@@ -650,7 +664,7 @@ class Proxy:
         if not hmac.compare_digest(shown_key.encode(), self.key.encode()):
             raise Refusal(401, "no key, or a wrong one; send Authorization: Bearer KEY", "authentication_error")
 
-    def _seat(self, name: str | None, headers: Mapping[bytes, str]) -> Seat:
+    def _seat(self, name: str | None, headers: Mapping[bytes, str]) -> OpenSession:
         """Return the session of a request, or a new one for a new name; it is stored once its request is accepted."""
         if name is None:
             raise Refusal(400, "no session: use /s/NAME/v1/... as the base URL, or send x-tracegrad-session: NAME")
@@ -666,7 +680,7 @@ class Proxy:
             raise Refusal(503, f"{self._max_sessions} sessions are open; finish some with a reward", "overloaded_error")
         return self._new_seat(name, headers.get(b"x-tracegrad-group"))
 
-    def _register(self, name: str, seat: Seat) -> None:
+    def _register(self, name: str, seat: OpenSession) -> None:
         """Store a session that a client opened."""
         if self._journal is not None:
             try:
@@ -675,12 +689,12 @@ class Proxy:
                 raise Refusal(507, f"session {name} could not be kept: {error.strerror}") from None
         self._seats[name] = seat
 
-    def _new_seat(self, name: str, group: str | None) -> Seat:
+    def _new_seat(self, name: str, group: str | None) -> OpenSession:
         """Create a session that a client opens."""
         policy = Policy(Session(name, **self._session_options), _unused, limits=self._limits, salt=self._salt)
-        return Seat(policy, group=group, own=False)
+        return OpenSession(policy, group=group, own=False)
 
-    def _keep(self, seat: Seat) -> None:
+    def _keep(self, seat: OpenSession) -> None:
         """Write calls that are not in the journal yet, before the client gets its answer."""
         if self._journal is not None and seat.entry is not None:
             try:
@@ -695,7 +709,7 @@ class Proxy:
             status = 409 if name in self._ended else 404
             raise Refusal(status, f"session {name} is finished" if status == 409 else f"session {name} had no calls")
         try:
-            rewards = checked(body["rewards"]) if "rewards" in body else checked(body["reward"])
+            rewards = check_rewards(body["rewards"]) if "rewards" in body else check_rewards(body["reward"])
         except KeyError:
             raise Refusal(400, 'send {"reward": 1.0} or {"rewards": {"name": 1.0}}') from None
         except ArgumentError as error:
@@ -710,9 +724,9 @@ class Proxy:
                 calls = await self._finish(name, seat, body.get("metadata"), "done")
             except Exception as error:
                 raise Refusal(507, f"session {name} could not be kept, send its reward again: {error}") from error
-        await answer(send, 200, dumped({"calls": calls}))
+        await send_response(send, 200, encode_json({"calls": calls}))
 
-    async def _finish(self, name: str, seat: Seat, metadata: Any, ended: str) -> int:
+    async def _finish(self, name: str, seat: OpenSession, metadata: Any, ended: str) -> int:
         """Pass on the record of a session and return its number of calls; if that fails, the session is open again."""
         del self._seats[name]
         self._ended[name] = None
@@ -748,10 +762,10 @@ class Proxy:
     async def _models(self, send: Any) -> None:
         response = await self._upstream.ask("GET", "", "/v1/models", None)
         with contextlib.closing(response):
-            data = await whole(response, self._response_bytes)
-        await answer(send, response.status, data, response.content_type)
+            data = await read_body(response, self._response_bytes)
+        await send_response(send, response.status, data, response.content_type)
 
-    def _new_call(self, seat: Seat, road: Road, body: dict[str, Any]) -> Call:
+    def _new_call(self, seat: OpenSession, road: Endpoint, body: dict[str, Any]) -> Call:
         """Create the call of a request within the limits of its session; a refused request leaves no trace."""
         policy = seat.policy
         try:
@@ -768,7 +782,9 @@ class Proxy:
             call.request["model"] = self._model if isinstance(self._model, str) else self._model()
         return call
 
-    async def _call(self, seat: Seat, road: Road, call: Call, added: Added, receive: Any, send: Any) -> None:
+    async def _call(
+        self, seat: OpenSession, road: Endpoint, call: Call, added: AddedFields, receive: Any, send: Any
+    ) -> None:
         """Process one request of a client and record it."""
         policy = seat.policy
         self._keep(seat)
@@ -776,7 +792,7 @@ class Proxy:
         sent = dict(call.request)
         if road.asked and (salt := policy.salt()) is not None:
             sent["cache_salt"] = salt
-        closing = asyncio.ensure_future(disconnected(receive))
+        closing = asyncio.ensure_future(wait_for_disconnect(receive))
         answering = asyncio.ensure_future(self._pass(seat, call, road, added, sent, send))
         try:
             await asyncio.wait({closing, answering}, return_when=asyncio.FIRST_COMPLETED)
@@ -787,28 +803,30 @@ class Proxy:
         with contextlib.suppress(asyncio.CancelledError):
             await answering
 
-    async def _pass(self, seat: Seat, call: Call, road: Road, added: Added, sent: dict[str, Any], send: Any) -> None:
+    async def _pass(
+        self, seat: OpenSession, call: Call, road: Endpoint, added: AddedFields, sent: dict[str, Any], send: Any
+    ) -> None:
         """Send the server's answer to the client, and record it completely or as far as it arrived."""
-        events: Events | None = None
+        events: EventStream | None = None
         reason = "the client closed before the answer"
         try:
             response, data = await self._send_upstream(seat, call, road, sent)
             with contextlib.closing(response):
                 if response.status == 200 and response.content_type == "text/event-stream":
-                    events = Events(added, road.wrong_in_chunk, self._response_bytes)
+                    events = EventStream(added, road.wrong_in_chunk, self._response_bytes)
                     reason = "the server's stream has no chunk"
                     return await self._stream(seat, call, response, events, send)
-                data = await whole(response, self._response_bytes) if data is None else data
+                data = await read_body(response, self._response_bytes) if data is None else data
             parsed_response = response_of(data, road.wrong_in) if response.status == 200 else None
             if parsed_response is None:
                 reason = f"the server answered {response.status}: {data[:500].decode(errors='replace')}"
             else:
                 call.close(parsed_response)
                 self._keep(seat)
-                data = dumped(added.taken_out(parsed_response)) if added else data
+                data = encode_json(added.taken_out(parsed_response)) if added else data
             if not 200 <= response.status < 600:
                 raise Refusal(502, reason, "upstream_error")
-            await answer(send, response.status, data, response.content_type)
+            await send_response(send, response.status, data, response.content_type)
         except Refusal as refusal:
             reason = str(refusal)
             if events is None:
@@ -838,26 +856,26 @@ class Proxy:
                 self._keep(seat)
 
     async def _send_upstream(
-        self, seat: Seat, call: Call, road: Road, sent: dict[str, Any]
+        self, seat: OpenSession, call: Call, road: Endpoint, sent: dict[str, Any]
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """Return the server's response, with its body if that was read.
 
         If the server refuses fields that the session filled in, the request is sent again without them.
         """
         while True:
-            response = await self._upstream.ask("POST", seat.policy.sticky, road.path, dumped(sent))
+            response = await self._upstream.ask("POST", seat.policy.sticky, road.path, encode_json(sent))
             if response.status not in (400, 422) or not call.filled:
                 return response, None
             with contextlib.closing(response):
-                data = await whole(response, self._response_bytes)
-            names = refused_fields(data.decode(errors="replace"), call.filled)
+                data = await read_body(response, self._response_bytes)
+            names = fields_in_error(data.decode(errors="replace"), call.filled)
             if not call.drop(names):
                 return response, data
             self._refused.update(names)
             sent = {key: value for key, value in sent.items() if key not in names}
 
     async def _stream(
-        self, seat: Seat, call: Call, response: aiohttp.ClientResponse, events: Events, send: Any
+        self, seat: OpenSession, call: Call, response: aiohttp.ClientResponse, events: EventStream, send: Any
     ) -> None:
         """Stream events to the client; the call is recorded before the end of the stream is sent."""
         await start(send, 200, response.headers["Content-Type"])
@@ -874,7 +892,7 @@ class Proxy:
             self._keep(seat)
         await send({"type": "http.response.body", "body": last_chunk, "more_body": False})
 
-    async def _break_off(self, road: Road, reason: str, send: Any) -> None:
+    async def _break_off(self, road: Endpoint, reason: str, send: Any) -> None:
         """End a started stream with an error."""
         await send({"type": "http.response.body", "body": road.error(reason), "more_body": False})
 

@@ -137,7 +137,7 @@ class Journal:
 
     def _append(self, entry: Entry, line: dict[str, Any]) -> None:
         data = memoryview(dumps(line) + b"\n")
-        file = outputs.descriptor(self._path(entry.name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        file = outputs.open_descriptor(self._path(entry.name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             size = os.fstat(file).st_size
             try:

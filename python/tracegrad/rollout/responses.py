@@ -21,13 +21,13 @@ Check = Callable[[Any], str | None]
 valid."""
 
 
-def parsed(raw: bytes, *, halves: bool = False) -> Any:
+def parse_json(raw: bytes, *, halves: bool = False) -> Any:
     """Decode JSON strictly.
 
     Args:
         halves: accept lone surrogates, which JSON can represent and UTF-8 cannot.
 
-    >>> parsed(b'{"choices": []}')
+    >>> parse_json(b'{"choices": []}')
     {'choices': []}
 
     Raises:
@@ -64,10 +64,10 @@ def is_deep(value: Any, levels: int = MOST_LEVELS) -> bool:
     return bool(level)
 
 
-def wrong_in_chat(answer: Mapping[str, Any]) -> str | None:
+def check_chat(answer: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a chat completion; None if it is valid.
 
-    >>> wrong_in_chat({"choices": [{"message": {"content": "4"}, "token_ids": [True]}]})
+    >>> check_chat({"choices": [{"message": {"content": "4"}, "token_ids": [True]}]})
     'choices[0].token_ids is not a list of token ids'
     """
     return _wrong(answer, _CHAT) or _no_choice(answer) or _no_message(answer)

@@ -15,12 +15,12 @@ from typing import Any
 
 from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.rollout.env import Score, converse, environment, scored, trl_environment
-from tracegrad.rollout.policy import Chat, Limits, NoAnswer, Policy, said, sent
-from tracegrad.rollout.session import Message, Session, known, prompt_of
+from tracegrad.rollout.env import Score, call_score, environment_contract, run_tool_loop, trl_environment
+from tracegrad.rollout.policy import Chat, Limits, NoAnswer, Policy, message_of, without_finish_reason
+from tracegrad.rollout.session import Message, Session, prompt_of, reward_value
 from tracegrad.rollout.token_client import Tokens
 from tracegrad.rollout.tools import Tools
-from tracegrad.user_code import Failed, Failure, Thread, located, within
+from tracegrad.user_code import Failure, UserCodeError, UserThread, await_within, failure_of
 
 Contract = Callable[[Any, Policy], Awaitable[Any]]
 TASK_CHARACTERS = 65536
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Played:
+class RolloutResult:
     """Result of one rollout.
 
     Args:
@@ -55,7 +55,7 @@ class Played:
     task: Any = field(repr=False)
 
 
-async def play(
+async def run_rollout(
     contract: Any,
     task: Any,
     *,
@@ -71,7 +71,7 @@ async def play(
     metadata: Mapping[str, Any] | None = None,
     logprob_kind: str = "raw",
     for_training: bool = False,
-) -> Played:
+) -> RolloutResult:
     """Roll out one trajectory.
 
     Args:
@@ -122,41 +122,41 @@ async def play(
         messages=_prompt_or_none(task),
     )
     error = None if failure is None else f"task {name}: {failure}"
-    return Played(record, error, failure, seconds, ended, prompt, completion, finish_reason, task)
+    return RolloutResult(record, error, failure, seconds, ended, prompt, completion, finish_reason, task)
 
 
 async def _run(contract: Contract, task: Any, policy: Policy) -> tuple[Any, Failure | None, str]:
     """Return the rewards or the failure, and what ended the trajectory."""
     try:
-        value = await within(policy.limits.seconds, contract(task, policy), "the trajectory")
-    except Failed as error:
+        value = await await_within(policy.limits.seconds, contract(task, policy), "the trajectory")
+    except UserCodeError as error:
         return None, error.failure, "seconds" if error.failure.kind == "late" else policy.ended or "failed"
     try:
-        return checked(value), None, policy.ended or "done"
+        return check_rewards(value), None, policy.ended or "done"
     except ArgumentError as error:
         return None, Failure("wrong", f"what the contract returned: {error}"), "failed"
 
 
-def checked(value: Any) -> float | dict[str, float | None] | None:
+def check_rewards(value: Any) -> float | dict[str, float | None] | None:
     """Return rewards in the form of a record.
 
     Raises:
         ArgumentError: if it is not a number, numbers by name, or None.
     """
     if not isinstance(value, Mapping):
-        return known(value)
+        return reward_value(value)
     if invalid := [name for name in value if not isinstance(name, str)]:
         raise ArgumentError(
             f"TG-ROLLOUT-034: a reward is named {invalid[0]!r:.100}. Records name rewards by strings. Use one."
         )
-    return {name: known(reward) for name, reward in value.items()}
+    return {name: reward_value(reward) for name, reward in value.items()}
 
 
 def as_contract(thing: Any) -> Any:
     """Return a contract for a coroutine function, plain function, `Environment` class or TRL environment class."""
     if isinstance(thing, type) and hasattr(thing, "reset"):
         is_trl = hasattr(thing, "get_reward") or not hasattr(thing, "step")
-        return trl_environment(thing) if is_trl else environment(thing)
+        return trl_environment(thing) if is_trl else environment_contract(thing)
     if not callable(thing):
         raise ArgumentError(
             f"TG-ROLLOUT-035: the contract is a {type(thing).__name__}. It is called with (task, policy). Pass a "
@@ -167,7 +167,7 @@ def as_contract(thing: Any) -> Any:
         return thing
 
     async def plain(task: Any, policy: Policy) -> Any:
-        thread = Thread()
+        thread = UserThread()
         try:
             value = await thread.call(thing, task, policy, seconds=None, what="the contract")
         finally:
@@ -177,11 +177,11 @@ def as_contract(thing: Any) -> Any:
     return plain
 
 
-def restored(record: dict[str, Any], task: Any) -> Played:
+def rollout_from_record(record: dict[str, Any], task: Any) -> RolloutResult:
     """Return a rollout from its record, to score it again.
 
     Args:
-        record: the `Played.record` of the rollout.
+        record: the `RolloutResult.record` of the rollout.
         task: task of the rollout.
 
     Raises:
@@ -193,7 +193,7 @@ def restored(record: dict[str, Any], task: Any) -> Played:
     failure = None if failure_record is None else Failure(**failure_record)
     error = None if failure is None else f"task {record['id']}: {failure}"
     messages = conversation(record.get("calls") or [])
-    return Played(record, error, failure, metadata["seconds"], metadata["ended"], *messages, task)
+    return RolloutResult(record, error, failure, metadata["seconds"], metadata["ended"], *messages, task)
 
 
 def conversation(calls: Sequence[dict[str, Any]]) -> tuple[list[Message], list[Message], str | None]:
@@ -202,7 +202,7 @@ def conversation(calls: Sequence[dict[str, Any]]) -> tuple[list[Message], list[M
         return [], [], None
     first, last = calls[0]["request"].get("messages"), calls[-1]
     try:
-        message = said(last["response"])
+        message = message_of(last["response"])
         reason = message.pop("finish_reason")
         messages = [*last["request"]["messages"], message]
     except (NoAnswer, KeyError):
@@ -242,7 +242,7 @@ def as_json(value: Any) -> Any:
     try:
         return repr(value)[:TASK_CHARACTERS].encode(errors="replace").decode()
     except Exception as error:
-        return located(error).words
+        return failure_of(error).words
 
 
 @contextlib.asynccontextmanager
@@ -271,7 +271,9 @@ def one_turn(score: Score | None = None, *, sampling: Mapping[str, Any] | None =
 
     async def contract(task: Any, policy: Policy) -> Any:
         prompt = prompt_of(task)
-        return await scored(score, task, prompt, [sent(await policy.chat(prompt, **(sampling or {})))])
+        return await call_score(
+            score, task, prompt, [without_finish_reason(await policy.chat(prompt, **(sampling or {})))]
+        )
 
     return contract
 
@@ -292,7 +294,7 @@ def with_tools(
     Args:
         tools: functions, or a function that returns them for a task.
         score: as for `one_turn`.
-        turns: maximum number of tool answers, in addition to the limits of `play`.
+        turns: maximum number of tool answers, in addition to the limits of `run_rollout`.
         seconds: time limit of one tool call.
         run: where plain functions run; see `Tools`.
         sampling: fields of the requests.
@@ -307,10 +309,10 @@ def with_tools(
         prompt = prompt_of(task)
         task_tools = shared or Tools(tools(task), seconds=seconds, run=run)  # type: ignore[operator]
         try:
-            messages, _ = await converse(policy, prompt, task_tools, turns, sampling)
+            messages, _ = await run_tool_loop(policy, prompt, task_tools, turns, sampling)
         finally:
             if task_tools is not shared:
                 task_tools.close()
-        return await scored(score, task, prompt, messages[len(prompt) :])
+        return await call_score(score, task, prompt, messages[len(prompt) :])
 
     return contract

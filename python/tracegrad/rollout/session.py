@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from tracegrad.data.sampling import NEUTRAL, refusal
+from tracegrad.data.sampling import NEUTRAL, refusal_reason
 from tracegrad.data.trace import Traces
-from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.errors import ArgumentError, TracegradError, escape_terminal
 
 Message = dict[str, Any]
 # Fields that every request needs, so that its token ids and logprobs are recorded exactly.
@@ -119,7 +119,7 @@ class Session:
             defaults = {key: value for key, value in defaults.items() if key != "max_tokens"}
         filled = {key: value for key, value in defaults.items() if body.get(key) is None}
         request = {**filled, **_without_none(body)}
-        if (reason := refusal(request, self._kind if self._for_training else None)) is not None:
+        if (reason := refusal_reason(request, self._kind if self._for_training else None)) is not None:
             self.refused = reason
             raise UnfitRequest(f"TG-ROLLOUT-057: {reason}")
         for key, value in asked.items():
@@ -158,9 +158,9 @@ class Session:
         if group is not None:
             record["group"] = group
         if isinstance(rewards, Mapping):
-            record["rewards"] = {name: known(value) for name, value in rewards.items()}
+            record["rewards"] = {name: reward_value(value) for name, value in rewards.items()}
         else:
-            record["reward"] = known(rewards)
+            record["reward"] = reward_value(rewards)
         record["logprob_kind"] = self._kind
         if metadata:
             record["metadata"] = dict(metadata)
@@ -270,10 +270,10 @@ def prompt_of(task: Any) -> list[Message]:
     )
 
 
-def known(reward: Any) -> float | None:
+def reward_value(reward: Any) -> float | None:
     """Return a reward as a record stores it: None if it is unknown.
 
-    >>> known(True), known(float("nan")), known(None)
+    >>> reward_value(True), reward_value(float("nan")), reward_value(None)
     (1.0, None, None)
 
     Raises:
@@ -339,7 +339,7 @@ def _has_exact_tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) ->
 
 def _lost(request: dict[str, Any], reason: str) -> dict[str, Any]:
     """Return the record of a call without an answer."""
-    return {"request": request, "error": shown(reason)[:1000]}
+    return {"request": request, "error": escape_terminal(reason)[:1000]}
 
 
 def _unreadable_reason(calls: list[dict[str, Any]]) -> str | None:

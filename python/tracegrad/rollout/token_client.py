@@ -15,7 +15,7 @@ from tracegrad.alignment.conversation import Conversation
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import nearest
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.policy import NoAnswer, said
+from tracegrad.rollout.policy import NoAnswer, message_of
 
 if TYPE_CHECKING:
     from tracegrad.rollout.client import Servers
@@ -31,7 +31,7 @@ SAMPLING = (
 PARSED = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 ALWAYS = ("logprobs", "top_logprobs", "return_token_ids", "model", "max_completion_tokens")
 # Number of recent conversations kept, since a call may be repeated on an earlier history.
-ENDS = 8
+MAX_CONVERSATIONS = 8
 
 
 class Tokens:
@@ -95,13 +95,13 @@ class Trajectory:
         scaffold, conversation = self._continue_conversation(body)
         prompt = conversation.prompt_ids().tolist()
         request = {"token_ids": prompt, "sampling_params": params}
-        choice = sampled(await self._servers.post(GENERATE, request, session=session, salt=salt))
+        choice = parse_choice(await self._servers.post(GENERATE, request, session=session, salt=salt))
         answer = await self._message(body, prompt, choice, session)
-        message = said(answer)
+        message = message_of(answer)
         message.pop("finish_reason")
         conversation.append(choice["token_ids"], message)
-        self._conversations = [*self._conversations[1 - ENDS :], (scaffold, conversation)]
-        return recorded(answer, prompt, choice)
+        self._conversations = [*self._conversations[1 - MAX_CONVERSATIONS :], (scaffold, conversation)]
+        return chat_completion_of(answer, prompt, choice)
 
     def _continue_conversation(self, body: Mapping[str, Any]) -> tuple[Any, Conversation]:
         """Return the conversation that a request continues, or a new one, with its tools and template variables."""
@@ -163,7 +163,7 @@ def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**params, "logprobs": top_logprobs if isinstance(top_logprobs, int) else 0}
 
 
-def sampled(response: Any) -> dict[str, Any]:
+def parse_choice(response: Any) -> dict[str, Any]:
     """Return the choice of a generate response, with `logprobs` as a list of floats.
 
     Raises:
@@ -185,7 +185,7 @@ def sampled(response: Any) -> dict[str, Any]:
     )
 
 
-def recorded(answer: Mapping[str, Any], prompt: list[int], choice: Mapping[str, Any]) -> dict[str, Any]:
+def chat_completion_of(answer: Mapping[str, Any], prompt: list[int], choice: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parsed answer with its tokens, in the format of chat completions that `tracegrad.read` reads.
 
     Weight versions are written as SGLang does.

@@ -172,16 +172,16 @@ def _literal(args: tuple[Any, ...]) -> dict[str, Any]:
     return {"type": names[0] if len(names) == 1 else names, "enum": list(args)}
 
 
-def misfit(value: Any, told: dict[str, Any]) -> str | None:
+def mismatch_reason(value: Any, told: dict[str, Any]) -> str | None:
     """Return why a value does not match a schema of this module; None if it does.
 
-    >>> misfit("3", {"type": "integer"})
+    >>> mismatch_reason("3", {"type": "integer"})
     "'3' is not of type integer"
     """
     if value is None and told.get("nullable"):
         return None
     if "anyOf" in told:
-        reasons = [misfit(value, item) for item in told["anyOf"]]
+        reasons = [mismatch_reason(value, item) for item in told["anyOf"]]
         return None if None in reasons else reasons[0]
     if "enum" in told and not any(type(value) is type(item) and value == item for item in told["enum"]):
         return f"{_shorten(value)} is none of {json.dumps(told['enum'], ensure_ascii=False)}"
@@ -195,7 +195,7 @@ def misfit(value: Any, told: dict[str, Any]) -> str | None:
         parts = ((item, told.get("additionalProperties", {})) for item in value.values())
     else:
         return None
-    return next((reason for item, schema in parts if (reason := misfit(item, schema))), None)
+    return next((reason for item, schema in parts if (reason := mismatch_reason(item, schema))), None)
 
 
 def _has_type(value: Any, name: str) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.tool_schema import misfit, parameters, schema
-from tracegrad.user_code import Failed, Failure, Processes, Thread, located, within
+from tracegrad.rollout.tool_schema import mismatch_reason, parameters, schema
+from tracegrad.user_code import Failure, ProcessPool, UserCodeError, UserThread, await_within, failure_of
 
 Message = dict[str, Any]
 RESULT_CHARACTERS = 65536
@@ -48,7 +48,7 @@ class Tools:
         seconds: float = 30.0,
         run: Literal["thread", "order", "process"] = "thread",
         text: Callable[[Any], str] | None = None,
-        thread: Thread | None = None,
+        thread: UserThread | None = None,
     ) -> None:
         if run not in ("thread", "order", "process"):
             raise ArgumentError(f"TG-ROLLOUT-047: run is {run!r}. Pass 'thread', 'order' or 'process'.")
@@ -69,8 +69,8 @@ class Tools:
         plain = {
             name: function for name, function in self.functions.items() if not inspect.iscoroutinefunction(function)
         }
-        self._processes = Processes(plain, count=4) if run == "process" and plain else None
-        self._order = (thread or Thread()) if run == "order" else None
+        self._processes = ProcessPool(plain, count=4) if run == "process" and plain else None
+        self._order = (thread or UserThread()) if run == "order" else None
 
     async def answers(self, message: Mapping[str, Any], counts: Counter[str] | None = None) -> list[Message]:
         """Return the tool messages for all calls of an assistant message, in order; `counts` is updated too."""
@@ -98,10 +98,10 @@ class Tools:
             result = self._text(await self._run(name, arguments)).encode(errors="replace").decode()
         except _Refused as refusal:
             return self._failed(refusal.kind, Failure("wrong", str(refusal)))
-        except Failed as error:
+        except UserCodeError as error:
             return self._failed(error.failure.kind, error.failure)
         except Exception as error:  # converting a user's result to text may raise anything
-            return self._failed("raised", located(error))
+            return self._failed("raised", failure_of(error))
         if len(result) <= RESULT_CHARACTERS:
             return ["called"], result
         return ["called", "cut"], f"{result[:RESULT_CHARACTERS]}… ({len(result)} characters, cut)"
@@ -135,7 +135,7 @@ class Tools:
         if missing := [key for key in expected.get("required", ()) if key not in arguments]:
             raise _Refused("arguments", f"{name} lacks its argument {missing[0]}")
         for key, value in arguments.items():
-            if reason := misfit(value, expected["properties"][key]):
+            if reason := mismatch_reason(value, expected["properties"][key]):
                 raise _Refused("arguments", f"{name}, argument {key}: {reason}")
         return arguments
 
@@ -148,16 +148,16 @@ class Tools:
         ]
         args = tuple(arguments.pop(key) for key in positional_only)
         if inspect.iscoroutinefunction(function):
-            return await within(self.seconds, function(*args, **arguments), label)
+            return await await_within(self.seconds, function(*args, **arguments), label)
         if self._processes is not None:
             return await self._processes.call(name, args, arguments, seconds=self.seconds)
-        thread = self._order or Thread()
+        thread = self._order or UserThread()
         try:
             value = await thread.call(lambda: function(*args, **arguments), seconds=self.seconds, what=label)
         finally:
             if thread is not self._order:
                 thread.close()
-        return await within(self.seconds, value, label) if inspect.isawaitable(value) else value
+        return await await_within(self.seconds, value, label) if inspect.isawaitable(value) else value
 
 
 class _Refused(Exception):

@@ -16,16 +16,16 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.errors import ArgumentError, TracegradError, escape_terminal
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 LONGEST_LINE = 16 << 20
-SAFE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+DEFAULT_AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """Default: a chat with the task's tools on this machine. Harnesses that run code of the model must be requested by
 name."""
 
 
-class Verifiers:
+class VerifiersEnvironment:
     """Contract of an environment of verifiers, for `agent=` of `tg.online.train`.
 
     Args:
@@ -49,7 +49,7 @@ class Verifiers:
         ready_s: float = 300.0,
     ) -> None:
         options = dict(config or {})
-        self._config = {"agent": SAFE, **options, "taskset": {**(options.get("taskset") or {}), "id": env_id}}
+        self._config = {"agent": DEFAULT_AGENT, **options, "taskset": {**(options.get("taskset") or {}), "id": env_id}}
         self._python, self._ready_s, self.env_id = python, ready_s, env_id
         python_path = os.environ.get("PYTHONPATH")
         folders = [*(str(Path(path).resolve()) for path in paths), *([python_path] if python_path else [])]
@@ -186,4 +186,4 @@ async def _until_the_loop_ends(process: asyncio.subprocess.Process) -> AsyncGene
 
 def _tail(text: bytes) -> str:
     lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
-    return shown((lines or ["it said nothing"])[-1][:500])
+    return escape_terminal((lines or ["it said nothing"])[-1][:500])

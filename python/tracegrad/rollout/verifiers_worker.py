@@ -33,12 +33,12 @@ class Tasks:
         return self.known[number]
 
 
-def told(task):
+def task_to_json(task):
     """Return a task as JSON."""
     return json.loads(task.data.model_dump_json(exclude_none=True, exclude_defaults=True))
 
 
-async def played(environment, tasks, request):
+async def run_episode(environment, tasks, request):
     """Run one episode and return its rewards.
 
     Raises:
@@ -71,7 +71,7 @@ async def serve(config, answers):
 
     async def answer(request):
         try:
-            send({"id": request["id"], **await played(world, tasks, request)})
+            send({"id": request["id"], **await run_episode(world, tasks, request)})
         except Exception as error:
             send({"id": request["id"], "error": f"{type(error).__name__}: {error}"[:4000]})
         finally:
@@ -96,7 +96,7 @@ def main():
     config = json.loads(sys.argv[1])
     if len(sys.argv) > 2:
         for task in itertools.islice(environment(config).taskset, int(sys.argv[2])):
-            os.write(answers, json.dumps(told(task)).encode() + b"\n")
+            os.write(answers, json.dumps(task_to_json(task)).encode() + b"\n")
         return
     asyncio.run(serve(config, answers))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def folder() -> Path:
+def cache_folder() -> Path:
     """Return the path of the cache folder, which need not exist."""
     if override := os.environ.get("TRACEGRAD_CACHE"):
         return Path(override).absolute()
@@ -17,12 +17,12 @@ def folder() -> Path:
 
 def tokenizers() -> Path | None:
     """Return the folder of cached tokenizer data. None if TRACEGRAD_CACHE is empty or there is no home folder."""
-    path = folder() / "tokenizers"
+    path = cache_folder() / "tokenizers"
     return path if os.environ.get("TRACEGRAD_CACHE") != "" and path.is_absolute() else None
 
 
 @contextlib.contextmanager
-def unused() -> Iterator[None]:
+def cache_disabled() -> Iterator[None]:
     """Disable the cache until the block ends, for this process and the processes that it starts."""
     previous = os.environ.get("TRACEGRAD_CACHE")
     os.environ["TRACEGRAD_CACHE"] = ""

@@ -1,4 +1,4 @@
-"""Download shards of prepared folders from object storage into the cache folder, and verify them: `local`.
+"""Download shards of prepared folders from object storage into the cache folder, and verify them: `fetch_folder`.
 
 The manifest lists the files with their sizes and checksums.
 """
@@ -14,7 +14,7 @@ from tracegrad.storage import cache, files, manifest, remote, safetensors_file
 _REMEDY = "It was changed or cut on its way, or there. Read it again, or copy the folder there again."
 
 
-def local(address: str, shard: str | None = None, *, into: Path | None = None) -> Path:
+def fetch_folder(address: str, shard: str | None = None, *, into: Path | None = None) -> Path:
     """Download the folder at an address, or one of its shards, and return the local path.
 
     A file is not downloaded again if its size and checksum match the manifest.
@@ -38,48 +38,48 @@ def local(address: str, shard: str | None = None, *, into: Path | None = None) -
             raise ReadError(
                 f"TG-STORE-001: {address}: no {shard} is in its manifest. Ask for one of those that it names."
             )
-        return _download_shard(remote.joined(address, shard), folder_manifest.shards[shard], folder / shard)
+        return _download_shard(remote.join_address(address, shard), folder_manifest.shards[shard], folder / shard)
     if folder_manifest.files:
         return _download_shard(address, folder_manifest, folder)
     for name, shard_manifest in folder_manifest.shards.items():
-        _download_shard(remote.joined(address, name), shard_manifest, folder / name)
-    manifest.put(folder, folder_manifest)
+        _download_shard(remote.join_address(address, name), shard_manifest, folder / name)
+    manifest.write_manifest(folder, folder_manifest)
     return folder
 
 
-def here(name: str | os.PathLike[str]) -> Path:
+def local_path(name: str | os.PathLike[str]) -> Path:
     """Return a local path: of a path the path itself, of an address the path of its download.
 
     Raises:
-        As `local`.
+        As `fetch_folder`.
     """
-    return local(name) if isinstance(name, str) and remote.is_address(name) else remote.path_of(name)
+    return fetch_folder(name) if isinstance(name, str) and remote.is_address(name) else remote.path_of(name)
 
 
-def _cache_folder(address: str, folder_manifest: manifest.Folder) -> Path:
+def _cache_folder(address: str, folder_manifest: manifest.FolderManifest) -> Path:
     """Return the cache folder for an address and its current manifest."""
-    digest = hashlib.sha256(address.encode("utf-8", "surrogatepass") + manifest.encoded(folder_manifest)).hexdigest()[
+    digest = hashlib.sha256(address.encode("utf-8", "surrogatepass") + manifest.encode(folder_manifest)).hexdigest()[
         :24
     ]
-    return cache.folder() / "shards" / digest
+    return cache.cache_folder() / "shards" / digest
 
 
-def _download_shard(address: str, shard_manifest: manifest.Folder, folder: Path) -> Path:
+def _download_shard(address: str, shard_manifest: manifest.FolderManifest, folder: Path) -> Path:
     """Download the files of one shard, its manifest last."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, expected in shard_manifest.files.items():
-            _download_file(remote.joined(address, name), expected, folder / name)
+            _download_file(remote.join_address(address, name), expected, folder / name)
     except OSError as error:
         raise ReadError(
             f"TG-STORE-002: {folder}: {error.strerror}. What {address} holds has no place here. Make room, or name "
             "another folder with TRACEGRAD_CACHE."
         ) from error
-    manifest.put(folder, shard_manifest)
+    manifest.write_manifest(folder, shard_manifest)
     return folder
 
 
-def _download_file(address: str, expected: safetensors_file.Written, path: Path) -> None:
+def _download_file(address: str, expected: safetensors_file.FileChecksum, path: Path) -> None:
     if path.exists() and path.stat().st_size == expected.bytes and safetensors_file.measure(path) == expected:
         return
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -96,6 +96,6 @@ def _download_file(address: str, expected: safetensors_file.Written, path: Path)
         draft.unlink(missing_ok=True)
 
 
-def forget(path: Path) -> None:
-    """Remove a folder that `local` downloaded, to free disk space."""
+def remove_download(path: Path) -> None:
+    """Remove a folder that `fetch_folder` downloaded, to free disk space."""
     shutil.rmtree(path, ignore_errors=True)

@@ -82,7 +82,7 @@ def check(path: Path) -> None:
             )
 
 
-def descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a regular file for writing with the flags of `os.open`, and return its descriptor. Links are not followed.
 
     Raises:
@@ -102,41 +102,41 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
     """Open a new, empty file in place of a regular file. Hard links to the old file keep its content.
 
     Raises:
-        As `descriptor`.
+        As `open_descriptor`.
     """
     check(path)
     path.unlink(missing_ok=True)
-    return os.fdopen(descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "w+b")
+    return os.fdopen(open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "w+b")
 
 
 def append(path: Path, mode: int = 0o666) -> BinaryIO:
     """Open a file for appending. It is created if it does not exist.
 
     Raises:
-        As `descriptor`.
+        As `open_descriptor`.
     """
-    return os.fdopen(descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode), "a+b")
+    return os.fdopen(open_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode), "a+b")
 
 
 def write(path: Path, data: bytes | str) -> None:
     """Write a file in place of a regular one. Text is encoded as UTF-8.
 
     Raises:
-        As `descriptor`.
+        As `open_descriptor`.
     """
     with create(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
-def whole(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
+def write_atomically(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
     """Open a file that gets its name when the block ends. If the block raises, the file is removed.
 
     Args:
         flush: sync the file to disk before it gets its name.
 
     Raises:
-        As `descriptor`.
+        As `open_descriptor`.
     """
     check(path)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -171,7 +171,7 @@ def replace(draft: Path, path: Path) -> None:
     """Rename a draft to a path that does not exist or is a regular file.
 
     Raises:
-        As `descriptor`.
+        As `open_descriptor`.
     """
     check(path)
     os.replace(draft, path)
@@ -181,7 +181,7 @@ def copy(source: Path, path: Path) -> None:
     """Copy the bytes of a file to a new file.
 
     Raises:
-        As `descriptor`.
+        As `open_descriptor`.
     """
     with source.open("rb") as data, create(path) as file:
         while part := data.read(1 << 20):

@@ -17,7 +17,7 @@ from typing import Any
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.storage import files as outputs
 from tracegrad.storage import remote
-from tracegrad.storage.safetensors_file import Written, flush, measure, open_file, read_text, write_bytes
+from tracegrad.storage.safetensors_file import FileChecksum, flush, measure, open_file, read_text, write_bytes
 
 NAME = "manifest.json"
 LOCK = ".lock"
@@ -30,7 +30,7 @@ _SHARD = re.compile(r"shard-(?:(\d{5,})-)?(\d{5,})")
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderManifest:
     """The content of a complete folder, as its manifest lists it.
 
     Args:
@@ -40,8 +40,8 @@ class Folder:
     """
 
     counts: Mapping[str, int]
-    files: Mapping[str, Written]
-    shards: "Mapping[str, Folder]"
+    files: Mapping[str, FileChecksum]
+    shards: "Mapping[str, FolderManifest]"
 
 
 def shard_name(index: int, part: int | None = None) -> str:
@@ -53,16 +53,16 @@ def shard_name(index: int, part: int | None = None) -> str:
     return f"shard-{index:05d}" if part is None else f"shard-{part:05d}-{index:05d}"
 
 
-def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written]) -> None:
+def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, FileChecksum]) -> None:
     """Write the manifest of a single shard, which marks the folder as complete.
 
     Raises:
         ReadError: if it cannot be written.
     """
-    put(folder, Folder(counts, files, {}))
+    write_manifest(folder, FolderManifest(counts, files, {}))
 
 
-def seal(folder: Path) -> Folder:
+def seal(folder: Path) -> FolderManifest:
     """Write the manifest of a folder of shards, each of which must have its own manifest, and return it.
 
     Raises:
@@ -73,17 +73,17 @@ def seal(folder: Path) -> Folder:
     _check_links(folder, names)
     shards = {name: read(folder / name) for name in names}
     _check_names(folder, shards, names)
-    folder_manifest = of_shards(shards)
-    put(folder, folder_manifest)
+    folder_manifest = from_shards(shards)
+    write_manifest(folder, folder_manifest)
     return folder_manifest
 
 
-def of_shards(shards: "Mapping[str, Folder]") -> Folder:
+def from_shards(shards: "Mapping[str, FolderManifest]") -> FolderManifest:
     """Return the manifest of a folder with these shards."""
-    return Folder({name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}, {}, shards)
+    return FolderManifest({name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}, {}, shards)
 
 
-def read(folder: Path | str) -> Folder:
+def read(folder: Path | str) -> FolderManifest:
     """Return the manifest of a folder, after checking that every file exists and has the listed size.
 
     Args:
@@ -100,7 +100,7 @@ def read(folder: Path | str) -> Folder:
     if not path.exists():
         shards = sum(1 for _ in folder.glob("shard-*"))
         raise ReadError(_unsealed(folder, shards, any(folder.glob("sequences.*"))))
-    folder_manifest = parsed(str(path), read_text(path, _LIMIT))
+    folder_manifest = parse(str(path), read_text(path, _LIMIT))
 
     def size(name: str) -> int:
         with open_file(folder / name) as file:
@@ -111,7 +111,7 @@ def read(folder: Path | str) -> Folder:
     return _checked(folder, folder_manifest, existing, size)
 
 
-def parsed(name: str, told: bytes) -> Folder:
+def parse(name: str, told: bytes) -> FolderManifest:
     """Parse the bytes of a manifest. `name` stands for it in error messages.
 
     Raises:
@@ -123,13 +123,13 @@ def parsed(name: str, told: bytes) -> Folder:
         raise FormatError(f"TG-STORE-034: {name}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
 
 
-def _read_remote(address: str) -> Folder:
+def _read_remote(address: str) -> FolderManifest:
     """Return the manifest of a folder at an address. Otherwise like `read`."""
     file_sizes = remote.sizes(address)
     shards = {name.partition("/")[0] for name in file_sizes if name.startswith("shard-")}
     if NAME not in file_sizes:
         raise ReadError(_unsealed(address, len(shards), "sequences.json" in file_sizes))
-    folder_manifest = parsed(remote.joined(address, NAME), remote.read(remote.joined(address, NAME), _LIMIT))
+    folder_manifest = parse(remote.join_address(address, NAME), remote.read(remote.join_address(address, NAME), _LIMIT))
 
     def size(name: str) -> int:
         if name not in file_sizes:
@@ -140,20 +140,20 @@ def _read_remote(address: str) -> Folder:
 
 
 def _checked(
-    folder: Path | str, folder_manifest: Folder, existing: Collection[str], size: Callable[[str], int]
-) -> Folder:
+    folder: Path | str, folder_manifest: FolderManifest, existing: Collection[str], size: Callable[[str], int]
+) -> FolderManifest:
     """Return the manifest if its shards are the existing ones and its files have the listed sizes."""
     _check_names(folder, folder_manifest.shards, existing)
     for name, expected in _all_files(folder_manifest):
         if (actual := size(name)) != expected.bytes:
-            where = remote.joined(str(folder), name)
+            where = remote.join_address(str(folder), name)
             raise FormatError(
                 f"TG-STORE-008: {where}: {actual:,} bytes, and the manifest says {expected.bytes:,}. {_CHANGED}"
             )
     return folder_manifest
 
 
-def verify(folder: Path, found: Folder) -> None:
+def verify(folder: Path, found: FolderManifest) -> None:
     """Compare the checksum of every file with the manifest. This reads all files once.
 
     Raises:
@@ -181,7 +181,7 @@ def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
         ReadError: if the folder cannot be written or locked.
     """
     try:
-        handle = outputs.descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = outputs.open_descriptor(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ReadError(
             f"TG-STORE-010: {folder}: cannot be written ({error.strerror}). Choose another folder."
@@ -233,31 +233,31 @@ def _unsealed(folder: Path | str, shards: int, is_one: bool) -> str:
     return f"TG-STORE-037: {folder}: holds no {NAME} and no shards. Give a folder that `prepare` or `save` wrote."
 
 
-def put(folder: Path, whole: Folder) -> None:
+def write_manifest(folder: Path, whole: FolderManifest) -> None:
     """Write a manifest.
 
     Raises:
         ReadError: if it cannot be written.
     """
-    write_bytes(folder / NAME, [encoded(whole)])
+    write_bytes(folder / NAME, [encode(whole)])
     with suppress(OSError):
         flush(folder.parent)
 
 
-def encoded(whole: Folder) -> bytes:
+def encode(whole: FolderManifest) -> bytes:
     """Return the bytes of a manifest file."""
-    return json.dumps({"format": _FORMAT, **plain(whole)}, indent=1).encode() + b"\n"
+    return json.dumps({"format": _FORMAT, **to_dict(whole)}, indent=1).encode() + b"\n"
 
 
-def plain(folder: Folder) -> dict[str, Any]:
+def to_dict(folder: FolderManifest) -> dict[str, Any]:
     """Return a manifest as JSON values."""
     files = {name: {"bytes": file.bytes, "crc32": f"{file.crc32:08x}"} for name, file in folder.files.items()}
-    shards = {name: plain(shard) for name, shard in folder.shards.items()}
+    shards = {name: to_dict(shard) for name, shard in folder.shards.items()}
     return {"counts": dict(folder.counts), **({"files": files} if files else {"shards": shards})}
 
 
-def _parse_folder(value: Any, depth: int = 0) -> Folder:
-    """Convert a parsed manifest to a `Folder`.
+def _parse_folder(value: Any, depth: int = 0) -> FolderManifest:
+    """Convert a parsed manifest to a `FolderManifest`.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: if it is invalid.
@@ -271,7 +271,7 @@ def _parse_folder(value: Any, depth: int = 0) -> Folder:
     shards = {name: _parse_folder(shard, 1) for name, shard in value.get("shards", {}).items()}
     if bool(files) == ("shards" in value):
         raise ValueError("it names either files or shards")
-    return Folder(counts, files, shards)
+    return FolderManifest(counts, files, shards)
 
 
 def count(value: Any) -> int:
@@ -296,10 +296,10 @@ def text(value: Any) -> str:
     return value
 
 
-def _parse_file(value: Any) -> Written:
+def _parse_file(value: Any) -> FileChecksum:
     if not isinstance(value["crc32"], str) or not re.fullmatch("[0-9a-f]{8}", value["crc32"]):
         raise ValueError("a checksum is not eight hexadecimal digits")
-    return Written(count(value["bytes"]), int(value["crc32"], 16))
+    return FileChecksum(count(value["bytes"]), int(value["crc32"], 16))
 
 
 def _file_name(name: str) -> str:
@@ -308,8 +308,8 @@ def _file_name(name: str) -> str:
     return name
 
 
-def of_plain(told: Any) -> Folder:
-    """Convert the output of `plain` back to a `Folder`.
+def from_dict(told: Any) -> FolderManifest:
+    """Convert the output of `to_dict` back to a `FolderManifest`.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: if it is invalid.
@@ -323,7 +323,7 @@ def _sort_key(name: str) -> tuple[int, int, str]:
     return (int(match[1] or 0), int(match[2]), name) if match else (1 << 62, 0, name)
 
 
-def _check_order(folder: Path | str, shards: Mapping[str, Folder]) -> None:
+def _check_order(folder: Path | str, shards: Mapping[str, FolderManifest]) -> None:
     """Raise if shards are not numbered from 0 without a gap. If there are parts, each part numbers its own shards."""
     part, index = -1, 0
     for name in shards:
@@ -344,7 +344,7 @@ def _check_links(folder: Path, shards: Iterable[str]) -> None:
             raise ReadError(f"TG-STORE-014: {folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
 
 
-def _check_names(folder: Path | str, shards: Mapping[str, Folder], existing: Collection[str]) -> None:
+def _check_names(folder: Path | str, shards: Mapping[str, FolderManifest], existing: Collection[str]) -> None:
     """Raise if shards are out of order, or are not the existing ones."""
     _check_order(folder, shards)
     if missing := next((name for name in shards if name not in existing), None):
@@ -355,7 +355,7 @@ def _check_names(folder: Path | str, shards: Mapping[str, Folder], existing: Col
         )
 
 
-def _all_files(folder_manifest: Folder) -> Iterator[tuple[str, Written]]:
+def _all_files(folder_manifest: FolderManifest) -> Iterator[tuple[str, FileChecksum]]:
     """Yield the files of a folder and of its shards, with names relative to the folder."""
     yield from folder_manifest.files.items()
     for shard, shard_manifest in folder_manifest.shards.items():

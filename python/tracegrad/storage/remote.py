@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tracegrad.errors import ArgumentError, FormatError, ReadError, shown
+from tracegrad.errors import ArgumentError, FormatError, ReadError, escape_terminal
 from tracegrad.storage import files as outputs
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
@@ -35,22 +35,22 @@ def path_of(name: Any) -> Path:
     return Path(name.removeprefix(_FILE) if isinstance(name, str) else name)
 
 
-def joined(address: str, *names: str) -> str:
+def join_address(address: str, *names: str) -> str:
     """Return an address with names appended.
 
-    >>> joined("s3://bucket/out/", "shard-00000", "manifest.json")
+    >>> join_address("s3://bucket/out/", "shard-00000", "manifest.json")
     's3://bucket/out/shard-00000/manifest.json'
     """
     return "/".join([address.rstrip("/"), *names])
 
 
-def place_here(name: Any) -> Path:
+def require_local_path(name: Any) -> Path:
     """Return the local path of an output that is read or appended to while it is written. Buckets cannot do that.
 
     Raises:
         ArgumentError: for an address.
 
-    >>> place_here("out/run")
+    >>> require_local_path("out/run")
     PosixPath('out/run')
     """
     if is_address(name):
@@ -89,12 +89,12 @@ def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
     except (ArgumentError, ReadError, FormatError):
         raise
     except Exception as error:
-        raise unreadable(address, error, done) from error
+        raise as_read_error(address, error, done) from error
 
 
-def unreadable(address: str, error: Exception, done: str = "read") -> ReadError:
+def as_read_error(address: str, error: Exception, done: str = "read") -> ReadError:
     """Convert an error of fsspec to a ReadError that names the address."""
-    reason = f"{type(error).__name__}: {shown(str(error))[:200]}".rstrip(": ")
+    reason = f"{type(error).__name__}: {escape_terminal(str(error))[:200]}".rstrip(": ")
     return ReadError(
         f"TG-STORE-020: {address}: {reason}. It cannot be {done}. Check the address, and the credentials of "
         f"fsspec for it."

@@ -1,4 +1,4 @@
-"""Manage the local folder of a run, and copy its files to object storage (s3://...): `Mirror`.
+"""Manage the local folder of a run, and copy its files to object storage (s3://...): `RunDirectory`.
 
 `trainer.checkpoint` decides when a checkpoint is complete. For a local run nothing is copied.
 """
@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tracegrad.errors import ArgumentError, ReadError, TracegradError, redacted, shown
+from tracegrad.errors import ArgumentError, ReadError, TracegradError, escape_terminal, redact
 from tracegrad.storage import manifest, remote, safetensors_file
 
-APART = "checkpoints/"
+CHECKPOINTS_PREFIX = "checkpoints/"
 """Prefix of files that `push` skips. A checkpoint is sent as a unit."""
 _TRANSFERS = 8
 _MARK = b"tracegrad run\n"
@@ -25,7 +25,7 @@ _PRELIMINARY = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jso
 """Matches files that are written before a run starts."""
 
 
-class Mirror:
+class RunDirectory:
     """The local folder of a run, and its address in object storage, if it has one.
 
     Args:
@@ -34,9 +34,9 @@ class Mirror:
     Attributes:
         address: address of the run without a trailing slash, "" for a local run.
 
-    >>> Mirror("runs/first").path
+    >>> RunDirectory("runs/first").path
     PosixPath('runs/first')
-    >>> str(Mirror("s3://bucket/runs/first/"))
+    >>> str(RunDirectory("s3://bucket/runs/first/"))
     's3://bucket/runs/first'
     """
 
@@ -47,12 +47,12 @@ class Mirror:
         self._path = None if self.address else remote.path_of(out)
 
     @classmethod
-    def of(cls, out: "str | os.PathLike[str] | Mirror") -> "Mirror":
+    def of(cls, out: "str | os.PathLike[str] | RunDirectory") -> "RunDirectory":
         """Return `out` if it is a mirror, or else a mirror of that path or address."""
-        return out if isinstance(out, Mirror) else cls(out)
+        return out if isinstance(out, RunDirectory) else cls(out)
 
     def __str__(self) -> str:
-        return redacted(self.address) or str(self.path)
+        return redact(self.address) or str(self.path)
 
     @property
     def path(self) -> Path:
@@ -81,14 +81,15 @@ class Mirror:
         """
         if self.address:
             names = set(self.names())
-            is_run = manifest.LOCK in names or any(name.startswith(f"{APART}step-") for name in names)
+            is_run = manifest.LOCK in names or any(name.startswith(f"{CHECKPOINTS_PREFIX}step-") for name in names)
         else:
             names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
             is_run = _is_run(self.path)
         foreign = sorted(name for name in names if name != manifest.LOCK and not _PRELIMINARY.search(name))
         if foreign and not is_run:
             raise ArgumentError(
-                f"TG-STORE-023: {self} holds {shown(foreign[0])[:80]!r} and is not the folder of a run. Its files "
+                f"TG-STORE-023: {self} holds {escape_terminal(foreign[0])[:80]!r} and is not the folder of a "
+                f"run. Its files "
                 "could be replaced. Give another out."
             )
 
@@ -131,7 +132,7 @@ class Mirror:
 
     def named(self, path: Path) -> str:
         """Return the address of a file in the folder, "" for a local run."""
-        return redacted(self._address_of(path.relative_to(self.path).as_posix())) if self.address else ""
+        return redact(self._address_of(path.relative_to(self.path).as_posix())) if self.address else ""
 
     def names(self) -> dict[str, int]:
         """Return the files at the address with their sizes in bytes. Names are relative to the address.
@@ -188,9 +189,15 @@ class Mirror:
         """
         if not self.address:
             return
-        current = {name: _state(self.path / name) for name in _complete_files(self.path) if not name.startswith(APART)}
+        current = {
+            name: _state(self.path / name)
+            for name in _complete_files(self.path)
+            if not name.startswith(CHECKPOINTS_PREFIX)
+        }
         self.send(name for name, state in current.items() if self._transferred.get(name) != state)
-        self.remove(name for name in self._transferred.keys() - current.keys() if not name.startswith(APART))
+        self.remove(
+            name for name in self._transferred.keys() - current.keys() if not name.startswith(CHECKPOINTS_PREFIX)
+        )
         self._transferred = current
 
     def remove(self, names: Iterable[str]) -> None:
@@ -202,7 +209,7 @@ class Mirror:
         _for_all(lambda name: remote.remove(self._address_of(name)), names)
 
     def _address_of(self, name: str) -> str:
-        return remote.joined(self.address, *name.split("/"))
+        return remote.join_address(self.address, *name.split("/"))
 
 
 def _for_all(transfer: Callable[[str], None], names: Iterable[str]) -> None:
@@ -229,7 +236,7 @@ def _is_run(folder: Path) -> bool:
                 return True
     except ReadError:
         pass
-    return any((folder / APART).glob("step-*/resume"))
+    return any((folder / CHECKPOINTS_PREFIX).glob("step-*/resume"))
 
 
 def _remove(process: int, folder: Path) -> None:

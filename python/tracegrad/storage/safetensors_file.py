@@ -44,7 +44,7 @@ _SLICE = 16 << 20
 _MAX_EMPTY_DIMENSION = 1 << 16  # Maximum size of a dimension in an array without elements.
 
 
-class Written(NamedTuple):
+class FileChecksum(NamedTuple):
     """Size and checksum of a file. The crc32 detects corruption by a disk or a copy, not forgery."""
 
     bytes: int
@@ -53,7 +53,7 @@ class Written(NamedTuple):
 
 def write(
     path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
-) -> Written:
+) -> FileChecksum:
     """Write named arrays to a safetensors file, which gets its name only when it is complete.
 
     Args:
@@ -90,7 +90,7 @@ def write(
     return write_bytes(path, [struct.pack("<Q", len(text)), text, *(_bytes(columns[name]) for name in ordered)])
 
 
-def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
+def write_bytes(path: Path, parts: Iterable[Any]) -> FileChecksum:
     """Write parts to a file, which gets its name only when it is complete and synced to disk.
 
     Raises:
@@ -98,7 +98,7 @@ def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
     """
     size = checksum = 0
     try:
-        with files.whole(path, flush=True) as file:
+        with files.write_atomically(path, flush=True) as file:
             for part in parts:
                 file.write(part)
                 size, checksum = size + len(part), zlib.crc32(part, checksum)
@@ -107,7 +107,7 @@ def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
         raise ReadError(
             f"TG-STORE-027: {path}: cannot be written ({error.strerror}). Free space there or choose another folder."
         ) from error
-    return Written(size, checksum)
+    return FileChecksum(size, checksum)
 
 
 def flush(path: Path) -> None:
@@ -144,7 +144,7 @@ def open_file(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def measure(path: Path) -> Written:
+def measure(path: Path) -> FileChecksum:
     """Return size and checksum of a file.
 
     Raises:
@@ -154,7 +154,7 @@ def measure(path: Path) -> Written:
     with open_file(path) as file:
         while part := _part(path, file, _SLICE):
             size, checksum = size + len(part), zlib.crc32(part, checksum)
-    return Written(size, checksum)
+    return FileChecksum(size, checksum)
 
 
 def read_text(path: Path, limit: int) -> bytes:

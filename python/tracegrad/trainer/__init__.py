@@ -1,56 +1,56 @@
 """Training on recorded sequences: single optimizer steps, the training loop, and checkpoints that resume exactly.
 
-`train` runs over a data set (`Sequences` or prepared folders). `Run` does one step at a time, in your own loop. Every
-step returns a row of metrics.
+`train` runs over a data set (`Sequences` or prepared folders). `Trainer` does one step at a time, in your own loop.
+Every step returns a row of metrics.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tracegrad.trainer.distributed import Placed, Policy, Ranks, prepare
+    from tracegrad.trainer.distributed import CallableModel, DistributedModel, Ranks, wrap
     from tracegrad.trainer.loop import train
     from tracegrad.trainer.lora import merge_adapters
     from tracegrad.trainer.memory import Memory
-    from tracegrad.trainer.off_policy_eval import OffPolicyValue, estimate
-    from tracegrad.trainer.result import TermRecord, Trained
-    from tracegrad.trainer.step import Outcome, measure, optimizer_step
-    from tracegrad.trainer.trainer import Run
+    from tracegrad.trainer.off_policy_eval import OffPolicyEstimate, estimate
+    from tracegrad.trainer.result import TokenRecord, TrainResult
+    from tracegrad.trainer.step import StepResult, compute_logprobs, optimizer_step
+    from tracegrad.trainer.trainer import Trainer
 
 # Public names and their modules. They are imported on use, because they need torch and `dataset` does not.
 _WITH_TORCH = {
-    "Placed": "distributed",
-    "Policy": "distributed",
+    "DistributedModel": "distributed",
+    "CallableModel": "distributed",
     "Ranks": "distributed",
-    "prepare": "distributed",
+    "wrap": "distributed",
     "train": "loop",
     "merge_adapters": "lora",
     "Memory": "memory",
-    "OffPolicyValue": "off_policy_eval",
+    "OffPolicyEstimate": "off_policy_eval",
     "estimate": "off_policy_eval",
-    "TermRecord": "result",
-    "Trained": "result",
-    "Outcome": "step",
-    "measure": "step",
+    "TokenRecord": "result",
+    "TrainResult": "result",
+    "StepResult": "step",
+    "compute_logprobs": "step",
     "optimizer_step": "step",
-    "Run": "trainer",
+    "Trainer": "trainer",
 }
 __all__ = [
+    "CallableModel",
+    "DistributedModel",
     "Memory",
-    "OffPolicyValue",
-    "Outcome",
-    "Placed",
-    "Policy",
+    "OffPolicyEstimate",
     "Ranks",
-    "Run",
-    "TermRecord",
-    "Trained",
+    "StepResult",
+    "TokenRecord",
+    "TrainResult",
+    "Trainer",
+    "compute_logprobs",
     "estimate",
-    "measure",
     "merge_adapters",
     "optimizer_step",
-    "prepare",
     "train",
+    "wrap",
 ]
 
 

@@ -12,8 +12,8 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config, nearest, split_names
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
-from tracegrad.objective.objective import Needs
-from tracegrad.trainer.dataset import Catalog, Source
+from tracegrad.objective.objective import Requirements
+from tracegrad.trainer.dataset import Dataset, TraceTable
 
 TOTAL = "reward"
 """Name of a trace's total reward."""
@@ -21,7 +21,7 @@ _A_STAR = 0.5
 """Temperature of V* for advantage.baseline a_star, as in A*-PO and TRL."""
 
 
-def reward_column(traces: Sequences | Catalog, name: str, weights: str = "") -> NDArray[np.float32]:
+def reward_column(traces: Sequences | TraceTable, name: str, weights: str = "") -> NDArray[np.float32]:
     """Return [R] float32 the trained reward of each trace.
 
     Args:
@@ -59,7 +59,7 @@ def reward_column(traces: Sequences | Catalog, name: str, weights: str = "") -> 
     return np.ascontiguousarray(values[np.arange(len(values)), np.isfinite(values).argmax(axis=1)])
 
 
-def reward_table(traces: Sequences | Catalog, name: str, weights: str) -> tuple[NDArray[np.floating], list[float]]:
+def reward_table(traces: Sequences | TraceTable, name: str, weights: str) -> tuple[NDArray[np.floating], list[float]]:
     """Return [R, K] the rewards that `name` lists (all but the total if it is empty), and the weight of each.
 
     Raises:
@@ -86,8 +86,8 @@ def reward_table(traces: Sequences | Catalog, name: str, weights: str) -> tuple[
     return traces.rewards[:, [available.index(reward_name) for reward_name in names]], numbers
 
 
-def compared(
-    rewards: NDArray[np.floating], source: Source, used: NDArray[np.bool_], config: Config
+def compute_advantages(
+    rewards: NDArray[np.floating], source: Dataset, used: NDArray[np.bool_], config: Config
 ) -> NDArray[np.float32]:
     """Compute [used] float32 the advantages of the used traces, relative to each other."""
     options, reward, group = config.advantage, rewards[used], source.catalog.group[used]
@@ -114,7 +114,7 @@ def compared(
 
 
 def _check_singletons(
-    reward: NDArray[np.floating], group: NDArray[np.int32], source: Source, used: NDArray[np.bool_]
+    reward: NDArray[np.floating], group: NDArray[np.int32], source: Dataset, used: NDArray[np.bool_]
 ) -> None:
     """Reject groups with a single rewarded trace, which have no baseline."""
     counts = advantage.group_counts(reward, group)
@@ -137,13 +137,13 @@ def _check_singletons(
 Floats = NDArray[np.float32]
 
 
-def needs_of(objective: Objective, config: Config) -> Needs:
+def needs_of(objective: Objective, config: Config) -> Requirements:
     """Return the requirements of a run: those of its objective, and old and reference logprobs for a KL penalty."""
     return replace(objective.needs, old=True, ref=True) if config.reward_kl.coef else objective.needs
 
 
 @dataclass
-class Charge:
+class RewardKl:
     """The KL penalty in the reward, for the batch that is being trained.
 
     Args:
@@ -157,7 +157,7 @@ class Charge:
         advantages: [R], for the traces of this batch; 0 for others.
     """
 
-    source: Source
+    source: Dataset
     rewards: Floats
     used: NDArray[np.bool_]
     config: Config
@@ -183,7 +183,7 @@ class Charge:
         penalized = kl_in_reward(self.rewards, old, ref, trace, **kl_options)
         batch_traces = self.used & np.isin(group, group[trace])
         self.advantages[:] = 0
-        self.advantages[batch_traces] = compared(penalized.rewards, self.source, batch_traces, self.config)
+        self.advantages[batch_traces] = compute_advantages(penalized.rewards, self.source, batch_traces, self.config)
         self.kl = penalized.kl * len(np.unique(trace)) / max(traces, 1)
         if options.target:
             controller = AdaptiveKl(self.coef, options.target, options.horizon).after(self.kl, traces)

@@ -1,7 +1,7 @@
 """Train on recorded traces with one call: read, align, train, and write the report.
 
-`train` does what `tracegrad train` does on the command line. `learn` is the second half of both, after alignment.
-torch is imported when the run starts.
+`train` does what `tracegrad train` does on the command line. `train_aligned` is the second half of both, after
+alignment. torch is imported when the run starts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tracegrad._core import __version__
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Config, as_dict, load
-from tracegrad.data import Bar, provenance
-from tracegrad.errors import ArgumentError, redacted
+from tracegrad.data import ProgressBar, provenance
+from tracegrad.errors import ArgumentError, redact
 from tracegrad.metrics import Sink, Stopwatch
 from tracegrad.objective import Objective, override_all, presets
-from tracegrad.prepare.summary import Account
-from tracegrad.recipes.recipe import named
-from tracegrad.report import Counts, write_card, write_report
-from tracegrad.storage.run_dir import Mirror
-from tracegrad.trainer.dataset import Shards
+from tracegrad.prepare.summary import IngestSummary
+from tracegrad.recipes.recipe import objective_options
+from tracegrad.report import TraceCounts, write_card, write_report
+from tracegrad.storage.run_dir import RunDirectory
+from tracegrad.trainer.dataset import PreparedDataset
 
 if TYPE_CHECKING:
-    from tracegrad.trainer.result import TermRecord, Trained
+    from tracegrad.trainer.result import TokenRecord, TrainResult
 
 
 def train(
@@ -48,7 +48,7 @@ def train(
     resume: bool = False,
     sinks: Sequence[Sink] | None = None,
     say: Callable[[str], None] = print,
-) -> Trained:
+) -> TrainResult:
     """Train a model on recorded traces; write metrics, checkpoints, summary.json and report.html into `out`.
 
     Under torchrun every rank makes the same call.
@@ -56,7 +56,7 @@ def train(
     Args:
         model: folder of a causal language model with its tokenizer and chat template.
         traces: one or several sources that `tracegrad.read` accepts; one or several folders that `tracegrad prepare`
-            wrote, of which only the next steps' traces are in memory; or `Sequences` or `Shards`.
+            wrote, of which only the next steps' traces are in memory; or `Sequences` or `PreparedDataset`.
         out: run directory, created if missing; or an fsspec address (extra `cloud`).
         recipe: the method of a paper: a recipe of `tracegrad.recipes`, or its name.
         objective: only the loss, a value or a name of `tracegrad.objective.presets`; default the recipe's, else DAPO.
@@ -74,20 +74,20 @@ def train(
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
         TracegradError: if the run fails.
     """
-    run_dir, model = Mirror(out), Path(model)
-    with run_dir.locked() if first() else nullcontext():
+    run_dir, model = RunDirectory(out), Path(model)
+    with run_dir.locked() if is_first_rank() else nullcontext():
         config = _config(run_dir, recipe, objective, options or {}, resume)
         loss_objective = objective if isinstance(objective, Objective) else objective_of(config)
         watch = Stopwatch()
         if isinstance(traces, Sequences):
-            data, account = traces, Account("<sequences>", reward=config.data.reward)
+            data, account = traces, IngestSummary("<sequences>", reward=config.data.reward)
             account.add(traces)
-        elif isinstance(traces, Shards):
+        elif isinstance(traces, PreparedDataset):
             data, account = traces, _summarize_shards(traces, config, watch)
         else:
             source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
-            data, account = aligned(source, model, config, run_dir.path, watch)
-        for line in account.lines() if first() else ():
+            data, account = load_traces(source, model, config, run_dir.path, watch)
+        for line in account.lines() if is_first_rank() else ():
             say(line)
         run_options = {
             "out": run_dir,
@@ -97,10 +97,10 @@ def train(
             "watch": watch,
             "title": account.source,
         }
-        return learn(data, account, model, loss_objective, config, **run_options)
+        return train_aligned(data, account, model, loss_objective, config, **run_options)
 
 
-def first() -> bool:
+def is_first_rank() -> bool:
     """Return whether this process writes files and prints: by its process group, or by torchrun's RANK."""
     group = sys.modules.get("torch.distributed")
     if group is not None and group.is_available() and group.is_initialized():
@@ -108,7 +108,7 @@ def first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def before(out: Mirror, resume: bool) -> Config | None:
+def resumed_config(out: RunDirectory, resume: bool) -> Config | None:
     """Load the config of the run in `out` if it is resumed; None if there is none."""
     path = out.path / "config.toml" if resume else None
     if path is not None and out.address and path.name in out.names():
@@ -116,9 +116,9 @@ def before(out: Mirror, resume: bool) -> Config | None:
     return load(path) if path is not None and path.is_file() else None
 
 
-def aligned(
+def load_traces(
     source: prepare.Sources, model: Path, chosen: Config, out: Path, watch: Stopwatch
-) -> tuple[Sequences | Shards, Account]:
+) -> tuple[Sequences | PreparedDataset, IngestSummary]:
     """Read and align the sources, or open prepared folders; also return the ingest summary.
 
     Only the first process writes quarantined records and shows progress.
@@ -138,18 +138,24 @@ def aligned(
         for name in folders:
             prepare.check_prepared(name, chosen.data, chosen.map)
         with watch("read"):
-            shards = Shards.open(folders, verify=True)
+            shards = PreparedDataset.open(folders, verify=True)
         return shards, _summarize_shards(shards, chosen, watch)
-    data = chosen.data if first() or chosen.data.on_error != "quarantine" else replace(chosen.data, on_error="skip")
-    return prepare.load(source, model, data, out, watch, map=chosen.map, progress=Bar() if first() else None)
+    data = (
+        chosen.data
+        if is_first_rank() or chosen.data.on_error != "quarantine"
+        else replace(chosen.data, on_error="skip")
+    )
+    return prepare.load(
+        source, model, data, out, watch, map=chosen.map, progress=ProgressBar() if is_first_rank() else None
+    )
 
 
-def _summarize_shards(shards: Shards, chosen: Config, watch: Stopwatch) -> Account:
+def _summarize_shards(shards: PreparedDataset, chosen: Config, watch: Stopwatch) -> IngestSummary:
     """Add up the ingest summary of all shards, one at a time."""
-    source_names = ", ".join(map(redacted, shards.folders[:3])) + (
+    source_names = ", ".join(map(redact, shards.folders[:3])) + (
         f" and {others:,} more" if (others := len(shards.folders) - 3) > 0 else ""
     )
-    account = Account(source_names, list(shards.folders), reward=chosen.data.reward)
+    account = IngestSummary(source_names, list(shards.folders), reward=chosen.data.reward)
     with watch("read"):
         for part in shards.parts():
             account.add(part)
@@ -161,20 +167,20 @@ def objective_of(chosen: Config) -> Objective:
     return override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
 
 
-def learn(
-    data: Sequences | Shards,
-    account: Account,
+def train_aligned(
+    data: Sequences | PreparedDataset,
+    account: IngestSummary,
     model: Path,
     objective: Objective,
     chosen: Config,
     *,
-    out: Mirror,
+    out: RunDirectory,
     resume: bool,
     title: str,
     say: Callable[[str], None],
     watch: Stopwatch,
     sinks: Sequence[Sink] | None = None,
-) -> Trained:
+) -> TrainResult:
     """Train on aligned tokens: load the model, train, and write summary.json and report.html with the given title."""
     try:
         with watch("import"):
@@ -187,16 +193,16 @@ def learn(
         ) from error
     with watch("load"):
         loaded = load_model(model)
-    if isinstance(data, Shards):
+    if isinstance(data, PreparedDataset):
         data.model = model
     else:
         data = data.of_model(model)
     run_options = {"out": out, "tokenizer": model, "resume": resume, "sinks": sinks}
     result = trainer.train(data, loaded, objective=objective, config=chosen, say=say, **run_options)
-    if first():
+    if is_first_rank():
         watch.seconds.update(result.seconds)
         origin = provenance.provenance(account.named, model)
-        provenance.sign(out.path / "config.toml", origin)
+        provenance.write_header(out.path / "config.toml", origin)
         summary = {**_summary(chosen, account, result, watch.seconds), "provenance": origin}
         prepare.write_json(out.path / "summary.json", summary)
         with watch("report"):
@@ -219,7 +225,7 @@ def learn(
     return result
 
 
-def _select_shown(data: Sequences | Shards, terms: list[TermRecord]) -> tuple[Sequences, list[TermRecord]]:
+def _select_shown(data: Sequences | PreparedDataset, terms: list[TokenRecord]) -> tuple[Sequences, list[TokenRecord]]:
     """Return the traces that a report may show, and their records renumbered to them."""
     if isinstance(data, Sequences):
         return data, terms
@@ -236,24 +242,24 @@ def _select_shown(data: Sequences | Shards, terms: list[TermRecord]) -> tuple[Se
     return data.kept(rows), renumbered
 
 
-def _count_all(account: Account) -> Counts:
+def _count_all(account: IngestSummary) -> TraceCounts:
     """Return the counts of all traces for the report."""
     names = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
-    return Counts(**{name: getattr(account, name) for name in names})
+    return TraceCounts(**{name: getattr(account, name) for name in names})
 
 
 def _config(
-    out: Mirror,
+    out: RunDirectory,
     recipe: str | recipes.Recipe | None,
     objective: str | Objective | None,
     options: Mapping[str, Any],
     resume: bool,
 ) -> Config:
     """Combine the options: defaults or those of the resumed run, then the recipe, the objective, and `options`."""
-    start = before(out, resume)
+    start = resumed_config(out, resume)
     overrides = [*options.items()]
     if isinstance(objective, Objective):
-        overrides = [*named(objective), *overrides]
+        overrides = [*objective_options(objective), *overrides]
     elif objective is not None:
         overrides = [("objective", objective), *overrides]
     if recipe is None:
@@ -270,7 +276,7 @@ def _describe_run(
     options = [(name, value) for name, value in values.items() if value != default.get(name)]
     return [
         ("loss", str(objective).replace("\n", "; ")),
-        *((name, redacted(value)) for name, value in options),
+        *((name, redact(value)) for name, value in options),
         ("traces", source),
         ("model", str(model)),
         ("folder", out),
@@ -280,7 +286,7 @@ def _describe_run(
     ]
 
 
-def _summary(chosen: Config, account: Account, result: Any, seconds: dict[str, float]) -> dict[str, Any]:
+def _summary(chosen: Config, account: IngestSummary, result: Any, seconds: dict[str, float]) -> dict[str, Any]:
     summary_names = ("traces", "groups", "tokens", "terms", "pictures", "tiers", "drift", "recorded", "exact")
     last_estimate = next((row for row in reversed(result.rows) if "off_policy_value" in row), {})
     return {

@@ -1,7 +1,7 @@
 """Save and restore a run: model, optimizer, progress and random state, locally or on object storage.
 
-A checkpoint is complete if it contains the marker file `MARK`, which is written last. Every rank writes its own shard.
-`Away` mirrors the checkpoints of a run on object storage.
+A checkpoint is complete if it contains the marker file `MARKER`, which is written last. Every rank writes its own
+shard. `SharedRunDir` mirrors the checkpoints of a run on object storage.
 """
 
 import json
@@ -34,15 +34,15 @@ from torch.distributed.tensor import DTensor
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.storage import files as outputs
 from tracegrad.storage import safetensors_file
-from tracegrad.storage.run_dir import APART, Mirror
-from tracegrad.storage.safetensors_file import Written, flush, read_text
+from tracegrad.storage.run_dir import CHECKPOINTS_PREFIX, RunDirectory
+from tracegrad.storage.safetensors_file import FileChecksum, flush, read_text
 from tracegrad.trainer.distributed import Ranks
 from tracegrad.trainer.load_model import TOKENIZER_FILES, first_line, quiet
 from tracegrad.trainer.lora import has_adapters
-from tracegrad.trainer.result import TermRecord, load_terms, save_terms
+from tracegrad.trainer.result import TokenRecord, load_token_records, save_token_records
 
 FORMAT = "tracegrad-checkpoint/4"
-MARK = "progress.json"
+MARKER = "progress.json"
 _SEAL = "crc32"
 _LOGPROBS = "logprobs.safetensors"
 _PROGRESS_LIMIT = 16 << 20
@@ -81,7 +81,7 @@ def save_logprobs(folder: Path, progress: Progress) -> None:
     safetensors_file.write(folder / _LOGPROBS, progress.logprobs)
 
 
-def save_progress(folder: Path, progress: Progress, elsewhere: Mapping[str, Written] | None = None) -> None:
+def save_progress(folder: Path, progress: Progress, elsewhere: Mapping[str, FileChecksum] | None = None) -> None:
     """Write the marker file, which declares the checkpoint complete; call this last.
 
     The marker contains the other fields of `progress`, and the size and CRC-32 of every file of the checkpoint.
@@ -101,10 +101,10 @@ def save_progress(folder: Path, progress: Progress, elsewhere: Mapping[str, Writ
         "version": progress.version,
         "files": files,
     }
-    outputs.write(folder / MARK, json.dumps(sealed(marker), indent=1))
+    outputs.write(folder / MARKER, json.dumps(with_checksum(marker), indent=1))
 
 
-def sealed(said: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the marker's contents with their CRC-32, which detects numbers that changed on disk."""
     said = {name: value for name, value in said.items() if name != _SEAL}
     return {**said, _SEAL: f"{zlib.crc32(json.dumps(said, sort_keys=True).encode()):08x}"}
@@ -136,7 +136,7 @@ def read_progress_file(folder: Path) -> Progress:
     return Progress(marker["step"], marker["fingerprint"], marker["config"], logprobs, **numbers, version=version)
 
 
-def marked(folder: Path) -> list[str]:
+def list_marker_files(folder: Path) -> list[str]:
     """Return the names of the files that the marker lists.
 
     Raises:
@@ -148,7 +148,7 @@ def marked(folder: Path) -> list[str]:
         if isinstance(error, ReadError):
             raise
         raise ReadError(
-            f"TG-TRAIN-009: {folder / MARK}: {error}. It is not known what the checkpoint holds. Delete it."
+            f"TG-TRAIN-009: {folder / MARKER}: {error}. It is not known what the checkpoint holds. Delete it."
         ) from error
 
 
@@ -174,7 +174,7 @@ def save_random(path: Path) -> None:
     save_file(_random_states(), path, metadata={"python": json.dumps(random.getstate())})
 
 
-def set_random(path: Path) -> None:
+def restore_random(path: Path) -> None:
     """Restore the random states of this process. The states of numpy and torch are checked before any is set.
 
     Raises:
@@ -214,17 +214,17 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 
 def _read_marker(folder: Path) -> dict[str, Any]:
-    marker = json.loads(safetensors_file.read_text(folder / MARK, _PROGRESS_LIMIT))
+    marker = json.loads(safetensors_file.read_text(folder / MARKER, _PROGRESS_LIMIT))
     if not isinstance(marker, dict):
-        raise ValueError(f"its {MARK} is no table")
+        raise ValueError(f"its {MARKER} is no table")
     if marker["format"] != FORMAT:
         raise OtherRunError(
             f"TG-TRAIN-010: {folder.parent}: a checkpoint of format {str(marker['format'])[:40]!r}, and this version "
             f"reads {FORMAT}. Its state cannot be taken up. Resume with the version that wrote it, or start anew from "
             "it with --model."
         )
-    if marker != sealed(marker):
-        raise ValueError(f"{MARK!r} is not as it was written, by its checksum")
+    if marker != with_checksum(marker):
+        raise ValueError(f"{MARKER!r} is not as it was written, by its checksum")
     return marker
 
 
@@ -234,10 +234,10 @@ def _list_files(folder: Path) -> list[str]:
     A checkpoint contains no links, so `verify` reports them as unexpected files.
     """
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) not in (MARK, CARD))
+    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) not in (MARKER, CARD))
 
 
-def _measure_files(folder: Path, names: Iterable[str]) -> dict[str, Written]:
+def _measure_files(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
     """Measure files on several threads: crc32 releases the GIL."""
     names = list(names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -270,7 +270,7 @@ _MOMENT_PREFIXES = ("exp_avg:", "exp_avg_sq:", "momentum_buffer:")
 """Prefixes of optimizer state that has the shape of its parameter. torch's optimizers do not check that."""
 
 
-def write(
+def save_state(
     folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -305,7 +305,7 @@ def read_state(
     ranks: Ranks,
     reference: nn.Module | None = None,
 ) -> None:
-    """Load in place what `write` wrote. The number of ranks may differ.
+    """Load in place what `save_state` wrote. The number of ranks may differ.
 
     Raises:
         OtherRunError: if the parameters are those of another model.
@@ -336,7 +336,7 @@ def _parameters(model: nn.Module, reference: nn.Module | None) -> dict[str, Tens
     return {**{f"param:{name}": p for name, p in trained.items()}, **tracked}
 
 
-def whole_state(
+def full_state_dict(
     model: nn.Module, ranks: Ranks, device: Any = "cpu", wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
     """Gather the full state dict of a possibly sharded model on the first rank; other ranks get an empty dict.
@@ -469,7 +469,7 @@ _RESUME = "resume"
 
 
 @dataclass
-class Away:
+class SharedRunDir:
     """The run directory as its ranks share it.
 
     Args:
@@ -478,12 +478,12 @@ class Away:
         leads: whether this rank creates and removes files in the folder. One rank per folder does.
     """
 
-    mirror: Mirror
+    mirror: RunDirectory
     ranks: Ranks
     leads: bool
 
     @classmethod
-    def of(cls, out: str | os.PathLike[str] | Mirror, ranks: Ranks) -> "Away":
+    def of(cls, out: str | os.PathLike[str] | RunDirectory, ranks: Ranks) -> "SharedRunDir":
         """Open the run directory. Every rank calls this with the same address.
 
         Ranks of one machine work in one folder. The markers of complete remote checkpoints are downloaded, so that
@@ -492,7 +492,7 @@ class Away:
         Raises:
             ReadError: if the address cannot be reached.
         """
-        mirror = Mirror.of(out)
+        mirror = RunDirectory.of(out)
         if not mirror.address:
             return cls(mirror, ranks, ranks.first)
         node = os.environ.get("GROUP_RANK")  # torchrun's number of the machine
@@ -536,12 +536,12 @@ class Away:
             return
         with self.ranks.together():
             if self.leads:
-                prefix = f"{APART}{checkpoint.name}/{_RESUME}/"
-                files = marked(checkpoint / _RESUME)
-                names = [name for name in self.mirror.names() if not name.startswith(APART)]
+                prefix = f"{CHECKPOINTS_PREFIX}{checkpoint.name}/{_RESUME}/"
+                files = list_marker_files(checkpoint / _RESUME)
+                names = [name for name in self.mirror.names() if not name.startswith(CHECKPOINTS_PREFIX)]
                 self.mirror.bring([*names, *(prefix + name for name in files)])
 
-    def send(self, staged: Path, name: str) -> dict[str, Written]:
+    def send(self, staged: Path, name: str) -> dict[str, FileChecksum]:
         """Upload this machine's files of a checkpoint that has no marker yet. Every rank calls this.
 
         Args:
@@ -553,11 +553,13 @@ class Away:
         """
         if not self.mirror.address:
             return {}
-        measured: dict[str, Written] = {}
+        measured: dict[str, FileChecksum] = {}
         with self.ranks.together():
             if self.leads:
                 files = sorted(path for path in staged.rglob("*") if path.is_file())
-                self.mirror.send_as({f"{APART}{name}/{path.relative_to(staged).as_posix()}": path for path in files})
+                self.mirror.send_as(
+                    {f"{CHECKPOINTS_PREFIX}{name}/{path.relative_to(staged).as_posix()}": path for path in files}
+                )
                 resume_folder = staged / _RESUME
                 measured = {
                     p.relative_to(resume_folder).as_posix(): safetensors_file.measure(p)
@@ -578,13 +580,13 @@ class Away:
             return
         with self.ranks.together():
             self.push()
-        mark = self.ranks.shared((final / _RESUME / MARK).read_bytes() if self.ranks.first else b"")
+        mark = self.ranks.shared((final / _RESUME / MARKER).read_bytes() if self.ranks.first else b"")
         with self.ranks.together():
             if self.ranks.first:
-                self.mirror.send([f"{APART}{final.name}/{_RESUME}/{MARK}"])
+                self.mirror.send([f"{CHECKPOINTS_PREFIX}{final.name}/{_RESUME}/{MARKER}"])
                 self._remove_old(keep)
             elif self.leads and staged.is_dir():
-                outputs.write(staged / _RESUME / MARK, mark)
+                outputs.write(staged / _RESUME / MARKER, mark)
                 staged.rename(final)
             for old in final.parent.glob("step-*") if self.leads else ():
                 if old != final:
@@ -597,7 +599,7 @@ class Away:
 
     def _sent(self) -> list[str]:
         """Return the names of all files of checkpoints at the address."""
-        return [name for name in self.mirror.names() if name.startswith(APART)]
+        return [name for name in self.mirror.names() if name.startswith(CHECKPOINTS_PREFIX)]
 
     def _fetch_markers(self) -> None:
         self.mirror.bring(name for folder, name in _find_markers(self._sent()).items() if step_of(folder) >= 0)
@@ -611,12 +613,12 @@ class Away:
 
 
 def _folder_of(name: str) -> str:
-    return name.removeprefix(APART).partition("/")[0]
+    return name.removeprefix(CHECKPOINTS_PREFIX).partition("/")[0]
 
 
 def _find_markers(names: list[str]) -> dict[str, str]:
     """Return the marker files among `names`, by the name of their checkpoint."""
-    return {_folder_of(name): name for name in names if name.endswith(f"/{_RESUME}/{MARK}")}
+    return {_folder_of(name): name for name in names if name.endswith(f"/{_RESUME}/{MARKER}")}
 
 
 FOLDER = "checkpoints"
@@ -633,9 +635,9 @@ def save(
     tokenizer: Path | None,
     keep: int,
     reference: nn.Module | None = None,
-    terms: Sequence[TermRecord] = (),
+    terms: Sequence[TokenRecord] = (),
     ranks: Ranks | None = None,
-    away: Away | None = None,
+    away: SharedRunDir | None = None,
 ) -> Path:
     """Write `out/checkpoints/step-N`, point `out/checkpoint` at it, and remove all but the newest `keep`.
 
@@ -656,7 +658,7 @@ def save(
         TracegradError: if the checkpoint cannot be written completely; earlier checkpoints are unchanged.
     """
     ranks = ranks or Ranks()
-    away = away or Away.of(out, ranks)
+    away = away or SharedRunDir.of(out, ranks)
     folder = out / FOLDER
     final = folder / f"step-{progress.step:08d}"
     staged = folder / f".tmp-{final.name}"
@@ -666,14 +668,14 @@ def save(
                 if away.leads:
                     outputs.make_folder(staged)
                     (staged / "resume" / "state").mkdir(parents=True)
-            full_state = whole_state(model, ranks)
+            full_state = full_state_dict(model, ranks)
             with _collective_errors(ranks):
                 if ranks.first:
                     _export(staged, model, full_state, tokenizer)
             with _collective_errors(ranks):
                 save_random(staged / "resume" / f"random-{ranks.rank}.safetensors")
-                save_terms(staged / "resume" / f"terms-{ranks.rank}.safetensors", terms)
-            write(staged / "resume" / "state", model, optimizer, ranks, reference)
+                save_token_records(staged / "resume" / f"terms-{ranks.rank}.safetensors", terms)
+            save_state(staged / "resume" / "state", model, optimizer, ranks, reference)
             with _collective_errors(ranks):
                 if ranks.first:
                     save_logprobs(staged / "resume", progress)
@@ -699,7 +701,7 @@ def _export(staged: Path, model: Any, full_state: Mapping[str, torch.Tensor], to
             outputs.copy(tokenizer / name, staged / name)
 
 
-def _finish(staged: Path, final: Path, progress: Progress, remote_files: Mapping[str, Written]) -> None:
+def _finish(staged: Path, final: Path, progress: Progress, remote_files: Mapping[str, FileChecksum]) -> None:
     """Write the marker and rename the folder to its final name."""
     save_progress(staged / "resume", progress, remote_files)
     _flush_tree(staged)
@@ -718,7 +720,7 @@ def _remove_old(out: Path, final: Path, keep: int) -> None:
 
 def list_checkpoints(out: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    complete = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARK).is_file())
+    complete = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARKER).is_file())
     return sorted((path for path in complete if step_of(path.name) >= 0), key=lambda path: step_of(path.name))
 
 
@@ -784,7 +786,7 @@ def restore(
         progress = read_progress_file(folder)
         read_state(folder / "state", model, optimizer, ranks, reference)
         random_file = folder / f"random-{ranks.rank}.safetensors"
-        set_random(random_file if random_file.is_file() else random_file.with_name("random-0.safetensors"))
+        restore_random(random_file if random_file.is_file() else random_file.with_name("random-0.safetensors"))
     return progress
 
 
@@ -801,11 +803,11 @@ def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArra
         return logprobs
 
 
-def read_terms(path: Path, ranks: Ranks) -> list[TermRecord]:
+def read_terms(path: Path, ranks: Ranks) -> list[TokenRecord]:
     """Read the checkpoint's records of trained tokens for the report, divided among the current ranks."""
     files = sorted((path / "resume").glob("terms-*.safetensors"))
     with _reading_errors(path):
-        return [term for file in files[ranks.rank :: ranks.world] for term in load_terms(file)]
+        return [term for file in files[ranks.rank :: ranks.world] for term in load_token_records(file)]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Data sets of traces: in memory (`InMemory`) or memory-mapped from prepared folders (`Shards`).
+"""Data sets of traces: in memory (`InMemoryDataset`) or memory-mapped from prepared folders (`PreparedDataset`).
 
-`Source` is the interface that training needs: a table with one row per trace, and the tokens of selected traces.
+`Dataset` is the interface that training needs: a table with one row per trace, and the tokens of selected traces.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment import store
-from tracegrad.alignment.mismatch import no_drift
+from tracegrad.alignment.mismatch import empty_report
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.images import Images
+from tracegrad.images import ImageSpans
 from tracegrad.images.image_files import MEDIA
 from tracegrad.storage import download, manifest
 from tracegrad.trainer.token_log import subset
@@ -34,11 +34,11 @@ HASHED = (
     *("group", "branches", "tokens", "longest", "terms", "known", "turns", "tier", "foreign", "version_min"),
     *("version_max", "rewards", "logprob_kind", "temperature", "reshaped", "ending", "max_id", "media", "source"),
 )
-"""The columns that determine the steps of an epoch. `Catalog.hash` covers them."""
+"""The columns that determine the steps of an epoch. `TraceTable.hash` covers them."""
 
 
 @dataclass(frozen=True, eq=False)
-class Catalog:
+class TraceTable:
     """A table with one row per trace: R traces with K rewards. `alignment.store.columns_of` defines the columns.
 
     Args:
@@ -109,13 +109,13 @@ class Catalog:
         return digest.hexdigest()
 
 
-def numbered(keys: NDArray[np.uint64]) -> NDArray[np.int32]:
+def number_groups(keys: NDArray[np.uint64]) -> NDArray[np.int32]:
     """Number groups by their keys, from 0, in order of first appearance. Returns [R] int32.
 
     Args:
         keys: [R, 2] uint64.
 
-    >>> numbered(np.array([[7, 1], [7, 1], [2, 1], [7, 2], [7, 1]], np.uint64)).tolist()
+    >>> number_groups(np.array([[7, 1], [7, 1], [2, 1], [7, 2], [7, 1]], np.uint64)).tolist()
     [0, 0, 1, 2, 0]
     """
     rows = len(keys)
@@ -144,7 +144,7 @@ PER_TOKEN = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version"
 PER_TRACE = ("group", "rewards", "logprob_kind", "temperature", "reshaped", "ending")
 
 
-def selected(sequences: Sequences, rows: NDArray[np.integer]) -> Sequences:
+def select(sequences: Sequences, rows: NDArray[np.integer]) -> Sequences:
     """Select traces with their tokens and names, without extras and mismatch report; group numbers do not change.
 
     Args:
@@ -153,14 +153,14 @@ def selected(sequences: Sequences, rows: NDArray[np.integer]) -> Sequences:
 
     >>> ids, cu = [5, 6, 7, 8, 9], [0, 2, 3, 5]
     >>> three = Sequences.from_arrays(ids, cu, [-1.0] * 5, [False] * 5)
-    >>> selected(three, np.array([0, 2])).ids.tolist()
+    >>> select(three, np.array([0, 2])).ids.tolist()
     [5, 6, 8, 9]
     """
-    return joined([(sequences, rows)])
+    return concatenate([(sequences, rows)])
 
 
-def joined(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Sequences:
-    """Select traces from several `Sequences` and concatenate them, as `selected` does for one.
+def concatenate(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Sequences:
+    """Select traces from several `Sequences` and concatenate them, as `select` does for one.
 
     Args:
         parts: pairs of `Sequences` and the selected rows, at least one.
@@ -191,8 +191,8 @@ def joined(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Sequences:
         trace_ids=tuple(
             selection.sequences.trace_name(row) for selection in selections for row in selection.rows.tolist()
         ),
-        drift=no_drift(),
-        images=Images.joined([(selection.images(), int(selection.count.sum())) for selection in selections]),
+        drift=empty_report(),
+        images=ImageSpans.joined([(selection.images(), int(selection.count.sum())) for selection in selections]),
     )
 
 
@@ -213,7 +213,7 @@ class _Runs:
         column, cu = getattr(self.sequences, name), self.sequences.cu_seqlens
         return [column[cu[a] : cu[b]] for a, b in self.branches] or [column[:0]]
 
-    def images(self) -> Images | None:
+    def images(self) -> ImageSpans | None:
         images = self.sequences.images
         if images is None:
             return None
@@ -230,11 +230,11 @@ def _end_to_end(parts: list[list[Array]]) -> Array:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
-class Source(Protocol):
+class Dataset(Protocol):
     """The interface of a data set: R traces, numbered 0 to R-1."""
 
     @property
-    def catalog(self) -> Catalog:
+    def catalog(self) -> TraceTable:
         """The table of all traces."""
         ...
 
@@ -282,7 +282,7 @@ class Source(Protocol):
         ...
 
 
-class InMemory:
+class InMemoryDataset:
     """A data set of `Sequences` in memory.
 
     Args:
@@ -291,16 +291,16 @@ class InMemory:
 
     def __init__(self, sequences: Sequences) -> None:
         self.sequences = sequences
-        self._catalog: Catalog | None = None
+        self._catalog: TraceTable | None = None
 
     @property
-    def catalog(self) -> Catalog:
+    def catalog(self) -> TraceTable:
         """The table of all traces; group numbers are those of the sequences."""
         if self._catalog is None:
             s = self.sequences
-            columns: dict[str, Any] = store.counted(s.stored())
+            columns: dict[str, Any] = store.count_traces(s.stored())
             columns |= {"group": np.asarray(s.group, np.int32), "reward_names": s.reward_names}
-            self._catalog = Catalog(**columns, source=np.zeros(s.traces, np.int32))
+            self._catalog = TraceTable(**columns, source=np.zeros(s.traces, np.int32))
         return self._catalog
 
     @property
@@ -310,7 +310,7 @@ class InMemory:
 
     @property
     def shows_pictures(self) -> bool:
-        """As `Source.shows_pictures`."""
+        """As `Dataset.shows_pictures`."""
         return self.sequences.images is not None
 
     @property
@@ -319,13 +319,13 @@ class InMemory:
         return 1
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Source.take`; if all rows are selected, the sequences themselves are returned."""
+        """As `Dataset.take`; if all rows are selected, the sequences themselves are returned."""
         if len(rows) == self.sequences.traces:
             return self.sequences
-        return selected(self.sequences, rows)
+        return select(self.sequences, rows)
 
     def kept(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Source.kept`."""
+        """As `Dataset.kept`."""
         return subset(self.sequences, rows)[0]
 
     def parts(self) -> Iterator[Sequences]:
@@ -337,13 +337,13 @@ class InMemory:
         return self.sequences.trace_name(row)
 
     def lots(self) -> NDArray[np.float64]:
-        """As `Source.lots`; a group without a name is hashed by its number."""
+        """As `Dataset.lots`; a group without a name is hashed by its number."""
         group = self.sequences.group
         names = self.sequences.group_names or tuple(map(str, range(int(group.max(initial=-1)) + 1)))
-        return lots_of(names)[group]
+        return group_hashes(names)[group]
 
     def fingerprint(self, rewards: NDArray[np.float32]) -> str:
-        """As `Source.fingerprint`; every token is hashed."""
+        """As `Dataset.fingerprint`; every token is hashed."""
         s, digest = self.sequences, hashlib.sha256()
         for part in (s.ids, s.trainable, s.rollout_logprobs, s.cu_seqlens, s.trace, s.group, rewards):
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -353,14 +353,14 @@ class InMemory:
         return digest.hexdigest()
 
 
-def lots_of(names: tuple[str, ...]) -> NDArray[np.float64]:
+def group_hashes(names: tuple[str, ...]) -> NDArray[np.float64]:
     """Return [names] float64 hashes in [0, 1) of group names."""
     return np.array([zlib.crc32(name.encode("utf-8", "replace")) / 2**32 for name in names], np.float64)
 
 
-def source_of(data: Sequences | Source) -> Source:
+def as_dataset(data: Sequences | Dataset) -> Dataset:
     """Wrap `Sequences` in a data set; return any other data set unchanged."""
-    return InMemory(data) if isinstance(data, Sequences) else data
+    return InMemoryDataset(data) if isinstance(data, Sequences) else data
 
 
 _MAX_MAPPED = 64
@@ -372,11 +372,11 @@ class Shard(NamedTuple):
     """One shard: its folder, its manifest (`told`), and the number of its input (`source`)."""
 
     folder: Path
-    told: manifest.Folder
+    told: manifest.FolderManifest
     source: int
 
 
-class Shards:
+class PreparedDataset:
     """A data set of prepared folders. Only the traces of the current step are in memory; accepted like `Sequences`.
 
     Groups with equal names are one group, also across folders. Traces are numbered by folder, shard and row.
@@ -387,7 +387,7 @@ class Shards:
         catalog: the table of all traces.
     """
 
-    def __init__(self, folders: tuple[str, ...], shards: Sequence[Shard], catalog: Catalog) -> None:
+    def __init__(self, folders: tuple[str, ...], shards: Sequence[Shard], catalog: TraceTable) -> None:
         self.folders, self.shards, self.catalog = folders, tuple(shards), catalog
         counts = [shard.told.counts["traces"] for shard in shards]
         self._first: NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -400,7 +400,7 @@ class Shards:
     @classmethod
     def open(
         cls, folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, verify: bool = False
-    ) -> "Shards":
+    ) -> "PreparedDataset":
         """Read the manifests and the trace columns, but no tokens.
 
         Args:
@@ -421,7 +421,9 @@ class Shards:
                 "Give folders that prepare wrote, each once."
             )
         shards = [
-            shard for number, name in enumerate(names) for shard in _shards_of(download.here(name), number, verify)
+            shard
+            for number, name in enumerate(names)
+            for shard in _shards_of(download.local_path(name), number, verify)
         ]
         return cls(names, shards, _catalog(shards))
 
@@ -432,7 +434,7 @@ class Shards:
 
     @property
     def shows_pictures(self) -> bool:
-        """As `Source.shows_pictures`, from the manifests."""
+        """As `Dataset.shows_pictures`, from the manifests."""
         return any(MEDIA in shard.told.files for shard in self.shards)
 
     @property
@@ -452,20 +454,20 @@ class Shards:
         )
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Source.take`."""
+        """As `Dataset.take`."""
         rows = np.asarray(rows, np.int64)
-        parts = [selected(sequences, shard_rows) for sequences, shard_rows in self._by_shard(rows)]
-        result = parts[0] if len(parts) == 1 else joined([(part, np.arange(part.traces)) for part in parts])
+        parts = [select(sequences, shard_rows) for sequences, shard_rows in self._by_shard(rows)]
+        result = parts[0] if len(parts) == 1 else concatenate([(part, np.arange(part.traces)) for part in parts])
         result = result.of_model(self.model) if self.model else result
         return replace(result, group=self.catalog.group[rows])
 
     def kept(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Source.kept`."""
+        """As `Dataset.kept`."""
         parts = [
             subset(sequences, shard_rows)[0].stored()
             for sequences, shard_rows in self._by_shard(np.asarray(rows, np.int64))
         ]
-        return Sequences.of_stored(store.joined(parts))
+        return Sequences.of_stored(store.concatenate(parts))
 
     def parts(self) -> Iterator[Sequences]:
         """Yield the shards, one at a time."""
@@ -480,15 +482,15 @@ class Shards:
         return self._open_shard(number).trace_name(row - int(self._first[number]))
 
     def lots(self) -> NDArray[np.float64]:
-        """As `Source.lots`."""
+        """As `Dataset.lots`."""
         parts = [np.zeros(0)]
         for sequences in self.parts():
             names = sequences.group_names or sequences.trace_ids
-            parts.append(lots_of(names)[sequences.group])
+            parts.append(group_hashes(names)[sequences.group])
         return np.concatenate(parts)
 
     def fingerprint(self, rewards: NDArray[np.float32]) -> str:
-        """As `Source.fingerprint`, from the columns and the checksums in the manifests."""
+        """As `Dataset.fingerprint`, from the columns and the checksums in the manifests."""
         digest = blake2b(self.catalog.hash.encode(), digest_size=32)
         for shard in self.shards:
             digest.update(repr(sorted((name, tuple(file)) for name, file in shard.told.files.items())).encode())
@@ -510,7 +512,7 @@ class Shards:
                 self._mapped.move_to_end(number)
                 return self._mapped[number]
             shard, is_new = self.shards[number], number not in self._checked
-            sequences = Sequences.of_stored(store.opened(shard.folder, shard.told, checked=is_new))
+            sequences = Sequences.of_stored(store.load_shard(shard.folder, shard.told, checked=is_new))
             if is_new:
                 self._check_columns(number, sequences)
                 self._checked.add(number)
@@ -523,7 +525,7 @@ class Shards:
     def _check_columns(self, number: int, sequences: Sequences) -> None:
         """Check that the columns of the catalog agree with the shard's tokens."""
         here = slice(self._first[number], self._first[number + 1])
-        counted = store.counted(sequences.stored())
+        counted = store.count_traces(sequences.stored())
         for name in ("branches", "tokens", "longest", "terms", "max_id"):
             if not np.array_equal(counted[name], getattr(self.catalog, name)[here]):
                 raise FormatError(
@@ -546,7 +548,7 @@ def _shards_of(folder: Path, source: int, verify: bool) -> list[Shard]:
     return [Shard(folder / name, entry, source) for name, entry in contents.shards.items()]
 
 
-def _catalog(shards: Sequence[Shard]) -> Catalog:
+def _catalog(shards: Sequence[Shard]) -> TraceTable:
     """Concatenate the columns of all shards. Columns that older folders lack are counted from the tokens."""
     rows = sum(shard.told.counts["traces"] for shard in shards)
     columns: dict[str, Any] = {}
@@ -569,14 +571,14 @@ def _catalog(shards: Sequence[Shard]) -> Catalog:
         for name, column in columns.items():
             column[here] = shard.source if name == "source" else shard_columns[name]
         end = here.stop
-    columns["group"] = numbered(columns["group"])
-    return Catalog(**columns, reward_names=names)
+    columns["group"] = number_groups(columns["group"])
+    return TraceTable(**columns, reward_names=names)
 
 
 def _columns(shard: Shard) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     if store.NAME in shard.told.files:
-        return store.read(shard.folder)
-    stored = store.opened(shard.folder, shard.told)
+        return store.read_trace_columns(shard.folder)
+    stored = store.load_shard(shard.folder, shard.told)
     return store.of_stored(stored), stored.names["reward_names"]
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tracegrad.config import Config
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.model import Plan, PolicyLoss, batch_loss, head_of, logprobs_and_entropy
-from tracegrad.model.verify import whole_row
+from tracegrad.model.verify import one_pass_plan
 from tracegrad.objective import Objective
 from tracegrad.objective.torch_loss import Terms
 from tracegrad.packing import Batch
@@ -325,7 +325,7 @@ _cache: list[Any] = []
 """The default group and its `Ranks`. They are cached, because making a group is a collective call."""
 
 
-def said_together(error: Exception, step: int, config: Config, ranks: Ranks, ends: bool) -> Exception:
+def propagate_error(error: Exception, step: int, config: Config, ranks: Ranks, ends: bool) -> Exception:
     """Return the error that this rank raises: its own error, another rank's message, or which ranks are missing.
 
     Args:
@@ -355,7 +355,7 @@ def said_together(error: Exception, step: int, config: Config, ranks: Ranks, end
 Mode = Literal["fsdp", "ddp", "none"]
 
 
-class Policy(nn.Module):
+class CallableModel(nn.Module):
     """A causal LM whose forward pass runs a given function of the model.
 
     Wrappers such as FSDP2, DDP and those of `accelerator.prepare` do their work around `forward`. Inside it the head's
@@ -364,7 +364,7 @@ class Policy(nn.Module):
     Args:
         model: a transformers causal LM, with or without peft adapters.
 
-    >>> Policy(nn.Linear(2, 1))(lambda model: model.in_features)
+    >>> CallableModel(nn.Linear(2, 1))(lambda model: model.in_features)
     2
     """
 
@@ -378,12 +378,12 @@ class Policy(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class DistributedModel:
     """A model on its device and ranks, with the information how its gradient is reduced.
 
     Args:
         model: the causal LM itself, whose parameters the optimizer updates.
-        policy: the callable that runs it: `Policy`, DDP around it, or a model that the user prepared.
+        policy: the callable that runs it: `CallableModel`, DDP around it, or a model that the user prepared.
         mode: type of the wrapper.
         ranks: the ranks that share the step.
         scale: factor on the loss that turns the wrapper's mean over ranks into a sum.
@@ -443,31 +443,32 @@ class Placed:
         return (loss if self.scale == 1 else loss * self.scale), policy_loss
 
 
-def placed(model: Any) -> Placed:
-    """Wrap a model that the user prepared: a plain model, DDP around a `Policy`, or one sharded by `fully_shard`.
+def as_distributed_model(model: Any) -> DistributedModel:
+    """Wrap a model that the user prepared: a plain model, DDP around a `CallableModel`, or one sharded by
+    `fully_shard`.
 
     Raises:
         ArgumentError: for DDP around the model itself, whose forward returns logits.
     """
-    if isinstance(model, Placed):
+    if isinstance(model, DistributedModel):
         return model
     ranks = Ranks.of_open_group()
     if isinstance(model, DistributedDataParallel):
-        if not isinstance(model.module, Policy):
+        if not isinstance(model.module, CallableModel):
             raise ArgumentError(
                 f"TG-TRAIN-024: DistributedDataParallel stands around {type(model.module).__name__}, whose forward "
                 "gives logits. Its gradients would not be exchanged. Wrap before: "
                 "accelerator.prepare(tracegrad.trainer.Policy(model))."
             )
-        return Placed(model.module.model, model, "ddp", ranks, scale=float(ranks.world))
-    inner = model.model if isinstance(model, Policy) else model
+        return DistributedModel(model.module.model, model, "ddp", ranks, scale=float(ranks.world))
+    inner = model.model if isinstance(model, CallableModel) else model
     if isinstance(model, FSDPModule):
-        policy = model if isinstance(model, Policy) else _with_forward_method(model)
-        return Placed(inner, cast(Any, policy), "fsdp", ranks, scale=float(ranks.world))
-    return Placed(inner, Policy(inner), "none", Ranks() if ranks.alone else ranks)
+        policy = model if isinstance(model, CallableModel) else _with_forward_method(model)
+        return DistributedModel(inner, cast(Any, policy), "fsdp", ranks, scale=float(ranks.world))
+    return DistributedModel(inner, CallableModel(inner), "none", Ranks() if ranks.alone else ranks)
 
 
-def check_exchanged(target: Placed) -> None:
+def check_exchanged(target: DistributedModel) -> None:
     """Reject a model whose gradients would not be exchanged between ranks."""
     if target.mode == "none" and not target.ranks.alone:
         raise ArgumentError(
@@ -500,7 +501,7 @@ class _ForwardMethod:
         return self.root.modules()
 
 
-def prepare(
+def wrap(
     model: nn.Module,
     mode: Mode = "none",
     *,
@@ -508,7 +509,7 @@ def prepare(
     device: torch.device | None = None,
     precision: torch.dtype = torch.float32,
     memory: Memory | None = None,
-) -> Placed:
+) -> DistributedModel:
     """Move a model to its device and ranks. Parameters keep their names and dtype.
 
     Args:
@@ -533,15 +534,15 @@ def prepare(
         )
     if mode == "fsdp":
         head_of(model)  # Checks the head before it is sharded; the check runs only once per model.
-        return Placed(model, _fsdp(model, ranks, device, precision, memory), mode, ranks, memory=memory)
+        return DistributedModel(model, _fsdp(model, ranks, device, precision, memory), mode, ranks, memory=memory)
     model.to(device)
     if mode == "ddp":
         head_of(model)
         device_ids = [device.index] if device.type == "cuda" else None
-        policy = DistributedDataParallel(Policy(model), device_ids=device_ids)
+        policy = DistributedDataParallel(CallableModel(model), device_ids=device_ids)
         policy.register_comm_hook(None, _sum_gradients)
-        return Placed(model, policy, mode, ranks, memory=memory)
-    return Placed(model, Policy(model), mode, ranks, memory=memory)
+        return DistributedModel(model, policy, mode, ranks, memory=memory)
+    return DistributedModel(model, CallableModel(model), mode, ranks, memory=memory)
 
 
 def auto_mode(ranks: Ranks) -> Mode:
@@ -577,7 +578,7 @@ def autocast(device: str, precision: torch.dtype) -> AbstractContextManager[Any]
     return nullcontext() if precision == torch.float32 else torch.autocast(device, dtype=precision)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined]
 
@@ -588,7 +589,7 @@ def _fsdp(
     from torch.distributed.device_mesh import init_device_mesh
 
     is_mixed = precision != torch.float32
-    policy = Policy(model)
+    policy = CallableModel(model)
     mixed_precision = (
         MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()
     )
@@ -644,4 +645,4 @@ def _cast(batch: Batch, precision: torch.dtype, one_pass: bool) -> AbstractConte
 
 
 def _forward(model: nn.Module, one_pass: bool) -> Plan | None:
-    return whole_row(model) if one_pass else None
+    return one_pass_plan(model) if one_pass else None

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from tracegrad.errors import ArgumentError
-from tracegrad.trainer.checkpoint import whole_state
-from tracegrad.trainer.distributed import Ranks, whole
+from tracegrad.trainer.checkpoint import full_state_dict
+from tracegrad.trainer.distributed import Ranks, full_tensor
 from tracegrad.trainer.lora import has_adapters
 
 Adapters = Literal["merged", "alone"]
 _PEFT = "base_model.model."
 
 
-def whole_weights(
+def full_weights(
     model: nn.Module, ranks: Ranks, adapters: Adapters = "merged", device: Any = "cpu"
 ) -> dict[str, Tensor]:
     """Gather the parameters and buffers of a model by name on the first rank; other ranks get {}. Every rank calls it.
@@ -42,7 +42,7 @@ def whole_weights(
                 f"TG-TRAIN-029: adapters is 'alone', and {type(model).__name__} has none. There is nothing to "
                 f"give. Leave it out."
             )
-        return whole_state(model, ranks, device)
+        return full_state_dict(model, ranks, device)
     return _adapters_only(model, ranks, device) if adapters == "alone" else _merged(model, ranks, device)
 
 
@@ -50,7 +50,7 @@ def _adapters_only(model: Any, ranks: Ranks, device: Any) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    state = whole_state(model, ranks, device, lambda name: name in trained)
+    state = full_state_dict(model, ranks, device, lambda name: name in trained)
     return get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False) if ranks.first else {}
 
 
@@ -65,7 +65,7 @@ def _merged(model: nn.Module, ranks: Ranks, device: Any) -> dict[str, Tensor]:
         n: module for n, module in model.named_modules() if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))
     }
     inside = tuple(f"{name}." for name in layers)
-    out = whole_state(model, ranks, device, lambda name: not name.startswith(inside))
+    out = full_state_dict(model, ranks, device, lambda name: not name.startswith(inside))
     for name, module in layers.items():
         full_layer = _full_copy(module, ranks)
         if full_layer is not None:
@@ -82,7 +82,7 @@ def _full_copy(module: nn.Module, ranks: Ranks) -> Any:
     """Copy a layer without shards and gradients on the first rank; other ranks get None. Every rank calls this."""
     memo: dict[int, Any] = {}  # `deepcopy` uses these entries as the copies.
     for parameter in module.parameters():
-        full = whole(parameter.detach())
+        full = full_tensor(parameter.detach())
         if ranks.first:
             memo[id(parameter)] = nn.Parameter(full.clone(), requires_grad=False)
     return deepcopy(module, memo) if ranks.first else None

@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 )
 
 
-def load_whole(path: Path) -> Any:
+def load_full_model(path: Path) -> Any:
     """Load a transformers causal LM from a folder of full weights, in float32, with no weight missing.
 
     If config.json names an image-text model, that model is loaded with its vision encoder.
@@ -55,7 +55,7 @@ def load_whole(path: Path) -> Any:
             "train. Give --model a folder written by save_pretrained."
         )
     advice = "There is no policy to train. Give --model a causal model whose config.json and weights belong together"
-    with refused(f"{path}: transformers cannot load it as a causal language model", advice), quiet():
+    with reading_errors(f"{path}: transformers cannot load it as a causal language model", advice), quiet():
         _check_size(path, empty_model(path, architectures))
         loaded: Any = _auto_class(architectures).from_pretrained(
             path,
@@ -73,7 +73,7 @@ def load_whole(path: Path) -> Any:
     return model
 
 
-def loaded_by(path: Path) -> str:
+def auto_class_name(path: Path) -> str:
     """Return the name of the transformers class that loads a folder, by the architectures in its config.json."""
     try:
         config = read_json(path / "config.json")
@@ -112,7 +112,7 @@ def _check_size(path: Path, model: Any) -> None:
 
 
 @contextmanager
-def refused(what: str, because: str) -> Iterator[None]:
+def reading_errors(what: str, because: str) -> Iterator[None]:
     """Turn any error of transformers on untrusted files into one ReadError.
 
     Args:

@@ -22,25 +22,25 @@ from tracegrad.data.sampling import kept_mass
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import loggers
 from tracegrad.objective import Objective
-from tracegrad.objective.correction import Corrected, proximal_alpha
+from tracegrad.objective.correction import Correction, proximal_alpha
 from tracegrad.packing import ModelShape, Step
 from tracegrad.storage import files
-from tracegrad.storage.run_dir import Mirror
+from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.trainer import checkpoint
-from tracegrad.trainer.advantages import Charge, needs_of
+from tracegrad.trainer.advantages import RewardKl, needs_of
 from tracegrad.trainer.checkpoint import Progress
-from tracegrad.trainer.dataset import Source
+from tracegrad.trainer.dataset import Dataset
 from tracegrad.trainer.distributed import Ranks
 from tracegrad.trainer.lora import has_adapters
-from tracegrad.trainer.off_policy_eval import MIN_ESS, OffPolicyValue, difference, estimate, good_and_bad
-from tracegrad.trainer.result import TermRecord, Trained
-from tracegrad.trainer.setup import Optimizers, bucket_of, check_media, check_ranks_see, check_vocabulary
+from tracegrad.trainer.off_policy_eval import MIN_ESS, OffPolicyEstimate, difference, estimate, good_and_bad
+from tracegrad.trainer.result import TokenRecord, TrainResult
+from tracegrad.trainer.setup import Optimizers, check_images_on_ranks, check_media, check_vocabulary, row_padding
 from tracegrad.trainer.signals import Interrupt
-from tracegrad.trainer.step import Outcome
-from tracegrad.trainer.steps import Cut, Feed, Planned, Rows
-from tracegrad.trainer.token_log_writer import Keeper, Records
-from tracegrad.trainer.trainer import Run
-from tracegrad.trainer.verify_attention import describe_attention, settle_rows
+from tracegrad.trainer.step import StepResult
+from tracegrad.trainer.steps import PlannedStep, Rows, StepAssignment, TrainingData
+from tracegrad.trainer.token_log_writer import ReportRecords, TokenLogWriter
+from tracegrad.trainer.trainer import Trainer
+from tracegrad.trainer.verify_attention import describe_attention, verify_rows
 
 _CHUNK = 1 << 20
 
@@ -53,11 +53,11 @@ _MAX_PACKED = 2
 
 
 def train(
-    data: Sequences | Source,
+    data: Sequences | Dataset,
     model: Any,
     *,
     objective: Objective,
-    out: str | Path | Mirror,
+    out: str | Path | RunDirectory,
     config: Config | None = None,
     tokenizer: str | Path | None = None,
     resume: bool = False,
@@ -65,13 +65,14 @@ def train(
     reference: Any = None,
     sinks: Sequence[metrics.Sink] | None = None,
     say: Callable[[str], None] = print,
-) -> Trained:
+) -> TrainResult:
     """Train `model` in place on recorded traces.
 
     Under torchrun every rank makes the same call. The first rank writes the files and the log lines.
 
     Args:
-        data: Sequences, from `align` or `Sequences.from_arrays`; or `Shards`, which keeps only the traces of the next
+        data: Sequences, from `align` or `Sequences.from_arrays`; or `PreparedDataset`, which keeps only the traces of
+        the next
             steps in memory.
         model: a transformers causal LM, with or without peft adapters. It is moved to the device, set to float32 and to
             eval mode (no dropout).
@@ -95,17 +96,17 @@ def train(
     """
     config = config or Config()
     ranks = Ranks.join(config.train.timeout)
-    row_options = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
-    feed = Feed.of(data, objective, config, ranks=ranks.world, rank=ranks.rank, **row_options)
+    row_options = {"shape": ModelShape.known(model.config), "bucket": row_padding(config)}
+    feed = TrainingData.of(data, objective, config, ranks=ranks.world, rank=ranks.rank, **row_options)
     check_vocabulary(feed.source, model)
     feed = replace(feed, notes=(*feed.notes, *check_media(feed.source, model)))
     model_options = {"tokenizer": tokenizer, "optimizer": optimizer, "reference": reference}
-    trainer = Run(model, objective, config, out=out, **model_options, keep_start=False, ranks=ranks)
-    check_ranks_see(feed.source, trainer.target, config)
+    trainer = Trainer(model, objective, config, out=out, **model_options, keep_start=False, ranks=ranks)
+    check_images_on_ranks(feed.source, trainer.target, config)
     if trainer.reference is not None:
         check_vocabulary(feed.source, trainer.reference.model)
     longest = min(int(feed.catalog.longest.max()), config.pack.token_budget)
-    if reason := settle_rows(trainer.target, longest, trees=feed.shares):
+    if reason := verify_rows(trainer.target, longest, trees=feed.shares):
         feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {reason}."))
     loop = _Loop(feed, trainer, say)
     trainer.steps = loop.plan.total
@@ -130,7 +131,7 @@ def train(
             trainer.away.push()
     last = checkpoint.list_checkpoints(trainer.out)[-1]
     terms = [record for part in ranks.gathered(loop.terms.records) for record in part]
-    return Trained(
+    return TrainResult(
         trainer.taken,
         loop.plan.total,
         stopped,
@@ -149,19 +150,19 @@ def train(
 class _Loop:
     """The state of a training run between two steps."""
 
-    feed: Feed
-    driven: Run
+    feed: TrainingData
+    driven: Trainer
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
         self.epochs = Epochs(self.feed, self.driven)
         self.plan = self.epochs.plan
-        self.held = HeldOut(self.feed, self.epochs)
+        self.held = HeldOutEvaluator(self.feed, self.epochs)
         self.fingerprint = self.feed.fingerprint()
         self.lines: metrics.Sink = _NullSink()
-        self.terms = Records(self.feed.catalog, bounded=not self.feed.source.in_memory)
+        self.terms = ReportRecords(self.feed.catalog, bounded=not self.feed.source.in_memory)
         self.worse = False
-        self.keeper = Keeper.silent(self.driven.out, self.driven.objective)
+        self.keeper = TokenLogWriter.silent(self.driven.out, self.driven.objective)
 
     def start(self, resume: bool) -> list[dict[str, Any]]:
         """Create the folder, restore a checkpoint, and open metrics.jsonl; return the rows that it keeps."""
@@ -186,7 +187,7 @@ class _Loop:
         self.driven.begin()
         ranks = self.driven.ranks
         progress_options = {"rank": ranks.rank, "world": ranks.world, "taken": self.driven.taken}
-        self.keeper = Keeper(out, self.driven.config.terms, self.driven.objective, **progress_options)
+        self.keeper = TokenLogWriter(out, self.driven.config.terms, self.driven.objective, **progress_options)
         if not first:
             return []
         with checkpoint.writable(out):
@@ -229,7 +230,7 @@ class _Loop:
         """Train until the end, a signal, or a condition of `[stop]`. Each case ends with a checkpoint.
 
         Returns:
-            Why training stopped, as in `Trained.stopped`.
+            Why training stopped, as in `TrainResult.stopped`.
         """
         trainer, plan = self.driven, self.plan
 
@@ -278,7 +279,7 @@ class _Loop:
         self._record(step, outcome)
         return {"step": trainer.taken, "epoch": self.plan.epoch_of(index), **self.epochs.row(), **trainer.row()}
 
-    def _report_kept_mass(self, step: Step, outcome: Outcome) -> None:
+    def _report_kept_mass(self, step: Step, outcome: StepResult) -> None:
         """Print the kept mass of truncated sampling at the first step, when the policy is still the initial one."""
         catalog = self.feed.catalog
         processed = catalog.logprob_kind[step.trace] == LOGPROB_KINDS.index("processed")
@@ -291,14 +292,14 @@ class _Loop:
             mean, lowest = result
             self.say(f"note     kept mass S at the first step: {mean:.3f} on average, {lowest:.3f} at least.")
 
-    def _record(self, step: Step, outcome: Outcome) -> None:
+    def _record(self, step: Step, outcome: StepResult) -> None:
         step_number = self.driven.taken
         self.keeper.step(step_number, step, outcome, self.feed.source, passes=self.plan.epochs)
         if self.plan.epoch_of(step_number - 1) == self.plan.epochs - 1:
-            self.terms.add(TermRecord.of(step_number, step, outcome))
+            self.terms.add(TokenRecord.of(step_number, step, outcome))
 
 
-def scratch(terms: int, folder: Path | None) -> NDArray[np.float32]:
+def allocate_logprobs(terms: int, folder: Path | None) -> NDArray[np.float32]:
     """Return an array of one float32 per trained token, filled with NaN.
 
     Args:
@@ -330,14 +331,14 @@ def scratch(terms: int, folder: Path | None) -> NDArray[np.float32]:
     return values
 
 
-class Ahead(Generic[Made]):
+class Prefetcher(Generic[Made]):
     """Builds item n on request, or ahead of time in a background thread if it was announced.
 
     `take` re-raises what `make` raises. The thread is idle between a `take` and the next `announce`.
 
     Args:
         make: builds an item from (its number, whether it runs in the thread).
-    >>> ahead = Ahead(lambda number, beside: (number, beside))
+    >>> ahead = Prefetcher(lambda number, beside: (number, beside))
     >>> ahead.announce(3)
     >>> ahead.take(3), ahead.take(4)
     ((3, True), (4, False))
@@ -378,19 +379,19 @@ class Epochs:
         known: float32 arrays `old` and `ref` with one entry per trained token of the data; NaN if not computed yet.
     """
 
-    def __init__(self, feed: Feed, run: Run) -> None:
+    def __init__(self, feed: TrainingData, run: Trainer) -> None:
         self.feed, self.run = feed, run
-        self._cuts: dict[int, Cut] = {0: feed.cut(feed.plan(1).shuffle_seed(0))}
-        self._packed_steps: dict[int, Planned] = {}
+        self._cuts: dict[int, StepAssignment] = {0: feed.cut(feed.plan(1).shuffle_seed(0))}
+        self._packed_steps: dict[int, PlannedStep] = {}
         self._check_plan()
         self.plan = feed.plan(len(self._cuts[0]))
         needs = needs_of(feed.objective, feed.config)
         folder = None if feed.source.in_memory else run.out
         names = [name for name in ("old", "ref") if getattr(needs, name)]
-        self.known = {name: scratch(feed.catalog.all_terms, folder) for name in names}
-        charge = Charge(feed.source, feed.rewards, feed.used, feed.config)
+        self.known = {name: allocate_logprobs(feed.catalog.all_terms, folder) for name in names}
+        charge = RewardKl(feed.source, feed.rewards, feed.used, feed.config)
         self.charge = charge if feed.config.reward_kl.coef else None
-        self._ahead = Ahead(self._make)
+        self._ahead = Prefetcher(self._make)
 
     def _check_plan(self) -> None:
         """Check that all ranks plan the same steps. Otherwise they would wait for each other forever."""
@@ -404,7 +405,7 @@ class Epochs:
                 "for steps that never come. Give every rank the same."
             )
 
-    def packed(self, index: int) -> Planned:
+    def packed(self, index: int) -> PlannedStep:
         """Return a packed step. The last few steps are cached, and the step assignments of two epochs."""
         epoch, place = index // self.plan.steps_per_epoch, self.plan.packed(index)
         index = epoch * self.plan.steps_per_epoch + place
@@ -432,7 +433,7 @@ class Epochs:
             self._charge_kl(index)
         return True
 
-    def take(self, index: int) -> tuple[Step, Corrected]:
+    def take(self, index: int) -> tuple[Step, Correction]:
         """Return a step with its logprobs and correction, and start preparing the next step in the background.
 
         The next step is not started if logprobs must be recomputed before it.
@@ -442,7 +443,7 @@ class Epochs:
             self._ahead.announce(following)
         return ready
 
-    def measured(self, planned: Planned, of: Literal["policy", "reference"]) -> Floats:
+    def measured(self, planned: PlannedStep, of: Literal["policy", "reference"]) -> Floats:
         """Compute [L] logprobs of `planned.terms`, merged over ranks; NaN for tokens that no rank lays out."""
         logprobs, is_here = np.zeros(len(planned.terms), np.float32), np.zeros(len(planned.terms), bool)
         logprobs[planned.here], is_here[planned.here] = self.run.measure(planned.step, of=of), True
@@ -493,7 +494,7 @@ class Epochs:
         self._store(name, results)
         return True
 
-    def _steps(self, name: str, window: range) -> Iterator[Planned]:
+    def _steps(self, name: str, window: range) -> Iterator[PlannedStep]:
         """Yield the steps of a window. A fixed reference with mixture weights needs all groups of any epoch."""
         if name == "ref" and not self.plan.ref_every and self.feed.shares_of_inputs and self.plan.epochs > 1:
             cut = self.feed.cut(self.plan.shuffle_seed(0), whole=True)
@@ -523,7 +524,7 @@ class Epochs:
         laid_out = ~np.isnan(old)
         self.charge.batch(traces, trace[laid_out], old[laid_out], ref[laid_out])
 
-    def _make(self, index: int, in_thread: bool) -> tuple[Step, Corrected]:
+    def _make(self, index: int, in_thread: bool) -> tuple[Step, Correction]:
         planned = self.packed(index)
         step, terms = planned.step, planned.terms[planned.here]
         if self.charge is not None:
@@ -536,7 +537,7 @@ class Epochs:
         return step, self.run.correct(step, beside=in_thread)
 
 
-class HeldOut:
+class HeldOutEvaluator:
     """Evaluates the current policy on held-out traces.
 
     Args:
@@ -551,9 +552,9 @@ class HeldOut:
             is set.
     """
 
-    def __init__(self, feed: Feed, epochs: Epochs) -> None:
+    def __init__(self, feed: TrainingData, epochs: Epochs) -> None:
         self._feed, self._epochs, self._parts = feed, epochs, feed.held_pieces()
-        self._single_part: Planned | None = None
+        self._single_part: PlannedStep | None = None
         self.terms = sum(int(feed.catalog.terms[rows].sum(dtype=np.int64)) for rows in self._parts)
         self.best: NDArray[np.float32] | None = None
         self.worse = False
@@ -566,7 +567,7 @@ class HeldOut:
         theta, rollout, trace = self._measure()
         laid_out, rewards_and_group = ~np.isnan(theta), (feed.rewards, feed.catalog.group)
         arrays = (rollout[laid_out], trace[laid_out], *rewards_and_group)
-        value: OffPolicyValue = estimate(theta[laid_out], *arrays)
+        value: OffPolicyEstimate = estimate(theta[laid_out], *arrays)
         if feed.config.stop.worse and value.known:
             change, half_interval = (
                 (1.0, 0.0) if self.best is None else difference(theta[laid_out], self.best[laid_out], *arrays)
@@ -593,7 +594,7 @@ def _sinks(state: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.S
     if sinks is not None:
         return list(sinks)
     config = state.driven.config
-    chosen = loggers.opened(config.train.log_to, state.driven.out, as_dict(config))
+    chosen = loggers.open_sinks(config.train.log_to, state.driven.out, as_dict(config))
     return [*chosen, metrics.Progress(state.plan.total, state.driven.taken)]
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.storage import files
-from tracegrad.storage.remote import place_here
+from tracegrad.storage.remote import require_local_path
 from tracegrad.storage.safetensors_file import flush, read_text
-from tracegrad.trainer.load_model import TOKENIZER_FILES, first_line, load_whole, quiet
+from tracegrad.trainer.load_model import TOKENIZER_FILES, first_line, load_full_model, quiet
 
 
 def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -> Any:
@@ -33,7 +33,7 @@ def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -
     Raises:
         ArgumentError: if peft is missing, or the model has adapters already.
     """
-    peft = imported_peft("train.lora_rank")
+    peft = import_peft("train.lora_rank")
     if has_adapters(model):
         raise ArgumentError(
             f"TG-TRAIN-040: train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. "
@@ -55,7 +55,7 @@ def name_base(model: Any) -> None:
         model.peft_config[model.active_adapter].base_model_name_or_path = str(Path(folder).resolve())
 
 
-def imported_peft(what: str) -> Any:
+def import_peft(what: str) -> Any:
     """Import peft.
 
     Args:
@@ -127,7 +127,7 @@ _INERT_DEFAULTS: dict[str, tuple[Any, ...]] = {"megatron_core": ("megatron.core"
 
 
 @dataclass(frozen=True)
-class Adapted:
+class LoraFolder:
     """A folder of LoRA adapters, before the model is loaded.
 
     Args:
@@ -146,7 +146,7 @@ class Adapted:
         return self.told["r"]
 
     @classmethod
-    def read(cls, path: Path, base: Path | None = None) -> "Adapted | None":
+    def read(cls, path: Path, base: Path | None = None) -> "LoraFolder | None":
         """Read the config of a folder of adapters; return None if the folder has no adapters.
 
         Args:
@@ -188,8 +188,8 @@ class Adapted:
             ReadError: if the model cannot be loaded, or the adapters belong to another model.
             ArgumentError: if peft is not installed.
         """
-        peft = imported_peft(f"{self.path} holds LoRA adapters and")
-        model = load_whole(self.base)
+        peft = import_peft(f"{self.path} holds LoRA adapters and")
+        model = load_full_model(self.base)
         options = {name: value for name, value in self.told.items() if name not in ("init_lora_weights", "task_type")}
         try:
             with quiet():
@@ -221,8 +221,8 @@ def load_model(path: Path) -> Any:
         ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
         ArgumentError: if the folder has adapters and peft is not installed.
     """
-    adapted = Adapted.read(path)
-    return load_whole(path) if adapted is None else adapted.load()
+    adapted = LoraFolder.read(path)
+    return load_full_model(path) if adapted is None else adapted.load()
 
 
 def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | None = None) -> Path:
@@ -243,8 +243,8 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         ReadError: if they cannot be read.
         TracegradError: if the merged weights are not finite, or the folder cannot be written.
     """
-    checkpoint, out = Path(checkpoint), place_here(out)
-    adapted = Adapted.read(checkpoint, Path(base) if base is not None else None)
+    checkpoint, out = Path(checkpoint), require_local_path(out)
+    adapted = LoraFolder.read(checkpoint, Path(base) if base is not None else None)
     if adapted is None:
         raise ArgumentError(
             f"TG-TRAIN-045: {checkpoint}: no {CONFIG} there. Its weights are whole, or none: there is nothing to "

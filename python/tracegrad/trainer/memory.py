@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tracegrad.config import Config
 from tracegrad.errors import ArgumentError
-from tracegrad.model.attention import compiled
+from tracegrad.model.attention import compile_lazily
 
 Setting = Literal["speed", "balanced", "low"]
 _RATE_WORDS = ("drop", "jitter", "noise")  # In transformers' names, such as attention_dropout, router_jitter_noise.
@@ -110,7 +110,7 @@ def recompute_layers(model: nn.Module) -> None:
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer's forward separately. Equal layers share one compilation, and hooks stay outside of it."""
     for layer in layers_of(model):
-        layer.forward = compiled(layer.forward)
+        layer.forward = compile_lazily(layer.forward)
 
 
 def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ _STUDENT_95 = (
 
 
 @dataclass(frozen=True)
-class OffPolicyValue:
+class OffPolicyEstimate:
     """An off-policy estimate (OPE) of the policy's reward, in the unit of the rewards.
 
     Args:
@@ -85,7 +85,7 @@ def estimate(
     trace: NDArray[np.integer],
     rewards: NDArray[np.float32],
     group: NDArray[np.integer],
-) -> OffPolicyValue:
+) -> OffPolicyEstimate:
     """Estimate the policy's reward by self-normalised importance weighting, with an interval by the delta method.
 
     w_r = exp(clamp(sum over the trained tokens of trace r of logprob - rollout logprob)), value = sum w r / sum w.
@@ -115,12 +115,12 @@ def estimate(
     """
     total, reward, cluster = _usable(logprobs, rollout, trace, rewards, group)
     if len(total) == 0:
-        return OffPolicyValue(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
+        return OffPolicyEstimate(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
     clamped = int((np.abs(total) > SUM_LIMIT).sum())
     value, weight, _ = _weighted(total, reward, cluster)
     low, high = _interval(value, weight, reward, cluster)
     ess = float(weight.sum() ** 2 / (weight @ weight))
-    return OffPolicyValue(value, low, high, float(reward.mean()), ess, len(total), clamped)
+    return OffPolicyEstimate(value, low, high, float(reward.mean()), ess, len(total), clamped)
 
 
 def difference(
@@ -188,12 +188,12 @@ def _mean(values: NDArray[np.float32]) -> float:
     return float(values.mean(dtype=np.float64)) if len(values) else math.nan
 
 
-def held_out(group: NDArray[np.integer], share: float, seed: int) -> NDArray[np.bool_]:
+def choose_held_out(group: NDArray[np.integer], share: float, seed: int) -> NDArray[np.bool_]:
     """Return [R] bool: traces of the held-out groups, a rounded `share` of the groups, at least one if share > 0.
 
     At least one group is kept for training. The choice depends only on the seed and the number of groups.
 
-    >>> int(held_out(np.repeat(np.arange(20), 4), 0.05, seed=0).sum())
+    >>> int(choose_held_out(np.repeat(np.arange(20), 4), 0.05, seed=0).sum())
     4
     """
     names = np.unique(group)

@@ -29,7 +29,7 @@ _TRANSFORMERS_NAMES = {
 """The schedules implemented here, with their names in transformers."""
 
 
-def share(schedule: Schedule, step: int, steps: int | None = None, lr: float = 1.0) -> float:
+def lr_factor(schedule: Schedule, step: int, steps: int | None = None, lr: float = 1.0) -> float:
     """Return the share of the full learning rate at optimizer step `step`, which counts from 0.
 
     Let p be the position between the end of the warm-up and the last step, from 0 to 1, and f the floor. The share is
@@ -45,10 +45,10 @@ def share(schedule: Schedule, step: int, steps: int | None = None, lr: float = 1
     Raises:
         ArgumentError: if the step is past the end, or the schedule is invalid.
 
-    >>> [share(Schedule("linear", warmup_steps=2), step, 6) for step in range(6)]
+    >>> [lr_factor(Schedule("linear", warmup_steps=2), step, 6) for step in range(6)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
-    floor, total = schedule.floor, in_all(schedule, steps)
+    floor, total = schedule.floor, total_schedule_steps(schedule, steps)
     warmup = warmup_of(schedule, total)
     if total is not None and step >= total:
         raise ArgumentError(
@@ -104,7 +104,7 @@ def _transformers_schedule(name: str, warmup: int, total: int | None, kwargs: st
         ) from error
 
 
-def in_all(schedule: Schedule, steps: int | None) -> int | None:
+def total_schedule_steps(schedule: Schedule, steps: int | None) -> int | None:
     """Return the number of steps that the schedule covers; None if the schedule does not depend on it.
 
     Raises:
@@ -135,12 +135,12 @@ def in_all(schedule: Schedule, steps: int | None) -> int | None:
 
 def check_rates(path: Path, schedule: Schedule, steps: int | None, before: Any, taken: int) -> None:
     """Reject a resume if the learning rates of the steps already done would have been different."""
-    total = in_all(schedule, steps)
+    total = total_schedule_steps(schedule, steps)
     if total is None or total == before:
         return
     shared_steps = min(total, before) if type(before) is int else 0
     for step in range(taken):
-        if step >= shared_steps or share(schedule, step, total) != share(schedule, step, before):
+        if step >= shared_steps or lr_factor(schedule, step, total) != lr_factor(schedule, step, before):
             raise ArgumentError(
                 f"TG-TRAIN-055: {path}: its run was to take {before!r:.20} optimizer steps, and this one takes "
                 f"{total}. Under the schedule '{schedule.name}' step {step + 1} of {taken} would have had another "
@@ -153,7 +153,7 @@ def _decay_steps(schedule: Schedule, steps: int) -> int:
 
 
 @dataclass
-class Control:
+class EntropyController:
     """The adaptive entropy coefficient.
 
     Args:
@@ -161,9 +161,10 @@ class Control:
         coef: the current coefficient. It applies only if the last entropy is not above the target.
         last: mean entropy of the last optimizer step in nats; infinite before the first step, which gets no bonus.
 
-    >>> from tracegrad.objective import Adapt, Entropy
+    >>> from tracegrad.objective import AdaptiveEntropy, EntropyBonus
     >>> from tracegrad.objective import presets
-    >>> control = Control(replace(presets.DAPO, entropy=Entropy(0.01, gated=False, adapt=Adapt(target=0.5))))
+    >>> bonus = EntropyBonus(0.01, gated=False, adapt=AdaptiveEntropy(target=0.5))
+    >>> control = EntropyController(replace(presets.DAPO, entropy=bonus))
     >>> control.update([0.3, 0.5])
     >>> round(control.applied().entropy.coef, 3)
     0.015

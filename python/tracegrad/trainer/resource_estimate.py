@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tracegrad.config import Config
-from tracegrad.model.lm_head import MOST_CHUNK_BYTES, Size
+from tracegrad.model.lm_head import MAX_CHUNK_BYTES, Size
 from tracegrad.trainer.advantages import needs_of
-from tracegrad.trainer.load_model import empty_model, model_config, refused
-from tracegrad.trainer.lora import Adapted
+from tracegrad.trainer.load_model import empty_model, model_config, reading_errors
+from tracegrad.trainer.lora import LoraFolder
 from tracegrad.trainer.memory import Memory, layers_of
 from tracegrad.trainer.setup import is_mixed, precision_of
-from tracegrad.trainer.steps import Feed
+from tracegrad.trainer.steps import TrainingData
 
 _FLOAT32_BYTES = 4  # Gradients are summed in float32.
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommunicationEstimate:
     """Communication of one rank in one step. Sizes are those of the full tensor that is gathered or summed.
 
     Args:
@@ -54,7 +54,7 @@ class Traffic:
     def sent_bytes(self) -> float:
         """Bytes that a rank sends in a ring: (n - 1) / n of each size, and twice that for an all-reduce.
 
-        >>> Traffic(4, 2, 800, 0, 0, 1, 400, "all-reduce").sent_bytes
+        >>> CommunicationEstimate(4, 2, 800, 0, 0, 1, 400, "all-reduce").sent_bytes
         1200.0
         """
         factor = 2 if self.halves == "all-reduce" else 1
@@ -80,7 +80,7 @@ class Group:
         return sum(size * _elements(shape, ranks) for shape in shapes)
 
 
-def traffic(
+def estimate_communication(
     groups: Sequence[Group],
     *,
     fsdp: bool,
@@ -90,7 +90,7 @@ def traffic(
     frozen: int,
     memory: Memory,
     gathered_in: int = _FLOAT32_BYTES,
-) -> Traffic:
+) -> CommunicationEstimate:
     """Count the communication of one step.
 
     Args:
@@ -107,14 +107,14 @@ def traffic(
     if not fsdp:
         shapes = [shape for group in groups for shape in group.trained]
         total = sum(_FLOAT32_BYTES * _elements(shape) for shape in shapes)
-        return Traffic(ranks, 0, 0, 0, 0, _buckets(shapes), total, "all-reduce")
+        return CommunicationEstimate(ranks, 0, 0, 0, 0, _buckets(shapes), total, "all-reduce")
     full_bytes = [group.bytes(ranks, gathered_in) for group in groups]
     regathered = sum(full_bytes[:-1]) if memory.reshard else 0  # Layers are gathered again for the backward pass.
     reduced = [group.bytes(ranks, _FLOAT32_BYTES, trained_only=True) for group in groups if group.trained]
     reductions = rows if memory.reduce_each else 1
     # Without resharding, layers stay gathered during a pass.
     layers, passes = len(groups) - 1, rows if memory.reshard else 1
-    return Traffic(
+    return CommunicationEstimate(
         ranks,
         rows * (len(groups) + (layers if memory.reshard else 0)),
         rows * (sum(full_bytes) + regathered),
@@ -168,7 +168,7 @@ _SAMPLE_TOKENS = 64  # Tokens run on the meta device. Outside attention, memory 
 
 
 @dataclass(frozen=True)
-class Forecast:
+class ResourceEstimate:
     """Memory, time and communication estimate of one rank. Attention is assumed not to store a score matrix.
 
     Args:
@@ -191,7 +191,7 @@ class Forecast:
     rate: float
     ranks: int
     imbalance: float = 1.0
-    traffic: Traffic | None = None
+    traffic: CommunicationEstimate | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate as JSON-serializable values."""
@@ -222,7 +222,7 @@ class Forecast:
         ]
 
 
-def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
+def estimate_resources(model: Path, config: Config, feed: TrainingData, ranks: int) -> ResourceEstimate:
     """Estimate memory, time and communication of a run.
 
     Args:
@@ -237,7 +237,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     memory = Memory.of(config.train.memory)
     mode = config.parallel.mode if config.parallel.mode != "auto" else "fsdp" if cuda else "ddp"
     shards = ranks if ranks > 1 and mode == "fsdp" else 1
-    adapted = Adapted.read(model)
+    adapted = LoraFolder.read(model)
     rank = config.train.lora_rank or (0 if adapted is None else adapted.rank)
     groups = groups_of(model_on_meta, rank)
     parameters = sum(p.numel() for p in model_on_meta.parameters())
@@ -269,7 +269,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
         tables = _logits_bytes(int(text.vocab_size), scored, memory, cuda, is_bf16) + copies + (0 if rank else 4 * head)
         peaks.append((rank_bytes.during(is_next), width * stored + max(tables, width * layer_activations)))
     state_bytes, row_bytes = max(peaks, key=sum)
-    return Forecast(
+    return ResourceEstimate(
         parameters=parameters,
         trained=trained,
         state_bytes=state_bytes,
@@ -278,7 +278,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
         rate=_matrix_rate(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if is_bf16 else torch.float32),
         ranks=ranks,
         imbalance=max(step.imbalance for step in steps),
-        traffic=traffic(groups, ranks=ranks, **traffic_options) if ranks > 1 else None,
+        traffic=estimate_communication(groups, ranks=ranks, **traffic_options) if ranks > 1 else None,
     )
 
 
@@ -334,7 +334,7 @@ def _logits_bytes(vocabulary: int, scored: int, memory: Memory, cuda: bool, low:
     """
     if cuda:  # There is one table, in the dtype of the logits.
         size = Size(scored, 0, vocabulary, row_bytes=2 if low else 4)
-        return min(scored, size.chunk(memory.chunk_bytes or MOST_CHUNK_BYTES)) * vocabulary * size.row_bytes
+        return min(scored, size.chunk(memory.chunk_bytes or MAX_CHUNK_BYTES)) * vocabulary * size.row_bytes
     # The chunk size counts two float32 tables. Entropy needs a third one.
     size = Size(scored, 0, vocabulary)
     rows = size.chunk(memory.chunk_bytes) if memory.chunk_bytes else max(size.chunk(4 << 20), 64)
@@ -349,7 +349,7 @@ def _build_empty(model: Path) -> Any:
 
 def _config_errors(model: Path) -> AbstractContextManager[None]:
     advice = "Memory and time cannot be told. Give --model a folder of save_pretrained"
-    return refused(f"{model}: no causal language model can be built from its config.json", advice)
+    return reading_errors(f"{model}: no causal language model can be built from its config.json", advice)
 
 
 def _count_per_token(model: Any) -> tuple[float, float]:

@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from tracegrad.packing import Step
 from tracegrad.storage import safetensors_file
-from tracegrad.trainer.step import Outcome
+from tracegrad.trainer.step import StepResult
 
 
 @dataclass(frozen=True)
-class TermRecord:
+class TokenRecord:
     """Per-token arrays of one step for the report; [M] each, in the step's order.
 
     Args:
         step: the optimizer step, from 1.
         origin: token index in the `Sequences`.
         trace: trace index in the `Sequences`.
-        ratio, weight, keep, clipped, advantages, logprobs, gradient: as in `Outcome` and `Step`.
+        ratio, weight, keep, clipped, advantages, logprobs, gradient: as in `StepResult` and `Step`.
     """
 
     step: int
@@ -37,7 +37,7 @@ class TermRecord:
     gradient: NDArray[np.float32]
 
     @classmethod
-    def of(cls, step: int, packed: Step, outcome: Outcome) -> "TermRecord":
+    def of(cls, step: int, packed: Step, outcome: StepResult) -> "TokenRecord":
         """Build a record of the trained tokens whose logprob the step has computed."""
         computed = ~np.isnan(outcome.logprobs)
         columns = {name: getattr(packed, name)[computed] for name in ("origin", "trace", "advantages")}
@@ -45,15 +45,15 @@ class TermRecord:
         return cls(step, **columns, **{name: getattr(outcome, name)[computed] for name in names})
 
 
-def save_terms(path: Path, terms: Sequence[TermRecord]) -> None:
+def save_token_records(path: Path, terms: Sequence[TokenRecord]) -> None:
     """Write the concatenated records into a checkpoint."""
     arrays = {name: _joined([getattr(term, name) for term in terms], kind) for name, kind in _COLUMNS.items()}
     steps = np.repeat([term.step for term in terms], [len(term.origin) for term in terms]).astype(np.int64)
     safetensors_file.write(path, {**arrays, "step": steps})
 
 
-def load_terms(path: Path) -> list[TermRecord]:
-    """Read the records that `save_terms` wrote.
+def load_token_records(path: Path) -> list[TokenRecord]:
+    """Read the records that `save_token_records` wrote.
 
     Raises:
         ReadError, FormatError: if the file cannot be read.
@@ -67,12 +67,12 @@ def load_terms(path: Path) -> list[TermRecord]:
     ends = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else [0]
     parts = [slice(start, stop) for start, stop in pairwise(ends)]
     return [
-        TermRecord(int(steps[part.start]), **{name: arrays[name][part].copy() for name in _COLUMNS}) for part in parts
+        TokenRecord(int(steps[part.start]), **{name: arrays[name][part].copy() for name in _COLUMNS}) for part in parts
     ]
 
 
 _KINDS = {"origin": np.int64, "trace": np.int32, "keep": np.bool_, "clipped": np.bool_}
-_COLUMNS: dict[str, Any] = {column.name: _KINDS.get(column.name, np.float32) for column in fields(TermRecord)[1:]}
+_COLUMNS: dict[str, Any] = {column.name: _KINDS.get(column.name, np.float32) for column in fields(TokenRecord)[1:]}
 
 
 def _joined(columns: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
@@ -80,7 +80,7 @@ def _joined(columns: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
 
 
 @dataclass
-class Trained:
+class TrainResult:
     """The result of a training run.
 
     Args:
@@ -92,7 +92,7 @@ class Trained:
             deleted when the process ends.
         rows: the rows of metrics.jsonl, including those before a resume.
         terms: records of trained tokens of the last epoch, including those before a resume. The first rank has those of
-            all ranks, another rank its own. For `Shards`, only those of traces that a report shows.
+            all ranks, another rank its own. For `PreparedDataset`, only those of traces that a report shows.
         seconds: wall time by stage in seconds, including that before a resume.
         idle: share of time in which the device had no queued work, a lower bound; None on a CPU.
         pull: sum of |d loss / d logprob| over all trained tokens of the last epoch.
@@ -105,7 +105,7 @@ class Trained:
     exit_code: int
     checkpoint: Path
     rows: list[dict[str, Any]]
-    terms: list[TermRecord]
+    terms: list[TokenRecord]
     seconds: dict[str, float]
     idle: float | None = None
     pull: float = 0.0

@@ -11,7 +11,7 @@ from tracegrad.config import Config
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """The schedule of optimizer steps 0 to total - 1.
 
     Args:
@@ -19,7 +19,7 @@ class Plan:
         epochs, seed, updates_per_old, off_policy_value_per_epoch, checkpoint_every, ref_every: as in the config.
         max_steps: number of steps of the run; 0 if `epochs` determines it.
         iterations: number of consecutive passes over each batch of `updates_per_old` packed steps.
-    >>> plan = Plan(steps_per_epoch=3, epochs=2)
+    >>> plan = Schedule(steps_per_epoch=3, epochs=2)
     >>> plan.total, plan.epoch_of(4), plan.window(4)
     (6, 1, range(4, 6))
     """
@@ -35,7 +35,7 @@ class Plan:
     iterations: int = 1
 
     @classmethod
-    def of(cls, config: Config, steps_per_epoch: int, *, each_update: bool = False) -> "Plan":
+    def of(cls, config: Config, steps_per_epoch: int, *, each_update: bool = False) -> "Schedule":
         """Build the schedule from a config. If `updates_per_old` is 0, `each_update` selects 1 instead of an epoch."""
         train = config.train
         intervals = (
@@ -56,7 +56,7 @@ class Plan:
     def packed(self, step: int) -> int:
         """Return the index in its epoch of the packed step that `step` trains on.
 
-        >>> plan = Plan(steps_per_epoch=6, updates_per_old=2, iterations=2)  # of three packed steps
+        >>> plan = Schedule(steps_per_epoch=6, updates_per_old=2, iterations=2)  # of three packed steps
         >>> [plan.packed(step) for step in range(6)]
         [0, 1, 0, 1, 2, 2]
         """

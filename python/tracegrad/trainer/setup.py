@@ -16,17 +16,24 @@ from torch import nn
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
-from tracegrad.model.attention import BLOCK, attend_in_blocks
-from tracegrad.model.structure import BLOCKS, attention_of, dense_attention, media_ids, tower_of, unwrapped
+from tracegrad.model.attention import BLOCK, enable_flex_attention
+from tracegrad.model.structure import (
+    BLOCK_ATTENTION,
+    attention_of,
+    dense_attention,
+    media_ids,
+    unwrap_adapters,
+    vision_encoder_modules,
+)
 from tracegrad.objective import Objective
 from tracegrad.packing import Step
 from tracegrad.trainer.advantages import needs_of
 from tracegrad.trainer.checkpoint import Progress
-from tracegrad.trainer.dataset import InMemory, Source, source_of
-from tracegrad.trainer.distributed import Placed, Ranks, auto_mode, device_named, prepare
+from tracegrad.trainer.dataset import Dataset, InMemoryDataset, as_dataset
+from tracegrad.trainer.distributed import DistributedModel, Ranks, auto_mode, device_named, wrap
 from tracegrad.trainer.lora import has_adapters, load_model, with_adapters
 from tracegrad.trainer.memory import Memory, compile_layers, recompute_layers
-from tracegrad.trainer.optim import share
+from tracegrad.trainer.optim import lr_factor
 
 
 def is_mixed(objective: Objective, config: Config) -> bool:
@@ -36,7 +43,7 @@ def is_mixed(objective: Objective, config: Config) -> bool:
 
 
 @torch.no_grad()
-def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+def update_reference(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
     """Set each trained parameter of `reference` to alpha * policy + (1 - alpha) * reference, in place.
 
     Args:
@@ -46,7 +53,7 @@ def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
 
     >>> old, new = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     >>> _ = old.weight.data.fill_(1.0), new.weight.data.fill_(2.0)
-    >>> mix(old, new, 0.75)
+    >>> update_reference(old, new, 0.75)
     >>> old.weight.item()
     1.75
     """
@@ -55,7 +62,7 @@ def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
             mixed.mul_(1.0 - alpha).add_(trained, alpha=alpha)
 
 
-MAY_CHANGE = (
+RESUMABLE_OPTIONS = (
     *(f"train.{name}" for name in ("epochs", "max_steps", "off_policy_value_per_epoch", "log_to", "memory", "timeout")),
     "checkpoint.",
     "stop.",
@@ -161,7 +168,7 @@ def precision_of(config: Config, device: str) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float32
 
 
-def bucket_of(config: Config) -> int:
+def row_padding(config: Config) -> int:
     """Return the multiple to which row lengths are padded. On CUDA it is 1/8 of the budget, to compile few lengths.
 
     A short last row is padded by at most 1/8 of the budget.
@@ -171,7 +178,7 @@ def bucket_of(config: Config) -> int:
     return min(config.pack.token_budget, -(-config.pack.token_budget // (8 * BLOCK)) * BLOCK)
 
 
-def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype]:
+def place(model: Any, config: Config, ranks: Ranks) -> tuple[DistributedModel, torch.dtype]:
     """Move the model to its device and ranks, without dropout; also return the dtype of the forward pass.
 
     Trained parameters are float32. Frozen parameters of a model with adapters get the dtype of the forward pass, except
@@ -191,19 +198,19 @@ def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype
         recompute_layers(model)
     if config.train.compile:
         compile_layers(model)
-    return prepare(model, mode, ranks=ranks, device=device, precision=precision, memory=memory), precision
+    return wrap(model, mode, ranks=ranks, device=device, precision=precision, memory=memory), precision
 
 
 def choose_attention(model: Any, config: Config) -> None:
     """Switch a model on CUDA to the attention of `attention.implementation`, where its architecture has it."""
     if config.attention.implementation == "auto":
-        attend_in_blocks(model)
-    elif attention_of(model) in BLOCKS:
-        unwrapped(model).set_attn_implementation(dense_attention(model))
+        enable_flex_attention(model)
+    elif attention_of(model) in BLOCK_ATTENTION:
+        unwrap_adapters(model).set_attn_implementation(dense_attention(model))
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPolicy:
     """A policy that is ready to train.
 
     Args:
@@ -213,14 +220,14 @@ class Prepared:
         rates: full learning rate of each parameter group; None if all use `optimizer.lr` of the config.
     """
 
-    target: Placed
+    target: DistributedModel
     precision: torch.dtype
     optimizer: torch.optim.Optimizer
     rates: tuple[float, ...] | None = None
 
     def set_rates(self, config: Config, step: int, steps: int | None) -> float:
         """Set the learning rate for optimizer step `step` out of `steps`; return the rate of the first group."""
-        groups, part = self.optimizer.param_groups, share(config.schedule, step, steps, config.optimizer.lr)
+        groups, part = self.optimizer.param_groups, lr_factor(config.schedule, step, steps, config.optimizer.lr)
         for group, full in zip(groups, self.rates or (config.optimizer.lr,) * len(groups), strict=True):
             group["lr"] = full * part
         return float(groups[0]["lr"])
@@ -237,9 +244,9 @@ class Prepared:
         )
 
 
-def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, Prepared]:
+def prepare_policy(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, PreparedPolicy]:
     """Add the adapters that the config sets, move the model, and make the optimizer. Returns the model and policy."""
-    frozen = tower_of(model) if config.images.tower == "frozen" else []
+    frozen = vision_encoder_modules(model) if config.images.tower == "frozen" else []
     for part in frozen:
         part.requires_grad_(False)
     if config.train.lora_rank:
@@ -251,17 +258,19 @@ def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None)
         check_optimizer(config)
     target, precision = place(model, config, ranks)
     if given is None:
-        return model, Prepared(target, precision, adamw(model, config))
+        return model, PreparedPolicy(target, precision, adamw(model, config))
     if by_name is not None:
         optimizer = by_name.of(model)
     else:
         assert callable(given)
         optimizer = given(groups_of(model, 0.0))
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
-    return model, Prepared(target, precision, optimizer, rates)
+    return model, PreparedPolicy(target, precision, optimizer, rates)
 
 
-def other_model(reference: Any, objective: Objective, config: Config, policy: Prepared) -> Placed | None:
+def other_model(
+    reference: Any, objective: Objective, config: Config, policy: PreparedPolicy
+) -> DistributedModel | None:
     """Return the reference model on its device; None if logprobs of the policy itself serve as reference."""
     if reference is None and not config.train.ref_model:
         return None
@@ -272,7 +281,7 @@ def other_model(reference: Any, objective: Objective, config: Config, policy: Pr
         choose_attention(model, config)
     mode = target.mode if target.mode == "fsdp" else "none"
     ranks = target.ranks if mode == "fsdp" else Ranks()
-    return prepare(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)
+    return wrap(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)
 
 
 def first_reference(given: Any, model: Any, objective: Objective, config: Config, *, keep_start: bool) -> Any:
@@ -320,14 +329,16 @@ def check_optimizer(config: Config) -> None:
             )
 
 
-def check_vocabulary(data: Sequences | Source, model: Any) -> None:
+def check_vocabulary(data: Sequences | Dataset, model: Any) -> None:
     """Reject ids beyond the model's embeddings. On CUDA they would abort the process without a useful message."""
-    size, source = embeddings_of(model), source_of(data)
+    size, source = embeddings_of(model), as_dataset(data)
     highest = source.catalog.max_id
     if len(invalid := np.flatnonzero(highest >= size)):
         row = int(invalid[highest[invalid].argmax()])
         raise _vocabulary_error(f"trace '{source.trace_name(row)}'", int(highest[row]), size)
-    if isinstance(source, InMemory) and source.sequences.tokens:  # The reader of files rejects negative ids itself.
+    if (
+        isinstance(source, InMemoryDataset) and source.sequences.tokens
+    ):  # The reader of files rejects negative ids itself.
         sequences = source.sequences
         if (token := int(sequences.ids[position := int(sequences.ids.argmin())])) < 0:
             row = int(sequences.trace[int(np.searchsorted(sequences.cu_seqlens, position, side="right")) - 1])
@@ -356,13 +367,13 @@ def _vocabulary_error(where: str, token: int, size: int) -> ArgumentError:
     )
 
 
-def check_media(data: Sequences | Source, model: Any) -> list[str]:
+def check_media(data: Sequences | Dataset, model: Any) -> list[str]:
     """Reject traces with tokens sampled after media that the model would not see.
 
     Returns:
         Notes for the user about traces with media.
     """
-    source, media = source_of(data), media_ids(model)
+    source, media = as_dataset(data), media_ids(model)
     affected = [trace for part in (source.parts() if media else ()) for trace in _traces_after_media(part, media)]
     if affected:
         raise ArgumentError(
@@ -370,7 +381,7 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
             f"behind a picture, video or sound. {type(model).__name__} would not see it, as its decoder runs without a "
             "tower: logprobs would be nats off. Leave these traces out."
         )
-    if not tower_of(model) and source.shows_pictures:
+    if not vision_encoder_modules(model) and source.shows_pictures:
         raise ArgumentError(
             f"TG-TRAIN-064: the traces hold pictures, and {type(model).__name__} takes none. It would not see what the "
             "policy saw. Give --model the image-text model that sampled them."
@@ -379,11 +390,11 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
     return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
 
 
-def check_ranks_see(data: Sequences | Source, target: Placed, config: Config) -> None:
+def check_images_on_ranks(data: Sequences | Dataset, target: DistributedModel, config: Config) -> None:
     """Reject images if all ranks must run the vision encoder equally often: rows differ in their number of images."""
     if target.mode != "fsdp" and (target.ranks.alone or config.images.tower == "frozen"):
         return
-    if source_of(data).shows_pictures:
+    if as_dataset(data).shows_pictures:
         is_fsdp = target.mode == "fsdp"
         setting = "parallel.mode is fsdp" if is_fsdp else "images.tower is trained on several ranks"
         advice = "Set parallel.mode ddp or none" if is_fsdp else "Leave images.tower frozen, or train on one rank"
@@ -415,7 +426,7 @@ def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint
         told: the options of this run, by dotted name.
         fingerprint: hash of the data; "" if the run has no data set, and options about data are not compared.
     """
-    exempt = MAY_CHANGE if fingerprint else (*MAY_CHANGE, *OF_DATA)
+    exempt = RESUMABLE_OPTIONS if fingerprint else (*RESUMABLE_OPTIONS, *OF_DATA)
     for name, value in told.items():
         saved = progress.config.get(name)
         if saved != value and not name.startswith(exempt):

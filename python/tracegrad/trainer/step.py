@@ -1,7 +1,7 @@
 """One optimizer step: forward, correction, objective, backward, clipping, update.
 
-The gradient is that of the whole step, however its tokens are divided into rows. On CUDA, `Idle` measures how long the
-device waits for the host.
+The gradient is that of the whole step, however its tokens are divided into rows. On CUDA, `DeviceIdleMeter` measures
+how long the device waits for the host.
 """
 
 import math
@@ -19,13 +19,13 @@ from tracegrad.errors import TracegradError
 from tracegrad.metrics.aggregate import AllReduce
 from tracegrad.model import PolicyLoss
 from tracegrad.objective import Objective
-from tracegrad.objective.correction import Corrected, correct
+from tracegrad.objective.correction import Correction, correct
 from tracegrad.packing import Batch, Step, prefetch
-from tracegrad.trainer.distributed import Placed, check_exchanged, placed, whole
-from tracegrad.trainer.verify_attention import settle_batches
+from tracegrad.trainer.distributed import DistributedModel, as_distributed_model, check_exchanged, full_tensor
+from tracegrad.trainer.verify_attention import verify_batches
 
 
-class Idle:
+class DeviceIdleMeter:
     """Measures the share of time in which the device had no queued work, between the first and the last piece of work.
 
     A piece is all work launched within one `busy()` block. Waits inside a piece are not measured, so the share is a
@@ -34,7 +34,7 @@ class Idle:
     Args:
         device: the device that runs the work.
 
-    >>> idle = Idle(torch.device("cpu"))
+    >>> idle = DeviceIdleMeter(torch.device("cpu"))
     >>> with idle.busy():
     ...     pass
     >>> idle.share() is None
@@ -87,7 +87,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """The result of one optimizer step. Arrays are [M] in the step's order, detached, on the CPU.
 
     For tokens whose logit row was left out (`left_out`), logprob, entropy and ratio are NaN and the gradient is 0;
@@ -107,7 +107,7 @@ class Outcome:
 
     loss: float
     grad_norm: float
-    corrected: Corrected
+    corrected: Correction
     logprobs: Floats
     entropy: Floats
     ratio: Floats
@@ -126,11 +126,11 @@ def optimizer_step(
     missing: Literal["mask", "neutral", "refuse"] = "mask",
     grad_clip: float = 0.0,
     precision: torch.dtype = torch.float32,
-    corrected: Corrected | None = None,
+    corrected: Correction | None = None,
     left_out: NDArray[np.bool_] | None = None,
-    idle: Idle | None = None,
+    idle: DeviceIdleMeter | None = None,
     check: Callable[[Floats], None] | None = None,
-) -> Outcome:
+) -> StepResult:
     """Do one optimizer step, with gradients accumulated over the batches and summed over the ranks.
 
     Args:
@@ -141,7 +141,7 @@ def optimizer_step(
         missing: treatment of tokens without a rollout logprob, as in `correct`.
         grad_clip: maximum norm of the gradient; 0 disables clipping.
         precision: bfloat16 runs the forward pass under autocast.
-        corrected: the result of `detached(step, ...)`; default computed here.
+        corrected: the result of `correct_step(step, ...)`; default computed here.
         left_out: [M] bool, tokens that can change neither loss nor gradient (`Step.idle`); they get no logit row.
         idle: measures the device's idle time.
         check: called with the [M] logprobs of the policy before the update. If it raises on any rank, the parameters of
@@ -151,19 +151,19 @@ def optimizer_step(
         ArgumentError: for an unwrapped model if a process group is open, as its gradients would not be exchanged.
         TracegradError: if the gradient is not finite; the parameters then stay unchanged.
     """
-    target = placed(model)
+    target = as_distributed_model(model)
     ranks = target.ranks
     check_exchanged(target)
-    settle_batches(target, step.batches)
-    corrected = corrected or detached(step, objective, missing, None if ranks.alone else ranks.all_reduce)
+    verify_batches(target, step.batches)
+    corrected = corrected or correct_step(step, objective, missing, None if ranks.alone else ranks.all_reduce)
     optimizer.zero_grad(set_to_none=True)
     batches = step.batches if left_out is None else tuple(b.without(left_out[b.term]) for b in step.batches)
-    losses = _accumulate(target, step, batches, objective, corrected, precision, idle or Idle(target.device))
+    losses = _accumulate(target, step, batches, objective, corrected, precision, idle or DeviceIdleMeter(target.device))
     arrays = losses.arrays(batches, _defaults(len(step), corrected))
     if check is not None:
         ranks.agree(_refusal(check, arrays["logprobs"]))
     norm = _update(target, optimizer, grad_clip)
-    return Outcome(loss=ranks.sum(losses.loss()), grad_norm=norm, corrected=corrected, **arrays)
+    return StepResult(loss=ranks.sum(losses.loss()), grad_norm=norm, corrected=corrected, **arrays)
 
 
 def _refusal(check: Callable[[Floats], None], logprobs: Floats) -> TracegradError | None:
@@ -174,7 +174,7 @@ def _refusal(check: Callable[[Floats], None], logprobs: Floats) -> TracegradErro
     return None
 
 
-def _defaults(terms: int, corrected: Corrected) -> dict[str, NDArray[Any]]:
+def _defaults(terms: int, corrected: Correction) -> dict[str, NDArray[Any]]:
     """Return [M] default values for tokens that no batch includes."""
     nan = np.full(terms, np.nan, np.float32)
     return {
@@ -205,13 +205,13 @@ class _Losses:
 
 
 def _accumulate(
-    target: Placed,
+    target: DistributedModel,
     step: Step,
     batches: Sequence[Batch],
     objective: Objective,
-    corrected: Corrected,
+    corrected: Correction,
     precision: torch.dtype,
-    idle: Idle,
+    idle: DeviceIdleMeter,
 ) -> _Losses:
     """Run the forward and backward passes of all batches; the next batch is copied to the device in the meantime."""
     losses = _Losses()
@@ -223,13 +223,13 @@ def _accumulate(
     return losses
 
 
-def detached(
+def correct_step(
     step: Step,
     objective: Objective,
     missing: Literal["mask", "neutral", "refuse"],
     all_reduce: AllReduce | None = None,
     **other: Any,
-) -> Corrected:
+) -> Correction:
     """Call `correct` with the arrays of a step and the plan of an objective; `other` replaces entries of the plan.
 
     Args:
@@ -258,20 +258,20 @@ def detached(
     )
 
 
-def measure(model: Any, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
+def compute_logprobs(model: Any, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
     """Compute the logprobs of the trained tokens of each batch under the current model, in nats, without gradient."""
-    target = placed(model)
-    settle_batches(target, batches)
+    target = as_distributed_model(model)
+    verify_batches(target, batches)
     with torch.no_grad():
         logprobs = [target.forward(batch.to(target.device), precision)[0] for batch in batches]
     target.rest()
     return [values.cpu().numpy() for values in logprobs]
 
 
-def _update(target: Placed, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
+def _update(target: DistributedModel, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
     trained = [parameter for parameter in target.model.parameters() if parameter.grad is not None]
     total = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained])  # type: ignore[misc]
-    norm = float(whole(total))
+    norm = float(full_tensor(total))
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         raise TracegradError(
@@ -279,6 +279,6 @@ def _update(target: Placed, optimizer: torch.optim.Optimizer, grad_clip: float) 
             "was not taken. Lower optimizer.lr or set optimizer.grad_clip, and go on from the last checkpoint with "
             "--resume."
         )
-    torch.nn.utils.clip_grads_with_norm_(trained, grad_clip or math.inf, whole(total))
+    torch.nn.utils.clip_grads_with_norm_(trained, grad_clip or math.inf, full_tensor(total))
     optimizer.step()
     return norm

@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _validation
-from tracegrad.data.codes import CUT
+from tracegrad.data.codes import TRUNCATED
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import Measured, OffPolicy, Rewards, Tally, completions
+from tracegrad.metrics import MetricAccumulator, MetricSums, OffPolicySums, Rewards, completions
 from tracegrad.objective import Objective
 from tracegrad.packing import Step
 from tracegrad.trainer.distributed import Ranks
-from tracegrad.trainer.step import Outcome
+from tracegrad.trainer.step import StepResult
 
 
-def row_of(
+def step_metrics(
     step: Step,
-    outcome: Outcome,
+    outcome: StepResult,
     objective: Objective,
     *,
     version: int | None = None,
@@ -63,7 +63,7 @@ def row_of(
     }
 
 
-def checked_rewards(rewards: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
+def check_rewards(rewards: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
     """Return rewards of all traces as [R] float32.
 
     Raises:
@@ -87,11 +87,11 @@ def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Reward
     return Rewards.of(rewards[has_terms], group[has_terms].astype(np.int64))
 
 
-def completions_of(step: Step, endings: NDArray[np.uint8]) -> Measured:
+def completions_of(step: Step, endings: NDArray[np.uint8]) -> MetricSums:
     """Return lengths of the step's traces on this rank. The tokens before the first trained token are the prompt.
 
     Args:
-        endings: as in `row_of`.
+        endings: as in `step_metrics`.
     """
     traces, owner = np.unique(step.trace, return_inverse=True)
     prompts = np.full(len(traces), np.iinfo(np.int64).max)
@@ -99,17 +99,19 @@ def completions_of(step: Step, endings: NDArray[np.uint8]) -> Measured:
         np.minimum.at(prompts, owner[batch.term], batch.positions[batch.read[batch.row]].astype(np.int64) + 1)
     sampled = np.bincount(owner, minlength=len(traces))
     laid_out = prompts < np.iinfo(np.int64).max
-    return completions(np.where(laid_out, prompts, 0), sampled, endings[traces] == CUT)
+    return completions(np.where(laid_out, prompts, 0), sampled, endings[traces] == TRUNCATED)
 
 
-def tally(step: Step, outcome: Outcome, objective: Objective, first: bool = True, version: int | None = None) -> Tally:
+def tally(
+    step: Step, outcome: StepResult, objective: Objective, first: bool = True, version: int | None = None
+) -> MetricAccumulator:
     """Return sums of the step with their denominators, before the reduction over ranks.
 
     Args:
         first: whether this rank is the first; only the first adds the counts that all ranks share.
-        version: as in `row_of`.
+        version: as in `step_metrics`.
     """
-    sums = Tally()
+    sums = MetricAccumulator()
     terms, computed_mask = len(step), ~np.isnan(outcome.logprobs)
     computed = int(np.count_nonzero(computed_mask))
     keep = outcome.keep & computed_mask
@@ -138,12 +140,12 @@ def tally(step: Step, outcome: Outcome, objective: Objective, first: bool = True
     return sums
 
 
-def off_policy(step: Step, outcome: Outcome, version: int | None = None) -> OffPolicy:
+def off_policy(step: Step, outcome: StepResult, version: int | None = None) -> OffPolicySums:
     """Return off-policy metrics by turn, alignment level and staleness. Without `old`, theta is used in its place."""
     # Infinite rollout logprobs are possible only if the objective ignores them; otherwise `correct` rejects them.
     rollout = np.where(np.isfinite(step.rollout_logprobs), step.rollout_logprobs, np.nan)
     old = outcome.logprobs if step.old_logprobs is None else step.old_logprobs
-    return OffPolicy.of(
+    return OffPolicySums.of(
         old,
         rollout,
         trace=step.trace,

@@ -11,30 +11,30 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config, Filter, split_names
-from tracegrad.data.codes import CUT, ENDINGS, NO_TIER, TIERS
+from tracegrad.data.codes import ENDINGS, NO_TIER, TIERS, TRUNCATED
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
 from tracegrad.packing import ModelShape, Sharing, Step, measure, nothing_to_train, pack, steps_of
-from tracegrad.trainer.advantages import compared, reward_column
-from tracegrad.trainer.dataset import Catalog, Source, source_of
-from tracegrad.trainer.off_policy_eval import held_out
-from tracegrad.trainer.schedule import Plan
-from tracegrad.trainer.validate import check_effective, check_ratios, each_update, of_old
+from tracegrad.trainer.advantages import compute_advantages, reward_column
+from tracegrad.trainer.dataset import Dataset, TraceTable, as_dataset
+from tracegrad.trainer.off_policy_eval import choose_held_out
+from tracegrad.trainer.schedule import Schedule
+from tracegrad.trainer.validate import check_effective, check_ratios, old_logprob_notes, refreshes_old_each_update
 
 Floats, Flags = NDArray[np.float32], NDArray[np.bool_]
 
 
-def settled(rewards: Floats, source: Source, options: Filter) -> Floats:
+def effective_rewards(rewards: Floats, source: Dataset, options: Filter) -> Floats:
     """Return [R] rewards, with 0 for truncated traces if `filter.zero_truncated` is set; unknown rewards stay NaN."""
     if not options.zero_truncated:
         return rewards
     has_reward = np.isfinite(rewards)
     catalog = source.catalog
     _check_endings_known(source, has_reward & (catalog.terms > 0), "filter.zero_truncated", "would keep their reward")
-    return np.where(has_reward & (catalog.ending == CUT), np.float32(0), rewards)
+    return np.where(has_reward & (catalog.ending == TRUNCATED), np.float32(0), rewards)
 
 
-def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple[Flags, list[str]]:
+def filter_traces(rewards: Floats, catalog: TraceTable, of: Flags, options: Filter) -> tuple[Flags, list[str]]:
     """Apply the filters that look at one trace at a time.
 
     A trace without a reward passes the reward bounds. A trace with a token of unknown version fails `max_lag`.
@@ -78,7 +78,7 @@ def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple
     return remaining, notes
 
 
-def left_out(rewards: Floats, group: NDArray[np.int32], used: Flags, config: Config) -> Flags:
+def zero_std_groups(rewards: Floats, group: NDArray[np.int32], used: Flags, config: Config) -> Flags:
     """Return [R] bool: traces of zero-std groups, if `filter.even_groups` drops them.
 
     A group counts as zero-std if no two known rewards of its used traces differ by more than `filter.tolerance`. A
@@ -91,12 +91,12 @@ def left_out(rewards: Floats, group: NDArray[np.int32], used: Flags, config: Con
     return ~(spread > config.filter.tolerance) & ~keeps_single
 
 
-def masked(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> Flags:
+def find_masked_traces(rewards: Floats, catalog: TraceTable, of: Flags, options: Filter) -> Flags:
     """Return [R] bool: the traces among `of` to mask, which are truncated or in a zero-std group.
 
     Only groups with several trainable traces count as zero-std here.
     """
-    truncated = of & (catalog.ending == CUT) & options.truncated
+    truncated = of & (catalog.ending == TRUNCATED) & options.truncated
     if not options.mask_even:
         return truncated
     trainable = of & np.isfinite(rewards) & ~truncated & (catalog.terms > 0)
@@ -104,7 +104,7 @@ def masked(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> Fla
     return truncated | (of & (count > 1) & ~(spread > options.tolerance))
 
 
-def check_masked(rewards: Floats, source: Source, taken: Flags, options: Filter) -> tuple[list[str], str]:
+def describe_masked(rewards: Floats, source: Dataset, taken: Flags, options: Filter) -> tuple[list[str], str]:
     """Describe the masking of the traces that a run uses.
 
     Returns:
@@ -116,8 +116,8 @@ def check_masked(rewards: Floats, source: Source, taken: Flags, options: Filter)
     trainable = taken & (catalog.terms > 0)
     if options.truncated:
         _check_endings_known(source, trainable, "filter.truncated", "would be trained on")
-    masked_traces = masked(rewards, catalog, taken, options)
-    truncated_traces = masked_traces & (catalog.ending == CUT) & options.truncated
+    masked_traces = find_masked_traces(rewards, catalog, taken, options)
+    truncated_traces = masked_traces & (catalog.ending == TRUNCATED) & options.truncated
     truncated_count, even, notes = int(truncated_traces.sum()), int((masked_traces & ~truncated_traces).sum()), []
     if truncated_count:
         notes.append(
@@ -149,7 +149,7 @@ def _spread(
     return (high - low)[at], np.bincount(at[included], minlength=len(ids))[at]
 
 
-def _check_endings_known(source: Source, traces: Flags, option: str, consequence: str) -> None:
+def _check_endings_known(source: Dataset, traces: Flags, option: str, consequence: str) -> None:
     unknown = np.flatnonzero(traces & (source.catalog.ending == ENDINGS.index("unknown")))
     if len(unknown):
         name = source.trace_name(int(unknown[0]))
@@ -163,7 +163,7 @@ def _check_endings_known(source: Source, traces: Flags, option: str, consequence
 _SEED_TAG = 0x6D6978
 
 
-def shares(source: Source, config: Config) -> tuple[float, ...]:
+def input_weights(source: Dataset, config: Config) -> tuple[float, ...]:
     """Return the weight of each input relative to the largest; () if all weights are equal or none are set.
 
     Raises:
@@ -201,7 +201,7 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
     return relative if min(relative) < 1 else ()
 
 
-def taken(source: Source, there: NDArray[np.bool_], shares: tuple[float, ...], seed: int) -> NDArray[np.bool_]:
+def draw_groups(source: Dataset, there: NDArray[np.bool_], shares: tuple[float, ...], seed: int) -> NDArray[np.bool_]:
     """Return [R] bool: the traces of the groups that an epoch uses, among those in `there`.
 
     Of the n groups of an input, max(1, round(share * n)) are drawn, differently for each seed.
@@ -225,7 +225,7 @@ TOKENS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class StepAssignment:
     """The traces of each step in one epoch.
 
     Args:
@@ -244,7 +244,7 @@ class Cut:
         return self.rows[self.first[step] : self.first[step + 1]]
 
     @classmethod
-    def by(cls, step: NDArray[np.int32], member: NDArray[np.bool_]) -> "Cut":
+    def by(cls, step: NDArray[np.int32], member: NDArray[np.bool_]) -> "StepAssignment":
         """Build it from the step number of each trace. The number of steps is the highest number in `step` plus 1.
 
         Args:
@@ -259,7 +259,7 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlannedStep:
     """One rank's part of a packed step, and the positions of its trained tokens in the whole data set.
 
     Args:
@@ -277,14 +277,14 @@ class Planned:
     rollout: NDArray[np.float32]
 
 
-def pack_alone(
-    source: Source,
+def pack_step(
+    source: Dataset,
     rows: Rows,
     advantages: NDArray[np.float32],
     trained: NDArray[np.bool_],
     counted: NDArray[np.bool_] | None,
     **how: Any,
-) -> Planned:
+) -> PlannedStep:
     """Pack one step from some traces. The result is the same as when all traces are packed at once.
 
     Args:
@@ -306,10 +306,10 @@ def pack_alone(
         step = _of_all(step, rows, catalog)
     count = catalog.terms[rows].astype(np.int64)
     shift = catalog.first_term[rows] - (np.cumsum(count) - count)
-    return Planned(step, np.arange(len(rollout)) + np.repeat(shift, count), here, np.repeat(rows, count), rollout)
+    return PlannedStep(step, np.arange(len(rollout)) + np.repeat(shift, count), here, np.repeat(rows, count), rollout)
 
 
-def terms_laid_out(source: Source, rows: Rows, **how: Any) -> NDArray[np.int64]:
+def count_laid_out_tokens(source: Dataset, rows: Rows, **how: Any) -> NDArray[np.int64]:
     """Return [rows] the number of trained tokens of each trace that `pack` lays out; some traces may be too long.
 
     Args:
@@ -329,13 +329,13 @@ def terms_laid_out(source: Source, rows: Rows, **how: Any) -> NDArray[np.int64]:
     return laid_out
 
 
-def pieces(rows: Rows, catalog: Catalog) -> Iterator[Rows]:
+def pieces(rows: Rows, catalog: TraceTable) -> Iterator[Rows]:
     """Yield traces in order, in pieces of about `TOKENS_AT_ONCE` tokens."""
     piece_index = np.cumsum(catalog.tokens[rows], dtype=np.int64) // TOKENS_AT_ONCE
     yield from (part for part in np.split(rows, np.flatnonzero(np.diff(piece_index)) + 1) if len(part))
 
 
-def _of_all(step: Step, rows: Rows, catalog: Catalog) -> Step:
+def _of_all(step: Step, rows: Rows, catalog: TraceTable) -> Step:
     """Renumber a step of some traces as in the whole data set."""
     tokens, branches = catalog.tokens[rows].astype(np.int64), catalog.branches[rows].astype(np.int64)
     origin = step.origin + (catalog.first_token[rows] - (np.cumsum(tokens) - tokens))[step.trace]
@@ -348,7 +348,7 @@ class NothingToLearn(ArgumentError):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StepSize:
     """The size of one step.
 
     Args:
@@ -363,7 +363,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Feed:
+class TrainingData:
     """The traces of a run, split into training and held-out traces, filtered and with advantages.
 
     Args:
@@ -378,10 +378,10 @@ class Feed:
         shape: model shape, for estimates of the cost of rows.
         bucket: row lengths are padded to a multiple of this number of tokens.
         trees: whether the model can run rows with shared prefixes, if the config enables them.
-        shares_of_inputs: the result of `shares`.
+        shares_of_inputs: the result of `input_weights`.
     """
 
-    source: Source
+    source: Dataset
     rewards: NDArray[np.float32]
     advantages: NDArray[np.float32]
     held: NDArray[np.bool_]
@@ -399,7 +399,7 @@ class Feed:
     @classmethod
     def of(
         cls,
-        data: Sequences | Source,
+        data: Sequences | Dataset,
         objective: Objective,
         config: Config,
         *,
@@ -407,7 +407,7 @@ class Feed:
         rank: int = 0,
         shape: ModelShape | None = None,
         bucket: int = 1,
-    ) -> "Feed":
+    ) -> "TrainingData":
         """Filter and split the traces, compute advantages, and check that they fit the objective.
 
         Args:
@@ -422,7 +422,7 @@ class Feed:
             NothingToLearn: if no trace has both a trained token and a nonzero advantage.
             ArgumentError: if the objective needs a ratio that these traces lack, or an option would have no effect.
         """
-        source = source_of(data)
+        source = as_dataset(data)
         catalog = source.catalog
         if not catalog.traces:
             raise NothingToLearn(
@@ -433,17 +433,19 @@ class Feed:
         objective.check_missing(config.train.missing)
         notes = check_ratios(source, objective, config)
         notes += [f"'{part}': the gradient depends on pack.token_budget." for part in objective.per_microbatch]
-        rewards = settled(reward_column(catalog, config.data.reward, config.data.reward_weights), source, config.filter)
-        held = held_out(catalog.group, config.data.holdout, config.train.seed)
-        used, filter_notes = kept(rewards, catalog, ~held, config.filter)
+        rewards = effective_rewards(
+            reward_column(catalog, config.data.reward, config.data.reward_weights), source, config.filter
+        )
+        held = choose_held_out(catalog.group, config.data.holdout, config.train.seed)
+        used, filter_notes = filter_traces(rewards, catalog, ~held, config.filter)
         if filter_notes and not (used & (catalog.terms > 0)).any():
             raise NothingToLearn(
                 f"TG-TRAIN-076: nothing is left to train on: {' '.join(filter_notes)} Loosen what filter says."
             )
         notes += filter_notes
-        notes += of_old(objective, config, len(np.unique(catalog.group[used])))
+        notes += old_logprob_notes(objective, config, len(np.unique(catalog.group[used])))
         advantages = np.zeros(catalog.traces, np.float32)
-        advantages[used] = compared(rewards, source, used, config)
+        advantages[used] = compute_advantages(rewards, source, used, config)
         if not advantages.any():
             raise _nothing_to_learn(rewards, source, held, used, config)
         feed = cls(source, rewards, advantages, held, used, objective, config, tuple(notes), ranks, rank, shape, bucket)
@@ -455,13 +457,13 @@ class Feed:
             )
         if even:
             notes.append(f"{even} traces of groups in which all rewards are equal are left out: filter.even_groups.")
-        mask_notes, reason = check_masked(rewards, source, feed.taken, config.filter)
+        mask_notes, reason = describe_masked(rewards, source, feed.taken, config.filter)
         if reason:
             raise NothingToLearn(f"TG-TRAIN-097: {reason}")
-        return replace(feed, notes=(*notes, *mask_notes), shares_of_inputs=shares(source, config))
+        return replace(feed, notes=(*notes, *mask_notes), shares_of_inputs=input_weights(source, config))
 
     @property
-    def catalog(self) -> Catalog:
+    def catalog(self) -> TraceTable:
         """The table of all traces."""
         return self.source.catalog
 
@@ -473,14 +475,14 @@ class Feed:
     @cached_property
     def masked(self) -> NDArray[np.bool_]:
         """[R] bool: masked traces. Such a trace counts as a trace and has a reward, but no trained token."""
-        return masked(self.rewards, self.catalog, self.taken, self.config.filter)
+        return find_masked_traces(self.rewards, self.catalog, self.taken, self.config.filter)
 
     @cached_property
     def taken(self) -> NDArray[np.bool_]:
         """[R] bool: traces that are neither held out nor dropped by a filter, per trace or per group."""
-        return self.used & ~left_out(self.rewards, self.catalog.group, self.used, self.config)
+        return self.used & ~zero_std_groups(self.rewards, self.catalog.group, self.used, self.config)
 
-    def cut(self, plan_seed: int, *, whole: bool = False) -> Cut:
+    def cut(self, plan_seed: int, *, whole: bool = False) -> StepAssignment:
         """Assign the traces of an epoch to steps, with shuffled groups. Only the table of traces is needed.
 
         The tokens are read only of traces that may be too long for a row, once.
@@ -495,18 +497,18 @@ class Feed:
         present = (self._trained_counts > 0) | self.masked
         if not present.any():
             raise nothing_to_train()
-        chosen = taken(self.source, present, () if whole else self.shares_of_inputs, plan_seed)
+        chosen = draw_groups(self.source, present, () if whole else self.shares_of_inputs, plan_seed)
         step = steps_of(self.catalog.group, chosen, self.config.pack.step_groups, plan_seed)
         # Count a dropped trace in its group's step, or in the first step if its whole group was dropped.
         dropped = self.trained & (self._trained_counts == 0) & (self.catalog.terms > 0)
         if dropped.any():
             step[dropped & (steps_of(self.catalog.group, present, None, None) < 0)] = 0
-        return Cut.by(step, present | dropped)
+        return StepAssignment.by(step, present | dropped)
 
-    def planned(self, rows: Rows) -> Planned:
-        """Pack one step of the given traces, which are those of one step of a `Cut`."""
+    def planned(self, rows: Rows) -> PlannedStep:
+        """Pack one step of the given traces, which are those of one step of a `StepAssignment`."""
         skip = self.config.pack.skip_zero_weight and not self.objective.needs.zero_advantage
-        return pack_alone(
+        return pack_step(
             self.source,
             rows,
             self.advantages,
@@ -526,10 +528,10 @@ class Feed:
         yield from (self.planned(cut.of(number)).step for number in range(len(cut)))
 
     @cached_property
-    def sizes(self) -> list[Sizes]:
+    def sizes(self) -> list[StepSize]:
         """Sizes of the steps of the first epoch, for estimates. Each step is packed once."""
         return [
-            Sizes(tuple((len(batch.ids), len(batch.read)) for batch in step.batches), len(step), step.imbalance)
+            StepSize(tuple((len(batch.ids), len(batch.read)) for batch in step.batches), len(step), step.imbalance)
             for step in self.each_step(0)
         ]
 
@@ -554,9 +556,9 @@ class Feed:
         version = int(self.catalog.version_max.max(initial=-1))
         return None if version < 0 else version
 
-    def plan(self, steps: int) -> Plan:
+    def plan(self, steps: int) -> Schedule:
         """Build the schedule for `steps` steps per epoch. Every epoch has the same number, however it is shuffled."""
-        return Plan.of(self.config, steps, each_update=each_update(self.objective, self.config))
+        return Schedule.of(self.config, steps, each_update=refreshes_old_each_update(self.objective, self.config))
 
     def held_pieces(self) -> list[Rows]:
         """Return the held-out traces in pieces; empty if no held-out trace has a trained token.
@@ -571,11 +573,11 @@ class Feed:
             raise nothing_to_train()
         return list(pieces(rows, self.catalog))
 
-    def held_part(self, rows: Rows) -> Planned:
+    def held_part(self, rows: Rows) -> PlannedStep:
         """Pack one piece of the held-out traces as a step."""
-        return pack_alone(self.source, rows, self.advantages, self.held, None, **self._pack_options())
+        return pack_step(self.source, rows, self.advantages, self.held, None, **self._pack_options())
 
-    def plan_hash(self, cut: Cut) -> str:
+    def plan_hash(self, cut: StepAssignment) -> str:
         """Return a hash of the table, the advantages, the held-out traces and the steps of an epoch.
 
         It is equal on all ranks that plan the same steps.
@@ -604,7 +606,7 @@ class Feed:
         lengths = (self.catalog.tokens if whole_traces else self.catalog.longest)[rows]
         if len(too_long := np.flatnonzero(lengths > pack.token_budget)):
             options = {"token_budget": pack.token_budget, "whole_traces": whole_traces, "share_prefixes": self.shares}
-            counts[too_long] = terms_laid_out(self.source, rows[too_long], too_long=pack.too_long, **options)
+            counts[too_long] = count_laid_out_tokens(self.source, rows[too_long], too_long=pack.too_long, **options)
         return counts
 
     def _pack_options(self) -> dict[str, Any]:
@@ -622,10 +624,10 @@ class Feed:
 
 
 def _nothing_to_learn(
-    rewards: NDArray[np.float32], source: Source, held: NDArray[np.bool_], used: NDArray[np.bool_], config: Config
+    rewards: NDArray[np.float32], source: Dataset, held: NDArray[np.bool_], used: NDArray[np.bool_], config: Config
 ) -> NothingToLearn:
     """Return the error that explains why all advantages are 0."""
-    if held.any() and compared(rewards, source, used | held, config).any():
+    if held.any() and compute_advantages(rewards, source, used | held, config).any():
         return NothingToLearn(
             "TG-TRAIN-078: every group whose rewards differ is held out to measure value. There is nothing to learn "
             "from the others. Set --data.holdout 0, or give more groups."

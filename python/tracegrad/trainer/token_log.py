@@ -3,7 +3,7 @@
     terms/tokens-00001/               a `Sequences` folder: the logged traces
     terms/step-00000001.r0.safetensors  per-token arrays of one step and rank, for those traces
 
-`Terms` reads the log, and `trainer.token_log_writer` writes it. A file never changes once it is written.
+`TokenLog` reads the log, and `trainer.token_log_writer` writes it. A file never changes once it is written.
 """
 
 import json
@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.alignment.mismatch import no_drift
+from tracegrad.alignment.mismatch import empty_report
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
 from tracegrad.storage import safetensors_file
 
 FOLDER = "terms"
 FLOATS = ("ratio", "weight", "advantages", "logprobs", "old_logprobs", "gradient", "entropy")
-KEPT, CLIPPED, UNKNOWN, LATE = range(4)
+TRAINED, CLIPPED, UNKNOWN, MASKED_BY_POLICY = range(4)
 """Codes of `why`. Higher codes are the objective's rejections on detached ratios, in order."""
 
 _STEP_FILE = re.compile(r"step-(\d{8,})\.r(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
-class StepTerms:
+class StepTokens:
     """The logged tokens of one step.
 
     Args:
@@ -56,9 +56,9 @@ class StepTerms:
     @property
     def keep(self) -> NDArray[np.bool_]:
         """[m] bool: whether no rejection dropped the token."""
-        return (self.why == KEPT) | (self.why == CLIPPED)
+        return (self.why == TRAINED) | (self.why == CLIPPED)
 
-    def of(self, trace: int) -> "StepTerms":
+    def of(self, trace: int) -> "StepTokens":
         """Return the tokens of one trace."""
         first, last = np.searchsorted(self.trace, [trace, trace + 1])
         here = slice(int(first), int(last))
@@ -66,7 +66,7 @@ class StepTerms:
         return replace(self, place=self.place[here], trace=self.trace[here], why=self.why[here], values=values)
 
 
-def write_step(path: Path, terms: StepTerms) -> int:
+def write_step(path: Path, terms: StepTokens) -> int:
     """Write the tokens of a step; return the number of bytes."""
     metadata = {"step": str(terms.step), "tokens": terms.tokens, "words": json.dumps(terms.words)}
     arrays = {"place": terms.place, "trace": terms.trace, "why": terms.why, **terms.values}
@@ -78,7 +78,7 @@ def step_name(step: int, rank: int) -> str:
     return f"step-{step:08d}.r{rank}.safetensors"
 
 
-class Terms:
+class TokenLog:
     """Reads the token log of a run.
 
     Args:
@@ -111,7 +111,7 @@ class Terms:
         matches = [(_STEP_FILE.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return sorted((int(match[1]), path) for match, path in matches if match)
 
-    def read(self, path: Path) -> StepTerms:
+    def read(self, path: Path) -> StepTokens:
         """Read one step file.
 
         Raises:
@@ -122,7 +122,7 @@ class Terms:
             place, trace, why = (arrays[name] for name in ("place", "trace", "why"))
             values = {name: arrays[name] for name in FLOATS}
             words = tuple(map(str, json.loads(metadata["words"])))
-            terms = StepTerms(int(metadata["step"]), metadata["tokens"], words, place, trace, why, values)
+            terms = StepTokens(int(metadata["step"]), metadata["tokens"], words, place, trace, why, values)
             sequences = self.sequences(terms.tokens)
             lengths = {len(column) for column in arrays.values()}
             invalid = len(lengths) != 1 or np.any(np.diff(trace.astype(np.int64)) < 0)
@@ -149,7 +149,7 @@ class Terms:
             (name, sequences.trace_ids.index(trace_id)) for name, sequences in names if trace_id in sequences.trace_ids
         ]
 
-    def of(self, trace_id: str) -> list[StepTerms]:
+    def of(self, trace_id: str) -> list[StepTokens]:
         """Return the logged tokens of a trace, step by step."""
         rows = dict(self.find(trace_id))
         steps = (self.read(path) for _, path in self.files())
@@ -204,7 +204,7 @@ def _subset_drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:
     drift = sequences.drift
     here = np.flatnonzero(number[drift.trace] >= 0) if len(drift) else np.zeros(0, np.int64)
     if not len(here):
-        return replace(no_drift(), reasons=drift.reasons)
+        return replace(empty_report(), reasons=drift.reasons)
     columns = {name: getattr(drift, name)[here] for name in ("reason", "turn", "token", "count")}
     details = tuple(drift.detail[index] for index in here.tolist())
     return replace(
@@ -212,7 +212,7 @@ def _subset_drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:
     )
 
 
-def each(folder: Path) -> Iterator[StepTerms]:
+def iterate_steps(folder: Path) -> Iterator[StepTokens]:
     """Yield all steps of a folder, in order."""
-    reader = Terms(folder)
+    reader = TokenLog(folder)
     return (reader.read(path) for _, path in reader.files())

@@ -11,21 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.config.schema import Kept
+from tracegrad.config.schema import TokenLogConfig
 from tracegrad.errors import TracegradError
 from tracegrad.objective import Objective
 from tracegrad.packing import Step
 from tracegrad.trainer import token_log
-from tracegrad.trainer.dataset import Catalog, Source, source_of
-from tracegrad.trainer.result import TermRecord
-from tracegrad.trainer.step import Outcome, detached
-from tracegrad.trainer.token_log import CLIPPED, KEPT, LATE, UNKNOWN, StepTerms
+from tracegrad.trainer.dataset import Dataset, TraceTable, as_dataset
+from tracegrad.trainer.result import TokenRecord
+from tracegrad.trainer.step import StepResult, correct_step
+from tracegrad.trainer.token_log import CLIPPED, MASKED_BY_POLICY, TRAINED, UNKNOWN, StepTokens
 
 _TOKEN_BYTES, _TERM_BYTES = 24, 41
 _MEGA = 1_000_000
 
 
-class Keeper:
+class TokenLogWriter:
     """Writes the token log: per-token results of steps, for groups sampled by name within a size limit.
 
     It never stops a run. If the disk is full, logging ends, and `problem` has the reason.
@@ -39,7 +39,7 @@ class Keeper:
     """
 
     def __init__(
-        self, out: Path, options: Kept, objective: Objective, *, rank: int = 0, world: int = 1, taken: int = 0
+        self, out: Path, options: TokenLogConfig, objective: Objective, *, rank: int = 0, world: int = 1, taken: int = 0
     ) -> None:
         self.folder, self._options, self._objective, self._rank = out / token_log.FOLDER, options, objective, rank
         self.problem = ""
@@ -47,19 +47,26 @@ class Keeper:
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
         self._sets_written = 0
-        self._current_data: tuple[Sequences | Source, str, NDArray[np.int32], NDArray[np.int64]] | None = None
+        self._current_data: tuple[Sequences | Dataset, str, NDArray[np.int32], NDArray[np.int64]] | None = None
         self._bytes_written = 0
         if options.keep != "none":
             self._resume(taken)
             self._thread.start()
 
     @classmethod
-    def silent(cls, out: Path, objective: Objective) -> "Keeper":
+    def silent(cls, out: Path, objective: Objective) -> "TokenLogWriter":
         """Return a token logger that writes nothing."""
-        return cls(out, Kept(keep="none"), objective)
+        return cls(out, TokenLogConfig(keep="none"), objective)
 
     def step(
-        self, number: int, packed: Step, outcome: Outcome, data: Sequences | Source, *, sets: int = 1, passes: int = 1
+        self,
+        number: int,
+        packed: Step,
+        outcome: StepResult,
+        data: Sequences | Dataset,
+        *,
+        sets: int = 1,
+        passes: int = 1,
     ) -> None:
         """Queue a step for writing. Blocks only if two steps are waiting already.
 
@@ -111,10 +118,10 @@ class Keeper:
             self.problem = f"{error} What the steps made of their tokens is kept no further."
 
     def _write(
-        self, number: int, packed: Step, outcome: Outcome, data: Sequences | Source, sets: int, passes: int
+        self, number: int, packed: Step, outcome: StepResult, data: Sequences | Dataset, sets: int, passes: int
     ) -> None:
         if self._current_data is None or self._current_data[0] is not data:
-            self._current_data = (data, *self._start_set(source_of(data), sets, passes))
+            self._current_data = (data, *self._start_set(as_dataset(data), sets, passes))
         _, set_name, rows, shifts = self._current_data
         here = np.flatnonzero(rows[packed.trace] >= 0)
         if not len(here) or (self._options.keep == "sampled" and self._bytes_left() < len(here) * _TERM_BYTES):
@@ -124,7 +131,7 @@ class Keeper:
         columns = {"advantages": packed.advantages, "old_logprobs": old}
         columns |= {name: getattr(outcome, name) for name in token_log.FLOATS if name not in columns}
         order = here[np.argsort(rows[packed.trace[here]], kind="stable")]
-        terms = StepTerms(
+        terms = StepTokens(
             number,
             set_name,
             labels,
@@ -135,7 +142,7 @@ class Keeper:
         )
         self._bytes_written += token_log.write_step(self.folder / token_log.step_name(number, self._rank), terms)
 
-    def _start_set(self, source: Source, sets: int, passes: int) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
+    def _start_set(self, source: Dataset, sets: int, passes: int) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
         """Choose groups of new traces, and write their tokens.
 
         Returns:
@@ -157,7 +164,7 @@ class Keeper:
     def _bytes_left(self) -> int:
         return self._max_bytes - self._bytes_written
 
-    def _choose_rows(self, source: Source, sets: int, passes: int) -> NDArray[np.int64]:
+    def _choose_rows(self, source: Dataset, sets: int, passes: int) -> NDArray[np.int64]:
         """Return the rows of the groups whose name hash is below the share that fits into the remaining bytes."""
         catalog = source.catalog
         if self._options.keep == "all":
@@ -168,7 +175,7 @@ class Keeper:
         return np.flatnonzero(source.lots() < share)
 
 
-def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
+def reasons(packed: Step, outcome: StepResult, objective: Objective) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
     """Return a code per trained token and the label of each code: trained, clipped, or the first mask.
 
     To find out which of several rejections dropped a token, the correction is repeated with one more rejection at a
@@ -185,9 +192,9 @@ def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple
         f"masked: {undetached_label}",
     )
     labels = (*labels, *(f"masked: {gate}" for gate in gates))
-    codes = np.full(len(packed), KEPT, np.uint8)
+    codes = np.full(len(packed), TRAINED, np.uint8)
     codes[outcome.clipped] = CLIPPED
-    codes[~outcome.keep] = LATE
+    codes[~outcome.keep] = MASKED_BY_POLICY
     masked = ~np.asarray(outcome.corrected.keep, bool)
     if objective.needs.rollout:
         codes[masked & np.isnan(packed.rollout_logprobs)] = UNKNOWN
@@ -195,23 +202,23 @@ def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple
     for count in range(1, len(gates) + 1):
         is_last = count == len(gates)
         dropped = (
-            unexplained if is_last else unexplained & ~detached(packed, objective, "mask", gates=gates[:count]).keep
+            unexplained if is_last else unexplained & ~correct_step(packed, objective, "mask", gates=gates[:count]).keep
         )
-        codes[dropped] = LATE + count
+        codes[dropped] = MASKED_BY_POLICY + count
         unexplained &= ~dropped
     return labels, codes
 
 
-MOST = 20
+MAX_REPORT_TRACES = 20
 """Maximum number of traces in a report."""
 
 
-class Records:
+class ReportRecords:
     """Records of trained tokens of the last epoch, for the report.
 
     If bounded, traces are split by the sign of their mean advantage, where 0 counts as positive. Of each side, the
-    `MOST` traces with the largest gradient magnitude that are the first of their group are kept, and `MOST` others. A
-    report of `MOST` traces needs no others.
+    `MAX_REPORT_TRACES` traces with the largest gradient magnitude that are the first of their group are kept, and
+    `MAX_REPORT_TRACES` others. A report of `MAX_REPORT_TRACES` traces needs no others.
 
     Args:
         catalog: table of all traces.
@@ -222,12 +229,12 @@ class Records:
         pull: sum of |d loss / d logprob| over all added tokens, including those discarded.
     """
 
-    def __init__(self, catalog: Catalog, *, bounded: bool) -> None:
+    def __init__(self, catalog: TraceTable, *, bounded: bool) -> None:
         self._catalog, self._bounded = catalog, bounded
-        self.records: list[TermRecord] = []
+        self.records: list[TokenRecord] = []
         self.pull = 0.0
 
-    def add(self, record: TermRecord) -> None:
+    def add(self, record: TokenRecord) -> None:
         """Add the tokens of a step. Each trace occurs only once."""
         self.records.append(record)
         self.pull += float(np.abs(np.nan_to_num(record.gradient)).sum(dtype=np.float64))
@@ -251,8 +258,8 @@ class Records:
         first_of_group = np.unique(self._catalog.group[rows[order]], return_index=True)[1]
         first = np.zeros(len(order), bool)
         first[first_of_group] = True
-        return np.concatenate([rows[order[first]][:MOST], rows[order[~first]][:MOST]])
+        return np.concatenate([rows[order[first]][:MAX_REPORT_TRACES], rows[order[~first]][:MAX_REPORT_TRACES]])
 
 
-def _select(record: TermRecord, mask: NDArray[np.bool_]) -> TermRecord:
+def _select(record: TokenRecord, mask: NDArray[np.bool_]) -> TokenRecord:
     return replace(record, **{column.name: getattr(record, column.name)[mask] for column in fields(record)[1:]})

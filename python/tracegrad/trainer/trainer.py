@@ -1,6 +1,6 @@
 """Train a policy one optimizer step at a time, without a data set.
 
-`Run` computes missing logprobs, corrects, updates, reports metrics and writes checkpoints. The caller provides the
+`Trainer` computes missing logprobs, corrects, updates, reports metrics and writes checkpoints. The caller provides the
 steps: the offline loop (`loop`), the online loop, or your own loop. Losses are computed elsewhere.
 """
 
@@ -18,34 +18,34 @@ from numpy.typing import NDArray
 
 from tracegrad import _validation, metrics
 from tracegrad.config import Config, as_dict, to_toml
-from tracegrad.errors import ArgumentError, redacted
+from tracegrad.errors import ArgumentError, redact
 from tracegrad.objective import Objective
-from tracegrad.objective.correction import Corrected, proximal_alpha
+from tracegrad.objective.correction import Correction, proximal_alpha
 from tracegrad.packing import Step
-from tracegrad.storage.run_dir import Mirror
+from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.storage.safetensors_file import write_bytes
 from tracegrad.trainer import checkpoint
-from tracegrad.trainer.checkpoint import Away, Progress
-from tracegrad.trainer.distributed import Ranks, said_together
-from tracegrad.trainer.full_weights import Adapters, whole_weights
+from tracegrad.trainer.checkpoint import Progress, SharedRunDir
+from tracegrad.trainer.distributed import Ranks, propagate_error
+from tracegrad.trainer.full_weights import Adapters, full_weights
 from tracegrad.trainer.lora import adapters_off, has_adapters
-from tracegrad.trainer.optim import Control, check_rates, in_all
-from tracegrad.trainer.result import TermRecord
+from tracegrad.trainer.optim import EntropyController, check_rates, total_schedule_steps
+from tracegrad.trainer.result import TokenRecord
 from tracegrad.trainer.setup import (
     Optimizers,
     check_same,
     check_step,
     first_reference,
     is_mixed,
-    mix,
     other_model,
-    prepared,
+    prepare_policy,
+    update_reference,
 )
-from tracegrad.trainer.step import Floats, Idle, Outcome, detached, measure, optimizer_step
-from tracegrad.trainer.step_metrics import checked_rewards, row_of
+from tracegrad.trainer.step import DeviceIdleMeter, Floats, StepResult, compute_logprobs, correct_step, optimizer_step
+from tracegrad.trainer.step_metrics import check_rewards, step_metrics
 
 
-class Run:
+class Trainer:
     """Trains a model in place, on steps from any source.
 
     With several ranks, all make the same calls in the same order, each with its own `Step` of the same plan.
@@ -88,7 +88,7 @@ class Run:
         objective: Objective,
         config: Config | None = None,
         *,
-        out: str | Path | Mirror,
+        out: str | Path | RunDirectory,
         tokenizer: str | Path | None = None,
         optimizer: Optimizers | None = None,
         reference: Any = None,
@@ -101,14 +101,14 @@ class Run:
         self.ranks, self.steps = ranks or Ranks.join(self.config.train.timeout), steps
         objective.check_missing(self.config.train.missing)
         reference = first_reference(reference, model, objective, self.config, keep_start=keep_start)
-        self.model, self.policy = prepared(model, self.config, self.ranks, optimizer)
+        self.model, self.policy = prepare_policy(model, self.config, self.ranks, optimizer)
         self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
         self.reference = other_model(reference, objective, self.config, self.policy)
         self._mixed_reference = self.reference.model if is_mixed(objective, self.config) and self.reference else None
-        self.control, self.idle = Control(objective), Idle(self.target.device)
+        self.control, self.idle = EntropyController(objective), DeviceIdleMeter(self.target.device)
         self.watch = metrics.Stopwatch(self._report_stage)
         self.taken, self.version, self.num_tokens = 0, None, 0
-        self.away = Away.of(out, self.ranks)
+        self.away = SharedRunDir.of(out, self.ranks)
         self.out = self.away.path
         self._proximal: int | None = None
         self._started = False
@@ -122,7 +122,7 @@ class Run:
         rewards: NDArray[np.float32] | None = None,
         endings: NDArray[np.uint8] | None = None,
         check: Callable[[Floats], None] | None = None,
-    ) -> Outcome:
+    ) -> StepResult:
         """Do one optimizer step.
 
         `old` and `ref` logprobs are computed if the objective needs them and the step lacks them. `old` then comes from
@@ -193,23 +193,23 @@ class Run:
         model = self.reference if of == "reference" and self.reference is not None else self.target
         check_step(step, model.model)
         with adapters_off(self.model) if is_policy else nullcontext():
-            logprobs = step.with_logprobs(old=measure(model, step.batches, self.precision)).old_logprobs
+            logprobs = step.with_logprobs(old=compute_logprobs(model, step.batches, self.precision)).old_logprobs
         assert logprobs is not None
         return np.asarray(logprobs, np.float32)
 
-    def correct(self, step: Step, *, beside: bool = False) -> Corrected:
+    def correct(self, step: Step, *, beside: bool = False) -> Correction:
         """Compute the parts of a step that do not depend on the trained policy: weights, masks and scales.
 
         Args:
             beside: set it in the background thread, which uses its own process group.
         """
         reduce = None if self.ranks.alone else partial(self.ranks.all_reduce, beside=beside)
-        return detached(step, self.objective, self.config.train.missing, reduce)
+        return correct_step(step, self.objective, self.config.train.missing, reduce)
 
     def update(
         self,
         step: Step,
-        corrected: Corrected,
+        corrected: Correction,
         *,
         version: int | None = None,
         newest: int | None = None,
@@ -217,7 +217,7 @@ class Run:
         endings: NDArray[np.uint8] | None = None,
         began: float | None = None,
         check: Callable[[Floats], None] | None = None,
-    ) -> Outcome:
+    ) -> StepResult:
         """Update the policy with a step that is ready and corrected: the second half of `step`.
 
         Args:
@@ -250,10 +250,10 @@ class Run:
         self.control.update(outcome.entropy, outcome.keep, self.ranks.all_reduce)
         self.taken, self.version = self.taken + 1, version
         if self._mixed_reference is not None and self.taken % self.config.train.ref_every == 0:
-            mix(self._mixed_reference, self.model, self.config.train.ref_mixup_alpha)
+            update_reference(self._mixed_reference, self.model, self.config.train.ref_mixup_alpha)
         with self.watch("metrics"):
             trace_data = {"version": version, "newest": newest, "rewards": rewards, "endings": endings}
-            metrics_row = row_of(step, outcome, self.objective, **trace_data, ranks=self.ranks)
+            metrics_row = step_metrics(step, outcome, self.objective, **trace_data, ranks=self.ranks)
         if "num_tokens" in metrics_row:
             self.num_tokens = metrics_row["num_tokens"] = self.num_tokens + int(metrics_row["num_tokens"])
         tokens_per_s, idle = metrics_row["tokens"] / seconds, self.idle.share()
@@ -286,14 +286,14 @@ class Run:
         Raises:
             ArgumentError: for "alone" if the model has no adapters.
         """
-        return whole_weights(self.model, self.ranks, adapters, device)
+        return full_weights(self.model, self.ranks, adapters, device)
 
     def save(
         self,
         *,
         fingerprint: str = "",
         logprobs: Mapping[str, Floats] | None = None,
-        terms: Sequence[TermRecord] = (),
+        terms: Sequence[TokenRecord] = (),
         control: Mapping[str, float] | None = None,
     ) -> Path:
         """Write a checkpoint of the current state and return its path. Only the newest `checkpoint.keep` are kept.
@@ -354,7 +354,7 @@ class Run:
             TracegradError: if it cannot be written.
         """
         if not self._started:
-            in_all(self.config.schedule, self.steps)
+            total_schedule_steps(self.config.schedule, self.steps)
             if checkpoints := checkpoint.list_checkpoints(self.out):
                 raise ArgumentError(
                     f"TG-TRAIN-083: {self.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new "
@@ -366,10 +366,12 @@ class Run:
         """Return the options and the objective, as a checkpoint saves them and a resumed run compares them."""
         options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
         schedule_steps = (
-            {} if (steps := in_all(self.config.schedule, self.steps)) is None else {"schedule.steps": steps}
+            {}
+            if (steps := total_schedule_steps(self.config.schedule, self.steps)) is None
+            else {"schedule.steps": steps}
         )
         values = {**options, **schedule_steps, "objective": repr(self.objective)}
-        return {name: redacted(value) if isinstance(value, str) else value for name, value in values.items()}
+        return {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
 
     @contextmanager
     def together(self, *, ends: bool = False) -> Iterator[None]:
@@ -385,7 +387,7 @@ class Run:
         try:
             yield
         except Exception as error:
-            if (raised := said_together(error, self.taken + 1, self.config, self.ranks, ends)) is error:
+            if (raised := propagate_error(error, self.taken + 1, self.config, self.ranks, ends)) is error:
                 raise
             raise raised from error
 
@@ -400,7 +402,7 @@ class Run:
                 checkpoint.clear_staged(self.out)
             if self.ranks.first:
                 self.away.clear()
-                write_bytes(self.out / "config.toml", [redacted(to_toml(self.config)).encode()])
+                write_bytes(self.out / "config.toml", [redact(to_toml(self.config)).encode()])
         self._started = True
 
     def _check_inputs(
@@ -411,7 +413,7 @@ class Run:
         try:
             check_step(step, self.model)
             step.lag(None if version is None else _validation.integer(version, "version", least=0))
-            rewards = None if rewards is None else checked_rewards(rewards, step)
+            rewards = None if rewards is None else check_rewards(rewards, step)
         except ArgumentError as refusal:
             error = refusal
         self.ranks.agree(error)

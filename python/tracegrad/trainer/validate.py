@@ -13,7 +13,7 @@ from tracegrad.data.sampling import ACCEPT, options_on
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
 from tracegrad.trainer.advantages import needs_of
-from tracegrad.trainer.dataset import Catalog, Source, source_of
+from tracegrad.trainer.dataset import Dataset, TraceTable, as_dataset
 
 
 def check_effective(config: Config, objective: Objective) -> None:
@@ -69,7 +69,7 @@ def check_effective(config: Config, objective: Objective) -> None:
                 "TG-TRAIN-087: advantage.several normalize_then_sum divides each reward by its group's deviation. Set "
                 "advantage.baseline group_mean and advantage.scale std."
             )
-    every = config.train.updates_per_old or int(each_update(objective, config))
+    every = config.train.updates_per_old or int(refreshes_old_each_update(objective, config))
     if kl.coef and config.train.ref_every and (not every or config.train.ref_every % every):
         raise ArgumentError(
             "TG-TRAIN-088: train.ref_every renews the reference between two measurements of old, and reward_kl needs "
@@ -77,7 +77,7 @@ def check_effective(config: Config, objective: Objective) -> None:
         )
 
 
-def check_ratios(data: Sequences | Source, objective: Objective, config: Config) -> list[str]:
+def check_ratios(data: Sequences | Dataset, objective: Objective, config: Config) -> list[str]:
     """Check that the ratio to the rollout policy is known, if the objective needs one. Errors suggest alternatives.
 
     Returns:
@@ -90,7 +90,7 @@ def check_ratios(data: Sequences | Source, objective: Objective, config: Config)
     """
     if not objective.needs.rollout:
         return []
-    source = source_of(data)
+    source = as_dataset(data)
     catalog = source.catalog
     foreign = np.flatnonzero(catalog.foreign)
     dropped = config.data.on_error != "raise" and not config.data.text_only
@@ -112,7 +112,7 @@ def check_ratios(data: Sequences | Source, objective: Objective, config: Config)
     return [*accepted, *_notes(catalog, measured, foreign)]
 
 
-def _check_sampling(source: Source, measured: NDArray[np.int64], accepted: bool) -> list[str]:
+def _check_sampling(source: Dataset, measured: NDArray[np.int64], accepted: bool) -> list[str]:
     """Reject traces sampled from a modified distribution (top_p, ...); return a note instead if this is accepted."""
     catalog = source.catalog
     reshaped = measured[catalog.reshaped[measured] != 0]
@@ -132,7 +132,7 @@ def _check_sampling(source: Source, measured: NDArray[np.int64], accepted: bool)
     )
 
 
-def _check_kinds(source: Source, measured: NDArray[np.int64], *, explicit: bool) -> None:
+def _check_kinds(source: Dataset, measured: NDArray[np.int64], *, explicit: bool) -> None:
     catalog = source.catalog
     unknown = catalog.logprob_kind[measured] == LOGPROB_KINDS.index("unknown")
     ambiguous = measured[unknown & ~(catalog.temperature[measured] == 1.0)]
@@ -148,13 +148,13 @@ def _check_kinds(source: Source, measured: NDArray[np.int64], *, explicit: bool)
         )
 
 
-def each_update(objective: Objective, config: Config) -> bool:
+def refreshes_old_each_update(objective: Objective, config: Config) -> bool:
     """Return whether `old` is recomputed before each update: the default for one epoch."""
     needs, train = needs_of(objective, config), config.train
     return needs.old and not needs.proximal and train.epochs == 1 and not train.updates_per_old
 
 
-def of_old(objective: Objective, config: Config, groups: int) -> list[str]:
+def old_logprob_notes(objective: Objective, config: Config, groups: int) -> list[str]:
     """Describe how often `old` is recomputed, if the user did not set it, with the measurements behind the default."""
     needs, train = needs_of(objective, config), config.train
     if not needs.old or needs.proximal or train.updates_per_old or groups <= config.pack.step_groups:
@@ -165,7 +165,7 @@ def of_old(objective: Objective, config: Config, groups: int) -> list[str]:
     return [f"old stays for an epoch, as there are {train.epochs} passes: after four, 91 against 50 %. {hint}"]
 
 
-def _notes(catalog: Catalog, measured: NDArray[np.int64], foreign: NDArray[np.int64]) -> list[str]:
+def _notes(catalog: TraceTable, measured: NDArray[np.int64], foreign: NDArray[np.int64]) -> list[str]:
     notes: list[str] = []
     raw = catalog.logprob_kind[measured] == LOGPROB_KINDS.index("raw")
     temperature = catalog.temperature[measured]

@@ -9,13 +9,20 @@ import torch
 
 from tracegrad.errors import ArgumentError
 from tracegrad.model.attention import must_be_fused
-from tracegrad.model.structure import attention_of, dense_attention, unwrapped
-from tracegrad.model.verify import ALWAYS, Road, reached, settle, whole_row, why_not
+from tracegrad.model.structure import attention_of, dense_attention, unwrap_adapters
+from tracegrad.model.verify import (
+    UNLIMITED_LENGTH,
+    ForwardMode,
+    check_forward_mode,
+    checked_length,
+    one_pass_plan,
+    set_result,
+)
 from tracegrad.packing import Batch
-from tracegrad.trainer.distributed import Placed
+from tracegrad.trainer.distributed import DistributedModel
 
 
-def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
+def verify_rows(target: DistributedModel, longest: int, *, trees: bool) -> str:
     """Verify every forward mode that a run may use, once for all of its branches.
 
     If flex_attention does not reproduce the model's outputs, the model is switched back to dense attention. On CUDA
@@ -34,7 +41,11 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
             run flex_attention.
     """
     fsdp = target.mode == "fsdp"
-    reason = _verify_on_ranks(target, Road("flex"), longest, ALWAYS) if whole_row(target.model) == "flex" else ""
+    reason = (
+        _verify_on_ranks(target, ForwardMode("flex"), longest, UNLIMITED_LENGTH)
+        if one_pass_plan(target.model) == "flex"
+        else ""
+    )
     if reason and must_be_fused(target.device):
         raise ArgumentError(
             f"TG-TRAIN-093: flex_attention cannot run packed rows of this model on {target.device.type}: {reason}. "
@@ -42,39 +53,41 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
             "attention.implementation sdpa."
         )
     if reason:
-        unwrapped(target.model).set_attn_implementation(dense_attention(target.model))
-    row = whole_row(target.model)
+        unwrap_adapters(target.model).set_attn_implementation(dense_attention(target.model))
+    row = one_pass_plan(target.model)
     if not fsdp and row == "mask":
-        _verify_on_ranks(target, Road("stack"), longest, ALWAYS)
-        _verify_on_ranks(target, Road("stack", tree=True), longest, ALWAYS)
-    if fsdp and row == "mask" and (reason := _verify_on_ranks(target, Road("mask"), longest, ALWAYS)):
+        _verify_on_ranks(target, ForwardMode("stack"), longest, UNLIMITED_LENGTH)
+        _verify_on_ranks(target, ForwardMode("stack", tree=True), longest, UNLIMITED_LENGTH)
+    if fsdp and row == "mask" and (reason := _verify_on_ranks(target, ForwardMode("mask"), longest, UNLIMITED_LENGTH)):
         raise _whole_row_error(reason)
-    return _verify_on_ranks(target, Road(row, tree=True), longest, ALWAYS) if fsdp or trees else ""
+    return _verify_on_ranks(target, ForwardMode(row, tree=True), longest, UNLIMITED_LENGTH) if fsdp or trees else ""
 
 
-def describe_attention(target: Placed, *, trees: bool) -> str:
-    """Describe the attention that `settle_rows` selected, for the user.
+def describe_attention(target: DistributedModel, *, trees: bool) -> str:
+    """Describe the attention that `verify_rows` selected, for the user.
 
     Args:
         trees: whether rows share prefixes.
     """
     model = target.model
-    if whole_row(model) == "flex":
+    if one_pass_plan(model) == "flex":
         return "attention is flex_attention, compiled, under block masks."
     if target.mode == "fsdp":
         descriptions = ["rows under a dense [T, T] mask"]
     else:
-        descriptions = ["branches one by one" if why_not(model, Road("stack")) else "branches in padded batches"]
+        descriptions = [
+            "branches one by one" if check_forward_mode(model, ForwardMode("stack")) else "branches in padded batches"
+        ]
         descriptions += ["rows that share prefixes under a dense [T, T] mask"] * trees
     return f"attention is {attention_of(model)}: {', '.join(descriptions)}."
 
 
-def settle_batches(target: Placed, batches: Sequence[Batch]) -> None:
+def verify_batches(target: DistributedModel, batches: Sequence[Batch]) -> None:
     """Verify the forward modes for the batches of one step with FSDP, whose ranks may have branches of other "
     "lengths."""
-    row = whole_row(target.model)
-    plain, tree = Road(row), Road(row, tree=True)
-    if target.mode != "fsdp" or min(reached(target.model, road) for road in (plain, tree)) >= ALWAYS:
+    row = one_pass_plan(target.model)
+    plain, tree = ForwardMode(row), ForwardMode(row, tree=True)
+    if target.mode != "fsdp" or min(checked_length(target.model, road) for road in (plain, tree)) >= UNLIMITED_LENGTH:
         return
     longest = target.ranks.largest(max(batch.reach for batch in batches))
     if reason := _verify_on_ranks(target, plain, longest, longest):
@@ -83,14 +96,18 @@ def settle_batches(target: Placed, batches: Sequence[Batch]) -> None:
 
 
 @torch.no_grad()
-def _verify_on_ranks(target: Placed, road: Road, longest: int, settled: int) -> str:
+def _verify_on_ranks(target: DistributedModel, road: ForwardMode, longest: int, settled: int) -> str:
     """Return the reason why a forward mode is unusable on this or another rank; "" if it is usable."""
     model = target.model
-    reason = target.policy(why_not, road, longest) if target.mode == "fsdp" else why_not(model, road, longest)
+    reason = (
+        target.policy(check_forward_mode, road, longest)
+        if target.mode == "fsdp"
+        else check_forward_mode(model, road, longest)
+    )
     target.rest()
     if target.ranks.largest(1 if reason else 0):
         reason = reason or f"another rank found other hidden states of {type(model).__name__} than of each branch alone"
-    settle(model, road, settled, reason)
+    set_result(model, road, settled, reason)
     return reason
 
 

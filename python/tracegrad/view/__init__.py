@@ -1,11 +1,11 @@
 """Show traces and runs on a local page: a list, search, histograms, and tokens with their training values.
 
-`Session` opens paths, `serve` serves the page, `write` writes one page that works without a server. Nothing is loaded
-from or sent to another machine.
+`Viewer` opens paths, `serve` serves the page, `export_page` writes one page that works without a server. Nothing is
+loaded from or sent to another machine.
 """
 
-from tracegrad.view.export import chosen, write
-from tracegrad.view.loaded import Session
+from tracegrad.view.export import export_page, select_rows
+from tracegrad.view.loaded import Viewer
 from tracegrad.view.serve import serve
 
-__all__ = ["Session", "chosen", "serve", "write"]
+__all__ = ["Viewer", "export_page", "select_rows", "serve"]

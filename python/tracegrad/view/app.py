@@ -1,6 +1,6 @@
 """Serve the page: on loopback only, with GET only, and every address starts with a token.
 
-`Session` and `pieces` provide the answers. Third-party text never runs as a script: the content security policy of
+`Viewer` and `pieces` provide the answers. Third-party text never runs as a script: the content security policy of
 every response allows only the page's own files.
 """
 
@@ -20,10 +20,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from tracegrad.errors import TracegradError, shown
+from tracegrad.errors import TracegradError, escape_terminal
 from tracegrad.view import export, pieces, runs
 from tracegrad.view.html import SCRIPTS, STYLES, page
-from tracegrad.view.loaded import Session
+from tracegrad.view.loaded import Viewer
 from tracegrad.view.searcher import Searcher
 
 POLICY = (
@@ -41,13 +41,13 @@ _HEADERS = {
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
-def application(session: Session, token: str) -> Starlette:
+def application(session: Viewer, token: str) -> Starlette:
     """Return the application that serves a session's page below `/TOKEN/`."""
     return _App(session, token).made()
 
 
 class _App:
-    def __init__(self, session: Session, token: str) -> None:
+    def __init__(self, session: Viewer, token: str) -> None:
         self.session, self.token = session, token
         self.searcher = Searcher(session.indexer.path)
 
@@ -127,7 +127,7 @@ class _App:
 
     async def group(self, request: Request) -> Response:
         n = _row(request)
-        return _Json({"html": await run_in_threadpool(pieces.beside, self.session, n)})
+        return _Json({"html": await run_in_threadpool(pieces.group_html, self.session, n)})
 
     async def runs(self, request: Request) -> Response:
         chosen = request.query_params.getlist("run")
@@ -177,7 +177,7 @@ def _with_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[
         except TracegradError as error:
             return _Json({"error": str(error)}, status_code=400)
         except (OSError, sqlite3.Error) as error:  # A file or the index was removed or damaged.
-            description = shown(f"{type(error).__name__}: {error}")[:300]
+            description = escape_terminal(f"{type(error).__name__}: {error}")[:300]
             return _Json(
                 {"error": f"{description}. Nothing can be shown of it. Open the viewer again."}, status_code=410
             )

@@ -150,18 +150,18 @@ def tags(database: sqlite3.Connection) -> list[tuple[str, int]]:
     return database.execute("SELECT name, count(*) AS k FROM tag GROUP BY name ORDER BY k DESC, name").fetchall()
 
 
-def tagged(database: sqlite3.Connection, tag: str) -> NDArray[np.int32]:
+def rows_with_tag(database: sqlite3.Connection, tag: str) -> NDArray[np.int32]:
     """Return the rows with a tag, ascending."""
     rows = database.execute("SELECT n FROM tag WHERE name = ? ORDER BY n", (_storable(tag),))
     return np.array([n for (n,) in rows], np.int32)
 
 
-def tell(database: sqlite3.Connection, name: str, value: Any) -> None:
+def set_property(database: sqlite3.Connection, name: str, value: Any) -> None:
     """Store a property of the index itself."""
     database.execute("INSERT OR REPLACE INTO told VALUES(?, ?)", (name, str(value)))
 
 
-def told(database: sqlite3.Connection, name: str) -> str | None:
-    """Return a property that `tell` stored, or None."""
+def get_property(database: sqlite3.Connection, name: str) -> str | None:
+    """Return a property that `set_property` stored, or None."""
     row = database.execute("SELECT value FROM told WHERE name = ?", (name,)).fetchone()
     return row[0] if row else None

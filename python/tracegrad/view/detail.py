@@ -16,14 +16,14 @@ from tracegrad._html import escape, number, percent
 from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.sampling import options
+from tracegrad.data.sampling import format_options
 from tracegrad.data.trace import Trace
-from tracegrad.errors import TracegradError, redacted
-from tracegrad.images import Pictures
+from tracegrad.errors import TracegradError, redact
+from tracegrad.images import Images
 from tracegrad.report.token_map import PerToken, Thumbnails, Writer
-from tracegrad.trainer.token_log import CLIPPED, StepTerms
+from tracegrad.trainer.token_log import CLIPPED, StepTokens
 from tracegrad.view.features import message_parts, tool_calls
-from tracegrad.view.tokens import Shown
+from tracegrad.view.tokens import TraceTokens
 
 FOLD = 4_000
 """Number of characters of a message that are sent at first. The page requests more in parts."""
@@ -70,7 +70,7 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
 def _sampling(trace: Trace) -> str:
     """Return the sampling options of its turns other than temperature, each distinct set once."""
     option_texts = [
-        options({**({} if turn.top_p is None else {"top_p": round(turn.top_p, 6)}), **turn.sampling})
+        format_options({**({} if turn.top_p is None else {"top_p": round(turn.top_p, 6)}), **turn.sampling})
         for turn in trace.generations
     ]
     return "; ".join(dict.fromkeys(filter(None, option_texts)))[:400]
@@ -100,7 +100,7 @@ def messages(trace: Trace, whole: int = FOLD, drawn: Thumbnails | None = None) -
 
 def pictures(trace: Trace, drawn: Thumbnails) -> Callable[[str], str]:
     """Return a function that renders the image of a digest in the messages of a trace."""
-    table = Pictures.of_records(trace.core)
+    table = Images.of_records(trace.core)
     rows = {digest.tobytes().hex(): row for row, digest in enumerate(table.digest)}
     return lambda digest: drawn.html(table, rows[digest]) if digest in rows else drawn.absent(digest)
 
@@ -120,11 +120,11 @@ def _message(
     labels += [str(name)[:80]] if name else []
     contents = message_parts(message)
     calls = "".join(_call(name, arguments, whole) for name, arguments in tool_calls(message))
-    body = f'<div class="said">{folded(contents, index, 0, whole, show)}</div>' if contents else ""
+    body = f'<div class="said">{message_html(contents, index, 0, whole, show)}</div>' if contents else ""
     return f'<article class="{kind}"><h4>{escape(" · ".join(labels))}</h4>{body}{calls}</article>'
 
 
-def folded(said: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
+def message_html(said: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
     """Return at most `whole` characters of a message from `start` on, with a button for more.
 
     Args:
@@ -162,15 +162,15 @@ def _call(name: str, arguments: str, whole: int) -> str:
     return f'<pre class="call"><b>{escape(name[:200])}</b>({escape(inner[:whole])}{more})</pre>'
 
 
-def aligned(trace: Trace, tokenizer: Tokenizer) -> tuple[Shown | None, str]:
+def align_trace(trace: Trace, tokenizer: Tokenizer) -> tuple[TraceTokens | None, str]:
     """Return the tokens of a record as training would use them. If that fails, return None and the reason."""
     try:
-        return Shown(None, align(trace, tokenizer, lenient=True)), ""
+        return TraceTokens(None, align(trace, tokenizer, lenient=True)), ""
     except TracegradError as error:
         return None, str(error)
 
 
-def tokens(shown: Shown, token_bytes: Callable[[int], bytes], at: int, drawn: Thumbnails | None = None) -> str:
+def tokens(shown: TraceTokens, token_bytes: Callable[[int], bytes], at: int, drawn: Thumbnails | None = None) -> str:
     """Return the tokens of a trace as HTML, with the values of step `at` (an index into `shown.steps`)."""
     sequences = shown.sequences
     values = _values(sequences, shown.steps[at] if shown.steps else None)
@@ -183,7 +183,7 @@ def tokens(shown: Shown, token_bytes: Callable[[int], bytes], at: int, drawn: Th
     return "".join(parts)
 
 
-def _values(sequences: Sequences, step: StepTerms | None) -> PerToken:
+def _values(sequences: Sequences, step: StepTokens | None) -> PerToken:
     empty = PerToken.of(sequences.tokens, [])
     if step is None:
         return empty
@@ -198,7 +198,7 @@ def _values(sequences: Sequences, step: StepTerms | None) -> PerToken:
     return PerToken(**{**vars(empty), "words": step.words})
 
 
-def history(shown: Shown) -> str:
+def history(shown: TraceTokens) -> str:
     """Return a table of the trace's values, with one row per step."""
     heads = ("step", "advantage", "mean ratio", "mean weight", "kept", "clipped", "entropy", "pull")
     rows = []
@@ -249,7 +249,7 @@ def python(path: str, place: int, trace_id: str, *, model: str | None, run: str 
     if path and model:
         lines += [f"sequences = tg.align(trace, tg.Tokenizer.from_pretrained({model!r}))"]
     if run:
-        lines += ["from tracegrad.trainer.token_log import Terms", f"steps = Terms({run!r}).of({trace_id!r})"]
+        lines += ["from tracegrad.trainer.token_log import TokenLog", f"steps = TokenLog({run!r}).of({trace_id!r})"]
     if token is not None and path and model:
         lines += [f"print(sequences.ids[{token}], sequences.rollout_logprobs[{token}])"]
     elif token is not None and run:
@@ -264,4 +264,4 @@ def python(path: str, place: int, trace_id: str, *, model: str | None, run: str 
 
 def shell(paths: list[str], model: str | None) -> str:
     """Return the command that opens the page again."""
-    return shlex.join(["tracegrad", "view", *map(redacted, paths), *(["--model", model] if model else [])])
+    return shlex.join(["tracegrad", "view", *map(redact, paths), *(["--model", model] if model else [])])

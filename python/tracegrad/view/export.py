@@ -19,14 +19,14 @@ from tracegrad.report.token_map import Thumbnails
 from tracegrad.storage import files
 from tracegrad.view import pieces, runs
 from tracegrad.view.html import SCRIPTS, page, style
-from tracegrad.view.loaded import NAMES, Session
+from tracegrad.view.loaded import NAMES, Viewer
 
 MOST = 2000
 _MOST_TEXT = 20_000  # Searchable characters per trace.
 _WHOLE = 20_000  # Characters shown per message.
 
 
-def page_of(session: Session, rows: Sequence[int]) -> str:
+def page_of(session: Viewer, rows: Sequence[int]) -> str:
     """Return the page.
 
     Args:
@@ -56,7 +56,7 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
     return page("".join([*blocks, *(f"<script>{script}</script>" for script in scripts)]), head) + "\n"
 
 
-def write(session: Session, rows: Sequence[int], path: Path) -> int:
+def export_page(session: Viewer, rows: Sequence[int], path: Path) -> int:
     """Write the page, completely or not at all, and return its size in bytes.
 
     Raises:
@@ -74,7 +74,7 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
     return len(text)
 
 
-def chosen(session: Session, where: Sequence[str], search: str, sort: str, limit: int) -> list[int]:
+def select_rows(session: Viewer, where: Sequence[str], search: str, sort: str, limit: int) -> list[int]:
     """Return the rows that the flags of a command select.
 
     Args:
@@ -108,7 +108,7 @@ def chosen(session: Session, where: Sequence[str], search: str, sort: str, limit
 _SIGNS = {"<=": np.less_equal, ">=": np.greater_equal, "<": np.less, ">": np.greater, "=": np.equal}
 
 
-def _holds(session: Session, columns: dict[str, Any], condition: str) -> Any:
+def _holds(session: Viewer, columns: dict[str, Any], condition: str) -> Any:
     if not (sign := next((sign for sign in _SIGNS if sign in condition), "")):
         return np.isin(np.arange(session.rows), session.tagged(condition))
     name, _, value = condition.partition(sign)
@@ -130,7 +130,7 @@ def _column(columns: dict[str, Any], name: str) -> Any:
     return columns[name]
 
 
-def _data(session: Session, rows: Sequence[int], numbers_of_rows: dict[int, int]) -> dict[str, Any]:
+def _data(session: Viewer, rows: Sequence[int], numbers_of_rows: dict[int, int]) -> dict[str, Any]:
     state = session.state() | {"rows": len(rows), "done": True, "problems": []}
     names = [name for name, _ in state["tags"]]
     tagged = {

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tracegrad import _core
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data import Map, stream
+from tracegrad.data import FieldMap, stream
 from tracegrad.data.trace import Traces
-from tracegrad.errors import TracegradError, shown
+from tracegrad.errors import TracegradError, escape_terminal
 from tracegrad.view import database
 from tracegrad.view.features import Codes, rows_of
 from tracegrad.view.inputs import Source
-from tracegrad.view.place import Place
+from tracegrad.view.place import IndexFolder
 from tracegrad.view.tokens import TokenSets
 
 _BATCH, _GRAMS = 500, 10_000
@@ -46,10 +46,10 @@ class Indexer:
     """
 
     def __init__(
-        self, sources: Sequence[Source], folder: Path, tokenizer: Tokenizer | None, sets: TokenSets, map: Map
+        self, sources: Sequence[Source], folder: Path, tokenizer: Tokenizer | None, sets: TokenSets, map: FieldMap
     ) -> None:
         self._sources, self._tokenizer, self._sets, self._map = list(sources), tokenizer, sets, map
-        self._place = Place(folder, _key(sources, tokenizer, map))
+        self._place = IndexFolder(folder, _key(sources, tokenizer, map))
         self.path = self._place.path
         self.problems: list[str] = []
         self.aligned = tokenizer is not None
@@ -57,9 +57,9 @@ class Indexer:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="index", daemon=True)
         self._database = database.connect(self.path, write=True)
-        self.done = database.told(self._database, "done") == "1"
-        self.rows = int(database.told(self._database, "rows") or 0)
-        self._gramed = int(database.told(self._database, "grams") or 0)
+        self.done = database.get_property(self._database, "done") == "1"
+        self.rows = int(database.get_property(self._database, "rows") or 0)
+        self._gramed = int(database.get_property(self._database, "grams") or 0)
         if self.done:
             sets.known.update(name for (name,) in self._database.execute("SELECT id FROM trace"))
             files = [source.path for source in self._sources if source.kind == "file"]
@@ -74,7 +74,7 @@ class Indexer:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        is_complete = database.told(self._database, "done") == "1" and self._gramed == self.rows
+        is_complete = database.get_property(self._database, "done") == "1" and self._gramed == self.rows
         self._database.close()
         self._place.close(keep=is_complete)
 
@@ -86,20 +86,20 @@ class Indexer:
                 self._all_grams()
                 self.done = not self._stop.is_set()
                 if self.done and not any(source.kind in ("frames", "terms") for source in self._sources):
-                    database.tell(self._database, "done", 1)
+                    database.set_property(self._database, "done", 1)
             while not self._stop.wait(_LOOK_S):
                 for number, source in enumerate(self._sources):
                     self._reporting_errors(source.name, lambda n=number, s=source: self._read_new(n, s))
                 self._all_grams()
         except Exception as error:  # Report the error on the page instead of ending silently.
-            self.problems.append(f"the index ended: {shown(f'{type(error).__name__}: {error}'[:300])}")
+            self.problems.append(f"the index ended: {escape_terminal(f'{type(error).__name__}: {error}'[:300])}")
             self.done = True
 
     def _reporting_errors(self, name: str, step: Callable[[], None]) -> None:
         try:
             step()
         except TracegradError as error:
-            line = f"{name}: {shown(str(error))[:300]}"
+            line = f"{name}: {escape_terminal(str(error))[:300]}"
             if line not in self.problems:
                 self.problems.append(line)
 
@@ -116,9 +116,9 @@ class Indexer:
                 return
         report = batches.read_report
         if report.bad:
-            first = shown("; ".join(report.errors[:1]))[:300]
+            first = escape_terminal("; ".join(report.errors[:1]))[:300]
             self.problems.append(f"{source.name}: {report.bad:,} bad records left out, the first: {first}")
-        self._ends[source.path] = size if self._map == Map() and _grows(source.path) else -1
+        self._ends[source.path] = size if self._map == FieldMap() and _grows(source.path) else -1
 
     def _read_new(self, number: int, source: Source) -> None:
         """Add what arrived since the last check."""
@@ -152,7 +152,7 @@ class Indexer:
         database.add(self._database, self.rows, rows)
         self._sets.known.update(row.id for row in rows)
         self.rows += len(rows)
-        database.tell(self._database, "rows", self.rows)
+        database.set_property(self._database, "rows", self.rows)
         if self.rows - self._gramed >= _GRAMS:
             self._all_grams()
 
@@ -161,7 +161,7 @@ class Indexer:
             last = min(self._gramed + 2000, self.rows)
             database.add_grams(self._database, self._gramed, last)
             self._gramed = last
-            database.tell(self._database, "grams", last)
+            database.set_property(self._database, "grams", last)
 
 
 def _grows(path: Path) -> bool:
@@ -186,7 +186,7 @@ def _tail(path: Path, end: int) -> tuple[list[bytes], int]:
     return [line for line in data[:complete].splitlines() if line.strip()], end + complete
 
 
-def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, map: Map) -> str:
+def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, map: FieldMap) -> str:
     """Return the key of an index, which depends on the current state of its sources."""
     parts = [f"{source.kind} {source.path.resolve()} {_stamp(source)}" for source in sources]
     text = "\n".join([*parts, str(map), "" if tokenizer is None else "aligned"])

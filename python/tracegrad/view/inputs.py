@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tracegrad.data.sources import Place, expand
-from tracegrad.errors import ReadError, redacted
+from tracegrad.errors import ReadError, redact
 from tracegrad.storage import manifest
 
 TRACES = "played"
@@ -37,7 +37,7 @@ class Source:
     def name(self) -> str:
         """Return its name on the page."""
         if self.place is not None and self.place.kind == "address":
-            return redacted(self.place.path).rpartition("/")[2]
+            return redact(self.place.path).rpartition("/")[2]
         return self.path.name if self.run is None else f"{self.run.name}/{self.path.name}"
 
 

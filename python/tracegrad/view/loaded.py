@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tracegrad import advantage
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data import Map
+from tracegrad.data import FieldMap
 from tracegrad.data.trace import Trace, Traces
 from tracegrad.errors import ArgumentError
 from tracegrad.report.page import bytes_of
@@ -33,7 +33,7 @@ class _Columns:
     values: dict[str, NDArray[np.float32]]
 
 
-class Session:
+class Viewer:
     """Opens paths and indexes them in the background. Use it as a context manager.
 
     Args:
@@ -47,7 +47,7 @@ class Session:
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], index: Path, model: str | Path | None = None, map: Map | None = None
+        self, paths: Sequence[str | Path], index: Path, model: str | Path | None = None, map: FieldMap | None = None
     ) -> None:
         self.paths = [str(path) for path in paths]
         sources, self.runs = find(paths)
@@ -56,7 +56,7 @@ class Session:
         self.tokenizer = Tokenizer.from_pretrained(self.model) if self.model else None
         self.sets = TokenSets(self.tokenizer)
         # Align only if the user named a model. A run's own tokens need a tokenizer, but no alignment.
-        self.indexer = Indexer(self.sources, index, self.tokenizer if model else None, self.sets, map or Map())
+        self.indexer = Indexer(self.sources, index, self.tokenizer if model else None, self.sets, map or FieldMap())
         self._database = database.connect(self.indexer.path)
         self._lock = threading.RLock()
         self._columns = _Columns(-1, -1, {})
@@ -64,7 +64,7 @@ class Session:
         self._bytes: dict[int, bytes] = {}
         self._drawn: dict[bytes, tuple[str, str]] = {}
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "Viewer":
         self.indexer.start()
         return self
 
@@ -120,7 +120,7 @@ class Session:
     def tagged(self, tag: str) -> NDArray[np.int32]:
         """Return the rows with a tag."""
         with self._lock:
-            return database.tagged(self._database, tag)
+            return database.rows_with_tag(self._database, tag)
 
     def where(self, n: int) -> tuple[str, str, Source, int]:
         """Return id, group, source of a row, and its index in the source.

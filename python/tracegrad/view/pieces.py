@@ -8,12 +8,12 @@ from typing import Any
 
 from tracegrad._html import escape, number
 from tracegrad.data.trace import Trace
-from tracegrad.errors import ArgumentError, redacted
+from tracegrad.errors import ArgumentError, redact
 from tracegrad.report.token_map import Thumbnails
 from tracegrad.view import detail
 from tracegrad.view.features import message_parts, message_text, tool_calls
-from tracegrad.view.loaded import Session
-from tracegrad.view.tokens import Shown
+from tracegrad.view.loaded import Viewer
+from tracegrad.view.tokens import TraceTokens
 
 MOST = 16
 """Maximum number of traces of a group that are shown together."""
@@ -21,7 +21,7 @@ _MOST_WORDS = 1200
 
 
 def trace(
-    session: Session,
+    session: Viewer,
     n: int,
     *,
     run: str = "",
@@ -47,9 +47,9 @@ def trace(
     sets = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
     reason = ""
     if sets:
-        shown: Shown | None = session.sets.shown(sets[0], name)
+        shown: TraceTokens | None = session.sets.shown(sets[0], name)
     elif record is not None and session.tokenizer is not None:
-        shown, reason = detail.aligned(record, session.tokenizer)
+        shown, reason = detail.align_trace(record, session.tokenizer)
     else:
         shown, reason = (
             None,
@@ -60,7 +60,7 @@ def trace(
     numbers = {key: float(column[n]) for key, column in values.items() if key not in ("group", "source")}
     facts = detail.of_trace(record) if record is not None else [("group", group_name or "alone")]
     facts += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
-    path = "" if source.kind != "file" else redacted(source.place.path if source.place else source.path)
+    path = "" if source.kind != "file" else redact(source.place.path if source.place else source.path)
     run_path = sets[0].source.run if sets else None
     code = {"model": session.model, "run": None if run_path is None else str(run_path), "token": None}
     return {
@@ -86,7 +86,7 @@ def trace(
 _MORE = ("advantage", "lag", "pull", "clipped", "masked")
 
 
-def message(session: Session, n: int, index: int, start: int) -> str:
+def message(session: Viewer, n: int, index: int, start: int) -> str:
     """Return more of a message that was shortened.
 
     Raises:
@@ -96,15 +96,15 @@ def message(session: Session, n: int, index: int, start: int) -> str:
     if record is None or not 0 <= index < len(record.pool) or start < 0:
         raise ArgumentError(f"TG-VIEW-009: row {n} has no message {index}. There is nothing more to show.")
     picture_html = detail.pictures(record, Thumbnails(drawn=session.drawn))
-    return detail.folded(message_parts(record.pool[index]), index, start, detail.PART, picture_html)
+    return detail.message_html(message_parts(record.pool[index]), index, start, detail.PART, picture_html)
 
 
-def beside(session: Session, n: int) -> str:
+def group_html(session: Viewer, n: int) -> str:
     """Return the traces of a row's group side by side."""
     return side_by_side(session, {row: row for row in session.group(n, MOST)})
 
 
-def side_by_side(session: Session, rows: Mapping[int, int]) -> str:
+def side_by_side(session: Viewer, rows: Mapping[int, int]) -> str:
     """Return the answers of rows in columns, with words marked that differ from the first.
 
     Args:

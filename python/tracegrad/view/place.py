@@ -17,7 +17,7 @@ from tracegrad.view import database
 _LOCK = "lock"
 
 
-class Place:
+class IndexFolder:
     """The folder `folder/key`, or a temporary folder next to it if another viewer uses that one.
 
     Attributes:
@@ -94,7 +94,7 @@ def _is_complete(path: Path) -> bool:
     try:
         connection = database.connect(path)
         try:
-            return database.told(connection, "done") == "1"
+            return database.get_property(connection, "done") == "1"
         finally:
             connection.close()
     except (sqlite3.Error, ReadError):  # The file is damaged or not an index.

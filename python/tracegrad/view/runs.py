@@ -11,7 +11,7 @@ from typing import Any
 from tracegrad import config, metrics, recipes
 from tracegrad._html import escape, number, percent
 from tracegrad.errors import TracegradError
-from tracegrad.report.charts import curves, overlaid
+from tracegrad.report.charts import curves, overlay_curves
 
 _QUIET_S = 180.0
 _MOST_JSON = 16 << 20
@@ -31,7 +31,7 @@ def page(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
     heads = "".join(
         f"<th>{head}</th>" for head in ("", "run", "state", "recipe", "objective", "steps", "reward", "outcome")
     )
-    charts = overlaid(rows) if len(selected) > 1 else curves(rows[selected[0]])
+    charts = overlay_curves(rows) if len(selected) > 1 else curves(rows[selected[0]])
     return (
         f"<h1>Runs</h1>{_table(heads, lines)}{_differences(configs, selected)}<h2>{escape(' and '.join(selected))}</h2>"
         f'<div class="curves">{charts or "<p>No step was taken yet.</p>"}</div>'
@@ -121,7 +121,7 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
             ("eval_low", "eval_high") if key == "eval_reward" else ("off_policy_value_low", "off_policy_value_high")
         )
         last = next((row for row in reversed(rows) if isinstance(row.get(key), (int, float))), None)
-        if last is not None and key == "off_policy_value" and metrics.off_policy_value_of(last) is None:
+        if last is not None and key == "off_policy_value" and metrics.off_policy_estimate(last) is None:
             return "off policy value not known"
         if last is not None:
             span = f" [{number(last[low])}, {number(last[high])}]" if _has_numbers(last, low, high) else ""

@@ -20,14 +20,16 @@ SECONDS = 0.12
 _PART = 512
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """Matching rows, ascending. `next` is the row to continue from, or None at the end."""
 
     rows: list[int]
     next: int | None
 
 
-def find(path: str, query: str, regex: bool, start: int = 0, seconds: float = SECONDS, most: int = 20_000) -> Found:
+def find(
+    path: str, query: str, regex: bool, start: int = 0, seconds: float = SECONDS, most: int = 20_000
+) -> SearchResult:
     """Return rows from `start` on whose text matches the query, as far as the time allows.
 
     Args:
@@ -46,8 +48,8 @@ def find(path: str, query: str, regex: bool, start: int = 0, seconds: float = SE
             if matches(text):
                 rows.append(n)
             if time.monotonic() > end or len(rows) >= most:
-                return Found(rows, n + 1)
-        return Found(rows, None)
+                return SearchResult(rows, n + 1)
+        return SearchResult(rows, None)
     finally:
         source.close()
 
@@ -69,7 +71,7 @@ def _matcher(query: str, regex: bool) -> tuple[Callable[[str], Any], list[str]]:
 
 def _texts(source: sqlite3.Connection, grams: list[str], start: int) -> Iterator[tuple[int, str]]:
     """Yield rows from `start` on that can match, ascending. Rows without trigrams yet follow unfiltered."""
-    indexed = int(database.told(source, "grams") or 0)
+    indexed = int(database.get_property(source, "grams") or 0)
     if grams:
         expression = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in grams)
         select = "SELECT rowid FROM grams WHERE grams MATCH ? AND rowid >= ? AND rowid < ? ORDER BY rowid"

@@ -12,8 +12,8 @@ from typing import Any
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.view.search import find
 
-SECONDS = 5.0
-BEGIN_S = 60.0
+QUERY_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 60.0
 """Seconds that the process may take to start. This time does not count against the query."""
 _MOST_LINE = 16 << 20
 
@@ -45,7 +45,7 @@ class Searcher:
             process.stdin.write(json.dumps([query, regex, start]).encode() + b"\n")
             try:
                 await process.stdin.drain()
-                line = await asyncio.wait_for(process.stdout.readline(), SECONDS)
+                line = await asyncio.wait_for(process.stdout.readline(), QUERY_TIMEOUT_S)
             except (asyncio.TimeoutError, OSError):
                 line = b""
             except BaseException:  # The request was cancelled. The next query must not read its answer.
@@ -54,8 +54,8 @@ class Searcher:
             if not line.endswith(b"\n"):
                 await self.close()
                 raise ArgumentError(
-                    f"TG-VIEW-012: {query[:80]!r}: took longer than {SECONDS:.0f} seconds and was ended. Nothing is "
-                    "found by it. Write an expression without nested repeats."
+                    f"TG-VIEW-012: {query[:80]!r}: took longer than {QUERY_TIMEOUT_S:.0f} seconds and was ended. Nothing "
+                    "is found by it. Write an expression without nested repeats."
                 )
         answer = json.loads(line)
         if "error" in answer:
@@ -77,7 +77,7 @@ class Searcher:
         )
         assert self._process.stdout is not None
         try:
-            ready_line = await asyncio.wait_for(self._process.stdout.readline(), BEGIN_S)
+            ready_line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
         except asyncio.TimeoutError:
             ready_line = b""
         except BaseException:

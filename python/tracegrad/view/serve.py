@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.view.loaded import Session
+from tracegrad.view.loaded import Viewer
 
 
-def serve(session: Session, *, port: int = 0, token: str | None = None, say: Callable[[str], None] = print) -> None:
+def serve(session: Viewer, *, port: int = 0, token: str | None = None, say: Callable[[str], None] = print) -> None:
     """Serve an open session. Returns after SIGINT or SIGTERM.
 
     Args:

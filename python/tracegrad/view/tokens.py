@@ -1,7 +1,7 @@
 """Find the tokens of traces in prepared shards and in the steps that runs stored.
 
-`TokenSets` finds them by trace id and aggregates each trace's step values. `Shown` is one trace with all its steps.
-This module has no HTML.
+`TokenSets` finds them by trace id and aggregates each trace's step values. `TraceTokens` is one trace with all its
+steps. This module has no HTML.
 """
 
 import math
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.codes import GIVEN, SAMPLED, TIERS
+from tracegrad.data.codes import PROMPT, SAMPLED, TIERS
 from tracegrad.errors import TracegradError
 from tracegrad.storage import manifest
-from tracegrad.trainer.token_log import CLIPPED, StepTerms, Terms, subset
+from tracegrad.trainer.token_log import CLIPPED, StepTokens, TokenLog, subset
 from tracegrad.view.database import Row
 from tracegrad.view.features import Codes, of_sequences
 from tracegrad.view.inputs import Source
@@ -41,12 +41,12 @@ class TokenSet:
 
 
 @dataclass(frozen=True)
-class Shown:
+class TraceTokens:
     """The tokens of one trace, and its values in the steps of its run. `place` indexes `sequences`."""
 
     source: Source | None
     sequences: Sequences
-    steps: tuple[StepTerms, ...] = ()
+    steps: tuple[StepTokens, ...] = ()
 
 
 class TokenSets:
@@ -81,12 +81,12 @@ class TokenSets:
         of_runs = [tokens for tokens in matches if tokens.source.run is not None]
         return [*of_runs[::-1], *(tokens for tokens in matches[::-1] if tokens.source.run is None)]
 
-    def shown(self, tokens: TokenSet, trace_id: str) -> Shown:
+    def shown(self, tokens: TokenSet, trace_id: str) -> TraceTokens:
         """Return one trace with all its steps."""
         row = tokens.row[trace_id]
         part, places = subset(tokens.sequences, [row])
         if tokens.source.kind != "terms":
-            return Shown(None, part)
+            return TraceTokens(None, part)
         order = np.argsort(places)
         steps = []
         for step in self._steps(tokens):
@@ -94,7 +94,7 @@ class TokenSets:
             if len(trace_step.place):
                 local = order[np.searchsorted(places, trace_step.place, sorter=order)]
                 steps.append(
-                    StepTerms(
+                    StepTokens(
                         trace_step.step,
                         trace_step.tokens,
                         trace_step.words,
@@ -104,7 +104,7 @@ class TokenSets:
                         trace_step.values,
                     )
                 )
-        return Shown(tokens.source, part, tuple(steps))
+        return TraceTokens(tokens.source, part, tuple(steps))
 
     def columns(self, names: dict[str, int], rows: int) -> dict[str, NDArray[np.float32]]:
         """Return [rows] for each of `OF_STEPS`. If several runs have a trace, the newest counts."""
@@ -125,8 +125,8 @@ class TokenSets:
             ]
         return [(path, name) for path, name in candidates if path not in self._finished]
 
-    def _steps(self, tokens: TokenSet) -> Iterator[StepTerms]:
-        token_log = Terms(tokens.source.path)
+    def _steps(self, tokens: TokenSet) -> Iterator[StepTokens]:
+        token_log = TokenLog(tokens.source.path)
         for _, path in token_log.files():
             step = token_log.read(path)
             if step.tokens == tokens.name:
@@ -136,7 +136,7 @@ class TokenSets:
         """Return the values of every trace of a run. Each step file is read only once."""
         sums = self._summed.setdefault(source.path, {})
         names = {tokens.name: tokens.sequences for tokens in self.sets if tokens.source == source}
-        token_log = Terms(source.path)
+        token_log = TokenLog(source.path)
         for _, path in token_log.files():
             if path in self._finished:
                 continue
@@ -146,7 +146,7 @@ class TokenSets:
                 continue  # The step is incomplete or damaged. `shown` raises the precise error.
             if step.tokens in names:
                 self._finished.add(path)
-                rows, values = summed(step)
+                rows, values = aggregate_by_trace(step)
                 sequences = names[step.tokens]
                 for row, trace_values in zip(rows.tolist(), values.T.tolist(), strict=True):
                     sums[sequences.trace_name(row)] = tuple(trace_values)
@@ -189,13 +189,13 @@ class TokenSets:
         try:
             text = self.tokenizer.decode(ids)
             prompt_length = int(np.argmax(source == SAMPLED)) if (source == SAMPLED).any() else len(ids)
-            prompt = self.tokenizer.decode(ids[:prompt_length][source[:prompt_length] == GIVEN])
+            prompt = self.tokenizer.decode(ids[:prompt_length][source[:prompt_length] == PROMPT])
         except TracegradError:
             return "", "its ids are not this model's"
         return text, " ".join(prompt[-400:].split())[-160:]
 
 
-def summed(step: StepTerms) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def aggregate_by_trace(step: StepTokens) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return the rows of a step, and [len(OF_STEPS), rows] their values."""
     rows, index, count = np.unique(step.trace, return_inverse=True, return_counts=True)
 

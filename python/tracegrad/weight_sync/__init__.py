@@ -6,7 +6,7 @@
 from tracegrad.weight_sync.file import File
 from tracegrad.weight_sync.lora_adapter import Lora
 from tracegrad.weight_sync.nccl import Nccl
-from tracegrad.weight_sync.push import Evicted, Pushed, Sync, SyncError
+from tracegrad.weight_sync.push import Eviction, Sync, SyncError, SyncResult
 from tracegrad.weight_sync.vllm_args import engine_arguments, vllm_arguments
 
-__all__ = ["Evicted", "File", "Lora", "Nccl", "Pushed", "Sync", "SyncError", "engine_arguments", "vllm_arguments"]
+__all__ = ["Eviction", "File", "Lora", "Nccl", "Sync", "SyncError", "SyncResult", "engine_arguments", "vllm_arguments"]

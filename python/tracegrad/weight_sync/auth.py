@@ -1,6 +1,6 @@
 """Restrict who may change a server's weights: only this machine, or clients with its token.
 
-`refuse_open` is the check of the trainer. `Guard` protects the server: vLLM requires its key only on /v1 and
+`check_protected` is the check of the trainer. `Guard` protects the server: vLLM requires its key only on /v1 and
 /inference, so anyone who can reach the port could otherwise pause it, load weights and call methods of its workers.
 Imports only this package.
 """
@@ -20,13 +20,13 @@ from tracegrad.errors import ArgumentError
 if TYPE_CHECKING:
     from tracegrad.rollout.client import Servers
 
-FREE = {"/health", "/ping"}
+OPEN_PATHS = {"/health", "/ping"}
 
 
-def loopback(url: str) -> bool:
+def is_loopback(url: str) -> bool:
     """Return whether a URL is only reachable from this machine.
 
-    >>> loopback("http://127.0.0.1:8000"), loopback("http://[::1]:80"), loopback("http://10.0.0.5:8000")
+    >>> is_loopback("http://127.0.0.1:8000"), is_loopback("http://[::1]:80"), is_loopback("http://10.0.0.5:8000")
     (True, True, False)
     """
     host = urlsplit(url).hostname or ""
@@ -36,13 +36,13 @@ def loopback(url: str) -> bool:
         return False
 
 
-async def refuse_open(servers: Servers, path: str) -> None:
+async def check_protected(servers: Servers, path: str) -> None:
     """Raise ArgumentError for a server on another machine that answers control requests without a token.
 
     Raises:
         ArgumentError: also if such a server requires a token and `servers.key` is None.
     """
-    remote = [url for url in servers.urls if not loopback(url)]
+    remote = [url for url in servers.urls if not is_loopback(url)]
     answers = await asyncio.gather(*(servers.ask(url, path, method="GET", token=False) for url in remote))
     for url, answer in zip(remote, answers, strict=True):
         if answer.status not in (401, 403):
@@ -59,7 +59,7 @@ async def refuse_open(servers: Servers, path: str) -> None:
 
 
 class Guard:
-    """Middleware for vLLM's `--middleware`: every path except `FREE` requires VLLM_API_KEY."""
+    """Middleware for vLLM's `--middleware`: every path except `OPEN_PATHS` requires VLLM_API_KEY."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         if not (key := os.environ.get("VLLM_API_KEY", "")):
@@ -73,7 +73,7 @@ class Guard:
         """Pass on requests with the token; answer all others with 401, and close websockets."""
         headers = dict(scope.get("headers") or ())
         is_authorized = hmac.compare_digest(headers.get(b"authorization", b""), self.token)
-        if scope["type"] not in ("http", "websocket") or scope["path"] in FREE or is_authorized:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS or is_authorized:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
-from tracegrad.weight_sync.auth import refuse_open
-from tracegrad.weight_sync.push import Pushed, Pusher, checked_version, do
+from tracegrad.weight_sync.auth import check_protected
+from tracegrad.weight_sync.push import SyncResult, SyncRunner, check_version, send_control_request
 from tracegrad.weight_sync.weights import remove_old, write
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class File:
         self._newest: tuple[Path, int] | None = None
         self._written: list[Path] = []
         self._ready: set[str] = set()
-        self._pusher = Pusher(servers, self._steps, timeout_s)
+        self._pusher = SyncRunner(servers, self._steps, timeout_s)
         self._is_protected = False
         servers.admission = self._admit
 
-    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
+    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> SyncResult:
         """Push weights to every server.
 
         Args:
@@ -66,9 +66,9 @@ class File:
             SyncError: if no server loaded them.
             ArgumentError: for an unprotected server, or invalid weights.
         """
-        checked_version(version)
+        check_version(version)
         if not self._is_protected:
-            await refuse_open(self.servers, "/is_paused")
+            await check_protected(self.servers, "/is_paused")
             self._is_protected = True
         started = time.monotonic()
         if isinstance(weights, (str, Path)):
@@ -108,7 +108,7 @@ class File:
         return time.monotonic() - started
 
     async def _do(self, url: str, path: str, body: Mapping[str, Any] | None) -> None:
-        await do(self.servers, url, path, body, self.timeout_s)
+        await send_control_request(self.servers, url, path, body, self.timeout_s)
 
     async def _admit(self, url: str) -> bool:
         """Return whether a server that is back has the newest weights; push them if it has not."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.storage import files
-from tracegrad.weight_sync.auth import refuse_open
-from tracegrad.weight_sync.push import Pushed, Pusher, checked_version, do
+from tracegrad.weight_sync.auth import check_protected
+from tracegrad.weight_sync.push import SyncResult, SyncRunner, check_version, send_control_request
 from tracegrad.weight_sync.weights import write
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class Lora:
         self.servers, self.folder, self.config = servers, Path(folder).absolute(), config
         self.name, self.keep, self.timeout_s = name, keep, timeout_s
         self.loaded: list[tuple[str, Path]] = []
-        self._pusher = Pusher(servers, self._steps, timeout_s)
+        self._pusher = SyncRunner(servers, self._steps, timeout_s)
         self._is_protected = False
         servers.admission = self._admit
 
-    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
+    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> SyncResult:
         """Load an adapter into every server; new requests then use it.
 
         Args:
@@ -72,9 +72,9 @@ class Lora:
             SyncError: if no server loaded it.
             ArgumentError: for an unprotected server, or an invalid adapter.
         """
-        name = f"{self.name}-v{checked_version(version)}"
+        name = f"{self.name}-v{check_version(version)}"
         if not self._is_protected:
-            await refuse_open(self.servers, "/v1/models")
+            await check_protected(self.servers, "/v1/models")
             self._is_protected = True
         started = time.monotonic()
         if isinstance(weights, (str, Path)):
@@ -114,7 +114,9 @@ class Lora:
         name, path = self.loaded[-1]
         if repeat:  # it may be loaded already if only the answer was lost
             await self._unload(url, name)
-        await do(self.servers, url, "/v1/load_lora_adapter", _load_request(name, path), self.timeout_s)
+        await send_control_request(
+            self.servers, url, "/v1/load_lora_adapter", _load_request(name, path), self.timeout_s
+        )
         return 0.0
 
     async def _unload(self, url: str, name: str) -> None:

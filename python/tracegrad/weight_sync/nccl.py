@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
-from tracegrad.weight_sync.auth import refuse_open
-from tracegrad.weight_sync.push import Evicted, Pushed, Refused, SyncError, checked_version, do
-from tracegrad.weight_sync.weights import distinct
+from tracegrad.weight_sync.auth import check_protected
+from tracegrad.weight_sync.push import (
+    Eviction,
+    RequestRefused,
+    SyncError,
+    SyncResult,
+    check_version,
+    send_control_request,
+)
+from tracegrad.weight_sync.weights import deduplicate
 
 if TYPE_CHECKING:
     from tracegrad.rollout.client import Servers
@@ -55,13 +62,13 @@ class Client:
     def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop, worlds: Mapping[str, int], timeout_s: float):
         self.servers, self.loop, self.worlds, self.timeout_s = servers, loop, worlds, timeout_s
         self.version = ""
-        self.refused: dict[str, Refused] = {}
+        self.refused: dict[str, RequestRefused] = {}
 
     def _all(self, path: str, body: Callable[[str], Mapping[str, Any] | None]) -> None:
         async def send(url: str) -> None:
             try:
-                await do(self.servers, url, path, body(url), self.timeout_s)
-            except Refused as error:
+                await send_control_request(self.servers, url, path, body(url), self.timeout_s)
+            except RequestRefused as error:
                 self.refused[url] = error
                 raise
 
@@ -123,24 +130,24 @@ class Nccl:
         self.engine: Any = None
         self._groups = 0
 
-    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
+    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> SyncResult:
         """Broadcast weights to every server; as `File.push`, but only for tensors on this process's device."""
-        checked_version(version)
+        check_version(version)
         if isinstance(weights, (str, Path)):
             raise ArgumentError(
                 f"TG-SYNC-009: {weights} is a path; NCCL sends tensors. Pass the model's weights, or use "
                 f"weight_sync.File."
             )
         if self._groups == 0:
-            await refuse_open(self.servers, "/is_paused")
-        self.source.weights = distinct(weights)
+            await check_protected(self.servers, "/is_paused")
+        self.source.weights = deduplicate(weights)
         if cpu_tensor_name := next((name for name, tensor in self.source.weights.items() if not tensor.is_cuda), None):
             raise ArgumentError(
                 f"TG-SYNC-010: {cpu_tensor_name} is not on a GPU, and NCCL sends from GPUs alone. Use "
                 f"weight_sync.File elsewhere."
             )
         started = time.monotonic()
-        evicted: list[Evicted] = []
+        evicted: list[Eviction] = []
         error = await self._once(version, evicted)
         repeated = int(error is not None)
         if error is not None and self.servers.urls:
@@ -151,9 +158,9 @@ class Nccl:
                 "servers stay paused. Look at their logs, start them again, and the run from its folder."
             ) from error
         seconds = time.monotonic() - started
-        return Pushed(version, seconds, 0.0, tuple(self.servers.urls), tuple(evicted), repeated=repeated)
+        return SyncResult(version, seconds, 0.0, tuple(self.servers.urls), tuple(evicted), repeated=repeated)
 
-    async def _once(self, version: int, evicted: list[Evicted]) -> Exception | None:
+    async def _once(self, version: int, evicted: list[Eviction]) -> Exception | None:
         """Send to all servers once. On failure, evict the servers that refused, end the group and return the error."""
         try:
             await self._send(str(version))
@@ -165,14 +172,18 @@ class Nccl:
 
     async def _send(self, version: str) -> None:
         urls = list(self.servers.urls)
-        await asyncio.gather(*(do(self.servers, url, "/pause?mode=keep", None, self.timeout_s) for url in urls))
+        await asyncio.gather(
+            *(send_control_request(self.servers, url, "/pause?mode=keep", None, self.timeout_s) for url in urls)
+        )
         if self.engine is None:
             self.engine = await self._join(urls)
         if self.client is not None:
             self.client.version = version
         # If a rank never joins, vLLM's thread stays blocked in NCCL; it is abandoned after the timeout.
         await asyncio.wait_for(asyncio.to_thread(self.engine.send_weights), self.timeout_s)
-        await asyncio.gather(*(do(self.servers, url, "/resume", None, self.timeout_s) for url in urls))
+        await asyncio.gather(
+            *(send_control_request(self.servers, url, "/resume", None, self.timeout_s) for url in urls)
+        )
 
     async def _join(self, urls: list[str]) -> Any:
         """Return vLLM's engine in a group of this process and all workers."""
@@ -188,7 +199,7 @@ class Nccl:
         for url in urls:
             answer = await self.servers.ask(url, "/get_world_size", method="GET", timeout_s=self.timeout_s)
             if not answer.ok:
-                raise Refused("/get_world_size", answer)
+                raise RequestRefused("/get_world_size", answer)
             worlds[url] = int(answer.body["world_size"])
         self.client = Client(self.servers, asyncio.get_running_loop(), worlds, self.timeout_s)
         info = NCCLTrainerInitInfo(
@@ -205,10 +216,10 @@ class Nccl:
         )
         return await asyncio.wait_for(join, self.timeout_s)
 
-    def _evict(self, version: int) -> list[Evicted]:
+    def _evict(self, version: int) -> list[Eviction]:
         refused = {} if self.client is None else self.client.refused
         evictions = [
-            Evicted(url, f"version {version} did not reach it by NCCL: {error}") for url, error in refused.items()
+            Eviction(url, f"version {version} did not reach it by NCCL: {error}") for url, error in refused.items()
         ]
         for eviction in evictions:
             self.servers.evict(eviction.url, eviction.why)

@@ -50,7 +50,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Said:
+class ProbeAnswer:
     """Answer of a server to the probe with this number: prompt ids, [n] sampled ids and their logprobs in nats.
 
     `id` is the server's id of the answer; None if it has none.
@@ -64,7 +64,7 @@ class Said:
     id: str | None = None
 
 
-async def ask(
+async def send_probes(
     servers: Servers,
     probes: Sequence[Probe],
     *,
@@ -74,7 +74,7 @@ async def ask(
     salt: str | None = None,
     timeout_s: float = 60.0,
     wait_s: float = 600.0,
-) -> list[Said]:
+) -> list[ProbeAnswer]:
     """Send probes to every server until each has sampled enough tokens.
 
     Servers that are gone are not probed; they get the weights when they are back.
@@ -122,14 +122,14 @@ async def _rounds(
     again: bool,
     salt: str | None,
     timeout_s: float,
-) -> list[Said]:
+) -> list[ProbeAnswer]:
     """Return the answers of one server; nothing if it is gone."""
-    results: list[Said] = []
+    results: list[ProbeAnswer] = []
     count = first
     for _ in range(ROUNDS):
         numbers = [number % len(probes) for number in range(len(results), len(results) + count)]
         answers = await asyncio.gather(
-            *(ask_one(servers, url, probes[number], number, salt, timeout_s) for number in numbers)
+            *(send_probe(servers, url, probes[number], number, salt, timeout_s) for number in numbers)
         )
         if None in answers:
             return []
@@ -140,13 +140,13 @@ async def _rounds(
         count = min(MOST_AT_ONCE, math.ceil((tokens - sampled) * len(results) / max(sampled, 1)))
     if not again:
         return results
-    last = await ask_one(servers, url, probes[0], 0, salt, timeout_s)
+    last = await send_probe(servers, url, probes[0], 0, salt, timeout_s)
     return [] if last is None else [*results, last]
 
 
-async def ask_one(
+async def send_probe(
     servers: Servers, url: str, probe: Probe, number: int = 0, salt: str | None = None, timeout_s: float = 60.0
-) -> Said | None:
+) -> ProbeAnswer | None:
     """Send one probe to one server; None if it is gone, and it is then no longer used.
 
     Raises:
@@ -179,14 +179,14 @@ async def ask_one(
             f"{len(prompt)} ids of a prompt. What it serves cannot be compared with the trainer. Look at its log."
         )
     name = answer.body.get("id")
-    return Said(url, number, list(prompt), ids, logprobs, name if isinstance(name, str) else None)
+    return ProbeAnswer(url, number, list(prompt), ids, logprobs, name if isinstance(name, str) else None)
 
 
-def repeated(said: Sequence[Said]) -> Said | None:
+def find_repeated_id(said: Sequence[ProbeAnswer]) -> ProbeAnswer | None:
     """Return an answer whose id another answer has too, None if there is none: servers use each id once.
 
-    >>> one, two = (Said("http://a", 0, [1], [2], [-0.5], name) for name in ("chat-1", "chat-2"))
-    >>> repeated([one, two]), repeated([one, two, one]) is one
+    >>> one, two = (ProbeAnswer("http://a", 0, [1], [2], [-0.5], name) for name in ("chat-1", "chat-2"))
+    >>> find_repeated_id([one, two]), find_repeated_id([one, two, one]) is one
     (None, True)
     """
     counts = Counter((answer.url, answer.id) for answer in said if answer.id is not None)

@@ -22,7 +22,7 @@ class SyncError(TracegradError):
 
 
 @dataclass(frozen=True)
-class Evicted:
+class Eviction:
     """A server that gets no more requests, and why."""
 
     url: str
@@ -33,7 +33,7 @@ class Evicted:
 
 
 @dataclass(frozen=True)
-class Pushed:
+class SyncResult:
     """Result of a weight sync.
 
     `seconds` is the longest pause of a server, `write_s` the time before. Servers in `ok` have the new weights. Servers
@@ -45,7 +45,7 @@ class Pushed:
     seconds: float
     write_s: float
     ok: tuple[str, ...]
-    evicted: tuple[Evicted, ...] = ()
+    evicted: tuple[Eviction, ...] = ()
     away: tuple[str, ...] = ()
     repeated: int = 0
 
@@ -60,12 +60,12 @@ class Pushed:
 class Sync(Protocol):
     """Weight-sync backend."""
 
-    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> Pushed:
+    async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> SyncResult:
         """Push the weights to every server; raises SyncError if none loaded them."""
         ...
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request of a push that a server did not execute. `gone` is true if there was no answer."""
 
     def __init__(self, path: str, answer: Answer):
@@ -73,14 +73,16 @@ class Refused(Exception):
         self.gone = answer.status == 0 and not answer.silent
 
 
-async def do(servers: Servers, url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> None:
+async def send_control_request(
+    servers: Servers, url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+) -> None:
     """Send one control request to one server; raises Refused unless it succeeds."""
     answer = await servers.ask(url, path, body, timeout_s=timeout_s)
     if not answer.ok:
-        raise Refused(path, answer)
+        raise RequestRefused(path, answer)
 
 
-def checked_version(version: int) -> int:
+def check_version(version: int) -> int:
     """Return a valid version; raises ArgumentError for any other value."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ArgumentError(
@@ -89,7 +91,7 @@ def checked_version(version: int) -> int:
     return version
 
 
-class Pusher:
+class SyncRunner:
     """Pushes one version at a time to all servers with `steps(url, repeat)`, at most twice each.
 
     A server that comes back must first pass `admit`, since it may have older or initial weights.
@@ -99,17 +101,17 @@ class Pusher:
         self.servers, self.steps, self.timeout_s = servers, steps, timeout_s
         self._busy: dict[str, asyncio.Lock] = {}
 
-    async def push(self, version: int, write_s: float) -> Pushed:
+    async def push(self, version: int, write_s: float) -> SyncResult:
         """Push to all servers at once and return the result."""
         urls = list(self.servers.urls)
         results = await asyncio.gather(*map(self._push_to, urls))
         evicted, away = [], []
         for url, result in zip(urls, results, strict=True):
-            if isinstance(result[1], Refused) and result[1].gone:
+            if isinstance(result[1], RequestRefused) and result[1].gone:
                 away.append(url)
                 self.servers.leave_out(url, f"gone when version {version} was pushed: {result[1]}")
-            elif isinstance(result[1], Refused):
-                evicted.append(Evicted(url, f"version {version} did not reach it in two tries: {result[1]}"))
+            elif isinstance(result[1], RequestRefused):
+                evicted.append(Eviction(url, f"version {version} did not reach it in two tries: {result[1]}"))
                 self.servers.evict(url, evicted[-1].why)
         ok = tuple(url for url, result in zip(urls, results, strict=True) if result[1] is None)
         if not ok and not await self.servers.usable(self.timeout_s):
@@ -122,18 +124,18 @@ class Pusher:
             )
         seconds = max((result[0] for result in results if result[1] is None), default=0.0)
         repeated = sum(result[2] for result in results)
-        return Pushed(version, seconds, write_s, ok, tuple(evicted), tuple(away), repeated)
+        return SyncResult(version, seconds, write_s, ok, tuple(evicted), tuple(away), repeated)
 
-    async def _push_to(self, url: str) -> tuple[float, Refused | None, bool]:
+    async def _push_to(self, url: str) -> tuple[float, RequestRefused | None, bool]:
         """Return the seconds that a server was paused, the final error or None, and whether it was sent twice."""
         async with self._busy.setdefault(url, asyncio.Lock()):
             try:
                 return await self.steps(url, False), None, False
-            except Refused:
+            except RequestRefused:
                 await asyncio.sleep(0.05)
             try:
                 return await self.steps(url, True), None, True
-            except Refused as error:
+            except RequestRefused as error:
                 return 0.0, error, True
 
     async def admit(self, url: str) -> bool:

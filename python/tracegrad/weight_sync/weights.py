@@ -12,7 +12,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.storage import files
 
 
-def distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
+def deduplicate(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors to store: of tensors that share all of their memory (tied heads), only the first.
 
     Raises:
@@ -57,7 +57,7 @@ def write(path: Path, weights: Mapping[str, Any], version: int) -> int:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         files.create(temporary).close()
-        save_file(distinct(weights), temporary, metadata={"format": "pt", "version": str(version)})
+        save_file(deduplicate(weights), temporary, metadata={"format": "pt", "version": str(version)})
         files.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

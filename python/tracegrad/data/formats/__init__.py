@@ -4,9 +4,19 @@ The adapters of `registry` are tried in order, and the first that recognizes a r
 unchanged. Records that are left out are counted and reported.
 """
 
-from tracegrad.data.formats.generic import is_verdict
-from tracegrad.data.formats.openai import Gather, is_chunk
+from tracegrad.data.formats.generic import is_reward_row
+from tracegrad.data.formats.openai import ChunkJoiner, is_chunk
 from tracegrad.data.formats.record_fields import is_failed
-from tracegrad.data.formats.registry import ANSWERS, Adapted, adapt, needed, only_roots
+from tracegrad.data.formats.registry import ANSWERS, RecordConverter, adapt, needs_adapter, only_roots
 
-__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "is_failed", "is_verdict", "needed", "only_roots"]
+__all__ = [
+    "ANSWERS",
+    "ChunkJoiner",
+    "RecordConverter",
+    "adapt",
+    "is_chunk",
+    "is_failed",
+    "is_reward_row",
+    "needs_adapter",
+    "only_roots",
+]

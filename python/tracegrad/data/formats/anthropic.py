@@ -17,7 +17,7 @@ _ASSISTANT_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
 
 def of_talk(record: Any) -> list[dict[str, Any]] | None:
     """Convert messages to those of the chat completions API; None if no assistant message consists of blocks."""
-    conversation = chat.table(record).get("messages")
+    conversation = chat.as_mapping(record).get("messages")
     if (
         not isinstance(conversation, list)
         or "response" in record
@@ -26,27 +26,27 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
         return None
     messages = [converted for each in conversation for converted in _messages(each)]
     if not any(chat.role(each) == "system" for each in messages):
-        messages = chat.under(chat.text_of(record.get("system")), messages)
+        messages = chat.with_system_prompt(chat.text_of(record.get("system")), messages)
     tools = record.get("tools")
     schemas = chat.tools([_schema(each) for each in tools]) if isinstance(tools, list) else {}
     return [{**chat.without(record, "system"), **schemas, "messages": messages}]
 
 
 def _has_blocks(message: Any) -> bool:
-    content = chat.table(message).get("content")
+    content = chat.as_mapping(message).get("content")
     if chat.role(message) != "assistant" or not isinstance(content, list) or not content:
         return False
-    return all(chat.table(block).get("type") in _ASSISTANT_BLOCKS for block in content)
+    return all(chat.as_mapping(block).get("type") in _ASSISTANT_BLOCKS for block in content)
 
 
 def _messages(message: Any) -> list[Any]:
     """Convert a message; each tool result becomes a separate message before the other content."""
-    content = chat.table(message).get("content")
+    content = chat.as_mapping(message).get("content")
     if not isinstance(content, list):
         return [message]
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for block in content:
-        kinds.setdefault(str(chat.table(block).get("type")), []).append(chat.table(block))
+        kinds.setdefault(str(chat.as_mapping(block).get("type")), []).append(chat.as_mapping(block))
     messages: list[Any] = [
         {"role": "tool", "tool_call_id": each.get("tool_use_id"), "content": chat.text_of(each.get("content")) or ""}
         for each in kinds.pop("tool_result", [])
@@ -58,7 +58,7 @@ def _messages(message: Any) -> list[Any]:
     calls = [
         chat.tool_call(each.get("name"), each.get("id"), each.get("input") or {}) for each in kinds.pop("tool_use", [])
     ]
-    other_blocks = [dict(each) for each in content if chat.table(each).get("type") in kinds]
+    other_blocks = [dict(each) for each in content if chat.as_mapping(each).get("type") in kinds]
     if text or thoughts or calls or other_blocks or not messages:
         converted = {
             **message,
@@ -70,7 +70,7 @@ def _messages(message: Any) -> list[Any]:
 
 
 def _schema(tool: Any) -> Any:
-    fields = chat.table(tool)
+    fields = chat.as_mapping(tool)
     if "input_schema" not in fields:
         return tool
-    return {**chat.told(fields, ("name", "description")), "parameters": fields["input_schema"]}
+    return {**chat.pick(fields, ("name", "description")), "parameters": fields["input_schema"]}

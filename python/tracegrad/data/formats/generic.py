@@ -15,7 +15,7 @@ from typing import Any
 from tracegrad.data import chat, json_path
 from tracegrad.data.arrow import to_json
 from tracegrad.data.formats import langchain, record_fields
-from tracegrad.data.formats.openai import ERRORS, REQUESTS, RESPONSES, is_list, opened, plain
+from tracegrad.data.formats.openai import ERRORS, REQUESTS, RESPONSES, is_list, normalize_name, parse_json_or_events
 from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 
 DEEPEST, MOST_LOOKED = 8, 4096
@@ -73,7 +73,7 @@ def _of_call(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any
 
 def _of_talk(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any]] | None:
     """Rename the record's only list of messages with an assistant turn to `messages`."""
-    if any(plain(str(key)) in ERRORS and value for key, value in record.items()):
+    if any(normalize_name(str(key)) in ERRORS and value for key, value in record.items()):
         # The call failed, so the messages of its request are not a conversation.
         is_conversation = (
             each[1] is record or "model" not in each[1] or _role(each[2][-1]) == "assistant" for each in matches.talks
@@ -93,7 +93,7 @@ def message(told: Any) -> dict[str, Any]:
     """
     if langchain.is_message(told):
         return langchain.message(told)
-    fields = chat.told(told, [key for key in told if key != "blocks"])
+    fields = chat.pick(told, [key for key in told if key != "blocks"])
     content = told.get("content", told.get("blocks"))
     return {**fields, "role": ROLES.get(fields["role"], fields["role"]), "content": langchain.text_of(content)}
 
@@ -137,7 +137,7 @@ def _sampled(siblings: Mapping[str, Any]) -> dict[str, Any]:
 def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters of a call, from its request or from an object next to the messages."""
     if isinstance(parent.get("messages"), list):
-        return chat.told(parent, _PARAMETERS)
+        return chat.pick(parent, _PARAMETERS)
     parameters: dict[str, Any] = {}
     for each in (*parent.values(), parent):
         parameters |= chat.sampling(each)
@@ -213,7 +213,7 @@ def _into(matches: _Matches, key: str, value: Any, parent: Mapping[str, Any], de
     matches.looked += 1
     if matches.looked > MOST_LOOKED or depth > DEEPEST or not isinstance(value, (str, Mapping, list)):
         return
-    value = opened(value)
+    value = parse_json_or_events(value)
     if _is_response(value):
         matches.responses.append((key, value))
     elif isinstance(value, Mapping):
@@ -238,14 +238,14 @@ def _into(matches: _Matches, key: str, value: Any, parent: Mapping[str, Any], de
 
 
 def _is_response(value: Any) -> bool:
-    choices = chat.table(value).get("choices")
+    choices = chat.as_mapping(value).get("choices")
     if not isinstance(choices, list) or not choices:
         return is_list(value)
-    return all(isinstance(chat.table(each).get("message"), Mapping) for each in choices)
+    return all(isinstance(chat.as_mapping(each).get("message"), Mapping) for each in choices)
 
 
 def _is_choice(value: Any) -> bool:
-    content = chat.table(value).get("message")
+    content = chat.as_mapping(value).get("message")
     return _is_message(content) and _role(content) == "assistant"
 
 
@@ -260,7 +260,7 @@ def _role(value: Any) -> Any:
 
 
 _CALL_KEYS = {
-    *(*REQUESTS, *RESPONSES, *map(plain, (*PROMPTS, *ANSWERS)), "messages", "choices", "calls"),
+    *(*REQUESTS, *RESPONSES, *map(normalize_name, (*PROMPTS, *ANSWERS)), "messages", "choices", "calls"),
     *("user", "human", "assistant", "bot", "text", "content", "reply", "solution"),
 }
 """Names of fields that may contain a call or text of a conversation, in lower case and without `_` and `-`."""
@@ -274,7 +274,7 @@ def of_span(record: Any) -> list[dict[str, Any]] | None:
         return None
     if record.get("object") == "trace" or isinstance(record.get("span_id"), str):
         return []
-    traced = {*record, *chat.table(record.get("context"))}.intersection(_TRACES)
+    traced = {*record, *chat.as_mapping(record.get("context"))}.intersection(_TRACES)
     return [] if traced and not record.keys().isdisjoint(PARENTS) else None
 
 
@@ -295,17 +295,24 @@ def of_several(record: Any) -> list[dict[str, Any]] | None:
 def _spans(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield all spans of a record."""
     span_lists = [record.get("spans")]
-    for resource in record_fields.listed(record.get("resourceSpans"), "resourceSpans"):
-        span_lists += [chat.table(scope).get("spans") for scope in chat.table(resource).get("scopeSpans") or ()]
+    for resource in record_fields.require_list(record.get("resourceSpans"), "resourceSpans"):
+        span_lists += [
+            chat.as_mapping(scope).get("spans") for scope in chat.as_mapping(resource).get("scopeSpans") or ()
+        ]
     for spans in span_lists:
-        yield from (chat.table(span) for span in spans or () if isinstance(spans, list))
+        yield from (chat.as_mapping(span) for span in spans or () if isinstance(spans, list))
 
 
 def _trace(span: Any) -> Any:
     """Return the trace id of a span, None if it has none."""
-    fields = chat.table(span)
+    fields = chat.as_mapping(span)
     return next(
-        (source[key] for source in (fields, chat.table(fields.get("context"))) for key in _TRACES if source.get(key)),
+        (
+            source[key]
+            for source in (fields, chat.as_mapping(fields.get("context")))
+            for key in _TRACES
+            if source.get(key)
+        ),
         None,
     )
 
@@ -341,16 +348,16 @@ def _part(record: Mapping[str, Any], name: Any) -> dict[str, Any]:
     return result
 
 
-def is_verdict(record: Any) -> bool:
+def is_reward_row(record: Any) -> bool:
     """Return whether a row contains only the reward of a conversation that is recorded elsewhere.
 
     Such a row has a reward and no text of a conversation.
     """
     if not isinstance(record, Mapping) or any(map(_may_say, record.values())):
         return False
-    if not _CALL_KEYS.isdisjoint(plain(str(key)) for key in record):
+    if not _CALL_KEYS.isdisjoint(normalize_name(str(key)) for key in record):
         return False
-    rewards = [json_path.verdict(value) for key, value in record.items() if json_path.REWARD.search(str(key))]
+    rewards = [json_path.reward_value(value) for key, value in record.items() if json_path.REWARD.search(str(key))]
     return any(reward is not None and reward == reward for reward in rewards)
 
 

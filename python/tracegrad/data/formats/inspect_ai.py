@@ -34,20 +34,20 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
     """
     if not (isinstance(record, Mapping) and all(sign in record for sign in _SIGNS)):
         return None
-    attachments = chat.table(record.get("attachments"))
+    attachments = chat.as_mapping(record.get("attachments"))
     events = _events(record)
     group = _group(record, events)
     header: dict[str, Any] = {
-        "id": "-".join([group, *map(str, chat.told(record, ("epoch", "uuid")).values())]),
+        "id": "-".join([group, *map(str, chat.pick(record, ("epoch", "uuid")).values())]),
         "group": group,
         **_rewards(record.get("scores")),
         "metadata": record.get("metadata") or {},
     }
-    pool = chat.table(record.get("events_data")).get("messages")
+    pool = chat.as_mapping(record.get("events_data")).get("messages")
     calls = [call for event in events if (call := _call(event, attachments, pool or [])) is not None]
     if calls:
         return [{**header, "calls": calls}]
-    messages = [_message(each, attachments) for each in record_fields.listed(record["messages"], "messages")]
+    messages = [_message(each, attachments) for each in record_fields.require_list(record["messages"], "messages")]
     return [{**header, "messages": messages}] if chat.has_answer(messages) else []
 
 
@@ -62,7 +62,9 @@ def _group(record: Mapping[str, Any], events: list[Mapping[str, Any]]) -> str:
     )
     prompt = [(each.get("role"), each.get("content")) for each in prompt_messages]
     tools = [each.get("tools") for each in events[:1]]
-    identity = json.dumps([record["input"], prompt, tools, sorted(chat.table(record.get("scores")))], sort_keys=True)
+    identity = json.dumps(
+        [record["input"], prompt, tools, sorted(chat.as_mapping(record.get("scores")))], sort_keys=True
+    )
     return f"{record.get('id')}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
@@ -82,14 +84,14 @@ def _events(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _call(event: Mapping[str, Any], attachments: Mapping[str, Any], pool: list[Any]) -> dict[str, Any] | None:
     """Convert a model event to a call; None if it failed. The prompt may refer to ranges of the sample's pool."""
-    output, prompt = chat.table(event.get("output")), event.get("input")
+    output, prompt = chat.as_mapping(event.get("output")), event.get("input")
     if event.get("error") or not output.get("choices") or not isinstance(prompt, list):
         return None
     ranges = event.get("input_refs")
     prompt = prompt + [each for start, end in (ranges if isinstance(ranges, list) else []) for each in pool[start:end]]
-    parameters = chat.told(event.get("config"), chat.SAMPLING)
+    parameters = chat.pick(event.get("config"), chat.SAMPLING)
     partial = {} if isinstance(event.get("config"), Mapping) else chat.PARTIAL
-    tools = chat.tools(record_fields.listed(event.get("tools"), "tools"))
+    tools = chat.tools(record_fields.require_list(event.get("tools"), "tools"))
     request = {"messages": [_message(each, attachments) for each in prompt], **parameters, **tools}
     choices = []
     for index, each in enumerate(output["choices"]):
@@ -125,7 +127,7 @@ def _message(recorded: Mapping[str, Any], attachments: Mapping[str, Any]) -> dic
 def _rewards(scores: Any) -> dict[str, Any]:
     """Return the scores by name, `scorer.key` if a scorer has several. inspect has no total, so `reward` is not set."""
     rewards: dict[str, float] = {}
-    for name, score in chat.table(scores).items():
+    for name, score in chat.as_mapping(scores).items():
         value = score.get("value") if isinstance(score, Mapping) else score
         parts = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
         for key, each in parts.items():

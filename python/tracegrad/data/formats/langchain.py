@@ -67,8 +67,8 @@ def of_run(record: Any) -> list[dict[str, Any]] | None:
     response = _response(outputs)
     if not isinstance(prompt, list) or response is None:
         return []
-    invoked = chat.table(record.get("extra")).get("invocation_params")
-    parameters = {**chat.told(invoked, _PARAMETERS), **chat.told(inputs, _PARAMETERS)}
+    invoked = chat.as_mapping(record.get("extra")).get("invocation_params")
+    parameters = {**chat.pick(invoked, _PARAMETERS), **chat.pick(inputs, _PARAMETERS)}
     other_fields = {**({} if parameters.keys() - {"tools"} else chat.PARTIAL), **chat.without(record, *_OF_RUN)}
     return [
         {
@@ -109,7 +109,7 @@ def of_root(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(fields: Any) -> dict[str, Any]:
     """Return an object with its messages in the form that chat templates expect."""
-    converted = dict(chat.table(fields))
+    converted = dict(chat.as_mapping(fields))
     for key, value in converted.items():
         if isinstance(value, list) and _is_talk(value):
             converted[key] = [message(each) for each in value]
@@ -125,7 +125,7 @@ def _response(outputs: Mapping[str, Any]) -> dict[str, Any] | None:
     first: Any = outputs.get("generations")
     while isinstance(first, list) and first:
         first = first[0]
-    first = chat.table(first)
+    first = chat.as_mapping(first)
     if "message" in first:
         return of_message(first["message"], first.get("generation_info"))
     if isinstance(first.get("text"), str):
@@ -139,13 +139,13 @@ def _response(outputs: Mapping[str, Any]) -> dict[str, Any] | None:
 def of_message(told: Any, info: Any) -> dict[str, Any]:
     """Return a response with one choice, made from an assistant message and its generation info."""
     converted = message(told)
-    answer_fields = {**chat.told(info, chat.OF_ANSWER), **chat.told(converted, chat.OF_ANSWER)}
+    answer_fields = {**chat.pick(info, chat.ANSWER_FIELDS), **chat.pick(converted, chat.ANSWER_FIELDS)}
     choice = {
         "index": 0,
         **chat.without(answer_fields, "prompt_token_ids"),
-        "message": chat.without(converted, *chat.OF_ANSWER),
+        "message": chat.without(converted, *chat.ANSWER_FIELDS),
     }
-    return {**chat.told(answer_fields, ["prompt_token_ids"]), "choices": [choice]}
+    return {**chat.pick(answer_fields, ["prompt_token_ids"]), "choices": [choice]}
 
 
 def _fields(value: Any) -> tuple[str, Mapping[str, Any]] | None:
@@ -188,7 +188,7 @@ def message(told: Any) -> dict[str, Any]:
         "role": ROLES.get(kind) or fields.get("role", "user"),
         "content": text_of(fields.get("content")),
     }
-    extra = chat.table(fields.get("additional_kwargs"))
+    extra = chat.as_mapping(fields.get("additional_kwargs"))
     tool_calls = fields.get("tool_calls")
     if isinstance(tool_calls, list) and tool_calls:
         converted["tool_calls"] = [_tool_call(call, extra) for call in tool_calls]
@@ -201,7 +201,7 @@ def message(told: Any) -> dict[str, Any]:
     if isinstance(fields.get("name"), str) and fields["name"]:
         converted["name"] = fields["name"]
     if converted["role"] == "assistant":
-        converted |= chat.told(fields.get("response_metadata"), chat.OF_ANSWER)
+        converted |= chat.pick(fields.get("response_metadata"), chat.ANSWER_FIELDS)
     return converted
 
 

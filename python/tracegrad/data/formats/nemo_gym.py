@@ -19,8 +19,8 @@ _TOKENS = {
 
 def of_rollout(record: Any) -> list[dict[str, Any]] | None:
     """Convert a rollout to one trace; no trace without an assistant message, None if the record is not a rollout."""
-    params, response = (chat.table(record).get(key) for key in ("responses_create_params", "response"))
-    if not isinstance(params, Mapping) or not isinstance(output := chat.table(response).get("output"), list):
+    params, response = (chat.as_mapping(record).get(key) for key in ("responses_create_params", "response"))
+    if not isinstance(params, Mapping) or not isinstance(output := chat.as_mapping(response).get("output"), list):
         return None
     prompt = params.get("input")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
@@ -30,9 +30,12 @@ def of_rollout(record: Any) -> list[dict[str, Any]] | None:
     task = record.get("_ng_task_index")
     group = {} if task is None or "group" in record else {"group": str(task)}
     other_fields = chat.without(record, "responses_create_params", "response")
-    tools = chat.tools(record_fields.listed(params.get("tools"), "tools"))
-    conversation = [*chat.under(params.get("instructions"), chat.given(messages)), *output_messages]
-    return [{**chat.told(params, chat.SAMPLING), **group, **other_fields, **tools, "messages": conversation}]
+    tools = chat.tools(record_fields.require_list(params.get("tools"), "tools"))
+    conversation = [
+        *chat.with_system_prompt(params.get("instructions"), chat.mark_not_sampled(messages)),
+        *output_messages,
+    ]
+    return [{**chat.pick(params, chat.SAMPLING), **group, **other_fields, **tools, "messages": conversation}]
 
 
 def _messages(items: Any) -> list[dict[str, Any]]:
@@ -63,7 +66,7 @@ def _add(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
     """Add a model item to its message."""
     if kind == "reasoning":
         text = item.get("summary") or item.get("content")
-        parts = [{"text": text}] if isinstance(text, str) else record_fields.listed(text, f"{kind}.content")
+        parts = [{"text": text}] if isinstance(text, str) else record_fields.require_list(text, f"{kind}.content")
         thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
         message["reasoning_content"] = message.get("reasoning_content", "") + thought
     elif kind == "function_call":

@@ -13,7 +13,7 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.data import chat, json_path
 from tracegrad.data.arrow import to_json
-from tracegrad.data.trace import Line, Trace, Traces, located
+from tracegrad.data.trace import Line, Trace, Traces, format_location
 from tracegrad.errors import FormatError
 
 _KINDS = ("chat.completion.chunk", "text_completion.chunk")
@@ -27,7 +27,7 @@ def is_chunk(record: Any) -> bool:
     if not isinstance(record, Mapping) or "messages" in record or "request" in record:
         return False
     choices = record.get("choices")
-    is_delta = isinstance(choices, list) and bool(choices) and "delta" in chat.table(choices[0])
+    is_delta = isinstance(choices, list) and bool(choices) and "delta" in chat.as_mapping(choices[0])
     return is_delta or record.get("object") in _KINDS
 
 
@@ -42,12 +42,12 @@ def of_list(record: Any) -> list[dict[str, Any]] | None:
         return None
     calls: dict[Any, list[Any]] = {}
     for chunk in record:
-        calls.setdefault(chat.table(chunk).get("id"), []).append(chunk)
+        calls.setdefault(chat.as_mapping(chunk).get("id"), []).append(chunk)
     # There is no request. The prompt is recorded only if the first chunk contains its ids.
     return [{"response": chunks} for chunks in calls.values()]
 
 
-class Gather:
+class ChunkJoiner:
     """Joins chunks on separate lines: consecutive chunks with the same id are one call."""
 
     def __init__(self) -> None:
@@ -67,7 +67,8 @@ class Gather:
             self._line, self._raw = line, raw
         if len(self._chunks) >= MOST_CHUNKS:
             raise FormatError(
-                f"TG-DATA-022: {located('line', line)}: a stream of more than {MOST_CHUNKS:,} chunks. It would have to "
+                f"TG-DATA-022: {format_location('line', line)}: a stream of more than {MOST_CHUNKS:,} chunks. "
+                f"It would have to "
                 "be held whole. Split it."
             )
         self._chunks.append(chunk)
@@ -106,10 +107,10 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
     request_key, response_key = names
     if not request_key and not _is_response(record[response_key]):
         return [_of_other(record, response_key)]
-    request = opened(record[request_key]) if request_key else {"messages": record["messages"]}
-    response = opened(record[response_key])
+    request = parse_json_or_events(record[request_key]) if request_key else {"messages": record["messages"]}
+    response = parse_json_or_events(record[response_key])
     if not request_key:
-        request |= chat.told(record, (*chat.SAMPLING, "tools", "model"))
+        request |= chat.pick(record, (*chat.SAMPLING, "tools", "model"))
         answer = _first_message(response)
         if request["messages"] and answer is not None and _same(request["messages"][-1], answer):
             request["messages"] = request["messages"][:-1]
@@ -119,7 +120,7 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
 
 def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the keys of the request and the response; the first is "" if the request is the record's `messages`."""
-    keys = {plain(str(key)): key for key in reversed(list(record))}
+    keys = {normalize_name(str(key)): key for key in reversed(list(record))}
     response_keys = [keys[key] for key in RESPONSES if key in keys]
     response_key = next((key for key in response_keys if _is_response(record[key])), None)
     if response_key is None:
@@ -132,7 +133,9 @@ def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
             and isinstance(messages[-1], Mapping)
             and messages[-1].get("role") != "assistant"
         )
-        response_key = next((key for key in response_keys if asks and _read({}, opened(record[key]))), None)
+        response_key = next(
+            (key for key in response_keys if asks and _read({}, parse_json_or_events(record[key]))), None
+        )
         return None if response_key is None else ("", response_key)
     request_keys = [keys[key] for key in REQUESTS if key in keys and keys[key] != response_key]
     request_key = next((key for key in request_keys if _is_request(record[key])), None)
@@ -144,32 +147,37 @@ def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
 def _of_other_api(record: Mapping[str, Any], keys: dict[str, str], response_keys: list[str]) -> tuple[str, str] | None:
     """Return the keys of a request of another API and of its response, if the core reads that response."""
     for request_key in (keys[key] for key in REQUESTS if key in keys):
-        request = opened(record[request_key])
+        request = parse_json_or_events(record[request_key])
         if isinstance(request, Mapping) and not request.keys().isdisjoint(("input", "contents", "system")):
             response_key = next(
-                (key for key in response_keys if key != request_key and _read(request, opened(record[key]))), None
+                (
+                    key
+                    for key in response_keys
+                    if key != request_key and _read(request, parse_json_or_events(record[key]))
+                ),
+                None,
             )
             if response_key is not None:
                 return request_key, response_key
     return None
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a name in lower case without `_` and `-`.
 
-    >>> plain("requestBody"), plain("request_body")
+    >>> normalize_name("requestBody"), normalize_name("request_body")
     ('requestbody', 'requestbody')
     """
     return name.replace("_", "").replace("-", "").lower()
 
 
-def opened(value: Any) -> Any:
+def parse_json_or_events(value: Any) -> Any:
     """Parse a string of JSON or of stream events; return other values unchanged.
 
-    >>> opened('data: {"choices": []}\\n\\ndata: [DONE]\\n')
+    >>> parse_json_or_events('data: {"choices": []}\\n\\ndata: [DONE]\\n')
     [{'choices': []}]
     """
-    parsed = dict(value) if isinstance(value, Mapping) else json_path.opened(value)
+    parsed = dict(value) if isinstance(value, Mapping) else json_path.parse_json_string(value)
     return _events(parsed) if isinstance(parsed, str) and parsed.lstrip("\ufeff\r\n").startswith(_EVENTS) else parsed
 
 
@@ -179,7 +187,7 @@ _EVENTS = ("data:", "event:", "id:", "retry:", ":", "{")
 
 def _events(text: str) -> Any:
     """Parse the chunks of a stream: lines of JSON, with or without `data:`. Return the text if one is not JSON."""
-    event_lines = [line for line in json_path.lines(text.lstrip("\ufeff")) if line.startswith(("data:", "{"))]
+    event_lines = [line for line in json_path.split_lines(text.lstrip("\ufeff")) if line.startswith(("data:", "{"))]
     data = [line.removeprefix("data:").strip() for line in event_lines]
     try:
         return [json.loads(each) for each in data if each and each != "[DONE]"]
@@ -188,13 +196,13 @@ def _events(text: str) -> Any:
 
 
 def _is_request(value: Any) -> bool:
-    request = opened(value)
+    request = parse_json_or_events(value)
     return isinstance(request, Mapping) and isinstance(request.get("messages"), list)
 
 
 def _is_response(value: Any) -> bool:
-    response = opened(value)
-    choices = chat.table(response).get("choices")
+    response = parse_json_or_events(value)
+    choices = chat.as_mapping(response).get("choices")
     return is_list(response) or (isinstance(choices, list) and bool(choices))
 
 
@@ -205,12 +213,12 @@ def _of_other(record: Mapping[str, Any], response_key: str) -> dict[str, Any]:
     message is appended to the messages.
     """
     other_fields = chat.without(record, response_key, "messages")
-    messages, response = record["messages"], opened(record[response_key])
-    request = {**chat.told(record, chat.SAMPLING), "messages": messages}
+    messages, response = record["messages"], parse_json_or_events(record[response_key])
+    request = {**chat.pick(record, chat.SAMPLING), "messages": messages}
     trace = _read(request, response)
     if trace is not None and len(trace.messages) == len(messages) + 1:
         return {**chat.PARTIAL, **other_fields, "request": request, "response": response}
-    return {**other_fields, "messages": [*chat.given(messages), *(trace.messages[-1:] if trace else [])]}
+    return {**other_fields, "messages": [*chat.mark_not_sampled(messages), *(trace.messages[-1:] if trace else [])]}
 
 
 def _read(request: Any, response: Any) -> Trace | None:
@@ -226,7 +234,7 @@ def _read(request: Any, response: Any) -> Trace | None:
 
 def _first_message(response: Any) -> Any:
     """Return the message of the first choice of a response that is not a stream."""
-    return chat.table(response["choices"][0]).get("message") if "choices" in chat.table(response) else None
+    return chat.as_mapping(response["choices"][0]).get("message") if "choices" in chat.as_mapping(response) else None
 
 
 def _same(message: Any, answer: Any) -> bool:
@@ -240,7 +248,7 @@ _TOKEN_FIELDS = ("token_ids", "logprobs")
 
 def of_talk(record: Any) -> list[dict[str, Any]] | None:
     """Replace messages by the responses stored in them; None if no such response has token ids or logprobs."""
-    talk = chat.table(record).get("messages")
+    talk = chat.as_mapping(record).get("messages")
     if not isinstance(talk, list):
         return None
     responses = [_response(each) for each in talk]
@@ -250,13 +258,13 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
     without_notes = [chat.without(each, "extra") if isinstance(each, Mapping) else each for each in talk]
     messages = [each if response is None else response for each, response in zip(without_notes, responses, strict=True)]
     # mini-swe-agent stores the model's configuration here.
-    sampling = chat.sampling(chat.within(record, "info.config.model.model_kwargs"))
+    sampling = chat.sampling(chat.get_path(record, "info.config.model.model_kwargs"))
     return [{**sampling, **record, "messages": messages}]
 
 
 def _response(message: Any) -> Mapping[str, Any] | None:
     """Return the response with one choice that an assistant message stores in `extra`, None if there is none."""
-    response = chat.table(message.get("extra")).get("response") if chat.role(message) == "assistant" else None
-    choices = chat.table(response).get("choices")
+    response = chat.as_mapping(message.get("extra")).get("response") if chat.role(message) == "assistant" else None
+    choices = chat.as_mapping(response).get("choices")
     has_one_choice = isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], Mapping)
     return response if has_one_choice else None

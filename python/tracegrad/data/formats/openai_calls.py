@@ -13,7 +13,7 @@ from tracegrad import _core
 from tracegrad.data import chat, json_path
 from tracegrad.data.arrow import to_json
 from tracegrad.data.formats import generic, openai, prompt_response
-from tracegrad.data.formats.openai import ERRORS, REQUESTS, RESPONSES, opened, plain
+from tracegrad.data.formats.openai import ERRORS, REQUESTS, RESPONSES, normalize_name, parse_json_or_events
 from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 from tracegrad.data.formats.record_fields import failed_call
 from tracegrad.errors import FormatError
@@ -26,7 +26,7 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
 
     None for other records.
     """
-    fields = chat.table(record)
+    fields = chat.as_mapping(record)
     response, has_request = fields.get("response"), isinstance(fields.get("request"), Mapping)
     has_several = len(_choices(response)) > 1 or _are_complete_responses(response)
     return of_response(record) if has_request and has_several else None
@@ -53,7 +53,7 @@ def _are_complete_responses(response: Any) -> bool:
 
 def _is_further(chunk: Any) -> bool:
     """Return whether a chunk of a stream belongs to a choice other than the first."""
-    return any(chat.table(each).get("index") for each in _choices(chunk))
+    return any(chat.as_mapping(each).get("index") for each in _choices(chunk))
 
 
 def of_response(record: Any) -> list[dict[str, Any]] | None:
@@ -76,21 +76,21 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
     if isinstance(response, Mapping) and len(_choices(response)) == count:
         return _of_choices(record, response, count, group)
     if len(_choices(record)) == count:
-        rows = prompt_response.rows(record, count, ("choices", "usage"), {})
+        rows = prompt_response.split_by_answer(record, count, ("choices", "usage"), {})
         return [
             {"group": group, **row, **of_answer, "choices": [choice]}
             for (row, of_answer), choice in zip(rows, record["choices"], strict=True)
         ]
     if isinstance(response, list) and _are_complete_responses(response) and len(response) == count:
         shared = {key: record[key] for key in _CALL_FIELDS if key in record and key not in ("response", "usage")}
-        rows = prompt_response.rows(record, count, _CALL_FIELDS, shared)
+        rows = prompt_response.split_by_answer(record, count, _CALL_FIELDS, shared)
         return [
             {"group": group, **row, **of_answer, **shared, "response": item}
             for (row, of_answer), item in zip(rows, response, strict=True)
         ]
     # Chunks of a stream, and responses of other APIs, number their choices themselves: `choice` selects one.
-    rows = prompt_response.rows(record, count, ("response", "usage"), response)
-    shared = chat.told(record, ["response"])
+    rows = prompt_response.split_by_answer(record, count, ("response", "usage"), response)
+    shared = chat.pick(record, ["response"])
     return [
         {"group": group, **row, **of_answer, "choice": index, **shared} for index, (row, of_answer) in enumerate(rows)
     ]
@@ -101,7 +101,7 @@ def _of_choices(record: Mapping[str, Any], response: Mapping[str, Any], count: i
     response_fields = chat.without(response, "usage", "choices")
     shared = {key: record[key] for key in _CALL_FIELDS if key in record and key not in ("response", "usage")}
     records = []
-    rows = prompt_response.rows(record, count, _CALL_FIELDS, (shared, response_fields))
+    rows = prompt_response.split_by_answer(record, count, _CALL_FIELDS, (shared, response_fields))
     for (row, of_answer), choice in zip(rows, _choices(response), strict=True):
         name = (
             {"id": f"{response_fields['id']}-{len(records)}"}
@@ -122,7 +122,7 @@ def _of_choices(record: Mapping[str, Any], response: Mapping[str, Any], count: i
 
 
 def _choices(value: Any) -> list[Any]:
-    choices = chat.table(value).get("choices")
+    choices = chat.as_mapping(value).get("choices")
     return choices if isinstance(choices, list) else []
 
 
@@ -139,12 +139,14 @@ def _unused(record: Mapping[str, Any]) -> int:
 def _rewards_are_assignable(outer: Mapping[str, Any], count: int) -> bool:
     """Return whether each choice has its own reward, or the record has no reward at all."""
     leaves = {path for path, _ in json_path.leaves(outer)}
-    split_paths = [path for path, _ in json_path.leaves(prompt_response.part(outer, 0, count)) if path not in leaves]
+    split_paths = [
+        path for path, _ in json_path.leaves(prompt_response.select_answer(outer, 0, count)) if path not in leaves
+    ]
     if any(map(json_path.REWARD.search, split_paths)):
         return True
-    other_leaves = itertools.islice(json_path.leaves(outer), json_path.MOST_WALKED)
+    other_leaves = itertools.islice(json_path.leaves(outer), json_path.MAX_LEAVES)
     return not any(
-        json_path.REWARD.search(path) and json_path.verdict(value) is not None for path, value in other_leaves
+        json_path.REWARD.search(path) and json_path.reward_value(value) is not None for path, value in other_leaves
     )
 
 
@@ -191,7 +193,9 @@ def _refused_without_answer(record: Any, *, is_text: bool) -> list[dict[str, Any
     """Refuse a request with an empty or string answer. `is_text` selects text prompts; otherwise they are left out."""
     if not isinstance(record, Mapping) or (prompt_key := _prompt_key(record)) is None:
         return None
-    answers = _answers(record, prompt_key) if isinstance(opened(record[prompt_key]), str) == is_text else []
+    answers = (
+        _answers(record, prompt_key) if isinstance(parse_json_or_events(record[prompt_key]), str) == is_text else []
+    )
     if not answers or any(value not in _EMPTY and not isinstance(value, str) for _, value in answers):
         return None
     if _has_answer_elsewhere(record, prompt_key):
@@ -204,7 +208,7 @@ def _refused_without_answer(record: Any, *, is_text: bool) -> list[dict[str, Any
             )
         ]
     key, value = answers[0]
-    description = json_path.kind(value) if value is None else "empty"
+    description = json_path.describe_type(value) if value is None else "empty"
     return [failed_call(record, f"`{key}` is {description}, so there is no answer in it")]
 
 
@@ -218,7 +222,7 @@ def _prompt_key(record: Mapping[str, Any]) -> str | None:
     if "calls" in record:
         return None
     for key, value in record.items():
-        request = opened(value) if plain(str(key)) in REQUESTS else None
+        request = parse_json_or_events(value) if normalize_name(str(key)) in REQUESTS else None
         if (
             isinstance(request, Mapping)
             and any(map(request.get, _PROMPT_FIELDS))
@@ -237,9 +241,11 @@ def _needs_answer(messages: Any) -> bool:
 
 def _answers(record: Mapping[str, Any], prompt_key: str) -> list[tuple[str, Any]]:
     """Return (key, value) of each field whose name is that of an answer."""
-    names = {*RESPONSES, *map(plain, ANSWERS)}
+    names = {*RESPONSES, *map(normalize_name, ANSWERS)}
     answers = [
-        (str(key), opened(value)) for key, value in record.items() if key != prompt_key and plain(str(key)) in names
+        (str(key), parse_json_or_events(value))
+        for key, value in record.items()
+        if key != prompt_key and normalize_name(str(key)) in names
     ]
     return [(key, {} if value == {"choices": []} else value) for key, value in answers]
 
@@ -261,13 +267,13 @@ def _error(body: Any) -> str | None:
         return None
     if body.get("object") == "error" or body.get("error"):
         return _error_message(body.get("error") or body)
-    nested = opened(body.get("body"))
+    nested = parse_json_or_events(body.get("body"))
     return (_error(nested) or _status(body)) if isinstance(nested, (Mapping, str)) else _status(body)
 
 
 def _status(record: Mapping[str, Any]) -> str | None:
     for key, value in record.items():
-        if plain(str(key)) in _STATUS and not isinstance(value, bool):
+        if normalize_name(str(key)) in _STATUS and not isinstance(value, bool):
             code = json_path.number(value)
             if code is not None and 400 <= code < 600:
                 return f"its {key} is {code:g}"
@@ -276,7 +282,7 @@ def _status(record: Mapping[str, Any]) -> str | None:
 
 def _error_field(record: Mapping[str, Any]) -> str | None:
     """Return the message of an error field of the record, None if there is none."""
-    errors = [value for key, value in record.items() if plain(str(key)) in ERRORS and value]
+    errors = [value for key, value in record.items() if normalize_name(str(key)) in ERRORS and value]
     return _error_message(errors[0]) if errors and isinstance(errors[0], (str, Mapping)) else None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tracegrad.data import chat, json_path
 from tracegrad.data.formats import langchain, record_fields
-from tracegrad.data.formats.openai import opened, plain
+from tracegrad.data.formats.openai import normalize_name, parse_json_or_events
 
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs")
 ANSWERS = ("response", "completion", "output", "answer", "generation", "response_text", "generated_text", "outputs")
@@ -35,7 +35,11 @@ _SCORES = ("score", "rating", "reward", "grade", "quality", "points")
 
 def of_preference(record: Any) -> list[dict[str, Any]] | None:
     """Convert a preference pair to two traces of one group; None if the record is not a pair."""
-    if not (isinstance(record, Mapping) and is_said(record.get("chosen")) and is_said(record.get("rejected"))):
+    if not (
+        isinstance(record, Mapping)
+        and is_text_or_messages(record.get("chosen"))
+        and is_text_or_messages(record.get("rejected"))
+    ):
         return None
     prompt = messages_of(record.get("prompt") or record.get("question") or [], "user")
     sides = {side: messages_of(record[side], "assistant") for side in _SIDES}
@@ -45,7 +49,7 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
     shared = [message for message, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], paired)]
     sides = {side: turns[len(shared) :] for side, turns in sides.items()}
     has_prompt = shared[:1] and shared[0].get("role") == "system" and all(each in shared for each in prompt)
-    prompt = chat.under(record.get("system"), shared if has_prompt else [*prompt, *shared])
+    prompt = chat.with_system_prompt(record.get("system"), shared if has_prompt else [*prompt, *shared])
     group = group_of(record, prompt)
     other_fields = chat.without(record, "prompt", "chosen", "rejected", "system", "id")
     traces, equal, scores = [], sides["chosen"] == sides["rejected"], _scores(record)
@@ -53,14 +57,14 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
         name = {"id": f"{record['id']}-{side}"} if isinstance(record.get("id"), (str, int)) else {}
         reward = 0.5 if equal else float(side == "chosen")
         rewards = {"rewards": scores[side]} if scores[side] else {}
-        messages = [*chat.given(prompt), *turns]
+        messages = [*chat.mark_not_sampled(prompt), *turns]
         traces.append({**other_fields, **name, "group": group, "reward": reward, **rewards, "messages": messages})
     return traces
 
 
 def _scores(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return the scores of each side, from fields named side + score or score + side, if both sides have the score."""
-    values_by_name = {plain(str(key)): value for key, value in record.items()}
+    values_by_name = {normalize_name(str(key)): value for key, value in record.items()}
     scores_by_side: dict[str, dict[str, float]] = {side: {} for side in _SIDES}
     for name in _SCORES:
         values = {side: values_by_name.get(side + name, values_by_name.get(name + side)) for side in _SIDES}
@@ -84,21 +88,23 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     )
     prompt_key = _longest_prompt_key(record, _field_with_text(record, PROMPTS, _OF_USER))
     if "messages" in record:
-        prompt_key = "messages" if answer_key and record[answer_key] and asks(record["messages"], answer_key) else None
+        prompt_key = (
+            "messages" if answer_key and record[answer_key] and is_prompt_of(record["messages"], answer_key) else None
+        )
     if prompt_key is None or answer_key is None:
         return None
     prompt = messages_of(record[prompt_key], "user")
     if prompt_key == "instruction" and isinstance(extra_input := record.get("input"), str) and extra_input:
         prompt = [{"role": "user", "content": f"{record['instruction']}\n\n{extra_input}"}]
-    prompt = chat.under(record.get("system"), prompt)
+    prompt = chat.with_system_prompt(record.get("system"), prompt)
     turns = messages_of(record[answer_key], "assistant")
     turns = [{**turn, "content": langchain.text_of(turn["content"])} if "content" in turn else turn for turn in turns]
     other_fields = chat.without(
         record, prompt_key, answer_key, "system", "input" if prompt_key == "instruction" else prompt_key
     )
     if len(turns) == 1:
-        turns = [{**turns[0], **{key: other_fields.pop(key) for key in chat.OF_ANSWER if key in other_fields}}]
-    return [{**other_fields, "messages": [*chat.given(prompt), *turns]}]
+        turns = [{**turns[0], **{key: other_fields.pop(key) for key in chat.ANSWER_FIELDS if key in other_fields}}]
+    return [{**other_fields, "messages": [*chat.mark_not_sampled(prompt), *turns]}]
 
 
 def _longest_prompt_key(record: Mapping[str, Any], prompt_key: str | None) -> str | None:
@@ -119,41 +125,43 @@ def group_of(record: Mapping[str, Any], prompt: Any) -> Any:
     return f"prompt-{hashlib.sha256(text).hexdigest()[:16]}" if group is None else group
 
 
-def asks(talk: Any, answer: str) -> bool:
+def is_prompt_of(talk: Any, answer: str) -> bool:
     """Return whether messages are the prompt of the text at key `answer`: whether they end with a user or tool message.
 
     Messages with token ids or logprobs contain their own answers. After a tool message, a key `answer` or `answers` is
     the expected answer of the task.
     """
-    if not isinstance(talk, list) or not is_said(talk) or talk[-1]["role"] == "assistant":
+    if not isinstance(talk, list) or not is_text_or_messages(talk) or talk[-1]["role"] == "assistant":
         return False
     if talk[-1]["role"] != "user" and answer in _EXPECTED:
         return False
-    return not any(key in each for each in talk for key in (*chat.OF_ANSWER, "generation"))
+    return not any(key in each for each in talk for key in (*chat.ANSWER_FIELDS, "generation"))
 
 
 def _is_serialized_response(value: Any) -> bool:
     """Return whether a string is a serialized response (JSON, events or a Python repr) instead of an answer."""
     if isinstance(value, str) and _PYTHON_REPR.match(value):
         return True
-    parsed = opened(value) if isinstance(value, str) else None
+    parsed = parse_json_or_events(value) if isinstance(value, str) else None
     return (isinstance(parsed, Mapping) and "choices" in parsed) or (isinstance(parsed, list) and value[:1] != "[")
 
 
 def _field_with_text(record: Mapping[str, Any], names: tuple[str, ...], longer: re.Pattern[str]) -> str | None:
     """Return the first of `names` with text or messages, else the only field whose name matches `longer`."""
-    match = next((name for name in names if is_said(record.get(name))), None)
-    others = [name for name in record if longer.fullmatch(plain(str(name))) and is_said(record[name])]
+    match = next((name for name in names if is_text_or_messages(record.get(name))), None)
+    others = [
+        name for name in record if longer.fullmatch(normalize_name(str(name))) and is_text_or_messages(record[name])
+    ]
     return others[0] if match is None and len(others) == 1 else match
 
 
-def is_said(value: Any) -> bool:
+def is_text_or_messages(value: Any) -> bool:
     """Return whether a value is a string, a message, or a list of messages."""
     if isinstance(value, str):
         return True
     if isinstance(value, Mapping):
         return isinstance(value.get("role"), str)
-    return isinstance(value, list) and bool(value) and all("role" in chat.table(each) for each in value)
+    return isinstance(value, list) and bool(value) and all("role" in chat.as_mapping(each) for each in value)
 
 
 def messages_of(value: Any, role: str) -> list[dict[str, Any]]:
@@ -184,16 +192,22 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
     if not (isinstance(record, Mapping) and all(sign in record for sign in ("doc_id", "arguments", "resps"))):
         return None
     arguments = record["arguments"]
-    requests = [*arguments.values()] if isinstance(arguments, Mapping) else record_fields.listed(arguments, "arguments")
+    requests = (
+        [*arguments.values()] if isinstance(arguments, Mapping) else record_fields.require_list(arguments, "arguments")
+    )
     group = f"{record.get('task_name', 'doc')}-{record.get('prompt_hash', record['doc_id'])}"
     shared = {"group": group, **chat.without(record, "arguments", "resps", "filtered_resps")}
     traces = []
-    for request, answers in zip(requests, record_fields.listed(record["resps"], "resps"), strict=False):
-        parts = [*request.values()] if isinstance(request, Mapping) else record_fields.listed(request, "arguments")
+    for request, answers in zip(requests, record_fields.require_list(record["resps"], "resps"), strict=False):
+        parts = (
+            [*request.values()] if isinstance(request, Mapping) else record_fields.require_list(request, "arguments")
+        )
         prompt = _prompt(parts[0]) if parts else None
         sampling = chat.sampling(parts[1]) if len(parts) > 1 else {}
         texts = [
-            text for text in record_fields.listed(answers, "resps") if prompt is not None and isinstance(text, str)
+            text
+            for text in record_fields.require_list(answers, "resps")
+            if prompt is not None and isinstance(text, str)
         ]
         traces += [
             {**shared, **sampling, "messages": [*(prompt or []), messages_of(text, "assistant")[0]]} for text in texts
@@ -203,8 +217,8 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
 
 def _prompt(value: Any) -> list[dict[str, Any]] | None:
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    value = opened(value)
-    return messages_of(value, "user") if is_said(value) else None
+    value = parse_json_or_events(value)
+    return messages_of(value, "user") if is_text_or_messages(value) else None
 
 
 ANSWER_LISTS = ("completions", "responses", "outputs", "answers", "generations", "samples", "candidates", "choices")
@@ -220,9 +234,9 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
     answers = _answer_list_key(record) if isinstance(record, Mapping) else ""
     if not answers or (prompt_key := _prompt_key(record, answers)) is None:
         return None
-    prompt = chat.under(record.get("system"), messages_of(record[prompt_key], "user"))
-    answer_rows = rows(record, len(record[answers]), (prompt_key, answers, "system"), prompt)
-    group, prompt_messages = group_of(record, prompt), chat.given(prompt)
+    prompt = chat.with_system_prompt(record.get("system"), messages_of(record[prompt_key], "user"))
+    answer_rows = split_by_answer(record, len(record[answers]), (prompt_key, answers, "system"), prompt)
+    group, prompt_messages = group_of(record, prompt), chat.mark_not_sampled(prompt)
     traces = []
     for (row, message_fields), answer in zip(answer_rows, record[answers], strict=True):
         if answer is None:
@@ -230,10 +244,10 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
             continue
         answer_fields, text = {}, answer
         if isinstance(answer, Mapping) and "role" not in answer:
-            key = next(name for name in _TEXTS if is_said(answer.get(name)))
+            key = next(name for name in _TEXTS if is_text_or_messages(answer.get(name)))
             answer_fields, text = chat.without(answer, key), answer[key]
         turns = messages_of(text, "assistant")
-        own_message_fields = {name: answer_fields.pop(name) for name in chat.OF_ANSWER if name in answer_fields}
+        own_message_fields = {name: answer_fields.pop(name) for name in chat.ANSWER_FIELDS if name in answer_fields}
         turns[-1:] = [{**message_fields, **turns[-1], **own_message_fields}]
         traces.append({"group": group, **row, **_rewarded(answer_fields), "messages": [*prompt_messages, *turns]})
     return traces
@@ -242,8 +256,8 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
 def _prompt_key(record: Mapping[str, Any], answers: str) -> str | None:
     """Return the key of the prompt: `messages` if the record has them and they end before an answer."""
     if "messages" in record:
-        return "messages" if asks(record["messages"], answers) else None
-    return next((name for name in (*PROMPTS, "prompts") if is_said(record.get(name))), None)
+        return "messages" if is_prompt_of(record["messages"], answers) else None
+    return next((name for name in (*PROMPTS, "prompts") if is_text_or_messages(record.get(name))), None)
 
 
 def _answer_list_key(record: Mapping[str, Any]) -> str:
@@ -271,11 +285,11 @@ def _are_sampled(record: Mapping[str, Any], choices: list[Any]) -> bool:
 
 def _is_answer(value: Any) -> bool:
     if isinstance(value, Mapping) and "role" not in value:
-        return any(is_said(value.get(name)) for name in _TEXTS)
-    return is_said(value)
+        return any(is_text_or_messages(value.get(name)) for name in _TEXTS)
+    return is_text_or_messages(value)
 
 
-def rows(
+def split_by_answer(
     record: Mapping[str, Any], count: int, used: tuple[str, ...], given: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return (fields of the trace, fields of the answer's message) for each answer of a record.
@@ -292,31 +306,34 @@ def rows(
         Unfit: if a list of rewards, ids or logprobs does not have `count` values, or the shared fields are too large.
     """
     message_fields = _of_answers(record, count)
-    other_fields = chat.without(record, *used, *chat.OF_ANSWER)
+    other_fields = chat.without(record, *used, *chat.ANSWER_FIELDS)
     lists = {key for key, value in other_fields.items() if is_of_each(key, value, count)}
     lists |= {"id"} if isinstance(other_fields.get("id"), list) and len(other_fields["id"]) == count else set()
     for key in ("reward", "rewards"):
         if isinstance(other_fields.get(key), list) and key not in lists:
-            raise record_fields.unequal(key, other_fields[key], count)
-    record_fields.bounded(count, (given, chat.without(other_fields, *lists)))
+            raise record_fields.length_refusal(key, other_fields[key], count)
+    record_fields.check_size(count, (given, chat.without(other_fields, *lists)))
     result = []
     for index in range(count):
-        row = {key: value[index] if key in lists else part(value, index, count) for key, value in other_fields.items()}
+        row = {
+            key: value[index] if key in lists else select_answer(value, index, count)
+            for key, value in other_fields.items()
+        }
         name = {"id": f"{row['id']}-{index}"} if isinstance(row.get("id"), (str, int)) and "id" not in lists else {}
         result.append((_rewarded({**row, **name}), message_fields[index]))
     return result
 
 
-def part(value: Any, at: int, count: int, depth: int = 0) -> Any:
+def select_answer(value: Any, at: int, count: int, depth: int = 0) -> Any:
     """Return an object in which every list with `count` per-answer values is replaced by its value at `at`.
 
-    >>> part({"by": "x", "right": [True, False]}, 1, 2)
+    >>> select_answer({"by": "x", "right": [True, False]}, 1, 2)
     {'by': 'x', 'right': False}
     """
     if not isinstance(value, Mapping) or depth == json_path.DEEPEST:
         return value
     split = {
-        key: item[at] if is_of_each(key, item, count) else part(item, at, count, depth + 1)
+        key: item[at] if is_of_each(key, item, count) else select_answer(item, at, count, depth + 1)
         for key, item in value.items()
     }
     return split if any(split[key] is not item for key, item in value.items()) else value
@@ -325,19 +342,19 @@ def part(value: Any, at: int, count: int, depth: int = 0) -> Any:
 def _of_answers(record: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Return the token ids, logprobs and finish reason of each answer."""
     fields: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name in chat.OF_ANSWER:
+    for name in chat.ANSWER_FIELDS:
         value = record.get(name)
         if value is None:
             continue
         if (name == "finish_reason" and isinstance(value, str)) or (name == "prompt_token_ids" and _are_ids(value)):
-            record_fields.bounded(count, value)
+            record_fields.check_size(count, value)
             values = [value] * count
         elif _has_each(name, value) and len(value) == count:
             values = value
         elif count == 1 and not _has_each(name, value):
             values = [value]
         else:
-            raise record_fields.unequal(name, value, count)
+            raise record_fields.length_refusal(name, value, count)
         for answer_fields, each in zip(fields, values, strict=True):
             answer_fields |= {} if each is None else {name: each}
     return fields
@@ -348,7 +365,9 @@ def _has_each(name: str, value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     item_types = str if name == "finish_reason" else (list, Mapping)
-    return all(each is None or (isinstance(each, item_types) and "logprob" not in chat.table(each)) for each in value)
+    return all(
+        each is None or (isinstance(each, item_types) and "logprob" not in chat.as_mapping(each)) for each in value
+    )
 
 
 def _are_ids(value: Any) -> bool:
@@ -369,7 +388,7 @@ def is_of_each(key: str, value: Any, count: int) -> bool:
 
 
 def _is_verdict(value: Any) -> bool:
-    return json_path.verdict(value) is not None
+    return json_path.reward_value(value) is not None
 
 
 def _rewarded(row: dict[str, Any]) -> dict[str, Any]:
@@ -402,7 +421,7 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
         return None
     messages = [_message(each) for each in talk]
     if messages[0]["role"] != "system":
-        messages = chat.under(record.get("system"), messages)
+        messages = chat.with_system_prompt(record.get("system"), messages)
     other_fields = chat.without(record, *_KEYS, "system", "tools")
     tools = _tools(record.get("tools"))
     return [{**other_fields, **({"tools": tools} if tools else {}), "messages": messages}]
@@ -412,7 +431,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a message. The JSON of a `function_call` speaker becomes tool calls."""
     speaker, content = str(turn["from"]).lower(), turn["value"]
     if speaker == "function_call" and isinstance(content, str):
-        calls = json_path.opened(content.strip())
+        calls = json_path.parse_json_string(content.strip())
         tool_calls = [_call(each) for each in (calls if isinstance(calls, list) else [calls])]
         if tool_calls and None not in tool_calls:
             return {"role": "assistant", "content": None, "tool_calls": tool_calls}
@@ -421,16 +440,16 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _call(call: Any) -> dict[str, Any] | None:
     """Convert a tool call, with or without OpenAI's `function` wrapper; None if it is not a tool call."""
-    function = chat.table(chat.table(call).get("function", call))
+    function = chat.as_mapping(chat.as_mapping(call).get("function", call))
     arguments = next((function[key] for key in _ARGUMENTS if key in function), None)
     if not isinstance(function.get("name"), str) or arguments is None:
         return None
-    return {"type": "function", "function": {"name": function["name"], "arguments": chat.written(arguments)}}
+    return {"type": "function", "function": {"name": function["name"], "arguments": chat.arguments_json(arguments)}}
 
 
 def _tools(value: Any) -> list[Any]:
     """Return tool schemas, also from a JSON string, with the `function` wrapper that templates expect."""
-    schemas = json_path.opened(value.strip() if isinstance(value, str) else value)
+    schemas = json_path.parse_json_string(value.strip() if isinstance(value, str) else value)
     tools = [schema for schema in schemas if isinstance(schema, Mapping)] if isinstance(schemas, list) else []
     return [
         dict(schema) if "function" in schema else {"type": "function", "function": dict(schema)} for schema in tools

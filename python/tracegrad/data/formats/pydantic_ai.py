@@ -10,7 +10,7 @@ from typing import Any
 
 from tracegrad.data import chat
 from tracegrad.data.formats import langchain
-from tracegrad.data.formats.openai import opened
+from tracegrad.data.formats.openai import parse_json_or_events
 
 _ROLES = {"system-prompt": "system", "user-prompt": "user", "tool-return": "tool", "retry-prompt": "user"}
 
@@ -26,15 +26,15 @@ def of_history(record: Any) -> list[dict[str, Any]] | None:
         messages += [_response(item)] if item["kind"] == "response" else _request(item)
     instructions = next((item["instructions"] for item in history if isinstance(item.get("instructions"), str)), None)
     if not any(item["role"] == "system" for item in messages):
-        messages = chat.under(instructions, messages)
-    other_fields = chat.without(chat.table(record), key)
+        messages = chat.with_system_prompt(instructions, messages)
+    other_fields = chat.without(chat.as_mapping(record), key)
     return [{**other_fields, "messages": messages}] if chat.has_answer(messages) else []
 
 
 def _history(record: Any) -> tuple[str, list[Any]] | None:
     items = record.items() if isinstance(record, Mapping) else [("", record)]
     histories = [
-        (str(key), opened(value) if isinstance(value, str) and '"part_kind"' in value else value)
+        (str(key), parse_json_or_events(value) if isinstance(value, str) and '"part_kind"' in value else value)
         for key, value in items
     ]
     histories = [
@@ -67,11 +67,11 @@ def _response(response: Mapping[str, Any]) -> dict[str, Any]:
     texts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "text"]
     thoughts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "thinking"]
     calls = [
-        chat.tool_call(part.get("tool_name"), part.get("tool_call_id"), chat.told(part, ["args"]).get("args", {}))
+        chat.tool_call(part.get("tool_name"), part.get("tool_call_id"), chat.pick(part, ["args"]).get("args", {}))
         for part in parts
         if part["part_kind"] == "tool-call"
     ]
-    details = chat.table(response.get("provider_details"))
+    details = chat.as_mapping(response.get("provider_details"))
     logprobs, finish = details.get("logprobs"), details.get("finish_reason")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
     message |= {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}

@@ -1,6 +1,6 @@
 """Check untrusted records in adapters: types, list lengths, and the size of the results. Independent of any form.
 
-A check that fails raises `Unfit`; the reader then counts a bad record, with its file and line.
+A check that fails raises `BadValueError`; the reader then counts a bad record, with its file and line.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from tracegrad.data import json_path
 from tracegrad.data.arrow import to_json
-from tracegrad.data.field_map import MOST_BYTES, Unfit
+from tracegrad.data.field_map import MOST_BYTES, BadValueError
 from tracegrad.errors import TracegradError
 
 FAILED = "failed_call"
@@ -18,7 +18,7 @@ _FIX = "Correct the record, or leave such ones out: --on-error skip"
 
 
 @contextmanager
-def fitting(name: str) -> Iterator[None]:
+def refuse_on_error(name: str) -> Iterator[None]:
     """Refuse the record if the code in the `with` block fails because of a value in it.
 
     Args:
@@ -29,14 +29,14 @@ def fitting(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Unfit, TracegradError):
+    except (BadValueError, TracegradError):
         raise
     except _WRONG as error:
         problem = f"it cannot be read as {name}: {type(error).__name__}: {str(error)[:120]}"
-        raise Unfit((problem, "A value in it is none that this form has there", _FIX)) from error
+        raise BadValueError((problem, "A value in it is none that this form has there", _FIX)) from error
 
 
-def listed(value: Any, name: str) -> list[Any]:
+def require_list(value: Any, name: str) -> list[Any]:
     """Return a list, or an empty list for null.
 
     Raises:
@@ -44,24 +44,26 @@ def listed(value: Any, name: str) -> list[Any]:
     """
     if value is None or isinstance(value, list):
         return value or []
-    raise Unfit((f"`{name}` is {json_path.kind(value)}, not a list", "What it says would be lost", _FIX))
+    raise BadValueError(
+        (f"`{name}` is {json_path.describe_type(value)}, not a list", "What it says would be lost", _FIX)
+    )
 
 
-def unequal(name: str, value: Any, count: int) -> Unfit:
+def length_refusal(name: str, value: Any, count: int) -> BadValueError:
     """Return the refusal of a field that does not have one value for each of `count` answers."""
-    description = f"a list of {len(value):,}" if isinstance(value, list) else json_path.kind(value)
+    description = f"a list of {len(value):,}" if isinstance(value, list) else json_path.describe_type(value)
     problem = f"`{name}` is {description}, and there are {count:,} answers, each of which needs its own"
-    return Unfit((problem, "Which of it is whose would be guessed", f"Write one for each answer. {_FIX}"))
+    return BadValueError((problem, "Which of it is whose would be guessed", f"Write one for each answer. {_FIX}"))
 
 
-def bounded(count: int, shared: Any) -> None:
+def check_size(count: int, shared: Any) -> None:
     """Check that `count` copies of the shared fields fit in `MOST_BYTES`.
 
     Raises:
         Unfit: if they do not.
     """
     if count > 1 and (size := len(to_json(shared))) * count > MOST_BYTES:
-        raise too_much(f"{count:,} traces, each with the {size:,} bytes that they share")
+        raise size_refusal(f"{count:,} traces, each with the {size:,} bytes that they share")
 
 
 def failed_call(record: Mapping[str, Any], why: str) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def is_failed(record: Mapping[str, Any]) -> bool:
     return record.get("call_type") == FAILED
 
 
-def too_much(what: str) -> Unfit:
+def size_refusal(what: str) -> BadValueError:
     """Return the refusal of a record whose results would exceed `MOST_BYTES`."""
     problem = f"it would become {what}, beyond {MOST_BYTES:,} bytes in all"
-    return Unfit((problem, "So much of one record is not held in memory", "Write a record for each answer"))
+    return BadValueError((problem, "So much of one record is not held in memory", "Write a record for each answer"))

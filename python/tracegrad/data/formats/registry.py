@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tracegrad import _core
 from tracegrad.data import chat
 from tracegrad.data.arrow import to_json
-from tracegrad.data.field_map import Unfit, loads
+from tracegrad.data.field_map import BadValueError, parse_record
 from tracegrad.data.formats import (
     anthropic,
     generic,
@@ -25,7 +25,7 @@ from tracegrad.data.formats import (
     record_fields,
 )
 from tracegrad.data.sources import Row
-from tracegrad.data.trace import Line, ReadReport, Traces, located, summed
+from tracegrad.data.trace import Line, ReadReport, Traces, add_reports, format_location
 from tracegrad.errors import FormatError, ReadError
 
 
@@ -51,7 +51,7 @@ class Adapter(NamedTuple):
     talks: str = ""
 
 
-class Made(NamedTuple):
+class Conversion(NamedTuple):
     """Result of an adapter: its name and the converted records."""
 
     name: str
@@ -64,9 +64,9 @@ def _of_export(record: Any) -> list[dict[str, Any]] | None:
     A list is recognized by its first record. A record in it that no adapter recognizes is left to the core, which
     reports the reason.
     """
-    record_lists = [each for each in chat.table(record).values() if isinstance(each, list) and each]
+    record_lists = [each for each in chat.as_mapping(record).values() if isinstance(each, list) and each]
     record_lists = [each for each in record_lists if isinstance(each[0], Mapping)]
-    record_lists = [each for each in record_lists if made_of(each[0]) is not None or _core_reads(each[0])]
+    record_lists = [each for each in record_lists if convert_first_match(each[0]) is not None or _core_reads(each[0])]
     if len(record_lists) != 1:
         return None
     converted = []
@@ -76,7 +76,7 @@ def _of_export(record: Any) -> list[dict[str, Any]] | None:
     return converted
 
 
-EXPORT = "export"
+EXPORT_ADAPTER = "export"
 ADAPTERS = (
     Adapter("langsmith", langchain.of_run, ("run_type",)),
     Adapter("langchain", langchain.of_talk, langchain.KEYS),
@@ -99,7 +99,7 @@ ADAPTERS = (
     Adapter(record_fields.FAILED, openai_calls.of_nothing, weak=True),
     Adapter("nested_call", generic.of_record, weak=True, beside=True, talks="renamed_messages"),
     Adapter("span", generic.of_span, weak=True),
-    Adapter(EXPORT, _of_export, weak=True),
+    Adapter(EXPORT_ADAPTER, _of_export, weak=True),
     Adapter(record_fields.FAILED, openai_calls.of_prompt, weak=True),
 )
 
@@ -109,22 +109,22 @@ def only_roots(head: list[bytes]) -> bool:
 
     The conversation is then read from the root runs.
     """
-    return len(head) > 1 and all(langchain.is_root(loads(each)) for each in head)
+    return len(head) > 1 and all(langchain.is_root(parse_record(each)) for each in head)
 
 
-def _of_root(record: Any) -> Made | None:
+def _of_root(record: Any) -> Conversion | None:
     """Convert a LangSmith root run; no records if it contains no conversation, None if it is not a root run."""
     if not langchain.is_root(record):
         return None
     conversation = langchain.of_root(record)
-    if (conversion := made_of(conversation)) is not None:
-        return Made("langsmith", conversion.records)
-    return Made(
+    if (conversion := convert_first_match(conversation)) is not None:
+        return Conversion("langsmith", conversion.records)
+    return Conversion(
         "langsmith", [conversation] if record_fields.is_failed(conversation) or _core_reads(conversation) else []
     )
 
 
-def made_of(record: Any) -> Made | None:
+def convert_first_match(record: Any) -> Conversion | None:
     """Convert a record with the first adapter that recognizes it; each choice of a response becomes a record.
 
     None if no adapter recognizes the record, or if the core reads it correctly without conversion.
@@ -132,7 +132,7 @@ def made_of(record: Any) -> Made | None:
     Raises:
         Unfit: if a value in the record has the wrong type for its form.
     """
-    with record_fields.fitting("any form"):
+    with record_fields.refuse_on_error("any form"):
         standing = None
         for each in ADAPTERS:
             if each.weak and standing is None:
@@ -141,14 +141,14 @@ def made_of(record: Any) -> Made | None:
                 break
             if standing in (OPEN, ALONE) and not each.beside:
                 continue
-            with record_fields.fitting(each.name):
+            with record_fields.refuse_on_error(each.name):
                 made = each.adapt(record)
             if made is not None:
                 of_talk = each.talks and made and "messages" in made[0]
                 parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
-                return Made(each.talks if of_talk else each.name, parts)
+                return Conversion(each.talks if of_talk else each.name, parts)
         made = None if standing in (OPEN, UNREAD) or _is_plain(record) else openai_calls.of_response(record)
-        return None if made is None else Made("choices", made)
+        return None if made is None else Conversion("choices", made)
 
 
 STANDS, OPEN, ALONE, UNREAD = "stands", "open", "alone", "unread"
@@ -216,18 +216,21 @@ def adapt(record: Any, roots: bool = False) -> list[dict[str, Any]] | None:
     >>> adapt({"prompt": "2+2?", "response": "4"})[0]["messages"][1]["content"]
     '4'
     """
-    conversion = (_of_root(record) if roots else None) or made_of(record)
+    conversion = (_of_root(record) if roots else None) or convert_first_match(record)
     return None if conversion is None else conversion.records
 
 
 ANSWERS = sorted(
-    {openai.plain(each) for each in (*openai.RESPONSES, *prompt_response.ANSWERS, *prompt_response.ANSWER_LISTS)}
+    {
+        openai.normalize_name(each)
+        for each in (*openai.RESPONSES, *prompt_response.ANSWERS, *prompt_response.ANSWER_LISTS)
+    }
 )
 """Names of fields that may contain an answer, in lower case and without `_` and `-`."""
 _KEYS = [key.encode() for each in ADAPTERS for key in each.keys]
 
 
-def needed(head: list[bytes], name: str) -> bool:
+def needs_adapter(head: list[bytes], name: str) -> bool:
     """Return whether one of the first records of a source needs an adapter.
 
     Records that the core reads directly are not parsed.
@@ -236,7 +239,9 @@ def needed(head: list[bytes], name: str) -> bool:
         ReadError: if the source is a table of separated text, such as CSV.
     """
     parsed = {
-        index: loads(head[index]) for index, is_direct in enumerate(_core.Traces.plain(head, _KEYS)) if not is_direct
+        index: parse_record(head[index])
+        for index, is_direct in enumerate(_core.Traces.plain(head, _KEYS))
+        if not is_direct
     }
     if 0 in parsed and parsed[0] is None:
         refuse_table(head[0], name)
@@ -245,8 +250,8 @@ def needed(head: list[bytes], name: str) -> bool:
 
 def _is_ours(record: Any) -> bool:
     try:
-        return made_of(record) is not None
-    except Unfit:
+        return convert_first_match(record) is not None
+    except BadValueError:
         return True  # The reader then refuses the record, with its line.
 
 
@@ -269,7 +274,7 @@ def refuse_table(line: bytes, name: str) -> None:
             )
 
 
-class Adapted:
+class RecordConverter:
     """Converts records, and counts them by adapter.
 
     `counts` has the converted records, `empty` those without a call. `roots` is the result of `only_roots` for the
@@ -284,8 +289,8 @@ class Adapted:
     def rows(self, name: str, line: Line, raw: bytes) -> list[Row] | None:
         """Return the rows to decode instead of a record; None if no adapter recognizes it."""
         try:
-            converted = self.adapt(loads(raw), len(raw), name, line)
-        except Unfit as unfit:
+            converted = self.adapt(parse_record(raw), len(raw), name, line)
+        except BadValueError as unfit:
             return [(line, raw, unfit.args[0])]
         return None if converted is None else [(place, raw, text) for place, text, _ in converted]
 
@@ -304,22 +309,22 @@ class Adapted:
         Raises:
             Unfit: if the record cannot be converted, or the results are too large.
         """
-        conversion = (_of_root(record) if self.roots else None) or made_of(record)
+        conversion = (_of_root(record) if self.roots else None) or convert_first_match(record)
         if conversion is None:
             return None
         adapter, records = conversion
         results, bytes_left = [], record_fields.MOST_BYTES + 4 * size
         for index, each in enumerate(records):
             place = line
-            if adapter == EXPORT and isinstance(line, int):
+            if adapter == EXPORT_ADAPTER and isinstance(line, int):
                 place = (line, index + 1)
             elif len(records) > 1 and each.get("id") is None:
-                each = {**each, "id": f"{located(name, line)}-{index}"}
-            with record_fields.fitting(adapter):
+                each = {**each, "id": f"{format_location(name, line)}-{index}"}
+            with record_fields.refuse_on_error(adapter):
                 results.append((place, to_json(each), each))
             bytes_left -= len(results[-1][1])
             if bytes_left < 0:
-                raise record_fields.too_much(f"{len(records):,} traces")
+                raise record_fields.size_refusal(f"{len(records):,} traces")
         self.counts[adapter] += adapter != record_fields.FAILED
         self.empty[adapter] += not records
         return results
@@ -333,7 +338,7 @@ class Adapted:
         return lines
 
 
-class Again:
+class RetryWithAdapters:
     """Retries records of one source with the adapters after the core decoded them.
 
     Args:
@@ -341,7 +346,7 @@ class Again:
         decoder: returns a core reader, which decodes the results and handles bad ones.
     """
 
-    def __init__(self, adapted: Adapted, decoder: Callable[[], Any]) -> None:
+    def __init__(self, adapted: RecordConverter, decoder: Callable[[], Any]) -> None:
         self._adapted, self._open = adapted, decoder
         self._decoder: Any = None
         self._before = ReadReport()
@@ -351,7 +356,7 @@ class Again:
         """Counts to add to those of the source: minus the first decoding of these records, plus the second."""
         if self._decoder is None:
             return ReadReport()
-        return summed(_less(self._before), replace(ReadReport(**self._decoder.report()), bytes=0))
+        return add_reports(_less(self._before), replace(ReadReport(**self._decoder.report()), bytes=0))
 
     def traces(self, part: Traces, odd: Sequence[int]) -> Traces:
         """Retry the traces of a batch at the indices `odd`. A trace that no adapter recognizes stays unchanged."""
@@ -365,7 +370,7 @@ class Again:
             if self._decoder is None:
                 self._decoder = self._open()
             _, first_report = _core.Traces.decode([trace.record], "<record>", 1, "auto")
-            self._before = summed(self._before, replace(ReadReport(**first_report), bytes=0))
+            self._before = add_reports(self._before, replace(ReadReport(**first_report), bytes=0))
             parts += [part[start:index].core, self._decoder.decode(rows)]
             start = index + 1
         return Traces(_core.Traces.concatenate([*parts, part[start:].core])) if start else part

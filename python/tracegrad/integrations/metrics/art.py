@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics.aggregate import Rows, Sums, moments, per
-from tracegrad.metrics.definition import Measured, Metric, Reading
+from tracegrad.metrics.aggregate import Rows, Sums, divide, moments
+from tracegrad.metrics.definition import Metric, MetricSet, MetricSums
 
 EPS = 1e-6
 """The epsilon that is added to ART's denominators."""
@@ -31,7 +31,7 @@ def as_art(
     epsilon_high: float | None = None,
     ratio: ArrayLike | None = None,
     ref: ArrayLike | None = None,
-) -> Measured:
+) -> MetricSums:
     """Compute ART's metrics of trained tokens (its assistant mask).
 
     Args:
@@ -74,10 +74,10 @@ def as_art(
     x, y = np.exp(old[known]), np.exp(new[known])
     products = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y}
     sums = moments("ratio", used_ratio) | Sums.of(products, counts)
-    found = Measured(sums.at("art/"), (Reading(DIAGNOSTICS, "art/"),))
+    found = MetricSums(sums.at("art/"), (MetricSet(DIAGNOSTICS, "art/"),))
     if ref is not None:
         sums = moments("gap", new - np.asarray(ref, np.float64)).at("ref/")
-        found = found | Measured(sums, (Reading(REFERENCE, "ref/"),))
+        found = found | MetricSums(sums, (MetricSet(REFERENCE, "ref/"),))
     return found
 
 
@@ -156,7 +156,7 @@ REFERENCE = (
         "theta / ref",
         _SUM,
         "Mean of l: k1, and below 0 at times.",
-        lambda s: per(s["gap"], s["gap.n"] + EPS),
+        lambda s: divide(s["gap"], s["gap.n"] + EPS),
     ),
 )
 ART: tuple[Metric, ...] = (*DIAGNOSTICS, *REFERENCE)

@@ -15,15 +15,15 @@ from tracegrad.metrics.aggregate import (
     Rows,
     Sums,
     deviation_of,
+    divide,
+    formula_of,
     largest_of,
     mean_of,
     moments,
-    over,
-    per,
-    reading,
+    quotient,
     smallest_of,
 )
-from tracegrad.metrics.definition import Measured, Metric, Reading
+from tracegrad.metrics.definition import Metric, MetricSet, MetricSums
 
 LIMIT = 20.0
 """SkyRL's bound for a log-ratio, or for its sum over a row, before exp."""
@@ -42,7 +42,7 @@ def as_skyrl(
     sequence_mask: Bounds = (0.99, 1.01),
     outlier: Bounds | None = None,
     token_mask: Bounds | None = None,
-) -> Measured:
+) -> MetricSums:
     """Compute the metrics of `compute_off_policy_correction`.
 
     Args:
@@ -68,7 +68,7 @@ def as_skyrl(
         )
     ratio = _exp(log)
     counts = {"positions": rows.positions, "rows": rows.count}
-    result = Measured((moments("ratio", ratio) | Sums.of(counts=counts)).at("is/"), (Reading(RATIO, "is/"),))
+    result = MetricSums((moments("ratio", ratio) | Sums.of(counts=counts)).at("is/"), (MetricSet(RATIO, "is/"),))
     if outlier is not None:
         high, low = _outside(ratio, outlier)
         masked = rows.any(high | low)
@@ -99,7 +99,7 @@ def as_skyrl_policy(
     clipped: ArrayLike | None = None,
     ratio: ArrayLike | None = None,
     cispo_clip: tuple[float, float] | None = None,
-) -> Measured:
+) -> MetricSums:
     """Compute differences of logprobs, `clip_ratio`, and cispo's metrics of the ratio.
 
     Args:
@@ -118,13 +118,15 @@ def as_skyrl_policy(
     gap = np.abs(np.asarray(logprobs, np.float64) - np.asarray(rollout, np.float64))
     table = MINIBATCH if minibatch else POLICY
     sums = (moments("gap", gap) | Sums.of(counts={"positions": rows.positions})).at("diff/")
-    result = Measured(sums, (Reading(table, "diff/"),))
+    result = MetricSums(sums, (MetricSet(table, "diff/"),))
     if clipped is not None:
         result = result | _share("clip_ratio", np.asarray(clipped, bool))
     if ratio is not None:
         low, high = cispo_clip or (None, None)
         table = IMPORTANCE if cispo_clip is None else CISPO
-        result = result | Measured(moments("ratio", ratio, low=low, high=high).at("loss/"), (Reading(table, "loss/"),))
+        result = result | MetricSums(
+            moments("ratio", ratio, low=low, high=high).at("loss/"), (MetricSet(table, "loss/"),)
+        )
     return result
 
 
@@ -142,16 +144,16 @@ def _remaining(rows: Rows, keep: NDArray[np.bool_], log: NDArray, ratio: NDArray
     return rows.where(keep), log[keep], ratio[keep]
 
 
-def _share(name: str, flags: NDArray[np.bool_]) -> Measured:
+def _share(name: str, flags: NDArray[np.bool_]) -> MetricSums:
     """Return the share of tokens, or of rows, that are flagged. SkyRL divides by 1 if there are none."""
     counts = {"hit": np.count_nonzero(flags), "of": len(flags)}
-    return Measured(Sums.of(counts=counts).at(f"{name}/"), (Reading((_SHARE[name],), f"{name}/"),))
+    return MetricSums(Sums.of(counts=counts).at(f"{name}/"), (MetricSet((_SHARE[name],), f"{name}/"),))
 
 
-def _hits(name: str, count: int, masked: NDArray, high: NDArray, low: NDArray) -> Measured:
+def _hits(name: str, count: int, masked: NDArray, high: NDArray, low: NDArray) -> MetricSums:
     flags = {"masked": masked, "over_high": high, "under_low": low}
     counts = {word: np.count_nonzero(values) for word, values in flags.items()} | {"rows": count}
-    return Measured(Sums.of(counts=counts).at(f"{name}/"), (Reading(_HITS[name], f"{name}/"),))
+    return MetricSums(Sums.of(counts=counts).at(f"{name}/"), (MetricSet(_HITS[name], f"{name}/"),))
 
 
 def _over(name: str, bottom: str) -> Callable[[Sums], float]:
@@ -209,7 +211,7 @@ def _sides(name: str, what: str) -> tuple[Metric, ...]:
         "under_low": "Rows below its lower bound.",
     }
     return tuple(
-        Metric(name.format(word), "share", _OLD, _ROWS, meaning, lambda s, word=word: per(s[word], s["rows"]))
+        Metric(name.format(word), "share", _OLD, _ROWS, meaning, lambda s, word=word: divide(s[word], s["rows"]))
         for word, meaning in said.items()
     )
 
@@ -222,7 +224,7 @@ _HITS = {
         "product_sequence_mask_{}_ratio": "the product of those left",
     }.items()
 }
-_spread = reading(Moments.deviation)
+_spread = formula_of(Moments.deviation)
 _DIFF = "policy/rollout_train_logprobs_abs_diff_"
 _MINI = "minibatch_rollout_logprobs_abs_diff_"
 POLICY = (
@@ -233,7 +235,7 @@ POLICY = (
 )
 MINIBATCH = (
     Metric(f"{_MINI}mean", "nats", _ROLLOUT, "terms", "Mean |l|.", mean_of("gap")),
-    Metric(f"{_MINI}sq_mean", "nats^2", _ROLLOUT, "terms", "Mean l^2.", over("gap.squares", "gap.n")),
+    Metric(f"{_MINI}sq_mean", "nats^2", _ROLLOUT, "terms", "Mean l^2.", quotient("gap.squares", "gap.n")),
     Metric(f"{_MINI}std", "nats", _ROLLOUT, "terms", "sqrt(sq_mean - mean^2).", _spread("gap")),
     Metric(f"{_MINI}max", "nats", _ROLLOUT, "", "Largest |l|.", _padded_largest("gap")),
     Metric(f"{_MINI}min", "nats", _ROLLOUT, "", "Smallest, and 0 where anything is masked.", _padded_smallest("gap")),
@@ -251,7 +253,7 @@ CISPO = (
         _PROXIMAL,
         "terms",
         "Mean ratio after the clamp.",
-        over("ratio.clamped", "ratio.n"),
+        quotient("ratio.clamped", "ratio.n"),
     ),
     Metric("cispo/ratio_max", "1", _PROXIMAL, "", "Largest.", largest_of("ratio")),
     Metric("cispo/ratio_min", "1", _PROXIMAL, "", "Smallest.", smallest_of("ratio")),

@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 from tracegrad._validation import check_choice
 from tracegrad.advantage import normalize_then_sum
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics.aggregate import Moments, Rows, Sums, deviation_of, mean_of, moments, per, reading
-from tracegrad.metrics.definition import Measured, Metric, Reading
-from tracegrad.metrics.training import flat
+from tracegrad.metrics.aggregate import Moments, Rows, Sums, deviation_of, divide, formula_of, mean_of, moments
+from tracegrad.metrics.definition import Metric, MetricSet, MetricSums
+from tracegrad.metrics.training import zero_std_mask
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that report `clip_ratio/*`."""
@@ -22,7 +22,7 @@ LOSSES = (*CLIPPED, "cispo", "sapo", "vespo")
 """Values of TRL's loss_type."""
 
 
-def as_trl_sampling(old: ArrayLike, sampling: ArrayLike, weight: ArrayLike) -> Measured:
+def as_trl_sampling(old: ArrayLike, sampling: ArrayLike, weight: ArrayLike) -> MetricSums:
     """Compute `sampling/*` of trained tokens.
 
     Args:
@@ -36,7 +36,7 @@ def as_trl_sampling(old: ArrayLike, sampling: ArrayLike, weight: ArrayLike) -> M
     """
     gap = np.abs(np.asarray(old, np.float64) - np.asarray(sampling, np.float64))
     sums = moments("gap", gap[~np.isnan(gap)]) | moments("ratio", weight)
-    return Measured(sums.at("sampling/"), (Reading(SAMPLING, "sampling/"),))
+    return MetricSums(sums.at("sampling/"), (MetricSet(SAMPLING, "sampling/"),))
 
 
 def as_trl_loss(
@@ -55,7 +55,7 @@ def as_trl_loss(
     kl_weight: ArrayLike | None = None,
     entropy: ArrayLike | None = None,
     phi: ArrayLike | None = None,
-) -> Measured:
+) -> MetricSums:
     """Compute the metrics of `_compute_loss`.
 
     Args:
@@ -108,7 +108,7 @@ def as_trl_loss(
         sums = sums | moments("phi", phi)
         tables.append(VESPO)
     sums = sums | Sums.of(totals, {"n": rows.groups.terms})
-    return Measured(sums.at("loss/"), tuple(Reading(table, "loss/") for table in tables))
+    return MetricSums(sums.at("loss/"), tuple(MetricSet(table, "loss/") for table in tables))
 
 
 def as_trl_rewards(
@@ -119,7 +119,7 @@ def as_trl_rewards(
     weights: ArrayLike | None = None,
     scale_rewards: str | bool = "group",
     aggregation: str = "sum_then_normalize",
-) -> Measured:
+) -> MetricSums:
     """Compute the metrics of rewards of traces. Parts of a step must not split groups.
 
     Args:
@@ -150,17 +150,17 @@ def as_trl_rewards(
         )
     weight = np.ones(len(names)) if weights is None else np.asarray(weights, np.float64)
     reward = np.where(np.isnan(table).all(1), np.nan, np.nansum(table * weight, 1))
-    result = Measured(Sums.of(), ())
+    result = MetricSums(Sums.of(), ())
     for name, column in zip(names, table.T, strict=True):
         sums = moments("reward", column[~np.isnan(column)]).at(f"rewards/{name}/")
-        result = result | Measured(sums, (Reading(NAMED_REWARD, f"rewards/{name}/", {"name": name}),))
-    counts = {"rows": len(reward), "flat": np.count_nonzero(flat(reward, np.asarray(group)))}
+        result = result | MetricSums(sums, (MetricSet(NAMED_REWARD, f"rewards/{name}/", {"name": name}),))
+    counts = {"rows": len(reward), "flat": np.count_nonzero(zero_std_mask(reward, np.asarray(group)))}
     sums = moments("reward", reward[~np.isnan(reward)]) | Sums.of(counts=counts)
     rows = REWARD_BY_BATCH if scale_rewards == "batch" else REWARD
     if aggregation == "normalize_then_sum":
         totals = normalize_then_sum(table, group, weights=weight, scale="std", ddof=1, eps=1e-4, singleton="zero")
         sums, rows = sums | moments("summed", totals[~np.isnan(totals)]), REWARD_OF_GDPO
-    return result | Measured(sums.at("reward/"), (Reading(rows, "reward/"),))
+    return result | MetricSums(sums.at("reward/"), (MetricSet(rows, "reward/"),))
 
 
 def _outside(
@@ -242,12 +242,15 @@ _REWARD = (
 
 def _one_value(name: str, meaning: str) -> Metric:
     """Return the metric that is 1 if there are two or more values and they differ by at most TRL's 1e-8."""
-    spread = reading(lambda m: float(m.n > 1 and m.largest - m.smallest <= 1e-8))
+    spread = formula_of(lambda m: float(m.n > 1 and m.largest - m.smallest <= 1e-8))
     return Metric("frac_reward_zero_std", "0 or 1", "", "", meaning, spread(name))
 
 
 _FLAT = "Traces of groups without a difference; TRL takes a deviation below 1e-8 for none."
-REWARD = (*_REWARD, Metric("frac_reward_zero_std", "share", "", "traces", _FLAT, lambda s: per(s["flat"], s["rows"])))
+REWARD = (
+    *_REWARD,
+    Metric("frac_reward_zero_std", "share", "", "traces", _FLAT, lambda s: divide(s["flat"], s["rows"])),
+)
 REWARD_BY_BATCH = (*_REWARD, _one_value("reward", "All rewards are equal."))
 REWARD_OF_GDPO = (*_REWARD, _one_value("summed", "All normalised rewards are equal."))
 TRL: tuple[Metric, ...] = (*SAMPLING, *KL, *ENTROPY, *CLIP, *CISPO, *VESPO, *NAMED_REWARD, *REWARD)

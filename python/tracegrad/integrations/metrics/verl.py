@@ -13,13 +13,13 @@ from tracegrad.metrics.aggregate import (
     Sums,
     above,
     below,
+    divide,
     largest_of,
     mean_of,
     moments,
-    per,
     smallest_of,
 )
-from tracegrad.metrics.definition import Measured, Metric, Reading
+from tracegrad.metrics.definition import Metric, MetricSet, MetricSums
 
 EPS = 1e-8
 """verl adds this to the mean weight before it divides by it, and does not normalise if the mean is below it."""
@@ -31,7 +31,7 @@ _FILLED = "rows with a term"
 
 
 def _over(name: str, bottom: str = "n", less: float = 0.0) -> Callable[[Sums], Any]:
-    return lambda s: per(s[name], s[bottom]) - less
+    return lambda s: divide(s[name], s[bottom]) - less
 
 
 def _of(name: str, read: Callable[[Moments], Any]) -> Callable[[Sums], Any]:
@@ -159,7 +159,7 @@ def _rejection_rows(name: str, bottom: str, *, k1: bool) -> tuple[Metric, ...]:
             "share",
             seq,
             "Rows with a term dropped.",
-            lambda s: np.nan_to_num(per(s["hit"], s["row.n"])),
+            lambda s: np.nan_to_num(divide(s["hit"], s["row.n"])),
         ),
         _row(x + "fraction_low", "share", bottom, "Below the lower bound; 0 but for k1.", low),
     )
@@ -217,7 +217,7 @@ def as_verl(
     rollout_is_bounds: Bounds = (None, 2.0),
     batch_normalize: bool = False,
     rollout_rs: Mapping[str, Bounds] | None = None,
-) -> Measured:
+) -> MetricSums:
     """Compute the metrics of `compute_rollout_correction_and_rejection_mask`.
 
     Args:
@@ -239,18 +239,18 @@ def as_verl(
     """
     old_, rollout_ = (_terms(name, values, rows) for name, values in (("old", old), ("rollout", rollout)))
     log = old_ - rollout_
-    result = Measured(_off_policy(old_, rollout_, rows).at("off/"), (Reading(OFF_POLICY, "off/"),))
+    result = MetricSums(_off_policy(old_, rollout_, rows).at("off/"), (MetricSet(OFF_POLICY, "off/"),))
     if rollout_is is not None:
         if rollout_is not in ("token", "sequence"):
             raise ArgumentError(
                 f"TG-INTEG-011: rollout_is is {rollout_is!r}. verl has 'token' and 'sequence'. Pass one of them."
             )
         sums = _importance(log, rows, rollout_is == "sequence", rollout_is_bounds).at("is/")
-        result = result | Measured(sums, (Reading(IMPORTANCE[rollout_is], "is/"),))
+        result = result | MetricSums(sums, (MetricSet(IMPORTANCE[rollout_is], "is/"),))
         if rollout_is_bounds[0] is not None:
-            result = result | Measured(Sums.of(), (Reading(ICEPOP, "is/"),))
+            result = result | MetricSums(Sums.of(), (MetricSet(ICEPOP, "is/"),))
         if batch_normalize:
-            result = result | Measured(Sums.of(), (Reading(BATCH_NORM[rollout_is], "is/"),))
+            result = result | MetricSums(Sums.of(), (MetricSet(BATCH_NORM[rollout_is], "is/"),))
     if rollout_rs:
         result = result | _rejection(log, rows, rollout_rs)
     return result
@@ -264,7 +264,7 @@ def as_verl_actor(
     loss: str = "vanilla",
     clipped: ArrayLike | None = None,
     clipped_lower: ArrayLike | None = None,
-) -> Measured:
+) -> MetricSums:
     """Compute `actor/*` of a policy loss of verl, over the tokens that rejection kept.
 
     The loss decides which tokens it clips; this function only counts them.
@@ -286,7 +286,7 @@ def as_verl_actor(
     present = {name: np.asarray(values, bool) for name, values in flags.items() if values is not None}
     counts = {"n": len(log)} | {name: np.count_nonzero(values) for name, values in present.items()}
     reading = tuple(row for row in ACTOR if row.name == "actor/ppo_kl" or _FLAG[row.name] in present)
-    return Measured(Sums.of({"kl": kl.sum()}, counts).at("actor/"), (Reading(reading, "actor/"),))
+    return MetricSums(Sums.of({"kl": kl.sum()}, counts).at("actor/"), (MetricSet(reading, "actor/"),))
 
 
 _UNBOUNDED = {"gspo", "clip_cov", "geo_mean", "dro", "reinforce"}
@@ -318,11 +318,11 @@ def _importance(log: NDArray, rows: Rows, sequence: bool, bounds: Bounds) -> Sum
     return sums | Sums.of(counts={"outside": np.count_nonzero(outside)})
 
 
-def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> Measured:
+def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> MetricSums:
     bounded = np.clip(log, -LIMIT, LIMIT)
     stats = {"k1": -bounded, "k2": 0.5 * bounded**2, "k3": np.exp(bounded) - 1.0 - bounded}
     keep = np.ones(len(log), bool)
-    result = Measured(Sums.of(), ())
+    result = MetricSums(Sums.of(), ())
     for option, (low, high) in options.items():
         level, _, stat = option.rpartition("_")
         if level not in _LEVELS or stat not in stats or option == "seq_max_k1":
@@ -343,10 +343,10 @@ def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> Measu
         sums = sums | moments("away", np.abs(by_row[rows.filled]))
         sums = sums | Sums.of(counts={"hit": np.count_nonzero(rows.any(~kept))})
         table = REJECTION["token" if level == "token" else "sequence", stat == "k1"]
-        result = result | Measured(sums.at(f"{option}/"), (Reading(table, f"{option}/", {"option": option}),))
+        result = result | MetricSums(sums.at(f"{option}/"), (MetricSet(table, f"{option}/", {"option": option}),))
     counts = {"kept": np.count_nonzero(keep), "n": len(keep), "hit": np.count_nonzero(rows.any(~keep))}
     sums = Sums.of(counts=counts | {"rows": rows.count}).at("rs/")
-    return result | Measured(sums, (Reading(REJECTION_ALL, "rs/"),))
+    return result | MetricSums(sums, (MetricSet(REJECTION_ALL, "rs/"),))
 
 
 _LEVELS: dict[str, Callable[[Rows, NDArray], NDArray]] = {

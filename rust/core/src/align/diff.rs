@@ -1,5 +1,8 @@
 //! Finds the equal bytes of two texts: common prefix and suffix first, then Myers' algorithm with a bound on the
 //! edits.
+//!
+//! `similar` is not used: its Myers diff took 4 s for two unlike texts of 100 kB, and overflowed the stack of a test for 1
+//! MB. These texts come from untrusted records.
 
 /// Maximum number of edits. Beyond it, the middle parts of the two texts count as completely different.
 const EDITS: usize = 1024;

@@ -1,6 +1,9 @@
 //! Reads kind and size of an image from the first bytes of its file. Nothing is decoded.
 //!
 //! Files are untrusted. Every byte is bounds-checked, and a size that no decoder should receive is an error.
+//!
+//! `imagesize` is not used: it reads no orientation, rejects JPEG files with fill bytes before a marker, accepts PNG files
+//! without IHDR, and counts the scale bits of lossy WebP as part of the size. Pillow does otherwise.
 
 /// The supported kinds of files, by media type.
 pub const MEDIA_TYPES: [&str; 4] = ["image/png", "image/jpeg", "image/webp", "image/gif"];

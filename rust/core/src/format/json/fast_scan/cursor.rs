@@ -2,6 +2,8 @@
 //!
 //! Every step consumes valid JSON or returns `None`. Strings are unescaped in one pass. A number is read as an exact
 //! float64, as a float64 that rounds to the correct float32, as a token id or as a byte.
+//!
+//! Numbers are parsed here because `fast-float2` needed 2 to 8 % more instructions for the same records.
 
 use crate::format::token_list::{BARE, MAX_ID};
 use crate::json_number;
