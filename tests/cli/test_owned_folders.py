@@ -232,7 +232,7 @@ def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
         view.Viewer([path], tmp_path / "index") as session,
         pytest.raises(ArgumentError, match=r"TG-STORE-006.*--export"),
     ):
-        view.write(session, [], Path(NAMES[name](path)))
+        view.export_page(session, [], Path(NAMES[name](path)))
     assert path.read_bytes() == before
 
 

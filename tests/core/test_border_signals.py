@@ -115,7 +115,7 @@ ROADS = {
         False,
     ),
     "prepare": (FILE, "prepare.prepare(path, Path(model), Data(text_only=True), out / 'shards')", 0.5, False),
-    "doctor": (FILE, "doctor.examine(str(path), model)", 0.5, False),
+    "doctor": (FILE, "doctor.diagnose(str(path), model)", 0.5, False),
     "pack": (
         "s = tg.Sequences.from_arrays(np.arange(2_000_000) % 999, np.arange(0, 2_000_001, 100), "
         "np.full(2_000_000, -1.0), np.arange(2_000_000) % 100 > 0)",

@@ -11,7 +11,7 @@ import pytest
 
 import tracegrad as tg
 from spoil import EXAMPLE, MODEL, answers, diagnosed, entries, names, recorded, responses, spoiled
-from tracegrad.doctor import CHECKS, Hits, Place, Severity, diagnose, render
+from tracegrad.doctor import CHECKS, Hits, Place, Severity, diagnose, render_lines
 
 
 def first(diagnosis):
@@ -22,7 +22,7 @@ def test_recordings_with_nothing_wrong_have_no_finding_two_lines_and_what_comes_
     found = diagnosed(recorded(), tmp_path)
     assert found.findings == ()
     assert (found.exit_code, found.severity) == (0, None)
-    line, rewards, blank, reward, between, following = render(found)
+    line, rewards, blank, reward, between, following = render_lines(found)
     assert line.startswith("clean    240 traces")
     told = [each["reward"] for each in recorded()]
     assert rewards == f"         rewards 0 to 1, mean {sum(told) / 240:.3g}; 30 groups of 8 traces"
@@ -172,7 +172,7 @@ def test_raw_logprobs_at_another_temperature_are_found_and_processed_ones_are_ri
     assert names(found) == {"raw_at_temperature": "WRONG"}
     assert "temperature 0.7" in found.findings[0].hits.found
     assert found.following.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
-    assert "goes around that" in render(found)[2]
+    assert "goes around that" in render_lines(found)[2]
     assert names(diagnosed(spoiled(lambda record: warm(record, "processed")), tmp_path)) == {}
     told = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path, logprob_kind="processed")
     assert names(told) == {}

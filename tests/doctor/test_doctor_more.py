@@ -205,7 +205,7 @@ def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     assert clean.advice.name == "DAPO"
     assert clean.advice.measured.outside == 0.0
     assert clean.as_dict()["advice"]["options"]["objective"] == "DAPO"
-    shown = tg.doctor.render(clean)
+    shown = tg.doctor.render_lines(clean)
     assert "nothing found" in shown[0]
     assert shown[5].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
     assert any(line.startswith("  figure old/rollout outside [0.5, 2]: 0.0% of terms") for line in shown)
@@ -260,7 +260,7 @@ def test_rescoring_says_what_suits_and_what_to_record_where_no_logprob_is(tmp_pa
                 entry["logprob"] = None
     found = diagnosed(records, tmp_path, rescored=16)
     assert found.advice.name == "TOPR_POSITIVE"
-    shown = tg.doctor.render(found)
+    shown = tg.doctor.render_lines(found)
     assert any(line.startswith("advice   train with TOPR_POSITIVE: --objective TOPR_POSITIVE") for line in shown)
     [at] = [at for at, line in enumerate(shown) if line.startswith("  record ")]
     assert "logprobs=true and return_token_ids=true" in " ".join(line.strip() for line in shown[at:])

@@ -86,7 +86,7 @@ sys.path.insert(0, sys.argv[1])
 from test_dashboards import CONFIG, TRACE, log
 out = Path(sys.argv[2])
 log("trackio", out)
-[sink] = loggers.opened("trackio", out, CONFIG)
+[sink] = loggers.open_sinks("trackio", out, CONFIG)
 loggers.log_traces([sink], tg.Traces.from_records([TRACE]), 2)
 sink.close()
 from trackio.sqlite_storage import SQLiteStorage as Kept

@@ -78,7 +78,7 @@ def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(ma
 
 def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
-    with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*RAY_ADDRESS.*127\.0\.0\.1:41217"):
+    with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*RAY_ADDRESS.*127\.0\.0\.1:"):
         make("o", ray="")
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*--ray.*1\]:1"):
         make("o", ray="[::1]:1")

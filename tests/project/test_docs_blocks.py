@@ -81,11 +81,11 @@ def at_home(folder, monkeypatch):
 def given(text, known):
     """What one block takes as known beside that: a trainer's arguments, another micro-batch, arrays of its shape."""
     names = {}
-    if "OffPolicy.of" in text:
+    if "OffPolicySums.of" in text:
         from tracegrad.metrics import OffPolicySums
 
         arrays = {name: known[name] for name in ("trace", "weight", "turn", "lag")}
-        names |= {"OffPolicy": OffPolicySums, "there": OffPolicySums.of(known["old"], known["rollout"], **arrays)}
+        names |= {"OffPolicySums": OffPolicySums, "there": OffPolicySums.of(known["old"], known["rollout"], **arrays)}
     if "Trainer(" in text:
         names |= _trainers(text)
     return names

@@ -158,7 +158,7 @@ def test_no_room_of_losses_asks_a_part_of_which_class_it_is():
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     } - {"Objective"}
-    assert {"Clip", "Gate", "Budget", "Clamp", "Penalty", "Surrogate"} <= classes
+    assert {"Clip", "Rejection", "RejectionBudget", "Truncate", "Penalty", "Surrogate"} <= classes
     for path, tree in trees.items():
         if room(path) not in {"objective", "trainer", "model", "metrics"}:
             continue

@@ -347,7 +347,7 @@ def test_the_example_of_a_judge_writes_nothing_here_and_says_that_its_judge_is_g
     servers = relative.__globals__["Servers"]
     relative.__globals__["Servers"] = lambda urls, **told: servers(urls, **{**told, "timeout_s": 1})
     said = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
-    with pytest.raises(ConnectionError, match=r"TG-ROLLOUT-013.*judge.*1.*http://127\.0\.0\.1:9.*3"):
+    with pytest.raises(ConnectionError, match=r"TG-ROLLOUT-013.*http://127\.0\.0\.1:9"):
         asyncio.run(relative([START] * 2, said))
     assert list(tmp_path.iterdir()) == []
 

@@ -153,7 +153,7 @@ def test_no_server_left_is_an_error_with_what_each_said(tmp_path):
     def answer(asked, times):
         return 500 if asked == "/update_weights" else None
 
-    with pytest.raises(SyncError, match="TG-SYNC-019.*500"):
+    with pytest.raises(SyncError, match=r"TG-SYNC-019.*500"):
         pushing(answer, answer, tmp_path=tmp_path)
 
 

@@ -73,7 +73,7 @@ class AlignmentReport:
         return rows
 
     def __repr__(self) -> str:
-        return f"Drift({len(self)} findings, rate={self.rate:.3%}, {len(self.errors)} traces left out)"
+        return f"AlignmentReport({len(self)} findings, rate={self.rate:.3%}, {len(self.errors)} traces left out)"
 
     def _repr_html_(self) -> str:
         rows = [(name, *counts.values()) for name, counts in self.table().items()]

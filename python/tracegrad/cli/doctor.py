@@ -57,5 +57,5 @@ def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     if options.json:
         print_json(diagnosis.as_dict())
     else:
-        print_lines(*doctor.render(diagnosis))
+        print_lines(*doctor.render_lines(diagnosis))
     return diagnosis.exit_code

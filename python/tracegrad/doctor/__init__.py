@@ -8,7 +8,7 @@ logprobs in plain arrays, so it works with any trainer. Only `rescore` needs tor
 
 from tracegrad.doctor.examination import CHECKS, Diagnosis, diagnose
 from tracegrad.doctor.finding import Check, Finding, Hits, Place, Severity
-from tracegrad.doctor.render import render
+from tracegrad.doctor.render import render_lines
 from tracegrad.doctor.shift_test import LagTest, bigram_logprobs, lag_test
 
 __all__ = [
@@ -23,5 +23,5 @@ __all__ = [
     "bigram_logprobs",
     "diagnose",
     "lag_test",
-    "render",
+    "render_lines",
 ]

@@ -7,6 +7,7 @@ import numpy as np
 from tracegrad.advantage.outcome import group_counts
 from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.stats import DatasetStats
+from tracegrad.errors import CODE
 
 STALE = 8  # policy versions behind the newest
 LOCATED = re.compile(
@@ -218,8 +219,8 @@ def stale_versions(whole: DatasetStats) -> Hits:
 
 
 def place_of(error: str) -> Place | None:
-    """Return the place named at the start of a tracegrad error message, or None if there is none."""
-    match = LOCATED.match(error)
+    """Return the place after the code of a tracegrad error message, or None if there is none."""
+    match = LOCATED.match(CODE.sub("", error, count=1))
     if match is None:
         return None
     file, *numbers = match.group("file", "line", "turn", "token", "record")

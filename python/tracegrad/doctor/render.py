@@ -16,7 +16,7 @@ SCORED = "training on it as it stands would be wrong; the command after `next` g
 LONGEST, MOST_TYPED = 300, 1 << 17
 
 
-def render(diagnosis: Diagnosis) -> list[str]:
+def render_lines(diagnosis: Diagnosis) -> list[str]:
     """Return the lines to print.
 
     A clean file gets two lines. Otherwise there is a summary, then four or five lines for each of at most ten findings.

@@ -43,7 +43,7 @@ from tracegrad.objective.weight import Gamma, Gaussian, Identity, Inverse, MaskO
 if TYPE_CHECKING:
     from tracegrad.objective.torch_loss import Loss, PerTerm, Terms, build_terms, evaluate, padded_loss
 
-_WITH_TORCH = ("Loss", "PerTerm", "Terms", "evaluate", "padded_loss", "terms_of")
+_WITH_TORCH = ("Loss", "PerTerm", "Terms", "evaluate", "padded_loss", "build_terms")
 
 __all__ = [
     "LOG_RATIO_LIMIT",

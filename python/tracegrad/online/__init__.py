@@ -29,7 +29,7 @@ __all__ = [
     "train",
 ]
 _LATER = {"CollectResult": "collector_process", "collect": "collector_process", "SyncFault": "logprob_gap"}
-_LATER |= {"Finished": "training_loop", "replay": "training_loop", "train": "training_loop"}
+_LATER |= {"OnlineResult": "training_loop", "replay": "training_loop", "train": "training_loop"}
 
 
 def __getattr__(name: str) -> Any:

@@ -54,8 +54,8 @@ class Searcher:
             if not line.endswith(b"\n"):
                 await self.close()
                 raise ArgumentError(
-                    f"TG-VIEW-012: {query[:80]!r}: took longer than {QUERY_TIMEOUT_S:.0f} seconds and was ended. Nothing "
-                    "is found by it. Write an expression without nested repeats."
+                    f"TG-VIEW-012: {query[:80]!r}: took longer than {QUERY_TIMEOUT_S:.0f} seconds and was ended. "
+                    "Nothing is found by it. Write an expression without nested repeats."
                 )
         answer = json.loads(line)
         if "error" in answer:
