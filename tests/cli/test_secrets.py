@@ -120,7 +120,7 @@ def test_the_index_of_the_viewer_and_its_page_hold_no_secret(address, tmp_path):
         while not session.indexer.done:
             time.sleep(0.02)
         assert session.rows == 3
-        view.export_page(session, view.chosen(session, [], "", "", 10), tmp_path / "page.html")
+        view.export_page(session, view.select_rows(session, [], "", "", 10), tmp_path / "page.html")
     found = texts_of(tmp_path)
     assert "page.html" in found
     assert [name for name, text in found.items() if not is_clean(name + text)] == []

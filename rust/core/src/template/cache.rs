@@ -7,14 +7,13 @@ use super::marks::{Alphabet, Marker, Tag, Used};
 use super::rendered::Rendered;
 use super::server_message::Rules;
 use super::value;
-use crate::cache::{ByteCache, byte_cache, write, write_map};
+use crate::cache::{Generations, write, write_map};
 use crate::error::{Error, Kind, Result};
 use crate::pool::soon;
 use crate::server::Server;
 use crate::trace::value_of;
 use foldhash::fast::RandomState;
 use minijinja::value::Value;
-use quick_cache::Weighter;
 use serde_json::{Map, Value as Json, json};
 use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,12 +21,8 @@ use std::sync::{Arc, Mutex};
 
 /// Number of shards of the cache, each with its own lock.
 const SHARDS: usize = 8;
-/// Bytes of the entries of one shard. All shards have 32 MiB.
-const SHARD_BYTES: usize = 4 << 20;
-/// Bytes of a typical entry, for the size of the list of evicted keys.
-const TYPICAL_BYTES: usize = 64 << 10;
-/// Bytes of the largest entry.
-const LARGEST: u64 = 512 << 10;
+/// Bytes of one generation of one shard. Each shard has two generations, 32 MiB in total.
+const GENERATION_BYTES: usize = 2 << 20;
 
 /// Everything that a render depends on, except its template.
 #[derive(Debug, Clone, Copy)]
@@ -43,25 +38,20 @@ pub(super) struct Asked<'a> {
 #[derive(Debug)]
 pub(super) struct Renders {
     state: RandomState,
-    shards: [Mutex<ByteCache<Arc<Rendered>, Bytes, RandomState>>; SHARDS],
-}
-
-/// Returns the bytes of a render and its key.
-#[derive(Debug, Clone)]
-struct Bytes;
-
-impl Weighter<Box<[u8]>, Arc<Rendered>> for Bytes {
-    fn weight(&self, key: &Box<[u8]>, rendered: &Arc<Rendered>) -> u64 {
-        (key.len() + rendered.text.len() + 48 * rendered.spans.len() + 256) as u64
-    }
+    shards: [Mutex<Generations<Entry>>; SHARDS],
 }
 
 impl Default for Renders {
     fn default() -> Self {
-        let state = RandomState::default();
-        let shards = std::array::from_fn(|_| Mutex::new(byte_cache(SHARD_BYTES, TYPICAL_BYTES, Bytes, state.clone())));
-        Self { state, shards }
+        let shards = std::array::from_fn(|_| Mutex::new(Generations::new(GENERATION_BYTES)));
+        Self { state: RandomState::default(), shards }
     }
+}
+
+#[derive(Debug)]
+struct Entry {
+    key: Box<[u8]>,
+    rendered: Arc<Rendered>,
 }
 
 impl Renders {
@@ -70,15 +60,18 @@ impl Renders {
         let key = asked.key();
         let hash = self.state.hash_one(&*key);
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
-        if let Some(rendered) = soon(shard).and_then(|shard| shard.get(&*key).map(Arc::clone)) {
+        let has_key = |entry: &Entry| *entry.key == *key;
+        let cached = soon(shard).and_then(|mut shard| shard.read(hash, has_key, |e| Arc::clone(&e.rendered)));
+        if let Some(rendered) = cached {
             return Ok((*rendered).clone());
         }
         let rendered = make()?;
-        let (key, shared) = (key.into_boxed_slice(), Arc::new(rendered.clone()));
-        if Bytes.weight(&key, &shared) <= LARGEST
-            && let Some(mut shard) = soon(shard)
-        {
-            shard.insert(key, shared);
+        let bytes = key.len() + rendered.text.len() + 48 * rendered.spans.len() + 256;
+        if bytes <= GENERATION_BYTES / 4 {
+            let entry = Entry { key: key.into(), rendered: Arc::new(rendered.clone()) };
+            if let Some(mut shard) = soon(shard) {
+                shard.put(hash, bytes, entry);
+            }
         }
         Ok(rendered)
     }
@@ -296,7 +289,7 @@ mod tests {
         }
         let entries: usize = renders.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
         assert_eq!(made, 400);
-        assert!(entries > 40 && entries * 200_000 <= SHARDS * SHARD_BYTES);
+        assert!(entries > 40 && entries * 200_000 <= 2 * SHARDS * GENERATION_BYTES);
     }
 }
 

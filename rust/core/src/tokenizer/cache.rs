@@ -11,11 +11,10 @@
 use super::config::TokenizerConfig;
 use super::transformers::Rebuilt;
 use super::vocab_bytes::Pieces;
-use crate::cache::{ByteCache, byte_cache};
+use crate::cache::Generations;
 use crate::files;
 use crate::pool::soon;
 use foldhash::fast::RandomState;
-use quick_cache::Weighter;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fs;
@@ -28,40 +27,30 @@ use tokenizers::AddedToken;
 
 /// Number of shards, each with its own lock.
 const SHARDS: usize = 64;
-/// Bytes of the entries of one shard.
-const SHARD_BYTES: usize = 1 << 20;
-/// Bytes of a typical entry, for the size of the list of evicted keys.
-const TYPICAL_BYTES: usize = 1 << 10;
+/// Bytes of one generation of one shard. Each shard has two generations.
+const GENERATION_BYTES: usize = 1 << 19;
 /// Length in bytes of the longest text that is cached.
 const LONGEST: usize = 64 << 10;
 /// Bytes of an entry in addition to its text and ids.
 const ENTRY_BYTES: usize = 64;
 
-/// One shard and its lock.
-type Shard<S> = Mutex<ByteCache<Box<[u32]>, Bytes, S>>;
-
 /// Texts with their ids; 64 MiB at most.
 #[derive(Debug)]
 pub(super) struct Memo<S = RandomState> {
     state: S,
-    shards: Box<[Shard<S>]>,
+    shards: Box<[Mutex<Generations<Entry>>]>,
 }
 
-/// Returns the bytes of a text and its ids.
-#[derive(Debug, Clone)]
-struct Bytes;
-
-impl Weighter<Box<[u8]>, Box<[u32]>> for Bytes {
-    fn weight(&self, text: &Box<[u8]>, ids: &Box<[u32]>) -> u64 {
-        (ENTRY_BYTES + text.len() + 4 * ids.len()) as u64
-    }
+#[derive(Debug)]
+struct Entry {
+    text: Box<[u8]>,
+    ids: Box<[u32]>,
 }
 
-impl<S: BuildHasher + Clone + Default> Memo<S> {
+impl<S: BuildHasher + Default> Memo<S> {
     pub fn new() -> Self {
-        let state = S::default();
-        let shard = |_| Mutex::new(byte_cache(SHARD_BYTES, TYPICAL_BYTES, Bytes, state.clone()));
-        Self { shards: (0..SHARDS).map(shard).collect(), state }
+        let shard = |_| Mutex::new(Generations::new(GENERATION_BYTES));
+        Self { state: S::default(), shards: (0..SHARDS).map(shard).collect() }
     }
 
     /// Appends the ids of `text` to `ids`. If they are not cached, `encode` appends them.
@@ -76,14 +65,17 @@ impl<S: BuildHasher + Clone + Default> Memo<S> {
         }
         let hash = self.state.hash_one(text.as_bytes());
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
-        let cached = soon(shard).and_then(|shard| shard.get(text.as_bytes()).map(|known| ids.extend_from_slice(known)));
+        let has_text = |entry: &Entry| *entry.text == *text.as_bytes();
+        let cached = soon(shard).and_then(|mut shard| shard.read(hash, has_text, |e| ids.extend_from_slice(&e.ids)));
         if cached.is_some() {
             return Ok(());
         }
         let from = ids.len();
         encode(ids)?;
+        let entry = Entry { text: text.as_bytes().into(), ids: ids[from..].into() };
+        let bytes = ENTRY_BYTES + entry.text.len() + 4 * entry.ids.len();
         if let Some(mut shard) = soon(shard) {
-            shard.insert(text.as_bytes().into(), ids[from..].into());
+            shard.put(hash, bytes, entry);
         }
         Ok(())
     }
@@ -230,7 +222,7 @@ mod tests {
         }
     }
 
-    fn lengths<S: BuildHasher + Clone + Default>(memo: &Memo<S>, text: &str, made: &mut u32) -> Vec<u32> {
+    fn lengths<S: BuildHasher + Default>(memo: &Memo<S>, text: &str, made: &mut u32) -> Vec<u32> {
         let mut ids = vec![9];
         let result: Result<(), Infallible> = memo.encode(text, &mut ids, |ids| {
             *made += 1;
@@ -302,8 +294,8 @@ mod tests {
             lengths(&memo, &used_text, &mut made);
         }
         assert_eq!(made, 6001);
-        let held: usize = memo.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
-        assert!(held * 20_000 <= SHARDS * SHARD_BYTES);
-        assert!(held > 1500);
+        let entries: usize = memo.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
+        assert!(entries * 20_000 <= 2 * SHARDS * GENERATION_BYTES);
+        assert!(entries > 1500);
     }
 }
