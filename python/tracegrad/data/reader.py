@@ -261,8 +261,7 @@ def stream(
     Args:
         source: as for `read`.
         map: fields of the records that contain the reward, group, session, ...: a `FieldMap` or a dict of its fields,
-        such
-            as {"reward": "metadata.score"}.
+            such as {"reward": "metadata.score"}.
         batch: approximate number of traces in each `Traces`.
         format: "auto" detects the form of each record from its structure; `read_report.formats` lists the forms and the
             reasons. The name of one form of docs/trace-format.md requires every record to have that form.

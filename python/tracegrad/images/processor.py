@@ -1,8 +1,8 @@
 """Decode images, expand them to token ids, and make the vision encoder's inputs as transformers does.
 
 Pillow decodes images up to a limit of pixels. `ImageRule` has the placeholder id of images and computes the ids of an
-image
-of a given size. `Processor` runs the image processor of the model folder (preprocessor_config.json). Its float32 output
+image of a given size. `Processor` runs the image processor of the model folder (preprocessor_config.json). Its
+float32 output
 is cached for later batches with the same image, up to a limit of bytes.
 """
 

@@ -138,8 +138,8 @@ class AdaptiveEntropy:
 
     def __post_init__(self) -> None:
         check_order("Adapt", self.low, self.high)
-        check_positive("Adapt.target", self.target)
-        check_positive("Adapt.delta", self.delta)
+        check_positive("AdaptiveEntropy.target", self.target)
+        check_positive("AdaptiveEntropy.delta", self.delta)
 
 
 @dataclass(frozen=True)
@@ -161,15 +161,18 @@ class EntropyBonus:
     adapt: AdaptiveEntropy | None = None
 
     def __post_init__(self) -> None:
-        check_choice("Entropy.gated", self.gated, tuple(_GATED))
+        check_choice("EntropyBonus.gated", self.gated, tuple(_GATED))
         if not 0 <= self.coef < float("inf"):
-            raise ArgumentError(f"TG-OBJ-023: Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
+            raise ArgumentError(
+                f"TG-OBJ-023: EntropyBonus.coef is {self.coef}. It is a bonus and must not be negative."
+            )
         refuse_without_effect(
             self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt"
         )
         if self.adapt is not None and self.gated == "detached":
             raise ArgumentError(
-                "TG-OBJ-024: Entropy.gated is 'detached', and its coefficient adapts to the entropy of what all gates "
+                "TG-OBJ-024: EntropyBonus.gated is 'detached', and its coefficient adapts to the entropy of what "
+                "all gates "
                 "left, or of all terms. Take gated=True or gated=False."
             )
 
@@ -197,8 +200,8 @@ class AdvantageShift(Component):
     center: Literal["microbatch"] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("Shift.center", self.center, ("microbatch", None))
-        check_positive("Shift.coef", self.coef, "leave the shift out for none")
+        check_choice("AdvantageShift.center", self.center, ("microbatch", None))
+        check_positive("AdvantageShift.coef", self.coef, "leave the shift out for none")
         if self.ratio.num != "theta":
             raise ArgumentError(
                 f"TG-OBJ-025: the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...)."

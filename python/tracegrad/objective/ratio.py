@@ -131,20 +131,22 @@ class Aggregation:
     scope: Literal["step", "microbatch"] = "step"
 
     def __post_init__(self) -> None:
-        check_choice("Level.over", self.over, OVER)
-        check_choice("Level.grad", self.grad, ("through", "token"))
-        check_choice("Level.terms", self.terms, ("all", "kept"))
-        check_choice("Level.blend", self.blend, ("arithmetic", "geometric", None))
-        check_choice("Level.scope", self.scope, ("step", "microbatch"))
+        check_choice("Aggregation.over", self.over, OVER)
+        check_choice("Aggregation.grad", self.grad, ("through", "token"))
+        check_choice("Aggregation.terms", self.terms, ("all", "kept"))
+        check_choice("Aggregation.blend", self.blend, ("arithmetic", "geometric", None))
+        check_choice("Aggregation.scope", self.scope, ("step", "microbatch"))
         refuse_without_effect(
-            self.scope != "step" and not self.wide, "Level.scope", f"a {self.over} stands in one batch whole"
+            self.scope != "step" and not self.wide, "Aggregation.scope", f"a {self.over} stands in one batch whole"
         )
         if self.over == "token":
             for name, default in (("agg", None), ("grad", "through"), ("terms", "all"), ("blend", None)):
-                refuse_without_effect(getattr(self, name) != default, f"Level.{name}", "a token is not aggregated")
+                refuse_without_effect(
+                    getattr(self, name) != default, f"Aggregation.{name}", "a token is not aggregated"
+                )
             return
         prefixes = () if self.wide else ("prefix_sum", "prefix_min")
-        check_choice("Level.agg", self.agg, ("sum", "mean", "max", *prefixes))
+        check_choice("Aggregation.agg", self.agg, ("sum", "mean", "max", *prefixes))
 
     @property
     def wide(self) -> bool:

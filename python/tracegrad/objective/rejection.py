@@ -89,22 +89,24 @@ class Rejection(AnyRejection):
     terms: Literal["all", "kept"] = "all"
 
     def __post_init__(self) -> None:
-        check_choice("Gate.stat", self.stat, STATS)
-        check_choice("Gate.when", self.when, tuple(CONDITION_SIGNS))
-        check_choice("Gate.drops", self.drops, ("turn", "trace", "group", None))
-        check_choice("Gate.terms", self.terms, ("all", "kept"))
-        refuse_without_effect(self.level.grad != "through", "Gate.level.grad", "a gate is detached")
-        refuse_without_effect(self.level.blend is not None, "Gate.level.blend", "a gate looks at one level")
-        refuse_without_effect(self.level.terms != "all", "Gate.level.terms", "Gate.terms says which terms are counted")
+        check_choice("Rejection.stat", self.stat, STATS)
+        check_choice("Rejection.when", self.when, tuple(CONDITION_SIGNS))
+        check_choice("Rejection.drops", self.drops, ("turn", "trace", "group", None))
+        check_choice("Rejection.terms", self.terms, ("all", "kept"))
+        refuse_without_effect(self.level.grad != "through", "Rejection.level.grad", "a gate is detached")
+        refuse_without_effect(self.level.blend is not None, "Rejection.level.blend", "a gate looks at one level")
         refuse_without_effect(
-            self.terms == "kept" and self.level.over == "token", "Gate.terms", "a token is not aggregated"
+            self.level.terms != "all", "Rejection.level.terms", "Rejection.terms says which terms are counted"
+        )
+        refuse_without_effect(
+            self.terms == "kept" and self.level.over == "token", "Rejection.terms", "a token is not aggregated"
         )
         wider = self.drops is None or OVER.index(self.drops) > OVER.index(self.level.over)
-        refuse_without_effect(not wider, "Gate.drops", f"the level is the {self.level.over} already")
+        refuse_without_effect(not wider, "Rejection.drops", f"the level is the {self.level.over} already")
         check_scope("Gate", self.ratio, self.level)
         if self.drops == "group" and not self.detached:
             raise ArgumentError(
-                "TG-OBJ-031: Gate.drops is 'group' on a ratio of the policy being trained. The traces of a group "
+                "TG-OBJ-031: Rejection.drops is 'group' on a ratio of the policy being trained. The traces of a group "
                 "stand in several micro-batches. Take drops='trace', or old in place of theta."
             )
         self._check_bounds()
@@ -117,8 +119,8 @@ class Rejection(AnyRejection):
             check_ratio_bounds("Gate", max(low, 0.0) if self.low is None else low, high)
         elif self.stat in _NEVER_NEGATIVE:
             check_order("Gate", low, high)
-            refuse_without_effect(self.low is not None, "Gate.low", f"{self.stat} is never negative")
-            check_positive("Gate.high", high, f"{self.stat} is 0 where the policies agree") if high <= 0 else None
+            refuse_without_effect(self.low is not None, "Rejection.low", f"{self.stat} is never negative")
+            check_positive("Rejection.high", high, f"{self.stat} is 0 where the policies agree") if high <= 0 else None
         else:
             check_bounds_around("Gate", low, high, 0.0, f"{self.stat} is a difference: write -0.2 and 0.2.")
 
@@ -207,10 +209,10 @@ class RejectionBudget(AnyRejection):
     quadrants: Literal["all", "active"] = "all"
 
     def __post_init__(self) -> None:
-        check_choice("Budget.stat", self.stat, ("square", "abs", "k2", "k3"))
-        check_choice("Budget.terms", self.terms, ("all", "kept"))
-        check_choice("Budget.quadrants", self.quadrants, ("all", "active"))
-        check_positive("Budget.mean", self.mean)
+        check_choice("RejectionBudget.stat", self.stat, ("square", "abs", "k2", "k3"))
+        check_choice("RejectionBudget.terms", self.terms, ("all", "kept"))
+        check_choice("RejectionBudget.quadrants", self.quadrants, ("all", "active"))
+        check_positive("RejectionBudget.mean", self.mean)
         if not self.ratio.detached:
             raise ArgumentError(
                 f"TG-OBJ-033: Budget on {self.ratio}: the budget is of the whole step, and the policy being trained "

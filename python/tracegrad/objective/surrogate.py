@@ -303,7 +303,7 @@ class Regression(Surrogate, locality="term", ratio=True):
     level = Aggregation("trace", "sum")
 
     def __post_init__(self) -> None:
-        check_positive("Regress.beta", self.beta)
+        check_positive("Regression.beta", self.beta)
 
     def check(self, objective: "Objective") -> None:
         if objective.weights:

@@ -72,7 +72,9 @@ class Truncate(Shape):
         if not (self.below_one and 0 <= self.low <= self.high and 0 < self.high < 1):
             check_ratio_bounds("Clamp", self.low, self.high)
             if self.below_one:
-                raise ArgumentError(f"TG-OBJ-049: Clamp.below_one has no effect: high is {self.high:g}. Leave it out.")
+                raise ArgumentError(
+                    f"TG-OBJ-049: Truncate.below_one has no effect: high is {self.high:g}. Leave it out."
+                )
 
     def of(self, log_ratio: Any) -> Any:
         return log_ratio.exp().clamp(self.low, self.high)

@@ -1,8 +1,8 @@
 """Write rollouts to disk group by group, follow them from the trainer, and log which groups each step consumed.
 
 `GroupWriter` (one per rollout process) appends zstd frames. `GroupReader` reads new frames from the files of all
-writers.
-`UnscoredGroups` keeps a group until it is scored. `steps.jsonl` makes a run resumable and replayable bit for bit.
+writers. `UnscoredGroups` keeps a group until it is scored. `steps.jsonl` makes a run resumable and replayable bit for
+bit.
 """
 
 import fcntl

@@ -153,8 +153,8 @@ def prepare(
     """Align inputs of any size into `out/shard-*` in bounded memory. Also writes `out/drift.json`, and a manifest last.
 
     The inputs are read in parts (see `split_inputs`). The content of a shard depends only on the records,
-    `shard_traces` and
-    `part_bytes`, not on the number of workers. A group with traces in two shards keeps its name in `group_names`; its
+    `shard_traces` and `part_bytes`, not on the number of workers. A group with traces in two shards keeps its name in
+    `group_names`; its
     index differs per shard.
 
     Args:

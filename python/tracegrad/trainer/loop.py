@@ -72,8 +72,7 @@ def train(
 
     Args:
         data: Sequences, from `align` or `Sequences.from_arrays`; or `PreparedDataset`, which keeps only the traces of
-        the next
-            steps in memory.
+            the next steps in memory.
         model: a transformers causal LM, with or without peft adapters. It is moved to the device, set to float32 and to
             eval mode (no dropout).
         objective: a preset or another value of `Objective`.
