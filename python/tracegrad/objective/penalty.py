@@ -171,9 +171,8 @@ class EntropyBonus:
         )
         if self.adapt is not None and self.gated == "detached":
             raise ArgumentError(
-                "TG-OBJ-024: EntropyBonus.gated is 'detached', and its coefficient adapts to the entropy of what "
-                "all gates "
-                "left, or of all terms. Take gated=True or gated=False."
+                "TG-OBJ-024: EntropyBonus.gated is 'detached', and its coefficient adapts to the entropy of what all "
+                "gates left, or of all terms. Take gated=True or gated=False."
             )
 
     def __str__(self) -> str:
