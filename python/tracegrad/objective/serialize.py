@@ -19,7 +19,7 @@ def override(objective: Objective, name: str, value: object) -> Objective:
     >>> override(Objective(Clip(), Ratio("theta", "old")), "surrogate.hihg", "0.28")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    tracegrad.ArgumentError: objective.surrogate.hihg is no option. ... Did you mean objective.surrogate.high?
+    tracegrad.ArgumentError: TG-CONFIG-...: objective.surrogate.hihg is no option. ... Did you mean objective.surrogate.high?
     """
     return override_all(objective, {name: value})
 

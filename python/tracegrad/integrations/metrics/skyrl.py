@@ -113,7 +113,7 @@ def as_skyrl_policy(
 
     >>> as_skyrl_policy([-1.0, -2.0], [-1.5, -2.0], Rows.of([0, 1]))
     ...     # doctest: +ELLIPSIS
-    Measured(...)
+    MetricSums(...)
     """
     gap = np.abs(np.asarray(logprobs, np.float64) - np.asarray(rollout, np.float64))
     table = MINIBATCH if minibatch else POLICY
