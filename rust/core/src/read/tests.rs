@@ -85,7 +85,7 @@ fn an_empty_stream_is_an_error_under_every_policy() {
     ];
     for (bytes, what) in cases {
         let error = reader(bytes, OnError::Skip).next().expect("an answer").expect_err("an error");
-        assert!(error.to_string().starts_with(&format!("runs.jsonl: {what}")), "{error}");
+        assert!(error.to_string().contains(&format!(": runs.jsonl: {what}")), "{error}");
     }
 }
 
@@ -180,7 +180,7 @@ fn what_is_no_file_is_named_and_said() {
     let others = [(folder.path().join("none.jsonl"), "Check the path"), (folder.path().to_owned(), "directory")];
     for (path, what) in devices.chain(others) {
         let error = Reader::open(&path, Options::default()).err().expect("an error").to_string();
-        assert!(error.contains(what) && error.starts_with(&*path.to_string_lossy()), "{error}");
+        assert!(error.contains(what) && error.contains(&format!(": {}", path.display())), "{error}");
     }
 }
 
@@ -287,7 +287,7 @@ fn a_window_of_zstd_is_part_of_what_is_held() {
     assert_eq!(read(packed(27), 97 * mib).expect("a window within the limit"), ["a", "b"]);
     for (log, limit) in [(27, 95 * mib), (30, 900 * mib)] {
         let error = read(packed(log), limit).expect_err("a window beyond the limit").to_string();
-        assert!(error.starts_with(&format!("f: zstd needs a window of 2^{log} bytes")), "{error}");
+        assert!(error.contains(&format!(": f: zstd needs a window of 2^{log} bytes")), "{error}");
     }
     let second = read([packed(20), packed(27)].concat(), 1 << 30).expect_err("a larger window").to_string();
     assert!(second.contains("decompress it first"), "{second}");

@@ -121,10 +121,10 @@ proptest! {
                 prop_assert_eq!(report.traces, traces.len() as u64);
                 prop_assert_eq!(report.records, report.traces + report.bad);
                 for error in &report.first_errors {
-                    prop_assert!(error.to_string().starts_with("f:"), "{}", error);
+                    prop_assert!(error.to_string().contains(": f:"), "{}", error);
                 }
             }
-            Err(error) => prop_assert!(error.to_string().starts_with("f:"), "{}", error),
+            Err(error) => prop_assert!(error.to_string().contains(": f:"), "{}", error),
         }
     }
 }
