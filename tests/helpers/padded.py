@@ -84,7 +84,7 @@ def run(objective: Objective, data: dict[str, Tensor], **options: Any) -> Outcom
     """Loss and gradient through correct() and the objective, as a trainer with padded tensors would call them.
 
     Args:
-        options: of `objective.terms_of`. `rows=True` counts empty rows as traces, as TRL does.
+        options: of `objective.build_terms`. `rows=True` counts empty rows as traces, as TRL does.
     """
     terms, corrected = terms_of(objective, data, **options)
     logprobs = data["logprobs"].clone().requires_grad_()

@@ -98,7 +98,7 @@ import sys, time
 from tracegrad.rollout import launch
 launch.GRACE_S = 0.5
 model, log, path = sys.argv[1:]
-launch.Launched(sys.executable, model, name="m", log=log, environment={"PYTHONPATH": path}).wait(60)
+launch.ServerProcess(sys.executable, model, name="m", log=log, environment={"PYTHONPATH": path}).wait(60)
 print("up", flush=True)
 time.sleep(600)
 """
