@@ -94,7 +94,7 @@ def _python() -> Iterator[Cause]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 for each in node.args[:2]:
-                    names[id(_first(each))] = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                    names[id(first_operand(each))] = getattr(node.func, "id", getattr(node.func, "attr", ""))
         inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         for node in ast.walk(tree):
             message = template(node) if id(node) not in inside else ""
@@ -103,7 +103,7 @@ def _python() -> Iterator[Cause]:
                 yield Cause(match[0], names.get(id(node), ""), text, str(path.relative_to(ROOT)))
 
 
-def _first(node: ast.AST) -> ast.AST:
+def first_operand(node: ast.AST) -> ast.AST:
     """Return the leftmost operand of a sum of texts."""
     while isinstance(node, ast.BinOp):
         node = node.left
@@ -177,7 +177,8 @@ def page() -> str:
 
 
 def _code(name: str) -> str:
-    return f"`{name}`" if name.endswith(("Error", "Fault", "Learn", "Reached", "Request", "Answer", "Fields")) else ""
+    """Return the name of an exception class as code; nothing for a function that only builds the message."""
+    return f"`{name}`" if name[:1].isupper() else ""
 
 
 def _cell(text: str) -> str:

@@ -25,7 +25,7 @@ def raised(path):
     names = {name for name in dir(errors) if isinstance(getattr(errors, name), type)} | {"SyncError", "NothingToLearn"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names and node.args:
-            yield node.lineno, error_codes.template(error_codes._first(node.args[0]))
+            yield node.lineno, error_codes.template(error_codes.first_operand(node.args[0]))
 
 
 def test_every_error_of_python_has_a_code():

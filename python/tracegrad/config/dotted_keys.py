@@ -148,10 +148,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("trian.seed", ["train.seed", "train.epochs"]), nearest("dapo", ["GRPO", "DAPO"])
     ('Did you mean train.seed?', 'Did you mean DAPO?')
     """
-    valid, letters = {_letters(key): key for key in known}, _letters(name[:80])
+    known, letters = list(known), _letters(name[:80])
+    valid = {_letters(key): key for key in known}
     same_end = [key for key in valid if key.split(".")[-1] == letters.split(".")[-1]]
     close = difflib.get_close_matches(letters, same_end or valid, 1, 0.5) or same_end
-    return f"Did you mean {valid[close[0]]}?" if close else f"Known: {', '.join(valid.values())}."
+    return f"Did you mean {valid[close[0]]}?" if close else f"Known: {', '.join(known)}."
 
 
 def _letters(name: str) -> str:
