@@ -16,10 +16,10 @@ def override(objective: Objective, name: str, value: object) -> Objective:
     >>> from tracegrad.objective import Clip, Ratio
     >>> override(Objective(Clip(), Ratio("theta", "old")), "surrogate.high", "0.28").surrogate.high
     0.28
-    >>> override(Objective(Clip(), Ratio("theta", "old")), "surrogate.hihg", "0.28")  # doctest: +ELLIPSIS
+    >>> override(Objective(Clip(), Ratio("theta", "old")), "ratio.dne", "old")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    tracegrad.ArgumentError: TG-CONFIG-...: objective.surrogate.hihg is no option. ... Did you mean objective.surrogate.high?
+    tracegrad.ArgumentError: TG-CONFIG-001: objective.ratio.dne is no option. ... Did you mean objective.ratio.den?
     """
     return override_all(objective, {name: value})
 
