@@ -187,7 +187,7 @@ def replayed(out: Path, options: argparse.Namespace) -> Found:
     """The steps of a recorded run of `online`, taken again."""
     if options.online is None:
         return
-    done = tracegrad("replay", options.online, "--out", out / "replay")
+    done = tracegrad("replay", options.online, "--model", QUICKSTART / "model", "--out", out / "replay")
     yield "exit status", done.returncode
     yield from files_of(out / "replay", out)
 

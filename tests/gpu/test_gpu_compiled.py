@@ -22,9 +22,8 @@ def chunk(rehearsal, monkeypatch):
     from tracegrad.model import lm_head_chunked as room
 
     if rehearsal:
-        for name in ("_statistics", "_gradient"):
-            function = getattr(room, name)._torchdynamo_orig_callable
-            monkeypatch.setattr(room, name, torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager"))
+        options = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
+        monkeypatch.setattr(room, "_compiled", lambda function: torch.compile(function, **options))
     return room.CompiledChunk
 
 

@@ -186,3 +186,10 @@ def test_importing_tracegrad_changes_nothing_and_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_model_does_not_import_the_compiler():
+    pytest.importorskip("torch")
+    code = "import sys; import tracegrad.model, tracegrad.trainer.step; assert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

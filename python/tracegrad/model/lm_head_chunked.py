@@ -1,6 +1,8 @@
 """Compute token logprobs and entropies from hidden states in chunks, without all logits at once."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -216,24 +218,29 @@ class CompiledChunk(Chunk):
 
     def statistics(self) -> Statistics:
         """Compute the statistics in one pass over the table."""
-        return Statistics(*_statistics(self.rows, self._head_of_product()))
+        return Statistics(*_compiled(_statistics)(self.rows, self._head_of_product()))
 
     def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
         """Return the gradient [C, V] in the dtype of the hidden states."""
-        return _gradient(self._item, self.rows, self._head_of_product(), known, d_logp, d_entropy)
+        arguments = self.rows, self._head_of_product(), known, d_logp, d_entropy
+        return _compiled(_gradient)(self._item, *arguments)
 
     def _head_of_product(self) -> Head:
         return Head(self._raw, None, self.head.softcap, self.head.logit_scale)
 
 
-@torch.compile(dynamic=True)
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function on its first use, because `torch.compile` imports its compiler: seconds of CPU time."""
+    return torch.compile(function, dynamic=True)
+
+
 def _statistics(rows: Rows, head: Head) -> tuple[Tensor, Tensor, Tensor]:
     """Return the fields of `Statistics`. `head.weight` is the product, not the weight."""
     statistics = Chunk.of_raw(head.weight, head, rows).statistics()
     return statistics.lse, statistics.logp, statistics.entropy
 
 
-@torch.compile(dynamic=True)
 def _gradient(
     item: torch.dtype, rows: Rows, head: Head, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None
 ) -> Tensor:
