@@ -222,8 +222,7 @@ class CompiledChunk(Chunk):
 
     def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
         """Return the gradient [C, V] in the dtype of the hidden states."""
-        arguments = self.rows, self._head_of_product(), known, d_logp, d_entropy
-        return _compiled(_gradient)(self._item, *arguments)
+        return _compiled(_gradient)(self._item, self.rows, self._head_of_product(), known, d_logp, d_entropy)
 
     def _head_of_product(self) -> Head:
         return Head(self._raw, None, self.head.softcap, self.head.logit_scale)
